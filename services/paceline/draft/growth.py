@@ -173,8 +173,10 @@ class Frontier:
         """None: the policy alone limits the depth."""
         self._tree = tree
         self._growth = growth
-        self._in_flight: set[int] = set()
         self._num_in_flight = 0  # length of the longest path in flight
+        self._places: dict[int, tuple[int, int]] = {tree.anchor.node_id: (0, 0)}
+        """``_place`` of nodes that were asked for since the last commit; always of the anchor and the nodes in flight.
+        """
         self._heap: list[tuple[tuple[float, float], int, TreeNode]] = []
         self._unwanted: list[TreeNode] = []
         self._committed: Iterable[int] | None = None  # the nodes in flight of a commit that is not sorted in yet
@@ -218,7 +220,8 @@ class Frontier:
 
     def pop(self) -> TreeNode:
         """Removes and returns the node to expand next. IndexError if there is none."""
-        self._sort()
+        if self._committed is not None:
+            self._sort()
         return heapq.heappop(self._heap)[2]
 
     def commit(self, in_flight: Iterable[int]) -> None:
@@ -237,13 +240,12 @@ class Frontier:
 
     def _place(self, node: TreeNode) -> tuple[int, int]:
         """Position and ahead of a node (``Growth``): its path up to the proposal in flight has ``ahead`` tokens, the
-        rest up to the anchor ``position`` ones."""
-        anchor, in_flight, ahead = self._tree.anchor, self._in_flight, 0
-        at: TreeNode | None = node
-        while at is not None and at is not anchor and at.node_id not in in_flight:
-            ahead += 1
-            at = at.parent
-        return (0 if at is None else at.position - anchor.position), ahead
+        rest up to the anchor ``position`` ones. O(1) where the place of its parent is known."""
+        if (place := self._places.get(node.node_id)) is None:
+            assert node.parent is not None, "the anchor's place is known"
+            position, ahead = self._places.get(node.parent.node_id) or self._place(node.parent)
+            place = self._places[node.node_id] = position, ahead + 1
+        return place
 
     def _key(self, node: TreeNode, position: int, ahead: int) -> tuple[float, float] | None:
         if ahead <= self._most_ahead():
@@ -257,29 +259,28 @@ class Frontier:
         """Follows the latest commit, unless that is done."""
         if self._committed is None:
             return
-        tree, num_in_flight, flying = self._tree, 0, set()
+        tree, num_in_flight = self._tree, 0
         anchor = tree.anchor
+        self._places = places = {anchor.node_id: (0, 0)}
         for node_id in self._committed:
             found = tree.get(node_id)
             if found is not None and found is not anchor:
-                flying.add(found.node_id)
-                num_in_flight = max(num_in_flight, found.position - anchor.position)
-        self._committed, self._in_flight, self._num_in_flight = None, flying, num_in_flight
+                position = found.position - anchor.position
+                places[found.node_id] = position, 0
+                num_in_flight = max(num_in_flight, position)
+        self._committed, self._num_in_flight = None, num_in_flight
         heap: list[tuple[tuple[float, float], int, TreeNode]] = []
         unwanted: list[TreeNode] = []
-        places: dict[int, tuple[int, int]] = {}  # of the children of a node that are not in flight, by the node
         most_ahead, key_of = self._most_ahead(), self._growth.key
         for node in chain([node for _, _, node in self._heap], self._unwanted):
             if not node.alive:
                 continue
-            parent = node.parent
-            if parent is None or node.node_id in flying:
-                place = self._place(node)
-            elif (known := places.get(parent.node_id)) is not None:
-                place = known
+            if (place := places.get(node.node_id)) is not None:
+                position, ahead = place
             else:
-                place = places[parent.node_id] = self._place(node)
-            position, ahead = place
+                assert node.parent is not None, "the anchor's place is known"
+                position, ahead = places.get(node.parent.node_id) or self._place(node.parent)
+                ahead += 1
             key = key_of(node, anchor, position, ahead, num_in_flight) if ahead <= most_ahead else None
             if key is None:
                 unwanted.append(node)

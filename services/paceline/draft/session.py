@@ -26,6 +26,8 @@ class DraftSession:
     """A session's tree, its growth policy and its outbox."""
 
     __slots__ = (
+        "_leaves",
+        "_leaves_anchor",
         "_passed",
         "ahead",
         "announced_at",
@@ -73,6 +75,9 @@ class DraftSession:
         """Rejection rule: of guesses of a bonus token."""
         self.tree = SpeculationTree(sampler.vocab_size, len(message.token_ids), rejection=self.rule is Rule.REJECTION)
         self.frontier = Frontier(self.tree, growth)
+        self._leaves: dict[int, Leaf] = {}
+        """Leaves by their nodes, as long as the anchor is ``_leaves_anchor``."""
+        self._leaves_anchor: TreeNode | None = None
         self.in_flight: frozenset[int] = frozenset()
         self.end: TreeNode | None = None
         """Rejection rule: the last node of the proposal in flight, which a bonus token follows."""
@@ -141,16 +146,21 @@ class DraftSession:
         return None
 
     def leaf(self, node: TreeNode) -> Leaf:
-        """The node as the drafter's ``expand`` takes it."""
-        ids: list[int] = []
-        token_ids: list[int] = []
-        at: TreeNode | None = node
+        """The node as the drafter's ``expand`` takes it. O(1) where its parent was one below the same anchor."""
         anchor = self.tree.anchor
-        while at is not None and at is not anchor:
-            ids.append(at.node_id)
-            token_ids.append(at.token_id)
-            at = at.parent
-        return Leaf(self.session_id, node.node_id, tuple(ids[::-1]), tuple(token_ids[::-1]))
+        if anchor is not self._leaves_anchor:
+            self._leaves_anchor = anchor
+            self._leaves = {anchor.node_id: Leaf(self.session_id, anchor.node_id, (), ())}
+        return self._leaf(node)
+
+    def _leaf(self, node: TreeNode) -> Leaf:
+        node_id = node.node_id
+        if (leaf := self._leaves.get(node_id)) is None:
+            assert node.parent is not None, "the anchor's is known"
+            above = self._leaves.get(node.parent.node_id) or self._leaf(node.parent)
+            leaf = Leaf(self.session_id, node_id, (*above.path_ids, node_id), (*above.path, node.token_id))
+            self._leaves[node_id] = leaf
+        return leaf
 
     def ranking_row(self, leaf: Leaf) -> RankingRow:
         """Parameters for ranking the leaf's candidates."""
