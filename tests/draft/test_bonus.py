@@ -9,6 +9,7 @@ import pytest
 
 from paceline.core.tree import TreeNode
 from paceline.draft.session import DraftSession
+from paceline.drafters.calibration import bonus_probs
 from paceline.messages import Commit
 from paceline.types import Acceptance
 
@@ -64,7 +65,7 @@ def check_that_the_best_guess_is_grown_first() -> None:
     probs = probs_below(end)
     guess = end.bonus.index(0.0)
     assert probs[guess] == max(probs)
-    assert probs == pytest.approx(grown.session.bonus_probs(end.bonus)[: len(probs)])
+    assert probs == pytest.approx(bonus_probs(grown.session.bonus, end.bonus)[: len(probs)])
     below = [node for node in grown.session.tree.nodes() if node.parent is end and not node.expanded]
     if below:
         first = max(below, key=lambda node: node.log_path)
@@ -108,7 +109,7 @@ def test_an_end_that_is_expanded_in_flight_is_placed_at_once() -> None:
     grown.announce(path)
     while not end.expanded:
         assert grown.engine.step()
-    assert probs_below(end) == pytest.approx(grown.session.bonus_probs(end.bonus)[: len(end.children)])
+    assert probs_below(end) == pytest.approx(bonus_probs(grown.session.bonus, end.bonus)[: len(end.children)])
     assert [child.sampled for child in end.children.values()] == [True] + [False] * (len(end.children) - 1)
 
 
@@ -128,8 +129,5 @@ def test_each_kind_of_outcome_teaches_its_own_table(tried: bool) -> None:
 
 
 def tables(session: DraftSession) -> list[list[float]]:
-    """The shares of hits in every bin, of tried tokens and of bonus tokens."""
-    return [
-        [ratio.value(0.1) for ratios in calibration._ratios for ratio in ratios]
-        for calibration in (session.calibration, session.bonus)
-    ]
+    """Hits and observations in every bin, of tried tokens and of bonus tokens."""
+    return [calibration._cells.tolist() for calibration in (session.calibration, session.bonus)]

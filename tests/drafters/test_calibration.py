@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.drafters.calibration import Calibration, Evidence, guessed, ranked, sampled
+from paceline.drafters import calibration as module
+from paceline.drafters.calibration import (
+    Calibration,
+    Evidence,
+    Expansion,
+    expect,
+    guessed,
+    ranked,
+    ranked_gaps,
+    sampled,
+    sampled_gaps,
+)
 
 RANKS = 3
 
@@ -138,3 +149,67 @@ def test_a_guess_of_a_bonus_token_is_as_likely_as_its_score_says() -> None:
     assert guessed([0.0]).gaps == (math.inf,)
     assert guessed([math.inf, math.inf]).gaps == (math.inf, math.inf)
     assert guessed([]) == Evidence((), ())
+
+
+def random_gap(rng: random.Random) -> float:
+    return rng.choice([0.0, 0.03, 1e-12, 15.36, 40.0, 800.0, math.inf, rng.expovariate(0.5), rng.expovariate(3)])
+
+
+def tables(seed: int, num_ranks: int) -> tuple[Calibration, Calibration]:
+    """A calibration of one session that has learned something, and the engine-wide one."""
+    rng, engine_wide = random.Random(seed), Calibration(RANKS, horizon=64)
+    own = Calibration(num_ranks, engine_wide)
+    for i in range(200):
+        gaps = [random_gap(rng) for _ in range(rng.randrange(7))]
+        (own if i % 3 else engine_wide).observe(gaps, rng.choice([None, 0, 0, 1, 2, 5]), rng.randrange(2))
+    return own, engine_wide
+
+
+def random_expansion(rng: random.Random, own: Calibration, of_bonus: Calibration) -> Expansion:
+    num = rng.randrange(7)
+    if num and rng.random() < 0.5:
+        log_q = sorted((-rng.expovariate(0.5) for _ in range(rng.choice([1, 2]))), reverse=True)
+        gaps = sampled_gaps(log_q, [random_gap(rng) for _ in range(num - 1)])
+        return Expansion(gaps, own, tuple(random_gap(rng) for _ in range(num)), of_bonus, rng.choice([0.2, 1.0]))
+    scores = sorted((-random_gap(rng) for _ in range(num)), reverse=True)
+    return Expansion(ranked_gaps(scores) if -math.inf not in scores else (math.nan,) * num, own)
+
+
+def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_library", lambda: None)
+
+
+@pytest.mark.parametrize("num_ranks", [1, RANKS, 5])
+def test_probabilities_without_native_code_are_the_same(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, with fewer and with more ranks than the engine-wide table has, for gaps on the edges and beyond."""
+    if module._library() is None:
+        pytest.skip("there is no compiler here")
+    rng, (own, engine_wide), (of_bonus, _) = random.Random(5), tables(1, num_ranks), tables(2, num_ranks)
+    tried = [random_expansion(rng, rng.choice([own, engine_wide]), of_bonus) for _ in range(2000)]
+    least = 0.01
+    native = [expect(tried[i : i + 7], least) for i in range(0, len(tried), 7)]
+    assert expect((), least) == []
+    without_native(monkeypatch)
+    assert repr(native) == repr([expect(tried[i : i + 7], least) for i in range(0, len(tried), 7)])  # NaN is not itself
+    found = [probs for part in native for probs in part]
+    assert {len(it.gaps) - len(probs) for it, probs in zip(tried, found, strict=True)} >= {0, 1, 2, 3}
+    assert all(bool(probs) == bool(it.gaps) for it, probs in zip(tried, found, strict=True))
+
+
+@pytest.mark.parametrize("num_ranks", [1, RANKS, 5])
+def test_calibration_without_native_code_learns_the_same(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if module._library() is None:
+        pytest.skip("there is no compiler here")
+    native = tables(3, num_ranks)
+    without_native(monkeypatch)
+    assert [table._cells for table in native] == [table._cells for table in tables(3, num_ranks)]
+    assert any(native[0]._cells)
+
+
+def test_a_node_is_worth_having_for_what_may_follow_a_proposal() -> None:
+    """Rejection rule: the last candidate, that is hardly ever recovered, may be the best guess of a bonus token."""
+    own, of_bonus = Calibration(RANKS), Calibration(RANKS)
+    gaps, bonus = (1.0, 0.0, 30.0), (5.0, 5.0, 0.0)
+    kept = [len(expect([Expansion(gaps, own, bonus, of_bonus, share)], 0.01)[0]) for share in (1.0, 0.0)]
+    assert kept == [3, 2]
+    assert len(expect([Expansion((0.0, 30.0, 30.0), own)], 0.01)[0]) == 1

@@ -26,6 +26,7 @@ from paceline.config import (
 )
 from paceline.core import rows
 from paceline.draft.engine import DraftEngine
+from paceline.drafters import calibration
 from paceline.drafters.cascade import HorizontalDrafter, VerticalDrafter
 from paceline.drafters.corpus import suffix_drafter
 from paceline.drafters.heads.load import remote_plan
@@ -117,6 +118,7 @@ def build_draft_engine(
         EngineError: another rank has failed.
     """
     rows.prepare()
+    calibration.prepare()
     target = Checkpoint.open(setup.target_source, setup.trusts_target)
     if isinstance(setup.options, HeadDraftOptions):
         return _engine(setup, emit, target, _head_drafter(setup, setup.options, target))

@@ -31,7 +31,7 @@ from paceline.draft import hints
 from paceline.draft.growth import BestFirst, Growth, InTurn, Sequential, geometric, uniform
 from paceline.draft.overlap import Overlap
 from paceline.draft.session import DraftSession
-from paceline.drafters.calibration import Calibration
+from paceline.drafters.calibration import Calibration, expect
 from paceline.drafters.protocol import FATAL, Candidates, Chainer, Drafter, DrafterSessionError, Leaf, StatesDrafter
 from paceline.drafters.ranking import Ranking, Rule, rank, ranking_of
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
@@ -46,8 +46,6 @@ Emit = Callable[[Sequence[Nodes | SessionFailed]], None]
 
 _MIN_PROB = 0.01
 """Predicted tokens less likely than this are not worth a node. Never applied to a first choice."""
-_END_SHARE = 0.2
-"""Rejection rule: the share of nodes that are the last one of a proposal, so that a bonus token follows."""
 _LEAST_CHAINED = 0.2
 """A path of one call ends where it is less likely than this: siblings further up may be the better nodes."""
 _LATE_S = 0.25
@@ -534,7 +532,9 @@ class DraftEngine:
             if node is not anchor:
                 node_ids.append(node.node_id)
             follow = token_ids[0] if i + 1 < len(ranked) else None
-            node = self._publish(session, node, ranking_of(token_ids, scores), follow)
+            ranking = ranking_of(token_ids, scores)
+            (probs,) = expect((session.expansion(node, ranking),), _MIN_PROB)
+            node = self._publish(session, node, ranking, probs, follow)
         self._chains.keep(session.session_id, node_ids)
         return True
 
@@ -548,9 +548,10 @@ class DraftEngine:
             if self._drafter.tokens_per_leaf > 1:
                 self._publish_blocks([chosen[i] for i in indices], candidates)
                 continue
-            rankings = rank(candidates, [rows[i] for i in indices])
-            for i, ranking in zip(indices, rankings, strict=True):
-                self._publish(*chosen[i], ranking)
+            at = chosen if len(indices) == len(chosen) else [chosen[i] for i in indices]
+            rankings = rank(candidates, rows if at is chosen else [rows[i] for i in indices])
+            for (session, node), ranking, probs in zip(at, rankings, _expected(at, rankings), strict=True):
+                self._publish(session, node, ranking, probs)
 
     def _choose(self) -> list[tuple[DraftSession, TreeNode]]:
         """The likeliest leaves of all sessions, each session's in the order of its own policy."""
@@ -616,35 +617,35 @@ class DraftEngine:
             rows = [session.ranking_row(session.leaf(node)) for _, (session, node) in at]
             index = torch.tensor([leaf for leaf, _ in at], device=candidates.log_q.device)
             of_depth = Candidates(candidates.token_ids[index, depth], candidates.log_q[index, depth])
+            rankings = rank(of_depth, rows)
+            expected = _expected([place for _, place in at], rankings)
             further = []
-            for (leaf, (session, node)), ranking in zip(at, rank(of_depth, rows), strict=True):
+            for (leaf, (session, node)), ranking, probs in zip(at, rankings, expected, strict=True):
                 follow = None
                 if any(known[leaf][depth + 1 :]) and ranking.token_ids:
                     follow = _continued(session, candidates, leaf, depth, ranking)
-                child = self._publish(session, node, ranking, follow)
+                child = self._publish(session, node, ranking, probs, follow)
                 if child is not None:
                     further.append((leaf, (session, child)))
             at = further
 
     def _publish(
-        self, session: DraftSession, parent: TreeNode, ranking: Ranking, follow: int | None = None
+        self,
+        session: DraftSession,
+        parent: TreeNode,
+        ranking: Ranking,
+        probs: Sequence[float],
+        follow: int | None = None,
     ) -> TreeNode | None:
-        """Attaches and queues the children of an expanded node, all of one expansion together.
+        """Attaches and queues the children of an expanded node, all of one expansion together: as many as there are
+        ``probs``.
 
         Returns the child of the token ``follow``, if it is worth expanding: its own children are published next.
         """
-        parent.expanded, parent.gaps, parent.bonus = True, ranking.evidence.gaps, ranking.bonus
+        parent.expanded, parent.gaps, parent.bonus = True, ranking.gaps, ranking.bonus
         session.changed = True
-        probs = session.calibration.probabilities(ranking.evidence)
-        worth = probs
-        if ranking.bonus:
-            share = 1.0 if parent is session.end else _END_SHARE
-            worth = [max(p, share * bonus) for p, bonus in zip(probs, session.bonus_probs(ranking.bonus), strict=True)]
-        num = len(probs)
-        while num > 1 and worth[num - 1] < _MIN_PROB:
-            num -= 1
         before, followed = len(session.tree), None
-        new = session.publish(parent, ranking.token_ids[:num], probs, q=ranking.q)
+        new = session.publish(parent, ranking.token_ids[: len(probs)], probs, q=ranking.q)
         self.stats.nodes_published += len(new)
         if parent is session.end:
             session.place(parent)
@@ -682,6 +683,12 @@ class DraftEngine:
             self.stats.messages += len(messages)
             self._emit(messages)
         return bool(messages)
+
+
+def _expected(nodes: Sequence[tuple[DraftSession, TreeNode]], rankings: Sequence[Ranking]) -> list[list[float]]:
+    """Probabilities of the children that are worth a node, of each node and its ranking."""
+    expansions = [session.expansion(node, ranking) for (session, node), ranking in zip(nodes, rankings, strict=True)]
+    return expect(expansions, _MIN_PROB)
 
 
 def _continued(session: DraftSession, candidates: Candidates, leaf: int, depth: int, ranking: Ranking) -> int | None:

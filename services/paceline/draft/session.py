@@ -9,15 +9,17 @@ from paceline.core.processors import Row, SamplerState
 from paceline.core.statistics import Ewma
 from paceline.core.tree import Refusal, SpeculationTree, TreeNode
 from paceline.draft.growth import Frontier, Growth
-from paceline.drafters.calibration import Calibration, guessed
+from paceline.drafters.calibration import Calibration, Expansion, bonus_probs, by_guess, guessed
 from paceline.drafters.protocol import Leaf
-from paceline.drafters.ranking import RankingRow, Rule
+from paceline.drafters.ranking import Ranking, RankingRow, Rule
 from paceline.messages import Node, OpenSession, SparseDistribution
 
 _ROUND_WEIGHT = 0.2
 _HOLD_ROUNDS = 0.2
 """Share of a round between two messages: each costs its peers a fraction of a millisecond, so a target that verifies
 gets about five."""
+_END_SHARE = 0.2
+"""Rejection rule: the share of nodes that are the last one of a proposal, so that a bonus token follows."""
 LEAST_PROB = 1e-9
 """The least probability that an outcome is taken to have."""
 
@@ -169,6 +171,13 @@ class DraftSession:
             Row(self.sampler, leaf.path), self.rule, self.growth.fan_out, self.saguaro, nonce & 0xFFFFFFFF
         )
 
+    def expansion(self, node: TreeNode, ranking: Ranking) -> Expansion:
+        """Parameters for the probabilities of a node's children."""
+        if not ranking.bonus:
+            return Expansion(ranking.gaps, self.calibration)
+        share = 1.0 if node is self.end else _END_SHARE
+        return Expansion(ranking.gaps, self.calibration, ranking.bonus, self.bonus, share)
+
     def in_flight_below(self, node: TreeNode) -> bool:
         """True if a proposed child of the node is being verified."""
         return node.best is not None and node.best.node_id in self.in_flight
@@ -181,7 +190,7 @@ class DraftSession:
             if node.gaps:
                 rank = child.rank if child else None
                 if node.bonus and not self.in_flight_below(node):
-                    order = _order(node.bonus)
+                    order = by_guess(node.bonus)
                     at = order.index(rank) if rank is not None and rank < len(order) else None
                     self.bonus.observe(guessed([node.bonus[r] for r in order]).gaps, at)
                 else:
@@ -190,20 +199,12 @@ class DraftSession:
                 return
             node = child
 
-    def bonus_probs(self, gaps: Sequence[float]) -> list[float]:
-        """Rejection rule: probabilities that the target draws the candidates of an expansion as a bonus token."""
-        order = _order(gaps)
-        probs = [0.0] * len(gaps)
-        for rank, prob in zip(order, self.bonus.probabilities(guessed([gaps[r] for r in order])), strict=True):
-            probs[rank] = prob
-        return probs
-
     def outcomes(self, parent: TreeNode) -> dict[int, float]:
         """Probabilities of the tokens below an expanded node: of being accepted, or drawn for one that was not, and at
         the end of the proposal in flight of being the bonus token."""
         if parent is not self.end:
             return {token_id: child.prob for token_id, child in parent.children.items()}
-        probs = self.bonus_probs(parent.bonus)
+        probs = bonus_probs(self.bonus, parent.bonus)
         return {t: probs[child.rank] for t, child in parent.children.items() if child.rank < len(probs)}
 
     def aim(self, end: TreeNode | None) -> None:
@@ -249,8 +250,3 @@ class DraftSession:
                 sampled, q = False, None
         self.changed = self.changed or bool(placed)
         return placed
-
-
-def _order(gaps: Sequence[float]) -> list[int]:
-    """Indices of the candidates of an expansion, the best guess of a bonus token first."""
-    return sorted(range(len(gaps)), key=gaps.__getitem__)

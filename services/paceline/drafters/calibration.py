@@ -7,15 +7,25 @@ scores), each with the weight of a few observations; old observations fade.
 
 Under the rejection rule rank 0 is the sampled token and its probability is that of being accepted. It depends on q,
 never on which token was drawn, so that no decision made by it can bias the output.
+
+``calibration.cpp`` does for all leaves of a step what the functions here do for one, and gives the same bits; where
+there is no compiler they stand in for it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import hashlib
+import logging
 import math
+from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from paceline.core.statistics import DecayingRatio
+from paceline.core.native import compiled, machine
+from paceline.errors import EngineError
 from paceline.messages import record
 
 _EDGES = tuple(0.03 * 2.0**i for i in range(10))
@@ -25,6 +35,10 @@ _NUM_BINS = len(_EDGES) + 1
 _RANKED_MASS = 0.95
 ACCEPTANCE = 0.75
 """Share of draft tokens that the target is taken to accept before any was tried."""
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_OPTIONS = ("-ffp-contract=off",)
+log = logging.getLogger(__name__)
 
 
 @record
@@ -39,14 +53,17 @@ class Evidence:
 
 def ranked(scores: Sequence[float]) -> Evidence:
     """Evidence under the coupled rule and greedy decoding, from the candidates' scores, best first."""
+    return evidence_of(ranked_gaps(scores), sampled=False)
+
+
+def ranked_gaps(scores: Sequence[float]) -> tuple[float, ...]:
+    """The gaps of ``ranked``."""
     if not scores:
-        return Evidence((), ())
+        return ()
     best = scores[0]
     gaps = [best - score for score in scores]
-    weights = [math.exp(-gap) for gap in gaps]
-    scale = _RANKED_MASS / sum(weights)
     gaps[0] = gaps[1] if len(gaps) > 1 else math.inf
-    return Evidence(tuple(gaps), tuple([weight * scale for weight in weights]))
+    return tuple(gaps)
 
 
 def sampled(log_q: Sequence[float], behind: Sequence[float]) -> Evidence:
@@ -56,10 +73,25 @@ def sampled(log_q: Sequence[float], behind: Sequence[float]) -> Evidence:
         log_q: the two largest of all tokens, in nats.
         behind: by how much the score of each guessed sibling is below the best one, in nats.
     """
-    gaps = (log_q[0] - log_q[1] if len(log_q) > 1 else math.inf, *behind)
+    return evidence_of(sampled_gaps(log_q, behind), sampled=True)
+
+
+def sampled_gaps(log_q: Sequence[float], behind: Sequence[float]) -> tuple[float, ...]:
+    """The gaps of ``sampled``."""
+    return (log_q[0] - log_q[1] if len(log_q) > 1 else math.inf, *behind)
+
+
+def evidence_of(gaps: tuple[float, ...], *, sampled: bool) -> Evidence:
+    """The evidence that the gaps of one expansion are; ``sampled``: under the rejection rule."""
+    if not gaps:
+        return Evidence((), ())
     weights = [math.exp(-gap) for gap in gaps[1:]]
-    scale = (1.0 - ACCEPTANCE) / max(sum(weights), 1.0)
-    return Evidence(gaps, (ACCEPTANCE, *(weight * scale for weight in weights)))
+    if sampled:
+        scale = (1.0 - ACCEPTANCE) / max(_sum(weights), 1.0)
+        return Evidence(gaps, (ACCEPTANCE, *[weight * scale for weight in weights]))
+    weights.insert(0, 1.0)
+    scale = _RANKED_MASS / _sum(weights)
+    return Evidence(gaps, tuple([weight * scale for weight in weights]))
 
 
 def guessed(behind: Sequence[float]) -> Evidence:
@@ -71,15 +103,28 @@ def guessed(behind: Sequence[float]) -> Evidence:
     if not behind:
         return Evidence((), ())
     weights = [math.exp(-gap) for gap in behind]
-    scale = _RANKED_MASS / max(sum(weights), 1.0)
+    scale = _RANKED_MASS / max(_sum(weights), 1.0)
     first = behind[1] - behind[0] if len(behind) > 1 and behind[0] < math.inf else math.inf
     return Evidence((first, *behind[1:]), tuple([weight * scale for weight in weights]))
+
+
+class _Table(ctypes.Structure):
+    """A calibration as ``calibration.cpp`` reads it."""
+
+    _fields_ = (
+        ("parent", ctypes.c_void_p),
+        ("cells", ctypes.c_void_p),
+        ("num_ranks", ctypes.c_int64),
+        ("keep", ctypes.c_double),
+        ("weight", ctypes.c_double),
+    )
 
 
 class Calibration:
     """Share of hits by rank and bin of the gap, leaning on ``parent`` or, without one, on the prior.
 
-    ``weight`` is how many observations that is worth; ``horizon`` how many observations of a bin are remembered.
+    ``weight`` is how many observations that is worth; ``horizon`` how many observations of a bin are remembered. A
+    parent has none itself; it takes every observation, too, and ranks that only one of the two has are that one's.
     """
 
     def __init__(
@@ -90,31 +135,31 @@ class Calibration:
         weight: float = 8.0,
         horizon: float = 512.0,
     ) -> None:
-        keep = 1.0 - 1.0 / horizon
-        base: list[list[DecayingRatio]] = [] if parent is None else parent._ratios
-        # [rank][bin]; ranks beyond ``num_ranks`` are the parent's own.
-        self._ratios: list[list[DecayingRatio]] = [
-            [DecayingRatio(keep, weight, base[r][at] if r < len(base) else None) for at in range(_NUM_BINS)]
-            for r in range(num_ranks)
-        ] + base[num_ranks:]
+        assert parent is None or parent._parent is None, "a parent has none itself"
+        self._num_ranks, self._parent = num_ranks, parent
+        self._keep, self._weight = 1.0 - 1.0 / horizon, weight
+        # [rank][bin][2]: fading sums of hits and of observations. Native code has their address.
+        self._cells = array("d", bytes(2 * 8 * num_ranks * _NUM_BINS))
+        cells = self._cells.buffer_info()[0]
+        above = None if parent is None else parent.address
+        self._table = _Table(above, cells, num_ranks, self._keep, weight)
+        self.address = ctypes.addressof(self._table)
+        """Where native code reads it, as long as this object lives."""
 
     def probabilities(self, evidence: Evidence) -> list[float]:
         """Probability that the target takes each candidate: non-increasing in rank, of sum at most 1.
 
         The value of rank 0 depends on its own gap and prior only.
         """
-        probs = [
-            ratios[bisect_right(_EDGES, gap)].value(prior)
-            for ratios, gap, prior in zip(self._ratios, evidence.gaps, evidence.priors, strict=False)
-        ]
-        probs += evidence.priors[len(probs) :]
+        pairs = zip(evidence.gaps, evidence.priors, strict=True)
+        probs = [self._value(rank, bisect_right(_EDGES, gap), prior) for rank, (gap, prior) in enumerate(pairs)]
         least = math.inf
         for rank, prob in enumerate(probs):
             if prob > least:
                 probs[rank] = least
             else:
                 least = prob
-        rest = sum(probs[1:])
+        rest = _sum(probs[1:])
         if probs and rest > 1.0 - probs[0]:
             scale = (1.0 - probs[0]) / rest
             probs[1:] = [prob * scale for prob in probs[1:]]
@@ -123,8 +168,8 @@ class Calibration:
     def first(self) -> tuple[tuple[float, ...], list[float], list[float], float]:
         """The edges of the bins, and the probability of rank 0 in each as ``constants[bin] + slopes[bin] * prior``; the
         prior is its share of the last number, the mass of what ``ranked`` takes."""
-        constants = [ratio.value(0.0) for ratio in self._ratios[0]]
-        slopes = [ratio.value(1.0) - constant for ratio, constant in zip(self._ratios[0], constants, strict=True)]
+        constants = [self._value(0, at, 0.0) for at in range(_NUM_BINS)]
+        slopes = [self._value(0, at, 1.0) - constant for at, constant in enumerate(constants)]
         return _EDGES, constants, slopes, _RANKED_MASS
 
     def observe(self, gaps: Sequence[float], rank: int | None, first_rank: int = 0) -> None:
@@ -132,6 +177,136 @@ class Calibration:
 
         Ranks below ``first_rank`` were not on trial.
         """
-        for r, (ratios, gap) in enumerate(zip(self._ratios, gaps, strict=False)):
+        if (library := _library()) is not None:
+            seen, taken = array("d", gaps), -1 if rank is None else rank
+            library.paceline_observe(self.address, len(seen), seen.buffer_info()[0], taken, first_rank)
+            return
+        for r, gap in enumerate(gaps):
             if r >= first_rank:
-                ratios[bisect_right(_EDGES, gap)].add(1.0 if r == rank else 0.0, 1.0)
+                at = 2 * (r * _NUM_BINS + bisect_right(_EDGES, gap))
+                self._add(at, 1.0 if r == rank else 0.0)
+                if self._parent is not None:
+                    self._parent._add(at, 1.0 if r == rank else 0.0)
+
+    def _add(self, at: int, hit: float) -> None:
+        cells, keep = self._cells, self._keep
+        if at < len(cells):
+            cells[at] = keep * cells[at] + hit
+            cells[at + 1] = keep * cells[at + 1] + 1.0
+
+    def _value(self, rank: int, of_bin: int, prior: float) -> float:
+        """Probability of a rank whose gap is in a bin; the prior, if neither this table nor its parent has the rank."""
+        at = 2 * (rank * _NUM_BINS + of_bin)
+        for table in (self._parent, self):
+            if table is not None and at < len(table._cells):
+                prior = (table._cells[at] + table._weight * prior) / (table._cells[at + 1] + table._weight)
+        return prior
+
+
+@record
+class Expansion:
+    """What the probabilities of one node's candidates follow from."""
+
+    gaps: tuple[float, ...]
+    """Their evidence: of ``ranked``, or with ``bonus`` of ``sampled``."""
+    calibration: Calibration
+    bonus: tuple[float, ...] = ()
+    """Rejection rule: the gaps of the same candidates as guesses of a bonus token, in the order of ``gaps``."""
+    of_bonus: Calibration | None = None
+    """Rejection rule: of such guesses."""
+    share: float = 0.0
+    """Rejection rule: how likely a bonus token follows the node."""
+
+
+def expect(expansions: Sequence[Expansion], least: float) -> list[list[float]]:
+    """Probabilities of the candidates of nodes, by ``Calibration.probabilities``, of each node the first ones that are
+    worth a node: without the last ones that are less likely than ``least``, a bonus token by its share.
+
+    A first candidate always is.
+    """
+    library = _library()
+    if library is None:
+        return [_expected(expansion, least) for expansion in expansions]
+    counts, tables, shares, gaps = array("q"), array("q"), array("d"), array("d")
+    for it in expansions:
+        counts.extend((len(it.gaps), len(it.bonus)))
+        tables.extend((it.calibration.address, 0 if it.of_bonus is None else it.of_bonus.address))
+        shares.append(it.share)
+        gaps.extend(it.gaps)
+        gaps.extend(it.bonus)
+    probs, kept = array("d", bytes(8 * len(gaps))), array("q", bytes(8 * len(shares)))
+    columns = (counts, tables, shares, gaps, probs, kept)
+    library.paceline_expect(len(shares), *[column.buffer_info()[0] for column in columns], least)
+    found, at = [], 0
+    values = probs.tolist()
+    for num, size in zip(kept, counts[::2], strict=True):
+        found.append(values[at : at + num])
+        at += size
+    return found
+
+
+def bonus_probs(calibration: Calibration, gaps: Sequence[float]) -> list[float]:
+    """Probabilities that the target draws the candidates of an expansion as a bonus token, in their order.
+
+    ``gaps``: by how much each one's score as a guess is below the best, in nats.
+    """
+    order = by_guess(gaps)
+    probs = [0.0] * len(gaps)
+    for rank, prob in zip(order, calibration.probabilities(guessed([gaps[r] for r in order])), strict=True):
+        probs[rank] = prob
+    return probs
+
+
+def by_guess(gaps: Sequence[float]) -> list[int]:
+    """Indices of the candidates of an expansion, the best guess of a bonus token first."""
+    return sorted(range(len(gaps)), key=gaps.__getitem__)
+
+
+def _expected(it: Expansion, least: float) -> list[float]:
+    """``expect`` of one node: the twin of ``paceline_expect``."""
+    probs = it.calibration.probabilities(evidence_of(it.gaps, sampled=bool(it.bonus)))
+    worth = probs
+    if it.bonus:
+        assert it.of_bonus is not None
+        guesses = bonus_probs(it.of_bonus, it.bonus)
+        worth = [max(prob, it.share * guess) for prob, guess in zip(probs, guesses, strict=True)]
+    num = len(probs)
+    while num > 1 and worth[num - 1] < least:
+        num -= 1
+    return probs[:num]
+
+
+def _sum(values: Iterable[float]) -> float:
+    """From the first to the last, each addition rounded: ``sum`` rounds otherwise from Python 3.12 on."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
+def prepare() -> None:
+    """Compiles or loads the library now, so that no step has to wait for it."""
+    _library()
+
+
+@functools.cache
+def _library() -> ctypes.PyDLL | None:
+    """The compiled library; None if it cannot be compiled or loaded here, for a reason that is logged once.
+
+    Its calls take some microseconds and keep the interpreter lock.
+    """
+    try:
+        library = ctypes.PyDLL(str(compiled(_SOURCE, _digest(), _OPTIONS, "the calibration of drafts")))
+    except (EngineError, OSError) as error:
+        log.warning("probabilities of nodes are computed by Python, which is slower: %s", error)
+        return None
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    library.paceline_expect.argtypes = [integer, *[pointer] * 6, ctypes.c_double]
+    library.paceline_observe.argtypes = [pointer, integer, pointer, integer, integer]
+    library.paceline_expect.restype = library.paceline_observe.restype = None
+    return library
+
+
+def _digest() -> str:
+    """Digest of the source, its options and the machine's instruction set."""
+    return hashlib.blake2b(_SOURCE.read_bytes() + f"{machine()} {_OPTIONS}".encode(), digest_size=8).hexdigest()

@@ -23,7 +23,7 @@ from paceline.core.noise import Stream
 from paceline.core.processors import Row
 from paceline.core.sampling import best_coupled, best_recovered, row_keys
 from paceline.core.verification import sample_draft
-from paceline.drafters.calibration import ACCEPTANCE, Evidence, ranked, sampled
+from paceline.drafters.calibration import ACCEPTANCE, Evidence, evidence_of, ranked_gaps, sampled_gaps
 from paceline.drafters.protocol import Candidates
 from paceline.messages import SparseDistribution, record
 
@@ -57,11 +57,17 @@ class Ranking:
     """Children of one node, best first; under the rejection rule the sampled one first."""
 
     token_ids: tuple[int, ...]
-    evidence: Evidence
+    gaps: tuple[float, ...]
+    """Of ``evidence``."""
     q: SparseDistribution | None = None
     """Rejection rule: the distribution that the first was drawn from."""
     bonus: tuple[float, ...] = ()
     """Rejection rule: by how much each one's score as a guess of the bonus token is below the best, in nats."""
+
+    @property
+    def evidence(self) -> Evidence:
+        """On the children, for ``Calibration.probabilities``."""
+        return evidence_of(self.gaps, sampled=bool(self.bonus))
 
 
 def rank(candidates: Candidates, rows: Sequence[RankingRow]) -> list[Ranking]:
@@ -105,14 +111,14 @@ def ranking_of(token_ids: Sequence[int], scores: Sequence[float]) -> Ranking:
     num = len(scores)
     while num and scores[num - 1] == -math.inf:
         num -= 1
-    return Ranking(tuple(token_ids[:num]), ranked(scores[:num]))
+    return Ranking(tuple(token_ids[:num]), ranked_gaps(scores[:num]))
 
 
 def _by_sampling(
     token_ids: Tensor, log_q: Tensor, rows: Sequence[RankingRow], beyond: tuple[Tensor, Tensor] | None
 ) -> list[Ranking]:
     """Draws a token from each row's q, and guesses the target's; the tensors are [rows, m]."""
-    rankings = [Ranking((), ranked(()))] * len(rows)
+    rankings = [Ranking((), ())] * len(rows)
     with_candidates = log_q.isfinite().any(-1).nonzero().squeeze(-1)
     indices: list[int] = with_candidates.tolist()
     if not indices:
@@ -128,8 +134,8 @@ def _by_sampling(
     best_two: list[list[float]] = log_q[:, :2].tolist()
     guessed = guess_siblings(token_ids, log_q, [sample.token_id for sample in samples], rows, beyond)
     for i, sample, top, (siblings, behind, bonus) in zip(indices, samples, best_two, guessed, strict=True):
-        evidence = sampled([value for value in top if value > -math.inf], behind)
-        rankings[i] = Ranking((sample.token_id, *siblings), evidence, sample.q, tuple(bonus))
+        gaps = sampled_gaps([value for value in top if value > -math.inf], behind)
+        rankings[i] = Ranking((sample.token_id, *siblings), gaps, sample.q, tuple(bonus))
     return rankings
 
 
