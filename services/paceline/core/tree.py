@@ -35,6 +35,8 @@ MAX_NODES = 4096
 _LEAST_PROB = 1e-9
 _LEAST_LOG = math.log(_LEAST_PROB)
 _PRODUCER_SHIFT = 28
+_END_OF_DRAFT = 1 << _PRODUCER_SHIFT
+"""The first id that is none of the draft's."""
 
 
 class Producer(IntEnum):
@@ -390,6 +392,35 @@ class SpeculationTree:
             self._suffix.popleft()
             self._move(child)
         return child
+
+    def attach_below(self, parent: TreeNode, nodes: Sequence[Node]) -> list[TreeNode]:
+        """``attach`` of nodes of the draft below one node of the tree, in order: those that were attached, in place."""
+        placed = []
+        held, siblings, vocab_size = self._nodes, parent.children, self._vocab_size
+        room = self._max_nodes - len(held) - len(self._aliases)
+        plain, rejection = not self._suffix and len(nodes) <= room, self._rejection
+        for node in nodes:
+            node_id, token_id, prob = node.node_id, node.token_id, node.prob
+            if (
+                plain
+                and not (rejection and node.sampled)  # which needs a q
+                and parent.node_id < node_id < _END_OF_DRAFT
+                and node_id not in held
+                and token_id not in siblings
+                and 0 <= token_id < vocab_size
+                and 0.0 <= prob <= 1.0
+            ):
+                child = TreeNode(node, parent, parent.position + 1)
+                held[node_id] = siblings[token_id] = child
+                if node.sampled and (parent.best is None or prob > parent.best.prob):
+                    parent.best = child
+                placed.append(child)
+            elif not isinstance(other := self.attach(node), Refusal):
+                placed.append(other)
+        if placed:
+            self._best_limit = -1
+            self._producers.add(Producer.DRAFT)
+        return placed
 
     def walk(self, token_ids: Sequence[int]) -> Walk:
         """Follows committed tokens and prunes what is no longer below the anchor. Amortized O(1) per node."""

@@ -20,6 +20,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import cast
 
 import torch
@@ -554,7 +555,8 @@ class DraftEngine:
                 self._publish(session, node, ranking, probs)
 
     def _choose(self) -> list[tuple[DraftSession, TreeNode]]:
-        """The likeliest leaves of all sessions, each session's in the order of its own policy."""
+        """The likeliest leaves of all sessions, each session's in the order of its own policy, one session's behind the
+        other's."""
         # A heap of (-log path probability of a session's next leaf, order of the session, session).
         heap: list[tuple[float, int, DraftSession]] = []
         now = self._clock()
@@ -567,21 +569,23 @@ class DraftEngine:
             if (node := session.next_leaf(budget)) is not None and not (self._reads and self._waits(session, now)):
                 heap.append((session.tree.anchor.log_path - node.log_path, order, session))
         heapq.heapify(heap)
-        planned: dict[int, int] = {}
-        chosen: list[tuple[DraftSession, TreeNode]] = []
+        chosen: dict[int, list[tuple[DraftSession, TreeNode]]] = {}
         for _ in range(self._drafter.max_leaves):
             if not heap:
                 break
             _, order, session = heap[0]
-            chosen.append((session, session.frontier.pop()))
-            if self._reads is not None and chosen[-1][1] is session.tree.anchor:
+            node = session.frontier.pop()
+            if (of_session := chosen.get(order)) is None:
+                chosen[order] = of_session = []
+            of_session.append((session, node))
+            if self._reads is not None and node is session.tree.anchor:
                 self.stats.states_late += self._reads.awaits(session.session_id)
-            planned[order] = planned.get(order, 0) + session.growth.fan_out * tokens_per_leaf
-            if (node := session.next_leaf(budget, planned[order])) is not None:
-                heapq.heapreplace(heap, (session.tree.anchor.log_path - node.log_path, order, session))
+            planned = len(of_session) * session.growth.fan_out * tokens_per_leaf
+            if (following := session.next_leaf(budget, planned)) is not None:
+                heapq.heapreplace(heap, (session.tree.anchor.log_path - following.log_path, order, session))
             else:
                 heapq.heappop(heap)
-        return chosen
+        return list(chain.from_iterable(chosen.values()))
 
     def _expand(self, leaves: Sequence[Leaf], indices: Sequence[int]) -> list[tuple[Sequence[int], Candidates]]:
         """Candidates of the leaves at ``indices``; a session for which the drafter raises ends, the others continue."""

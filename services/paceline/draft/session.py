@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from paceline.core.processors import Row, SamplerState
 from paceline.core.statistics import Ewma
-from paceline.core.tree import Refusal, SpeculationTree, TreeNode
+from paceline.core.tree import SpeculationTree, TreeNode
 from paceline.draft.growth import Frontier, Growth
 from paceline.drafters.calibration import Calibration, Expansion, bonus_probs, by_guess, guessed
 from paceline.drafters.protocol import Leaf
@@ -236,17 +236,23 @@ class DraftSession:
 
         ``sampled``: all of them are, unless there is a ``q``, which the first one alone was drawn from.
         """
-        node_id, parent_id, tree = self.next_node_id, parent.node_id, self.tree
+        first, parent_id = self.next_node_id, parent.node_id
         self.next_node_id += len(token_ids)
-        placed = []
-        for token_id, prob in zip(token_ids, probs, strict=False):
-            node = Node(node_id, parent_id, token_id, prob, sampled, q)
-            node_id += 1
-            child = tree.attach(node)
-            if not isinstance(child, Refusal):
-                placed.append(child)
-                self.outbox.append(node)
-            if q is not None:
-                sampled, q = False, None
+        pairs = enumerate(zip(token_ids, probs, strict=True), first)
+        if q is None:
+            nodes = [Node(node_id, parent_id, token_id, prob, sampled) for node_id, (token_id, prob) in pairs]
+        else:
+            nodes = [
+                Node(node_id, parent_id, token_id, prob, True, q)
+                if node_id == first
+                else Node(node_id, parent_id, token_id, prob, False)
+                for node_id, (token_id, prob) in pairs
+            ]
+        placed = self.tree.attach_below(parent, nodes)
+        if len(placed) == len(nodes):
+            self.outbox += nodes
+        else:
+            taken = {child.node_id for child in placed}
+            self.outbox += [node for node in nodes if node.node_id in taken]
         self.changed = self.changed or bool(placed)
         return placed

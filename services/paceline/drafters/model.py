@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -139,7 +140,8 @@ class ModelDrafter:
                 group.append(index)
         tails = self._tails(leaves)
         parts: list[Part] = []
-        order: list[tuple[int, int]] = []  # leaf and depth of each row of logits
+        at: list[int] = []  # leaf of each row of logits,
+        depths: list[int] = []  # and its depth
         try:
             rows: list[Row] = []
             for session_id, indices in groups.items():
@@ -151,13 +153,17 @@ class ModelDrafter:
                     parts.append(self._part(session, [(leaves[i], tails[i]) for i in usable]))
                 except ResourceExhaustedError:
                     continue
+                sampler = session.sampler
                 for i in usable:
                     path, tail = leaves[i].path, tails[i]
-                    order.append((i, 0))
-                    rows.append(Row(session.sampler, path))
-                    for depth in range(1, len(tail.inputs) + 1):
-                        order.append((i, depth))
-                        rows.append(Row(session.sampler, (*path, *tail.path[:depth])))
+                    at.append(i)
+                    depths.append(0)
+                    rows.append(Row(sampler, path))
+                    if tail.inputs:
+                        further = range(1, len(tail.inputs) + 1)
+                        at += [i] * len(further)
+                        depths += further
+                        rows += [Row(sampler, (*path, *tail.path[:depth])) for depth in further]
             m = self._num_candidates(groups)
             if not parts:
                 return self._candidates(leaves, tails, m)
@@ -171,17 +177,17 @@ class ModelDrafter:
         for part in parts:
             part.keep()
         ids, scores = download(ids, scores)
-        if self.tokens_per_leaf == 1 and order == [(i, 0) for i in range(len(leaves))]:
+        if self.tokens_per_leaf == 1 and at == [*range(len(leaves))]:
             return Candidates(ids, scores, beyond=beyond)
         everyone = self._candidates(leaves, tails, ids.shape[1])
-        at, depths = torch.tensor(order).T
-        of_leaves = (at,) if self.tokens_per_leaf == 1 else (at, depths)
+        place = torch.tensor(at)
+        of_leaves = (place,) if self.tokens_per_leaf == 1 else (place, torch.tensor(depths))
         everyone.token_ids[of_leaves], everyone.log_q[of_leaves] = ids, scores
         if beyond is None:
             return everyone
-        further = _none((len(leaves), beyond[0].shape[1]))
-        further[0][at], further[1][at] = beyond
-        return Candidates(everyone.token_ids, everyone.log_q, beyond=further)
+        others = _none((len(leaves), beyond[0].shape[1]))
+        others[0][place], others[1][place] = beyond
+        return Candidates(everyone.token_ids, everyone.log_q, beyond=others)
 
     def chains(self, session_id: str) -> bool:
         """True if ``chain`` may be called for a session: its tokens are drawn from raw logits by native passes."""
@@ -327,13 +333,13 @@ class ModelDrafter:
 
     def _usable(self, session: RowSession, leaves: Sequence[Leaf], indices: list[int]) -> list[int]:
         """The leaves that the model can compute: all tokens on the path are its own, and one is to be computed."""
-        if self._translation is None and session.num_cached < len(session.tokens):
-            return indices
+        pending = session.num_cached < len(session.tokens)
+        if self._translation is None:
+            return indices if pending else [i for i in indices if leaves[i].path]
         return [
             i
             for i in indices
-            if (leaves[i].path or session.num_cached < len(session.tokens))
-            and (self._translation is None or None not in map(self._own, leaves[i].path))
+            if (leaves[i].path or pending) and None not in map(self._translation.token, leaves[i].path)
         ]
 
     def _part(self, session: RowSession, leaves: Sequence[tuple[Leaf, Tail]]) -> Part:
@@ -414,23 +420,23 @@ class ModelDrafter:
             path = leaf.path
             if tail.inputs or not path:
                 return None
-            above = []
-            for node_id in leaf.path_ids[:-1]:
-                if (row_above := node_rows.get(node_id)) is None:
-                    return None
-                above.append(row_above)
+            above = [*map(node_rows.get, leaf.path_ids)]
+            above.pop()  # its own row is new
+            if None in above:
+                return None
             token_id = self._own(path[-1])
             assert token_id is not None, "_usable comes first"
             tokens.append(token_id)
             depths.append(num_tokens + len(path) - 1)
             seen.append(above)
         rows = session.take_rows(self._cache, len(tokens))
-        kept = {}
+        kept, positions = {}, session.positions
         for (leaf, _), row, depth, above in zip(leaves, rows, depths, seen, strict=True):
-            session.positions[row] = depth
+            positions[row] = depth
             above.append(row)
             kept[leaf.node_id] = row
-        return Part(session, chain_step(session, tokens, depths, rows, seen, len(tokens)), 0, kept)
+        own_rows = cast(list[list[int]], seen)  # all of those above are known
+        return Part(session, chain_step(session, tokens, depths, rows, own_rows, len(tokens)), 0, kept)
 
     def _publish(self, session: RowSession) -> None:
         while (len(session.hashes) + 1) * PAGE_SIZE <= session.num_cached:

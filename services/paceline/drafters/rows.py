@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from paceline.core.processors import SamplerState
 from paceline.messages import record
@@ -40,6 +41,8 @@ class RowSession:
     """Rotary position of each row."""
     chained: list[int] = field(default_factory=list)
     """Rows of tokens that a chain has computed, and that are no nodes yet."""
+    shared: tuple[Tensor, Tensor] | None = None
+    """``committed`` and ``positions`` as tensors; None: these are other arrays now."""
     num_prefill: int = 0
     """Context tokens [0, num_prefill) are computed by ``prefill``, in row order."""
 
@@ -68,6 +71,7 @@ class RowSession:
             more = len(self.pages) * PAGE_SIZE - len(self.committed)
             self.committed = np.concatenate([self.committed, np.zeros(more, np.bool_)])
             self.positions = np.concatenate([self.positions, np.zeros(more, np.int64)])
+            self.shared = None
         rows = [*self.free_rows[::-1], *range(self.num_rows, end)]
         self.free_rows.clear()
         self.num_rows = end
@@ -146,7 +150,9 @@ def chain_step(
 
     The step reads the session's arrays, which must not change before it is laid out.
     """
-    visible, key_positions = torch.from_numpy(session.committed), torch.from_numpy(session.positions)
+    if session.shared is None:
+        session.shared = torch.from_numpy(session.committed), torch.from_numpy(session.positions)
+    visible, key_positions = session.shared
     return SequenceStep(tokens, positions, rows, session.pages, num_logits, visible, key_positions, own_rows)
 
 
