@@ -98,28 +98,29 @@ struct Bonus {
 
 extern "C" {
 
-// calibration.expect. `counts` [rows, 2]: gaps and bonus gaps of each row, of which there are as many or none; `gaps`:
-// those of all rows, one behind the other; `tables` [rows, 2]: of each row the calibration, and that of bonus tokens.
-// Returns the probabilities, those of all rows one behind the other, and how many of each are worth a node.
-void paceline_expect(int64_t rows, const int64_t* counts, const Table* const* tables, const double* shares,
-                     const double* gaps, double* probs, int64_t* kept, double least) {
+// calibration.expect. `sizes` [rows]: candidates of each row; `tables` [rows]: its calibration; `gaps`: those of all rows,
+// one behind the other. The last three are null where no row has bonus gaps, and else of each row the calibration of
+// bonus tokens, null for a row without, the share, and as many bonus gaps as gaps. Returns the probabilities, as `gaps`,
+// and how many of each row are worth a node.
+void paceline_expect(int64_t rows, double least, const int64_t* sizes, const Table* const* tables, const double* gaps,
+                     double* probs, int64_t* kept, const Table* const* of_bonus, const double* shares,
+                     const double* bonus_gaps) {
   Bonus bonus;
-  for (int64_t row = 0; row < rows; ++row, counts += 2, tables += 2) {
-    const int64_t n = counts[0];
-    const bool sampled = counts[1] > 0;
-    int64_t num = n;
-    if (n > 0) {
-      priors(n, gaps, sampled, probs);
-      calibrate(*tables[0], n, gaps, probs);
-      const double* guesses = sampled ? bonus(*tables[1], n, gaps + n) : nullptr;
+  for (int64_t row = 0, at = 0; row < rows; at += sizes[row++]) {
+    int64_t num = sizes[row];
+    if (num > 0) {
+      const bool sampled = of_bonus && of_bonus[row];
+      double* found = probs + at;
+      priors(num, gaps + at, sampled, found);
+      calibrate(*tables[row], num, gaps + at, found);
+      const double* guesses = sampled ? bonus(*of_bonus[row], num, bonus_gaps + at) : nullptr;
       const auto worth = [&](int64_t i) {
         const double guess = sampled ? shares[row] * guesses[i] : 0.0;
-        return guess > probs[i] ? guess : probs[i];
+        return guess > found[i] ? guess : found[i];
       };
       while (num > 1 && worth(num - 1) < least) --num;
     }
     kept[row] = num;
-    gaps += n + counts[1], probs += n;
   }
 }
 

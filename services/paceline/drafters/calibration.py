@@ -22,6 +22,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from paceline.core.native import compiled, machine
@@ -136,14 +137,14 @@ class Calibration:
         horizon: float = 512.0,
     ) -> None:
         assert parent is None or parent._parent is None, "a parent has none itself"
-        self._num_ranks, self._parent = num_ranks, parent
+        self._parent: Calibration | None = parent
         self._keep, self._weight = 1.0 - 1.0 / horizon, weight
         # [rank][bin][2]: fading sums of hits and of observations. Native code has their address.
         self._cells = array("d", bytes(2 * 8 * num_ranks * _NUM_BINS))
         cells = self._cells.buffer_info()[0]
         above = None if parent is None else parent.address
         self._table = _Table(above, cells, num_ranks, self._keep, weight)
-        self.address = ctypes.addressof(self._table)
+        self.address: int = ctypes.addressof(self._table)
         """Where native code reads it, as long as this object lives."""
 
     def probabilities(self, evidence: Evidence) -> list[float]:
@@ -227,22 +228,20 @@ def expect(expansions: Sequence[Expansion], least: float) -> list[list[float]]:
     library = _library()
     if library is None:
         return [_expected(expansion, least) for expansion in expansions]
-    counts, tables, shares, gaps = array("q"), array("q"), array("d"), array("d")
-    for it in expansions:
-        counts.extend((len(it.gaps), len(it.bonus)))
-        tables.extend((it.calibration.address, 0 if it.of_bonus is None else it.of_bonus.address))
-        shares.append(it.share)
-        gaps.extend(it.gaps)
-        gaps.extend(it.bonus)
-    probs, kept = array("d", bytes(8 * len(gaps))), array("q", bytes(8 * len(shares)))
-    columns = (counts, tables, shares, gaps, probs, kept)
-    library.paceline_expect(len(shares), *[column.buffer_info()[0] for column in columns], least)
-    found, at = [], 0
+    sizes = array("q", [len(it.gaps) for it in expansions])
+    tables = array("q", [it.calibration.address for it in expansions])
+    gaps = array("d", [gap for it in expansions for gap in it.gaps])
+    probs, kept = array("d", gaps), array("q", sizes)
+    columns: list[array[int] | array[float]] = [sizes, tables, gaps, probs, kept]
+    if any(it.bonus for it in expansions):
+        columns.append(array("q", [0 if it.of_bonus is None else it.of_bonus.address for it in expansions]))
+        columns.append(array("d", [it.share for it in expansions]))
+        columns.append(array("d", [gap for it in expansions for gap in it.bonus or it.gaps]))
+    given = [column.buffer_info()[0] for column in columns]
+    library.paceline_expect(len(sizes), least, *given, *[None] * (8 - len(given)))
     values = probs.tolist()
-    for num, size in zip(kept, counts[::2], strict=True):
-        found.append(values[at : at + num])
-        at += size
-    return found
+    ends = accumulate(sizes)
+    return [values[end - size : end - size + num] for end, size, num in zip(ends, sizes, kept, strict=True)]
 
 
 def bonus_probs(calibration: Calibration, gaps: Sequence[float]) -> list[float]:
@@ -301,7 +300,7 @@ def _library() -> ctypes.PyDLL | None:
         log.warning("probabilities of nodes are computed by Python, which is slower: %s", error)
         return None
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    library.paceline_expect.argtypes = [integer, *[pointer] * 6, ctypes.c_double]
+    library.paceline_expect.argtypes = [integer, ctypes.c_double, *[pointer] * 8]
     library.paceline_observe.argtypes = [pointer, integer, pointer, integer, integer]
     library.paceline_expect.restype = library.paceline_observe.restype = None
     return library

@@ -430,9 +430,9 @@ class ModelDrafter:
             depths.append(num_tokens + len(path) - 1)
             seen.append(above)
         rows = session.take_rows(self._cache, len(tokens))
-        kept, positions = {}, session.positions
+        kept, row_positions = {}, session.positions
         for (leaf, _), row, depth, above in zip(leaves, rows, depths, seen, strict=True):
-            positions[row] = depth
+            row_positions[row] = depth
             above.append(row)
             kept[leaf.node_id] = row
         own_rows = cast(list[list[int]], seen)  # all of those above are known

@@ -211,16 +211,16 @@ class StepPlan:
         lengths = [len(step.token_ids) for step in steps]
         num_tokens, row_len = sum(lengths), _row_len(lengths, shapes)
         ids, rows, pages, also = array("q"), array("q"), array("q"), array("q")
+        apart, keys = False, []
         for step in steps:
             for base, row in step.also:
                 also.extend((len(ids) + base, row))
             ids.extend(step.token_ids)
             rows.extend(step.rows)
             pages.extend(step.pages)
-        positions = rows
-        if any(step.positions is not step.rows for step in steps):
-            positions = array("q", chain.from_iterable([step.positions for step in steps]))
-        keys = [0 if step.visible is None else step.visible.shape[-1] for step in steps]
+            apart = apart or step.positions is not step.rows
+            keys.append(0 if step.visible is None else step.visible.size(-1))
+        positions = array("q", chain.from_iterable([step.positions for step in steps])) if apart else rows
         is_tree = any(keys)
         num_rows = max(max(rows) + 1, *keys)
         num_logits = sum([step.num_logits for step in steps])
