@@ -14,9 +14,9 @@ Nodes are pushed ahead of the target's needs; a hit costs no message on the crit
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, dataclass_transform
+from typing import TypeVar, dataclass_transform, overload
 
 from paceline.types import FinishReason, Round, SamplingParams, SpeculationParams, TopLogprobs
 
@@ -86,6 +86,62 @@ class Node:
     """Rejection rule: the distribution that this token was drawn from, given its parent. None with the coupled rule."""
 
 
+class NodeColumns(Sequence[Node]):
+    """The nodes of one message as they arrive, in columns of equal length: equal to the tuple of their nodes, of which
+    one is made only when it is asked for. Never changed."""
+
+    __slots__ = ("node_ids", "parent_ids", "probs", "qs", "sampled", "token_ids")
+
+    def __init__(
+        self,
+        node_ids: Sequence[int],
+        parent_ids: Sequence[int],
+        token_ids: Sequence[int],
+        probs: Sequence[float],
+        sampled: Sequence[bool] = (),
+        qs: Sequence[SparseDistribution | None] = (),
+    ) -> None:
+        self.node_ids = node_ids
+        self.parent_ids = parent_ids
+        self.token_ids = token_ids
+        self.probs = probs
+        self.sampled = sampled
+        """Empty: every node is."""
+        self.qs = qs
+        """Empty: no node has one."""
+
+    def __len__(self) -> int:
+        return len(self.node_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> Node: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Node, ...]: ...
+    def __getitem__(self, index: int | slice) -> Node | tuple[Node, ...]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        return Node(
+            self.node_ids[index],
+            self.parent_ids[index],
+            self.token_ids[index],
+            self.probs[index],
+            self.sampled[index] if self.sampled else True,
+            self.qs[index] if self.qs else None,
+        )
+
+    def __iter__(self) -> Iterator[Node]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, (NodeColumns, tuple)) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
 @dataclass(frozen=True, slots=True)
 class OpenSession:
     """Starts, or after a failure restarts, a session on an engine."""
@@ -129,7 +185,8 @@ class Nodes:
     epoch: int
     context_len: int
     """Length of the context at the draft when it sent this."""
-    nodes: tuple[Node, ...]
+    nodes: Sequence[Node]
+    """Immutable: a tuple, or ``NodeColumns``."""
     idle: bool = False
     """True if the draft will send nothing more before the next commit."""
     step_s: float = 0.0

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from paceline.core import rows
 from paceline.messages import SparseDistribution
 
-_TOLERANCE = 1e-6
+TOLERANCE = 1e-6
+"""How far from 1 the probabilities of a distribution may sum."""
 _ID, _PROB = np.dtype("<i4"), np.dtype("<f8")
 
 Columns = tuple[NDArray[np.int32], NDArray[np.float64]]
@@ -46,7 +47,7 @@ def probability(q: SparseDistribution, token_id: int, vocab_size: int) -> float:
     """
     if not _paired(q):
         return 0.0
-    native = rows.probability(q.packed_ids, q.packed_probs, token_id, vocab_size, _TOLERANCE)
+    native = rows.probability(q.packed_ids, q.packed_probs, token_id, vocab_size, TOLERANCE)
     return _probability(q, token_id, vocab_size) if native is None else native
 
 
@@ -59,7 +60,7 @@ def _probability(q: SparseDistribution, token_id: int, vocab_size: int) -> float
         return 0.0
     total = _total(probs)
     ordered = np.sort(ids)
-    valid = abs(total - 1.0) <= _TOLERANCE and ordered[0] >= 0 and ordered[-1] < vocab_size
+    valid = abs(total - 1.0) <= TOLERANCE and ordered[0] >= 0 and ordered[-1] < vocab_size
     return float(probs[at[0]] / total) if valid and (ordered[1:] != ordered[:-1]).all() else 0.0
 
 

@@ -22,7 +22,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from itertools import accumulate, chain, groupby, pairwise, repeat, starmap
+from itertools import accumulate, chain, groupby, pairwise, starmap
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,7 +40,7 @@ from paceline.messages import (
     FromTarget,
     Hint,
     InFlight,
-    Node,
+    NodeColumns,
     Nodes,
     OpenSession,
     Outcome,
@@ -112,26 +112,21 @@ def _write_tree(message: Nodes, proto: types_pb2.Nodes) -> None:
 def _read_tree(session_id: str, epoch: int, context_len: int, proto: types_pb2.Nodes) -> Nodes | None:
     step_s = proto.step_s
     node_ids, parent_ids, token_ids = proto.node_ids[:], proto.parent_ids[:], proto.token_ids[:]
-    probs, sampled = proto.probs[:], proto.sampled[:]
+    probs, sampled, packed_qs = proto.probs[:], proto.sampled[:], proto.qs
     size = len(node_ids)
     if not session_id or not 0 <= step_s <= MAX_STEP_S:
         return None
     if not len(parent_ids) == len(token_ids) == len(probs) == size or math.isnan(sum(probs)):
         return None
-    if len(sampled) not in (0, size) or len(proto.qs) not in (0, size):
+    if len(sampled) not in (0, size) or len(packed_qs) not in (0, size):
         return None
-    nodes: tuple[Node, ...]
-    if not sampled and not proto.qs:
-        nodes = tuple(map(Node, node_ids, parent_ids, token_ids, probs))
-    else:
-        qs: list[SparseDistribution | None] = []
-        for entry in proto.qs:
-            q = SparseDistribution(entry.token_ids, entry.probs)
-            if len(q.packed_ids) % 4 or len(q.packed_probs) != 2 * len(q.packed_ids):
-                return None
-            qs.append(q if q.packed_ids else None)
-        flags = sampled or repeat(True)
-        nodes = tuple(map(Node, node_ids, parent_ids, token_ids, probs, flags, qs or repeat(None)))
+    qs: list[SparseDistribution | None] = []
+    for entry in packed_qs:
+        q = SparseDistribution(entry.token_ids, entry.probs)
+        if len(q.packed_ids) % 4 or len(q.packed_probs) != 2 * len(q.packed_ids):
+            return None
+        qs.append(q if q.packed_ids else None)
+    nodes = NodeColumns(node_ids, parent_ids, token_ids, probs, sampled, qs)
     return Nodes(session_id, epoch, context_len, nodes, proto.idle, step_s)
 
 

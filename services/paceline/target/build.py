@@ -12,6 +12,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.size import gib
 from paceline.config import TargetSetup
+from paceline.core import native_tree
 from paceline.errors import ConfigError
 from paceline.messages import FromTarget
 from paceline.model.compiled.background import Compilation, CompileJob, SelfTest
@@ -135,6 +136,7 @@ def _engine(
     hints: Hints | None,
 ) -> TargetEngine:
     options = setup.options
+    native_tree.prepare()
     limits = Limits(options.max_sessions, options.max_step_tokens, min(session_pages(max_len), runner.cache.num_pages))
     record_steps(runner, limits, model.max_len, options.cuda_graphs)
     report = _compared(setup, runner, max_len)

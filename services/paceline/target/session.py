@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from paceline.core.native_tree import new_tree
 from paceline.core.processors import Grammar, SamplerState
 from paceline.core.statistics import DecayingRatio
-from paceline.core.tree import NO_PROPOSAL, Producer, Proposal, SpeculationTree, TreeNode
+from paceline.core.tree import NO_PROPOSAL, Producer, Proposal, TreeNode
 from paceline.messages import OpenSession
 from paceline.model.kv_cache import KVCache, flat_rows, page_hash, root_hash
 from paceline.target.control.allocation import AcceptanceHistory, expected_tokens
@@ -109,7 +110,7 @@ class TargetSession:
         """True if its tokens can be drawn from parts of the vocabulary, without whole rows of logits."""
         self._vocab_size = vocab_size
         self.draft_epoch = message.epoch
-        self.tree = SpeculationTree(vocab_size, len(self.tokens), rejection=self.rejection)
+        self.tree = new_tree(vocab_size, len(self.tokens), rejection=self.rejection)
         self.pages: array[int] = array("q")
         self.private_pages: list[int] = []
         """Pages of the further branches of the running step (``branches.py``); none between steps."""
@@ -270,7 +271,7 @@ class TargetSession:
     def follow_draft(self, draft_epoch: int, context_len: int) -> None:
         """Starts a new tree for a draft that was opened with the first ``context_len`` tokens."""
         self.draft_epoch = draft_epoch
-        self.tree = SpeculationTree(self._vocab_size, context_len, rejection=self.rejection)
+        self.tree = new_tree(self._vocab_size, context_len, rejection=self.rejection)
         self.tree.walk(self.tokens[context_len:])
         if self._outcome or self.cause is not Cause.START:
             self.cause = Cause.LATE  # whatever the old tree was: of this one nothing was there at the last outcome

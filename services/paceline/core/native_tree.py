@@ -1,0 +1,94 @@
+"""The target's speculation tree by native passes, ``tree.cpp``: what each message and each outcome of a session needs.
+
+The nodes are the same Python objects, so everything else that a ``SpeculationTree`` does is inherited. Its own methods
+are the twins of the passes: they serve what is not the common case, and all where the passes cannot be compiled, which
+takes a C++ compiler and Python's headers.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import sysconfig
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any
+
+from paceline.core import rows
+from paceline.core.native import compiled, machine
+from paceline.core.sparse import TOLERANCE
+from paceline.core.tree import NO_PROPOSAL, Added, Producer, Proposal, Refusal, SpeculationTree, TreeNode, Walk
+from paceline.errors import EngineError
+from paceline.messages import Node, NodeColumns
+from paceline.types import Cause
+
+_SOURCE = Path(__file__).with_name("tree.cpp")
+_NAME = "paceline_tree"
+log = logging.getLogger(__name__)
+
+
+def new_tree(vocab_size: int, context_len: int, *, rejection: bool) -> SpeculationTree:
+    """A tree as ``SpeculationTree`` makes it, with native passes where there are any."""
+    kind = SpeculationTree if _passes() is None else NativeTree
+    return kind(vocab_size, context_len, rejection=rejection)
+
+
+def prepare() -> None:
+    """Compiles or loads the passes now, so that no session has to wait for them."""
+    _passes()
+
+
+class NativeTree(SpeculationTree):
+    """A ``SpeculationTree`` that takes columns of nodes, follows tokens and finds its best path natively."""
+
+    def add(self, nodes: Iterable[Node], producer: Producer = Producer.DRAFT) -> Added:
+        """Attaches nodes as ``SpeculationTree.add`` does; those of ``NodeColumns`` without making ``Node`` objects."""
+        if isinstance(nodes, NodeColumns):
+            return Added(*_passes().add(self, nodes, producer))
+        return super().add(nodes, producer)
+
+    def walk(self, token_ids: Sequence[int]) -> Walk:
+        """Follows committed tokens as ``SpeculationTree.walk`` does."""
+        node_ids = _passes().descend(self, token_ids)
+        if not node_ids:
+            return super().walk(token_ids)
+        if len(node_ids) == len(token_ids):
+            return Walk(node_ids, (), Cause.HIT if self._anchor.best else Cause.LATE)
+        rest = super().walk(token_ids[len(node_ids) :])
+        return Walk(node_ids + rest.node_ids, rest.unresolved, rest.cause)
+
+    def _proposal(self, k: int) -> Proposal:
+        found = _passes().best_path(self, k)
+        if found is None:
+            return NO_PROPOSAL
+        token_ids, qs, probs, node_ids, claims = found
+        several = len(self._producers) > 1
+        return Proposal(token_ids, qs, probs, node_ids, (), claims if several else (), claims[0][0][0])
+
+
+@functools.cache
+def _passes() -> Any:
+    """The compiled passes; None if they cannot be compiled or loaded here, for a reason that is logged once."""
+    include = sysconfig.get_path("include")
+    options = (f"-I{include}", "-ffp-contract=off")
+    facts = f"{machine()} {sysconfig.get_config_var('SOABI')} {options}"
+    digest = hashlib.blake2b(_SOURCE.read_bytes() + facts.encode(), digest_size=8).hexdigest()
+    try:
+        if not Path(include, "Python.h").exists():
+            raise EngineError(f"there is no Python.h in {include}")
+        path = compiled(_SOURCE, digest, options, "the passes over speculation trees")
+        loader = ExtensionFileLoader(_NAME, str(path))
+        spec = spec_from_loader(_NAME, loader)
+        assert spec is not None
+        passes = module_from_spec(spec)
+        loader.exec_module(passes)
+        probability = (rows.addresses("paceline_probability") or [0])[0]
+        prototype = TreeNode(Node(0, -1, 0, 1.0), None, 0)
+        passes.prepare(prototype, Refusal.STALE, Refusal.INVALID, Refusal.DROPPED, probability, TOLERANCE)
+    except (EngineError, ImportError, TypeError) as error:
+        log.warning("trees are followed by Python, which is slower: %s", error)
+        return None
+    return passes

@@ -1,0 +1,170 @@
+"""The native passes over a tree equal their Python twins, whatever arrives."""
+
+from __future__ import annotations
+
+import gc
+import math
+import struct
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core import native_tree
+from paceline.core.native_tree import NativeTree, new_tree
+from paceline.core.tree import Producer, SpeculationTree, TreeNode
+from paceline.messages import Node, NodeColumns, SparseDistribution
+
+VOCAB = 4
+
+needs_passes = pytest.mark.skipif(native_tree._passes() is None, reason="needs a C++ compiler and Python's headers")
+
+
+def state(tree: SpeculationTree) -> object:
+    """All that a tree holds, in its order, with nodes by their ids."""
+
+    def value(slot: str, found: object) -> object:
+        if isinstance(found, TreeNode):
+            return f"node {found.node_id}"
+        if slot == "children":
+            assert isinstance(found, dict)
+            return [(token_id, child.node_id) for token_id, child in found.items()]
+        return type(found), found
+
+    nodes = [
+        (node_id, [(slot, value(slot, getattr(node, slot))) for slot in TreeNode.__slots__])
+        for node_id, node in tree._nodes.items()
+    ]
+    aliases = [(alias, node.node_id) for alias, node in tree._aliases.items()]
+    return nodes, aliases, tree.suffix, tree.anchor.node_id, tree._producers, tree.context_len
+
+
+QS = st.sampled_from(
+    [
+        None,
+        SparseDistribution.of((0, 1, 2, 3), (0.25, 0.25, 0.25, 0.25)),
+        SparseDistribution.of((1, 2), (0.5, 0.5)),
+        SparseDistribution.of((1, 1), (0.5, 0.5)),
+        SparseDistribution.of((1, 2), (0.5, 0.6)),
+        SparseDistribution.of((1, 2), (math.nan, 0.5)),
+        SparseDistribution.of((1, 9), (0.5, 0.5)),
+        SparseDistribution(b"", b""),
+        SparseDistribution(b"\1", struct.pack("<d", 1.0)),
+    ]
+)
+NUMBERS = st.integers(0, 9) | st.sampled_from([-1, 2**28, 2**28 + 1, 2**31, 2**32 - 1, 2**64])
+NODES = st.tuples(
+    NUMBERS,
+    st.integers(0, 9) | NUMBERS,
+    st.integers(0, VOCAB - 1) | st.sampled_from([-1, VOCAB, 2**32 - 1, 2**64]),
+    st.floats(0.0, 1.0) | st.sampled_from([0.5, 0.5, 0.0, 1.0, 1e-12, math.nan, math.inf, -0.1, 1.1]),
+    st.booleans(),
+    QS,
+)
+
+
+def columns(rows: list[tuple[int, int, int, float, bool, SparseDistribution | None]], plain: bool) -> NodeColumns:
+    if not rows:
+        return NodeColumns((), (), (), ())
+    node_ids, parent_ids, token_ids, probs, sampled, qs = map(list, zip(*rows, strict=True))
+    return NodeColumns(node_ids, parent_ids, token_ids, probs, *(() if plain else (sampled, qs)))
+
+
+ADDED = st.tuples(
+    st.builds(columns, st.lists(NODES, max_size=6), st.booleans()),
+    st.sampled_from([Producer.DRAFT, Producer.DRAFT, Producer.DRAFT, Producer.HEAD]),
+)
+WALKED = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3).map(tuple)
+
+
+@needs_passes
+@given(st.lists(ADDED | WALKED | st.integers(1, 4), max_size=30), st.booleans(), st.integers(1, 8))
+@settings(max_examples=600, deadline=None)
+def test_native_passes_equal_their_twins(operations: list[object], rejection: bool, max_nodes: int) -> None:
+    twin = SpeculationTree(VOCAB, 5, rejection=rejection, max_nodes=max_nodes)
+    tree = NativeTree(VOCAB, 5, rejection=rejection, max_nodes=max_nodes)
+    for operation in operations:
+        if isinstance(operation, int):
+            assert repr(tree.proposal(operation)) == repr(twin.proposal(operation))
+        elif isinstance(operation[1:2], tuple) and isinstance(operation[0], NodeColumns):  # type: ignore[index]
+            assert tree.add(*operation) == twin.add(*operation)  # type: ignore[misc]
+        else:
+            assert tree.walk(operation) == twin.walk(operation)  # type: ignore[arg-type]
+        assert repr(state(tree)) == repr(state(twin))
+        tree.check_integrity()
+
+
+@st.composite
+def growths(draw: st.DrawFn) -> Iterator[tuple[NodeColumns, tuple[int, ...]]]:
+    """Messages of a draft that makes no mistake, each with the tokens that are committed behind it."""
+    messages, next_id = [], 1
+    for _ in range(draw(st.integers(1, 8))):
+        rows = []
+        for _ in range(draw(st.integers(0, 5))):
+            parent = draw(st.integers(max(0, next_id - 6), next_id - 1))
+            rows.append((next_id, parent, draw(st.integers(0, VOCAB - 1)), draw(st.floats(0.0, 1.0)), True, None))
+            next_id += 1
+        messages.append((columns(rows, True), draw(st.lists(st.integers(0, 1), max_size=3).map(tuple))))
+    return iter(messages)
+
+
+@needs_passes
+@given(growths())
+@settings(max_examples=300, deadline=None)
+def test_a_growing_tree_is_followed_as_its_twin_is(messages: Iterator[tuple[NodeColumns, tuple[int, ...]]]) -> None:
+    twin, tree = SpeculationTree(VOCAB, 5), NativeTree(VOCAB, 5)
+    for nodes, token_ids in messages:
+        assert tree.add(nodes) == twin.add(nodes)
+        assert repr(tree.proposal(3)) == repr(twin.proposal(3))
+        assert tree.walk(token_ids) == twin.walk(token_ids)
+        assert repr(tree.proposal(4)) == repr(twin.proposal(4))
+        assert repr(state(tree)) == repr(state(twin))
+        tree.check_integrity()
+
+
+def num_nodes() -> int:
+    gc.collect()
+    return sum(type(each) is TreeNode for each in gc.get_objects())
+
+
+@needs_passes
+def test_nodes_are_freed_with_their_tree() -> None:
+    before = num_nodes()
+    tree = NativeTree(VOCAB, 5)
+    tree.add(NodeColumns([1, 2, 3, 4], [0, 1, 0, 3], [0, 1, 1, 2], [0.5, 0.5, 0.4, 0.4]))
+    tree.walk((0,))
+    assert len(tree) == 1
+    assert num_nodes() == before + 2
+    del tree
+    assert num_nodes() == before
+
+
+@needs_passes
+def test_columns_of_unequal_length_are_no_nodes() -> None:
+    with pytest.raises(ValueError, match="unequal length"):
+        NativeTree(VOCAB, 5).add(NodeColumns([1, 2], [0], [1, 2], [0.5, 0.5]))
+
+
+def test_python_serves_where_its_headers_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    native_tree._passes.cache_clear()
+    try:
+        assert type(new_tree(VOCAB, 5, rejection=False)) is SpeculationTree
+    finally:
+        native_tree._passes.cache_clear()
+
+
+def test_columns_are_the_tuple_of_their_nodes() -> None:
+    q = SparseDistribution.of((1,), (1.0,))
+    nodes = (Node(1, 0, 2, 0.5), Node(2, 1, 1, 0.25, False, q))
+    made = NodeColumns([1, 2], [0, 1], [2, 1], [0.5, 0.25], [True, False], [None, q])
+    assert made == nodes
+    assert nodes == made
+    assert tuple(made) == nodes
+    assert (made[1], made[:1], len(made), hash(made), repr(made)) == (nodes[1], nodes[:1], 2, hash(nodes), repr(nodes))
+    assert NodeColumns([1], [0], [2], [0.5]) == (nodes[0],)
+    assert made != nodes[:1]
+    assert not NodeColumns((), (), (), ())
