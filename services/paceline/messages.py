@@ -14,9 +14,9 @@ Nodes are pushed ahead of the target's needs; a hit costs no message on the crit
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, dataclass_transform, overload
+from typing import ClassVar, TypeVar, dataclass_transform, overload
 
 from paceline.types import FinishReason, Round, SamplingParams, SpeculationParams, TopLogprobs
 
@@ -86,11 +86,19 @@ class Node:
     """Rejection rule: the distribution that this token was drawn from, given its parent. None with the coupled rule."""
 
 
+Unpack = Callable[[bytes], "tuple[NodeColumns, bool, float] | None"]
+"""Reads nodes in wire form: themselves, and ``idle`` and ``step_s`` of their message; None if it cannot."""
+
+
 class NodeColumns(Sequence[Node]):
     """The nodes of one message as they arrive, in columns of equal length: equal to the tuple of their nodes, of which
     one is made only when it is asked for. Never changed."""
 
     __slots__ = ("node_ids", "parent_ids", "probs", "qs", "sampled", "token_ids")
+
+    unpack_plain: ClassVar[Unpack] = staticmethod(lambda packed: None)
+    """A native reader where ``core/native_tree.py`` has been prepared. None: protobuf has to read these nodes, or they
+    are malformed."""
 
     def __init__(
         self,

@@ -17,6 +17,8 @@ from paceline.core import native_tree
 from paceline.core.native_tree import NativeTree, new_tree
 from paceline.core.tree import Producer, SpeculationTree, TreeNode
 from paceline.messages import Node, NodeColumns, SparseDistribution
+from paceline.rpc.streams import _unpack
+from paceline.v1 import types_pb2
 
 VOCAB = 4
 
@@ -123,6 +125,75 @@ def test_a_growing_tree_is_followed_as_its_twin_is(messages: Iterator[tuple[Node
         assert repr(tree.proposal(4)) == repr(twin.proposal(4))
         assert repr(state(tree)) == repr(state(twin))
         tree.check_integrity()
+
+
+WIRE = st.builds(
+    types_pb2.Nodes,
+    node_ids=st.lists(st.integers(0, 300) | st.just(2**32 - 1), max_size=3),
+    parent_ids=st.lists(st.integers(0, 2**32 - 1), max_size=3),
+    token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=3),
+    probs=st.lists(st.floats(), max_size=3),
+    sampled=st.lists(st.booleans(), max_size=3),
+    qs=st.lists(
+        st.builds(types_pb2.SparseDistribution, token_ids=st.binary(max_size=8), probs=st.binary(max_size=16)),
+        max_size=3,
+    ),
+    idle=st.booleans(),
+    step_s=st.floats(),
+)
+
+
+@st.composite
+def fitting(draw: st.DrawFn) -> types_pb2.Nodes:
+    """Nodes as a draft sends them."""
+    rows = draw(st.lists(st.tuples(*[st.integers(0, 2**32 - 1)] * 3, st.floats(0, 1), st.booleans()), max_size=4))
+    q = types_pb2.SparseDistribution(token_ids=bytes(4), probs=struct.pack("<d", 1.0))
+    ids, parents, tokens, probs, flags = map(list, zip(*rows, strict=True)) if rows else ([], [], [], [], [])
+    return types_pb2.Nodes(
+        node_ids=ids,
+        parent_ids=parents,
+        token_ids=tokens,
+        probs=probs,
+        sampled=flags if draw(st.booleans()) else [],
+        qs=[q if flag else types_pb2.SparseDistribution() for flag in flags] if draw(st.booleans()) else [],
+        idle=draw(st.booleans()),
+        step_s=draw(st.floats(0, 1)),
+    )
+
+
+def read_as_protobuf(packed: bytes) -> bool:
+    """True if the native reader takes the message; then it has found what protobuf finds."""
+    found = native_tree._passes().unpack(packed)
+    if found is None:
+        return False
+    expected = _unpack(packed)
+    assert expected is not None
+    assert repr(found) == repr(expected)
+    assert [repr(getattr(found[0], name)) for name in NodeColumns.__slots__] == [
+        repr(getattr(expected[0], name)) for name in NodeColumns.__slots__
+    ]
+    return True
+
+
+@needs_passes
+@given(fitting())
+@settings(max_examples=300, deadline=None)
+def test_nodes_in_wire_form_are_read_natively(proto: types_pb2.Nodes) -> None:
+    assert read_as_protobuf(proto.SerializeToString())
+
+
+@needs_passes
+@given(WIRE | fitting(), st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255), st.integers(0, 2)), max_size=3))
+@settings(max_examples=3000, deadline=None)
+def test_whatever_is_read_natively_is_what_protobuf_reads(
+    proto: types_pb2.Nodes, harm: list[tuple[int, int, int]]
+) -> None:
+    packed = bytearray(proto.SerializeToString())
+    for at, byte, kind in harm:
+        at %= len(packed) + 1
+        packed[at : at + (kind > 0)] = bytes([byte] * (kind < 2))
+    read_as_protobuf(bytes(packed))
+    read_as_protobuf(bytes(packed) * 2)
 
 
 def num_nodes() -> int:

@@ -22,7 +22,7 @@ from paceline.core.native import compiled, machine
 from paceline.core.sparse import TOLERANCE
 from paceline.core.tree import NO_PROPOSAL, Added, Producer, Proposal, Refusal, SpeculationTree, TreeNode, Walk
 from paceline.errors import EngineError
-from paceline.messages import Node, NodeColumns
+from paceline.messages import Node, NodeColumns, SparseDistribution
 from paceline.types import Cause
 
 _SOURCE = Path(__file__).with_name("tree.cpp")
@@ -37,8 +37,9 @@ def new_tree(vocab_size: int, context_len: int, *, rejection: bool) -> Speculati
 
 
 def prepare() -> None:
-    """Compiles or loads the passes now, so that no session has to wait for them."""
-    _passes()
+    """Compiles or loads the passes now, so that no session has to wait for them, and has nodes unpacked by them."""
+    if _passes() is not None:
+        NodeColumns.unpack_plain = _passes().unpack
 
 
 class NativeTree(SpeculationTree):
@@ -47,7 +48,7 @@ class NativeTree(SpeculationTree):
     def add(self, nodes: Iterable[Node], producer: Producer = Producer.DRAFT) -> Added:
         """Attaches nodes as ``SpeculationTree.add`` does; those of ``NodeColumns`` without making ``Node`` objects."""
         if isinstance(nodes, NodeColumns):
-            return Added(*_passes().add(self, nodes, producer))
+            return _added(*_passes().add(self, nodes, producer))
         return super().add(nodes, producer)
 
     def walk(self, token_ids: Sequence[int]) -> Walk:
@@ -69,6 +70,9 @@ class NativeTree(SpeculationTree):
         return Proposal(token_ids, qs, probs, node_ids, (), claims if several else (), claims[0][0][0])
 
 
+_added = functools.lru_cache(1024)(Added)  # most messages have the same few counts
+
+
 @functools.cache
 def _passes() -> Any:
     """The compiled passes; None if they cannot be compiled or loaded here, for a reason that is logged once."""
@@ -87,7 +91,8 @@ def _passes() -> Any:
         loader.exec_module(passes)
         probability = (rows.addresses("paceline_probability") or [0])[0]
         prototype = TreeNode(Node(0, -1, 0, 1.0), None, 0)
-        passes.prepare(prototype, Refusal.STALE, Refusal.INVALID, Refusal.DROPPED, probability, TOLERANCE)
+        refusals = Refusal.STALE, Refusal.INVALID, Refusal.DROPPED
+        passes.prepare(prototype, *refusals, probability, TOLERANCE, NodeColumns, SparseDistribution)
     except (EngineError, ImportError, TypeError) as error:
         log.warning("trees are followed by Python, which is slower: %s", error)
         return None

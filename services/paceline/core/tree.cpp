@@ -9,6 +9,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 namespace {
@@ -61,6 +62,9 @@ PyObject *refused_stale, *refused_invalid, *refused_dropped;
 Probability probability;
 double tolerance;
 
+PyObject *columns_type, *distribution;
+Py_ssize_t column_slots[6];  // of NodeColumns
+
 PyObject* empty_tuple;
 PyObject* minus_one;
 
@@ -92,8 +96,8 @@ Py_ssize_t offset_of(PyObject* descriptor) {
   return member->offset;
 }
 
-bool find(const char* name, Py_ssize_t& offset) {
-  Ref descriptor(PyObject_GetAttrString(reinterpret_cast<PyObject*>(layout.type), name));
+bool find(const char* name, Py_ssize_t& offset, PyObject* type = reinterpret_cast<PyObject*>(layout.type)) {
+  Ref descriptor(PyObject_GetAttrString(type, name));
   return descriptor && (offset = offset_of(descriptor.get())) >= 0;
 }
 
@@ -103,18 +107,23 @@ bool is_constant(PyObject* value) {
          PyTuple_CheckExact(value) || PyDict_CheckExact(value);  // the dict is that of children, which each node makes
 }
 
-// prepare(prototype, stale, invalid, dropped, probability, tolerance): a TreeNode without parent and children, as its
-// constructor makes it; the reasons why attach may refuse a node; the address of paceline_probability in rows.cpp, 0 if
-// there is none, and its tolerance.
+// prepare(prototype, stale, invalid, dropped, probability, tolerance, columns_type, distribution): a TreeNode without
+// parent and children, as its constructor makes it; the reasons why attach may refuse a node; the address of
+// paceline_probability in rows.cpp, 0 if there is none, and its tolerance; NodeColumns and SparseDistribution.
 PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 6) return PyErr_Format(PyExc_TypeError, "prepare takes 6 arguments, not %zd", count);
+  if (count != 8) return PyErr_Format(PyExc_TypeError, "prepare takes 8 arguments, not %zd", count);
   PyObject* prototype = arguments[0];
   refused_stale = Py_NewRef(arguments[1]);
   refused_invalid = Py_NewRef(arguments[2]);
   refused_dropped = Py_NewRef(arguments[3]);
   probability = reinterpret_cast<Probability>(PyLong_AsVoidPtr(arguments[4]));
   tolerance = PyFloat_AsDouble(arguments[5]);
+  columns_type = Py_NewRef(arguments[6]);
+  distribution = Py_NewRef(arguments[7]);
   if (PyErr_Occurred()) return nullptr;
+  const char* columns[] = {"node_ids", "parent_ids", "token_ids", "probs", "sampled", "qs"};
+  for (int column = 0; column < 6; ++column)
+    if (!find(columns[column], column_slots[column], columns_type)) return nullptr;
   layout.type = Py_TYPE(prototype);
   layout.slots.clear();
   Ref slots(PyObject_GetAttrString(reinterpret_cast<PyObject*>(layout.type), "__slots__"));
@@ -256,7 +265,8 @@ PyObject* add(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (!tree.valid() || !tree.number(names.vocab_size, vocab_size) || !tree.number(names.max_nodes, max_nodes) ||
       !tree.number(names.rejection, rejection))
     return nullptr;
-  const Py_ssize_t size = PyObject_Size(columns);
+  Ref ids(PyObject_GetAttr(columns, names.node_ids));
+  const Py_ssize_t size = ids ? PyObject_Size(ids.get()) : -1;
   Column node_ids, parent_ids, token_ids, probs, sampled, qs;
   if (size < 0 || !node_ids.read(columns, names.node_ids, size, false) ||
       !parent_ids.read(columns, names.parent_ids, size, false) ||
@@ -394,7 +404,121 @@ PyObject* best_path(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return columns.release();
 }
 
+// The bytes of a protobuf message that have yet to be read. Every read returns false where there is something else.
+struct Wire {
+  const uint8_t *at, *end;
+
+  bool has(uint8_t tag) const { return at < end && *at == tag; }
+  bool byte(uint8_t& value) {
+    if (at == end) return false;
+    value = *at++;
+    return true;
+  }
+  bool uint32(uint32_t& value) {
+    uint64_t found = 0;
+    uint8_t next = 0x80;
+    for (int shift = 0; next & 0x80; shift += 7) {
+      if (shift > 28 || !byte(next)) return false;
+      found |= static_cast<uint64_t>(next & 0x7F) << shift;
+    }
+    value = static_cast<uint32_t>(found);
+    return found <= UINT32_MAX;
+  }
+  bool real(double& value) {
+    if (end - at < 8) return false;
+    std::memcpy(&value, at, 8);
+    at += 8;
+    return true;
+  }
+  // What a tag that has been seen is followed by: a length and so many bytes.
+  bool part(Wire& inner) {
+    uint32_t size = 0;
+    ++at;
+    if (!uint32(size) || static_cast<uint32_t>(end - at) < size) return false;
+    inner = {at, at + size};
+    at += size;
+    return true;
+  }
+};
+
+bool append(PyObject* list, PyObject* value) {
+  const bool done = value != nullptr && PyList_Append(list, value) == 0;
+  Py_XDECREF(value);
+  return done;
+}
+
+// Fields of types.proto: Nodes, and SparseDistribution in it.
+constexpr uint8_t kNodeIds = 0x22, kParentIds = 0x2A, kTokenIds = 0x32, kProbs = 0x3A, kSampled = 0x42, kQs = 0x4A,
+                  kIdle = 0x50, kStepS = 0x59, kQTokenIds = 0x1A, kQProbs = 0x22;
+
+// Reads a distribution, None where it has no tokens. False if it is not plain, or after an error.
+bool read_q(Wire wire, PyObject* qs) {
+  Wire ids{nullptr, nullptr}, probs{nullptr, nullptr};
+  if ((wire.has(kQTokenIds) && !wire.part(ids)) || (wire.has(kQProbs) && !wire.part(probs)) || wire.at != wire.end)
+    return false;
+  const Py_ssize_t size = ids.end - ids.at, num_probs = probs.end - probs.at;
+  if (size % 4 != 0 || num_probs != 2 * size) return false;
+  if (size == 0) return PyList_Append(qs, Py_None) == 0;
+  return append(qs, PyObject_CallFunction(distribution, "y#y#", ids.at, size, probs.at, num_probs));
+}
+
+// The columns of a Nodes message in the plain form, every field at most once and in order. False if it is not plain, or
+// after an error.
+bool read_columns(Wire wire, PyObject* const* lists, bool& idle, double& step_s) {
+  Wire inner;
+  const uint8_t tags[] = {kNodeIds, kParentIds, kTokenIds};
+  for (int column = 0; column < 3; ++column) {
+    if (!wire.has(tags[column])) continue;
+    if (!wire.part(inner)) return false;
+    for (uint32_t value = 0; inner.at < inner.end;)
+      if (!inner.uint32(value) || !append(lists[column], PyLong_FromUnsignedLong(value))) return false;
+  }
+  if (wire.has(kProbs)) {
+    if (!wire.part(inner)) return false;
+    for (double value = 0; inner.at < inner.end;)
+      if (!inner.real(value) || !std::isfinite(value) || !append(lists[3], PyFloat_FromDouble(value))) return false;
+  }
+  if (wire.has(kSampled)) {
+    if (!wire.part(inner)) return false;
+    for (uint8_t value = 0; inner.byte(value);)
+      if (value > 1 || PyList_Append(lists[4], value ? Py_True : Py_False) < 0) return false;
+  }
+  while (wire.has(kQs))
+    if (!wire.part(inner) || !read_q(inner, lists[5])) return false;
+  uint8_t flag = 0;
+  if (wire.has(kIdle) && (++wire.at, !wire.byte(flag) || flag > 1)) return false;
+  if (wire.has(kStepS) && (++wire.at, !wire.real(step_s))) return false;
+  idle = flag == 1;
+  return wire.at == wire.end;
+}
+
+// unpack(packed) -> NodeColumns, idle and step_s of a Nodes message in wire form, as protobuf reads them; None if it is
+// not in the plain form, or its columns do not fit together.
+PyObject* unpack(PyObject*, PyObject* packed) {
+  if (!PyBytes_CheckExact(packed)) Py_RETURN_NONE;
+  const auto* start = reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(packed));
+  Ref columns(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(columns_type), 0));
+  if (!columns) return nullptr;
+  PyObject* lists[6];
+  for (int column = 0; column < 6; ++column) {
+    if ((lists[column] = PyList_New(0)) == nullptr) return nullptr;
+    put(columns.get(), column_slots[column], lists[column]);
+  }
+  bool idle = false;
+  double step_s = 0;
+  const bool plain = read_columns({start, start + PyBytes_GET_SIZE(packed)}, lists, idle, step_s);
+  if (PyErr_Occurred()) return nullptr;
+  const Py_ssize_t size = PyList_GET_SIZE(lists[0]);
+  for (int column = 1; plain && column < 6; ++column) {
+    const Py_ssize_t found = PyList_GET_SIZE(lists[column]);
+    if (found != size && (column < 4 || found != 0)) Py_RETURN_NONE;
+  }
+  if (!plain) Py_RETURN_NONE;
+  return Py_BuildValue("NOd", columns.release(), idle ? Py_True : Py_False, step_s);
+}
+
 PyMethodDef methods[] = {
+    {"unpack", unpack, METH_O, nullptr},
     {"prepare", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(prepare)), METH_FASTCALL, nullptr},
     {"add", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(add)), METH_FASTCALL, nullptr},
     {"descend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(descend)), METH_FASTCALL, nullptr},

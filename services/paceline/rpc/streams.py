@@ -109,13 +109,26 @@ def _write_tree(message: Nodes, proto: types_pb2.Nodes) -> None:
         proto.idle = True
 
 
-def _read_tree(session_id: str, epoch: int, context_len: int, proto: types_pb2.Nodes) -> Nodes | None:
-    step_s = proto.step_s
+def unpacked(message: RelayedNodes) -> Nodes | None:
+    """The nodes that a router relays, for one that looks at them; None: they are malformed."""
+    return _read_tree(message.session_id, message.epoch, message.context_len, message.packed)
+
+
+def _read_tree(session_id: str, epoch: int, context_len: int, packed: bytes) -> Nodes | None:
+    found = NodeColumns.unpack_plain(packed) or _unpack(packed)
+    if found is None or not session_id or not 0 <= found[2] <= MAX_STEP_S:
+        return None
+    return Nodes(session_id, epoch, context_len, *found)
+
+
+def _unpack(packed: bytes) -> tuple[NodeColumns, bool, float] | None:
+    try:
+        proto = types_pb2.Nodes.FromString(packed)
+    except DecodeError:
+        return None
     node_ids, parent_ids, token_ids = proto.node_ids[:], proto.parent_ids[:], proto.token_ids[:]
     probs, sampled, packed_qs = proto.probs[:], proto.sampled[:], proto.qs
     size = len(node_ids)
-    if not session_id or not 0 <= step_s <= MAX_STEP_S:
-        return None
     if not len(parent_ids) == len(token_ids) == len(probs) == size or math.isnan(sum(probs)):
         return None
     if len(sampled) not in (0, size) or len(packed_qs) not in (0, size):
@@ -126,17 +139,7 @@ def _read_tree(session_id: str, epoch: int, context_len: int, proto: types_pb2.N
         if len(q.packed_ids) % 4 or len(q.packed_probs) != 2 * len(q.packed_ids):
             return None
         qs.append(q if q.packed_ids else None)
-    nodes = NodeColumns(node_ids, parent_ids, token_ids, probs, sampled, qs)
-    return Nodes(session_id, epoch, context_len, nodes, proto.idle, step_s)
-
-
-def unpacked(message: RelayedNodes) -> Nodes | None:
-    """The nodes that a router relays, for one that looks at them; None: they are malformed."""
-    try:
-        proto = types_pb2.Nodes.FromString(message.packed)
-    except DecodeError:
-        return None
-    return _read_tree(message.session_id, message.epoch, message.context_len, proto)
+    return NodeColumns(node_ids, parent_ids, token_ids, probs, sampled, qs), proto.idle, proto.step_s
 
 
 def _write_outcome(message: Outcome, proto: target_pb2.Outcome) -> None:
@@ -284,9 +287,10 @@ def _write_relayed(messages: Sequence[RelayedNodes], proto: types_pb2.TreeUpdate
 
 
 def _read_trees(proto: types_pb2.TreeUpdates) -> tuple[list[Nodes], int]:
-    relayed, num_malformed = _read_relayed(proto)
-    messages = [nodes for message in relayed if (nodes := unpacked(message)) is not None]
-    return messages, num_malformed + len(relayed) - len(messages)
+    columns = proto.session_ids[:], proto.epochs[:], proto.context_lens[:], proto.nodes[:]
+    found, num_malformed = _of_rows(_read_tree, *columns)
+    messages = [nodes for nodes in found if nodes is not None]
+    return messages, num_malformed + len(found) - len(messages)
 
 
 def _read_relayed(proto: types_pb2.TreeUpdates) -> tuple[list[RelayedNodes], int]:

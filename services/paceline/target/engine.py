@@ -6,6 +6,7 @@ next forward begins, and what is in flight is announced before the forward that 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -379,11 +380,10 @@ class TargetEngine:
         had_proposal = tree.anchor.best is not None
         added = tree.add(message.nodes)
         stats.nodes_added += added.added
-        if added.added < len(message.nodes):
-            stats.nodes_stale += added.stale
-            stats.nodes_invalid += added.invalid
-            stats.nodes_dropped += added.dropped
-        has_proposal = tree.anchor.best is not None
+        stats.nodes_stale += added.stale
+        stats.nodes_invalid += added.invalid
+        stats.nodes_dropped += added.dropped
+        has_proposal = had_proposal or tree.anchor.best is not None
         resolved = has_proposal and not had_proposal and session.settled
         self.wait_policy.observe_nodes(session, message, now, resolved=resolved)
         if added.added:  # useless nodes are no reason to wait for more
@@ -393,7 +393,7 @@ class TargetEngine:
         if message.idle:
             session.idle_context_len = message.context_len
         session.nodes_context_len = message.context_len
-        if tree.lost:
+        if not has_proposal and tree.lost:
             self._check_tree(session)
 
     def _check_tree(self, session: TargetSession) -> None:
@@ -600,7 +600,7 @@ def _round(part: Scheduled, cause: Cause, accepted: Sequence[int]) -> Round:
     """The effect of a step on one session; ``accepted``: the tokens of its proposal that were accepted."""
     num_drafted, proposal = part.num_drafted, part.proposal
     if proposal.producer is Producer.DRAFT and not proposal.claims:
-        return Round(num_drafted, len(accepted), cause)
+        return _drafted(num_drafted, len(accepted), cause)
     makers = proposal.makers()
     used = [makers[index] for index in proposal.along(accepted)]
     return Round(
@@ -612,6 +612,9 @@ def _round(part: Scheduled, cause: Cause, accepted: Sequence[int]) -> Round:
         head_drafted=makers.count(Producer.HEAD),
         head_accepted=used.count(Producer.HEAD),
     )
+
+
+_drafted = functools.lru_cache(1024)(Round)  # there are few different ones, and one of each session in a step
 
 
 def _decide(logits: Tensor, parts: Sequence[Scheduled]) -> list[Verdict | PacelineError]:

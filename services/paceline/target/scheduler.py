@@ -23,7 +23,7 @@ from paceline.target.control.subtree import MAX_TREE_TOKENS, SubtreeOffer
 from paceline.target.control.waiting import WaitPolicy
 from paceline.target.heads.driver import Heads
 from paceline.target.session import TargetSession
-from paceline.types import pages_for
+from paceline.types import Mode, pages_for
 
 
 @dataclass(slots=True, eq=False)
@@ -167,12 +167,15 @@ class Scheduler:
     def _not_waiting(self, decoding: list[TargetSession], now: float) -> list[TargetSession]:
         """The sessions that step now; sets ``wait_until`` for the others."""
         policy = self._policy
-        others_ready = len(decoding) < len(self.running) or any(
-            not policy.may_wait(s, others_ready=False) or s.num_ahead() >= s.max_draft() for s in decoding
-        )
+        others_ready = len(decoding) < len(self.running)
+        if not others_ready:
+            for session in decoding:
+                if not policy.may_wait(session, others_ready=False) or session.num_ahead() >= session.max_draft():
+                    others_ready = True
+                    break
         may_wait = decoding
         if others_ready:
-            may_wait = [s for s in decoding if s.draft_available and policy.may_wait(s, others_ready=True)]
+            may_wait = [s for s in decoding if s.mode is Mode.SEQUENTIAL and policy.may_wait(s, others_ready=True)]
         if not may_wait:
             return decoding
         wanted: dict[int, int] = {}
@@ -183,25 +186,25 @@ class Scheduler:
             # one token more delays all of them
             row_s = len(decoding) * (self._allocation.cost.seconds(at + 1) - self._allocation.cost.seconds(at))
 
-        def until_of(session: TargetSession, *, others_ready: bool) -> float | None:
+        def until_of(session: TargetSession) -> float | None:
+            fallback, fallback_s = self._expected_fallback(session, len(decoding))
             return policy.wait_until(
                 session,
                 now,
                 others_ready=others_ready,
                 wanted=wanted.get(id(session)),
                 row_s=row_s,
-                fallback=fallbacks[id(session)][0],
-                fallback_s=fallbacks[id(session)][1],
+                fallback=fallback,
+                fallback_s=fallback_s,
             )
 
-        fallbacks = {id(s): self._expected_fallback(s, len(decoding)) for s in may_wait}
-        waits = {id(s): until_of(s, others_ready=others_ready) for s in may_wait}
-        others_ready = others_ready or any(until is None for until in waits.values())
+        waits = {id(s): until_of(s) for s in may_wait}
+        others_ready = others_ready or None in waits.values()
         ready = []
         for session in decoding:
             until = waits.get(id(session))
             if until is not None and others_ready:  # asked again: now a wait would cost a whole step
-                until = until_of(session, others_ready=True)
+                until = until_of(session)
             if until is None:
                 ready.append(session)
                 continue

@@ -235,27 +235,27 @@ class StepMeter:
         stats.proposals_invalid += verdict.num_invalid
         stats.rounds += 1
         stats.tokens_emitted += num_emitted
-        path = proposal.along(verdict.token_ids[: verdict.num_accepted])
-        makers = proposal.makers()
-        used = [makers[index] for index in path[:num_accepted]]
-        num_nodes, num_used = makers.count(Producer.DRAFT), used.count(Producer.DRAFT)
+        path: Sequence[int]
+        if proposal.claims or proposal.producer is not Producer.DRAFT:
+            path = proposal.along(verdict.token_ids[: verdict.num_accepted])
+            makers = proposal.makers()
+            used = [makers[index] for index in path[:num_accepted]]
+            num_nodes, num_used = makers.count(Producer.DRAFT), used.count(Producer.DRAFT)
+            if num_nodes < part.num_drafted:
+                self._count_own(makers, used)
+        else:  # a chain of the draft, or nothing
+            path = range(verdict.num_accepted)
+            num_nodes, num_used = part.num_drafted, num_accepted
         session.verified_draft = num_nodes > 0
         compared = compare_all(proposal, path)
         self.ranks.add(proposal, path)
         num_trimmed = part.num_trimmed if num_nodes or session.tree.anchor.best is not None else 0
-        stats.branches += part.num_branches
-        stats.branches_used += not proposal.is_chain and path != [*range(len(path))]
+        if part.tables:
+            stats.branches += part.num_branches
+            stats.branches_used += path != [*range(len(path))]
         stats.draft_rows += num_nodes
         stats.nodes_used += num_used
         stats.draft_rows_trimmed += num_trimmed
-        if num_nodes < part.num_drafted:
-            num_looked_up, num_headed = makers.count(Producer.LOOKUP), makers.count(Producer.HEAD)
-            stats.lookup_rounds += num_looked_up > 0
-            stats.lookup_rows += num_looked_up
-            stats.lookup_rows_used += used.count(Producer.LOOKUP)
-            stats.head_rounds += num_headed > 0
-            stats.head_rows += num_headed
-            stats.head_rows_used += used.count(Producer.HEAD)
         if session.k:
             self._allocation.lengths.add(part.num_drafted)
         if session.cause is Cause.START:
@@ -275,6 +275,16 @@ class StepMeter:
                 history.add(result.places, result.predicted, result.first, result.any)
         if not num_nodes and session.draft_available:
             session.hits.fade()
+
+    def _count_own(self, makers: Sequence[Producer], used: Sequence[Producer]) -> None:
+        """Counts tokens that the target had itself among those of a round, and among the accepted ones."""
+        stats, num_looked_up, num_headed = self.stats, makers.count(Producer.LOOKUP), makers.count(Producer.HEAD)
+        stats.lookup_rounds += num_looked_up > 0
+        stats.lookup_rows += num_looked_up
+        stats.lookup_rows_used += used.count(Producer.LOOKUP)
+        stats.head_rounds += num_headed > 0
+        stats.head_rows += num_headed
+        stats.head_rows_used += used.count(Producer.HEAD)
 
     def compare(self, step: MeasuredStep, running: Sequence[TargetSession]) -> None:
         """Takes the tokens per second of a step for the choice between drafting and plain decoding at its load.

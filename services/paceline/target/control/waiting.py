@@ -121,7 +121,7 @@ class WaitPolicy:
         """False if ``wait_until`` is None however many draft tokens are wanted."""
         return (
             session.draft_available
-            and (session.mode is Mode.SEQUENTIAL or not others_ready)
+            and (not others_ready or session.mode is Mode.SEQUENTIAL)
             and not (session.draft_silent or session.idle or (session.on_trial and not session.draft_heard))
             and session.decoding
             and session.max_draft() > 0
@@ -151,8 +151,7 @@ class WaitPolicy:
         """
         if not self.may_wait(session, others_ready=others_ready):
             return None
-        most = session.max_draft()
-        wanted = most if wanted is None else min(wanted, most)
+        wanted = session.max_draft() if wanted is None else min(wanted, session.max_draft())
         probs = session.tree.proposal(wanted).probs
         if len(probs) >= wanted:
             return None
