@@ -67,19 +67,22 @@ def test_cores_are_lent_while_no_session_has_a_draft() -> None:
     assert f"{cores.num} of 2 cores share its steps" in explain(pump.target)
 
 
-def test_a_head_decides_apart_by_the_cores_that_it_has() -> None:
+def test_a_head_learns_apart_by_its_cores_and_by_whether_there_are_drafts() -> None:
     _, _, texts = known(1.0)
     mounted, _ = oracle(EVERY, texts)
-    pump = pump_with(EVERY, mounted, adaptive=True)
-    pump.target.heads.use_cores(1)
-    alone = mounted.gate
-    alone.observe_depth(1, 2e-3, first=True)
-    pump.target.heads.use_cores(2)
-    assert mounted.gate.depth_s(1, first=True) is None
-    pump.target.heads.use_cores(1)
-    assert mounted.gate is alone
-    assert alone.adaptive
-    assert not pump.target.gate.trials.only_plain, "a head may make sessions without drafts faster than plain steps"
+    heads = pump_with(EVERY, mounted, adaptive=True).target.heads
+    learned = {}
+    for circumstances in ((1, True), (1, False), (2, False)):
+        heads.use(circumstances[0], drafting=circumstances[1])
+        assert mounted.gate.depth_s(1, first=True) is None
+        assert mounted.coupled.trials == 0.0
+        mounted.gate.observe_depth(1, 2e-3, first=True)
+        mounted.coupled.add(8, 4.0, 4)
+        learned[circumstances] = mounted.gate, mounted.coupled, mounted.rejection
+    for (num_cores, drafting), record in learned.items():
+        heads.use(num_cores, drafting=drafting)
+        assert (mounted.gate, mounted.coupled, mounted.rejection) == record
+    assert len({id(gate) for gate, _, _ in learned.values()}) == 3
 
 
 def in_a_thread(work: Callable[[], None]) -> None:

@@ -197,10 +197,8 @@ class TargetEngine:
     def step(self) -> bool:
         """Does one step. False: no session is ready until a message comes or ``wait_s`` has passed."""
         self._settle()
-        if self.cores is not None:
-            lent = not any(session.draft_available for session in self._sessions.values())
-            if lent is not self.cores.lent:
-                self._use_cores(lent=lent)
+        if self.heads or self.cores is not None:
+            self._follow_drafts()
         self.runners.retain(session.generation for session in self._sessions.values())
         started = self._clock()
         parts = self.runners.in_order(self._scheduler.schedule(started))
@@ -235,12 +233,19 @@ class TargetEngine:
             self._use_cores(lent=lent)
             self._calibrate()
 
+    def _follow_drafts(self) -> None:
+        """Takes the cores of drafts while no session has one, and tells heads in what circumstances they are asked."""
+        cores, num_running = self.cores, len(self._scheduler.running)
+        if cores is not None and cores.lent is any(session.draft_available for session in self._sessions.values()):
+            self._use_cores(lent=not cores.lent)
+        if self.allocation.adaptive and num_running:
+            self.heads.use(0 if cores is None else cores.num, drafting=self.gate.trials.wanted(num_running))
+
     def _use_cores(self, *, lent: bool) -> None:
         """Has the steps that follow shared by the target's own cores, or by lent ones, too."""
         assert self.cores is not None
         self.cores.use(lent=lent)
         self.allocation.use_cores(self.cores.num)
-        self.heads.use_cores(self.cores.num)
 
     def _calibrate(self) -> None:
         cache = self.runner.cache

@@ -59,6 +59,7 @@ class Heads:
         """Seconds that the heads were asked for since ``take_s``."""
         self._feeding = Feeding(states, cache.num_pages)
         self._asking = Asking(clock)
+        self._circumstances: tuple[int, bool] | None = None  # of ``use``
         self._vocab_size = vocab_size
         self._allocation = allocation
         self._clock = clock
@@ -72,10 +73,12 @@ class Heads:
     def __bool__(self) -> bool:
         return bool(self.mounted)
 
-    def use_cores(self, num_cores: int) -> None:
-        """Takes that so many cores share what follows."""
-        for mounted in self.mounted:
-            mounted.use_cores(num_cores)
+    def use(self, num_cores: int, *, drafting: bool) -> None:
+        """Takes on how many cores heads run from now on, and whether sessions are to have drafts."""
+        if (num_cores, drafting) != self._circumstances:
+            self._circumstances = num_cores, drafting
+            for mounted in self.mounted:
+                mounted.use(num_cores, drafting=drafting)
 
     def wants_states(self, num_sessions: int) -> bool:
         """True if a head will be fed with the step that comes."""

@@ -59,11 +59,10 @@ class MountedHead:
         self.warning = warning
         self.stats = HeadStats()
         self.gate = HeadGate()
-        """Its decisions on the cores that it has now;"""
-        self._gates: dict[int, HeadGate] = {}
-        """and those of each number of them, where that changes."""
         self.coupled, self.rejection = AcceptanceHistory(), AcceptanceHistory()
         """Acceptance of its tokens in all sessions, by rule."""
+        self._records: dict[tuple[int, bool], tuple[HeadGate, AcceptanceHistory, AcceptanceHistory]] = {}
+        """These three by the circumstances in which they were learned (``use``)."""
         self.share = DecayingRatio(SHARE_KEEP, SHARE_WEIGHT)
         """Its share beside drafts (``Followed.share``)."""
         self.calibrations = {rule: Calibration(FAN_OUT) for rule in Rule}
@@ -100,9 +99,16 @@ class MountedHead:
             text += f", {stats.guesses / num_rounds:.3g} guesses a round rode in steps"
         return text + (f"; warning of the probe at start-up: {self.warning}" if self.warning else "")
 
-    def use_cores(self, num_cores: int) -> None:
-        """Takes that so many cores share what follows, whose times are learned apart."""
-        self.gate = self._gates.setdefault(num_cores, HeadGate(self.gate.adaptive))
+    def use(self, num_cores: int, *, drafting: bool) -> None:
+        """Goes on with what was learned on so many cores, beside drafts or without: beside them a head is asked for
+        what they miss, which is little and hard."""
+        new = HeadGate(self.gate.adaptive), AcceptanceHistory(), AcceptanceHistory()
+        self.gate, self.coupled, self.rejection = self._records.setdefault((num_cores, drafting), new)
+        for followed in self.sessions.values():
+            followed.hits = AcceptanceHistory(self._acceptance(followed.session))
+
+    def _acceptance(self, session: TargetSession) -> AcceptanceHistory:
+        return self.rejection if session.rejection else self.coupled
 
     def spend(self, seconds: float) -> None:
         """Takes time that the head took."""
@@ -133,7 +139,7 @@ class MountedHead:
             self.stats.sessions_failed += 1
             log.warning("head %s cannot follow session %s: %s", self.name, session.session_id, error)
             return
-        acceptance = self.rejection if session.rejection else self.coupled
+        acceptance = self._acceptance(session)
         calibration = self.calibrations[rule_of(session)]
         self.sessions[session.session_id] = Followed(session, vocab_size, calibration, acceptance, self.share)
         self.prefilling.add(session.session_id)
