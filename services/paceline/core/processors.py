@@ -172,6 +172,11 @@ class SamplerState:
         )
 
     @cached_property
+    def cuts(self) -> bool:
+        """True if temperature, top-k, top-p or min-p changes the distributions of this session."""
+        return self.temperature != 1 or self.top_k < self.vocab_size or self.top_p < 1 or self.min_p > 0
+
+    @cached_property
     def log_min_p(self) -> float:
         """The least logit that min-p keeps, where the largest is 0: with the bits of ``truncate_``."""
         return float(torch.tensor([self.min_p], dtype=torch.float32).log_())

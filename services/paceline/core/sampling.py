@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.core import rows as native
 from paceline.core.deferred import Check, DeferredChecks, check_now, upload
 from paceline.core.noise import Stream, fast_gumbel_at, gumbel_argmax
-from paceline.core.processors import Row, column, masks_of, truncate_
+from paceline.core.processors import Row, SamplerState, column, masks_of, truncate_
 from paceline.errors import EngineError, InvalidRequestError
 
 
@@ -262,17 +262,26 @@ def _noisiest(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tensor, Tens
 def _likeliest(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tensor, Tensor]:
     """The m most likely tokens of each row, as ``draft_candidates`` returns them."""
     m = min(m, logits.shape[-1])
+    states = [row.state for row in rows]
     if native.usable(logits, torch.float32, torch.bfloat16):
-        changed = _edited(logits, rows, bind=False) if any(row.state.changes for row in rows) else logits
+        changes = any(not state.picks_at_once and state.changes for state in states)
+        changed = _edited(logits, rows, bind=False) if changes else logits
         x, token_ids = native.largest(changed, m, masks_of(rows, logits.shape[1]))
     else:
-        edited = _edited(logits, rows) if any(row.state.edits for row in rows) else logits
+        edited = _edited(logits, rows) if any(state.edits for state in states) else logits
         top, token_ids = edited.topk(m, dim=-1)
         x = top.float()
     x = x - x[:, :1]
-    states = [row.state for row in rows]
     if m > GREEDY_CANDIDATES and any(state.greedy for state in states):
         x[[i for i, state in enumerate(states) if state.greedy], GREEDY_CANDIDATES:] = -math.inf
+    if any(state.cuts for state in states):
+        _cut_(x, states)
+    return token_ids, torch.log_softmax(x, -1)
+
+
+def _cut_(x: Tensor, states: Sequence[SamplerState]) -> None:
+    """Applies temperature, top-k, top-p and min-p in place to candidates [rows, m], descending from 0 in each row."""
+    m = x.shape[1]
     if any(state.temperature != 1 for state in states):
         x.div_(column([state.temperature for state in states], x))
     if any(state.top_k < m for state in states):
@@ -285,7 +294,6 @@ def _likeliest(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tensor, Ten
         x.masked_fill_(before >= column([state.top_p for state in states], x), -math.inf)
     if any(state.min_p > 0 for state in states):
         x.masked_fill_(x < column([state.min_p for state in states], x).log_(), -math.inf)
-    return token_ids, torch.log_softmax(x, -1)
 
 
 def rank_coupled(

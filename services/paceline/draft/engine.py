@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -51,6 +52,7 @@ _LEAST_CHAINED = 0.2
 """A path of one call ends where it is less likely than this: siblings further up may be the better nodes."""
 _LATE_S = 0.25
 """Longest time that a new anchor waits for the states of its context: they follow the commit, unless they are lost."""
+_POSITION = attrgetter("position")
 _NUM_REMEMBERED = 4096
 """Ended sessions whose late messages are recognized as such."""
 
@@ -420,7 +422,7 @@ class DraftEngine:
 
     def _commit(self, session: DraftSession, message: Commit) -> None:
         """Moves the anchor along the committed tokens; a token without a node gets one, of probability 1."""
-        tree, token_ids = session.tree, message.token_ids
+        tree, token_ids, now = session.tree, message.token_ids, self._clock()
         context_len = tree.context_len
         if message.context_len < context_len:
             self.stats.stale_messages += 1
@@ -441,7 +443,7 @@ class DraftEngine:
                 node_ids.append(missed.node_id)
             self.stats.nodes_used += len(walk.node_ids)
             self.stats.nodes_missed += len(walk.unresolved)
-            self._observe_round(session, node_ids, self._clock())
+            self._observe_round(session, node_ids, now)
             anchor = tree.anchor
             kept = [n.node_id for n in tree.nodes() if n.expanded and n is not anchor]
             self._drafter.advance(session.session_id, token_ids, node_ids, kept)
@@ -451,16 +453,16 @@ class DraftEngine:
             if session.frontier.reach is not None:
                 session.frontier.reach.observe(session.num_proposed)
             session.num_proposed = 0
-        session.announced_at = self._clock() if in_flight else None
-        deepest = max(in_flight, key=lambda node: node.position, default=None)
+        session.announced_at = now if in_flight else None
+        deepest = max(in_flight, key=_POSITION, default=None)
         if deepest is not None:
             session.num_proposed = max(session.num_proposed, deepest.position - tree.anchor.position)
         if session.rule is Rule.REJECTION:
             session.aim(deepest)
         session.frontier.commit(session.in_flight)
         if token_ids:
-            session.begin_round(self._clock(), node_ids, hit=not walk.unresolved)
-            session.states_until = self._clock() + _LATE_S
+            session.begin_round(now, node_ids, hit=not walk.unresolved)
+            session.states_until = now + _LATE_S
             if walk.unresolved:
                 session.frontier.push(tree.anchor)
         session.idle, session.changed = False, True

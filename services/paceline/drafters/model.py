@@ -259,18 +259,19 @@ class ModelDrafter:
         pairs: Iterable[tuple[int, int]] = zip(token_ids, node_ids, strict=True)
         if self._translation is not None:
             pairs = self._translation.committed(token_ids, node_ids)
+        tokens, node_rows, ready = session.tokens, session.node_rows, session.ready
         for token_id, node_id in pairs:
-            row = session.node_rows.get(node_id)
+            row = node_rows.get(node_id)
             # Only a row right behind the cached tokens extends them; after a gap the token is pending.
-            if row is not None and session.ready and session.num_cached == len(session.tokens):
-                del session.node_rows[node_id]
+            if row is not None and ready and session.num_cached == len(tokens):
+                del node_rows[node_id]
                 session.committed[row] = True
                 session.num_cached += 1
-            session.tokens.append(token_id)
-        if session.node_rows:
+            tokens.append(token_id)
+        if node_rows:
             keep = set(kept)
-            for node_id in [n for n in session.node_rows if n not in keep]:
-                session.free_rows.append(session.node_rows.pop(node_id))
+            for node_id in [n for n in node_rows if n not in keep]:
+                session.free_rows.append(node_rows.pop(node_id))
         if len(session.tokens) > self._max_len:
             raise ResourceExhaustedError(self._too_long(len(session.tokens)))
 
@@ -420,8 +421,7 @@ class ModelDrafter:
             path = leaf.path
             if tail.inputs or not path:
                 return None
-            above = [*map(node_rows.get, leaf.path_ids)]
-            above.pop()  # its own row is new
+            above = [*map(node_rows.get, leaf.path_ids[:-1])]
             if None in above:
                 return None
             token_id = self._own(path[-1])

@@ -73,11 +73,12 @@ class Ranking:
 def rank(candidates: Candidates, rows: Sequence[RankingRow]) -> list[Ranking]:
     """The children of each row's node. Candidates whose log q is not finite are left out."""
     token_ids, log_q = candidates.token_ids, candidates.log_q
-    by_rule: dict[Rule, list[int]] = {}
-    for i, row in enumerate(rows):
-        by_rule.setdefault(row.rule, []).append(i)
-    if len(by_rule) == 1:
+    rules = [row.rule for row in rows]
+    if rows and rules.count(rules[0]) == len(rules):
         return _rank_alike(token_ids, log_q, rows, candidates.beyond)
+    by_rule: dict[Rule, list[int]] = {}
+    for i, rule in enumerate(rules):
+        by_rule.setdefault(rule, []).append(i)
     rankings: dict[int, Ranking] = {}
     for indices in by_rule.values():
         at = torch.tensor(indices, dtype=torch.int64, device=log_q.device)
