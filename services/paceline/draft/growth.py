@@ -193,10 +193,11 @@ class Frontier:
         """Adds new unexpanded children of a node of the tree, none of which is in flight."""
         if not nodes:
             return
-        self._sort()
-        position, ahead = self._place(parent)
+        if self._committed is not None:
+            self._sort()
+        position, ahead = self._places.get(parent.node_id) or self._place(parent)
         ahead += 1
-        if ahead > self._most_ahead():
+        if self.reach is not None and ahead > self.reach.tokens:
             self._unwanted.extend(nodes)
             return
         anchor, num_in_flight, key_of = self._tree.anchor, self._num_in_flight, self._growth.key

@@ -149,17 +149,13 @@ class DraftSession:
 
     def leaf(self, node: TreeNode) -> Leaf:
         """The node as the drafter's ``expand`` takes it. O(1) where its parent was one below the same anchor."""
-        anchor = self.tree.anchor
+        anchor, node_id = self.tree.anchor, node.node_id
         if anchor is not self._leaves_anchor:
             self._leaves_anchor = anchor
             self._leaves = {anchor.node_id: Leaf(self.session_id, anchor.node_id, (), ())}
-        return self._leaf(node)
-
-    def _leaf(self, node: TreeNode) -> Leaf:
-        node_id = node.node_id
         if (leaf := self._leaves.get(node_id)) is None:
             assert node.parent is not None, "the anchor's is known"
-            above = self._leaves.get(node.parent.node_id) or self._leaf(node.parent)
+            above = self._leaves.get(node.parent.node_id) or self.leaf(node.parent)
             leaf = Leaf(self.session_id, node_id, (*above.path_ids, node_id), (*above.path, node.token_id))
             self._leaves[node_id] = leaf
         return leaf

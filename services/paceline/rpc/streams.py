@@ -91,12 +91,10 @@ T = TypeVar("T")
 def _write_tree(message: Nodes, proto: types_pb2.Nodes) -> None:
     if message.nodes:
         node_ids, parent_ids, token_ids, probs, sampled, qs = zip(*map(_NODE_COLUMNS, message.nodes), strict=True)
-        proto.node_ids[:], proto.parent_ids[:], proto.token_ids[:], proto.probs[:] = (
-            node_ids,
-            parent_ids,
-            token_ids,
-            probs,
-        )
+        proto.node_ids.extend(node_ids)
+        proto.parent_ids.extend(parent_ids)
+        proto.token_ids.extend(token_ids)
+        proto.probs.extend(probs)
         if not all(sampled):
             proto.sampled[:] = sampled
         if any(qs):
@@ -273,12 +271,13 @@ def _read_failed(proto: types_pb2.SessionFailed) -> SessionFailed | None:
 
 
 def _write_trees(messages: Sequence[Nodes], proto: types_pb2.TreeUpdates) -> None:
-    relayed = []
+    _write_headers(messages, proto)
+    packed = []
     for message in messages:
         tree = types_pb2.Nodes()
         _write_tree(message, tree)
-        relayed.append(RelayedNodes(message.session_id, message.epoch, message.context_len, tree.SerializeToString()))
-    _write_relayed(relayed, proto)
+        packed.append(tree.SerializeToString())
+    proto.nodes.extend(packed)
 
 
 def _write_relayed(messages: Sequence[RelayedNodes], proto: types_pb2.TreeUpdates) -> None:
@@ -387,7 +386,7 @@ def _of_rows(kind: Callable[..., T], session_ids: list[str], *columns: list[Any]
     return list(starmap(kind, rows)), size - len(rows)
 
 
-def _write_headers(messages: Sequence[Outcome | InFlight | Commit | RelayedNodes], proto: Any) -> None:
+def _write_headers(messages: Sequence[Outcome | InFlight | Commit | Nodes | RelayedNodes], proto: Any) -> None:
     proto.session_ids[:] = [message.session_id for message in messages]
     proto.epochs[:] = [message.epoch for message in messages]
     proto.context_lens[:] = [message.context_len for message in messages]
