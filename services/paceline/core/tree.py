@@ -398,17 +398,17 @@ class SpeculationTree:
         placed = []
         held, siblings, vocab_size = self._nodes, parent.children, self._vocab_size
         room = self._max_nodes - len(held) - len(self._aliases)
-        plain, rejection = not self._suffix and len(nodes) <= room, self._rejection
+        plain = not self._suffix and len(nodes) <= room
         for node in nodes:
             node_id, token_id, prob = node.node_id, node.token_id, node.prob
             if (
                 plain
-                and not (rejection and node.sampled)  # which needs a q
                 and parent.node_id < node_id < _END_OF_DRAFT
                 and node_id not in held
                 and token_id not in siblings
                 and 0 <= token_id < vocab_size
                 and 0.0 <= prob <= 1.0
+                and self._can_have_been_drawn(node, parent)
             ):
                 child = TreeNode(node, parent, parent.position + 1)
                 held[node_id] = siblings[token_id] = child
@@ -507,6 +507,10 @@ class SpeculationTree:
             return False
         if first is not None and (self._rejection or any(other == producer for other, _ in first.claims)):
             return False  # a producer predicts a token once; under the rejection rule there is one producer
+        return self._can_have_been_drawn(node, parent)
+
+    def _can_have_been_drawn(self, node: Node, parent: TreeNode) -> bool:
+        """Rejection rule: a sampled node is the only one below its parent, and has a q that can yield it."""
         if not (self._rejection and node.sampled):
             return True
         from paceline.core.sparse import drawable  # engines have numpy; the planner is up without it
