@@ -126,7 +126,10 @@ class TreeNode:
 
     def expected(self, factors: Sequence[float]) -> float:
         """Probability of its token given its parent: the largest claim after each producer's factor, at most 1."""
-        return min(1.0, max(factors[producer] * prob for producer, prob in self.claims))
+        if len(self.claims) == 1:
+            ((producer, prob),) = self.claims
+            return min(1.0, factors[producer] * prob)
+        return min(1.0, max([factors[producer] * prob for producer, prob in self.claims]))
 
 
 @record

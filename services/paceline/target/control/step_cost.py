@@ -60,6 +60,7 @@ class StepCost:
         self._stale = 0
         self._table: list[float] = [0.0, 0.0]
         self._floor: list[float] = [0.0, 0.0]
+        self._lower = self._floor  # of both, as far as they reach
 
     @property
     def known(self) -> bool:
@@ -96,7 +97,8 @@ class StepCost:
 
     def seconds(self, num_tokens: int) -> float:
         """Expected seconds of a step with ``num_tokens``; 0.0 before anything is known."""
-        return self._level * _at(self._table, num_tokens)
+        table = self._table
+        return self._level * (table[num_tokens] if num_tokens < len(table) else _at(table, num_tokens))
 
     def least(self, num_tokens: int) -> float:
         """Expected seconds with the machine at its fastest: a bound on a step that no draft slows down."""
@@ -104,6 +106,8 @@ class StepCost:
 
     def floor(self, num_tokens: int) -> float:
         """Largest convex function below ``seconds``, which bounds the cost of adding tokens from below."""
+        if num_tokens < len(self._lower):
+            return self._level * self._lower[num_tokens]
         return self._level * min(_at(self._floor, num_tokens), _at(self._table, num_tokens))
 
     def _rebuild(self) -> None:
@@ -130,6 +134,7 @@ class StepCost:
             points.append((end, value + slope * (end - last)))
         self._table = _fill(points)
         self._floor = _fill(lower_hull(points))
+        self._lower = list(map(min, self._floor, self._table))
 
 
 def _at(table: list[float], num_tokens: int) -> float:

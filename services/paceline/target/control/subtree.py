@@ -88,32 +88,28 @@ class SubtreeOffer:
             for _ in islice(self.ranked(0.0), num_tokens):
                 pass
         children: dict[int, list[int]] = {}
-        place = {self._anchor.node_id: -1}
+        place, above = {self._anchor.node_id: -1}, []
         for i, node in enumerate(self._nodes[:num_tokens]):
             assert node.parent is not None
             place[node.node_id] = i
-            children.setdefault(place[node.parent.node_id], []).append(i)
+            above.append(place[node.parent.node_id])
+            children.setdefault(above[i], []).append(i)
         order: list[int] = []
         stack = [*reversed(children.get(-1, ()))]
         while stack:
             order.append(stack.pop())
             stack.extend(reversed(children.get(order[-1], ())))
         at = {-1: -1} | {i: index for index, i in enumerate(order)}
-        parents = tuple(at[parent] for i in order for parent in (self._parent(i, place),))
+        parents = tuple([at[above[i]] for i in order])
         nodes = [self._nodes[i] for i in order]
         return Proposal(
-            token_ids=tuple(node.token_id for node in nodes),
+            token_ids=tuple([node.token_id for node in nodes]),
             qs=(None,) * len(nodes),
-            probs=tuple(self._probs[i] for i in order),
-            node_ids=tuple(node.node_id for node in nodes),
-            parents=() if all(parent == i - 1 for i, parent in enumerate(parents)) else parents,
-            claims=tuple(node.claims for node in nodes),
+            probs=tuple([self._probs[i] for i in order]),
+            node_ids=tuple([node.node_id for node in nodes]),
+            parents=() if parents == (*range(-1, len(parents) - 1),) else parents,
+            claims=tuple([node.claims for node in nodes]),
         )
-
-    def _parent(self, index: int, place: dict[int, int]) -> int:
-        parent = self._nodes[index].parent
-        assert parent is not None
-        return place[parent.node_id]
 
     def _children(self, node: Any) -> list[tuple[float, Any]]:
         """Children that may be proposed with their probabilities, likeliest first."""
