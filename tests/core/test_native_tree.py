@@ -184,7 +184,7 @@ def test_nodes_in_wire_form_are_read_natively(proto: types_pb2.Nodes) -> None:
 
 @needs_passes
 @given(WIRE | fitting(), st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255), st.integers(0, 2)), max_size=3))
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 def test_whatever_is_read_natively_is_what_protobuf_reads(
     proto: types_pb2.Nodes, harm: list[tuple[int, int, int]]
 ) -> None:

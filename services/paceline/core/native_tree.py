@@ -27,6 +27,8 @@ from paceline.types import Cause
 
 _SOURCE = Path(__file__).with_name("tree.cpp")
 _NAME = "paceline_tree"
+_MOST_NODES = 64
+"""Results of messages of fewer nodes, all of them added, are made once."""
 log = logging.getLogger(__name__)
 
 
@@ -48,7 +50,8 @@ class NativeTree(SpeculationTree):
     def add(self, nodes: Iterable[Node], producer: Producer = Producer.DRAFT) -> Added:
         """Attaches nodes as ``SpeculationTree.add`` does; those of ``NodeColumns`` without making ``Node`` objects."""
         if isinstance(nodes, NodeColumns):
-            return _added(*_passes().add(self, nodes, producer))
+            added: Added = _passes().add(self, nodes, producer)
+            return added
         return super().add(nodes, producer)
 
     def walk(self, token_ids: Sequence[int]) -> Walk:
@@ -70,9 +73,6 @@ class NativeTree(SpeculationTree):
         return Proposal(token_ids, qs, probs, node_ids, (), claims if several else (), claims[0][0][0])
 
 
-_added = functools.lru_cache(1024)(Added)  # most messages have the same few counts
-
-
 @functools.cache
 def _passes() -> Any:
     """The compiled passes; None if they cannot be compiled or loaded here, for a reason that is logged once."""
@@ -92,7 +92,9 @@ def _passes() -> Any:
         probability = (rows.addresses("paceline_probability") or [0])[0]
         prototype = TreeNode(Node(0, -1, 0, 1.0), None, 0)
         refusals = Refusal.STALE, Refusal.INVALID, Refusal.DROPPED
-        passes.prepare(prototype, *refusals, probability, TOLERANCE, NodeColumns, SparseDistribution)
+        all_added = tuple(map(Added, range(_MOST_NODES)))
+        types = NodeColumns, SparseDistribution, Added
+        passes.prepare(prototype, *refusals, probability, TOLERANCE, *types, all_added)
     except (EngineError, ImportError, TypeError) as error:
         log.warning("trees are followed by Python, which is slower: %s", error)
         return None

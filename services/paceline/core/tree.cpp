@@ -62,7 +62,8 @@ PyObject *refused_stale, *refused_invalid, *refused_dropped;
 Probability probability;
 double tolerance;
 
-PyObject *columns_type, *distribution;
+PyObject *columns_type, *distribution, *added_type;
+PyObject* all_added;  // of so many nodes that none was refused of, a tuple
 Py_ssize_t column_slots[6];  // of NodeColumns
 
 PyObject* empty_tuple;
@@ -107,11 +108,13 @@ bool is_constant(PyObject* value) {
          PyTuple_CheckExact(value) || PyDict_CheckExact(value);  // the dict is that of children, which each node makes
 }
 
-// prepare(prototype, stale, invalid, dropped, probability, tolerance, columns_type, distribution): a TreeNode without
-// parent and children, as its constructor makes it; the reasons why attach may refuse a node; the address of
-// paceline_probability in rows.cpp, 0 if there is none, and its tolerance; NodeColumns and SparseDistribution.
+// prepare(prototype, stale, invalid, dropped, probability, tolerance, columns_type, distribution, added_type,
+// all_added): a TreeNode without parent and children, as its constructor makes it; the reasons why attach may refuse a
+// node; the address of paceline_probability in rows.cpp, 0 if there is none, and its tolerance; NodeColumns,
+// SparseDistribution and Added; and the Added of 0, 1, .. nodes of which none was refused.
 PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 8) return PyErr_Format(PyExc_TypeError, "prepare takes 8 arguments, not %zd", count);
+  if (count != 10 || !PyTuple_CheckExact(arguments[9]))
+    return PyErr_Format(PyExc_TypeError, "prepare takes 10 arguments, the last a tuple");
   PyObject* prototype = arguments[0];
   refused_stale = Py_NewRef(arguments[1]);
   refused_invalid = Py_NewRef(arguments[2]);
@@ -120,6 +123,8 @@ PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   tolerance = PyFloat_AsDouble(arguments[5]);
   columns_type = Py_NewRef(arguments[6]);
   distribution = Py_NewRef(arguments[7]);
+  added_type = Py_NewRef(arguments[8]);
+  all_added = Py_NewRef(arguments[9]);
   if (PyErr_Occurred()) return nullptr;
   const char* columns[] = {"node_ids", "parent_ids", "token_ids", "probs", "sampled", "qs"};
   for (int column = 0; column < 6; ++column)
@@ -254,7 +259,7 @@ bool drawable(PyObject* q, int64_t token_id, int64_t vocab_size) {
                      tolerance) > 0.0;
 }
 
-// add(tree, columns, producer) -> counts of the nodes added, stale, invalid and dropped. SpeculationTree.add.
+// add(tree, columns, producer) -> Added. SpeculationTree.add.
 PyObject* add(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 3) return PyErr_Format(PyExc_TypeError, "add takes 3 arguments, not %zd", count);
   PyObject *self = arguments[0], *columns = arguments[1], *producer = arguments[2];
@@ -315,7 +320,8 @@ PyObject* add(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     num_invalid += result.get() == refused_invalid;
     num_dropped += result.get() == refused_dropped;
   }
-  return Py_BuildValue("nnnn", num_added, num_stale, num_invalid, num_dropped);
+  if (num_added == size && size < PyTuple_GET_SIZE(all_added)) return Py_NewRef(PyTuple_GET_ITEM(all_added, size));
+  return PyObject_CallFunction(added_type, "nnnn", num_added, num_stale, num_invalid, num_dropped);
 }
 
 // Takes a node that is no longer below the anchor out of the dict of nodes. False after an error.

@@ -455,7 +455,8 @@ class SpeculationTree:
         """
         if k > self._best_limit:
             self._best_path, self._best_limit = self._proposal(k), k
-        return self._best_path.first(k)
+        best = self._best_path
+        return best if len(best.token_ids) <= k else best.first(k)
 
     def _proposal(self, k: int) -> Proposal:
         path: list[TreeNode] = []

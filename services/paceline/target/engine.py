@@ -385,9 +385,10 @@ class TargetEngine:
         had_proposal = tree.anchor.best is not None
         added = tree.add(message.nodes)
         stats.nodes_added += added.added
-        stats.nodes_stale += added.stale
-        stats.nodes_invalid += added.invalid
-        stats.nodes_dropped += added.dropped
+        if added.stale or added.invalid or added.dropped:
+            stats.nodes_stale += added.stale
+            stats.nodes_invalid += added.invalid
+            stats.nodes_dropped += added.dropped
         has_proposal = had_proposal or tree.anchor.best is not None
         resolved = has_proposal and not had_proposal and session.settled
         self.wait_policy.observe_nodes(session, message, now, resolved=resolved)

@@ -186,11 +186,14 @@ class Scheduler:
             # one token more delays all of them
             row_s = len(decoding) * (self._allocation.cost.seconds(at + 1) - self._allocation.cost.seconds(at))
 
+        rate, num_sessions = policy.rate(), len(decoding)
+
         def until_of(session: TargetSession) -> float | None:
-            fallback, fallback_s = self._expected_fallback(session, len(decoding))
-            return policy.wait_until(
+            fallback, fallback_s = self._expected_fallback(session, num_sessions)
+            return policy.until(
                 session,
                 now,
+                rate,
                 others_ready=others_ready,
                 wanted=wanted.get(id(session)),
                 row_s=row_s,
@@ -204,7 +207,7 @@ class Scheduler:
         for session in decoding:
             until = waits.get(id(session))
             if until is not None and others_ready:  # asked again: now a wait would cost a whole step
-                until = until_of(session)
+                until = until_of(session) if policy.may_wait(session, others_ready=True) else None
             if until is None:
                 ready.append(session)
                 continue

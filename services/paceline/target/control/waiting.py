@@ -151,6 +151,30 @@ class WaitPolicy:
         """
         if not self.may_wait(session, others_ready=others_ready):
             return None
+        return self.until(
+            session,
+            now,
+            self.rate(),
+            others_ready=others_ready,
+            wanted=wanted,
+            row_s=row_s,
+            fallback=fallback,
+            fallback_s=fallback_s,
+        )
+
+    def until(
+        self,
+        session: TargetSession,
+        now: float,
+        rate: float,
+        *,
+        others_ready: bool,
+        wanted: int | None,
+        row_s: float,
+        fallback: Sequence[float],
+        fallback_s: float,
+    ) -> float | None:
+        """``wait_until`` of a session that ``may_wait``, asked for many at once: ``rate`` is the same for all."""
         wanted = session.max_draft() if wanted is None else min(wanted, session.max_draft())
         probs = session.tree.proposal(wanted).probs
         if len(probs) >= wanted:
@@ -174,7 +198,7 @@ class WaitPolicy:
                 self.link_s.add(elapsed)  # a lower bound of what the answer takes
                 self.answered.add(0.0)
             return None
-        cost, rate = max(expected - elapsed, expected / 4) + row_s, self._rate()
+        cost = max(expected - elapsed, expected / 4) + row_s
         if not probs:
             further = self.answer_tokens.get(self.draft_tokens.get(0.0)) - self.first_acceptance.get(0.7)
             further -= rate * max(0.0, self.answer_wait_s.get(0.0) - expected)
@@ -196,6 +220,7 @@ class WaitPolicy:
         after_draft, after_others = (self.hits[which].value for which in (True, False))
         return 0.0 if after_draft is None or after_others is None else after_draft - after_others
 
-    def _rate(self) -> float:
+    def rate(self) -> float:
+        """Tokens per second of a session, at least those of plain decoding; rounds change it, waits do not."""
         step_s = max(self.step_s.get(0.02), 1e-6)
         return max(self.tokens_per_round.get(2.0) / max(self.round_s.get(step_s), 1e-6), 1.0 / step_s)
