@@ -144,13 +144,12 @@ def _any_node_fits(monkeypatch):
 
 
 def _trees_have_no_end(monkeypatch):
-    add = SpeculationTree.add
+    make = SpeculationTree.__init__
 
-    def boundless(self, nodes):
-        self._max_nodes = 10**9
-        return add(self, nodes)
+    def boundless(self, *args, **options):
+        make(self, *args, **options | {"max_nodes": 10**9})
 
-    monkeypatch.setattr(SpeculationTree, "add", boundless)
+    monkeypatch.setattr(SpeculationTree, "__init__", boundless)
 
 
 @pytest.mark.parametrize(
