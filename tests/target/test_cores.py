@@ -6,19 +6,20 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from tests.support.models import pair, prompt
+from tests.support.models import pair, prompt, random_model
 from tests.support.pump import Pump, Request, assert_same, plain_reference
 from tests.target.test_heads import EVERY, known, oracle, pump_with
 
 from paceline.model.compiled import linear
+from paceline.model.loading import LoadedModel, prepare
 from paceline.target.control.report import explain
 from paceline.target.cores import TargetCores
 from paceline.types import Mode, SamplingParams, SpeculationParams
 
-CPU = torch.device("cpu")
 needed = pytest.mark.skipif(
     not linear.usable() or len(os.sched_getaffinity(0)) < 2,
     reason="needs two cores, AVX512-BF16 without AMX, and a C++ compiler",
@@ -85,6 +86,12 @@ def test_a_head_learns_apart_by_its_cores_and_by_whether_there_are_drafts() -> N
     assert len({id(gate) for gate, _, _ in learned.values()}) == 3
 
 
+def loaded(dtype: torch.dtype, *, compiles: bool) -> LoadedModel:
+    """A model on the CPU that serves eagerly; ``compiles``: until its compiled step is there."""
+    model = prepare(random_model("llama").to(dtype), compile=False)
+    return replace(model, load_compiled=lambda: None) if compiles else model
+
+
 def in_a_thread(work: Callable[[], None]) -> None:
     errors: list[BaseException] = []
 
@@ -107,7 +114,7 @@ def test_the_thread_that_takes_steps_stays_on_its_own_cores_and_gets_help_from_l
         allowed = sorted(os.sched_getaffinity(0))[:2]
         os.sched_setaffinity(0, allowed)
         before = len(os.listdir("/proc/self/task"))
-        cores = TargetCores.of(1, 1, CPU, torch.bfloat16)
+        cores = TargetCores.of(1, 1, loaded(torch.bfloat16, compiles=True))
         assert cores is not None
         for lent in (False, True, True, False):
             cores.use(lent=lent)
@@ -118,9 +125,19 @@ def test_the_thread_that_takes_steps_stays_on_its_own_cores_and_gets_help_from_l
     in_a_thread(work)
 
 
-def test_where_products_cannot_be_shared_no_core_is_lent(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "compiles", "reason"),
+    [
+        (torch.float32, True, "the model is in float32"),
+        pytest.param(torch.bfloat16, False, "the model is not compiled", marks=needed),
+    ],
+)
+def test_where_products_cannot_be_shared_no_core_is_lent(
+    dtype: torch.dtype, compiles: bool, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = loaded(dtype, compiles=compiles)
     with caplog.at_level(logging.INFO, "paceline"):
-        assert TargetCores.of(1, 0, CPU, torch.bfloat16) is None
+        assert TargetCores.of(1, 0, model) is None
         assert not caplog.records
-        assert TargetCores.of(1, 1, CPU, torch.float32) is None
-    assert "does not share its products with cores of its draft: the model is in float32" in caplog.text
+        assert TargetCores.of(1, 1, model) is None
+    assert f"does not share its products with cores of its draft: {reason}" in caplog.text

@@ -192,12 +192,17 @@ def _share(num_threads: int, loaded: LoadedModel) -> None:
     """Lets threads share the products and attention of this thread. Raises ConfigError if there are none to share."""
     if cpu_linear.usable():
         cpu_linear.share_products(1)  # those of a model before this one, whose threads have their cores
-    reason = cpu_linear.why_not_shared(num_threads, loaded.device, loaded.dtype)
-    if reason is None and loaded.load_compiled is None and isinstance(loaded.step, Step):
-        reason = "the model is not compiled, and only compiled steps are shared"
-    if reason is not None:
+    if (reason := why_not_shared(num_threads, loaded)) is not None:
         raise ConfigError(f"cpu_threads is {num_threads}: {reason}; 1 is allowed")
     cpu_linear.share_products(num_threads)
+
+
+def why_not_shared(num_threads: int, loaded: LoadedModel) -> str | None:
+    """The reason why so many threads cannot share the products and attention of a loaded model; None if they can."""
+    reason = cpu_linear.why_not_shared(num_threads, loaded.device, loaded.dtype)
+    if reason is None and loaded.load_compiled is None and isinstance(loaded.step, Step):
+        return "the model is not compiled, and only compiled steps are shared"
+    return reason
 
 
 def _progress(group: Collectives) -> Progress:

@@ -165,7 +165,7 @@ def _engine(
         hints=hints,
         grammars=_grammars(checkpoint, model),
         compilation=compilation,
-        cores=TargetCores.of(options.cpu_threads, setup.lent_cores, model.device, model.dtype),
+        cores=TargetCores.of(options.cpu_threads, setup.lent_cores, model),
     )
     engine.calibrate()
     if compilation is not None:

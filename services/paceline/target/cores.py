@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import os
 
-import torch
-
-from paceline.model.compiled.linear import share_products, why_not_shared
+from paceline.model.compiled.linear import share_products
+from paceline.model.loading import LoadedModel, why_not_shared
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +26,11 @@ class TargetCores:
         self.use(lent=False)
 
     @classmethod
-    def of(cls, num_own: int, num_lent: int, device: torch.device, dtype: torch.dtype) -> TargetCores | None:
-        """The cores of this thread; None, and the log says why, if none are lent or products cannot be shared."""
+    def of(cls, num_own: int, num_lent: int, model: LoadedModel) -> TargetCores | None:
+        """The cores of this thread; None, and the log says why, if none are lent or ``model``'s products not shared."""
         if num_lent == 0:
             return None
-        if reason := why_not_shared(num_own + num_lent, device, dtype):
+        if reason := why_not_shared(num_own + num_lent, model):
             log.info("the target does not share its products with cores of its draft: %s", reason)
             return None
         return cls(num_own, num_lent)
