@@ -309,6 +309,16 @@ class Allocation:
         """Seconds of a plain step of ``num_sessions``, start to start."""
         return self.overhead_s.get(0.0) + self.cost.seconds(num_sessions)
 
+    def ideal_rate(self, num_sessions: int, acceptance: float, k: int) -> float:
+        """Tokens per second with an ideal draft, see ``ideal_gain``, on the cores that are left to its target; 0.0
+        before any step was measured."""
+        cost = self._costs[min(self._costs)] if self._costs else self.cost
+        if not cost.known:
+            return 0.0
+        overhead_s = self.overhead_s.get(0.0)
+        plain_s = overhead_s + cost.seconds(num_sessions)
+        return ideal_gain(cost, num_sessions, acceptance, k, overhead_s) * num_sessions / plain_s
+
     def gain(self, num_sessions: int, acceptance: float, k: int) -> float:
         """Speedup that an ideal draft would bring by the measured cost of steps, see ``ideal_gain``."""
         return ideal_gain(self.cost, num_sessions, acceptance, k, self.overhead_s.get(0.0))

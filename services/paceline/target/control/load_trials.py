@@ -9,8 +9,10 @@ each load (``allocation.load_class``) the two are tried against each other:
 Steps count with the time since the step before, less what prefill chunks are expected to have taken; the first few
 after a change, and those that are mostly prefill, do not count.
 Drafting that is clearly faster than a plain step can be (``StepCost``) needs no trial, nor does drafting that could not
-pay with the best of drafts (``ideal_gain``); where it could not with drafts as they were so far, trials are as rare as
-they get. A trial ends as soon as the evidence is clear: its rate differs from what it has to reach by two and a half
+pay with the best of drafts (``ideal_gain``). A trial of drafts takes place when the gain that drafts promise, over as
+long as their load has lasted, repays what a trial is expected to lose, at the latest when that is a hundredth of this
+time: they promise what ideal ones would yield at the acceptance so far, times what they reached of it at the nearest
+load. A trial ends as soon as the evidence is clear: its rate differs from what it has to reach by two and a half
 standard errors of its steps, more where they are few. What a trial has lost against the choice, the steps until the
 choice is in force again included, is repaid before the next one starts: no load loses more than a hundredth of its
 time to trials. All of a step's sessions take part: with a share f of them the difference to be seen is f times as large
@@ -23,13 +25,11 @@ import math
 from dataclasses import dataclass, field
 
 from paceline.core.statistics import RateEstimate, RateSample
-from paceline.target.control.allocation import Allocation, load_class
+from paceline.target.control.allocation import AcceptanceHistory, Allocation, load_class
 
 _FIRST_PAUSE_S = {True: 0.5, False: 1.0}
 """Seconds until plain decoding (True: the choice is drafting), or drafting (False), is tried for the first time."""
 _LONGEST_PAUSE_S = 64.0
-_DOUBTFUL_PAUSE_S = 6.0
-"""Seconds until drafting is tried that would pay only with better drafts than are likely."""
 _TRIAL_SHARE = 0.01
 """Share of a load's time that trials may lose."""
 _LONGEST_REPAY_S = 256.0
@@ -58,6 +58,10 @@ def certain_margin(sample: RateSample) -> float:
     2.5 (1 + 2 / (n - 1)) standard errors of n steps, near Student's t at 0.99.
     """
     return _CERTAIN * (1.0 + 2.0 / (sample.count - 1)) * sample.standard_error() if sample.count > 1 else math.inf
+
+
+def _trials(hits: AcceptanceHistory) -> float:
+    return hits.trials
 
 
 @dataclass(slots=True)
@@ -228,10 +232,26 @@ class LoadTrials:
 
     def _pause_s(self, num_sessions: int, load: _Load) -> float:
         """Seconds of the choice before the alternative is tried."""
-        pause_s, seen = load.pause_s(), self.allocation.coupled
-        if load.choice or self.allocation.gain(num_sessions, seen.rate(), _K) >= _WORTH:
-            return pause_s
-        return max(pause_s, _DOUBTFUL_PAUSE_S if seen.trials < _ENOUGH_TRIALS else _LONGEST_PAUSE_S)
+        if load.choice:
+            return load.pause_s()
+        loss_s = (_SETTLE_STEPS + _LEAST_STEPS) * self.allocation.plain_s(num_sessions)
+        promise_s = loss_s / max(_TRIAL_SHARE, self._promise(num_sessions, load) - 1.0)
+        return max(load.pause_s(), min(_LONGEST_REPAY_S, promise_s))
+
+    def _promise(self, num_sessions: int, load: _Load) -> float:
+        """Tokens per second expected with drafts, over those measured without."""
+        ideal, without = self._ideal_rate(num_sessions), load.rates[False].per_s()
+        tried = [at for at, other in list(self._loads.items()) if other.rates[True].per_s() > 0]
+        if tried and ideal > 0:
+            at = min(tried, key=lambda at: abs(at - load_class(num_sessions)))
+            ideal *= min(1.0, self._loads[at].rates[True].per_s() / self._ideal_rate(1 << at))
+        return ideal * self.scale(num_sessions) / without if without > 0 else math.inf
+
+    def _ideal_rate(self, num_sessions: int) -> float:
+        """Tokens per second with ideal drafts, accepted as drafts were so far, or as heads that stand in for them."""
+        seen, heads = max(self.allocation.coupled, self.allocation.rejection, key=_trials), self.allocation.heads
+        known = heads if seen.trials < _ENOUGH_TRIALS <= heads.trials else seen
+        return self.allocation.ideal_rate(num_sessions, known.rate(), _K)
 
     def _is_open(self, num_sessions: int, load: _Load) -> bool:
         """True if the alternative could be faster, judged by the cost of a step."""
