@@ -1,4 +1,4 @@
-"""Cascades and heads in the draft pool, through the real service: the text is that of plain decoding.
+"""Cascades, heads in the pool and a draft whose place is chosen, through the real service: plain decoding's text.
 
 ``benchmarks/methods_service.py`` does the same with every method, over more prompts.
 """
@@ -12,12 +12,11 @@ from paceline.config import LocalConfig
 from paceline.drafters.catalogue import method_named
 from paceline.embedded import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
 from paceline.local import LocalPipeline
-from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline.types import Mode, Result, SamplingParams, SpeculationParams
 from paceline_bench.processes import ServiceProcess
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.nightly,
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 
@@ -42,19 +41,41 @@ def configuration(name: str) -> dict:
     return tree
 
 
-@pytest.mark.parametrize("name", ["cascade, horizontal", "EAGLE-3, in the pool"])
-def test_a_drafter_of_the_pool_is_served_and_the_text_is_that_of_plain_decoding(name):
-    asked = [
-        (prompt, SamplingParams(temperature=temperature, max_tokens=24, seed=seed, ignore_eos=True))
+def expected(asked: list[tuple[str, SamplingParams]]) -> list[Result]:
+    """Plain decoding of all prompts in one process."""
+    target = MODEL | {"path": str(TARGET_DIR)}
+    with LocalPipeline(LocalConfig(target=target, worker="thread", pin_cores=False)) as pipeline:
+        return [pipeline.generate(prompt, sampling, PLAIN).result for prompt, sampling in asked]
+
+
+def prompts(max_tokens: int) -> list[tuple[str, SamplingParams]]:
+    return [
+        (prompt, SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, ignore_eos=True))
         for temperature in (0.0, 1.0)
         for seed, prompt in enumerate(PROMPTS)
     ]
-    target = MODEL | {"path": str(TARGET_DIR)}
-    with LocalPipeline(LocalConfig(target=target, worker="thread", pin_cores=False)) as pipeline:
-        expected = [pipeline.generate(prompt, sampling, PLAIN).result for prompt, sampling in asked]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["cascade, horizontal", "EAGLE-3, in the pool"])
+def test_a_drafter_of_the_pool_is_served_and_the_text_is_that_of_plain_decoding(name):
+    asked = prompts(24)
     with ServiceProcess(configuration(name)) as service, Client(service.address) as client:
         results = [client.generate(prompt, sampling, speculation=WAITS).result for prompt, sampling in asked]
-    assert [(r.token_ids, r.text) for r in results] == [(r.token_ids, r.text) for r in expected]
+    assert [(r.token_ids, r.text) for r in results] == [(r.token_ids, r.text) for r in expected(asked)]
     counted = [result.speculation for result in results]
     assert all(each.head_drafted == each.lookup_drafted == 0 for each in counted)
     assert 0 < sum(each.accepted for each in counted) < sum(each.drafted for each in counted)
+
+
+def test_a_draft_model_whose_place_is_chosen_is_in_both_and_the_text_is_that_of_plain_decoding():
+    tree = method_named("draft model, overlapped").configuration(str(TARGET_DIR), str(DRAFT_DIR))
+    tree["target_config"]["engine_kwargs"] = MODEL
+    tree["draft_config"]["engine_kwargs"] = MODEL | {"placement": "auto"}
+    asked = prompts(64)
+    with ServiceProcess(tree) as service, Client(service.address) as client:
+        results = [client.generate(prompt, sampling, speculation=WAITS).result for prompt, sampling in asked]
+        (target,) = client.server_info().pools["target"]
+    assert [(r.token_ids, r.text) for r in results] == [(r.token_ids, r.text) for r in expected(asked)]
+    assert sum(result.speculation.drafted - result.speculation.head_drafted for result in results) > 0
+    assert "draft_model" in target.controller, "a head, too"
