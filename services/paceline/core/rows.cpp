@@ -311,12 +311,16 @@ void raw_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const int64_t
   }
 }
 
+// Larger values are larger.
+inline uint32_t ordered(float x) {
+  x = x == x ? x + 0.0f : -kInfinity;  // + 0: the sign of zero does not order
+  const uint32_t bits = bits_of(x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
 // Larger values are larger, and of equal ones lower ids.
 inline uint64_t sortable(float x, int64_t id) {
-  x = x == x ? x + 0.0f : -kInfinity;  // + 0: the sign of zero does not order
-  uint32_t bits = bits_of(x);
-  bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return static_cast<uint64_t>(bits) << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(id));
+  return static_cast<uint64_t>(ordered(x)) << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(id));
 }
 
 inline float value_of(uint64_t key) {
@@ -327,10 +331,31 @@ inline float value_of(uint64_t key) {
   return x;
 }
 
-// A value that m of n values reach for certain: the m-th largest of the maxima of some groups of them. -inf: not known.
+// A value that m of n values reach, and few more: halfway between one that enough reach and one that too few do, and so
+// on. -inf: there is none.
+template <typename T>
+float bisected(const Values<T>& x, int64_t n, int64_t m) {
+  const int64_t blocks = (n + kBlock - 1) / kBlock;
+  std::vector<float> values(blocks * kBlock, -kInfinity);
+  for (int64_t base = 0; base < n; base += kBlock) x.load(base, n - base, &values[base]);
+  uint32_t low = ordered(-kInfinity), high = ordered(kInfinity) + 1;
+  for (int64_t reaching = 0; high - low > 1 && (reaching < m || reaching > m + m / 8);) {
+    const uint32_t middle = low + (high - low) / 2;
+    const float least = value_of(static_cast<uint64_t>(middle) << 32);
+    int32_t count = 0;
+    for (const float v : values) count += v >= least;
+    (count >= m ? low : high) = middle;
+    if (count >= m) reaching = count;
+  }
+  return value_of(static_cast<uint64_t>(low) << 32);
+}
+
+// A value that m of n values reach for certain: of few values by bisection, of many the m-th largest of the maxima
+// of some groups. -inf: not known.
 template <typename T>
 float reached_by(const Values<T>& x, int64_t n, int64_t m) {
   const int64_t blocks = (n + kBlock - 1) / kBlock;
+  if (blocks * kLanes < 4 * m) return bisected(x, n, m);
   const int64_t together = std::max<int64_t>(1, blocks * kLanes / (4 * m));  // about four times as many groups as m
   const int64_t rounds = (blocks + together - 1) / together;
   if (rounds * kLanes < m) return -kInfinity;
@@ -393,13 +418,30 @@ void gather_largest(const Values<T>& x, int64_t n, int64_t m, std::vector<uint64
   std::nth_element(kept.begin(), kept.begin() + (m - 1), kept.begin() + size, descending);
 }
 
+// Sorts the first m keys, the largest first; many of them byte by byte from the last that differs, which leaves no
+// comparison to be predicted.
+void sort_descending(std::vector<uint64_t>& keys, int64_t m, std::vector<uint64_t>& spare) {
+  if (m < 128) return std::sort(keys.begin(), keys.begin() + m, std::greater<uint64_t>());
+  if (static_cast<int64_t>(spare.size()) < m) spare.resize(m);
+  uint64_t any = 0, all = ~uint64_t{0};
+  for (int64_t i = 0; i < m; ++i) any |= keys[i], all &= keys[i];
+  for (int shift = 0; shift < 64; shift += 8) {
+    if (!((any ^ all) >> shift & 0xFF)) continue;
+    int32_t ends[257] = {};  // of the keys by 255 less their byte
+    for (int64_t i = 0; i < m; ++i) ++ends[256 - (keys[i] >> shift & 0xFF)];
+    for (int byte = 0; byte < 256; ++byte) ends[byte + 1] += ends[byte];
+    for (int64_t i = 0; i < m; ++i) spare[ends[255 - (keys[i] >> shift & 0xFF)]++] = keys[i];
+    std::swap_ranges(keys.begin(), keys.begin() + m, spare.begin());
+  }
+}
+
 template <typename T>
 void largest_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const uint8_t* masks, int64_t mask_stride,
                   int64_t m, float* values, int64_t* ids) {
-  std::vector<uint64_t> kept;
+  std::vector<uint64_t> kept, spare;
   for (int64_t row = 0; row < rows; ++row, x += stride) {
     gather_largest(Values<T>{x, masks ? masks + row * mask_stride : nullptr}, n, m, kept);
-    std::sort(kept.begin(), kept.begin() + m, std::greater<uint64_t>());
+    sort_descending(kept, m, spare);
     for (int64_t i = 0; i < m; ++i) {
       values[row * m + i] = value_of(kept[i]);
       ids[row * m + i] = static_cast<uint32_t>(~static_cast<uint32_t>(kept[i]));
