@@ -26,6 +26,8 @@ STATE_BYTES = 2
 """Bytes of a number of a state on its way: bfloat16, whatever the dtype of the models."""
 HINT_BYTES = 8
 """Bytes of a token of a hint: an id and a log probability."""
+MAX_STEP_S = 3600.0
+"""Longest tree step that a draft may report, in seconds: the target averages them, and one absurd value would stay."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -86,19 +88,11 @@ class Node:
     """Rejection rule: the distribution that this token was drawn from, given its parent. None with the coupled rule."""
 
 
-Unpack = Callable[[bytes], "tuple[NodeColumns, bool, float] | None"]
-"""Reads nodes in wire form: themselves, and ``idle`` and ``step_s`` of their message; None if it cannot."""
-
-
 class NodeColumns(Sequence[Node]):
     """The nodes of one message as they arrive, in columns of equal length: equal to the tuple of their nodes, of which
     one is made only when it is asked for. Never changed."""
 
     __slots__ = ("node_ids", "parent_ids", "probs", "qs", "sampled", "token_ids")
-
-    unpack_plain: ClassVar[Unpack] = staticmethod(lambda packed: None)
-    """A native reader where ``core/native_tree.py`` has been prepared. None: protobuf has to read these nodes, or they
-    are malformed."""
 
     def __init__(
         self,
@@ -185,9 +179,17 @@ class Commit:
     """Node ids of the proposal being verified now, root side first."""
 
 
+ReadNodes = Callable[[list[str], list[int], list[int], list[bytes]], "list[Nodes | None]"]
+"""Reads messages from their columns: session ids, epochs, context lengths and nodes in wire form, of equal length."""
+
+
 @record
 class Nodes:
     """Message to the target: new nodes of a session's tree, parents before children."""
+
+    read_plain: ClassVar[ReadNodes] = staticmethod(lambda session_ids, *_: [None] * len(session_ids))
+    """A native reader where ``core/native_tree.py`` has been prepared. None: protobuf has to read that message, or it
+    is malformed."""
 
     session_id: str
     epoch: int

@@ -8,6 +8,7 @@ import struct
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -15,10 +16,10 @@ from hypothesis import strategies as st
 
 from paceline.core import native_tree
 from paceline.core.native_tree import NativeTree, new_tree
-from paceline.core.tree import Producer, SpeculationTree, TreeNode
-from paceline.messages import Node, NodeColumns, SparseDistribution
-from paceline.rpc.streams import _unpack
-from paceline.v1 import types_pb2
+from paceline.core.tree import FIRST, GREW, LOST, OFFERS, Added, Producer, SpeculationTree, TreeNode, add_each
+from paceline.messages import Node, NodeColumns, Nodes, SparseDistribution
+from paceline.rpc.streams import _read_tree, decode_to_target
+from paceline.v1 import target_pb2, types_pb2
 
 VOCAB = 4
 
@@ -99,6 +100,44 @@ def test_native_passes_equal_their_twins(operations: list[object], rejection: bo
         tree.check_integrity()
 
 
+@needs_passes
+@given(st.lists(st.lists(st.tuples(st.integers(0, 2), ADDED), max_size=6) | WALKED, max_size=8), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_messages_for_several_trees_are_taken_as_by_their_twins(batches: list[object], rejection: bool) -> None:
+    twins = [SpeculationTree(VOCAB, 5, rejection=rejection, max_nodes=8) for _ in range(3)]
+    trees: list[SpeculationTree] = [NativeTree(VOCAB, 5, rejection=rejection, max_nodes=8) for _ in range(3)]
+    for batch in batches:
+        if isinstance(batch, tuple):
+            for tree, twin in zip(trees, twins, strict=True):
+                assert tree.walk(batch) == twin.walk(batch)
+            continue
+        assert isinstance(batch, list)
+        at, nodes = (
+            [which for which, _ in batch],
+            [message if which else tuple(message) for which, (message, _) in batch],
+        )
+        added = native_tree.add_each([trees[which] for which in at], nodes)
+        assert added == add_each([twins[which] for which in at], nodes)
+        assert [repr(state(tree)) for tree in trees] == [repr(state(twin)) for twin in twins]
+
+
+@needs_passes
+def test_what_a_message_changes_is_told() -> None:
+    tree = NativeTree(VOCAB, 5)
+    first, other, stale = (NodeColumns([i], [p], [i], [0.5]) for i, p in ((1, 0), (2, 0), (3, 9)))
+    added, effects = native_tree.add_each([tree] * 3, [first, other, stale])
+    assert (added, [*effects]) == (Added(2, 1), [GREW + OFFERS + FIRST, GREW + OFFERS, OFFERS])
+    tree.walk((3, 1))
+    missing = NodeColumns([4], [0], [3], [0.5])
+    assert [*native_tree.add_each([tree] * 2, [stale, missing])[1]] == [LOST, GREW + LOST]
+
+
+@needs_passes
+def test_what_is_no_native_tree_takes_no_messages() -> None:
+    with pytest.raises(TypeError, match="no tree of native passes"):
+        native_tree.add_each([SpeculationTree(VOCAB, 5)], [NodeColumns((), (), (), ())])
+
+
 @st.composite
 def growths(draw: st.DrawFn) -> Iterator[tuple[NodeColumns, tuple[int, ...]]]:
     """Messages of a draft that makes no mistake, each with the tokens that are committed behind it."""
@@ -161,16 +200,16 @@ def fitting(draw: st.DrawFn) -> types_pb2.Nodes:
     )
 
 
-def read_as_protobuf(packed: bytes) -> bool:
+def read_as_protobuf(packed: bytes, session_id: str = "s") -> bool:
     """True if the native reader takes the message; then it has found what protobuf finds."""
-    found = native_tree._passes().unpack(packed)
+    (found,) = native_tree._passes().read_each([session_id], [2**64 - 1], [7], [packed])
     if found is None:
         return False
-    expected = _unpack(packed)
+    expected = _read_tree(session_id, 2**64 - 1, 7, packed)
     assert expected is not None
     assert repr(found) == repr(expected)
-    assert [repr(getattr(found[0], name)) for name in NodeColumns.__slots__] == [
-        repr(getattr(expected[0], name)) for name in NodeColumns.__slots__
+    assert [repr(getattr(found.nodes, name)) for name in NodeColumns.__slots__] == [
+        repr(getattr(expected.nodes, name)) for name in NodeColumns.__slots__
     ]
     return True
 
@@ -180,6 +219,7 @@ def read_as_protobuf(packed: bytes) -> bool:
 @settings(max_examples=300, deadline=None)
 def test_nodes_in_wire_form_are_read_natively(proto: types_pb2.Nodes) -> None:
     assert read_as_protobuf(proto.SerializeToString())
+    assert not read_as_protobuf(proto.SerializeToString(), "")
 
 
 @needs_passes
@@ -194,6 +234,27 @@ def test_whatever_is_read_natively_is_what_protobuf_reads(
         packed[at : at + (kind > 0)] = bytes([byte] * (kind < 2))
     read_as_protobuf(bytes(packed))
     read_as_protobuf(bytes(packed) * 2)
+
+
+@needs_passes
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["s", "t", ""]),
+            (WIRE | fitting()).map(lambda proto: proto.SerializeToString()) | st.binary(max_size=5),
+        ),
+        max_size=5,
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_batches_are_read_as_without_a_native_reader(rows: list[tuple[str, bytes]]) -> None:
+    ids, packed = [name for name, _ in rows], [nodes for _, nodes in rows]
+    size = range(len(rows))
+    updates = types_pb2.TreeUpdates(session_ids=ids, epochs=size, context_lens=size, nodes=packed)
+    batch = target_pb2.ToTarget(commands=[target_pb2.TargetCommand(tree_updates=updates)])
+    expected = repr(decode_to_target(batch))
+    with mock.patch.object(Nodes, "read_plain", native_tree._passes().read_each):
+        assert repr(decode_to_target(batch)) == expected
 
 
 def num_nodes() -> int:

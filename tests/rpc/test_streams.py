@@ -36,6 +36,7 @@ from tests.support.messages import (
 )
 
 from paceline.messages import (
+    MAX_STEP_S,
     CloseSession,
     Commit,
     DraftState,
@@ -58,7 +59,6 @@ from paceline.messages import (
     TreeLost,
 )
 from paceline.rpc import streams as wire
-from paceline.rpc.streams import MAX_STEP_S
 from paceline.types import (
     MAX_DRAFT_TOKENS,
     Cause,

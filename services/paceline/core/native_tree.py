@@ -17,12 +17,12 @@ from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
-from paceline.core import rows
+from paceline.core import rows, tree
 from paceline.core.native import compiled, machine
 from paceline.core.sparse import TOLERANCE
 from paceline.core.tree import NO_PROPOSAL, Added, Producer, Proposal, Refusal, SpeculationTree, TreeNode, Walk
 from paceline.errors import EngineError
-from paceline.messages import Node, NodeColumns, SparseDistribution
+from paceline.messages import MAX_STEP_S, Node, NodeColumns, Nodes, SparseDistribution
 from paceline.types import Cause
 
 _SOURCE = Path(__file__).with_name("tree.cpp")
@@ -39,13 +39,26 @@ def new_tree(vocab_size: int, context_len: int, *, rejection: bool) -> Speculati
 
 
 def prepare() -> None:
-    """Compiles or loads the passes now, so that no session has to wait for them, and has nodes unpacked by them."""
+    """Compiles or loads the passes now, so that no session has to wait for them, and has nodes read by them."""
     if _passes() is not None:
-        NodeColumns.unpack_plain = _passes().unpack
+        Nodes.read_plain = _passes().read_each
+
+
+def add_each(
+    trees: Sequence[SpeculationTree], nodes: Sequence[Sequence[Node]], producer: Producer = Producer.DRAFT
+) -> tuple[Added, bytes]:
+    """Attaches the nodes of several messages as ``tree.add_each`` does, to trees of ``new_tree``."""
+    passes = _passes()
+    if passes is None:
+        return tree.add_each(trees, nodes, producer)
+    added: tuple[Added, bytes] = passes.add_each(trees, nodes, producer)
+    return added
 
 
 class NativeTree(SpeculationTree):
     """A ``SpeculationTree`` that takes columns of nodes, follows tokens and finds its best path natively."""
+
+    __slots__ = ()
 
     def add(self, nodes: Iterable[Node], producer: Producer = Producer.DRAFT) -> Added:
         """Attaches nodes as ``SpeculationTree.add`` does; those of ``NodeColumns`` without making ``Node`` objects."""
@@ -93,8 +106,9 @@ def _passes() -> Any:
         prototype = TreeNode(Node(0, -1, 0, 1.0), None, 0)
         refusals = Refusal.STALE, Refusal.INVALID, Refusal.DROPPED
         all_added = tuple(map(Added, range(_MOST_NODES)))
-        types = NodeColumns, SparseDistribution, Added
-        passes.prepare(prototype, *refusals, probability, TOLERANCE, *types, all_added)
+        types = NativeTree, Nodes, NodeColumns
+        limits = TOLERANCE, MAX_STEP_S
+        passes.prepare(prototype, *types, *refusals, probability, *limits, SparseDistribution, Added, all_added)
     except (EngineError, ImportError, TypeError) as error:
         log.warning("trees are followed by Python, which is slower: %s", error)
         return None

@@ -7,6 +7,7 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -52,19 +53,31 @@ struct Layout {
       token_id;
 } layout;
 
+// Where a tree keeps its attributes.
+struct TreeLayout {
+  PyTypeObject* type = nullptr;
+  Py_ssize_t aliases, anchor, best_limit, max_nodes, nodes, producers, rejection, suffix, vocab_size;
+} of_tree;
+
+// Where messages.py keeps those of Nodes, and NodeColumns its columns.
+struct MessageLayout {
+  PyTypeObject* type = nullptr;
+  Py_ssize_t session_id, epoch, context_len, nodes, idle, step_s;
+  PyTypeObject* columns_type = nullptr;
+  Py_ssize_t columns[6];  // node_ids, parent_ids, token_ids, probs, sampled, qs
+} of_message;
+
 struct Names {
-  PyObject *aliases, *anchor, *best_limit, *max_nodes, *nodes, *producers, *rejection, *suffix, *vocab_size, *attach,
-      *node_ids, *parent_ids, *token_ids, *probs, *sampled, *qs, *packed_ids, *packed_probs;
+  PyObject *add, *added, *attach, *dropped, *invalid, *packed_ids, *packed_probs, *stale;
 } names;
 
 // What prepare was told besides.
 PyObject *refused_stale, *refused_invalid, *refused_dropped;
 Probability probability;
-double tolerance;
+double tolerance, most_step_s;
 
-PyObject *columns_type, *distribution, *added_type;
+PyObject *distribution, *added_type;
 PyObject* all_added;  // of so many nodes that none was refused of, a tuple
-Py_ssize_t column_slots[6];  // of NodeColumns
 
 PyObject* empty_tuple;
 PyObject* minus_one;
@@ -83,22 +96,22 @@ inline void put(PyObject* node, Py_ssize_t offset, PyObject* value) {
 
 inline bool is_node(PyObject* object) { return object != nullptr && Py_TYPE(object) == layout.type; }
 
-// Offset of a slot of TreeNode; -1 after an error.
+// Offset of a slot; -1 after an error.
 Py_ssize_t offset_of(PyObject* descriptor) {
   if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) {
-    PyErr_SetString(PyExc_TypeError, "TreeNode has an attribute that is no slot");
+    PyErr_SetString(PyExc_TypeError, "an attribute is no slot");
     return -1;
   }
   const PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member;
   if (member->type != T_OBJECT_EX) {
-    PyErr_SetString(PyExc_TypeError, "TreeNode has a slot that holds no object");
+    PyErr_SetString(PyExc_TypeError, "a slot holds no object");
     return -1;
   }
   return member->offset;
 }
 
-bool find(const char* name, Py_ssize_t& offset, PyObject* type = reinterpret_cast<PyObject*>(layout.type)) {
-  Ref descriptor(PyObject_GetAttrString(type, name));
+bool find(PyTypeObject* type, const char* name, Py_ssize_t& offset) {
+  Ref descriptor(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
   return descriptor && (offset = offset_of(descriptor.get())) >= 0;
 }
 
@@ -108,27 +121,58 @@ bool is_constant(PyObject* value) {
          PyTuple_CheckExact(value) || PyDict_CheckExact(value);  // the dict is that of children, which each node makes
 }
 
-// prepare(prototype, stale, invalid, dropped, probability, tolerance, columns_type, distribution, added_type,
-// all_added): a TreeNode without parent and children, as its constructor makes it; the reasons why attach may refuse a
-// node; the address of paceline_probability in rows.cpp, 0 if there is none, and its tolerance; NodeColumns,
-// SparseDistribution and Added; and the Added of 0, 1, .. nodes of which none was refused.
+// prepare(prototype, tree_type, message_type, columns_type, stale, invalid, dropped, probability, tolerance,
+// most_step_s, distribution, added_type, all_added): a TreeNode without parent and children, as its constructor makes
+// it; NativeTree, Nodes and NodeColumns; the reasons why attach may refuse a node; the address of paceline_probability
+// in rows.cpp, 0 if there is none, and its tolerance; the longest step that a message may report; SparseDistribution
+// and Added; and the Added of 0, 1, .. nodes of which none was refused.
 PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 10 || !PyTuple_CheckExact(arguments[9]))
-    return PyErr_Format(PyExc_TypeError, "prepare takes 10 arguments, the last a tuple");
+  if (count != 13 || !PyType_Check(arguments[1]) || !PyType_Check(arguments[2]) || !PyType_Check(arguments[3]) ||
+      !PyTuple_CheckExact(arguments[12]))
+    return PyErr_Format(PyExc_TypeError, "prepare takes 13 arguments, three of them types, the last a tuple");
   PyObject* prototype = arguments[0];
-  refused_stale = Py_NewRef(arguments[1]);
-  refused_invalid = Py_NewRef(arguments[2]);
-  refused_dropped = Py_NewRef(arguments[3]);
-  probability = reinterpret_cast<Probability>(PyLong_AsVoidPtr(arguments[4]));
-  tolerance = PyFloat_AsDouble(arguments[5]);
-  columns_type = Py_NewRef(arguments[6]);
-  distribution = Py_NewRef(arguments[7]);
-  added_type = Py_NewRef(arguments[8]);
-  all_added = Py_NewRef(arguments[9]);
+  of_tree.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[1]));
+  of_message.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[2]));
+  of_message.columns_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[3]));
+  refused_stale = Py_NewRef(arguments[4]);
+  refused_invalid = Py_NewRef(arguments[5]);
+  refused_dropped = Py_NewRef(arguments[6]);
+  probability = reinterpret_cast<Probability>(PyLong_AsVoidPtr(arguments[7]));
+  tolerance = PyFloat_AsDouble(arguments[8]);
+  most_step_s = PyFloat_AsDouble(arguments[9]);
+  distribution = Py_NewRef(arguments[10]);
+  added_type = Py_NewRef(arguments[11]);
+  all_added = Py_NewRef(arguments[12]);
   if (PyErr_Occurred()) return nullptr;
-  const char* columns[] = {"node_ids", "parent_ids", "token_ids", "probs", "sampled", "qs"};
-  for (int column = 0; column < 6; ++column)
-    if (!find(columns[column], column_slots[column], columns_type)) return nullptr;
+  const struct {
+    PyTypeObject* type;
+    const char* name;
+    Py_ssize_t* offset;
+  } found[] = {
+      {of_tree.type, "_aliases", &of_tree.aliases},
+      {of_tree.type, "_anchor", &of_tree.anchor},
+      {of_tree.type, "_best_limit", &of_tree.best_limit},
+      {of_tree.type, "_max_nodes", &of_tree.max_nodes},
+      {of_tree.type, "_nodes", &of_tree.nodes},
+      {of_tree.type, "_producers", &of_tree.producers},
+      {of_tree.type, "_rejection", &of_tree.rejection},
+      {of_tree.type, "_suffix", &of_tree.suffix},
+      {of_tree.type, "_vocab_size", &of_tree.vocab_size},
+      {of_message.type, "session_id", &of_message.session_id},
+      {of_message.type, "epoch", &of_message.epoch},
+      {of_message.type, "context_len", &of_message.context_len},
+      {of_message.type, "nodes", &of_message.nodes},
+      {of_message.type, "idle", &of_message.idle},
+      {of_message.type, "step_s", &of_message.step_s},
+      {of_message.columns_type, "node_ids", &of_message.columns[0]},
+      {of_message.columns_type, "parent_ids", &of_message.columns[1]},
+      {of_message.columns_type, "token_ids", &of_message.columns[2]},
+      {of_message.columns_type, "probs", &of_message.columns[3]},
+      {of_message.columns_type, "sampled", &of_message.columns[4]},
+      {of_message.columns_type, "qs", &of_message.columns[5]},
+  };
+  for (const auto& each : found)
+    if (!find(each.type, each.name, *each.offset)) return nullptr;
   layout.type = Py_TYPE(prototype);
   layout.slots.clear();
   Ref slots(PyObject_GetAttrString(reinterpret_cast<PyObject*>(layout.type), "__slots__"));
@@ -145,11 +189,11 @@ PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     }
     layout.slots.push_back(offset);
   }
-  if (!(find("aliases", layout.aliases) && find("alive", layout.alive) && find("best", layout.best) &&
-        find("children", layout.children) && find("claims", layout.claims) && find("log_path", layout.log_path) &&
-        find("node_id", layout.node_id) && find("parent", layout.parent) && find("position", layout.position) &&
-        find("prob", layout.prob) && find("q", layout.q) && find("rank", layout.rank) &&
-        find("sampled", layout.sampled) && find("token_id", layout.token_id)))
+  if (!(find(layout.type, "aliases", layout.aliases) && find(layout.type, "alive", layout.alive) && find(layout.type, "best", layout.best) &&
+        find(layout.type, "children", layout.children) && find(layout.type, "claims", layout.claims) && find(layout.type, "log_path", layout.log_path) &&
+        find(layout.type, "node_id", layout.node_id) && find(layout.type, "parent", layout.parent) && find(layout.type, "position", layout.position) &&
+        find(layout.type, "prob", layout.prob) && find(layout.type, "q", layout.q) && find(layout.type, "rank", layout.rank) &&
+        find(layout.type, "sampled", layout.sampled) && find(layout.type, "token_id", layout.token_id)))
     return nullptr;
   layout.prototype = Py_NewRef(prototype);
   Py_RETURN_NONE;
@@ -160,11 +204,9 @@ struct Column {
   Ref held;
   PyObject** items = nullptr;
 
-  bool read(PyObject* columns, PyObject* name, Py_ssize_t size, bool optional) {
-    PyObject* column = PyObject_GetAttr(columns, name);
-    if (column == nullptr) return false;
-    held.reset(PySequence_Fast(column, "a column is no sequence"));
-    Py_DECREF(column);
+  bool read(PyObject* columns, int index, Py_ssize_t size, bool optional) {
+    PyObject* column = slot(columns, of_message.columns[index]);
+    held.reset(PySequence_Fast(column == nullptr ? Py_None : column, "a column is no sequence"));
     if (!held) return false;
     const Py_ssize_t found = PySequence_Fast_GET_SIZE(held.get());
     if (found == 0 && optional) return true;
@@ -185,29 +227,38 @@ inline bool read_int(PyObject* object, int64_t& value) {
   return overflow == 0;
 }
 
-// The attributes of a tree, for as long as one call lasts.
+// A NativeTree, whose dicts and whose suffix stay the same objects as long as it lives.
 struct Tree {
   PyObject* self;
-  Ref nodes, aliases, suffix;
+  PyObject *nodes = nullptr, *aliases = nullptr, *suffix = nullptr;
 
-  explicit Tree(PyObject* tree)
-      : self(tree),
-        nodes(PyObject_GetAttr(tree, names.nodes)),
-        aliases(PyObject_GetAttr(tree, names.aliases)),
-        suffix(PyObject_GetAttr(tree, names.suffix)) {}
+  explicit Tree(PyObject* tree) : self(tree) {
+    if (!PyObject_TypeCheck(tree, of_tree.type)) return;
+    nodes = slot(tree, of_tree.nodes), aliases = slot(tree, of_tree.aliases), suffix = slot(tree, of_tree.suffix);
+  }
+  // False, with an error, if it is none.
   bool valid() const {
-    if (!nodes || !aliases || !suffix) return false;
-    if (PyDict_CheckExact(nodes.get()) && PyDict_CheckExact(aliases.get())) return true;
-    PyErr_SetString(PyExc_TypeError, "the nodes of a tree are no dict");
+    if (nodes != nullptr && aliases != nullptr && suffix != nullptr && anchor() != nullptr &&
+        PyDict_CheckExact(nodes) && PyDict_CheckExact(aliases))
+      return true;
+    PyErr_SetString(PyExc_TypeError, "this is no tree of native passes");
     return false;
   }
-  bool number(PyObject* name, int64_t& value) const {
-    Ref found(PyObject_GetAttr(self, name));
-    if (found) value = PyLong_AsLongLong(found.get());
-    return found && !PyErr_Occurred();
+  bool number(Py_ssize_t offset, int64_t& value) const {
+    PyObject* found = slot(self, offset);
+    value = PyLong_AsLongLong(found == nullptr ? Py_None : found);
+    return !PyErr_Occurred();
   }
+  PyObject* anchor() const {
+    PyObject* node = slot(self, of_tree.anchor);
+    return is_node(node) ? node : nullptr;
+  }
+  bool lost() const { return PyObject_Size(suffix) != 0; }
+  bool offers() const { return slot(anchor(), layout.best) != Py_None; }
+  // Forgets the best path, which was that of other nodes.
+  void changed() const { put(self, of_tree.best_limit, Py_NewRef(minus_one)); }
   // True if the plain cases below apply: it is not lost and no node has an alias.
-  bool plain() const { return PyDict_GET_SIZE(aliases.get()) == 0 && PyObject_Size(suffix.get()) == 0; }
+  bool plain() const { return PyDict_GET_SIZE(aliases) == 0 && !lost(); }
 };
 
 // Makes one node below its parent. False after an error.
@@ -237,7 +288,7 @@ bool grow(const Tree& tree, PyObject* parent, PyObject* claims, PyObject* node_i
   put(node, layout.log_path, log_path.release());
   put(node, layout.position, place.release());
   put(node, layout.rank, rank.release());
-  if (PyDict_SetItem(tree.nodes.get(), node_id, node) < 0 || PyDict_SetItem(siblings, token_id, node) < 0) return false;
+  if (PyDict_SetItem(tree.nodes, node_id, node) < 0 || PyDict_SetItem(siblings, token_id, node) < 0) return false;
   if (sampled == Py_True) {
     PyObject* best = slot(parent, layout.best);
     if (best == Py_None || p > PyFloat_AsDouble(slot(best, layout.prob))) put(parent, layout.best, child.release());
@@ -259,29 +310,32 @@ bool drawable(PyObject* q, int64_t token_id, int64_t vocab_size) {
                      tolerance) > 0.0;
 }
 
-// add(tree, columns, producer) -> Added. SpeculationTree.add.
-PyObject* add(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 3) return PyErr_Format(PyExc_TypeError, "add takes 3 arguments, not %zd", count);
-  PyObject *self = arguments[0], *columns = arguments[1], *producer = arguments[2];
-  const int64_t maker = PyLong_AsLongLong(producer);
-  if (PyErr_Occurred()) return nullptr;
-  const Tree tree(self);
+// Nodes by what became of them: see Added.
+struct Counts {
+  Py_ssize_t added = 0, stale = 0, invalid = 0, dropped = 0;
+
+  // The Added of them; `size`: how many they are.
+  PyObject* object(Py_ssize_t size) const {
+    if (added == size && size < PyTuple_GET_SIZE(all_added)) return Py_NewRef(PyTuple_GET_ITEM(all_added, size));
+    return PyObject_CallFunction(added_type, "nnnn", added, stale, invalid, dropped);
+  }
+};
+
+// Attaches the nodes of NodeColumns and counts them. False after an error.
+bool add_columns(const Tree& tree, PyObject* columns, PyObject* producer, Counts& counts) {
   int64_t vocab_size = 0, max_nodes = 0, rejection = 0;
-  if (!tree.valid() || !tree.number(names.vocab_size, vocab_size) || !tree.number(names.max_nodes, max_nodes) ||
-      !tree.number(names.rejection, rejection))
-    return nullptr;
-  Ref ids(PyObject_GetAttr(columns, names.node_ids));
-  const Py_ssize_t size = ids ? PyObject_Size(ids.get()) : -1;
+  const int64_t maker = PyLong_AsLongLong(producer);
+  if (PyErr_Occurred() || !tree.valid() || !tree.number(of_tree.vocab_size, vocab_size) ||
+      !tree.number(of_tree.max_nodes, max_nodes) || !tree.number(of_tree.rejection, rejection))
+    return false;
+  PyObject* ids = slot(columns, of_message.columns[0]);
+  const Py_ssize_t size = PyObject_Size(ids == nullptr ? Py_None : ids);
   Column node_ids, parent_ids, token_ids, probs, sampled, qs;
-  if (size < 0 || !node_ids.read(columns, names.node_ids, size, false) ||
-      !parent_ids.read(columns, names.parent_ids, size, false) ||
-      !token_ids.read(columns, names.token_ids, size, false) || !probs.read(columns, names.probs, size, false) ||
-      !sampled.read(columns, names.sampled, size, true) || !qs.read(columns, names.qs, size, true))
-    return nullptr;
-  Ref known(PyObject_GetAttr(self, names.producers));
-  if (!known) return nullptr;
+  if (size < 0 || !node_ids.read(columns, 0, size, false) || !parent_ids.read(columns, 1, size, false) ||
+      !token_ids.read(columns, 2, size, false) || !probs.read(columns, 3, size, false) ||
+      !sampled.read(columns, 4, size, true) || !qs.read(columns, 5, size, true))
+    return false;
   bool told = false;  // that nodes have changed, and who has made them
-  Py_ssize_t num_added = 0, num_stale = 0, num_invalid = 0, num_dropped = 0;
   for (Py_ssize_t i = 0; i < size; ++i) {
     PyObject* flag = sampled.items == nullptr ? Py_True : sampled.items[i];
     PyObject* q = qs.items == nullptr ? Py_None : qs.items[i];
@@ -290,43 +344,101 @@ PyObject* add(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (tree.plain() && read_int(node_ids.items[i], node_id) && read_int(parent_ids.items[i], parent_id) &&
         read_int(token_ids.items[i], token_id) && PyFloat_CheckExact(prob) && PyBool_Check(flag) &&
         node_id >> kProducerShift == maker && parent_id < node_id && token_id >= 0 && token_id < vocab_size &&
-        PyDict_GET_SIZE(tree.nodes.get()) <= max_nodes) {
+        PyDict_GET_SIZE(tree.nodes) <= max_nodes) {
       const double p = PyFloat_AS_DOUBLE(prob);
-      PyObject* parent = PyDict_GetItemWithError(tree.nodes.get(), parent_ids.items[i]);
+      PyObject* parent = PyDict_GetItemWithError(tree.nodes, parent_ids.items[i]);
       if (is_node(parent) && p >= 0.0 && p <= 1.0 &&
           PyDict_Contains(slot(parent, layout.children), token_ids.items[i]) == 0 &&
-          PyDict_Contains(tree.nodes.get(), node_ids.items[i]) == 0 &&
+          PyDict_Contains(tree.nodes, node_ids.items[i]) == 0 &&
           (!rejection || flag == Py_False ||
            (slot(parent, layout.best) == Py_None && drawable(q, token_id, vocab_size)))) {
         if (!told) {
-          if (PyObject_SetAttr(self, names.best_limit, minus_one) < 0 || PySet_Add(known.get(), producer) < 0)
-            return nullptr;
+          tree.changed();
+          PyObject* known = slot(tree.self, of_tree.producers);
+          if (PySet_Add(known == nullptr ? Py_None : known, producer) < 0) return false;
           told = true;
         }
         Ref claim(PyTuple_Pack(2, producer, prob));
         Ref claims(claim ? PyTuple_Pack(1, claim.get()) : nullptr);
         if (!claims || !grow(tree, parent, claims.get(), node_ids.items[i], token_ids.items[i], prob, p, flag, q))
-          return nullptr;
-        ++num_added;
+          return false;
+        ++counts.added;
         continue;
       }
-      if (PyErr_Occurred()) return nullptr;
+      if (PyErr_Occurred()) return false;
     }
     Ref node(PySequence_GetItem(columns, i));
-    Ref result(node ? PyObject_CallMethodObjArgs(self, names.attach, node.get(), producer, nullptr) : nullptr);
-    if (!result) return nullptr;
-    num_added += is_node(result.get());
-    num_stale += result.get() == refused_stale;
-    num_invalid += result.get() == refused_invalid;
-    num_dropped += result.get() == refused_dropped;
+    Ref result(node ? PyObject_CallMethodObjArgs(tree.self, names.attach, node.get(), producer, nullptr) : nullptr);
+    if (!result) return false;
+    counts.added += is_node(result.get());
+    counts.stale += result.get() == refused_stale;
+    counts.invalid += result.get() == refused_invalid;
+    counts.dropped += result.get() == refused_dropped;
   }
-  if (num_added == size && size < PyTuple_GET_SIZE(all_added)) return Py_NewRef(PyTuple_GET_ITEM(all_added, size));
-  return PyObject_CallFunction(added_type, "nnnn", num_added, num_stale, num_invalid, num_dropped);
+  return true;
+}
+
+bool is_columns(PyObject* nodes) { return PyObject_TypeCheck(nodes, of_message.columns_type); }
+
+// add(tree, columns, producer) -> Added. SpeculationTree.add.
+PyObject* add(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 3 || !is_columns(arguments[1]))
+    return PyErr_Format(PyExc_TypeError, "add takes a tree, columns of nodes and their producer");
+  Counts counts;
+  if (!add_columns(Tree(arguments[0]), arguments[1], arguments[2], counts)) return nullptr;
+  return counts.object(counts.added + counts.stale + counts.invalid + counts.dropped);
+}
+
+// Attaches nodes that are no columns, by Python, and counts them. False after an error.
+bool add_others(const Tree& tree, PyObject* nodes, Counts& counts) {
+  Ref added(PyObject_CallMethodObjArgs(tree.self, names.add, nodes, nullptr));
+  if (!added) return false;
+  const struct {
+    PyObject* name;
+    Py_ssize_t* count;
+  } all[] = {{names.added, &counts.added},
+             {names.stale, &counts.stale},
+             {names.invalid, &counts.invalid},
+             {names.dropped, &counts.dropped}};
+  for (const auto& each : all) {
+    Ref value(PyObject_GetAttr(added.get(), each.name));
+    if (!value) return false;
+    *each.count += PyLong_AsSsize_t(value.get());
+  }
+  return !PyErr_Occurred();
+}
+
+// As in tree.py.
+constexpr char kGrew = 1, kOffers = 2, kFirst = 4, kLost = 8;
+
+// add_each(trees, nodes, producer) -> Added of all, and a byte for each. tree.add_each, by lists of equal length.
+PyObject* add_each(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 3 || !PyList_CheckExact(arguments[0]) || !PyList_CheckExact(arguments[1]) ||
+      PyList_GET_SIZE(arguments[0]) != PyList_GET_SIZE(arguments[1]))
+    return PyErr_Format(PyExc_TypeError, "add_each takes two lists of equal length and a producer");
+  const Py_ssize_t size = PyList_GET_SIZE(arguments[0]);
+  Ref effects(PyBytes_FromStringAndSize(nullptr, size));
+  if (!effects) return nullptr;
+  Counts counts;
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    const Tree tree(PyList_GET_ITEM(arguments[0], i));
+    PyObject* nodes = PyList_GET_ITEM(arguments[1], i);
+    if (!tree.valid()) return nullptr;
+    const Py_ssize_t before = counts.added;
+    const bool offered = tree.offers();
+    if (!(is_columns(nodes) ? add_columns(tree, nodes, arguments[2], counts) : add_others(tree, nodes, counts)))
+      return nullptr;
+    const bool offers = tree.offers();
+    PyBytes_AS_STRING(effects.get())[i] = static_cast<char>((counts.added > before ? kGrew : 0) | (offers ? kOffers : 0) |
+                                                            (offers && !offered ? kFirst : 0) | (tree.lost() ? kLost : 0));
+  }
+  Ref added(counts.object(counts.added + counts.stale + counts.invalid + counts.dropped));
+  return added ? PyTuple_Pack(2, added.get(), effects.get()) : nullptr;
 }
 
 // Takes a node that is no longer below the anchor out of the dict of nodes. False after an error.
 bool forget(const Tree& tree, PyObject* node) {
-  if (PyDict_DelItem(tree.nodes.get(), slot(node, layout.node_id)) < 0) return false;
+  if (PyDict_DelItem(tree.nodes, slot(node, layout.node_id)) < 0) return false;
   put(node, layout.alive, Py_NewRef(Py_False));
   return true;
 }
@@ -351,8 +463,8 @@ PyObject* descend(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 2) return PyErr_Format(PyExc_TypeError, "descend takes 2 arguments, not %zd", count);
   const Tree tree(arguments[0]);
   Ref tokens(PySequence_Fast(arguments[1], "tokens are no sequence"));
-  Ref anchor(PyObject_GetAttr(arguments[0], names.anchor));
-  if (!tree.valid() || !tokens || !anchor) return nullptr;
+  if (!tokens || !tree.valid()) return nullptr;
+  Ref anchor(Py_NewRef(tree.anchor()));
   if (!tree.plain()) return Py_NewRef(empty_tuple);
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(tokens.get());
   std::vector<PyObject*> path;  // held by the tree
@@ -367,7 +479,8 @@ PyObject* descend(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (path.empty()) return Py_NewRef(empty_tuple);
   Ref node_ids(PyTuple_New(static_cast<Py_ssize_t>(path.size())));
   Ref last(Py_NewRef(at));
-  if (!node_ids || PyObject_SetAttr(arguments[0], names.best_limit, minus_one) < 0) return nullptr;
+  if (!node_ids) return nullptr;
+  tree.changed();
   PyObject* old = anchor.get();
   for (size_t i = 0; i < path.size(); ++i) {
     PyObject* child = path[i];
@@ -380,7 +493,7 @@ PyObject* descend(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     put(child, layout.parent, Py_NewRef(Py_None));
     old = child;
   }
-  if (PyObject_SetAttr(arguments[0], names.anchor, last.get()) < 0) return nullptr;
+  put(tree.self, of_tree.anchor, last.release());
   return node_ids.release();
 }
 
@@ -389,10 +502,10 @@ PyObject* descend(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 PyObject* best_path(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 2) return PyErr_Format(PyExc_TypeError, "best_path takes 2 arguments, not %zd", count);
   const Py_ssize_t most = PyLong_AsSsize_t(arguments[1]);
-  Ref anchor(PyObject_GetAttr(arguments[0], names.anchor));
-  if (!anchor || PyErr_Occurred()) return nullptr;
+  const Tree tree(arguments[0]);
+  if (PyErr_Occurred() || !tree.valid()) return nullptr;
   std::vector<PyObject*> path;
-  for (PyObject* node = slot(anchor.get(), layout.best); is_node(node) && static_cast<Py_ssize_t>(path.size()) < most;
+  for (PyObject* node = slot(tree.anchor(), layout.best); is_node(node) && static_cast<Py_ssize_t>(path.size()) < most;
        node = slot(node, layout.best))
     path.push_back(node);
   if (path.empty()) Py_RETURN_NONE;
@@ -447,86 +560,147 @@ struct Wire {
   }
 };
 
-bool append(PyObject* list, PyObject* value) {
-  const bool done = value != nullptr && PyList_Append(list, value) == 0;
-  Py_XDECREF(value);
-  return done;
-}
-
 // Fields of types.proto: Nodes, and SparseDistribution in it.
 constexpr uint8_t kNodeIds = 0x22, kParentIds = 0x2A, kTokenIds = 0x32, kProbs = 0x3A, kSampled = 0x42, kQs = 0x4A,
                   kIdle = 0x50, kStepS = 0x59, kQTokenIds = 0x1A, kQProbs = 0x22;
 
-// Reads a distribution, None where it has no tokens. False if it is not plain, or after an error.
-bool read_q(Wire wire, PyObject* qs) {
-  Wire ids{nullptr, nullptr}, probs{nullptr, nullptr};
-  if ((wire.has(kQTokenIds) && !wire.part(ids)) || (wire.has(kQProbs) && !wire.part(probs)) || wire.at != wire.end)
-    return false;
-  const Py_ssize_t size = ids.end - ids.at, num_probs = probs.end - probs.at;
-  if (size % 4 != 0 || num_probs != 2 * size) return false;
-  if (size == 0) return PyList_Append(qs, Py_None) == 0;
-  return append(qs, PyObject_CallFunction(distribution, "y#y#", ids.at, size, probs.at, num_probs));
+// The readers below take one field each into a column, a tuple, which is empty without the field. They return false if
+// the field is not plain or has no value for each of the nodes, or after an error.
+
+// A field of integers. `size`: nodes; -1: as many as there are here.
+bool read_ids(Wire& wire, uint8_t tag, Py_ssize_t& size, Ref& column) {
+  Wire inner{nullptr, nullptr};
+  if (wire.has(tag) && !wire.part(inner)) return false;
+  const Py_ssize_t found = std::count_if(inner.at, inner.end, [](uint8_t byte) { return byte < 0x80; });
+  if (size < 0) size = found;
+  if (found != size) return false;
+  column.reset(PyTuple_New(size));
+  if (!column) return false;
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    uint32_t value = 0;
+    PyObject* item = inner.uint32(value) ? PyLong_FromUnsignedLong(value) : nullptr;
+    if (item == nullptr) return false;
+    PyTuple_SET_ITEM(column.get(), i, item);
+  }
+  return inner.at == inner.end;
 }
 
-// The columns of a Nodes message in the plain form, every field at most once and in order. False if it is not plain, or
-// after an error.
-bool read_columns(Wire wire, PyObject* const* lists, bool& idle, double& step_s) {
-  Wire inner;
-  const uint8_t tags[] = {kNodeIds, kParentIds, kTokenIds};
-  for (int column = 0; column < 3; ++column) {
-    if (!wire.has(tags[column])) continue;
-    if (!wire.part(inner)) return false;
-    for (uint32_t value = 0; inner.at < inner.end;)
-      if (!inner.uint32(value) || !append(lists[column], PyLong_FromUnsignedLong(value))) return false;
+bool read_probs(Wire& wire, Py_ssize_t size, Ref& column) {
+  Wire inner{nullptr, nullptr};
+  if ((wire.has(kProbs) && !wire.part(inner)) || inner.end - inner.at != 8 * size) return false;
+  column.reset(PyTuple_New(size));
+  if (!column) return false;
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    double value = 0;
+    PyObject* item = inner.real(value) && std::isfinite(value) ? PyFloat_FromDouble(value) : nullptr;
+    if (item == nullptr) return false;
+    PyTuple_SET_ITEM(column.get(), i, item);
   }
-  if (wire.has(kProbs)) {
-    if (!wire.part(inner)) return false;
-    for (double value = 0; inner.at < inner.end;)
-      if (!inner.real(value) || !std::isfinite(value) || !append(lists[3], PyFloat_FromDouble(value))) return false;
+  return true;
+}
+
+bool read_sampled(Wire& wire, Py_ssize_t size, Ref& column) {
+  Wire inner{nullptr, nullptr};
+  if (wire.has(kSampled) && !wire.part(inner)) return false;
+  const Py_ssize_t found = inner.end - inner.at;
+  if (found != size && found != 0) return false;
+  column.reset(PyTuple_New(found));
+  for (Py_ssize_t i = 0; column && i < found; ++i) {
+    if (inner.at[i] > 1) return false;
+    PyTuple_SET_ITEM(column.get(), i, Py_NewRef(inner.at[i] ? Py_True : Py_False));
   }
-  if (wire.has(kSampled)) {
-    if (!wire.part(inner)) return false;
-    for (uint8_t value = 0; inner.byte(value);)
-      if (value > 1 || PyList_Append(lists[4], value ? Py_True : Py_False) < 0) return false;
+  return static_cast<bool>(column);
+}
+
+// A distribution; None where it has no tokens. Null if it is not plain, or after an error.
+PyObject* read_q(Wire wire) {
+  Wire ids{nullptr, nullptr}, probs{nullptr, nullptr};
+  if ((wire.has(kQTokenIds) && !wire.part(ids)) || (wire.has(kQProbs) && !wire.part(probs)) || wire.at != wire.end)
+    return nullptr;
+  const Py_ssize_t size = ids.end - ids.at, num_probs = probs.end - probs.at;
+  if (size % 4 != 0 || num_probs != 2 * size) return nullptr;
+  if (size == 0) return Py_NewRef(Py_None);
+  return PyObject_CallFunction(distribution, "y#y#", ids.at, size, probs.at, num_probs);
+}
+
+bool read_qs(Wire& wire, Py_ssize_t size, Ref& column) {
+  column.reset(wire.has(kQs) ? PyTuple_New(size) : Py_NewRef(empty_tuple));
+  if (!column || !wire.has(kQs)) return static_cast<bool>(column);
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    Wire inner{nullptr, nullptr};
+    PyObject* q = wire.has(kQs) && wire.part(inner) ? read_q(inner) : nullptr;
+    if (q == nullptr) return false;
+    PyTuple_SET_ITEM(column.get(), i, q);
   }
-  while (wire.has(kQs))
-    if (!wire.part(inner) || !read_q(inner, lists[5])) return false;
+  return true;
+}
+
+// The nodes of a message in wire form, of every field at most one and in order, with `idle` and `step_s`. False if it is
+// not plain, or after an error.
+bool read_nodes(Wire wire, Ref* columns, bool& idle, double& step_s) {
+  Py_ssize_t size = -1;
+  if (!read_ids(wire, kNodeIds, size, columns[0]) || !read_ids(wire, kParentIds, size, columns[1]) ||
+      !read_ids(wire, kTokenIds, size, columns[2]) || !read_probs(wire, size, columns[3]) ||
+      !read_sampled(wire, size, columns[4]) || !read_qs(wire, size, columns[5]))
+    return false;
   uint8_t flag = 0;
   if (wire.has(kIdle) && (++wire.at, !wire.byte(flag) || flag > 1)) return false;
   if (wire.has(kStepS) && (++wire.at, !wire.real(step_s))) return false;
   idle = flag == 1;
-  return wire.at == wire.end;
+  return wire.at == wire.end && step_s >= 0 && step_s <= most_step_s;
 }
 
-// unpack(packed) -> NodeColumns, idle and step_s of a Nodes message in wire form, as protobuf reads them; None if it is
-// not in the plain form, or its columns do not fit together.
-PyObject* unpack(PyObject*, PyObject* packed) {
-  if (!PyBytes_CheckExact(packed)) Py_RETURN_NONE;
-  const auto* start = reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(packed));
-  Ref columns(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(columns_type), 0));
-  if (!columns) return nullptr;
-  PyObject* lists[6];
-  for (int column = 0; column < 6; ++column) {
-    if ((lists[column] = PyList_New(0)) == nullptr) return nullptr;
-    put(columns.get(), column_slots[column], lists[column]);
+// The Nodes of one row, as protobuf reads it; None if it is not plain or malformed. Null after an error.
+PyObject* read_message(PyObject* session_id, PyObject* epoch, PyObject* context_len, PyObject* packed) {
+  if (!PyBytes_CheckExact(packed) || PyObject_Size(session_id) <= 0) {
+    PyErr_Clear();
+    return Py_NewRef(Py_None);
   }
+  const auto* start = reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(packed));
+  Ref columns[6];
   bool idle = false;
   double step_s = 0;
-  const bool plain = read_columns({start, start + PyBytes_GET_SIZE(packed)}, lists, idle, step_s);
+  const bool plain = read_nodes({start, start + PyBytes_GET_SIZE(packed)}, columns, idle, step_s);
   if (PyErr_Occurred()) return nullptr;
-  const Py_ssize_t size = PyList_GET_SIZE(lists[0]);
-  for (int column = 1; plain && column < 6; ++column) {
-    const Py_ssize_t found = PyList_GET_SIZE(lists[column]);
-    if (found != size && (column < 4 || found != 0)) Py_RETURN_NONE;
+  if (!plain) return Py_NewRef(Py_None);
+  Ref nodes(PyType_GenericAlloc(of_message.columns_type, 0));
+  Ref seconds(PyFloat_FromDouble(step_s));
+  Ref message(PyType_GenericAlloc(of_message.type, 0));
+  if (!nodes || !seconds || !message) return nullptr;
+  for (int column = 0; column < 6; ++column) put(nodes.get(), of_message.columns[column], columns[column].release());
+  put(message.get(), of_message.session_id, Py_NewRef(session_id));
+  put(message.get(), of_message.epoch, Py_NewRef(epoch));
+  put(message.get(), of_message.context_len, Py_NewRef(context_len));
+  put(message.get(), of_message.nodes, nodes.release());
+  put(message.get(), of_message.idle, Py_NewRef(idle ? Py_True : Py_False));
+  put(message.get(), of_message.step_s, seconds.release());
+  return message.release();
+}
+
+// read_each(session_ids, epochs, context_lens, packed) -> a list of Nodes, None where a row is not plain or malformed.
+// Lists of equal length: a row is that of types.proto: TreeUpdates.
+PyObject* read_each(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  const auto fits = [&](int i) {
+    return PyList_CheckExact(arguments[i]) && PyList_GET_SIZE(arguments[i]) == PyList_GET_SIZE(arguments[0]);
+  };
+  if (count != 4 || !fits(0) || !fits(1) || !fits(2) || !fits(3))
+    return PyErr_Format(PyExc_TypeError, "read_each takes four lists of equal length");
+  const Py_ssize_t size = PyList_GET_SIZE(arguments[0]);
+  Ref messages(PyList_New(size));
+  for (Py_ssize_t i = 0; messages && i < size; ++i) {
+    PyObject* message = read_message(PyList_GET_ITEM(arguments[0], i), PyList_GET_ITEM(arguments[1], i),
+                                     PyList_GET_ITEM(arguments[2], i), PyList_GET_ITEM(arguments[3], i));
+    if (message == nullptr) return nullptr;
+    PyList_SET_ITEM(messages.get(), i, message);
   }
-  if (!plain) Py_RETURN_NONE;
-  return Py_BuildValue("NOd", columns.release(), idle ? Py_True : Py_False, step_s);
+  return messages.release();
 }
 
 PyMethodDef methods[] = {
-    {"unpack", unpack, METH_O, nullptr},
+    {"read_each", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(read_each)), METH_FASTCALL, nullptr},
     {"prepare", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(prepare)), METH_FASTCALL, nullptr},
     {"add", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(add)), METH_FASTCALL, nullptr},
+    {"add_each", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(add_each)), METH_FASTCALL, nullptr},
     {"descend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(descend)), METH_FASTCALL, nullptr},
     {"best_path", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(best_path)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -540,12 +714,10 @@ PyMODINIT_FUNC PyInit_paceline_tree() {
   const struct {
     PyObject** name;
     const char* text;
-  } all[] = {{&names.aliases, "_aliases"},       {&names.anchor, "_anchor"},         {&names.best_limit, "_best_limit"},
-             {&names.max_nodes, "_max_nodes"},   {&names.nodes, "_nodes"},           {&names.producers, "_producers"},
-             {&names.rejection, "_rejection"},   {&names.suffix, "_suffix"},         {&names.vocab_size, "_vocab_size"},
-             {&names.attach, "attach"},          {&names.node_ids, "node_ids"},      {&names.parent_ids, "parent_ids"},
-             {&names.token_ids, "token_ids"},    {&names.probs, "probs"},            {&names.sampled, "sampled"},
-             {&names.qs, "qs"},                  {&names.packed_ids, "packed_ids"},  {&names.packed_probs, "packed_probs"}};
+  } all[] = {{&names.add, "add"},         {&names.added, "added"},
+             {&names.attach, "attach"},   {&names.dropped, "dropped"},
+             {&names.invalid, "invalid"}, {&names.packed_ids, "packed_ids"},
+             {&names.stale, "stale"},     {&names.packed_probs, "packed_probs"}};
   for (const auto& each : all)
     if ((*each.name = PyUnicode_InternFromString(each.text)) == nullptr) return nullptr;
   if ((empty_tuple = PyTuple_New(0)) == nullptr || (minus_one = PyLong_FromLong(-1)) == nullptr) return nullptr;

@@ -308,6 +308,19 @@ class SpeculationTree:
     sampled node needs a q that it can have been drawn from, and a parent has at most one sampled child.
     """
 
+    __slots__ = (
+        "_aliases",
+        "_anchor",
+        "_best_limit",
+        "_best_path",
+        "_max_nodes",
+        "_nodes",
+        "_producers",
+        "_rejection",
+        "_suffix",
+        "_vocab_size",
+    )
+
     def __init__(
         self, vocab_size: int, context_len: int, *, rejection: bool = False, max_nodes: int = MAX_NODES
     ) -> None:
@@ -554,3 +567,28 @@ class SpeculationTree:
             node.parent = None
             self._forget(node)
             stack.extend(node.children.values())
+
+
+GREW, OFFERS, FIRST, LOST = 1, 2, 4, 8
+"""What ``add_each`` tells of a tree after a message: it has more nodes; it has a proposal; it had none before; it is
+lost."""
+
+
+def add_each(
+    trees: Sequence[SpeculationTree], nodes: Sequence[Iterable[Node]], producer: Producer = Producer.DRAFT
+) -> tuple[Added, bytes]:
+    """Attaches the nodes of several messages in order, each to its tree (``SpeculationTree.add``).
+
+    Returns:
+        The counts of all, and for each message a sum of ``GREW``, ``OFFERS``, ``FIRST`` and ``LOST``.
+    """
+    counts, effects = [0, 0, 0, 0], bytearray()
+    for tree, message in zip(trees, nodes, strict=True):
+        offered = tree.anchor.best is not None
+        one = tree.add(message, producer)
+        counts = [a + b for a, b in zip(counts, (one.added, one.stale, one.invalid, one.dropped), strict=True)]
+        effect = GREW if one.added else 0
+        if tree.anchor.best is not None:
+            effect += OFFERS if offered else OFFERS + FIRST
+        effects.append(effect + LOST if tree.lost else effect)
+    return Added(*counts), bytes(effects)

@@ -31,6 +31,7 @@ from pydantic import ValidationError
 
 from paceline.messages import (
     HINT_BYTES,
+    MAX_STEP_S,
     STATE_BYTES,
     CloseSession,
     Commit,
@@ -69,9 +70,6 @@ from paceline.rpc.values import (
 )
 from paceline.types import FinishReason, ReplicaStatus, SamplingParams, SpeculationParams, TopLogprobs
 from paceline.v1 import draft_pb2, target_pb2, types_pb2
-
-MAX_STEP_S = 3600.0
-"""Longest tree step that a draft may report, in seconds: the target averages them, and one absurd value would stay."""
 
 _FINISH_REASONS = {
     types_pb2.FINISH_REASON_UNSPECIFIED: None,
@@ -113,7 +111,7 @@ def unpacked(message: RelayedNodes) -> Nodes | None:
 
 
 def _read_tree(session_id: str, epoch: int, context_len: int, packed: bytes) -> Nodes | None:
-    found = NodeColumns.unpack_plain(packed) or _unpack(packed)
+    found = _unpack(packed)
     if found is None or not session_id or not 0 <= found[2] <= MAX_STEP_S:
         return None
     return Nodes(session_id, epoch, context_len, *found)
@@ -124,8 +122,8 @@ def _unpack(packed: bytes) -> tuple[NodeColumns, bool, float] | None:
         proto = types_pb2.Nodes.FromString(packed)
     except DecodeError:
         return None
-    node_ids, parent_ids, token_ids = proto.node_ids[:], proto.parent_ids[:], proto.token_ids[:]
-    probs, sampled, packed_qs = proto.probs[:], proto.sampled[:], proto.qs
+    node_ids, parent_ids, token_ids = tuple(proto.node_ids[:]), tuple(proto.parent_ids[:]), tuple(proto.token_ids[:])
+    probs, sampled, packed_qs = tuple(proto.probs[:]), tuple(proto.sampled[:]), proto.qs
     size = len(node_ids)
     if not len(parent_ids) == len(token_ids) == len(probs) == size or math.isnan(sum(probs)):
         return None
@@ -137,7 +135,7 @@ def _unpack(packed: bytes) -> tuple[NodeColumns, bool, float] | None:
         if len(q.packed_ids) % 4 or len(q.packed_probs) != 2 * len(q.packed_ids):
             return None
         qs.append(q if q.packed_ids else None)
-    return NodeColumns(node_ids, parent_ids, token_ids, probs, sampled, qs), proto.idle, proto.step_s
+    return NodeColumns(node_ids, parent_ids, token_ids, probs, sampled, tuple(qs)), proto.idle, proto.step_s
 
 
 def _write_outcome(message: Outcome, proto: target_pb2.Outcome) -> None:
@@ -287,9 +285,14 @@ def _write_relayed(messages: Sequence[RelayedNodes], proto: types_pb2.TreeUpdate
 
 def _read_trees(proto: types_pb2.TreeUpdates) -> tuple[list[Nodes], int]:
     columns = proto.session_ids[:], proto.epochs[:], proto.context_lens[:], proto.nodes[:]
-    found, num_malformed = _of_rows(_read_tree, *columns)
+    size = len(columns[0])
+    if not len(columns[1]) == len(columns[2]) == len(columns[3]) == size:
+        return [], max(1, size)
+    found = Nodes.read_plain(*columns)
+    if not all(found):
+        found = [nodes or _read_tree(*row) for nodes, row in zip(found, zip(*columns, strict=True), strict=True)]
     messages = [nodes for nodes in found if nodes is not None]
-    return messages, num_malformed + len(found) - len(messages)
+    return messages, size - len(messages)
 
 
 def _read_relayed(proto: types_pb2.TreeUpdates) -> tuple[list[RelayedNodes], int]:

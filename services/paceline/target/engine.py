@@ -14,8 +14,9 @@ from torch import Tensor
 
 from paceline.checkpoint.grammar import Grammars
 from paceline.core.deferred import upload
+from paceline.core.native_tree import add_each
 from paceline.core.processors import Row, SamplerState
-from paceline.core.tree import Producer, Proposal
+from paceline.core.tree import FIRST, GREW, LOST, OFFERS, Producer, Proposal
 from paceline.core.verification import Verdict, decide, verify_picked
 from paceline.errors import InvalidRequestError, PacelineError
 from paceline.messages import (
@@ -175,14 +176,16 @@ class TargetEngine:
     def receive(self, messages: Sequence[OpenSession | Nodes | CloseSession | DraftState]) -> None:
         """Takes messages; those for unknown sessions or other epochs are dropped and counted."""
         now = self._clock()
+        nodes: list[Nodes] = []
         for message in messages:
-            session = self._sessions.get(message.session_id)
             if isinstance(message, Nodes):
-                if session is None or message.epoch != session.draft_epoch:
-                    self.stats.messages_stale += 1
-                else:
-                    self._add_nodes(session, message, now)
-            elif isinstance(message, OpenSession):
+                nodes.append(message)
+                continue
+            if nodes:
+                self._add_nodes(nodes, now)
+                nodes = []
+            session = self._sessions.get(message.session_id)
+            if isinstance(message, OpenSession):
                 if session is None or message.epoch > session.epoch:
                     self._open(message)
                 else:
@@ -193,6 +196,8 @@ class TargetEngine:
                 self._set_draft(session, message)
             else:
                 self._close(session)
+        if nodes:
+            self._add_nodes(nodes, now)
 
     def step(self) -> bool:
         """Does one step. False: no session is ready until a message comes or ``wait_s`` has passed."""
@@ -380,27 +385,36 @@ class TargetEngine:
             session.follow_draft(message.draft_epoch, message.context_len)
         session.draft_available = message.available and session.k > 0 and not session.paused
 
-    def _add_nodes(self, session: TargetSession, message: Nodes, now: float) -> None:
-        tree, stats = session.tree, self.stats
-        had_proposal = tree.anchor.best is not None
-        added = tree.add(message.nodes)
+    def _add_nodes(self, messages: Sequence[Nodes], now: float) -> None:
+        """Takes messages of nodes that follow each other."""
+        stats, policy = self.stats, self.wait_policy
+        sessions: list[TargetSession] = []
+        known: list[Nodes] = []
+        for message in messages:
+            session = self._sessions.get(message.session_id)
+            if session is None or message.epoch != session.draft_epoch:
+                stats.messages_stale += 1
+            else:
+                sessions.append(session)
+                known.append(message)
+        added, effects = add_each([session.tree for session in sessions], [message.nodes for message in known])
         stats.nodes_added += added.added
-        if added.stale or added.invalid or added.dropped:
-            stats.nodes_stale += added.stale
-            stats.nodes_invalid += added.invalid
-            stats.nodes_dropped += added.dropped
-        has_proposal = had_proposal or tree.anchor.best is not None
-        resolved = has_proposal and not had_proposal and session.settled
-        self.wait_policy.observe_nodes(session, message, now, resolved=resolved)
-        if added.added:  # useless nodes are no reason to wait for more
-            session.last_nodes_at = now
-            session.draft_silent = session.draft_silent and not has_proposal
-        session.draft_heard = True
-        if message.idle:
-            session.idle_context_len = message.context_len
-        session.nodes_context_len = message.context_len
-        if not has_proposal and tree.lost:
-            self._check_tree(session)
+        stats.nodes_stale += added.stale
+        stats.nodes_invalid += added.invalid
+        stats.nodes_dropped += added.dropped
+        for session, message, effect in zip(sessions, known, effects, strict=True):
+            policy.observe_nodes(session, message, now, resolved=bool(effect & FIRST) and session.settled)
+            if effect & GREW:  # useless nodes are no reason to wait for more
+                session.last_nodes_at = now
+                if effect & OFFERS:
+                    session.draft_silent = False
+            session.draft_heard = True
+            context_len = message.context_len
+            if message.idle:
+                session.idle_context_len = context_len
+            session.nodes_context_len = context_len
+            if effect & LOST:
+                self._check_tree(session)
 
     def _check_tree(self, session: TargetSession) -> None:
         """Reports a lost tree whose draft has seen the whole context: it misses nodes permanently."""
