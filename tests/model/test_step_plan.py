@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import sysconfig
+from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from paceline.model import layout, step_plan
+from paceline.model import columns, layout, step_plan
 from paceline.model.kv_cache import flat_rows
 from paceline.model.shapes import QUERY_ROW_LEN, Shapes
 from paceline.model.step_plan import SequenceStep, StepPlan
@@ -155,6 +158,55 @@ def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_step_is_laid_out_as_it_would_be_token_by_token() -> None:
     for seed in range(48):
         _assert_plain(_batch(seed), SHAPES[seed % len(SHAPES)])
+
+
+@pytest.mark.skipif(columns._passes() is None, reason="needs a C++ compiler and Python's headers")
+def test_sequences_are_gathered_as_by_python() -> None:
+    """Those of steps without trees, whatever holds their numbers; the others are left to Python."""
+    for seed in range(48):
+        steps, shapes = _batch(seed), SHAPES[seed % len(SHAPES)]
+        if seed % 2:
+            for step in steps:
+                step.token_ids, step.pages = tuple(step.token_ids), array("q", step.pages)
+        if seed % 4 == 1:
+            steps[-1].positions = [*steps[-1].positions]
+        assert (columns.gather(steps) is None) == any(step.visible is not None for step in steps)
+        plan, twin = StepPlan.of(steps, SCRATCH_ROW, shapes), StepPlan._by_python(steps, SCRATCH_ROW, shapes)
+        assert torch.equal(plan.buffer, twin.buffer)
+        assert (plan.num_logits, plan.shape, plan.copies) == (twin.num_logits, twin.shape, twin.copies)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_ids": []},
+        {"token_ids": [1, "2"]},
+        {"token_ids": [1, 2**64]},
+        {"rows": range(0, 4, 2)},
+        {"rows": range(3)},
+        {"positions": [0]},
+        {"pages": array("i", [0])},
+        {"also": [(0, 1, 2)]},
+        {"num_logits": None},
+        {"own_rows": [[0], [1]]},
+        {"copies": [(0, 1)] * 2, "pages": None},
+    ],
+    ids=str,
+)
+def test_what_a_target_does_not_send_is_left_to_python(change: dict[str, object]) -> None:
+    span = range(2)
+    right = SequenceStep([1, 2], span, span, [0], num_logits=2)
+    assert (columns.gather([right]) is None) == (columns._passes() is None)
+    assert columns.gather([right, replace(right, **change)]) is None
+    assert columns.gather([]) is None
+
+
+def test_python_gathers_where_its_headers_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    expected = StepPlan.of(_batch(1), SCRATCH_ROW)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(columns, "_passes", columns._passes.__wrapped__)
+    assert columns.gather(_batch(1)) is None
+    assert torch.equal(StepPlan.of(_batch(1), SCRATCH_ROW).buffer, expected.buffer)
 
 
 def test_a_layout_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import platform
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Sequence
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 
 from paceline.config import cache_dir
 from paceline.errors import EngineError
 
+_OBJECTS = Path(__file__).with_name("objects.h")
 _COMPILERS = ("g++", "c++", "clang++")
 COMPILE_LIMIT_S = 600.0
 log = logging.getLogger(__name__)
@@ -38,6 +44,28 @@ def compiled(source: Path, digest: str, options: Sequence[str], purpose: str) ->
         if not path.exists():
             _compile(source, path, options, purpose)
     return path
+
+
+def extension(source: Path, name: str, purpose: str) -> ModuleType:
+    """The extension module ``name`` that ``source`` defines, which may include ``objects.h``; compiled as above.
+
+    Raises:
+        EngineError: there are no headers of Python or no compiler, or it fails; with its first error.
+        ImportError: the module cannot be loaded.
+    """
+    include = sysconfig.get_path("include")
+    if not Path(include, "Python.h").exists():
+        raise EngineError(f"there is no Python.h in {include}")
+    options = (f"-I{include}", f"-I{_OBJECTS.parent}", "-ffp-contract=off")
+    facts = f"{machine()} {sysconfig.get_config_var('SOABI')} {options}"
+    sources = source.read_bytes() + _OBJECTS.read_bytes()
+    digest = hashlib.blake2b(sources + facts.encode(), digest_size=8).hexdigest()
+    loader = ExtensionFileLoader(name, str(compiled(source, digest, options, purpose)))
+    spec = spec_from_loader(name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
 
 
 def library_path(source: Path, digest: str) -> Path:

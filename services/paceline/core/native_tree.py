@@ -8,17 +8,13 @@ takes a C++ compiler and Python's headers.
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
-import sysconfig
 from collections.abc import Iterable, Sequence
-from importlib.machinery import ExtensionFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
 from paceline.core import rows, tree
-from paceline.core.native import compiled, machine
+from paceline.core.native import extension
 from paceline.core.sparse import TOLERANCE
 from paceline.core.tree import NO_PROPOSAL, Added, Producer, Proposal, Refusal, SpeculationTree, TreeNode, Walk
 from paceline.errors import EngineError
@@ -26,7 +22,6 @@ from paceline.messages import MAX_STEP_S, Node, NodeColumns, Nodes, SparseDistri
 from paceline.types import Cause
 
 _SOURCE = Path(__file__).with_name("tree.cpp")
-_NAME = "paceline_tree"
 _MOST_NODES = 64
 """Results of messages of fewer nodes, all of them added, are made once."""
 log = logging.getLogger(__name__)
@@ -89,19 +84,8 @@ class NativeTree(SpeculationTree):
 @functools.cache
 def _passes() -> Any:
     """The compiled passes; None if they cannot be compiled or loaded here, for a reason that is logged once."""
-    include = sysconfig.get_path("include")
-    options = (f"-I{include}", "-ffp-contract=off")
-    facts = f"{machine()} {sysconfig.get_config_var('SOABI')} {options}"
-    digest = hashlib.blake2b(_SOURCE.read_bytes() + facts.encode(), digest_size=8).hexdigest()
     try:
-        if not Path(include, "Python.h").exists():
-            raise EngineError(f"there is no Python.h in {include}")
-        path = compiled(_SOURCE, digest, options, "the passes over speculation trees")
-        loader = ExtensionFileLoader(_NAME, str(path))
-        spec = spec_from_loader(_NAME, loader)
-        assert spec is not None
-        passes = module_from_spec(spec)
-        loader.exec_module(passes)
+        passes = extension(_SOURCE, "paceline_tree", "the passes over speculation trees")
         probability = (rows.addresses("paceline_probability") or [0])[0]
         prototype = TreeNode(Node(0, -1, 0, 1.0), None, 0)
         refusals = Refusal.STALE, Refusal.INVALID, Refusal.DROPPED

@@ -3,9 +3,7 @@
 // A node is a TreeNode as Python makes it, so whoever looks at a tree finds the same objects. What is done here is the
 // common case of each pass; the rest, bad input included, is left to the twin, node by node.
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <structmember.h>
+#include "objects.h"
 
 #include <algorithm>
 #include <cmath>
@@ -20,29 +18,7 @@ constexpr double kLeastProb = 1e-9;
 
 using Probability = double (*)(const void*, const void*, int64_t, int64_t, int64_t, double);
 
-// An owned reference; null after an error.
-class Ref {
- public:
-  explicit Ref(PyObject* object = nullptr) : object_(object) {}
-  Ref(const Ref&) = delete;
-  Ref& operator=(const Ref&) = delete;
-  ~Ref() { Py_XDECREF(object_); }
-  PyObject* get() const { return object_; }
-  void reset(PyObject* object) {
-    PyObject* old = object_;
-    object_ = object;
-    Py_XDECREF(old);
-  }
-  PyObject* release() {
-    PyObject* object = object_;
-    object_ = nullptr;
-    return object;
-  }
-  explicit operator bool() const { return object_ != nullptr; }
-
- private:
-  PyObject* object_;
-};
+using paceline::find, paceline::offset_of, paceline::put, paceline::Ref, paceline::slot;
 
 // Where TreeNode keeps its attributes, and a node whose attributes a new one begins with.
 struct Layout {
@@ -82,38 +58,7 @@ PyObject* all_added;  // of so many nodes that none was refused of, a tuple
 PyObject* empty_tuple;
 PyObject* minus_one;
 
-inline PyObject*& slot(PyObject* node, Py_ssize_t offset) {
-  return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(node) + offset);
-}
-
-// Steals a reference to the value.
-inline void put(PyObject* node, Py_ssize_t offset, PyObject* value) {
-  PyObject*& at = slot(node, offset);
-  PyObject* old = at;
-  at = value;
-  Py_XDECREF(old);
-}
-
 inline bool is_node(PyObject* object) { return object != nullptr && Py_TYPE(object) == layout.type; }
-
-// Offset of a slot; -1 after an error.
-Py_ssize_t offset_of(PyObject* descriptor) {
-  if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) {
-    PyErr_SetString(PyExc_TypeError, "an attribute is no slot");
-    return -1;
-  }
-  const PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member;
-  if (member->type != T_OBJECT_EX) {
-    PyErr_SetString(PyExc_TypeError, "a slot holds no object");
-    return -1;
-  }
-  return member->offset;
-}
-
-bool find(PyTypeObject* type, const char* name, Py_ssize_t& offset) {
-  Ref descriptor(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
-  return descriptor && (offset = offset_of(descriptor.get())) >= 0;
-}
 
 // True if nodes may share the value: nobody can change it.
 bool is_constant(PyObject* value) {

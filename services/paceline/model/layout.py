@@ -45,6 +45,13 @@ def usable() -> bool:
     return _library() is not None
 
 
+def address(name: str) -> int:
+    """Address of a function of the library, for other native passes that call it. ``usable()`` comes first."""
+    library = _library()
+    assert library is not None, "usable() comes first"
+    return _address(library, name)
+
+
 def masks_usable(dtype: torch.dtype) -> bool:
     """True if ``masks`` makes masks of this dtype here."""
     return dtype in _MASKS and usable()
@@ -127,6 +134,13 @@ def _call(name: str, *arguments: object) -> None:
     library = _library()
     assert library is not None, "usable() comes first"
     getattr(library, name)(*[x.buffer_info()[0] if isinstance(x, array) else x for x in arguments])
+
+
+@functools.cache
+def _address(library: ctypes.PyDLL, name: str) -> int:
+    found = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    assert found is not None
+    return found
 
 
 @functools.cache

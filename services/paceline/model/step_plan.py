@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.model import layout
+from paceline.model import columns, layout
 from paceline.model.kv_cache import KVCache
 from paceline.model.shapes import QUERY_ROW_LEN, Shapes
 from paceline.types import PAGE_SIZE, pages_for
@@ -208,8 +208,28 @@ class StepPlan:
     @classmethod
     def of(cls, steps: Sequence[SequenceStep], scratch_row: int, shapes: Shapes = _ALL_RULES) -> Self:
         """Lays the new tokens of sessions out, padded to ``shapes``."""
+        found = columns.gather(steps)
+        if found is None:
+            return cls._by_python(steps, scratch_row, shapes)
+        num_tokens, num_writes, num_logits, shortest, longest, num_rows, copies, packed = found
+        row_len = _row_len(len(steps), shortest, longest, shapes)
+        shape = _shape(
+            shapes.tokens(num_tokens),
+            shapes.tokens(num_writes),
+            shapes.tokens(num_logits),
+            len(steps) if longest <= row_len else sum([-(-len(step.token_ids) // row_len) for step in steps]),
+            row_len,
+            shapes.pages(pages_for(num_rows)),
+        )
+        buffer = torch.empty(shape.num_bytes, dtype=torch.uint8)
+        columns.lay_out(packed, scratch_row, shape.numbers, buffer)
+        return cls(num_logits, shape, buffer, copies)
+
+    @classmethod
+    def _by_python(cls, steps: Sequence[SequenceStep], scratch_row: int, shapes: Shapes) -> Self:
+        """The twin of ``columns.py``, and of steps with trees, too."""
         lengths = [len(step.token_ids) for step in steps]
-        num_tokens, row_len = sum(lengths), _row_len(lengths, shapes)
+        num_tokens, row_len = sum(lengths), _row_len(len(lengths), min(lengths), max(lengths), shapes)
         ids, rows, pages, also = array("q"), array("q"), array("q"), array("q")
         apart, keys = False, []
         for step in steps:
@@ -242,8 +262,7 @@ class StepPlan:
                     own_rows.append(len(own))
                     own_rows.extend(own)
             trees = [step.visible for step in steps], own_rows, [step.key_positions for step in steps]
-            columns = (ids, rows, positions, pages)
-            layout.lay_out(counts, columns, also, trees, scratch_row, shape.numbers, buffer)
+            layout.lay_out(counts, (ids, rows, positions, pages), also, trees, scratch_row, shape.numbers, buffer)
         else:
             _lay_out(steps, (ids, rows, positions, pages), also, scratch_row, shape, arrays_of(shape, buffer))
         return cls(num_logits, shape, buffer, tuple([pair for step in steps for pair in step.copies]))
@@ -298,7 +317,7 @@ class StepPlan:
 
 def _lay_out(
     steps: Sequence[SequenceStep],
-    columns: Sequence[array[int]],
+    given: Sequence[array[int]],
     also: array[int],
     scratch_row: int,
     shape: StepShape,
@@ -309,7 +328,7 @@ def _lay_out(
     Sequence i owns tokens [first[i], first[i] + lengths[i]), page numbers [tables[i], tables[i] + num_pages_of[i])
     and query rows [row[i], row[i + 1]).
     """
-    ids, rows, positions, page_ids = (np.array(column, np.int64) for column in columns)
+    ids, rows, positions, page_ids = (np.array(column, np.int64) for column in given)
     lengths = np.array([len(step.token_ids) for step in steps])
     num_pages_of = np.array([len(step.pages) for step in steps])
     num_logits_of = np.array([step.num_logits for step in steps])
@@ -372,12 +391,12 @@ def _tree_columns(owners: Sequence[tuple[SequenceStep, int, int]], local: NDArra
             into.key_positions[own, : of_step.shape[1]] = step.key_positions.numpy()
 
 
-def _row_len(lengths: Sequence[int], shapes: Shapes) -> int:
+def _row_len(num_sequences: int, shortest: int, longest: int, shapes: Shapes) -> int:
     """Query row length: whole sequences, unless long ones share the step with short ones."""
-    shortest, longest = min(lengths), shapes.row_len(max(lengths))
-    if len(lengths) > 1 and longest > QUERY_ROW_LEN and shortest <= longest // 2:
+    whole = shapes.row_len(longest)
+    if num_sequences > 1 and whole > QUERY_ROW_LEN and shortest <= whole // 2:
         return max(QUERY_ROW_LEN, shapes.row_len(shortest))
-    return longest
+    return whole
 
 
 def attention_masks(step: StepArrays, dtype: torch.dtype, window: int | None) -> list[Tensor]:

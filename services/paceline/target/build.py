@@ -15,6 +15,7 @@ from paceline.config import TargetSetup
 from paceline.core import native_tree
 from paceline.errors import ConfigError
 from paceline.messages import FromTarget
+from paceline.model import columns
 from paceline.model.compiled.background import Compilation, CompileJob, SelfTest
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
@@ -137,6 +138,7 @@ def _engine(
 ) -> TargetEngine:
     options = setup.options
     native_tree.prepare()
+    columns.prepare()
     limits = Limits(options.max_sessions, options.max_step_tokens, min(session_pages(max_len), runner.cache.num_pages))
     record_steps(runner, limits, model.max_len, options.cuda_graphs)
     report = _compared(setup, runner, max_len)
