@@ -175,16 +175,19 @@ class TargetEngine:
 
     def receive(self, messages: Sequence[OpenSession | Nodes | CloseSession | DraftState]) -> None:
         """Takes messages; those for unknown sessions or other epochs are dropped and counted."""
-        now = self._clock()
-        nodes: list[Nodes] = []
+        now, sessions = self._clock(), self._sessions
+        drafted: list[tuple[TargetSession, Nodes]] = []  # nodes that follow each other
         for message in messages:
+            session = sessions.get(message.session_id)
             if isinstance(message, Nodes):
-                nodes.append(message)
+                if session is None or message.epoch != session.draft_epoch:
+                    self.stats.messages_stale += 1
+                else:
+                    drafted.append((session, message))
                 continue
-            if nodes:
-                self._add_nodes(nodes, now)
-                nodes = []
-            session = self._sessions.get(message.session_id)
+            if drafted:
+                self._add_nodes(drafted, now)
+                drafted = []
             if isinstance(message, OpenSession):
                 if session is None or message.epoch > session.epoch:
                     self._open(message)
@@ -196,8 +199,8 @@ class TargetEngine:
                 self._set_draft(session, message)
             else:
                 self._close(session)
-        if nodes:
-            self._add_nodes(nodes, now)
+        if drafted:
+            self._add_nodes(drafted, now)
 
     def step(self) -> bool:
         """Does one step. False: no session is ready until a message comes or ``wait_s`` has passed."""
@@ -385,34 +388,25 @@ class TargetEngine:
             session.follow_draft(message.draft_epoch, message.context_len)
         session.draft_available = message.available and session.k > 0 and not session.paused
 
-    def _add_nodes(self, messages: Sequence[Nodes], now: float) -> None:
-        """Takes messages of nodes that follow each other."""
+    def _add_nodes(self, drafted: Sequence[tuple[TargetSession, Nodes]], now: float) -> None:
+        """Takes messages of nodes, each for its session."""
         stats, policy = self.stats, self.wait_policy
-        sessions: list[TargetSession] = []
-        known: list[Nodes] = []
-        for message in messages:
-            session = self._sessions.get(message.session_id)
-            if session is None or message.epoch != session.draft_epoch:
-                stats.messages_stale += 1
-            else:
-                sessions.append(session)
-                known.append(message)
-        added, effects = add_each([session.tree for session in sessions], [message.nodes for message in known])
+        trees = [session.tree for session, _ in drafted]
+        added, effects = add_each(trees, [message.nodes for _, message in drafted])
         stats.nodes_added += added.added
         stats.nodes_stale += added.stale
         stats.nodes_invalid += added.invalid
         stats.nodes_dropped += added.dropped
-        for session, message, effect in zip(sessions, known, effects, strict=True):
+        for (session, message), effect in zip(drafted, effects, strict=True):
             policy.observe_nodes(session, message, now, resolved=bool(effect & FIRST) and session.settled)
+            session.draft_heard = True
+            session.nodes_context_len = message.context_len
+            if message.idle:
+                session.idle_context_len = message.context_len
             if effect & GREW:  # useless nodes are no reason to wait for more
                 session.last_nodes_at = now
                 if effect & OFFERS:
                     session.draft_silent = False
-            session.draft_heard = True
-            context_len = message.context_len
-            if message.idle:
-                session.idle_context_len = context_len
-            session.nodes_context_len = context_len
             if effect & LOST:
                 self._check_tree(session)
 
