@@ -10,16 +10,13 @@ import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from paceline.core.native import extension
 from paceline.errors import EngineError
 from paceline.model import layout
-
-if TYPE_CHECKING:
-    from paceline.model.step_plan import SequenceStep
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 Columns = tuple[int, int, int, int, int, int, tuple[tuple[int, int], ...], bytes]
@@ -34,8 +31,9 @@ def prepare() -> None:
     _passes()
 
 
-def gather(steps: Sequence[SequenceStep]) -> Columns | None:
-    """The columns of a step; None: it has trees or there are no passes here, and Python has to lay it out."""
+def gather(steps: Sequence[object]) -> Columns | None:
+    """The columns of ``SequenceStep`` objects; None: there are trees among them or no passes here, and Python has to
+    lay them out."""
     if not layout.usable() or (passes := _passes()) is None:
         return None
     columns: Columns | None = passes.gather(steps)
