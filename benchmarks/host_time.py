@@ -10,22 +10,31 @@ an accelerator would wait for:
     sum                 of the three
     sampling            beside it: from logits to tokens; an accelerator does most of it itself
 
-The relay is what the router does for one step of the target, messages included. Every K is 8 (adaptive off). The clock
-is the thread's CPU time, so other processes hardly matter; the slowest tenth of the steps is left out.
+The relay is what the router does for one step of the target, messages included, and in this thread the loop around it.
+Every K is 8 (adaptive off). The clock is the thread's CPU time, so other processes hardly matter; the slowest tenth of
+the steps is left out.
 
-    python benchmarks/host_time.py [--sessions 1 16 64] [--temperatures 0 1] [--modes plain overlapped] [--profile]
+In turns, each part finds the caches full of what the others have touched; in a service it has a process and a core of
+its own. So ``--apart`` makes the same calls again, to each part alone in a new process, where its clock shows what it
+showed before. That gives a second table, or an error if a part sends other bytes than in the first run.
+
+    python benchmarks/host_time.py [--sessions 1 16 64] [--temperatures 0 1] [--modes plain overlapped]
+                                   [--apart] [--profile]
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import multiprocessing
 import pstats
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -35,6 +44,7 @@ from paceline.cli.table import table
 from paceline.config import DraftModel, LocalConfig, TargetModel
 from paceline.draft import engine as draft_engine
 from paceline.draft.build import build_draft_engine
+from paceline.draft.engine import DraftEngine
 from paceline.drafters import model as model_drafter
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.model.compiled import backend
@@ -42,37 +52,57 @@ from paceline.model.compiled.backend import DeviceBackend
 from paceline.model.compiled.buckets import Limits
 from paceline.model.runner import ModelRunner
 from paceline.router.session import Session
-from paceline.rpc.streams import decode_to_draft, decode_to_target
 from paceline.runtime.workers import settle
 from paceline.target import engine as target_engine
 from paceline.target.build import build_target_engine
+from paceline.target.engine import TargetEngine
 from paceline.types import Mode, SamplingParams, SpeculationParams
-from paceline.v1 import draft_pb2, target_pb2
-from step_overhead import Side, Stopwatch, run
+from replay import Call, Clock, play, record
+from step_overhead import Router, Side, Stopwatch, cancel, draft_side, run, target_side
 
 _PROMPT_LEN, _MAX_TOKENS = 120, 700
 _STEP_TOKENS, _TREE_STEP_TOKENS = 640, 32
 _PAGES = 16
 _KEPT = 0.9
 _COLUMNS = ("engine", "T", "sessions", "tokens", "plan + pack", "scheduling, trees", "messages", "sum", "sampling")
+_CALLS = {
+    "target": ("step",),
+    "draft": ("step",),
+    "relay": ("on_target", "on_draft", "to_target", "to_draft", "cancel"),
+}
+"""The methods of each part that a run calls."""
+
+T = TypeVar("T")
+Row = tuple[str, ...]
 
 
-class Relay:
-    """Seconds of a run outside the engines' turns: what the router spends."""
+@dataclass(frozen=True)
+class Cell:
+    """The sessions of a run."""
 
-    def __init__(self) -> None:
-        self.inside_s = 0.0
+    mode: Mode
+    temperature: float
+    num_sessions: int
+    vocab_size: int
 
-    def of(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """``Side.step``, whose time is the engine's."""
+    def sessions(self) -> dict[str, Session]:
+        """New sessions with prompts of their own."""
+        sessions = {}
+        for index in range(self.num_sessions):
+            sampling = SamplingParams(max_tokens=_MAX_TOKENS, temperature=self.temperature, seed=index, ignore_eos=True)
+            session_id = f"{self.mode.value}{self.num_sessions}.{self.temperature:g}.{index}"
+            prompt = [(index * 131 + 7 * at) % self.vocab_size for at in range(_PROMPT_LEN)]
+            speculation = SpeculationParams(mode=self.mode)
+            sessions[session_id] = Session(session_id, prompt, sampling, speculation, decode=lambda _: "")
+        return sessions
 
-        def timed(side: Side, *args: Any) -> Any:
-            started = time.thread_time()
-            result = step(side, *args)
-            self.inside_s += time.thread_time() - started
-            return result
+    def row(self, part: str, columns: Row) -> Row:
+        """What a part has spent, from the column of tokens on, in its row of the table."""
+        return (f"{part} {self.mode.value}", f"{self.temperature:g}", str(self.num_sessions), *columns)
 
-        return timed
+
+Recording = list[tuple[Cell, list[Call]]]
+"""The calls to one part in all runs."""
 
 
 def stubbed(runner: ModelRunner, watch: Stopwatch, limits: Limits, *, misses: bool) -> None:
@@ -96,39 +126,53 @@ def stubbed(runner: ModelRunner, watch: Stopwatch, limits: Limits, *, misses: bo
     patched.forward = watch.of("inputs", runner.forward)
 
 
-def summary(side: Side) -> tuple[float, dict[str, float]]:
-    """Mean tokens per step, and mean microseconds by part without the first steps and the slowest tenth."""
-    skip = min(20, len(side.steps) // 3)
-    steps = sorted(side.steps[skip:], key=lambda spent: sum(spent.values()) - spent["forward"])
-    kept = steps[: max(1, int(_KEPT * len(steps)))]
-    parts = {part: 1e6 * statistics.mean(step[part] for step in kept) for part in kept[0]}
-    return statistics.mean(side.widths[skip:]), parts
+def kept(steps: Sequence[T], cost: Callable[[T], float]) -> list[T]:
+    """Steps but the first ones and the slowest tenth."""
+    ordered = sorted(steps[_num_first(steps) :], key=cost)
+    return ordered[: max(1, int(_KEPT * len(ordered)))]
 
 
-def columns(side: Side) -> tuple[str, ...]:
-    """The columns of an engine from the tokens on."""
-    width, parts = summary(side)
+def _num_first(steps: Sequence[object]) -> int:
+    return min(20, len(steps) // 3)
+
+
+def engine_columns(side: Side) -> Row:
+    """The columns of an engine from the tokens on: means over steps."""
+    steps = kept(side.steps, lambda spent: sum(spent.values()) - spent["forward"])
+    parts = {part: 1e6 * statistics.mean(step[part] for step in steps) for part in steps[0]}
     host = parts["inputs"] + parts["python"] + parts["messages"]
     spent = (parts["inputs"], parts["python"], parts["messages"], host, parts["sampling"])
-    return (f"{width:.1f}", *(f"{part:.0f}" for part in spent))
+    return (f"{statistics.mean(side.widths[_num_first(side.widths) :]):.1f}", *(f"{part:.0f}" for part in spent))
 
 
-def sessions_of(mode: Mode, count: int, temperature: float, vocab_size: int) -> dict[str, Session]:
-    """Sessions with prompts of their own."""
-    sessions = {}
-    for index in range(count):
-        sampling = SamplingParams(max_tokens=_MAX_TOKENS, temperature=temperature, seed=index, ignore_eos=True)
-        session_id = f"{mode.value}{count}.{temperature:g}.{index}"
-        prompt = [(index * 131 + 7 * at) % vocab_size for at in range(_PROMPT_LEN)]
-        sessions[session_id] = Session(session_id, prompt, sampling, SpeculationParams(mode=mode), decode=lambda _: "")
-    return sessions
+def relay_columns(seconds: float) -> Row:
+    """The columns of the relay from the tokens on."""
+    return ("", "", "", "", f"{1e6 * seconds:.0f}", "")
+
+
+def _reading(clock: Clock, engine: type[Any]) -> Any:
+    """While it is open, new engines of a class read ``clock``."""
+    return mock.patch.dict(engine.__init__.__kwdefaults__, clock=clock)
+
+
+def _timed(side: Side, turns: list[float]) -> None:
+    """Adds the seconds of each of an engine's turns."""
+    step = side.step
+
+    def timed(batch: bytes | None = None) -> tuple[bool, bytes | None]:
+        started = time.thread_time()
+        result = step(batch)
+        turns.append(time.thread_time() - started)
+        return result
+
+    side.step = timed  # type: ignore[method-assign]
 
 
 class Bench:
     """Both engines with stubs for models, and what their steps cost."""
 
     def __init__(self, max_sessions: int) -> None:
-        """Builds the engines from the embedded pair."""
+        """Builds the engines from the embedded pair, with ``clocks`` of their own."""
         options: dict[str, Any] = {"dtype": "bfloat16", "compile": False}
         limits: dict[str, Any] = {"max_sessions": max_sessions, "max_step_tokens": _STEP_TOKENS}
         config = LocalConfig(
@@ -139,8 +183,10 @@ class Bench:
         assert draft_setup is not None
         self._watch = Stopwatch(time.thread_time)
         self._outboxes: tuple[list[Any], list[Any]] = ([], [])
-        self._target = build_target_engine(config.target_setup(), self._outboxes[0].extend)
-        self._draft = build_draft_engine(draft_setup, self._outboxes[1].extend)
+        self.clocks = {part: Clock() for part in _CALLS}
+        with _reading(self.clocks["target"], TargetEngine), _reading(self.clocks["draft"], DraftEngine):
+            self._target = build_target_engine(config.target_setup(), self._outboxes[0].extend)
+            self._draft = build_draft_engine(draft_setup, self._outboxes[1].extend)
         drafter: Any = self._draft._drafter
         stubbed(self._target.runner, self._watch, Limits(max_sessions, _STEP_TOKENS, _PAGES), misses=False)
         tree_limits = Limits(_TREE_STEP_TOKENS, _TREE_STEP_TOKENS, _PAGES + 5, is_tree=True)
@@ -158,68 +204,107 @@ class Bench:
             stack.enter_context(mock.patch.object(module, name, self._watch.of(part, getattr(module, name))))
         return stack
 
-    def rows(self, mode: Mode, temperature: float, num_sessions: int, num_steps: int) -> list[tuple[str, ...]]:
-        """Runs sessions for ``num_steps`` steps of the target: the rows of both engines and of the relay."""
-        target, draft = self._target, self._draft
-        sides = (
-            Side(
-                target,
-                self._watch,
-                lambda b: decode_to_target(target_pb2.ToTarget.FromString(b))[0],
-                lambda: target.stats.steps,
-                outbox=self._outboxes[0],
-            ),
-            Side(
-                draft,
-                self._watch,
-                lambda b: decode_to_draft(draft_pb2.ToDraft.FromString(b))[0],
-                lambda: draft.stats.tree_steps,
-                outbox=self._outboxes[1],
-            ),
-        )
-        sessions = sessions_of(mode, num_sessions, temperature, target.runner.vocab_size)
-        relay = Relay()
-        with mock.patch.object(Side, "step", relay.of(Side.step)):
-            started = time.thread_time()
-            run(sides[0], sides[1] if mode is Mode.OVERLAPPED else None, sessions, num_steps)
-            relay_s = time.thread_time() - started - relay.inside_s
-        for session in sessions.values():
-            actions = session.cancel()
-            target.receive(actions.to_target)
-            draft.receive(actions.to_draft)
-        for outbox in self._outboxes:
-            outbox.clear()
-        facts = (f"{temperature:g}", str(num_sessions))
-        relayed = (f"relay {mode.value}", *facts, "", "", "", "", f"{1e6 * relay_s / len(sides[0].steps):.0f}", "")
-        measured = [(name, side) for name, side in zip(("target", "draft"), sides, strict=True) if side.steps]
-        return [*((f"{name} {mode.value}", *facts, *columns(side)) for name, side in measured), relayed]
+    def sides(self) -> dict[str, Side]:
+        """Both engines, with no step so far."""
+        target = target_side(self._target, self._watch, self._outboxes[0])
+        return {"target": target, "draft": draft_side(self._draft, self._watch, self._outboxes[1])}
+
+    def rows(
+        self, mode: Mode, temperature: float, num_sessions: int, num_steps: int, recordings: Mapping[str, Recording]
+    ) -> list[Row]:
+        """Runs sessions for ``num_steps`` steps of the target: the rows of both engines and of the relay.
+
+        ``recordings``: by parts, to which the calls of this run are added; those of no others are kept.
+        """
+        cell = Cell(mode, temperature, num_sessions, self._target.runner.vocab_size)
+        sides, router = self.sides(), Router(cell.sessions())
+        for part, recording in recordings.items():
+            calls = record(router if part == "relay" else sides[part], _CALLS[part], self.clocks[part])
+            recording.append((cell, calls))
+        turns: list[float] = []
+        for side in sides.values():
+            _timed(side, turns)
+        target, draft = sides["target"], sides["draft"]
+        started = time.thread_time()
+        run(target, draft if mode is Mode.OVERLAPPED else None, router, num_steps)
+        relay_s = time.thread_time() - started - sum(turns)
+        rows = [cell.row(part, engine_columns(side)) for part, side in sides.items() if side.steps]
+        rows.append(cell.row("relay", relay_columns(relay_s / len(target.steps))))
+        cancel(target, draft, router)
+        return rows
+
+
+def apart(part: str, max_sessions: int, recording: Recording) -> list[Row]:
+    """The rows of one part, to which the recorded calls are made in this process.
+
+    Raises:
+        RuntimeError: the part sends another batch than the recorded one.
+    """
+    torch.set_num_threads(1)
+    rows = []
+    if part == "relay":
+        settle()
+        for cell, calls in recording:
+            seconds = _steps(calls, play(Router(cell.sessions()), calls, Clock()))
+            rows.append(cell.row(part, relay_columns(statistics.mean(kept(seconds, float)))))
+        return rows
+    bench = Bench(max_sessions)
+    settle()
+    with bench.timed():
+        for cell, calls in recording:
+            side = bench.sides()[part]
+            play(side, calls, bench.clocks[part])
+            if side.steps:
+                rows.append(cell.row(part, engine_columns(side)))
+    return rows
+
+
+def _steps(calls: Sequence[Call], seconds: Sequence[float]) -> list[float]:
+    """The router's seconds by steps of the target, each from its batch to the next one."""
+    steps = [0.0]
+    for call, spent in zip(calls, seconds, strict=True):
+        if call.method == "on_target":
+            steps.append(0.0)
+        steps[-1] += spent
+    return steps
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints one table of microseconds."""
+    """Prints one table of microseconds, with ``--apart`` two."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--modes", type=Mode, nargs="+", default=[Mode.PLAIN, Mode.OVERLAPPED])
     parser.add_argument("--steps", type=int, default=60, help="of the target, per row")
+    parser.add_argument("--apart", action="store_true", help="each part once more, alone in a process of its own")
     parser.add_argument("--profile", action="store_true", help="print what functions cost; the table is then inflated")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     bench = Bench(max(args.sessions))
     settle()
     profile = cProfile.Profile(time.thread_time)
-    rows: list[tuple[str, ...]] = []
+    recordings: dict[str, Recording] = {part: [] for part in _CALLS} if args.apart else {}
+    rows: list[Row] = []
     with bench.timed(), profile if args.profile else nullcontext():
         for mode in args.modes:
             for temperature in args.temperatures:
                 for num_sessions in args.sessions:
-                    rows += bench.rows(mode, temperature, num_sessions, args.steps)
-    order = [f"{name} {mode.value}" for name in ("target", "draft", "relay") for mode in args.modes]
-    rows.sort(key=lambda row: order.index(row[0]))
-    print("CPU time of one thread per step, us")
-    print("\n".join(table([_COLUMNS, *rows])))
+                    rows += bench.rows(mode, temperature, num_sessions, args.steps, recordings)
+    _print("CPU time per step, us, in turns in one thread", rows, args.modes)
     if args.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+    if args.apart:
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as processes:
+            alone = [processes.submit(apart, part, max(args.sessions), calls) for part, calls in recordings.items()]
+            rows = [row for part in alone for row in part.result()]
+        _print("CPU time per step, us, each alone in its own process", rows, args.modes)
+
+
+def _print(title: str, rows: Sequence[Row], modes: Sequence[Mode]) -> None:
+    order = [f"{part} {mode.value}" for part in _CALLS for mode in modes]
+    print(title)
+    print("\n".join(table([_COLUMNS, *sorted(rows, key=lambda row: order.index(row[0]))])))
 
 
 if __name__ == "__main__":

@@ -37,8 +37,10 @@ from paceline.cli.table import table
 from paceline.config import DraftModel, LocalConfig, TargetModel
 from paceline.draft import engine as draft_engine
 from paceline.draft.build import build_draft_engine
+from paceline.draft.engine import DraftEngine
 from paceline.drafters import model as model_drafter
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.messages import ToDraft, ToTarget
 from paceline.model.loading import LoadedModel, load_model
 from paceline.router.relay import Outbox, Relay
 from paceline.router.session import Actions, Session
@@ -54,6 +56,7 @@ from paceline.rpc.streams import (
 )
 from paceline.target import engine as target_engine
 from paceline.target.build import build_target_engine
+from paceline.target.engine import TargetEngine
 from paceline.types import Mode, SamplingParams, SpeculationParams
 from paceline.v1 import draft_pb2, target_pb2
 from paceline_bench.grow import parse_size
@@ -102,38 +105,110 @@ class Stopwatch:
 
 @dataclass
 class Side:
-    """One engine, its inbox of encoded batches and the times of its steps."""
+    """One engine at its end of the wire, and the times of its steps."""
 
     engine: Any
     watch: Stopwatch
+    outbox: list[Any]
+    """What the engine emits."""
     decode: Callable[[bytes], Sequence[Any]]
+    encode: Callable[[Sequence[Any]], bytes]
     count: Callable[[], int]
     """Steps that count so far: of a draft tree steps, of a target all."""
-    inbox: list[bytes] = field(default_factory=list)
-    outbox: list[Any] = field(default_factory=list)
+    width: Callable[[], int]
+    """Tokens of all steps so far: of a draft leaves."""
     steps: list[dict[str, float]] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
 
-    def step(self, encode: Callable[[Sequence[Any]], bytes], width: Callable[[], int]) -> tuple[bool, bytes | None]:
+    def step(self, batch: bytes | None = None) -> tuple[bool, bytes | None]:
         """One turn: takes in what has come, steps, encodes what leaves."""
-        before, wide = self.count(), width()
+        before, wide = self.count(), self.width()
         self.watch.take()
         with self.watch.part("messages"):
-            messages = [message for batch in self.inbox for message in self.decode(batch)]
-        self.inbox.clear()
+            messages = self.decode(batch) if batch is not None else ()
         with self.watch.part("python"):
             if messages:
                 self.engine.receive(messages)
             worked = self.engine.step()
-        batch = None
+        sent = None
         if self.outbox:
             with self.watch.part("messages"):
-                batch = encode(self.outbox)
+                sent = self.encode(self.outbox)
             self.outbox.clear()
         if self.count() > before:
             self.steps.append(self.watch.take())
-            self.widths.append(width() - wide)
-        return worked, batch
+            self.widths.append(self.width() - wide)
+        return worked, sent
+
+
+def target_side(engine: TargetEngine, watch: Stopwatch, outbox: list[Any]) -> Side:
+    """The target's side."""
+    return Side(
+        engine,
+        watch,
+        outbox,
+        decode=lambda batch: decode_to_target(target_pb2.ToTarget.FromString(batch))[0],
+        encode=lambda messages: encode_from_target(messages).SerializeToString(),
+        count=lambda: engine.stats.steps,
+        width=lambda: engine.stats.tokens_computed,
+    )
+
+
+def draft_side(engine: DraftEngine, watch: Stopwatch, outbox: list[Any]) -> Side:
+    """The draft's side."""
+    return Side(
+        engine,
+        watch,
+        outbox,
+        decode=lambda batch: decode_to_draft(draft_pb2.ToDraft.FromString(batch))[0],
+        encode=lambda messages: encode_from_draft(messages).SerializeToString(),
+        count=lambda: engine.stats.tree_steps,
+        width=lambda: engine.stats.leaves,
+    )
+
+
+class Router:
+    """The router between both engines: its sessions, and encoded batches that come from either and go to either."""
+
+    def __init__(self, sessions: dict[str, Session]) -> None:
+        """Opens the sessions, of which ``to_target`` and ``to_draft`` tell the engines."""
+        self._relay = Relay()
+        self._relay.sessions.update(sessions)
+        self._to_target: list[ToTarget] = []
+        self._to_draft: list[ToDraft] = []
+        for session in sessions.values():
+            self._send(session.open())
+
+    def on_target(self, batch: bytes) -> None:
+        """Takes a batch from the target."""
+        self._send(self._relay.on_target(decode_from_target(target_pb2.FromTarget.FromString(batch))[0]))
+
+    def on_draft(self, batch: bytes) -> None:
+        """Takes a batch from the draft."""
+        self._send(self._relay.on_draft(decode_from_draft(draft_pb2.FromDraft.FromString(batch))[0]))
+
+    def to_target(self) -> bytes | None:
+        """What goes to the target next; None: nothing."""
+        messages, self._to_target = self._to_target, []
+        return encode_to_target(messages).SerializeToString() if messages else None
+
+    def to_draft(self) -> bytes | None:
+        """What goes to the draft next; None: nothing."""
+        messages, self._to_draft = self._to_draft, []
+        return encode_to_draft(messages).SerializeToString() if messages else None
+
+    def mean_context_len(self) -> int:
+        """Tokens of a session's context."""
+        return round(statistics.mean(len(session._history) for session in self._relay.sessions.values()))
+
+    def cancel(self) -> None:
+        """Ends all sessions, of which ``to_target`` and ``to_draft`` tell the engines."""
+        for session in self._relay.sessions.values():
+            self._send(session.cancel())
+
+    def _send(self, consequences: Actions | Outbox) -> None:
+        self._to_target += consequences.to_target
+        self._to_draft += consequences.to_draft
 
 
 def read_bandwidth() -> float:
@@ -154,48 +229,38 @@ def weight_bytes(model: LoadedModel) -> int:
     return model.size.num_parameters * model.dtype.itemsize
 
 
-def run(target: Side, draft: Side | None, sessions: dict[str, Session], num_steps: int) -> int:
-    """Steps until the target has done ``num_steps`` with all sessions in progress; returns the mean context length."""
-    relay = Relay()
-    relay.sessions.update(sessions)
-
-    def to_engines(consequences: Actions | Outbox) -> None:
-        to_target.extend(consequences.to_target)
-        to_draft.extend(consequences.to_draft)
-
-    to_target: list[Any] = []
-    to_draft: list[Any] = []
-    for session in sessions.values():
-        to_engines(session.open())
+def run(target: Side, draft: Side | None, router: Router, num_steps: int) -> None:
+    """Steps until the target has done ``num_steps``. ``draft``: None in plain decoding."""
+    batch = router.to_target()
     while len(target.steps) < num_steps:
-        if to_target:
-            target.inbox.append(encode_to_target(to_target).SerializeToString())
-            to_target.clear()
-        worked, batch = target.step(
-            lambda messages: encode_from_target(messages).SerializeToString(),
-            lambda: target.engine.stats.tokens_computed,
-        )
-        if batch is not None:
-            events: list[Any] = decode_from_target(target_pb2.FromTarget.FromString(batch))[0]
-            to_engines(relay.on_target(events))
-        if draft is None:
-            continue
-        if to_draft:
-            draft.inbox.append(encode_to_draft(to_draft).SerializeToString())
-            to_draft.clear()
-        drafting = True
-        for _ in range(4):  # about what fits beside one step of the target
-            drafting, batch = draft.step(
-                lambda messages: encode_from_draft(messages).SerializeToString(), lambda: draft.engine.stats.leaves
-            )
-            if batch is not None:
-                events = decode_from_draft(draft_pb2.FromDraft.FromString(batch))[0]
-                to_engines(relay.on_draft(events))
-            if not drafting:
-                break
-        if not worked and not drafting and not to_target:
+        worked, sent = target.step(batch)
+        if sent is not None:
+            router.on_target(sent)
+        drafted = draft is not None and _draft(draft, router)
+        batch = router.to_target()
+        if not worked and not drafted and batch is None:
             time.sleep(target.engine.wait_s() or 0.0)
-    return round(statistics.mean(len(session._history) for session in sessions.values()))
+
+
+def _draft(draft: Side, router: Router) -> bool:
+    """As many of the draft's turns as fit beside one step of the target. True: it has more to do."""
+    batch, drafted = router.to_draft(), True
+    for _ in range(4):
+        drafted, sent = draft.step(batch)
+        if sent is not None:
+            router.on_draft(sent)
+        if not drafted:
+            break
+        batch = None
+    return drafted
+
+
+def cancel(target: Side, draft: Side, router: Router) -> None:
+    """Ends all sessions of a run, at the engines too."""
+    router.cancel()
+    for side, batch in ((target, router.to_target()), (draft, router.to_draft())):
+        if batch is not None:
+            side.step(batch)
 
 
 def summary(side: Side, skip: int) -> dict[str, float]:
@@ -255,22 +320,7 @@ def main() -> None:
         stack.enter_context(mock.patch.object(model_drafter, "draft_candidates", candidates))
         for mode in (Mode.PLAIN, Mode.OVERLAPPED):
             for num_sessions in args.sessions:
-                sides = (
-                    Side(
-                        target,
-                        watch,
-                        lambda b: decode_to_target(target_pb2.ToTarget.FromString(b))[0],
-                        lambda: target.stats.steps,
-                        outbox=outboxes[0],
-                    ),
-                    Side(
-                        draft,
-                        watch,
-                        lambda b: decode_to_draft(draft_pb2.ToDraft.FromString(b))[0],
-                        lambda: draft.stats.tree_steps,
-                        outbox=outboxes[1],
-                    ),
-                )
+                sides = target_side(target, watch, outboxes[0]), draft_side(draft, watch, outboxes[1])
                 sessions = {}
                 for index in range(num_sessions):
                     sampling = SamplingParams(max_tokens=700, temperature=args.temperature, seed=index, ignore_eos=True)
@@ -282,13 +332,10 @@ def main() -> None:
                         SpeculationParams(mode=mode),
                         decode=lambda _: "",
                     )
-                context = run(sides[0], sides[1] if mode is Mode.OVERLAPPED else None, sessions, args.steps)
-                for session in sessions.values():
-                    actions = session.cancel()
-                    target.receive(actions.to_target)
-                    draft.receive(actions.to_draft)
-                for outbox in outboxes:
-                    outbox.clear()
+                router = Router(sessions)
+                run(sides[0], sides[1] if mode is Mode.OVERLAPPED else None, router, args.steps)
+                context = router.mean_context_len()
+                cancel(*sides, router)
                 for name, side, size, kv in zip(("target", "draft"), sides, weights, (kv_bytes, draft_kv), strict=True):
                     if not side.steps:
                         continue
