@@ -15,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core import native_tree
-from paceline.core.native_tree import NativeTree, new_tree
-from paceline.core.tree import FIRST, GREW, LOST, OFFERS, Added, Producer, SpeculationTree, TreeNode, add_each
+from paceline.core.native_tree import NativeTree, new_tree, rows_of
+from paceline.core.processors import Row, SamplerState
+from paceline.core.tree import FIRST, GREW, LOST, OFFERS, Added, Producer, Proposal, SpeculationTree, TreeNode, add_each
 from paceline.messages import Node, NodeColumns, Nodes, SparseDistribution
 from paceline.rpc.streams import _read_tree, decode_to_target
+from paceline.types import SamplingParams
 from paceline.v1 import target_pb2, types_pb2
 
 VOCAB = 4
@@ -81,10 +83,11 @@ ADDED = st.tuples(
     st.sampled_from([Producer.DRAFT, Producer.DRAFT, Producer.DRAFT, Producer.HEAD]),
 )
 WALKED = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3).map(tuple)
+FOLLOWED = st.lists(st.integers(0, VOCAB - 1), max_size=3)
 
 
 @needs_passes
-@given(st.lists(ADDED | WALKED | st.integers(1, 4), max_size=30), st.booleans(), st.integers(1, 8))
+@given(st.lists(ADDED | WALKED | FOLLOWED | st.integers(1, 4), max_size=30), st.booleans(), st.integers(1, 8))
 @settings(max_examples=600, deadline=None)
 def test_native_passes_equal_their_twins(operations: list[object], rejection: bool, max_nodes: int) -> None:
     twin = SpeculationTree(VOCAB, 5, rejection=rejection, max_nodes=max_nodes)
@@ -92,6 +95,8 @@ def test_native_passes_equal_their_twins(operations: list[object], rejection: bo
     for operation in operations:
         if isinstance(operation, int):
             assert repr(tree.proposal(operation)) == repr(twin.proposal(operation))
+        elif isinstance(operation, list):
+            assert tree.follow(operation) is twin.follow(operation)
         elif isinstance(operation[1:2], tuple) and isinstance(operation[0], NodeColumns):  # type: ignore[index]
             assert tree.add(*operation) == twin.add(*operation)  # type: ignore[misc]
         else:
@@ -156,13 +161,15 @@ def growths(draw: st.DrawFn) -> Iterator[tuple[NodeColumns, tuple[int, ...]]]:
 @given(growths())
 @settings(max_examples=300, deadline=None)
 def test_a_growing_tree_is_followed_as_its_twin_is(messages: Iterator[tuple[NodeColumns, tuple[int, ...]]]) -> None:
-    twin, tree = SpeculationTree(VOCAB, 5), NativeTree(VOCAB, 5)
+    twin, tree, follower = SpeculationTree(VOCAB, 5), NativeTree(VOCAB, 5), NativeTree(VOCAB, 5)
     for nodes, token_ids in messages:
-        assert tree.add(nodes) == twin.add(nodes)
+        assert tree.add(nodes) == twin.add(nodes) == follower.add(nodes)
         assert repr(tree.proposal(3)) == repr(twin.proposal(3))
-        assert tree.walk(token_ids) == twin.walk(token_ids)
+        walk = twin.walk(token_ids)
+        assert tree.walk(token_ids) == walk
+        assert follower.follow(token_ids) is walk.cause
         assert repr(tree.proposal(4)) == repr(twin.proposal(4))
-        assert repr(state(tree)) == repr(state(twin))
+        assert repr(state(tree)) == repr(state(twin)) == repr(state(follower))
         tree.check_integrity()
 
 
@@ -255,6 +262,20 @@ def test_batches_are_read_as_without_a_native_reader(rows: list[tuple[str, bytes
     expected = repr(decode_to_target(batch))
     with mock.patch.object(Nodes, "read_plain", native_tree._passes().read_each):
         assert repr(decode_to_target(batch)) == expected
+
+
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_passes)])
+@pytest.mark.parametrize(
+    "proposal", [Proposal(), Proposal((3,)), Proposal((3, 1, 2)), Proposal((3, 1, 2), parents=(-1, 0, -1))]
+)
+def test_rows_are_those_of_the_suffixes(native: bool, proposal: Proposal, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr(native_tree, "_passes", lambda: None)
+    state = SamplerState(SamplingParams(), 0, (0, 1), vocab_size=VOCAB)
+    rows = rows_of(state, proposal)
+    assert rows == [Row(state, suffix) for suffix in proposal.suffixes()]
+    assert [type(row) for row in rows] == [Row] * (len(proposal) + 1)
+    assert [row.position for row in rows] == [2 + len(suffix) for suffix in proposal.suffixes()]
 
 
 def num_nodes() -> int:

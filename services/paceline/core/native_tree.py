@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.core import rows, tree
 from paceline.core.native import extension
+from paceline.core.processors import Row, SamplerState
 from paceline.core.sparse import TOLERANCE
 from paceline.core.tree import NO_PROPOSAL, Added, Producer, Proposal, Refusal, SpeculationTree, TreeNode, Walk
 from paceline.errors import EngineError
@@ -50,6 +51,15 @@ def add_each(
     return added
 
 
+def rows_of(state: SamplerState, proposal: Proposal) -> list[Row]:
+    """The positions of one session to decide: after its context, and after each token of its proposal."""
+    passes = _passes()
+    if passes is None or proposal.parents:
+        return [Row(state, suffix) for suffix in proposal.suffixes()]
+    made: list[Row] = passes.rows(Row, state, proposal.token_ids)
+    return made
+
+
 class NativeTree(SpeculationTree):
     """A ``SpeculationTree`` that takes columns of nodes, follows tokens and finds its best path natively."""
 
@@ -72,13 +82,14 @@ class NativeTree(SpeculationTree):
         rest = super().walk(token_ids[len(node_ids) :])
         return Walk(node_ids + rest.node_ids, rest.unresolved, rest.cause)
 
+    def follow(self, token_ids: Sequence[int]) -> Cause:
+        """Follows committed tokens as ``SpeculationTree.follow`` does."""
+        cause: Cause | None = _passes().follow(self, token_ids)
+        return super().follow(token_ids) if cause is None else cause
+
     def _proposal(self, k: int) -> Proposal:
-        found = _passes().best_path(self, k)
-        if found is None:
-            return NO_PROPOSAL
-        token_ids, qs, probs, node_ids, claims = found
-        several = len(self._producers) > 1
-        return Proposal(token_ids, qs, probs, node_ids, (), claims if several else (), claims[0][0][0])
+        found: Proposal = _passes().best_path(self, k)
+        return found
 
 
 @functools.cache
@@ -93,6 +104,7 @@ def _passes() -> Any:
         types = NativeTree, Nodes, NodeColumns
         limits = TOLERANCE, MAX_STEP_S
         passes.prepare(prototype, *types, *refusals, probability, *limits, SparseDistribution, Added, all_added)
+        passes.prepare_walks(NO_PROPOSAL, Cause.HIT, Cause.LATE, Cause.TOKEN, Cause.K)
     except (EngineError, ImportError, TypeError) as error:
         log.warning("trees are followed by Python, which is slower: %s", error)
         return None

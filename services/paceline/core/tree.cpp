@@ -44,7 +44,7 @@ struct MessageLayout {
 } of_message;
 
 struct Names {
-  PyObject *add, *added, *attach, *dropped, *invalid, *packed_ids, *packed_probs, *stale;
+  PyObject *add, *added, *append, *attach, *dropped, *invalid, *packed_ids, *packed_probs, *stale;
 } names;
 
 // What prepare was told besides.
@@ -54,6 +54,17 @@ double tolerance, most_step_s;
 
 PyObject *distribution, *added_type;
 PyObject* all_added;  // of so many nodes that none was refused of, a tuple
+
+// What prepare_walks was told: the causes of a walk, and where Proposal keeps its attributes.
+struct {
+  PyObject *hit, *late, *token, *k;
+} causes;
+
+struct {
+  PyTypeObject* type;
+  PyObject* none;  // NO_PROPOSAL
+  Py_ssize_t token_ids, qs, probs, node_ids, parents, claims, producer;
+} proposals;
 
 PyObject* empty_tuple;
 PyObject* minus_one;
@@ -141,6 +152,22 @@ PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
         find(layout.type, "sampled", layout.sampled) && find(layout.type, "token_id", layout.token_id)))
     return nullptr;
   layout.prototype = Py_NewRef(prototype);
+  Py_RETURN_NONE;
+}
+
+// prepare_walks(none, hit, late, token, k): NO_PROPOSAL, and the causes of a walk.
+PyObject* prepare_walks(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 5) return PyErr_Format(PyExc_TypeError, "prepare_walks takes 5 arguments, not %zd", count);
+  proposals.type = Py_TYPE(proposals.none = Py_NewRef(arguments[0]));
+  const struct {
+    const char* name;
+    Py_ssize_t* offset;
+  } found[] = {{"token_ids", &proposals.token_ids}, {"qs", &proposals.qs},         {"probs", &proposals.probs},
+               {"node_ids", &proposals.node_ids},   {"parents", &proposals.parents}, {"claims", &proposals.claims},
+               {"producer", &proposals.producer}};
+  for (const auto& each : found)
+    if (!find(proposals.type, each.name, *each.offset)) return nullptr;
+  causes = {Py_NewRef(arguments[1]), Py_NewRef(arguments[2]), Py_NewRef(arguments[3]), Py_NewRef(arguments[4])};
   Py_RETURN_NONE;
 }
 
@@ -402,6 +429,34 @@ bool drop(const Tree& tree, PyObject* root) {
   return true;
 }
 
+// The nodes that tokens lead to from an anchor, held by their tree, as far as there are any. False after an error.
+bool find_path(PyObject* anchor, PyObject* tokens, std::vector<PyObject*>& path) {
+  PyObject* at = anchor;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(tokens); ++i) {
+    at = PyDict_GetItemWithError(slot(at, layout.children), PySequence_Fast_GET_ITEM(tokens, i));
+    if (at == nullptr) return !PyErr_Occurred();
+    path.push_back(at);
+  }
+  return true;
+}
+
+// Moves the anchor along a path of at least one node, and forgets all that is beside it. False after an error.
+bool move(const Tree& tree, PyObject* anchor, const std::vector<PyObject*>& path) {
+  Ref last(Py_NewRef(path.back()));
+  PyObject* old = anchor;
+  for (PyObject* child : path) {
+    if (!forget(tree, old)) return false;
+    PyObject *token_id, *other;
+    Py_ssize_t place = 0;
+    while (PyDict_Next(slot(old, layout.children), &place, &token_id, &other))
+      if (other != child && !drop(tree, other)) return false;
+    put(child, layout.parent, Py_NewRef(Py_None));
+    old = child;
+  }
+  put(tree.self, of_tree.anchor, last.release());
+  return true;
+}
+
 // descend(tree, token_ids) -> ids of the nodes that the anchor has moved along, those of the first tokens; of none if
 // there is more than the plain case. What SpeculationTree.walk does for tokens that have nodes.
 PyObject* descend(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -411,61 +466,112 @@ PyObject* descend(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (!tokens || !tree.valid()) return nullptr;
   Ref anchor(Py_NewRef(tree.anchor()));
   if (!tree.plain()) return Py_NewRef(empty_tuple);
-  const Py_ssize_t size = PySequence_Fast_GET_SIZE(tokens.get());
-  std::vector<PyObject*> path;  // held by the tree
-  PyObject* at = anchor.get();
-  while (static_cast<Py_ssize_t>(path.size()) < size) {
-    PyObject* token_id = PySequence_Fast_GET_ITEM(tokens.get(), static_cast<Py_ssize_t>(path.size()));
-    PyObject* child = PyDict_GetItemWithError(slot(at, layout.children), token_id);
-    if (child == nullptr) break;
-    path.push_back(at = child);
-  }
-  if (PyErr_Occurred()) return nullptr;
+  std::vector<PyObject*> path;
+  if (!find_path(anchor.get(), tokens.get(), path)) return nullptr;
   if (path.empty()) return Py_NewRef(empty_tuple);
   Ref node_ids(PyTuple_New(static_cast<Py_ssize_t>(path.size())));
-  Ref last(Py_NewRef(at));
   if (!node_ids) return nullptr;
   tree.changed();
-  PyObject* old = anchor.get();
-  for (size_t i = 0; i < path.size(); ++i) {
-    PyObject* child = path[i];
-    PyTuple_SET_ITEM(node_ids.get(), static_cast<Py_ssize_t>(i), Py_NewRef(slot(child, layout.node_id)));
-    if (!forget(tree, old)) return nullptr;
-    PyObject *token_id, *other;
-    Py_ssize_t place = 0;
-    while (PyDict_Next(slot(old, layout.children), &place, &token_id, &other))
-      if (other != child && !drop(tree, other)) return nullptr;
-    put(child, layout.parent, Py_NewRef(Py_None));
-    old = child;
-  }
-  put(tree.self, of_tree.anchor, last.release());
+  for (size_t i = 0; i < path.size(); ++i)
+    PyTuple_SET_ITEM(node_ids.get(), static_cast<Py_ssize_t>(i), Py_NewRef(slot(path[i], layout.node_id)));
+  if (!move(tree, anchor.get(), path)) return nullptr;
   return node_ids.release();
 }
 
-// best_path(tree, k) -> token ids, qs, probs, node ids and claims of the best path below the anchor, a tuple of each, or
-// None if there is none. SpeculationTree._proposal.
+// follow(tree, token_ids) -> the cause of SpeculationTree.walk, which is what it does; None, and nothing is done, if
+// there is more than the plain case.
+PyObject* follow(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 2) return PyErr_Format(PyExc_TypeError, "follow takes 2 arguments, not %zd", count);
+  const Tree tree(arguments[0]);
+  Ref tokens(PySequence_Fast(arguments[1], "tokens are no sequence"));
+  if (!tokens || !tree.valid()) return nullptr;
+  Ref anchor(Py_NewRef(tree.anchor()));
+  if (!tree.plain()) Py_RETURN_NONE;
+  std::vector<PyObject*> path;
+  if (!find_path(anchor.get(), tokens.get(), path)) return nullptr;
+  tree.changed();
+  if (!path.empty() && !move(tree, anchor.get(), path)) return nullptr;
+  PyObject* last = path.empty() ? anchor.get() : path.back();
+  const Py_ssize_t size = PySequence_Fast_GET_SIZE(tokens.get()), num_found = static_cast<Py_ssize_t>(path.size());
+  if (num_found == size) return Py_NewRef(slot(last, layout.best) == Py_None ? causes.late : causes.hit);
+  PyObject *token_id, *child;
+  Py_ssize_t place = 0;
+  const bool ends = PyDict_GET_SIZE(slot(last, layout.children)) == 0;
+  while (PyDict_Next(slot(last, layout.children), &place, &token_id, &child))
+    if (!drop(tree, child)) return nullptr;
+  Ref children(PyDict_New());
+  if (!children) return nullptr;
+  put(last, layout.children, children.release());
+  put(last, layout.best, Py_NewRef(Py_None));
+  for (Py_ssize_t i = num_found; i < size; ++i) {
+    Ref done(PyObject_CallMethodOneArg(tree.suffix, names.append, PySequence_Fast_GET_ITEM(tokens.get(), i)));
+    if (!done) return nullptr;
+  }
+  return Py_NewRef(ends ? causes.k : causes.token);
+}
+
+// best_path(tree, k) -> the best path below the anchor. SpeculationTree._proposal.
 PyObject* best_path(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 2) return PyErr_Format(PyExc_TypeError, "best_path takes 2 arguments, not %zd", count);
   const Py_ssize_t most = PyLong_AsSsize_t(arguments[1]);
   const Tree tree(arguments[0]);
   if (PyErr_Occurred() || !tree.valid()) return nullptr;
+  PyObject* producers = slot(tree.self, of_tree.producers);
+  if (producers == nullptr || !PySet_Check(producers))
+    return PyErr_Format(PyExc_TypeError, "the producers of a tree are no set");
   std::vector<PyObject*> path;
   for (PyObject* node = slot(tree.anchor(), layout.best); is_node(node) && static_cast<Py_ssize_t>(path.size()) < most;
        node = slot(node, layout.best))
     path.push_back(node);
-  if (path.empty()) Py_RETURN_NONE;
+  if (path.empty()) return Py_NewRef(proposals.none);
+  PyObject* claims = slot(path[0], layout.claims);
+  PyObject* claim = PyTuple_CheckExact(claims) && PyTuple_GET_SIZE(claims) ? PyTuple_GET_ITEM(claims, 0) : Py_None;
+  if (!PyTuple_CheckExact(claim) || PyTuple_GET_SIZE(claim) == 0)
+    return PyErr_Format(PyExc_TypeError, "a node without claims");
+  Ref proposal(PyType_GenericAlloc(proposals.type, 0));
+  if (!proposal) return nullptr;
+  put(proposal.get(), proposals.parents, Py_NewRef(empty_tuple));
+  put(proposal.get(), proposals.claims, Py_NewRef(empty_tuple));
+  put(proposal.get(), proposals.producer, Py_NewRef(PyTuple_GET_ITEM(claim, 0)));
+  const Py_ssize_t columns[][2] = {{proposals.token_ids, layout.token_id},
+                                   {proposals.qs, layout.q},
+                                   {proposals.probs, layout.prob},
+                                   {proposals.node_ids, layout.node_id},
+                                   {proposals.claims, layout.claims}};
   const Py_ssize_t size = static_cast<Py_ssize_t>(path.size());
-  const Py_ssize_t offsets[] = {layout.token_id, layout.q, layout.prob, layout.node_id, layout.claims};
-  Ref columns(PyTuple_New(5));
-  if (!columns) return nullptr;
-  for (Py_ssize_t column = 0; column < 5; ++column) {
+  for (int column = 0; column < (PySet_GET_SIZE(producers) > 1 ? 5 : 4); ++column) {
     PyObject* values = PyTuple_New(size);
     if (values == nullptr) return nullptr;
-    PyTuple_SET_ITEM(columns.get(), column, values);
+    put(proposal.get(), columns[column][0], values);
     for (Py_ssize_t i = 0; i < size; ++i)
-      PyTuple_SET_ITEM(values, i, Py_NewRef(slot(path[static_cast<size_t>(i)], offsets[column])));
+      PyTuple_SET_ITEM(values, i, Py_NewRef(slot(path[static_cast<size_t>(i)], columns[column][1])));
   }
-  return columns.release();
+  return proposal.release();
+}
+
+// rows(row_type, state, token_ids) -> [row_type(state, token_ids[:i]) for i in 0 .. len(token_ids)]; the type is a tuple of
+// two.
+PyObject* rows(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 3 || !PyType_Check(arguments[0]) || !PyTuple_CheckExact(arguments[2]))
+    return PyErr_Format(PyExc_TypeError, "rows takes a type, a state and a tuple");
+  auto* type = reinterpret_cast<PyTypeObject*>(arguments[0]);
+  if (!PyType_IsSubtype(type, &PyTuple_Type)) return PyErr_Format(PyExc_TypeError, "a row is a tuple");
+  PyObject* token_ids = arguments[2];
+  const Py_ssize_t size = PyTuple_GET_SIZE(token_ids);
+  Ref all(PyList_New(size + 1));
+  if (!all) return nullptr;
+  for (Py_ssize_t i = 0; i <= size; ++i) {
+    PyObject* suffix = PyTuple_GetSlice(token_ids, 0, i);
+    PyObject* row = suffix == nullptr ? nullptr : PyType_GenericAlloc(type, 2);
+    if (row == nullptr) {
+      Py_XDECREF(suffix);
+      return nullptr;
+    }
+    PyTuple_SET_ITEM(row, 0, Py_NewRef(arguments[1]));
+    PyTuple_SET_ITEM(row, 1, suffix);
+    PyList_SET_ITEM(all.get(), i, row);
+  }
+  return all.release();
 }
 
 // The bytes of a protobuf message that have yet to be read. Every read returns false where there is something else.
@@ -646,6 +752,10 @@ PyMethodDef methods[] = {
     {"prepare", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(prepare)), METH_FASTCALL, nullptr},
     {"add", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(add)), METH_FASTCALL, nullptr},
     {"add_each", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(add_each)), METH_FASTCALL, nullptr},
+    {"prepare_walks", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(prepare_walks)), METH_FASTCALL,
+     nullptr},
+    {"rows", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(rows)), METH_FASTCALL, nullptr},
+    {"follow", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(follow)), METH_FASTCALL, nullptr},
     {"descend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(descend)), METH_FASTCALL, nullptr},
     {"best_path", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(best_path)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -659,10 +769,9 @@ PyMODINIT_FUNC PyInit_paceline_tree() {
   const struct {
     PyObject** name;
     const char* text;
-  } all[] = {{&names.add, "add"},         {&names.added, "added"},
-             {&names.attach, "attach"},   {&names.dropped, "dropped"},
-             {&names.invalid, "invalid"}, {&names.packed_ids, "packed_ids"},
-             {&names.stale, "stale"},     {&names.packed_probs, "packed_probs"}};
+  } all[] = {{&names.add, "add"},         {&names.added, "added"},           {&names.append, "append"},
+             {&names.attach, "attach"},   {&names.dropped, "dropped"},       {&names.invalid, "invalid"},
+             {&names.stale, "stale"},     {&names.packed_ids, "packed_ids"}, {&names.packed_probs, "packed_probs"}};
   for (const auto& each : all)
     if ((*each.name = PyUnicode_InternFromString(each.text)) == nullptr) return nullptr;
   if ((empty_tuple = PyTuple_New(0)) == nullptr || (minus_one = PyLong_FromLong(-1)) == nullptr) return nullptr;

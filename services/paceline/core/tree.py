@@ -461,6 +461,10 @@ class SpeculationTree:
             cause = Cause.HIT if self._anchor.best else Cause.LATE
         return Walk(tuple(node_ids), tuple(token_ids[len(node_ids) :]), cause)
 
+    def follow(self, token_ids: Sequence[int]) -> Cause:
+        """``walk`` for its cause alone."""
+        return self.walk(token_ids).cause
+
     def proposal(self, k: int) -> Proposal:
         """The best path below the anchor, at most k long; empty if the tree is lost.
 
