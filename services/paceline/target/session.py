@@ -48,6 +48,60 @@ class TargetSession:
     [num_tokens, num_tokens + k)   the proposal of the running step, its first branch; overwritten later where rejected
     """
 
+    __slots__ = (  # an instance dict of so many attributes is slow to read
+        "_hashes",
+        "_outcome",
+        "_root",
+        "_vocab_size",
+        "acceptance",
+        "account",
+        "attachment",
+        "cache_salt",
+        "cached_tokens",
+        "cause",
+        "draft_available",
+        "draft_epoch",
+        "draft_heard",
+        "draft_silent",
+        "epoch",
+        "generation",
+        "head_anchor",
+        "head_depth",
+        "head_hits",
+        "headed",
+        "histories",
+        "hits",
+        "idle_context_len",
+        "k",
+        "last_nodes_at",
+        "lookup",
+        "max_tokens",
+        "mode",
+        "nodes_context_len",
+        "num_attached",
+        "num_computed",
+        "num_failures",
+        "num_load_failures",
+        "num_prompt_tokens",
+        "on_trial",
+        "outcome_at",
+        "pages",
+        "paused",
+        "picks",
+        "private_pages",
+        "rejection",
+        "resumed_at",
+        "resumed_by_load",
+        "sampler",
+        "session_id",
+        "stop_ids",
+        "tokens",
+        "tree",
+        "unheard_rounds",
+        "verified_draft",
+        "waiting_since",
+    )
+
     def __init__(
         self,
         message: OpenSession,
@@ -201,7 +255,7 @@ class TargetSession:
     def settle(self) -> None:
         """Walks the tree along the last outcome, with the nodes that arrived while its step ran; sets ``cause``."""
         if self._outcome:
-            self.cause = self.tree.walk(self._outcome).cause
+            self.cause = self.tree.follow(self._outcome)
             if self.lookup is not None:
                 self.lookup.follow(len(self.tokens) - len(self._outcome))
             self._outcome = ()
@@ -214,7 +268,9 @@ class TargetSession:
     def proposal(self, limit: int) -> Proposal:
         """Proposes at most ``limit`` tokens to verify now: the draft's, or else what the target has itself."""
         drafted = self.drafted(limit)
-        return drafted if drafted.token_ids else self.fallback(limit)
+        if drafted.token_ids or (self.lookup is None and not self.headed.token_ids):
+            return drafted
+        return self.fallback(limit)
 
     def fallback(self, limit: int) -> Proposal:
         """Proposes at most ``limit`` tokens of a head or of prompt lookup, whichever is expected to bring more."""
@@ -227,7 +283,10 @@ class TargetSession:
 
     def drafted(self, limit: int) -> Proposal:
         """Proposes at most ``limit`` tokens of the draft."""
-        k = 0 if self.paused else min(self.max_draft(), limit)
+        if self.paused:
+            return NO_PROPOSAL
+        most = self.max_draft()
+        k = limit if limit < most else most
         return self.tree.proposal(k) if k > 0 else NO_PROPOSAL
 
     def looked_up(self, limit: int) -> Proposal:
@@ -337,7 +396,8 @@ class TargetSession:
             for i, token_id in enumerate(token_ids[:room]):
                 if token_id in self.stop_ids:
                     return i + 1, FinishReason.STOP
-        return (room, FinishReason.LENGTH) if len(token_ids) >= room else (len(token_ids), None)
+        num_tokens = len(token_ids)
+        return (num_tokens, None) if num_tokens < room else (room, FinishReason.LENGTH)
 
     def check_integrity(self) -> None:
         """Asserts the invariants above."""
