@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -16,6 +17,13 @@ class Ewma:
     def add(self, value: float) -> None:
         """Takes a measurement."""
         self.value = value if self.value is None else self.value + self.weight * (value - self.value)
+
+    def add_all(self, values: Sequence[float]) -> None:
+        """Takes measurements one after the other."""
+        average = self.value
+        for value in values:
+            average = value if average is None else average + self.weight * (value - average)
+        self.value = average
 
     def get(self, default: float) -> float:
         """The average, or ``default`` before the first measurement."""
@@ -50,16 +58,12 @@ class DecayingRatio:
 
     def add(self, part: float, whole: float, num_steps: float = 1.0) -> None:
         """Takes a measurement after ``num_steps`` steps, here and in the parent."""
-        keep = self.keep if num_steps == 1.0 else self.keep**num_steps
-        self.part = keep * self.part + part
-        self.whole = keep * self.whole + whole
-        above = self.parent
-        if above is not None:
-            if above.keep == self.keep and above.parent is None:
-                above.part = keep * above.part + part
-                above.whole = keep * above.whole + whole
-            else:
-                above.add(part, whole, num_steps)
+        ratio: DecayingRatio | None = self
+        while ratio is not None:
+            keep = ratio.keep**num_steps
+            ratio.part = keep * ratio.part + part
+            ratio.whole = keep * ratio.whole + whole
+            ratio = ratio.parent
 
     def fade(self, keep: float) -> None:
         """Makes the measurements so far count less, here alone."""

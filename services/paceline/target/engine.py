@@ -36,7 +36,7 @@ from paceline.model.step_plan import SequenceStep
 from paceline.target.branches import accepted_table, branches_of, page_tables, sequence_steps
 from paceline.target.control.allocation import Allocation
 from paceline.target.control.session_gate import SessionGate
-from paceline.target.control.step_meter import MeasuredStep, StepMeter
+from paceline.target.control.step_meter import DecidedRound, MeasuredStep, StepMeter
 from paceline.target.control.waiting import WaitPolicy
 from paceline.target.cores import TargetCores
 from paceline.target.heads.driver import Heads
@@ -419,17 +419,21 @@ class TargetEngine:
 
     def _settle(self) -> None:
         """Walks the trees along the last outcomes, with the nodes that arrived while their step ran."""
+        num_rounds = depth_total = 0
         for session in self._sessions.values():
-            if not session.settled:
-                session.settle()
-                if session.tree.lost:
-                    self._check_tree(session)
-                if session.draft_available:
-                    num_ahead = session.num_ahead()
-                    self.stats.ahead_rounds += 1
-                    self.stats.ahead_depth_total += num_ahead
-                    if session.mode is Mode.OVERLAPPED:
-                        self.wait_policy.observe_hit(after_draft=session.verified_draft, hit=num_ahead > 0)
+            if session.settled:
+                continue
+            session.settle()
+            if session.cause is not Cause.HIT and session.tree.lost:
+                self._check_tree(session)
+            if session.draft_available:
+                num_ahead = session.num_ahead()
+                num_rounds += 1
+                depth_total += num_ahead
+                if session.mode is Mode.OVERLAPPED:
+                    self.wait_policy.observe_hit(after_draft=session.verified_draft, hit=num_ahead > 0)
+        self.stats.ahead_rounds += num_rounds
+        self.stats.ahead_depth_total += depth_total
 
     def _announce(self, parts: Sequence[Scheduled]) -> None:
         """Tells the drafts what is in flight, so that they grow below it while it is verified."""
@@ -442,7 +446,7 @@ class TargetEngine:
                 session.cause = _cause(part)
             if session.draft_available:
                 node_ids = part.proposal.draft_ids
-                in_flight.append(InFlight(session.session_id, session.epoch, session.num_tokens, node_ids))
+                in_flight.append(InFlight(session.session_id, session.epoch, part.stop, node_ids))
         self._send(in_flight)
 
     def _verify(self, parts: Sequence[Scheduled], forwarded: Forwarded) -> list[Verdict | PacelineError]:
@@ -469,51 +473,65 @@ class TargetEngine:
     def _commit(self, step: MeasuredStep, verdicts: Sequence[Verdict | PacelineError]) -> list[FromTarget]:
         """Extends the sessions by what was computed and decided; a session without a verdict ends."""
         self.stats.preemptions = self._scheduler.num_preemptions
-        for part in step.parts:
-            if not part.verifies:  # a prefill chunk
-                part.session.commit_rows(self.runner.cache, part.stop)
-        messages: list[FromTarget] = []
+        if len(step.verifying) < len(step.parts):
+            for part in step.parts:
+                if not part.verifies:  # a prefill chunk
+                    part.session.commit_rows(self.runner.cache, part.stop)
+        decided: list[DecidedRound] = []
         for part, verdict in zip(step.verifying, verdicts, strict=True):
             if isinstance(verdict, Verdict):
-                messages.append(self._commit_part(step, part, verdict))
+                num_emitted, finish_reason = part.session.cut(verdict.token_ids)
+                num_accepted = verdict.num_accepted if finish_reason is None else min(verdict.num_accepted, num_emitted)
+                decided.append((part, verdict, num_accepted, num_emitted, finish_reason))
+        self._meter.rounds(step, decided)
+        heads = self.heads if self.heads else None
+        if len(decided) == len(verdicts):
+            return [self._commit_round(step, each, heads) for each in decided]
+        messages: list[FromTarget] = []
+        rounds = iter(decided)
+        for part, verdict in zip(step.verifying, verdicts, strict=True):
+            if isinstance(verdict, Verdict):
+                messages.append(self._commit_round(step, next(rounds), heads))
             else:
                 self._close(part.session)
                 at_fault = isinstance(verdict, InvalidRequestError)
                 messages.append(SessionFailed(part.session.session_id, part.session.epoch, str(verdict), at_fault))
         return messages
 
-    def _commit_part(self, step: MeasuredStep, part: Scheduled, verdict: Verdict) -> Outcome:
-        session = part.session
-        num_emitted, finish_reason = session.cut(verdict.token_ids)
-        num_accepted = min(verdict.num_accepted, num_emitted)
-        token_ids = verdict.token_ids[:num_emitted]
-        if part.guess_tables and not part.tables:
-            session.join(self.runner.cache, session.pages)
+    def _commit_round(self, step: MeasuredStep, decided: DecidedRound, heads: Heads | None) -> Outcome:
+        """Extends one session by what was decided; ``heads``: None if there are none."""
+        part, verdict, num_accepted, num_emitted, finish_reason = decided
+        session, proposal, cache = part.session, part.proposal, self.runner.cache
+        token_ids, logprobs, top_logprobs = verdict.token_ids, verdict.logprobs, verdict.top_logprobs
+        if finish_reason is not None:
+            token_ids, logprobs = token_ids[:num_emitted], logprobs[:num_emitted]
+            top_logprobs = top_logprobs[:num_emitted]
         if part.tables:
-            path = part.proposal.along(token_ids[:num_accepted])
-            session.join(self.runner.cache, accepted_table(part.proposal, path, part.tables))
+            path = proposal.along(token_ids[:num_accepted])
+            session.join(cache, accepted_table(proposal, path, part.tables))
+        elif part.guess_tables:
+            session.join(cache, session.pages)
         outcome = Outcome(
             session.session_id,
             session.epoch,
-            session.num_tokens,
+            part.stop,
             token_ids,
-            verdict.logprobs[:num_emitted],
-            _round(part, session.cause, token_ids[:num_accepted]),
+            logprobs,
+            _round(part, session.cause, token_ids, num_accepted),
             finish_reason,
-            cached_tokens=session.cached_tokens if session.cause is Cause.START else 0,
-            top_logprobs=verdict.top_logprobs[:num_emitted],
+            session.cached_tokens if session.cause is Cause.START else 0,
+            top_logprobs,
         )
-        self._meter.round(step, part, verdict, num_accepted, num_emitted)
         session.waiting_since = None
-        if self.heads:
+        if heads is not None:
             row_s = step.row_s * part.num_drafted / max(1, len(step.verifying))
-            self.heads.observe(session, part.proposal, verdict.token_ids[: verdict.num_accepted], row_s)
+            heads.observe(session, proposal, verdict.token_ids[: verdict.num_accepted], row_s)
         session.commit_outcome(token_ids, step.decided_at)
-        session.commit_rows(self.runner.cache, part.stop + num_accepted)  # to its end: others may share the prefix
+        session.commit_rows(cache, part.stop + num_accepted)  # to its end: others may share the prefix
         if finish_reason is not None:
             self._close(session)
-        elif self.heads:
-            self.heads.advance(session, token_ids)
+        elif heads is not None:
+            heads.advance(session, token_ids)
         return outcome
 
     def _learn_guesses(self, step: MeasuredStep, logits: Tensor) -> None:
@@ -610,16 +628,16 @@ def _cause(part: Scheduled) -> Cause:
     return session.cause
 
 
-def _round(part: Scheduled, cause: Cause, accepted: Sequence[int]) -> Round:
-    """The effect of a step on one session; ``accepted``: the tokens of its proposal that were accepted."""
+def _round(part: Scheduled, cause: Cause, token_ids: Sequence[int], num_accepted: int) -> Round:
+    """The effect of a step on one session; the first ``num_accepted`` of its ``token_ids`` are of its proposal."""
     num_drafted, proposal = part.num_drafted, part.proposal
     if proposal.producer is Producer.DRAFT and not proposal.claims:
-        return _drafted(num_drafted, len(accepted), cause)
+        return _drafted(num_drafted, num_accepted, cause)
     makers = proposal.makers()
-    used = [makers[index] for index in proposal.along(accepted)]
+    used = [makers[index] for index in proposal.along(token_ids[:num_accepted])]
     return Round(
         num_drafted,
-        len(accepted),
+        num_accepted,
         cause,
         lookup_drafted=makers.count(Producer.LOOKUP),
         lookup_accepted=used.count(Producer.LOOKUP),
@@ -638,9 +656,11 @@ def _decide(logits: Tensor, parts: Sequence[Scheduled]) -> list[Verdict | Paceli
     """
     if not parts:
         return []
-    rows, rules = [row for part in parts for row in part.rows()], [part.session.acceptance for part in parts]
+    rows: list[Row] = []
+    for part in parts:
+        rows += part.rows()
     try:
-        return list(decide(logits, rows, [part.proposal for part in parts], rules))
+        return [*decide(logits, rows, [part.proposal for part in parts], [part.session.acceptance for part in parts])]
     except PacelineError as error:
         if len(parts) == 1:
             return [error]

@@ -83,7 +83,7 @@ def test_before_the_first_wait_an_answer_is_worth_what_drafts_bring() -> None:
     new.observe_answer(0, 0.016)
     assert new.wait_until(session(), 0.0, others_ready=False) is None
     for _ in range(60):  # bad luck fades
-        new.observe_round(0, 0, 1, 0.02)
+        new.observe_rounds([(0, 0, 1, 0.02, 0.0)])
         new.link_s.value, new.tokens_per_round.value, new.round_s.value = 0.01, 2.0, 0.04
     assert new.answer_tokens.get(0.0) == pytest.approx(1.7 * (1 - 0.98**60))
     assert new.wait_until(session(), 0.0, others_ready=False) is not None
@@ -111,7 +111,7 @@ def test_a_slow_spell_does_not_end_waiting_for_good() -> None:
     slow = policy(link_s=0.02)
     assert slow.wait_until(session(), 0.0, others_ready=False) is None
     for _ in range(60):
-        slow.observe_round(0, 0, 1, 0.02)
+        slow.observe_rounds([(0, 0, 1, 0.02, 0.0)])
     slow.tokens_per_round.value, slow.round_s.value = 2.0, 0.04
     assert slow.link_s.get(0.0) == pytest.approx(0.02 * 0.98**60)
     # 0.02 * 0.98^60 = 5.95 ms: the answer takes 11.95 ms, 0.6 tokens at 50 a second, less than 0.7
@@ -163,7 +163,7 @@ def test_sequential_mode_waits_for_its_draft_up_to_the_timeout() -> None:
 def test_what_is_learned_of_a_round() -> None:
     """Acceptance counts tokens up to the first rejection; a first token counts apart."""
     made = policy(acceptance=0.5, first_acceptance=0.5)
-    made.observe_round(num_drafted=4, num_accepted=1, num_tokens=2, round_s=0.04)
+    made.observe_rounds([(4, 1, 2, 0.04, 0.0)])
     assert made.first_acceptance.get(0) == pytest.approx(0.5 + 0.02 * 0.5)
     after_accept = 0.5 + 0.02 * 0.5
     assert made.acceptance.get(0) == pytest.approx(after_accept + 0.02 * (0 - after_accept))

@@ -71,6 +71,10 @@ class AcceptanceHistory:
         trials, predicted = (None, None) if parent is None else (parent._of_trials, parent._of_predicted)
         self._of_trials: DecayingRatio = DecayingRatio(keep, weight, trials)
         self._of_predicted: DecayingRatio = DecayingRatio(keep, weight, predicted)
+        self._levels: tuple[tuple[DecayingRatio, DecayingRatio], ...] = (
+            (self._of_trials, self._of_predicted),
+            *(() if parent is None else parent._levels),
+        )
 
     @property
     def trials(self) -> float:
@@ -86,8 +90,13 @@ class AcceptanceHistory:
             accepted: at how many of them the likeliest token was accepted.
             any_accepted: at how many of them any token was; None: there was one at each.
         """
-        self._of_trials.add(accepted, trials, trials)
-        self._of_predicted.add(accepted if any_accepted is None else any_accepted, predicted, trials)
+        right = accepted if any_accepted is None else any_accepted
+        for of_trials, of_predicted in self._levels:
+            keep = of_trials.keep**trials  # the same for both
+            of_trials.part = keep * of_trials.part + accepted
+            of_trials.whole = keep * of_trials.whole + trials
+            of_predicted.part = keep * of_predicted.part + right
+            of_predicted.whole = keep * of_predicted.whole + predicted
 
     def fade(self) -> None:
         """Makes this history count less after a round without a trial, so that bad luck does not last."""

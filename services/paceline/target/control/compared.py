@@ -56,14 +56,18 @@ class RankCounts:
         self.accepted = [0] * NUM_RANKS
         """Those at which it was."""
 
+    def add_chain(self, num_verified: int, num_accepted: int) -> None:
+        """Takes a round with a chain of the draft alone, of which so many places were on the accepted path."""
+        self.verified[0] += num_verified
+        self.accepted[0] += num_accepted
+
     def add(self, proposal: Proposal, path: Sequence[int]) -> None:
         """Takes a round whose accepted tokens are ``path``."""
         if not proposal.node_ids:
             return
         if not proposal.claims:  # a chain of one producer
             if proposal.producer is Producer.DRAFT:
-                self.verified[0] += min(len(path) + 1, len(proposal.node_ids))
-                self.accepted[0] += len(path)
+                self.add_chain(min(len(path) + 1, len(proposal.node_ids)), len(path))
             return
         accepted: dict[int, int | None] = dict(zip([-1, *path], [*path, None], strict=True))
         places: dict[int, list[tuple[float, int]]] = {}

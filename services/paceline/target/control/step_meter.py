@@ -12,10 +12,10 @@ from paceline.core.verification import Verdict
 from paceline.target.control.allocation import Allocation
 from paceline.target.control.compared import RankCounts, compare_all
 from paceline.target.control.session_gate import SessionGate
-from paceline.target.control.waiting import WaitPolicy
+from paceline.target.control.waiting import FinishedRound, WaitPolicy
 from paceline.target.scheduler import Scheduled
 from paceline.target.session import TargetSession
-from paceline.types import MISSES, Cause
+from paceline.types import MISSES, Cause, FinishReason
 
 _LEAST_DECODING = 0.5
 """Steps that spend less than this share of their time on decoding say nothing about drafting."""
@@ -138,8 +138,13 @@ class MeasuredStep:
     """Share of the step's time, 0 to 1, that it would have taken without its prefill chunks."""
 
 
+DecidedRound = tuple[Scheduled, Verdict, int, int, FinishReason | None]
+"""The outcome of one part of a step: its verdict, the tokens of it that were accepted and those that are emitted, both
+cut at the end of the session, and the reason if that is here."""
+
+
 class StepMeter:
-    """Measures the steps of one engine: ``begin``, ``decided``, a ``round`` per outcome, ``compare``, ``end``."""
+    """Measures the steps of one engine: ``begin``, ``decided``, ``rounds``, ``compare``, ``end``."""
 
     def __init__(
         self, clock: Callable[[], float], allocation: Allocation, wait_policy: WaitPolicy, gate: SessionGate
@@ -191,10 +196,15 @@ class StepMeter:
         """Takes the time at which the verdicts of the step are known."""
         now, cost = self._clock(), self._allocation.cost
         verifying = [p for p in parts if p.verifies]
-        num_context, num_drafted = sum([p.stop - p.start for p in parts]), sum([p.num_drafted for p in parts])
-        riding = [p for p in parts if p.guess_tables]
-        num_guesses, num_guessed = sum(len(p.guesses) for p in riding), sum(len(p.guess_tables) for p in riding)
-        num_branches = sum([p.num_branches for p in parts if p.tables])
+        num_context = num_drafted = num_branches = num_guesses = num_guessed = 0
+        for part in parts:
+            num_context += part.stop - part.start
+            num_drafted += part.num_drafted
+            if part.tables:
+                num_branches += part.num_branches
+            if part.guess_tables:
+                num_guesses += len(part.guesses)
+                num_guessed += len(part.guess_tables)
         num_tokens, num_verifying = num_context + num_drafted + num_guesses, len(verifying)
         num_decoding = num_drafted + num_verifying + num_guesses  # the others belong to prefill chunks
         added_s = cost.seconds(num_tokens) - cost.seconds(num_tokens - num_drafted)
@@ -229,52 +239,75 @@ class StepMeter:
         self.stats.guesses += num_guesses
         return step
 
-    def round(self, step: MeasuredStep, part: Scheduled, verdict: Verdict, num_accepted: int, num_emitted: int) -> None:
-        """Takes the outcome of one session, before it is committed."""
-        session, proposal, stats = part.session, part.proposal, self.stats
-        stats.proposals_invalid += verdict.num_invalid
-        stats.rounds += 1
-        stats.tokens_emitted += num_emitted
-        path: Sequence[int]
-        if proposal.claims or proposal.producer is not Producer.DRAFT:
-            path = proposal.along(verdict.token_ids[: verdict.num_accepted])
-            makers = proposal.makers()
-            used = [makers[index] for index in path[:num_accepted]]
-            num_nodes, num_used = makers.count(Producer.DRAFT), used.count(Producer.DRAFT)
-            if num_nodes < part.num_drafted:
-                self._count_own(makers, used)
-        else:  # a chain of the draft, or nothing
-            path = range(verdict.num_accepted)
-            num_nodes, num_used = part.num_drafted, num_accepted
-        session.verified_draft = num_nodes > 0
-        compared = compare_all(proposal, path)
-        self.ranks.add(proposal, path)
-        num_trimmed = part.num_trimmed if num_nodes or session.tree.anchor.best is not None else 0
+    def rounds(self, step: MeasuredStep, decided: Sequence[DecidedRound]) -> None:
+        """Takes the outcomes of a step, before they are committed."""
+        stats, gate, lengths = self.stats, self._gate, self._allocation.lengths
+        row_s, plain_s = step.row_s, step.plain_s
+        num_rows = num_rows_used = num_rows_trimmed = 0
+        finished: list[FinishedRound] = []
+        for part, verdict, num_accepted, num_emitted, _ in decided:
+            session, proposal = part.session, part.proposal
+            stats.proposals_invalid += verdict.num_invalid
+            stats.tokens_emitted += num_emitted
+            if proposal.claims or proposal.producer is not Producer.DRAFT:
+                num_nodes, num_used, num_tried = self._compare(part, verdict, num_accepted)
+            else:  # a chain of the draft, or nothing
+                num_nodes, num_used = part.num_drafted, num_accepted
+                num_tried = min(verdict.num_accepted + 1, len(proposal.node_ids))
+                if num_tried:
+                    self.ranks.add_chain(num_tried, verdict.num_accepted)
+                    session.hits.add(num_tried, sum(proposal.probs[:num_tried]), verdict.num_accepted)
+            session.verified_draft = num_nodes > 0
+            num_trimmed = part.num_trimmed
+            if num_trimmed and not num_nodes and session.tree.anchor.best is None:
+                num_trimmed = 0
+            num_rows += num_nodes
+            num_rows_used += num_used
+            num_rows_trimmed += num_trimmed
+            if session.k:
+                lengths.add(part.num_drafted)
+            if session.cause is Cause.START:
+                stats.cached_tokens += session.cached_tokens
+            else:
+                waited_s = answer_s = 0.0
+                if session.draft_available:
+                    if session.waiting_since is not None:
+                        waited_s = step.started - session.waiting_since
+                        if num_nodes and session.cause in MISSES:
+                            answer_s = waited_s
+                    lost_s = waited_s + row_s * num_nodes
+                    gate.observe(session, num_nodes, num_trimmed, num_used, lost_s / plain_s if plain_s > 0 else 0.0)
+                finished.append((num_tried, num_used, num_emitted, step.decided_at - session.outcome_at, answer_s))
+            if not num_nodes and session.draft_available:
+                session.hits.fade()
+        self._wait_policy.observe_rounds(finished)
+        stats.rounds += len(decided)
+        stats.draft_rows += num_rows
+        stats.nodes_used += num_rows_used
+        stats.draft_rows_trimmed += num_rows_trimmed
+
+    def _compare(self, part: Scheduled, verdict: Verdict, num_accepted: int) -> tuple[int, int, int]:
+        """Counts the tokens of a proposal that is no chain of the draft, for each of its producers.
+
+        Returns:
+            The draft's tokens, the accepted ones, and the places at which it had tokens.
+        """
+        session, proposal = part.session, part.proposal
+        path = proposal.along(verdict.token_ids[: verdict.num_accepted])
+        makers = proposal.makers()
+        used = [makers[index] for index in path[:num_accepted]]
+        num_nodes = makers.count(Producer.DRAFT)
+        if num_nodes < part.num_drafted:
+            self._count_own(makers, used)
         if part.tables:
-            stats.branches += part.num_branches
-            stats.branches_used += path != [*range(len(path))]
-        stats.draft_rows += num_nodes
-        stats.nodes_used += num_used
-        stats.draft_rows_trimmed += num_trimmed
-        if session.k:
-            self._allocation.lengths.add(part.num_drafted)
-        if session.cause is Cause.START:
-            stats.cached_tokens += session.cached_tokens
-        else:
-            num_tried = compared[Producer.DRAFT].places
-            self._wait_policy.observe_round(num_tried, num_used, num_emitted, step.decided_at - session.outcome_at)
-            if session.draft_available:
-                waited_s = 0.0 if session.waiting_since is None else step.started - session.waiting_since
-                if waited_s > 0.0 and num_nodes and session.cause in MISSES:
-                    self._wait_policy.observe_answer(num_used, waited_s)
-                lost_s = waited_s + step.row_s * num_nodes
-                lost = lost_s / step.plain_s if step.plain_s > 0 else 0.0
-                self._gate.observe(session, num_nodes, num_trimmed, num_used, lost)
+            self.stats.branches += part.num_branches
+            self.stats.branches_used += path != [*range(len(path))]
+        self.ranks.add(proposal, path)
+        compared = compare_all(proposal, path)
         for history, result in zip(session.histories, compared, strict=True):
             if result.places:
                 history.add(result.places, result.predicted, result.first, result.any)
-        if not num_nodes and session.draft_available:
-            session.hits.fade()
+        return num_nodes, used.count(Producer.DRAFT), compared[Producer.DRAFT].places
 
     def _count_own(self, makers: Sequence[Producer], used: Sequence[Producer]) -> None:
         """Counts tokens that the target had itself among those of a round, and among the accepted ones."""

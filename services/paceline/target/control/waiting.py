@@ -57,6 +57,11 @@ def worth_now(probs: Sequence[float], row_s: float, tokens_per_s: float) -> floa
     return worth
 
 
+FinishedRound = tuple[int, int, int, float, float]
+"""One round of a session: draft tokens compared with the target's and accepted ones, tokens that it brought, seconds
+since the previous outcome, and those that it waited for its first draft token, 0 if there was none or no need."""
+
+
 @dataclass(slots=True)
 class WaitPolicy:
     """Decides by the measured times of one target engine whether a session waits. All times are in seconds."""
@@ -85,20 +90,28 @@ class WaitPolicy:
     tokens_per_round: Ewma = field(default_factory=lambda: Ewma(0.05))
     round_s: Ewma = field(default_factory=lambda: Ewma(0.05))
 
-    def observe_round(self, num_drafted: int, num_accepted: int, num_tokens: int, round_s: float) -> None:
-        """Takes a finished round of one session; ``round_s`` is the time since its previous outcome."""
-        if num_drafted:
-            self.first_acceptance.add(1.0 if num_accepted else 0.0)
-            self.draft_tokens.add(float(num_accepted))
-        for i in range(min(num_drafted, num_accepted + 1)):
-            self.acceptance.add(1.0 if i < num_accepted else 0.0)
-        self.tokens_per_round.add(float(num_tokens))
-        self.round_s.add(round_s)
-        if not num_drafted:  # a slow or unlucky spell must not end waiting permanently
-            self.link_s.value = _IDLE_KEEP * self.link_s.get(0.0)
-            if self.answer_tokens.value is not None:
-                far = self.draft_tokens.get(0.0) - self.answer_tokens.value
-                self.answer_tokens.value += (1.0 - _IDLE_KEEP) * far
+    def observe_rounds(self, rounds: Sequence[FinishedRound]) -> None:
+        """Takes finished rounds, one after the other."""
+        tried = [(num_drafted, num_accepted) for num_drafted, num_accepted, *_ in rounds if num_drafted]
+        self.first_acceptance.add_all([1.0 if num_accepted else 0.0 for _, num_accepted in tried])
+        accepted: list[float] = []
+        for num_drafted, num_accepted in tried:
+            accepted += [1.0] * min(num_drafted, num_accepted)
+            if num_accepted < num_drafted:
+                accepted.append(0.0)
+        self.acceptance.add_all(accepted)
+        self.tokens_per_round.add_all([float(num_tokens) for _, _, num_tokens, _, _ in rounds])
+        self.round_s.add_all([round_s for _, _, _, round_s, _ in rounds])
+        for num_drafted, num_accepted, _, _, waited_s in rounds:
+            if num_drafted:
+                self.draft_tokens.add(float(num_accepted))
+            else:  # a slow or unlucky spell must not end waiting permanently
+                self.link_s.value = _IDLE_KEEP * self.link_s.get(0.0)
+                if self.answer_tokens.value is not None:
+                    far = self.draft_tokens.get(0.0) - self.answer_tokens.value
+                    self.answer_tokens.value += (1.0 - _IDLE_KEEP) * far
+            if waited_s > 0.0:
+                self.observe_answer(num_accepted, waited_s)
 
     def observe_hit(self, *, after_draft: bool, hit: bool) -> None:
         """Takes whether a draft had tokens when a round began; ``after_draft``: the one before has verified some."""
@@ -119,11 +132,14 @@ class WaitPolicy:
 
     def may_wait(self, session: TargetSession, *, others_ready: bool) -> bool:
         """False if ``wait_until`` is None however many draft tokens are wanted."""
+        num_tokens = len(session.tokens)
         return (
             session.draft_available
             and (not others_ready or session.mode is Mode.SEQUENTIAL)
-            and not (session.draft_silent or session.idle or (session.on_trial and not session.draft_heard))
-            and session.decoding
+            and not session.draft_silent
+            and session.idle_context_len != num_tokens
+            and not (session.on_trial and not session.draft_heard)
+            and session.num_computed == num_tokens - 1
             and session.max_draft() > 0
         )
 
