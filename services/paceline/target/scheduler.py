@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from paceline.core.native_tree import rows_of
 from paceline.core.processors import Row
 from paceline.core.tree import NO_PROPOSAL, Producer, Proposal
 from paceline.errors import ResourceExhaustedError
@@ -87,10 +88,7 @@ class Scheduled:
 
     def rows(self) -> list[Row]:
         """The positions to decide: after the context, and after each token of the proposal."""
-        sampler = self.session.sampler
-        if not self.num_drafted:
-            return [Row(sampler)]
-        return [Row(sampler, suffix) for suffix in self.proposal.suffixes()]
+        return rows_of(self.session.sampler, self.proposal)
 
 
 class Scheduler:
@@ -140,11 +138,8 @@ class Scheduler:
         self.wait_until = None
         self._subtrees.clear()
         self._admit()
-        decoding: list[TargetSession] = []
-        prefilling: list[TargetSession] = []
-        for session in self.running:
-            is_decoding = session.num_computed == len(session.tokens) - 1
-            (decoding if is_decoding else prefilling).append(session)
+        decoding = [s for s in self.running if s.num_computed == len(s.tokens) - 1]
+        prefilling = [s for s in self.running if s.num_computed < len(s.tokens) - 1]
         ready = self._not_waiting(decoding, now)
         adaptive = self._allocation.adaptive
         trees = self._allocation.offers_trees() if adaptive else self._allocation.trees
@@ -189,7 +184,8 @@ class Scheduler:
         rate, num_sessions = policy.rate(), len(decoding)
 
         def until_of(session: TargetSession) -> float | None:
-            fallback, fallback_s = self._expected_fallback(session, num_sessions)
+            has_tokens = session.tree.anchor.best is not None
+            fallback, fallback_s = ((), 0.0) if has_tokens else self._expected_fallback(session, num_sessions)
             return policy.until(
                 session,
                 now,
@@ -201,8 +197,14 @@ class Scheduler:
                 fallback_s=fallback_s,
             )
 
-        waits = {id(s): until_of(s) for s in may_wait}
-        others_ready = others_ready or None in waits.values()
+        waits: dict[int, float | None] = {}
+        steps = False  # one of them does not wait
+        for session in may_wait:
+            if steps and session.mode is not Mode.SEQUENTIAL and session.tree.anchor.best is not None:
+                continue  # it does not wait either, and where there are tokens the policy learns nothing
+            waits[id(session)] = until = until_of(session)
+            steps = steps or until is None
+        others_ready = others_ready or steps
         ready = []
         for session in decoding:
             until = waits.get(id(session))
@@ -286,22 +288,23 @@ class Scheduler:
             The number of tokens that the part uses.
         """
         num_context = stop - session.num_computed
-        proposal, num_trimmed, num_reserved = NO_PROPOSAL, 0, 0
+        proposal, num_drafted, num_trimmed, num_reserved = NO_PROPOSAL, 0, 0, 0
         spare = self._heads.reserves if self._heads else 0
         if session.k > 0 and stop == len(session.tokens):
             limit = min(budget - num_context, wanted.get(id(session), session.k))
             available = session.proposal(session.k)
-            offered = self._subtrees.get(id(session))
+            offered = self._subtrees.get(id(session)) if self._subtrees else None
             proposal = available.first(limit) if offered is None else offered.proposal(limit)
-            num_drafted = len(proposal.token_ids)
+            num_reserved = num_drafted = len(proposal.token_ids)
             num_trimmed = max(0, len(available.token_ids) - num_drafted)
-            # Rows [stop, stop + num_reserved) are for the proposal. Under the rejection rule whether pages suffice must
-            # not depend on how long the proposal is.
-            num_reserved = min(limit, session.max_draft()) if session.rejection and num_drafted else num_drafted
+            if session.rejection and num_drafted:
+                # Rows [stop, stop + num_reserved) are for the proposal. Under the rejection rule whether pages suffice
+                # must not depend on how long the proposal is.
+                num_reserved = min(limit, session.max_draft())
         tables: tuple[Sequence[int], ...] = ()
         while True:
             try:
-                if proposal.is_chain:
+                if not proposal.parents:
                     session.reserve(self._cache, stop + num_reserved + spare)
                 else:
                     tables = self._fork(session, stop, proposal, spare)
