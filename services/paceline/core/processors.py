@@ -101,8 +101,8 @@ class SamplerState:
         self.vocab_size = vocab_size
         self.num_tokens = len(prompt_token_ids) + len(output_token_ids)
         self.num_output_tokens = len(output_token_ids)
-        self.text_key = _digest(output_token_ids, _digest(prompt_token_ids))
-        """That of ``Row.text_key`` at the end of the context."""
+        self._text_key = _digest(output_token_ids, _digest(prompt_token_ids))
+        self._undigested: list[int] = []  # the last tokens of the context, which it lacks
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
         params.check_vocabulary(vocab_size)
         self._check("the prompt", prompt_token_ids)
@@ -145,12 +145,20 @@ class SamplerState:
         """Counts tokens that were committed. They are the target's, hence inside the vocabulary."""
         self.num_tokens += len(token_ids)
         self.num_output_tokens += len(token_ids)
-        self.text_key = _digest(token_ids, self.text_key)
+        self._undigested += token_ids
         if self._tail_len:
             self._tail = (*self._tail, *token_ids)[-self._tail_len :]
-        self._count(token_ids)
+        if self._repeats or self._counts:
+            self._count(token_ids)
         if self.grammar is not None:
             self.grammar.append(token_ids)
+
+    @property
+    def text_key(self) -> int:
+        """That of ``Row.text_key`` at the end of the context."""
+        if self._undigested:
+            self._text_key, self._undigested = _digest(self._undigested, self._text_key), []
+        return self._text_key
 
     @cached_property
     def only_scales(self) -> bool:

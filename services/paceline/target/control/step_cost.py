@@ -134,7 +134,7 @@ class StepCost:
             points.append((end, value + slope * (end - last)))
         self._table = _fill(points)
         self._floor = _fill(lower_hull(points))
-        self._lower = list(map(min, self._floor, self._table))
+        self._lower = [a if a < b else b for a, b in zip(self._floor, self._table, strict=True)]
 
 
 def _at(table: list[float], num_tokens: int) -> float:
@@ -183,7 +183,7 @@ def _fill(points: list[tuple[int, float]]) -> list[float]:
     table = [points[0][1]]
     for (left, low), (right, high) in itertools.pairwise(points):
         slope = (high - low) / (right - left)
-        table.extend(low + slope * i for i in range(1, right - left + 1))
+        table += [low + slope * i for i in range(1, right - left + 1)]
     return table
 
 
