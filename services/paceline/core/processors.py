@@ -67,6 +67,40 @@ class Grammar(Protocol):
 class SamplerState:
     """Processor state of one session, derived from its context. Owned by one engine; ``append`` on commit."""
 
+    __slots__ = (  # an instance dict of so many attributes is slow to read; it holds the cached ones alone
+        "__dict__",
+        "_bad_words",
+        "_bias",
+        "_bias_ids",
+        "_counts",
+        "_emitted",
+        "_ids",
+        "_others",
+        "_repeats",
+        "_repetition",
+        "_slots",
+        "_stop_ids",
+        "_stop_index",
+        "_tail",
+        "_tail_len",
+        "_text_key",
+        "_undigested",
+        "grammar",
+        "greedy",
+        "min_p",
+        "num_guessed",
+        "num_output_tokens",
+        "num_ranked",
+        "num_tokens",
+        "params",
+        "seed",
+        "seed_bits",
+        "temperature",
+        "top_k",
+        "top_p",
+        "vocab_size",
+    )
+
     def __init__(
         self,
         params: SamplingParams,
