@@ -47,10 +47,11 @@ def state(tree: SpeculationTree) -> object:
     return nodes, aliases, tree.suffix, tree.anchor.node_id, tree._producers, tree.context_len
 
 
+EVEN = SparseDistribution.of((0, 1, 2, 3), (0.25, 0.25, 0.25, 0.25))
 QS = st.sampled_from(
     [
         None,
-        SparseDistribution.of((0, 1, 2, 3), (0.25, 0.25, 0.25, 0.25)),
+        EVEN,
         SparseDistribution.of((1, 2), (0.5, 0.5)),
         SparseDistribution.of((1, 1), (0.5, 0.5)),
         SparseDistribution.of((1, 2), (0.5, 0.6)),
@@ -84,10 +85,26 @@ ADDED = st.tuples(
 )
 WALKED = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3).map(tuple)
 FOLLOWED = st.lists(st.integers(0, VOCAB - 1), max_size=3)
+FITTING = st.tuples(
+    st.integers(10, 90), st.just(0), st.integers(0, VOCAB - 1), st.floats(0.0, 1.0), st.booleans(), st.just(EVEN)
+)
+BELOW = st.fixed_dictionaries(
+    {"parent": st.integers(0, 9), "nodes": st.lists(FITTING, max_size=3) | st.lists(FITTING | NODES, max_size=4)}
+)
+
+
+def below(tree: SpeculationTree, parent: int, nodes: list[tuple[object, ...]]) -> list[int]:
+    """Ids of the nodes that are attached below one of the tree's."""
+    nodes_there = [*tree.nodes()]
+    at = nodes_there[parent % len(nodes_there)]
+    made = [Node(node_id, at.node_id, *rest) for node_id, _, *rest in nodes]  # type: ignore[arg-type]
+    placed = tree.attach_below(at, made)
+    assert all(tree.get(node.node_id) is node for node in placed)
+    return [node.node_id for node in placed]
 
 
 @needs_passes
-@given(st.lists(ADDED | WALKED | FOLLOWED | st.integers(1, 4), max_size=30), st.booleans(), st.integers(1, 8))
+@given(st.lists(ADDED | BELOW | WALKED | FOLLOWED | st.integers(1, 4), max_size=30), st.booleans(), st.integers(1, 8))
 @settings(max_examples=600, deadline=None)
 def test_native_passes_equal_their_twins(operations: list[object], rejection: bool, max_nodes: int) -> None:
     twin = SpeculationTree(VOCAB, 5, rejection=rejection, max_nodes=max_nodes)
@@ -95,6 +112,8 @@ def test_native_passes_equal_their_twins(operations: list[object], rejection: bo
     for operation in operations:
         if isinstance(operation, int):
             assert repr(tree.proposal(operation)) == repr(twin.proposal(operation))
+        elif isinstance(operation, dict):
+            assert below(tree, **operation) == below(twin, **operation)
         elif isinstance(operation, list):
             assert tree.follow(operation) is twin.follow(operation)
         elif isinstance(operation[1:2], tuple) and isinstance(operation[0], NodeColumns):  # type: ignore[index]
@@ -103,6 +122,22 @@ def test_native_passes_equal_their_twins(operations: list[object], rejection: bo
             assert tree.walk(operation) == twin.walk(operation)  # type: ignore[arg-type]
         assert repr(state(tree)) == repr(state(twin))
         tree.check_integrity()
+
+
+@needs_passes
+@given(st.lists(BELOW | BELOW | WALKED, max_size=12), st.booleans(), st.integers(4, 16))
+@settings(max_examples=200, deadline=None)
+def test_a_draft_grows_its_tree_as_without_native_passes(
+    operations: list[object], rejection: bool, max_nodes: int
+) -> None:
+    twin = SpeculationTree(VOCAB, 5, rejection=rejection, max_nodes=max_nodes)
+    tree = NativeTree(VOCAB, 5, rejection=rejection, max_nodes=max_nodes)
+    for operation in operations:
+        if isinstance(operation, dict):
+            assert below(tree, **operation) == below(twin, **operation)
+        else:
+            assert tree.walk(operation) == twin.walk(operation)  # type: ignore[arg-type]
+        assert repr(state(tree)) == repr(state(twin))
 
 
 @needs_passes

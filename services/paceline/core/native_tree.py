@@ -1,4 +1,4 @@
-"""The target's speculation tree by native passes, ``tree.cpp``: what each message and each outcome of a session needs.
+"""The speculation trees of both engines by native passes, ``tree.cpp``: what messages, outcomes and leaves need.
 
 The nodes are the same Python objects, so everything else that a ``SpeculationTree`` does is inherited. Its own methods
 are the twins of the passes: they serve what is not the common case, and all where the passes cannot be compiled, which
@@ -72,6 +72,11 @@ class NativeTree(SpeculationTree):
             return added
         return super().add(nodes, producer)
 
+    def attach_below(self, parent: TreeNode, nodes: Sequence[Node]) -> list[TreeNode]:
+        """Attaches nodes of the draft below one of the tree as ``SpeculationTree.attach_below`` does."""
+        placed: list[TreeNode] | None = _passes().attach_below(self, parent, nodes, Producer.DRAFT)
+        return super().attach_below(parent, nodes) if placed is None else placed
+
     def walk(self, token_ids: Sequence[int]) -> Walk:
         """Follows committed tokens as ``SpeculationTree.walk`` does."""
         node_ids = _passes().descend(self, token_ids)
@@ -103,7 +108,8 @@ def _passes() -> Any:
         all_added = tuple(map(Added, range(_MOST_NODES)))
         types = NativeTree, Nodes, NodeColumns
         limits = TOLERANCE, MAX_STEP_S
-        passes.prepare(prototype, *types, *refusals, probability, *limits, SparseDistribution, Added, all_added)
+        counted = SparseDistribution, Added, all_added
+        passes.prepare(prototype, *types, *refusals, probability, *limits, *counted, Node)
         passes.prepare_walks(NO_PROPOSAL, Cause.HIT, Cause.LATE, Cause.TOKEN, Cause.K)
     except (EngineError, ImportError, TypeError) as error:
         log.warning("trees are followed by Python, which is slower: %s", error)

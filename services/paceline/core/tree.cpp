@@ -35,6 +35,12 @@ struct TreeLayout {
   Py_ssize_t aliases, anchor, best_limit, max_nodes, nodes, producers, rejection, suffix, vocab_size;
 } of_tree;
 
+// Where messages.py keeps those of Node.
+struct NodeLayout {
+  PyTypeObject* type = nullptr;
+  Py_ssize_t node_id, token_id, prob, sampled, q;
+} of_node;
+
 // Where messages.py keeps those of Nodes, and NodeColumns its columns.
 struct MessageLayout {
   PyTypeObject* type = nullptr;
@@ -78,14 +84,14 @@ bool is_constant(PyObject* value) {
 }
 
 // prepare(prototype, tree_type, message_type, columns_type, stale, invalid, dropped, probability, tolerance,
-// most_step_s, distribution, added_type, all_added): a TreeNode without parent and children, as its constructor makes
-// it; NativeTree, Nodes and NodeColumns; the reasons why attach may refuse a node; the address of paceline_probability
-// in rows.cpp, 0 if there is none, and its tolerance; the longest step that a message may report; SparseDistribution
-// and Added; and the Added of 0, 1, .. nodes of which none was refused.
+// most_step_s, distribution, added_type, all_added, node_type): a TreeNode without parent and children, as its
+// constructor makes it; NativeTree, Nodes and NodeColumns; the reasons why attach may refuse a node; the address of
+// paceline_probability in rows.cpp, 0 if there is none, and its tolerance; the longest step that a message may report;
+// SparseDistribution and Added; the Added of 0, 1, .. nodes of which none was refused; and Node.
 PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 13 || !PyType_Check(arguments[1]) || !PyType_Check(arguments[2]) || !PyType_Check(arguments[3]) ||
-      !PyTuple_CheckExact(arguments[12]))
-    return PyErr_Format(PyExc_TypeError, "prepare takes 13 arguments, three of them types, the last a tuple");
+  if (count != 14 || !PyType_Check(arguments[1]) || !PyType_Check(arguments[2]) || !PyType_Check(arguments[3]) ||
+      !PyTuple_CheckExact(arguments[12]) || !PyType_Check(arguments[13]))
+    return PyErr_Format(PyExc_TypeError, "prepare takes 14 arguments, four of them types and one a tuple");
   PyObject* prototype = arguments[0];
   of_tree.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[1]));
   of_message.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[2]));
@@ -99,6 +105,7 @@ PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   distribution = Py_NewRef(arguments[10]);
   added_type = Py_NewRef(arguments[11]);
   all_added = Py_NewRef(arguments[12]);
+  of_node.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[13]));
   if (PyErr_Occurred()) return nullptr;
   const struct {
     PyTypeObject* type;
@@ -114,6 +121,11 @@ PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       {of_tree.type, "_rejection", &of_tree.rejection},
       {of_tree.type, "_suffix", &of_tree.suffix},
       {of_tree.type, "_vocab_size", &of_tree.vocab_size},
+      {of_node.type, "node_id", &of_node.node_id},
+      {of_node.type, "token_id", &of_node.token_id},
+      {of_node.type, "prob", &of_node.prob},
+      {of_node.type, "sampled", &of_node.sampled},
+      {of_node.type, "q", &of_node.q},
       {of_message.type, "session_id", &of_message.session_id},
       {of_message.type, "epoch", &of_message.epoch},
       {of_message.type, "context_len", &of_message.context_len},
@@ -406,6 +418,71 @@ PyObject* add_each(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   }
   Ref added(counts.object(counts.added + counts.stale + counts.invalid + counts.dropped));
   return added ? PyTuple_Pack(2, added.get(), effects.get()) : nullptr;
+}
+
+// True if Nodes of the draft can be attached below a node of the tree, in order, and nothing has to be asked about any.
+bool attachable(const Tree& tree, PyObject* parent, PyObject* nodes) {
+  int64_t vocab_size = 0, max_nodes = 0, rejection = 0, parent_id = 0;
+  if (!tree.number(of_tree.vocab_size, vocab_size) || !tree.number(of_tree.max_nodes, max_nodes) ||
+      !tree.number(of_tree.rejection, rejection) || !is_node(parent) || !tree.plain() ||
+      !read_int(slot(parent, layout.node_id), parent_id))
+    return false;
+  const Py_ssize_t size = PySequence_Fast_GET_SIZE(nodes);
+  if (PyDict_GET_SIZE(tree.nodes) + size > max_nodes) return false;
+  bool proposed = slot(parent, layout.best) != Py_None;
+  std::vector<int64_t> ids, tokens;
+  const auto fresh = [](std::vector<int64_t>& known, int64_t value) {
+    if (std::find(known.begin(), known.end(), value) != known.end()) return false;
+    known.push_back(value);
+    return true;
+  };
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* node = PySequence_Fast_GET_ITEM(nodes, i);
+    if (Py_TYPE(node) != of_node.type) return false;
+    PyObject *prob = slot(node, of_node.prob), *flag = slot(node, of_node.sampled);
+    int64_t node_id = 0, token_id = 0;
+    if (!read_int(slot(node, of_node.node_id), node_id) || !read_int(slot(node, of_node.token_id), token_id) ||
+        !PyFloat_CheckExact(prob) || !PyBool_Check(flag) || node_id <= parent_id || node_id >> kProducerShift != 0 ||
+        token_id < 0 || token_id >= vocab_size || !fresh(ids, node_id) || !fresh(tokens, token_id) ||
+        PyDict_Contains(tree.nodes, slot(node, of_node.node_id)) != 0 ||
+        PyDict_Contains(slot(parent, layout.children), slot(node, of_node.token_id)) != 0)
+      return false;
+    const double p = PyFloat_AS_DOUBLE(prob);
+    if (!(p >= 0.0 && p <= 1.0)) return false;
+    if (rejection && flag == Py_True && (proposed || !drawable(slot(node, of_node.q), token_id, vocab_size))) return false;
+    proposed = proposed || flag == Py_True;
+  }
+  return true;
+}
+
+// attach_below(tree, parent, nodes, producer) -> the nodes that Nodes of the draft become below one of the tree, in order;
+// None, and nothing is done, if there is more than the plain case. SpeculationTree.attach_below.
+PyObject* attach_below(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 4) return PyErr_Format(PyExc_TypeError, "attach_below takes 4 arguments, not %zd", count);
+  const Tree tree(arguments[0]);
+  PyObject* parent = arguments[1];
+  Ref nodes(PySequence_Fast(arguments[2], "nodes are no sequence"));
+  if (!nodes || !tree.valid()) return nullptr;
+  if (!attachable(tree, parent, nodes.get())) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+  const Py_ssize_t size = PySequence_Fast_GET_SIZE(nodes.get());
+  Ref placed(PyList_New(size));
+  if (!placed) return nullptr;
+  if (size > 0) {
+    tree.changed();
+    PyObject* known = slot(tree.self, of_tree.producers);
+    if (PySet_Add(known == nullptr ? Py_None : known, arguments[3]) < 0) return nullptr;
+  }
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* node = PySequence_Fast_GET_ITEM(nodes.get(), i);
+    PyObject *node_id = slot(node, of_node.node_id), *prob = slot(node, of_node.prob);
+    Ref claim(PyTuple_Pack(2, arguments[3], prob));
+    Ref claims(claim ? PyTuple_Pack(1, claim.get()) : nullptr);
+    if (!claims || !grow(tree, parent, claims.get(), node_id, slot(node, of_node.token_id), prob, PyFloat_AS_DOUBLE(prob),
+                         slot(node, of_node.sampled), slot(node, of_node.q)))
+      return nullptr;
+    PyList_SET_ITEM(placed.get(), i, Py_NewRef(PyDict_GetItem(tree.nodes, node_id)));
+  }
+  return placed.release();
 }
 
 // Takes a node that is no longer below the anchor out of the dict of nodes. False after an error.
@@ -752,6 +829,7 @@ PyMethodDef methods[] = {
     {"prepare", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(prepare)), METH_FASTCALL, nullptr},
     {"add", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(add)), METH_FASTCALL, nullptr},
     {"add_each", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(add_each)), METH_FASTCALL, nullptr},
+    {"attach_below", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attach_below)), METH_FASTCALL, nullptr},
     {"prepare_walks", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(prepare_walks)), METH_FASTCALL,
      nullptr},
     {"rows", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(rows)), METH_FASTCALL, nullptr},

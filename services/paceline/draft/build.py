@@ -24,7 +24,7 @@ from paceline.config import (
     NgramOptions,
     SuffixOptions,
 )
-from paceline.core import rows
+from paceline.core import native_tree, rows
 from paceline.draft.engine import DraftEngine
 from paceline.drafters import calibration
 from paceline.drafters.cascade import HorizontalDrafter, VerticalDrafter
@@ -118,6 +118,7 @@ def build_draft_engine(
         EngineError: another rank has failed.
     """
     rows.prepare()
+    native_tree.prepare()
     calibration.prepare()
     target = Checkpoint.open(setup.target_source, setup.trusts_target)
     if isinstance(setup.options, HeadDraftOptions):

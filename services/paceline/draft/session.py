@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from paceline.core.native_tree import new_tree
 from paceline.core.processors import Row, SamplerState
 from paceline.core.statistics import Ewma
-from paceline.core.tree import SpeculationTree, TreeNode
+from paceline.core.tree import TreeNode
 from paceline.draft.growth import Frontier, Growth
 from paceline.drafters.calibration import Calibration, Expansion, bonus_probs, by_guess, guessed
 from paceline.drafters.protocol import Leaf
@@ -75,7 +76,7 @@ class DraftSession:
         self.calibration = Calibration(growth.fan_out, calibrations[self.rule])
         self.bonus = Calibration(growth.fan_out, bonus)
         """Rejection rule: of guesses of a bonus token."""
-        self.tree = SpeculationTree(sampler.vocab_size, len(message.token_ids), rejection=self.rule is Rule.REJECTION)
+        self.tree = new_tree(sampler.vocab_size, len(message.token_ids), rejection=self.rule is Rule.REJECTION)
         self.frontier = Frontier(self.tree, growth)
         self._leaves: dict[int, Leaf] = {}
         """Leaves by their nodes, as long as the anchor is ``_leaves_anchor``."""
