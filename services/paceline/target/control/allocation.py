@@ -6,9 +6,10 @@ A step over n sessions that verifies draft tokens with path probabilities p_1 >=
 
 where C is the measured cost of a step by its tokens (``step_cost.py``), h the time between two steps, and t the tokens
 that the step computes anyway: n, and prefill chunks, whose own cost is the same whatever is drafted. The m with the
-largest E / D is chosen. A path probability never exceeds that of the node before it, so the likeliest m tokens are
-always connected, prefixes of chains or subtrees, and E is concave; C is lumpy, so every m is looked at, up to where a
-convex function below C proves that no further one can be better.
+largest E / D is chosen, unless that is hardly more than n / D(0): what some sessions gain lets them end before others,
+and steps of fewer sessions yield less per second. A path probability never exceeds that of the node before it, so the
+likeliest m tokens are always connected, prefixes of chains or subtrees, and E is concave; C is lumpy, so every m is
+looked at, up to where a convex function below C proves that no further one can be better.
 
 A token beside another one begins a branch, which makes the step longer by b beyond its row (``target/branches.py``).
 Such a token is ranked by its path probability less b times the tokens per second, so that a step has siblings where
@@ -37,6 +38,8 @@ _SESSION_KEEP = 0.98
 _ENGINE_KEEP = 0.998
 _IDLE_KEEP = 0.97
 _BRANCH_KEEP, _BRANCH_WEIGHT, _BRANCH_IDLE_KEEP = 0.99, 8.0, 0.999
+_LEAST_GAIN = 0.05
+"""Draft tokens of many sessions have to make them faster by this share; of one by any."""
 _CHAINS_EVERY = 32
 """One step in so many has chains only: what branches cost is what a step with them takes beyond one without."""
 _MOST_BRANCH_TOKENS = 0.5
@@ -167,6 +170,7 @@ def allocate_draft_tokens(
     overhead_s: float = 0.0,
     branch_s: float = 0.0,
     tokens_per_s: float = 0.0,
+    least_gain: float = 1.0,
 ) -> list[int]:
     """Chooses how many draft tokens of each session to verify, as the head of this module derives it.
 
@@ -178,6 +182,7 @@ def allocate_draft_tokens(
         overhead_s: h, the seconds between two steps.
         branch_s: b, the seconds that a branch costs beyond its rows.
         tokens_per_s: what a second is worth, to rank branches by.
+        least_gain: the best E / D over that without draft tokens, below which there are none.
 
     Returns:
         The number of draft tokens of each session, of a subtree in the order in which it ranks them; everything that is
@@ -198,7 +203,7 @@ def allocate_draft_tokens(
     num_best = 0
     base_s = overhead_s + cost.seconds(num_sessions) - cost.seconds(num_context)  # D(m) = base_s + C(t + m)
     tokens = float(num_sessions)  # E(m)
-    best = tokens / (base_s + cost.seconds(num_context))
+    best = plain = tokens / (base_s + cost.seconds(num_context))
     at, next_floor_s = num_context, cost.floor(num_context)
     while heap and len(order) < limit:
         negative, i, path, begins = heap[0]
@@ -221,7 +226,7 @@ def allocate_draft_tokens(
         value = tokens / (base_s + cost.seconds(at))
         if value > best:
             best, num_best = value, len(order)
-    for i in order[num_best:]:
+    for i in order[num_best if best >= least_gain * plain else 0 :]:
         counts[i] -= 1
     return counts
 
@@ -250,6 +255,11 @@ def ideal_gain(cost: StepTimes, num_sessions: int, acceptance: float, k: int, ov
         if path <= rate * slope and tokens <= rate * (overhead_s + floor_s):
             break
     return best
+
+
+def least_gain(num_sessions: int) -> float:
+    """Speedup of a step of so many sessions below which draft tokens are not worth it: from 1 for one to 1.05."""
+    return 1.0 + _LEAST_GAIN * (1.0 - 1.0 / max(1, num_sessions))
 
 
 def load_class(num_sessions: int) -> int:
@@ -354,4 +364,5 @@ class Allocation:
             overhead_s=self.overhead_s.get(0.0) + spent_s,
             branch_s=self.branch_s,
             tokens_per_s=self.tokens_per_s.get(0.0),
+            least_gain=least_gain(num_sessions),
         )

@@ -22,7 +22,7 @@ from paceline.core.processors import Row
 from paceline.core.tree import NO_PROPOSAL, Producer, Proposal, TreeNode
 from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, Leaf
 from paceline.drafters.ranking import RankingRow, Rule, rank
-from paceline.target.control.allocation import expected_tokens
+from paceline.target.control.allocation import expected_tokens, least_gain
 from paceline.target.control.compared import compare
 from paceline.target.heads.followed import Followed
 from paceline.target.heads.mounted import MountedHead
@@ -88,7 +88,14 @@ class Asking:
         mounted.spent_s += row_s * num_rows / len(proposal)
 
     def ask(
-        self, mounted: MountedHead, alone: list[Followed], beside: list[Followed], tokens_per_s: float, *, trees: bool
+        self,
+        mounted: MountedHead,
+        alone: list[Followed],
+        beside: list[Followed],
+        tokens_per_s: float,
+        now: float,
+        *,
+        trees: bool,
     ) -> None:
         """Expands the anchors of some sessions and the best nodes below each, depth by depth while that pays.
 
@@ -97,10 +104,13 @@ class Asking:
             alone: sessions whose draft has nothing.
             beside: sessions whose draft has tokens.
             tokens_per_s: that are made now, in all sessions of the step together.
+            now: seconds of steps so far.
             trees: siblings may be verified.
         """
         gate = mounted.gate
-        sessions = self._worthwhile(mounted, alone, beside, tokens_per_s) if gate.adaptive else [*alone, *beside]
+        sessions = [*alone, *beside]
+        if gate.adaptive:
+            sessions = self._worthwhile(mounted, alone, beside, tokens_per_s, now)
         at = [(f, f.deepest()) for f in sessions]
         at = [(f, node) for f, node in at if not node.expanded and self._wants_more(mounted, f, node)]
         first, width = True, MOST_LEAVES if trees and gate.adaptive else 1
@@ -155,13 +165,15 @@ class Asking:
         lengths.append(len(ranked))
 
     def _worthwhile(
-        self, mounted: MountedHead, alone: list[Followed], beside: list[Followed], tokens_per_s: float
+        self, mounted: MountedHead, alone: list[Followed], beside: list[Followed], tokens_per_s: float, now: float
     ) -> list[Followed]:
         """The sessions that a head is asked for: all without tokens, then those with a draft's, where either pays."""
-        gate, now = mounted.gate, self._clock()
+        gate = mounted.gate
         gains = [self._gain(mounted, f) for f in alone]
         if alone:
-            if gate.pays(sum(max(0.0, gain) for gain in gains), len(alone), tokens_per_s, first=True):
+            num_sessions = len(alone) + len(beside)
+            least = (least_gain(num_sessions) - 1.0) * num_sessions
+            if gate.pays(sum(max(0.0, gain) for gain in gains) - least, len(alone), tokens_per_s, first=True):
                 gate.alone.paid()
             elif not gate.alone.try_anyway(now):
                 for followed in alone:

@@ -37,6 +37,8 @@ from paceline.target.heads.mounted import MountedHead
 from paceline.target.session import TargetSession
 from paceline.types import Mode
 
+_MOST_STEP_S = 1.0
+"""Longer gaps between two steps count as this: nobody knows whether the engine was idle."""
 log = logging.getLogger(__name__)
 
 
@@ -57,6 +59,9 @@ class Heads:
         self.mounted = list(mounted)
         self.took_s = 0.0
         """Seconds that the heads were asked for since ``take_s``."""
+        self.busy_s = 0.0
+        """Seconds of steps so far, by which pauses are counted: between bursts nothing changes that would end them."""
+        self._booked_at: float | None = None
         self._feeding = Feeding(states, cache.num_pages)
         self._asking = Asking(clock)
         self._circumstances: tuple[int, bool] | None = None  # of ``use``
@@ -82,8 +87,7 @@ class Heads:
 
     def wants_states(self, num_sessions: int) -> bool:
         """True if a head will be fed with the step that comes."""
-        now = self._clock()
-        return any(m.reads_states and self._on(m, num_sessions, now) for m in self.mounted)
+        return any(m.reads_states and self._on(m, num_sessions) for m in self.mounted)
 
     def labeled(self) -> dict[str, MountedHead]:
         """The heads by their methods, numbered from the second one of a method on."""
@@ -96,7 +100,7 @@ class Heads:
 
     def asks(self, mounted: MountedHead, num_sessions: int) -> bool:
         """True if a head is neither switched off nor paused at this concurrency."""
-        return self._on(mounted, num_sessions, self._clock())
+        return self._on(mounted, num_sessions)
 
     def take_s(self) -> float:
         """Seconds that the heads were asked for since the last call."""
@@ -131,12 +135,11 @@ class Heads:
         there would be more than ``limit``."""
         if not self._may_propose(session):
             return Proposal()
-        now = self._clock()
         for mounted in self.mounted:
             rider = mounted.rider
             if rider is None or session.session_id not in mounted.sessions or rider.num_guesses > limit:
                 continue
-            if self._on(mounted, num_sessions, now):
+            if self._on(mounted, num_sessions):
                 return mounted.guesses(session)
         return Proposal()
 
@@ -202,7 +205,7 @@ class Heads:
             if not mounted.reads_states or mounted.failure:
                 continue
             started = self._clock()
-            is_on = self._on(mounted, num_sessions, started)
+            is_on = self._on(mounted, num_sessions)
             if self._feeding.feed(mounted, computed, states if is_on else None):
                 mounted.spend(self._clock() - started)
 
@@ -210,10 +213,9 @@ class Heads:
 
     def expected(self, session: TargetSession, num_sessions: int) -> tuple[list[float], float]:
         """Probabilities of the tokens that a head would propose for a session, and the seconds that asking it takes."""
-        now = self._clock()
         for mounted in self.mounted:
             followed = mounted.sessions.get(session.session_id)
-            if followed is not None and self._on(mounted, num_sessions, now) and mounted.ready(followed):
+            if followed is not None and self._on(mounted, num_sessions) and mounted.ready(followed):
                 depth = min(mounted.num_tokens, session.max_draft())
                 first_s, next_s = (mounted.gate.depth_s(1, first=first) or 0.0 for first in (True, False))
                 return [followed.hits.rate()] * depth, first_s + next_s * max(0, depth - 1)
@@ -227,7 +229,7 @@ class Heads:
             trees: siblings may be verified in this step.
         """
         started = self._clock()
-        self._prefill(len(ready), started)
+        self._prefill(len(ready))
         asked: dict[int, tuple[list[Followed], list[Followed]]] = {}
         for session in ready:
             self._asking.forget(session)
@@ -236,7 +238,7 @@ class Heads:
                 continue
             for i, mounted in enumerate(self.mounted):
                 followed = mounted.sessions.get(session.session_id)
-                if followed is not None and self._on(mounted, len(ready), started) and mounted.ready(followed):
+                if followed is not None and self._on(mounted, len(ready)) and mounted.ready(followed):
                     followed.beside = None
                     asked.setdefault(i, ([], []))[beside].append(followed)
                     break
@@ -244,19 +246,22 @@ class Heads:
         for i, (alone, joining) in asked.items():
             mounted = self.mounted[i]
             before = self._clock()
-            self._asking.ask(mounted, alone, joining, rate, trees=trees)
+            self._asking.ask(mounted, alone, joining, rate, self.busy_s, trees=trees)
             mounted.spend(self._clock() - before)
         self.took_s += self._clock() - started
 
     def book(self, num_sessions: int) -> None:
         """Books a step in the accounts of the heads, and pauses those that have cost more than they have brought."""
         now, rate = self._clock(), self._tokens_per_s(num_sessions)
+        if self._booked_at is not None:
+            self.busy_s += min(_MOST_STEP_S, now - self._booked_at)
+        self._booked_at = now
         for mounted in self.mounted:
             accepted, spent_s = mounted.accepted, mounted.spent_s
             mounted.accepted, mounted.spent_s = 0, 0.0
             if mounted.failure or not (accepted or spent_s):
                 continue
-            if mounted.gate.observe_step(num_sessions, accepted, spent_s, rate, now):
+            if mounted.gate.observe_step(num_sessions, accepted, spent_s, rate, self.busy_s):
                 log.debug("head %s is paused at concurrency %d", mounted.name, num_sessions)
                 mounted.coupled.forget()  # the record must not be held against the next trial
                 mounted.rejection.forget()
@@ -266,13 +271,13 @@ class Heads:
         plain_s = self._allocation.plain_s(num_sessions) if self._allocation.cost.known else 0.0
         return max(num_sessions / plain_s if plain_s > 0 else 0.0, self._allocation.tokens_per_s.get(0.0))
 
-    def _on(self, mounted: MountedHead, num_sessions: int, now: float) -> bool:
-        return not mounted.failure and mounted.gate.wanted(max(1, num_sessions), now)
+    def _on(self, mounted: MountedHead, num_sessions: int) -> bool:
+        return not mounted.failure and mounted.gate.wanted(max(1, num_sessions), self.busy_s)
 
-    def _prefill(self, num_sessions: int, now: float) -> None:
+    def _prefill(self, num_sessions: int) -> None:
         """One chunk of prompts, for heads that compute those themselves."""
         for mounted in self.mounted:
-            if mounted.reads_states or not mounted.prefilling or not self._on(mounted, num_sessions, now):
+            if mounted.reads_states or not mounted.prefilling or not self._on(mounted, num_sessions):
                 continue
             mounted.prefilling = {s for s in mounted.prefilling if not mounted.head.ready(s)}
             if mounted.prefilling:
