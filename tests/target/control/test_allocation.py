@@ -14,9 +14,11 @@ from paceline.core.tree import Proposal
 from paceline.messages import Node, OpenSession, SparseDistribution
 from paceline.target.control.allocation import (
     AcceptanceHistory,
+    Allocation,
     allocate_draft_tokens,
     blind_offer,
     ideal_gain,
+    least_gain,
     offer,
 )
 from paceline.target.control.step_cost import StepCost, size_class
@@ -159,6 +161,21 @@ def test_choices_worked_out_by_hand(num_sessions: int, acceptance: float, expect
         [[acceptance] * 8] * num_sessions, cost, num_sessions=num_sessions, num_context=num_sessions, limit=999
     )
     assert set(counts) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("num_sessions", "prob", "fixed_s", "wanted"),
+    [(1, 0.52, 1.0, 1), (16, 1.0, 1.0, 0), (16, 1.0, 4.0, 1)],
+    ids=["1.3 % of one", "3 % of sixteen", "11 % of sixteen"],
+)
+def test_what_many_sessions_hardly_gain_is_left_out(
+    num_sessions: int, prob: float, fixed_s: float, wanted: int
+) -> None:
+    assert [least_gain(n) for n in (0, 1, 2, 5, 50)] == pytest.approx([1.0, 1.0, 1.025, 1.04, 1.049])
+    allocation = Allocation(cost=learned(lambda n: fixed_s + n))
+    offers, at = [[prob]] * num_sessions, {"num_sessions": num_sessions, "num_context": num_sessions, "limit": 99}
+    assert allocate_draft_tokens(offers, allocation.cost, **at) == [1] * num_sessions, "whatever it brings"
+    assert allocation.allocate_draft_tokens(offers, **at) == [wanted] * num_sessions
 
 
 def test_ideal_gain() -> None:

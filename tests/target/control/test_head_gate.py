@@ -146,3 +146,25 @@ def test_beside_a_draft_a_head_is_booked_against_what_the_draft_makes(drafted: f
         heads.book(1)
     assert heads.asks(mounted, 1) is not is_paused
     assert (mounted.gate.num_pauses > 0) is is_paused
+
+
+def test_a_pause_counts_seconds_of_steps() -> None:
+    """An hour without a step ends none: the head is where it was, and so is what it costs."""
+    allocation, now = Allocation(), 0.0
+    for size in (1, 2):
+        allocation.observe_step(size, 1 / PLAIN)
+    mounted = MountedHead("oracle", cast(Any, SimpleNamespace(features=None)), num_tokens=4)
+    cache = cast(Any, SimpleNamespace(num_pages=1))
+    heads = Heads([mounted], cache, vocab_size=8, allocation=allocation, clock=lambda: now)
+    for _ in range(16):
+        now += 0.02
+        mounted.spent_s = 0.02
+        heads.book(1)
+    assert not heads.asks(mounted, 1)
+    now += 3600.0
+    heads.book(1)
+    assert not heads.asks(mounted, 1)
+    for _ in range(10_000):
+        now += 0.02
+        heads.book(1)
+    assert heads.asks(mounted, 1)
