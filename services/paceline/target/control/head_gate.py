@@ -11,7 +11,7 @@ would bring beside them, and the time that these sessions add to T. What that le
 feeding the head with every step, is in its *account*: at each load its accepted tokens are set against those that are
 made, at R, in all the time that it took. R includes what the head brings, which does not change the sign: a tokens in
 h seconds beside c tokens in T bring a - (c + a) / (T + h) h > 0 if and only if (c + a) / (T + h) > c / T. A head whose
-account falls short is paused there: neither asked nor fed, for 2, 4, 8, .. 64 s.
+account falls short is paused there: neither asked nor fed, for 2, 4, 8, .. 64 s of steps.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class HeadGate:
             accepted: tokens of the head that were accepted.
             seconds: that it took: to be fed, to be asked, and to have its tokens verified.
             tokens_per_s: that are made now, by plain decoding at least.
-            now: the time.
+            now: seconds of steps so far.
         """
         account = self._loads.setdefault(load_class(num_sessions), _Account())
         account.on_trial = account.on_trial or (account.failures > 0 and account.steps == 0)
