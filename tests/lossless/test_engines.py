@@ -278,7 +278,7 @@ def test_measured_control_gives_identical_tokens(adaptive: bool) -> None:
     pump = Pump(target, draft, seed=6, adaptive=adaptive, step_s=lambda n: 0.004 * max(32, n))
     assert_same(pump.run(requests), reference)
     stats = pump.target.stats
-    assert (stats.draft_rows_trimmed > 10) == adaptive
+    assert (stats.draft_rows_trimmed > 4) == adaptive
     assert (stats.drafts_paused > 0) == adaptive
     assert stats.bubble_s > 0
 

@@ -138,8 +138,7 @@ class ModelDrafter:
                 groups[leaf.session_id] = [index]
             else:
                 group.append(index)
-        tails = self._tails(leaves) if self.tokens_per_leaf > 1 else ()
-        tailed = any(tail.inputs for tail in tails)
+        tails = self._tails(leaves)
         parts: list[Part] = []
         at: list[int] = []  # leaf of each row of logits,
         depths: list[int] = []  # and its depth
@@ -150,23 +149,21 @@ class ModelDrafter:
                 usable = self._usable(session, leaves, indices)
                 if not usable:
                     continue
-                of_session = [leaves[i] for i in usable]
                 try:
-                    parts.append(self._part(session, of_session, [tails[i] for i in usable] if tailed else ()))
+                    parts.append(self._part(session, [(leaves[i], tails[i]) for i in usable]))
                 except ResourceExhaustedError:
                     continue
                 sampler = session.sampler
-                if not tailed:
-                    at += usable
-                    depths += [0] * len(usable)
-                    rows += [Row(sampler, leaf.path) for leaf in of_session]
-                    continue
                 for i in usable:
                     path, tail = leaves[i].path, tails[i]
-                    further = range(len(tail.inputs) + 1)
-                    at += [i] * len(further)
-                    depths += further
-                    rows += [Row(sampler, (*path, *tail.path[:depth])) for depth in further]
+                    at.append(i)
+                    depths.append(0)
+                    rows.append(Row(sampler, path))
+                    if tail.inputs:
+                        further = range(1, len(tail.inputs) + 1)
+                        at += [i] * len(further)
+                        depths += further
+                        rows += [Row(sampler, (*path, *tail.path[:depth])) for depth in further]
             m = self._num_candidates(groups)
             if not parts:
                 return self._candidates(leaves, tails, m)
@@ -215,7 +212,7 @@ class ModelDrafter:
         """
         session = self._session(leaf.session_id)
         pending = session.tokens[session.num_cached :]
-        first = self._alone(session, [leaf], pending)
+        first = self._alone(session, [(leaf, NO_TAIL)], pending)
         if first is None:
             return []
         taken = list(first.step.rows)
@@ -346,9 +343,9 @@ class ModelDrafter:
             if (leaves[i].path or pending) and None not in map(self._translation.token, leaves[i].path)
         ]
 
-    def _part(self, session: RowSession, leaves: Sequence[Leaf], tails: Sequence[Tail] = ()) -> Part:
+    def _part(self, session: RowSession, leaves: Sequence[tuple[Leaf, Tail]]) -> Part:
         """One session's part in the forward: pending tokens, nodes above leaves that have no row, then every leaf and
-        its tail, which logits are wanted of. ``tails``: one for each leaf; (): there are none.
+        its tail, which logits are wanted of.
 
         The engine gives a drafter of one token per leaf no other nodes than leaves, and pending tokens only with the
         anchor (``protocol.py``): then this is one token per leaf.
@@ -356,13 +353,12 @@ class ModelDrafter:
         Raises:
             ResourceExhaustedError: there is no room for the rows.
         """
-        pending = session.tokens[session.num_cached :]
-        if not any(tail.inputs for tail in tails) and (part := self._alone(session, leaves, pending)) is not None:
-            return part
         num_tokens = len(session.tokens)
-        tails = tails or [NO_TAIL] * len(leaves)
+        pending = session.tokens[session.num_cached :]
+        if (part := self._alone(session, leaves, pending)) is not None:
+            return part
         missing: dict[int, tuple[int, int]] = {}  # token and position by node, ancestors first
-        for leaf in leaves:
+        for leaf, _ in leaves:
             for depth, node_id in enumerate(leaf.path_ids[:-1]):
                 if node_id not in session.node_rows:
                     missing[node_id] = leaf.path[depth], num_tokens + depth
@@ -370,7 +366,7 @@ class ModelDrafter:
         tokens = [*pending, *(token_id for token_id in own if token_id is not None)]
         positions = [*range(session.num_cached, num_tokens), *(position for _, position in missing.values())]
         num_logits = 0
-        for leaf, tail in zip(leaves, tails, strict=True):
+        for leaf, tail in leaves:
             last = self._own(leaf.path[-1]) if leaf.path else None
             block = tail.inputs if last is None else (last, *tail.inputs)
             first = num_tokens + len(leaf.path) - bool(leaf.path)
@@ -388,13 +384,13 @@ class ModelDrafter:
         at_nodes = dict(zip(missing, rows[at:], strict=False))
         node_rows = session.node_rows if not at_nodes else session.node_rows | at_nodes
         kept = dict(at_nodes)
-        for leaf in leaves if at_nodes else ():
+        for leaf, _ in leaves if at_nodes else ():
             for depth, node_id in enumerate(leaf.path_ids[:-1]):
                 if node_id in at_nodes:
                     above = [node_rows[n] for n in leaf.path_ids[: depth + 1]]
                     seen[num_pending + list(missing).index(node_id), [*rows[:num_pending], *above]] = True
         at += len(missing)
-        for leaf, tail in zip(leaves, tails, strict=True):
+        for leaf, tail in leaves:
             above = [*rows[:num_pending], *(node_rows[n] for n in leaf.path_ids[:-1])]
             count = len(tail.inputs) + bool(leaf.path)
             if leaf.path:
@@ -405,12 +401,12 @@ class ModelDrafter:
             at += count
         return Part(session, tree_step(session, tokens, positions, rows, num_logits, seen), num_pending, kept)
 
-    def _alone(self, session: RowSession, leaves: Sequence[Leaf], pending: list[int]) -> Part | None:
+    def _alone(self, session: RowSession, leaves: Sequence[tuple[Leaf, Tail]], pending: list[int]) -> Part | None:
         """``_part`` of the anchor, or of leaves without tails below pending tokens and ancestors that all have their
         rows: nearly every part there is. None: it is another."""
         num_tokens, node_rows = len(session.tokens), session.node_rows
-        if not leaves[0].path:
-            if len(leaves) > 1:
+        if not leaves[0][0].path:
+            if len(leaves) > 1 or leaves[0][1].inputs:
                 return None
             rows = session.take_rows(self._cache, len(pending))
             positions = range(session.num_cached, num_tokens)
@@ -420,21 +416,22 @@ class ModelDrafter:
             return Part(session, chain_step(session, pending, positions, rows, own_rows), len(pending), {})
         if pending:
             return None
-        seen = []
-        for leaf in leaves:
-            above = [*map(node_rows.get, leaf.path_ids[:-1])]
-            if None in above or not leaf.path:
+        tokens, depths, seen = [], [], []
+        for leaf, tail in leaves:
+            path = leaf.path
+            if tail.inputs or not path:
                 return None
+            above = [*map(node_rows.get, leaf.path_ids[:-1])]
+            if None in above:
+                return None
+            token_id = self._own(path[-1])
+            assert token_id is not None, "_usable comes first"
+            tokens.append(token_id)
+            depths.append(num_tokens + len(path) - 1)
             seen.append(above)
-        tokens = [leaf.path[-1] for leaf in leaves]
-        if self._translation is not None:
-            own = [*map(self._translation.token, tokens)]
-            assert None not in own, "_usable comes first"
-            tokens = cast(list[int], own)
-        depths = [num_tokens + len(leaf.path) - 1 for leaf in leaves]
         rows = session.take_rows(self._cache, len(tokens))
         kept, row_positions = {}, session.positions
-        for leaf, row, depth, above in zip(leaves, rows, depths, seen, strict=True):
+        for (leaf, _), row, depth, above in zip(leaves, rows, depths, seen, strict=True):
             row_positions[row] = depth
             above.append(row)
             kept[leaf.node_id] = row
