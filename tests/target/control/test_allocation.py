@@ -97,6 +97,17 @@ def test_costs_follow_growing_contexts() -> None:
     assert 1.4 * cpu_cost(32) < cost.seconds(32) < 2 * cpu_cost(32)
 
 
+def test_a_slow_spell_belongs_to_no_size() -> None:
+    """The machine is slow while steps have 16 tokens, and fast again while they have 28: what 12 tokens more cost is
+    known as before."""
+    cost = learned(cpu_cost, (4, 16, 28, 32))
+    for size, slowness in ((16, 1.6), (28, 1.0)) * 3:
+        for _ in range(20):
+            cost.observe(size, slowness * cpu_cost(size))
+    assert cost.seconds(28) == pytest.approx(cpu_cost(28), rel=0.05)
+    assert cost.seconds(28) / cost.seconds(16) == pytest.approx(cpu_cost(28) / cpu_cost(16), rel=0.2)
+
+
 def test_noise_averages_out() -> None:
     """30 % of noise in every step: within 10 % of the mean at every size."""
     rng, cost = random.Random(0), StepCost()

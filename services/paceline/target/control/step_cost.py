@@ -4,6 +4,11 @@ A step of few tokens waits for the weights, so several cost as much as one, unti
 happens depends on machine, model and context. So it is measured: steps that only decode are averaged by size, the cost
 between measured sizes is interpolated, and one *level*, which every step moves, carries sizes that have not been
 measured for a while along when contexts grow or the machine slows down.
+
+An unexpected time moves the level and the size's ratio to it, each by its share of the uncertainty: a Kalman filter of
+their logarithms, covariances neglected. The level of a step may be any, a ratio hardly drifts. Else a machine that was
+slow for some steps would make their size look dear beside one that is measured when it is fast again; and plain steps,
+which are not taken while they look dear, would go on looking so.
 """
 
 from __future__ import annotations
@@ -18,9 +23,11 @@ _EXACT, _LARGE = 64, 256
 """Sizes are told apart one by one, so that lumps of the cost show, up to 64; by padded size up to 256, by 64 beyond."""
 
 _LEVEL_WEIGHT = 0.15
-_SIZE_WEIGHT = 0.1
-_RUSTY_STEPS = 256
-"""A size that was not measured for so many steps is learned again: the next measurement counts half."""
+_NOISE, _LEVEL_DRIFT, _SIZE_DRIFT = 1e-2, 2e-2, 5e-6
+"""Variances of the logarithms of a step's seconds about what they should be, and of what its level and a size's ratio
+change by in a step."""
+_NEW = 5e-3
+"""Variance of the logarithm of a ratio that was measured once."""
 _FEW, _SOON = 3, 64
 """A size measured less than ``_FEW`` times, and not in the last ``_SOON`` steps, is forgotten: an outlier there must
 not keep that size from being tried again."""
@@ -38,10 +45,11 @@ def size_class(num_tokens: int) -> int:
 
 
 class _Size:
-    __slots__ = ("count", "seen_at", "value")
+    __slots__ = ("count", "seen_at", "value", "variance")
 
     def __init__(self, value: float, seen_at: int) -> None:
         self.value = value  # seconds / level
+        self.variance = _NEW  # of its logarithm
         self.count = 1
         self.seen_at = seen_at
 
@@ -55,7 +63,9 @@ class StepCost:
 
     def __init__(self) -> None:
         self._sizes: dict[int, _Size] = {}
-        self._level = self._least_level = 1.0
+        self._now = 1.0  # level of the last step
+        self._variance = _LEVEL_DRIFT  # of its logarithm
+        self._level = self._least_level = 1.0  # its average
         self._num_observed = 0
         self._stale = 0
         self._table: list[float] = [0.0, 0.0]
@@ -76,18 +86,21 @@ class StepCost:
         size = self._sizes.get(at)
         if size is None:
             if not self._sizes:
-                self._level = self._least_level = seconds
-            self._sizes[at] = _Size(seconds / self._level, self._num_observed)
+                self._now = self._level = self._least_level = seconds
+            self._sizes[at] = _Size(seconds / self._now, self._num_observed)
             self._rebuild()
             return
         # Averages are of logarithms: a step twice as slow and one twice as fast cancel out.
-        weight = max(_SIZE_WEIGHT, 0.5 / size.count)
-        if self._num_observed - size.seen_at > _RUSTY_STEPS:
-            weight = max(weight, 0.5)
-        off_by = math.log(seconds / (self._level * size.value))
+        off_by = math.log(seconds / (self._now * size.value))
         off_by = min(max(off_by, -math.log(_MOST_RATIO)), math.log(_MOST_RATIO))
-        size.value *= math.exp(weight * off_by)
-        self._level *= math.exp(_LEVEL_WEIGHT * off_by)
+        of_level = self._variance + _LEVEL_DRIFT
+        of_size = size.variance + _SIZE_DRIFT * (self._num_observed - size.seen_at)
+        level_gain = of_level / (of_level + of_size + _NOISE)
+        size_gain = of_size / (of_level + of_size + _NOISE)
+        self._now *= math.exp(level_gain * off_by)
+        size.value *= math.exp(size_gain * off_by)
+        self._variance, size.variance = of_level * (1.0 - level_gain), of_size * (1.0 - size_gain)
+        self._level *= (self._now / self._level) ** _LEVEL_WEIGHT
         self._least_level = min(self._least_level, self._level)
         size.count += 1
         size.seen_at = self._num_observed
