@@ -67,6 +67,28 @@ def test_after_a_pause_a_head_goes_on_with_the_sessions_that_run(pages: int, mon
     assert describer("target")(pump.target)["counters"]["head_holes"] == stats.holes
 
 
+def test_a_paused_head_is_told_of_tokens_when_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not step by step: it costs nothing while it is paused."""
+    told: list[tuple[bool, int]] = []
+    advance = Oracle.advance
+
+    def counted(self, session_id, token_ids, node_ids, kept):
+        told.append((mounted.follows, len(token_ids)))
+        advance(self, session_id, token_ids, node_ids, kept)
+
+    monkeypatch.setattr(Oracle, "advance", counted)
+    requests, reference, texts = known(1.0)
+    mounted, _ = oracle(EVERY, texts)
+    pump = pump_with(EVERY, mounted, pages=60)
+    paused(_pauses, monkeypatch)
+    assert_same(pump.run(requests), reference)
+    late = [num_tokens for follows, num_tokens in told if not follows]
+    assert len(late) > 5
+    assert max(late) > 1
+    assert len(told) - len(late) > 20
+    assert mounted.stats.rows == mounted.stats.rows_used > 50
+
+
 def _untold(each) -> None:
     """The rows that were missed are not named."""
     each.setattr(Followed, "miss", lambda self, rows: None)

@@ -531,7 +531,7 @@ class TargetEngine:
         if finish_reason is not None:
             self._close(session)
         elif heads is not None:
-            heads.advance(session, token_ids)
+            heads.advance(session)
         return outcome
 
     def _learn_guesses(self, step: MeasuredStep, logits: Tensor) -> None:

@@ -187,15 +187,11 @@ class Heads:
         """
         self._asking.observe(session, proposal, accepted, row_s)
 
-    def advance(self, session: TargetSession, token_ids: Sequence[int]) -> None:
-        """Takes the tokens that were committed for a session that goes on."""
+    def advance(self, session: TargetSession) -> None:
+        """Has the heads that are on take what was committed for a session that goes on."""
         for mounted in self.mounted:
-            if session.session_id not in mounted.sessions:
-                continue
-            if mounted.outgrown(session):
-                mounted.drop(session.session_id)
-            else:
-                mounted.advance(session, token_ids)
+            if mounted.follows:
+                mounted.catch_up(session)
 
     def feed(self, computed: Sequence[Computed], states: Tensor | None, num_sessions: int) -> None:
         """Feeds the heads with a step, after its outcomes were committed. ``states``: None if none were wanted."""
@@ -206,6 +202,8 @@ class Heads:
                 continue
             started = self._clock()
             is_on = self._on(mounted, num_sessions)
+            if is_on:
+                mounted.follow(on=True)
             if self._feeding.feed(mounted, computed, states if is_on else None):
                 mounted.spend(self._clock() - started)
 
@@ -229,6 +227,8 @@ class Heads:
             trees: siblings may be verified in this step.
         """
         started = self._clock()
+        for mounted in self.mounted:
+            mounted.follow(on=self._on(mounted, len(ready)))
         self._prefill(len(ready))
         asked: dict[int, tuple[list[Followed], list[Followed]]] = {}
         for session in ready:

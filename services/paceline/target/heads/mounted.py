@@ -69,6 +69,8 @@ class MountedHead:
         self.sessions: dict[str, Followed] = {}
         self.failure = ""
         """Reason for which it was switched off; empty: it is on."""
+        self.follows = True
+        """Committed tokens are taken at once; False while it is paused: all together when it goes on (``follow``)."""
         self.columns: tuple[int, ...] = ()
         """Its boundaries among those that the target's steps return."""
         self.prefilling: set[str] = set()
@@ -148,11 +150,25 @@ class MountedHead:
         """True if a session's context is longer than the head can follow."""
         return self.max_len is not None and session.num_tokens >= self.max_len
 
-    def advance(self, session: TargetSession, token_ids: Sequence[int]) -> None:
-        """Takes the tokens that were committed for a session that is open here."""
-        node_ids, kept = self.sessions[session.session_id].walk(token_ids)
+    def follow(self, *, on: bool) -> None:
+        """Takes what was committed from now on, and before any of that what was committed meanwhile; or nothing."""
+        if on and not self.follows:
+            for followed in [*self.sessions.values()]:
+                self.catch_up(followed.session)
+        self.follows = on
+
+    def catch_up(self, session: TargetSession) -> None:
+        """Takes the tokens that were committed for a session since it last did, if the session is open here."""
+        followed = self.sessions.get(session.session_id)
+        if followed is None or followed.tree.context_len == session.num_tokens:
+            return
+        if self.outgrown(session):
+            self.drop(session.session_id)
+            return
+        token_ids = tuple(session.tokens[followed.tree.context_len :])
+        node_ids, kept = followed.walk(token_ids)
         if self.reads_states or self.rider is not None:
-            self.sessions[session.session_id].restart()
+            followed.restart()
             kept = []
         self.guarded(lambda: self.head.advance(session.session_id, token_ids, node_ids, kept))
 
@@ -249,7 +265,8 @@ class MountedHead:
         for session_id, followed in self.sessions.items():
             assert followed.session is known[session_id]
             followed.tree.check_integrity()
-            assert followed.tree.context_len == followed.session.num_tokens
+            behind = followed.session.num_tokens - followed.tree.context_len
+            assert behind == 0 or (behind > 0 and not self.follows)
             assert not followed.tree.lost
             assert followed.num_fed <= followed.session.num_tokens
         if not self.failure:
