@@ -149,6 +149,22 @@ def test_start_raises_the_error_of_the_factory(kind, error, expected, message):
     assert client.deaths.empty()
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize("num_cores", [1, 2])
+def test_what_an_engine_of_several_cores_sends_is_taken_on_another_than_its_first(num_cores):
+    """On its first one it goes on; of an engine with one core nothing is known that rests."""
+    allowed = sorted(os.sched_getaffinity(0))
+    cores: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
+    worker = ProcessWorker(
+        "echo", EchoFactory(), lambda _: cores.put(os.sched_getaffinity(0)), print, allowed[:num_cores]
+    )
+    worker.start()
+    worker.send(["message"])
+    assert cores.get(timeout=TIMEOUT_S) == {*allowed[num_cores > 1 :]}
+    worker.stop()
+    assert sorted(os.sched_getaffinity(0)) == allowed
+
+
 def test_a_failing_step_is_reported_once(client):
     client.worker.send(["raise"])
     assert "RuntimeError: out of order" in client.deaths.get(timeout=TIMEOUT_S)

@@ -32,6 +32,7 @@ from paceline.runtime.workers import (
     In,
     Out,
     Stop,
+    available_cores,
     execution_of,
     limit_torch_threads,
     pin,
@@ -187,6 +188,12 @@ class ProcessWorker(Generic[In, Out]):
         if self._sock is not None:
             self._sock.close()
 
+    def _beside(self) -> list[int]:
+        """Cores for the thread that takes what the engine sends: all but the one on which the engine does so, if it has
+        others, which rest then. Linux wakes who reads from a socket on the core of who wrote, which would have to wait.
+        """
+        return [core for core in available_cores() if core != self._cores[0]] if len(self._cores) > 1 else []
+
     def _kill(self, pid: int) -> None:
         try:
             os.killpg(pid, signal.SIGKILL)  # with a compiler that it may be running
@@ -226,6 +233,7 @@ class ProcessWorker(Generic[In, Out]):
 
     def _read(self) -> None:
         assert self._sock is not None
+        pin(self._beside())
         channel = Channel(self._sock)
         failure: _Failed | None = None
         try:
