@@ -292,7 +292,7 @@ class Scheduler:
         spare = self._heads.reserves if self._heads else 0
         if session.k > 0 and stop == len(session.tokens):
             limit = min(budget - num_context, wanted.get(id(session), session.k))
-            available = session.proposal(session.k)
+            available = session.proposal(session.k) if limit > 0 else session.drafted(session.k)
             offered = self._subtrees.get(id(session)) if self._subtrees else None
             proposal = available.first(limit) if offered is None else offered.proposal(limit)
             num_reserved = num_drafted = len(proposal.token_ids)
