@@ -11,8 +11,10 @@ from tests.support.pump import Pump, Request, assert_same, plain_reference
 from tests.target.test_heads import EVERY, known, oracle, pump_with, target_with
 
 from paceline.runtime.server import describer
+from paceline.target.control.allocation import Allocation
 from paceline.target.control.head_gate import HeadGate
 from paceline.target.heads import feeding
+from paceline.target.heads.asking import Asking
 from paceline.target.heads.driver import Heads
 from paceline.target.heads.followed import Followed
 from paceline.target.heads.mounted import MountedHead
@@ -87,6 +89,30 @@ def test_a_paused_head_is_told_of_tokens_when_it_goes_on(monkeypatch: pytest.Mon
     assert max(late) > 1
     assert len(told) - len(late) > 20
     assert mounted.stats.rows == mounted.stats.rows_used > 50
+
+
+def test_a_head_is_asked_for_nothing_that_could_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the cost of steps with all their sessions, those whose prompts are being computed included."""
+    sessions: set[int] = set()
+
+    def could_pay(self, num_sessions, acceptance, k):
+        sessions.add(num_sessions)
+        return num_sessions < 4
+
+    monkeypatch.setattr(Allocation, "could_pay", could_pay)
+    requests, reference, texts = known(1.0)
+    mounted, _ = oracle(EVERY, texts)
+    pump = pump_with(EVERY, mounted, pages=60)
+    widest: set[int] = set()
+    ask = Asking.ask
+
+    def asked(self, mounted, alone, beside, *rest, **named):
+        widest.add(len(alone) + len(beside))
+        ask(self, mounted, alone, beside, *rest, **named)
+
+    monkeypatch.setattr(Asking, "ask", asked)
+    assert_same(pump.run(requests), reference)
+    assert max(sessions) > 3 >= max(widest) > 0
 
 
 def _untold(each) -> None:

@@ -144,7 +144,7 @@ class Scheduler:
         adaptive = self._allocation.adaptive
         trees = self._allocation.offers_trees() if adaptive else self._allocation.trees
         if self._heads:
-            self._heads.propose(ready, trees=trees)
+            self._heads.propose(ready, len(ready) + len(prefilling), trees=trees)
         budget = self._max_step_tokens
         wanted = self._allocate(ready, prefilling, trees=trees) if adaptive else self._merge(ready, trees=trees)
         parts: list[Scheduled] = []
@@ -250,7 +250,7 @@ class Scheduler:
         offers = [offer_of(s, trees=trees) for s in sessions]
         counts = self._allocation.allocate_draft_tokens(
             offers,
-            num_sessions=len(sessions),
+            num_sessions=len(ready) + len(prefilling),
             num_context=num_context,
             limit=self._max_step_tokens - len(ready),
             spent_s=self._heads.took_s if self._heads else 0.0,

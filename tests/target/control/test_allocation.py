@@ -97,6 +97,21 @@ def test_costs_follow_growing_contexts() -> None:
     assert 1.4 * cpu_cost(32) < cost.seconds(32) < 2 * cpu_cost(32)
 
 
+def test_draft_tokens_could_pay_where_steps_cost_little_more_with_them() -> None:
+    """Steps that cost by their tokens: never; steps that wait for weights up to 64 tokens: as soon as enough are right;
+    and where nothing is known, or nothing is chosen, always."""
+    by_tokens, flat = Allocation(), Allocation()
+    by_tokens.cost = learned(lambda n: float(max(4, n)))
+    flat.cost = learned(lambda n: 1.0 if n <= 64 else n / 64)
+    assert not by_tokens.could_pay(16, 0.95, 3)
+    assert flat.could_pay(16, 0.1, 4)
+    assert not flat.could_pay(16, 0.04, 4)
+    assert flat.could_pay(1, 0.04, 4)
+    assert Allocation().could_pay(16, 0.0, 4)
+    by_tokens.adaptive = False
+    assert by_tokens.could_pay(16, 0.95, 3)
+
+
 def test_a_slow_spell_belongs_to_no_size() -> None:
     """The machine is slow while steps have 16 tokens, and fast again while they have 28: what 12 tokens more cost is
     known as before."""

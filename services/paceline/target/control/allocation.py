@@ -5,11 +5,12 @@ A step over n sessions that verifies draft tokens with path probabilities p_1 >=
     E(m) = n + p_1 + .. + p_m  tokens  in  D(m) = h + C(n) + C(t + m) - C(t)  seconds,
 
 where C is the measured cost of a step by its tokens (``step_cost.py``), h the time between two steps, and t the tokens
-that the step computes anyway: n, and prefill chunks, whose own cost is the same whatever is drafted. The m with the
-largest E / D is chosen, unless that is hardly more than n / D(0): what some sessions gain lets them end before others,
-and steps of fewer sessions yield less per second. A path probability never exceeds that of the node before it, so the
-likeliest m tokens are always connected, prefixes of chains or subtrees, and E is concave; C is lumpy, so every m is
-looked at, up to where a convex function below C proves that no further one can be better.
+that the step computes anyway: n, and prefill chunks, whose own cost is the same whatever is drafted. Sessions whose
+prompts are computed count among the n: that many decode when the time comes that draft tokens of now would save. The m
+with the largest E / D is chosen, unless that is hardly more than n / D(0): what some sessions gain lets them end before
+others, and steps of fewer sessions yield less per second. A path probability never exceeds that of the node before it,
+so the likeliest m tokens are always connected, prefixes of chains or subtrees, and E is concave; C is lumpy, so every m
+is looked at, up to where a convex function below C proves that no further one can be better.
 
 A token beside another one begins a branch, which makes the step longer by b beyond its row (``target/branches.py``).
 Such a token is ranked by its path probability less b times the tokens per second, so that a step has siblings where
@@ -176,7 +177,7 @@ def allocate_draft_tokens(
 
     Args:
         offers: acceptance probabilities of each session's draft tokens, see ``offer`` and ``blind_offer``.
-        num_sessions: n, the sessions that the step yields tokens for.
+        num_sessions: n, the sessions of the step.
         num_context: t, the tokens that the step computes anyway.
         limit: the largest sum of all counts.
         overhead_s: h, the seconds between two steps.
@@ -337,6 +338,12 @@ class Allocation:
         overhead_s = self.overhead_s.get(0.0)
         plain_s = overhead_s + cost.seconds(num_sessions)
         return ideal_gain(cost, num_sessions, acceptance, k, overhead_s) * num_sessions / plain_s
+
+    def could_pay(self, num_sessions: int, acceptance: float, k: int) -> bool:
+        """True if draft tokens that are accepted with this probability, k for each session, would be verified: by the
+        measured cost of steps, ``least_gain``, and always before any step was measured."""
+        gain = self.gain(num_sessions, acceptance, k)
+        return gain >= least_gain(num_sessions) or not self.adaptive or not self.cost.known
 
     def gain(self, num_sessions: int, acceptance: float, k: int) -> float:
         """Speedup that an ideal draft would bring by the measured cost of steps, see ``ideal_gain``."""

@@ -29,7 +29,7 @@ from torch import Tensor
 from paceline.core.tree import Proposal
 from paceline.drafters.protocol import Features
 from paceline.model.kv_cache import KVCache
-from paceline.target.control.allocation import Allocation
+from paceline.target.control.allocation import AcceptanceHistory, Allocation
 from paceline.target.heads.asking import Asking
 from paceline.target.heads.feeding import Computed, Feeding
 from paceline.target.heads.followed import Followed
@@ -39,7 +39,13 @@ from paceline.types import Mode
 
 _MOST_STEP_S = 1.0
 """Longer gaps between two steps count as this: nobody knows whether the engine was idle."""
+_ENOUGH_TRIALS, _BEST_ACCEPTANCE = 24.0, 0.95
+"""Verified tokens after which a head's acceptance is known well enough, and what it is taken for until then."""
 log = logging.getLogger(__name__)
+
+
+def _trials(hits: AcceptanceHistory) -> float:
+    return hits.trials
 
 
 class Heads:
@@ -213,22 +219,24 @@ class Heads:
         """Probabilities of the tokens that a head would propose for a session, and the seconds that asking it takes."""
         for mounted in self.mounted:
             followed = mounted.sessions.get(session.session_id)
-            if followed is not None and self._on(mounted, num_sessions) and mounted.ready(followed):
+            if followed is not None and self._asks(mounted, num_sessions, num_sessions) and mounted.ready(followed):
                 depth = min(mounted.num_tokens, session.max_draft())
                 first_s, next_s = (mounted.gate.depth_s(1, first=first) or 0.0 for first in (True, False))
                 return [followed.hits.rate()] * depth, first_s + next_s * max(0, depth - 1)
         return [], 0.0
 
-    def propose(self, ready: Sequence[TargetSession], *, trees: bool) -> None:
+    def propose(self, ready: Sequence[TargetSession], num_sessions: int, *, trees: bool) -> None:
         """Asks the heads for tokens of the sessions that are about to step.
 
         Args:
             ready: these sessions. Those whose drafts have tokens are asked for with ``trees`` only.
+            num_sessions: those whose prompts are being computed included.
             trees: siblings may be verified in this step.
         """
         started = self._clock()
-        for mounted in self.mounted:
-            mounted.follow(on=self._on(mounted, len(ready)))
+        asks = [self._asks(mounted, len(ready), num_sessions) for mounted in self.mounted]
+        for mounted, is_asked in zip(self.mounted, asks, strict=True):
+            mounted.follow(on=is_asked)
         self._prefill(len(ready))
         asked: dict[int, tuple[list[Followed], list[Followed]]] = {}
         for session in ready:
@@ -238,11 +246,11 @@ class Heads:
                 continue
             for i, mounted in enumerate(self.mounted):
                 followed = mounted.sessions.get(session.session_id)
-                if followed is not None and self._on(mounted, len(ready)) and mounted.ready(followed):
+                if followed is not None and asks[i] and mounted.ready(followed):
                     followed.beside = None
                     asked.setdefault(i, ([], []))[beside].append(followed)
                     break
-        rate = self._tokens_per_s(len(ready))
+        rate = self._tokens_per_s(num_sessions)
         for i, (alone, joining) in asked.items():
             mounted = self.mounted[i]
             before = self._clock()
@@ -273,6 +281,14 @@ class Heads:
 
     def _on(self, mounted: MountedHead, num_sessions: int) -> bool:
         return not mounted.failure and mounted.gate.wanted(max(1, num_sessions), self.busy_s)
+
+    def _asks(self, mounted: MountedHead, num_ready: int, num_sessions: int) -> bool:
+        """True if a head is on and some of its tokens could be verified; a new head's acceptance may be any."""
+        if not self._on(mounted, num_ready):
+            return False
+        hits = max(mounted.coupled, mounted.rejection, key=_trials)
+        acceptance = hits.rate() if hits.trials >= _ENOUGH_TRIALS else _BEST_ACCEPTANCE
+        return self._allocation.could_pay(num_sessions, acceptance, mounted.num_tokens)
 
     def _prefill(self, num_sessions: int) -> None:
         """One chunk of prompts, for heads that compute those themselves."""
