@@ -64,12 +64,12 @@ def test_drafts_give_way_to_a_head_that_is_faster_without_them(
 
 @pytest.mark.slow
 def test_little_is_lost_before_a_load_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less than an eighth of plain decoding in the first two seconds, a trial included; more if a load began with
-    drafts."""
+    """Less than a tenth of plain decoding in the first two seconds, a trial included; more than an eighth if a load
+    began with drafts."""
     plain = _first_seconds(0)
-    assert _first_seconds(None) > 0.875 * plain
+    assert _first_seconds(None) > 0.9 * plain
     monkeypatch.setattr(LoadTrials, "begins_with_drafts", lambda self, num_sessions: True)
-    assert _first_seconds(None) < 0.8 * plain
+    assert _first_seconds(None) < 0.875 * plain
 
 
 def test_steps_with_prefill_chunks_are_measured_less_what_those_take(monkeypatch: pytest.MonkeyPatch) -> None:
