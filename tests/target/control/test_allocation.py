@@ -123,6 +123,16 @@ def test_a_slow_spell_belongs_to_no_size() -> None:
     assert cost.seconds(28) / cost.seconds(16) == pytest.approx(cpu_cost(28) / cpu_cost(16), rel=0.2)
 
 
+@pytest.mark.parametrize(("before", "then"), [(1.6, 1.0), (1.0, 1.6)])
+def test_a_size_that_is_met_as_the_machine_changes_its_speed_is_neither_cheap_nor_dear(before, then) -> None:
+    """Steps of 16 tokens, and the first one of 20 when they begin to take less, or more."""
+    cost = learned(cpu_cost, (4, 8, 16, 32))
+    for _ in range(30):
+        cost.observe(16, before * cpu_cost(16))
+    cost.observe(20, then * cpu_cost(20))
+    assert cost.seconds(20) / cost.seconds(16) == pytest.approx(cpu_cost(20) / cpu_cost(16), rel=0.1)
+
+
 def test_noise_averages_out() -> None:
     """30 % of noise in every step: within 10 % of the mean at every size."""
     rng, cost = random.Random(0), StepCost()

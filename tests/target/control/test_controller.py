@@ -113,7 +113,7 @@ def test_it_says_why_drafting_is_on() -> None:
     text, numbers = explain(target), measures(target)
     assert text.startswith("drafting is on at 1 sessions (")
     assert "tokens/s with drafts" in text
-    assert "a step by its tokens 1: 20 ms" in text
+    assert "a step by its tokens 1: 20" in text
     assert numbers["drafting"] == 1.0
     assert 0.6 < numbers["acceptance"] < 0.95
     assert 1.0 < numbers["mean_draft_tokens"] < 8.0

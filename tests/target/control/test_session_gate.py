@@ -140,7 +140,7 @@ def test_load_steps_switch_drafting_off_and_on_without_flapping(noise: float) ->
 
     simulation = Simulation(load=load, acceptance=0.5, noise=noise, max_tokens=4000).run(27.0)
     before, during, after = ([w for w in simulation.wanted if a <= w[0] < b] for a, b in ((0, 6), (6, 20), (20, 30)))
-    assert not before
+    assert len(before) <= 2, "at most one trial of plain decoding"
     assert len({name for _, name, wanted in during if not wanted}) >= 15
     assert len(during) <= 16 + 2 * 16 * 3, "a trial after two, four and eight seconds"
     assert [wanted for _, _, wanted in after] in ([True], []), "unless it is on trial when the others leave"

@@ -8,7 +8,9 @@ measured for a while along when contexts grow or the machine slows down.
 An unexpected time moves the level and the size's ratio to it, each by its share of the uncertainty: a Kalman filter of
 their logarithms, covariances neglected. The level of a step may be any, a ratio hardly drifts. Else a machine that was
 slow for some steps would make their size look dear beside one that is measured when it is fast again; and plain steps,
-which are not taken while they look dear, would go on looking so.
+which are not taken while they look dear, would go on looking so. A size that is met for the first time begins with what
+lies between its neighbours, and the level is not moved by it: one that was met at a lucky moment would be taken again
+and again.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ _LEVEL_WEIGHT = 0.15
 _NOISE, _LEVEL_DRIFT, _SIZE_DRIFT = 1e-2, 2e-2, 5e-6
 """Variances of the logarithms of a step's seconds about what they should be, and of what its level and a size's ratio
 change by in a step."""
-_NEW = 5e-3
-"""Variance of the logarithm of a ratio that was measured once."""
+_ONCE, _BETWEEN = 5e-3, 2e-3
+"""Variances of the logarithm of a ratio that was measured once, and of one that was read between those of two sizes."""
 _FEW, _SOON = 3, 64
 """A size measured less than ``_FEW`` times, and not in the last ``_SOON`` steps, is forgotten: an outlier there must
 not keep that size from being tried again."""
-_MOST_RATIO = 3.0
+_MOST_RATIO = 1.5
 """A single step counts as at most so many times slower or faster than expected."""
 _REBUILD_STEPS = 8
 _LARGEST_TABLE = 1024
@@ -47,10 +49,10 @@ def size_class(num_tokens: int) -> int:
 class _Size:
     __slots__ = ("count", "seen_at", "value", "variance")
 
-    def __init__(self, value: float, seen_at: int) -> None:
+    def __init__(self, value: float, variance: float, count: int, seen_at: int) -> None:
         self.value = value  # seconds / level
-        self.variance = _NEW  # of its logarithm
-        self.count = 1
+        self.variance = variance  # of its logarithm
+        self.count = count
         self.seen_at = seen_at
 
 
@@ -87,15 +89,17 @@ class StepCost:
         if size is None:
             if not self._sizes:
                 self._now = self._level = self._least_level = seconds
-            self._sizes[at] = _Size(seconds / self._now, self._num_observed)
-            self._rebuild()
-            return
+            if not min(self._sizes, default=at) < at < max(self._sizes, default=at):
+                self._sizes[at] = _Size(seconds / self._now, _ONCE, 1, self._num_observed)
+                self._rebuild()
+                return
+            size = self._sizes[at] = _Size(_at(self._table, at), _BETWEEN, 0, self._num_observed)
         # Averages are of logarithms: a step twice as slow and one twice as fast cancel out.
         off_by = math.log(seconds / (self._now * size.value))
         off_by = min(max(off_by, -math.log(_MOST_RATIO)), math.log(_MOST_RATIO))
         of_level = self._variance + _LEVEL_DRIFT
         of_size = size.variance + _SIZE_DRIFT * (self._num_observed - size.seen_at)
-        level_gain = of_level / (of_level + of_size + _NOISE)
+        level_gain = of_level / (of_level + of_size + _NOISE) if size.count else 0.0
         size_gain = of_size / (of_level + of_size + _NOISE)
         self._now *= math.exp(level_gain * off_by)
         size.value *= math.exp(size_gain * off_by)
