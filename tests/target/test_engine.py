@@ -35,7 +35,15 @@ def greedy(n: int, max_tokens: int = 16, **options) -> Request:
 class Direct:
     """The engine alone, its messages in a list."""
 
-    def __init__(self, *, pages: int = 16, max_sessions: int = 8, budget: int = 64, max_len: int = 512) -> None:
+    def __init__(
+        self,
+        *,
+        pages: int = 16,
+        max_sessions: int = 8,
+        budget: int = 64,
+        max_len: int = 512,
+        holds_outcomes: bool = False,
+    ) -> None:
         self.sent: list = []
         self.clock = Clock()
         self.engine = TargetEngine(
@@ -44,6 +52,7 @@ class Direct:
             max_sessions=max_sessions,
             max_step_tokens=budget,
             max_model_len=max_len,
+            holds_outcomes=holds_outcomes,
             clock=self.clock,
         )
 
@@ -185,6 +194,46 @@ def test_sessions_beyond_the_limit_wait_their_turn() -> None:
     assert len(direct.engine._scheduler.running) == 2
     outcomes = direct.drain()
     assert {k: len(tokens_of(v)) for k, v in outcomes.items()} == {f"s{i}": 4 for i in range(5)}
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_outcomes_that_no_draft_waits_for_may_leave_as_the_next_forward_begins(
+    holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not while a session has a draft; in their order; the last ones when there is nothing to do, or at the end."""
+    direct = Direct(holds_outcomes=holds)
+    forward, at_forward = direct.engine.runner.forward, []
+
+    def watched(steps):
+        at_forward.append(len(direct.sent))
+        return forward(steps)
+
+    monkeypatch.setattr(direct.engine.runner, "forward", watched)
+
+    def stepped(num: int) -> list[int]:
+        """Messages that had been sent after each of so many steps."""
+        return [len(direct.sent) for _ in range(num) if direct.engine.step()]
+
+    direct.open("a", plain(greedy(1, max_tokens=3)))
+    assert stepped(3) == ([0, 1, 2] if holds else [1, 2, 3])
+    assert at_forward == [0, 1, 2]
+    assert not direct.engine.step()
+    assert [m.context_len for m in direct.sent] == [1, 2, 3]
+    direct.open("b", greedy(2, max_tokens=8))
+    direct.engine.receive([Nodes("b", 1, 2, (), idle=True)])
+    direct.engine.step()
+    assert isinstance(direct.sent[-1], Outcome), "its draft waits for it"
+    direct.engine.receive([DraftState("b", 1, available=False)])
+    sent = len(direct.sent)
+    stepped(1)
+    assert len(direct.sent) == sent + (not holds)
+    direct.open("c", greedy(600))
+    assert [type(m) for m in direct.sent[sent:]] == [Outcome, SessionFailed]
+    sent = len(direct.sent)
+    stepped(1)
+    direct.engine.close()
+    assert len(direct.sent) == sent + 1
+    assert tokens_of(direct.outcomes()["a"]) == reference_tokens(1, 3)
 
 
 # -- how a session ends ---------------------------------------------------------------------------------------------

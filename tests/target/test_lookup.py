@@ -13,9 +13,7 @@ def lookup(tokens: list[int], share: int = 95) -> Lookup:
     known = new_shares()
     for each in known:
         each.add(share, 100, 100)
-    found = Lookup(tokens, known)
-    found.follow(len(tokens))
-    return found
+    return Lookup(tokens, known)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +52,7 @@ def test_probabilities_are_learned_from_what_was_not_proposed() -> None:
     def append(*token_ids: int) -> None:
         for token_id in token_ids:
             tokens.append(token_id)
-            found.follow(len(tokens) - 1)
+            found.proposal(1)
 
     for i in range(200):
         append(1, 2, 1000 + i)
@@ -66,16 +64,28 @@ def test_probabilities_are_learned_from_what_was_not_proposed() -> None:
     assert found.proposal(2).probs[0] > 0.9
 
 
+def test_a_text_that_was_not_looked_at_for_long_is_followed_when_it_is() -> None:
+    """The prediction of before is scored up to the first token that it did not have, and the end has a new match."""
+    known = new_shares()
+    tokens = [1, 2, 3, 4, 5, 6, 1, 2]
+    found = Lookup(tokens, known)
+    assert found.proposal(2).token_ids == (3, 4)
+    tokens += [3, 4, 9, 9, 5, 6]
+    assert found.proposal(2).token_ids == (1, 2)
+    assert [share.whole for share in known[:3]] == pytest.approx([1, 1, 1])
+    assert [share.part for share in known[:3]] == pytest.approx([1, 1, 0])
+
+
 def test_all_of_a_long_prompt_is_indexed_a_part_at_a_time() -> None:
     """Until then there is no proposal."""
-    tokens = [*range(9000), 0, 1]
+    tokens = [*range(9000)]
     found = lookup(tokens)
     lengths = []
-    for _ in range(3):
+    for token_id in range(3):
+        tokens.append(token_id)
         lengths.append(len(found.proposal(3)))
-        found.follow(len(tokens))
     assert lengths == [0, 0, 3]
-    assert found.proposal(3).token_ids == (2, 3, 4)
+    assert found.proposal(3).token_ids == (3, 4, 5)
 
 
 def test_the_match_is_at_most_so_long() -> None:
@@ -99,6 +109,30 @@ def test_a_text_that_repeats_is_fast_with_a_draft_that_is_not(draft: dict[str, f
     stats = adaptive.target.stats
     assert stats.lookup_rounds > 50
     assert stats.lookup_rows_used > 0.8 * stats.lookup_rows
+
+
+@pytest.mark.parametrize(("cost", "looked"), [(lambda n: 0.001 * max(4, n), False), (lambda n: 0.016 + 1e-5 * n, True)])
+def test_nothing_is_looked_up_where_no_token_could_pay(cost, looked: bool, monkeypatch) -> None:
+    """Steps of sixteen sessions that take 1 ms per token, and such as wait 16 ms for the weights."""
+    asked: list[float] = []
+    proposal = Lookup.proposal
+    simulation = Simulation(
+        load=lambda now: 16,
+        cost=cost,
+        acceptance=0.0,
+        period=24,
+        calibrate=True,
+    )
+
+    def noted(found: Lookup, num_tokens: int):
+        asked.append(simulation.now)
+        return proposal(found, num_tokens)
+
+    monkeypatch.setattr(Lookup, "proposal", noted)
+    simulation.run(4.0)
+    late = [at for at in asked if at > 2.0]
+    assert bool(late) is looked
+    assert (simulation.target.stats.lookup_rows > 100) is looked
 
 
 @pytest.mark.slow

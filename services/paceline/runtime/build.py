@@ -29,6 +29,8 @@ class EngineSpec:
     setup: TargetSetup | DraftSetup
     rendezvous: Rendezvous | None = None
     """Meeting point of the ranks of a tensor-parallel engine, and the number of this one; rank 0 is the engine."""
+    shares_interpreter: bool = False
+    """What sends the engine's messages is another thread of its process."""
 
     @property
     def kind(self) -> str:
@@ -55,7 +57,7 @@ class EngineSpec:
 
         if self.rendezvous is not None and self.rendezvous.rank > 0:
             return build_target_follower(setup, self.rendezvous)
-        return build_target_engine(setup, emit, self.rendezvous)
+        return build_target_engine(setup, emit, self.rendezvous, holds_outcomes=self.shares_interpreter)
 
     def _draft(self, emit: Emit[FromDraft], setup: DraftSetup) -> Engine[Any]:
         with _importing:

@@ -114,7 +114,7 @@ def engine_server(
     ``observer`` is told what the engine does.
     """
     rendezvous, followers = ranks or process_ranks(setup)
-    spec = EngineSpec(setup, rendezvous)
+    spec = EngineSpec(setup, rendezvous, shares_interpreter=True)
     host: EngineHost[Any] = EngineHost(
         spec.kind,
         spec.build,

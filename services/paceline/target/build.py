@@ -53,11 +53,15 @@ stages = logging.getLogger("paceline.startup")
 
 
 def build_target_engine(
-    setup: TargetSetup, emit: Callable[[Sequence[FromTarget]], None], rendezvous: Rendezvous | None = None
+    setup: TargetSetup,
+    emit: Callable[[Sequence[FromTarget]], None],
+    rendezvous: Rendezvous | None = None,
+    *,
+    holds_outcomes: bool = False,
 ) -> TargetEngine:
     """Loads the target, sizes its KV cache and compares the bits of decoding and verification.
 
-    ``rendezvous``: where the target's other ranks come; this is the first.
+    ``rendezvous``: where the target's other ranks come; this is the first. ``holds_outcomes``: see ``TargetEngine``.
 
     Raises:
         ConfigError: the model cannot be loaded or run, or the settings do not fit it, or the device has no room.
@@ -67,7 +71,7 @@ def build_target_engine(
         checkpoint = _checkpoint(setup)
         model, runner, max_len, heads, link = _runner(setup, checkpoint, group)
         hints = load_hints(setup, checkpoint, model)
-        return _engine(setup, checkpoint, emit, model, runner, max_len, heads, link, hints)
+        return _engine(setup, checkpoint, emit, model, runner, max_len, heads, link, hints, holds_outcomes)
 
 
 def build_target_follower(setup: TargetSetup, rendezvous: Rendezvous) -> Follower:
@@ -135,6 +139,7 @@ def _engine(
     heads: Sequence[MountedHead],
     link: StatesLink | None,
     hints: Hints | None,
+    holds_outcomes: bool,
 ) -> TargetEngine:
     options = setup.options
     native_tree.prepare()
@@ -168,6 +173,7 @@ def _engine(
         grammars=_grammars(checkpoint, model),
         compilation=compilation,
         cores=TargetCores.of(options.cpu_threads, setup.lent_cores, model),
+        holds_outcomes=holds_outcomes,
     )
     engine.calibrate()
     if compilation is not None:

@@ -1,7 +1,9 @@
 """The target engine: continuous batching at step granularity, every step verifying proposals of any length.
 
 One thread owns it. ``receive`` takes messages between steps, ``step`` does one forward; outcomes leave before the
-next forward begins, and what is in flight is announced before the forward that verifies it.
+next forward begins, and what is in flight is announced before the forward that verifies it. Where what sends them
+shares the engine's interpreter (``holds_outcomes``), outcomes that no draft waits for leave right before that forward:
+it runs without the interpreter, the choice of its sessions and proposals does not.
 """
 
 from __future__ import annotations
@@ -85,6 +87,7 @@ class TargetEngine:
         grammars: Grammars | None = None,
         compilation: Compilation | None = None,
         cores: TargetCores | None = None,
+        holds_outcomes: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Creates an engine without sessions.
@@ -104,6 +107,7 @@ class TargetEngine:
             grammars: compiles structured outputs; None: sessions that ask for one are refused.
             compilation: that of an eager ``runner``'s model: sessions that are opened once it has ended are compiled.
             cores: those that share its products, some of them a draft's; None: their number never changes.
+            holds_outcomes: where no session has a draft, outcomes leave when the next forward begins; False: at once.
             clock: seconds.
         """
         self.runners = Runners(runner, compilation)
@@ -130,6 +134,9 @@ class TargetEngine:
         self.stats, self.step_sizes = self._meter.stats, self._meter.sizes
         self.ranks = self._meter.ranks
         self._emit = emit
+        self._holds_outcomes = holds_outcomes
+        self._held: list[FromTarget] = []
+        """Outcomes of the last step that have yet to be sent."""
         self._clock = clock
         self._max_model_len = max_model_len
         self._scheduler = Scheduler(
@@ -211,17 +218,19 @@ class TargetEngine:
         started = self._clock()
         parts = self.runners.in_order(self._scheduler.schedule(started))
         if not parts:
+            self._send_held()
             self._meter.idle(waiting=bool(self._scheduler.running))
             return self._send_states()
         self._announce(parts)
         self._meter.begin(parts, started, self.heads.take_s())
         wants_states = self.link is not None or (bool(self.heads) and self.heads.wants_states(len(parts)))
         midway = None if self.hints is None else self._send_hints
+        self._send_held()
         forwarded = self.runners.forward(parts, wants_states=wants_states, midway=midway)
         verdicts = self._verify(parts, forwarded)
         step = self._meter.decided(parts)
         self.heads.charge_guesses([part.session for part in parts if part.guess_tables], step.guess_s)
-        self._send(self._commit(step, verdicts))
+        self._send_outcomes(self._commit(step, verdicts))
         if forwarded.guessed is not None:
             self._learn_guesses(step, forwarded.guessed)
         if self.heads or self.link is not None:
@@ -311,6 +320,7 @@ class TargetEngine:
 
     def close(self) -> None:
         """Releases the other ranks of the model, if there are any, and ends its compilation. Idempotent."""
+        self._send_held()
         self.heads.shutdown()
         self.runners.close()
 
@@ -345,7 +355,7 @@ class TargetEngine:
             )
             self._check_fits(session)
         except PacelineError as error:
-            self._emit([SessionFailed(message.session_id, message.epoch, str(error))])
+            self._send([SessionFailed(message.session_id, message.epoch, str(error))])
             return
         self._sessions[message.session_id] = session
         self._scheduler.add(session)
@@ -415,7 +425,7 @@ class TargetEngine:
         if session.draft_available and session.settled and session.nodes_context_len == session.num_tokens:
             self.stats.trees_lost += 1
             session.draft_available = False  # until it is re-opened
-            self._emit([TreeLost(session.session_id, session.epoch)])
+            self._send([TreeLost(session.session_id, session.epoch)])
 
     def _settle(self) -> None:
         """Walks the trees along the last outcomes, with the nodes that arrived while their step ran."""
@@ -608,11 +618,26 @@ class TargetEngine:
         gate = self.gate
         if gate.messages:
             self.stats.drafts_paused, self.stats.drafts_resumed = gate.num_pauses, gate.num_resumptions
-            self._emit(gate.messages)
+            self._send(gate.messages)
             gate.messages = []
 
+    def _send_outcomes(self, messages: list[FromTarget]) -> None:
+        """Sends what a step has decided, at once if there is a draft that could wait for it."""
+        if self._holds_outcomes and not any(session.draft_available for session in self._sessions.values()):
+            self._held = messages
+        else:
+            self._send(messages)
+
+    def _send_held(self) -> None:
+        """Sends the outcomes of the last step, if it has not been done."""
+        if held := self._held:
+            self._held = []
+            self._emit(held)
+
     def _send(self, messages: Sequence[FromTarget]) -> None:
+        """Sends messages, after the outcomes before them."""
         if messages:
+            self._send_held()
             self._emit(messages)
 
 

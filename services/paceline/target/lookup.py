@@ -6,8 +6,9 @@
 It needs no draft and no message, so it serves a miss immediately, and a session without a draft as well. Its tokens
 compete for verification like any others (``control/allocation.py``), by the probability that they are accepted. That
 follows from the length of the match: the next token is as likely as matches of that length were right before, the one
-after it as matches longer by one. Every prediction is compared with the token that the target decides, proposed or not,
-so these shares are always known, and learning them costs no verification.
+after it as matches longer by one. Every prediction is compared with the tokens that the target decides, proposed or
+not, so learning these shares costs no verification. The text is only followed when a proposal is asked for: where none
+could pay, nothing is spent on it.
 
 Where a step verifies siblings they are a branch beside what a draft or a head has.
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.core.statistics import DecayingRatio
-from paceline.core.tree import Producer, Proposal, TreeNode
+from paceline.core.tree import NO_PROPOSAL, Producer, Proposal, TreeNode
 from paceline.drafters.ngram import NgramIndex
 from paceline.messages import Node
 
@@ -36,7 +37,7 @@ _ENGINE_KEEP, _ENGINE_WEIGHT = 0.998, 8.0
 _SESSION_KEEP, _SESSION_WEIGHT = 0.98, 32.0
 """Fading per prediction, and predictions that the engine's share, or the prior, counts for."""
 _INDEXED_AT_ONCE = 4096
-"""Tokens indexed in one round: about a millisecond."""
+"""Tokens indexed when a proposal is asked for: about a millisecond."""
 
 
 def new_shares() -> tuple[DecayingRatio, ...]:
@@ -47,7 +48,7 @@ def new_shares() -> tuple[DecayingRatio, ...]:
 class Lookup:
     """Predictions from one session's text, by its pairs of tokens. O(1) per token."""
 
-    __slots__ = ("_at", "_index", "_limit", "_match", "_proposal", "_shares", "_tokens")
+    __slots__ = ("_at", "_followed", "_index", "_limit", "_match", "_proposal", "_shares", "_tokens")
 
     def __init__(self, tokens: list[int], shares: Sequence[DecayingRatio]) -> None:
         """``tokens``: the session's own list, which grows. ``shares``: those of the engine (``new_shares``)."""
@@ -56,20 +57,21 @@ class Lookup:
         self._index = NgramIndex(tokens, SHORTEST, SHORTEST, counts=False)
         self._at = -1  # index of the token that followed the match; -1: there is no match
         self._match = 0
+        self._followed = -1  # length of the text of which this is the match
         self._proposal: Proposal | None = None  # made once a round, if at all
         self._limit = 0  # for which it was made
 
-    def follow(self, num_tokens: int) -> None:
-        """Scores the last prediction against the tokens since ``num_tokens``, and looks up the new end of the text."""
+    def _follow(self) -> None:
+        """Scores the last prediction against the tokens since, and looks up the new end of the text."""
         tokens, at, match = self._tokens, self._at, self._match
         if at >= 0:
-            for token_id in tokens[num_tokens:]:
+            for token_id in tokens[self._followed :]:
                 same = tokens[at] == token_id
                 self._shares[min(match, LONGEST) - SHORTEST].add(int(same), 1, 1)
                 if not same:
                     break
                 at, match = at + 1, match + 1
-        self._proposal = None
+        self._proposal, self._followed = None, len(tokens)
         self._index.extend(_INDEXED_AT_ONCE)
         self._at = self._index.last_follower(tuple(tokens[-SHORTEST:])) if self._index.complete else -1
         if self._at >= 0:  # count how many more tokens before the pair are the same
@@ -84,8 +86,12 @@ class Lookup:
         Where it reaches the end of the text it repeats itself, as a periodic text does. It ends where it is almost
         certain to be wrong.
         """
-        if self._at < 0 or num_tokens <= 0:
-            return Proposal()
+        if num_tokens <= 0:
+            return NO_PROPOSAL
+        if self._followed != len(self._tokens):
+            self._follow()
+        if self._at < 0:
+            return NO_PROPOSAL
         if self._proposal is None or self._limit < num_tokens:
             self._proposal, self._limit = self._predicted(num_tokens), num_tokens
         return self._proposal.first(num_tokens)

@@ -238,6 +238,10 @@ class Scheduler:
 
     def _allocate(self, ready: list[TargetSession], prefilling: list[TargetSession], *, trees: bool) -> dict[int, int]:
         """Draft tokens for a step of these sessions, by ``id`` of the session; ``trees``: siblings may be verified."""
+        spent_s = self._heads.took_s if self._heads else 0.0
+        only_decodes = ready and not prefilling and not spent_s
+        if only_decodes and self._allocation.none_pays(len(ready), max(session.k for session in ready)):
+            return {id(session): self._trial_rows(session) for session in ready}  # nobody need look for any
         budget = self._max_step_tokens - len(ready)
         num_context = len(ready)
         sessions = list(ready)
@@ -253,7 +257,7 @@ class Scheduler:
             num_sessions=len(ready) + len(prefilling),
             num_context=num_context,
             limit=self._max_step_tokens - len(ready),
-            spent_s=self._heads.took_s if self._heads else 0.0,
+            spent_s=spent_s,
         )
         wanted: dict[int, int] = {}
         for session, offered, count in zip(sessions, offers, counts, strict=True):

@@ -159,7 +159,6 @@ class TargetSession:
         """Proposals from the session's own text, where it may have any."""
         if lookups is not None and speculation.mode is Mode.OVERLAPPED and self.k > 0 and not self.rejection:
             self.lookup = Lookup(self.tokens, lookups)
-            self.lookup.follow(len(self.tokens))
         self.picks = self.sampler.only_scales and not self.rejection and not self.sampler.wants_rows
         """True if its tokens can be drawn from parts of the vocabulary, without whole rows of logits."""
         self._vocab_size = vocab_size
@@ -256,8 +255,6 @@ class TargetSession:
         """Walks the tree along the last outcome, with the nodes that arrived while its step ran; sets ``cause``."""
         if self._outcome:
             self.cause = self.tree.follow(self._outcome)
-            if self.lookup is not None:
-                self.lookup.follow(len(self.tokens) - len(self._outcome))
             self._outcome = ()
 
     @property

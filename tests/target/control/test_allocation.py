@@ -108,6 +108,13 @@ def test_draft_tokens_could_pay_where_steps_cost_little_more_with_them() -> None
     assert not flat.could_pay(16, 0.04, 4)
     assert flat.could_pay(1, 0.04, 4)
     assert Allocation().could_pay(16, 0.0, 4)
+    assert by_tokens.none_pays(16, 3)
+    assert not flat.none_pays(16, 3)
+    assert not Allocation().none_pays(16, 3)
+    by_tokens.cost = flat.cost
+    judged = [by_tokens.none_pays(16, 3) for _ in range(16)]
+    assert judged[0], "by the costs of before"
+    assert not judged[-1], "by those of now"
     by_tokens.adaptive = False
     assert by_tokens.could_pay(16, 0.95, 3)
 

@@ -45,6 +45,8 @@ _CHAINS_EVERY = 32
 """One step in so many has chains only: what branches cost is what a step with them takes beyond one without."""
 _MOST_BRANCH_TOKENS = 0.5
 """A sibling is never likelier than this: where a branch costs as much, there is none to look for."""
+_JUDGED_STEPS = 16
+"""Whether any draft token could pay is judged in one step of so many."""
 
 
 class StepTimes(Protocol):
@@ -295,6 +297,10 @@ class Allocation:
     """Tokens per second of the steps."""
     _num_offers: int = 0
     """Steps for which siblings were asked about."""
+    _judged: tuple[int, int] = (0, 0)
+    """Sessions and draft tokens of each for which it was last judged whether any could pay."""
+    _none_pays: bool = False
+    _num_judged: int = 0
     _costs: dict[int, StepCost] = field(default_factory=dict)
     """``cost`` by the number of these cores, where that changes."""
 
@@ -344,6 +350,14 @@ class Allocation:
         measured cost of steps, ``least_gain``, and always before any step was measured."""
         gain = self.gain(num_sessions, acceptance, k)
         return gain >= least_gain(num_sessions) or not self.adaptive or not self.cost.known
+
+    def none_pays(self, num_sessions: int, k: int) -> bool:
+        """True if no draft tokens, k for each session, would be verified in a step that only decodes, even if all were
+        right. Judged again when the sessions have changed, else every ``_JUDGED_STEPS`` steps."""
+        self._num_judged += 1
+        if self._judged != (num_sessions, k) or self._num_judged % _JUDGED_STEPS == 0:
+            self._judged, self._none_pays = (num_sessions, k), not self.could_pay(num_sessions, 1.0, k)
+        return self._none_pays
 
     def gain(self, num_sessions: int, acceptance: float, k: int) -> float:
         """Speedup that an ideal draft would bring by the measured cost of steps, see ``ideal_gain``."""
