@@ -135,7 +135,6 @@ class OfLookup:
     def __init__(self, shares: Sequence[DecayingRatio], context: Sequence[int]) -> None:
         self._tokens = [*context]
         self._lookup = Lookup(self._tokens, shares)
-        self._lookup.follow(len(context))
 
     def propose(self, num_tokens: int) -> Sequence[int]:
         """What it looks up."""
@@ -143,9 +142,7 @@ class OfLookup:
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Extends the text."""
-        before = len(self._tokens)
         self._tokens += token_ids
-        self._lookup.follow(before)
 
     def close(self) -> None:
         """Does nothing."""

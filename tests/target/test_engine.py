@@ -21,6 +21,7 @@ from paceline.messages import (
     Outcome,
     SessionFailed,
     SparseDistribution,
+    SpeculationWanted,
     TreeLost,
 )
 from paceline.model.loading import prepare
@@ -234,6 +235,29 @@ def test_outcomes_that_no_draft_waits_for_may_leave_as_the_next_forward_begins(
     direct.engine.close()
     assert len(direct.sent) == sent + 1
     assert tokens_of(direct.outcomes()["a"]) == reference_tokens(1, 3)
+
+
+def test_sessions_that_come_together_begin_with_what_suits_all_of_them() -> None:
+    """Drafts pay for up to four of them: the first ones of sixteen ask for none, whether they were opened with a draft
+    or, as after the pauses of earlier ones, without."""
+    direct = Direct(max_sessions=16, pages=64)
+    for size in (1, 4, 8, 16, 32, 64) * 3:
+        direct.engine.allocation.observe_step(size, 1e-3 * max(16, size))
+
+    def wishes(names: range, *, drafted: bool) -> set[bool]:
+        sent = len(direct.sent)
+        opened = [message(f"s{i}", greedy(3 + i)) for i in names]
+        states = [] if drafted else [DraftState(f"s{i}", 1, available=False) for i in names]
+        direct.engine.receive([*opened, *states])
+        wanted = {m.wanted for m in direct.sent[sent:] if isinstance(m, SpeculationWanted)}
+        direct.engine.receive([CloseSession(f"s{i}", 1) for i in names])
+        return wanted
+
+    assert wishes(range(4), drafted=True) == set()
+    assert wishes(range(16), drafted=True) == {False}
+    assert wishes(range(16), drafted=False) == {False}
+    assert wishes(range(4), drafted=False) == {True}
+    direct.engine.check_integrity()
 
 
 # -- how a session ends ---------------------------------------------------------------------------------------------

@@ -184,6 +184,7 @@ class TargetEngine:
         """Takes messages; those for unknown sessions or other epochs are dropped and counted."""
         now, sessions = self._clock(), self._sessions
         drafted: list[tuple[TargetSession, Nodes]] = []  # nodes that follow each other
+        opened: list[TargetSession] = []
         for message in messages:
             session = sessions.get(message.session_id)
             if isinstance(message, Nodes):
@@ -197,7 +198,7 @@ class TargetEngine:
                 drafted = []
             if isinstance(message, OpenSession):
                 if session is None or message.epoch > session.epoch:
-                    self._open(message)
+                    opened += self._open(message)
                 else:
                     self.stats.messages_stale += 1
             elif session is None or message.epoch != session.epoch:
@@ -208,6 +209,11 @@ class TargetEngine:
                 self._close(session)
         if drafted:
             self._add_nodes(drafted, now)
+        if opened and self.allocation.adaptive:  # all of them count for the first one, too
+            for session in opened:
+                if sessions.get(session.session_id) is session:
+                    self.gate.begin(session, now, len(sessions))
+            self._send_wishes()
 
     def step(self) -> bool:
         """Does one step. False: no session is ready until a message comes or ``wait_s`` has passed."""
@@ -331,7 +337,8 @@ class TargetEngine:
             session.check_integrity()
         self.heads.check_integrity(list(self._sessions.values()))
 
-    def _open(self, message: OpenSession) -> None:
+    def _open(self, message: OpenSession) -> list[TargetSession]:
+        """Opens a session, and returns it; none if it is refused."""
         old = self._sessions.get(message.session_id)
         self.runners.advance()
         generation = self.runners.generation if old is None else old.generation
@@ -356,13 +363,11 @@ class TargetEngine:
             self._check_fits(session)
         except PacelineError as error:
             self._send([SessionFailed(message.session_id, message.epoch, str(error))])
-            return
+            return []
         self._sessions[message.session_id] = session
         self._scheduler.add(session)
         self.heads.open(session)
-        if self.allocation.adaptive:
-            self.gate.begin(session, self._clock(), len(self._sessions))
-            self._send_wishes()
+        return [session]
 
     def _check_fits(self, session: TargetSession) -> None:
         if not session.tokens:

@@ -129,12 +129,12 @@ class SessionGate:
         self.trials = LoadTrials(self.allocation)
 
     def begin(self, session: TargetSession, now: float, num_sessions: int) -> None:
-        """Takes a new session, the last of ``num_sessions``; it begins paused if drafting is off at this load.
+        """Takes a new session, one of ``num_sessions``; it begins paused if drafting is off at this load.
 
         After the first pause every new session is sent an explicit state, because routers open sessions with the last
         state they saw.
         """
-        if not session.draft_available:
+        if session.k == 0:
             return
         if not self.trials.wanted(num_sessions):
             self.pause(session, Judgement.LOAD, now, num_sessions)
