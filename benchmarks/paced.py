@@ -231,6 +231,7 @@ class InTurn:
         for session in [*self._sessions.values()]:
             self._act(session.cancel())
         self._sessions.clear()
+        self._target.step()  # without a session: what follows is no step that lasts until then
         window.draft_steps, window.draft_s = stats.tree_steps - before[0], stats.step_s - before[1]
         return window
 
