@@ -198,10 +198,8 @@ def test_sessions_beyond_the_limit_wait_their_turn() -> None:
 
 
 @pytest.mark.parametrize("holds", [True, False])
-def test_outcomes_that_no_draft_waits_for_may_leave_as_the_next_forward_begins(
-    holds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not while a session has a draft; in their order; the last ones when there is nothing to do, or at the end."""
+def test_outcomes_may_leave_as_the_next_forward_begins(holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order; the last ones when there is nothing to do, or at the end."""
     direct = Direct(holds_outcomes=holds)
     forward, at_forward = direct.engine.runner.forward, []
 
@@ -220,21 +218,35 @@ def test_outcomes_that_no_draft_waits_for_may_leave_as_the_next_forward_begins(
     assert at_forward == [0, 1, 2]
     assert not direct.engine.step()
     assert [m.context_len for m in direct.sent] == [1, 2, 3]
-    direct.open("b", greedy(2, max_tokens=8))
-    direct.engine.receive([Nodes("b", 1, 2, (), idle=True)])
-    direct.engine.step()
-    assert isinstance(direct.sent[-1], Outcome), "its draft waits for it"
-    direct.engine.receive([DraftState("b", 1, available=False)])
-    sent = len(direct.sent)
+    direct.open("b", plain(greedy(2, max_tokens=8)))
     stepped(1)
-    assert len(direct.sent) == sent + (not holds)
+    sent = len(direct.sent)
     direct.open("c", greedy(600))
-    assert [type(m) for m in direct.sent[sent:]] == [Outcome, SessionFailed]
+    assert [type(m) for m in direct.sent[sent:]] == [Outcome, SessionFailed][not holds :]
     sent = len(direct.sent)
     stepped(1)
     direct.engine.close()
     assert len(direct.sent) == sent + 1
     assert tokens_of(direct.outcomes()["a"]) == reference_tokens(1, 3)
+
+
+@pytest.mark.parametrize("mode", [Mode.OVERLAPPED, Mode.SEQUENTIAL])
+@pytest.mark.parametrize("holds", [True, False])
+def test_outcomes_may_leave_with_what_is_in_flight_next(holds: bool, mode: Mode) -> None:
+    """One message instead of two; at once if the session waits for its draft."""
+    direct = Direct(holds_outcomes=holds)
+    sent: list[list[type]] = []
+    direct.engine._emit = lambda messages: sent.append([type(m) for m in messages])
+    direct.open("a", in_mode({"a": greedy(2, max_tokens=9)}, mode)["a"])
+    tokens = reference_tokens(2, 9)
+    direct.engine.receive([Nodes("a", 1, 2, proposal_of(tokens[:4]))])
+    assert direct.engine.step()
+    waits = not direct.engine.step()
+    assert waits is (mode is Mode.SEQUENTIAL)
+    if waits:
+        assert sent == [[InFlight], [Outcome]]
+    else:
+        assert sent == ([[InFlight], [Outcome, InFlight]] if holds else [[InFlight], [Outcome], [InFlight], [Outcome]])
 
 
 def test_sessions_that_come_together_begin_with_what_suits_all_of_them() -> None:

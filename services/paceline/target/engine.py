@@ -2,8 +2,9 @@
 
 One thread owns it. ``receive`` takes messages between steps, ``step`` does one forward; outcomes leave before the
 next forward begins, and what is in flight is announced before the forward that verifies it. Where what sends them
-shares the engine's interpreter (``holds_outcomes``), outcomes that no draft waits for leave right before that forward:
-it runs without the interpreter, the choice of its sessions and proposals does not.
+shares the engine's interpreter (``holds_outcomes``), both leave together, right before that forward, or once no session
+is ready for one: a forward runs without the interpreter, the choice of its sessions and proposals does not, and routers
+and drafts have one message to take instead of two.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class TargetEngine:
             grammars: compiles structured outputs; None: sessions that ask for one are refused.
             compilation: that of an eager ``runner``'s model: sessions that are opened once it has ended are compiled.
             cores: those that share its products, some of them a draft's; None: their number never changes.
-            holds_outcomes: where no session has a draft, outcomes leave when the next forward begins; False: at once.
+            holds_outcomes: outcomes leave when the next forward begins, or there is none to begin; False: at once.
             clock: seconds.
         """
         self.runners = Runners(runner, compilation)
@@ -136,7 +137,7 @@ class TargetEngine:
         self._emit = emit
         self._holds_outcomes = holds_outcomes
         self._held: list[FromTarget] = []
-        """Outcomes of the last step that have yet to be sent."""
+        """Messages that are sent together with the next ones."""
         self._clock = clock
         self._max_model_len = max_model_len
         self._scheduler = Scheduler(
@@ -227,7 +228,7 @@ class TargetEngine:
             self._send_held()
             self._meter.idle(waiting=bool(self._scheduler.running))
             return self._send_states()
-        self._announce(parts)
+        self._held += self._in_flight(parts)
         self._meter.begin(parts, started, self.heads.take_s())
         wants_states = self.link is not None or (bool(self.heads) and self.heads.wants_states(len(parts)))
         midway = None if self.hints is None else self._send_hints
@@ -236,7 +237,9 @@ class TargetEngine:
         verdicts = self._verify(parts, forwarded)
         step = self._meter.decided(parts)
         self.heads.charge_guesses([part.session for part in parts if part.guess_tables], step.guess_s)
-        self._send_outcomes(self._commit(step, verdicts))
+        self._held += self._commit(step, verdicts)
+        if not self._holds_outcomes:
+            self._send_held()
         if forwarded.guessed is not None:
             self._learn_guesses(step, forwarded.guessed)
         if self.heads or self.link is not None:
@@ -450,8 +453,8 @@ class TargetEngine:
         self.stats.ahead_rounds += num_rounds
         self.stats.ahead_depth_total += depth_total
 
-    def _announce(self, parts: Sequence[Scheduled]) -> None:
-        """Tells the drafts what is in flight, so that they grow below it while it is verified."""
+    def _in_flight(self, parts: Sequence[Scheduled]) -> list[InFlight]:
+        """What the drafts are told, so that they grow below it while it is verified."""
         in_flight = []
         for part in parts:
             session = part.session
@@ -462,7 +465,7 @@ class TargetEngine:
             if session.draft_available:
                 node_ids = part.proposal.draft_ids
                 in_flight.append(InFlight(session.session_id, session.epoch, part.stop, node_ids))
-        self._send(in_flight)
+        return in_flight
 
     def _verify(self, parts: Sequence[Scheduled], forwarded: Forwarded) -> list[Verdict | PacelineError]:
         """Verdicts of the parts that verify, in order; an error where one of them has none."""
@@ -626,24 +629,17 @@ class TargetEngine:
             self._send(gate.messages)
             gate.messages = []
 
-    def _send_outcomes(self, messages: list[FromTarget]) -> None:
-        """Sends what a step has decided, at once if there is a draft that could wait for it."""
-        if self._holds_outcomes and not any(session.draft_available for session in self._sessions.values()):
-            self._held = messages
-        else:
-            self._send(messages)
-
     def _send_held(self) -> None:
-        """Sends the outcomes of the last step, if it has not been done."""
+        """Sends what is held back."""
         if held := self._held:
             self._held = []
             self._emit(held)
 
     def _send(self, messages: Sequence[FromTarget]) -> None:
-        """Sends messages, after the outcomes before them."""
+        """Sends messages, together with those that are held back, which come before them."""
         if messages:
+            self._held += messages
             self._send_held()
-            self._emit(messages)
 
 
 def _cause(part: Scheduled) -> Cause:
