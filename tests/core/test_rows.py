@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core import noise, rows, sparse
+from paceline.core import noise, rows, sampling, sparse
 from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_at, gumbel_max, uniform
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import (
@@ -34,6 +35,7 @@ SIZES = st.sampled_from([1, 3, 16, 127, 128, 129, 1001, 5000])
 SPREADS = st.sampled_from([0.0, 0.5, 5.0, 30.0, 200.0, 1e6])
 SHAPES = st.sampled_from(["as drawn", "ascending", "descending", "many ties", "one token", "negative zeros"])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+CUTS: tuple[dict[str, Any], ...] = ({}, {"top_k": 3}, {"min_p": 0.05}, {"top_k": 40, "min_p": 1e-3})
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +110,80 @@ def test_picked_tokens_are_those_of_the_whole_pipeline(seed, num_rows, size, spr
         torch.testing.assert_close(torch.tensor(picked[1]), logprobs, rtol=2e-6, atol=5e-6)
 
 
+def proposed(draw: random.Random, own: Sequence[int], size: int, *, chain: bool) -> Proposal:
+    """A proposal whose rows pick ``own`` where they are reached: many of its tokens are accepted."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    for i in range(len(own) - 1):
+        parent = i - 1 if chain else draw.randrange(-1, i)
+        taken = {token for token, other in zip(tokens, parents, strict=True) if other == parent}
+        token = own[parent + 1] if draw.random() < 0.8 else draw.randrange(size)
+        while token in taken:
+            token = (token + 1) % size
+        tokens.append(token)
+        parents.append(parent)
+    return Proposal(tuple(tokens), parents=() if chain else tuple(parents))
+
+
+def followed(seed: int, sizes: Sequence[int], vocab: int, temperature: float, dtype: torch.dtype, **cuts) -> list[bool]:
+    """Of each row whether its token was picked; asserts that proposals are followed as if all of them were."""
+    draw, num_rows = random.Random(seed), sum(sizes)
+    logits = adversarial(seed, num_rows, vocab, 3.0, "as drawn").nan_to_num(neginf=-9.0).to(dtype)
+    params = SamplingParams(temperature=temperature, **cuts)
+    batch: list[Row] = []
+    for i, rows_of in enumerate(sizes):
+        state = SamplerState(params, seed + i, (0,) * (i + 1), vocab_size=vocab)
+        batch += [Row(state, (1,) * draw.randrange(3)) for _ in range(rows_of)]
+    whole = pick_unprocessed(logits, batch)
+    assert whole is not None
+    proposals, reached, start = [], [], 0
+    for rows_of in sizes:
+        own = whole[0][start : start + rows_of]
+        proposals.append(proposed(draw, own, vocab, chain=draw.random() < 0.4))
+        path = proposals[-1].follow(own)
+        reached += [at in {-1, *path} for at in range(-1, rows_of - 1)]
+        start += rows_of
+    logits[[not at for at in reached]] = math.nan  # nobody looks at them
+    picked = pick_unprocessed(logits, batch, proposals)
+    assert picked is not None
+    expected = [token if at else -2 for token, at in zip(whole[0], reached, strict=True)]
+    assert picked[0] == expected
+    assert [x for x in picked[1] if x > -math.inf] == [x for x, at in zip(whole[1], reached, strict=True) if at]
+    return [token >= 0 for token in picked[0]]
+
+
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.sampled_from([16, 129, 1001, 5000]),
+    DTYPES,
+    st.sampled_from(CUTS),
+)
+@settings(max_examples=80, deadline=None)
+def test_only_what_a_proposal_is_followed_to_is_picked(seed, sizes, vocab, dtype, cuts):
+    for temperature in (0.0, 0.7, 1.0):
+        followed(seed, sizes, vocab, temperature, dtype, **cuts)
+
+
+@pytest.mark.parametrize("mutant", ["of another row", "of another token", "of another session"])
+def test_proposals_that_are_followed_wrongly_are_caught(mutant, monkeypatch):
+    """The check above, over rows that follow something else."""
+    right = sampling._behind
+
+    def wrong(proposals):
+        tokens, parents = right(proposals)
+        if mutant == "of another row":
+            return tokens, [parent - 1 if parent > 0 else parent for parent in parents]
+        if mutant == "of another token":
+            return [token + 1 for token in tokens], parents
+        return tokens, [0 if parent >= 0 else parent for parent in parents]
+
+    assert any(followed(5, (7, 5, 6), 900, 1.0, torch.float32)[1:7]), "a token is accepted"
+    monkeypatch.setattr(sampling, "_behind", wrong)
+    with pytest.raises(AssertionError):
+        followed(5, (7, 5, 6), 900, 1.0, torch.float32)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_row_without_a_distribution_is_left_to_the_pipeline(bad):
     logits = torch.zeros(3, 300)
@@ -163,7 +239,6 @@ class Allowing:
 
 
 KINDS = ("few", "half", "one", "all but one", "all")
-CUTS: tuple[dict[str, Any], ...] = ({}, {"top_k": 3}, {"min_p": 0.05}, {"top_k": 40, "min_p": 1e-3})
 
 
 def bound_rows(

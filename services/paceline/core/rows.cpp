@@ -457,14 +457,29 @@ struct Cuts {
   const float* floors;   // after the temperature, with the largest at 0: what is below goes
 };
 
+// The rows that follow a draft token, and the earlier row that the token follows; -1: the row follows a context.
+struct Drafted {
+  const int64_t* tokens;
+  const int64_t* parents;  // nullptr: all follow contexts
+};
+
+constexpr int64_t kNone = -1, kSkipped = -2;
+
 template <typename T>
-void pick_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const Cuts& cuts, const float* temperatures,
-               const int64_t* keys, int stream, int64_t wanted, int64_t* tokens, float* logprobs) {
+void pick_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const Cuts& cuts, const Drafted& drafted,
+               const float* temperatures, const int64_t* keys, int stream, int64_t wanted, int64_t* tokens,
+               float* logprobs) {
   std::vector<uint64_t> kept;
   std::vector<Best> best(wanted);
+  const int64_t* const all = tokens;
   for (int64_t row = 0; row < rows; ++row, x += stride, tokens += wanted, logprobs += wanted) {
-    std::fill(tokens, tokens + wanted, -1);
+    std::fill(tokens, tokens + wanted, kNone);
     std::fill(logprobs, logprobs + wanted, -kInfinity);
+    const int64_t parent = drafted.parents ? drafted.parents[row] : -1;
+    if (parent >= 0 && all[parent * wanted] != drafted.tokens[row]) {
+      tokens[0] = kSkipped;
+      continue;
+    }
     const Values<T> at{x, cuts.masks ? cuts.masks + row * cuts.mask_stride : nullptr};
     const float temperature = temperatures[row] == 0 ? 1.0f : temperatures[row];
     bool is_number;
@@ -569,10 +584,25 @@ void paceline_pick(const void* x, int kind, int64_t rows, int64_t n, int64_t str
                    const int64_t* keys, int stream, int64_t wanted, int64_t* tokens, float* logprobs) {
   const Cuts cuts{masks, mask_stride, top_k, floors};
   const auto pick = [&](const auto* of) {
-    pick_rows(of, rows, n, stride, cuts, temperatures, keys, stream, wanted, tokens, logprobs);
+    pick_rows(of, rows, n, stride, cuts, Drafted{}, temperatures, keys, stream, wanted, tokens, logprobs);
   };
   if (kind == 0) pick(static_cast<const float*>(x));
   if (kind == 2) pick(static_cast<const Bf16*>(x));
+}
+
+// As paceline_pick of one token, for the rows that are reached: row r follows the draft token `drafted[r]`, which follows
+// the earlier row `parents[r]`, and is reached if that row picks it; parent -1: it follows a context. Others have token
+// -2.
+void paceline_follow(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const uint8_t* masks,
+                     int64_t mask_stride, const int64_t* top_k, const float* floors, const float* temperatures,
+                     const int64_t* keys, int stream, const int64_t* drafted, const int64_t* parents, int64_t* tokens,
+                     float* logprobs) {
+  const Cuts cuts{masks, mask_stride, top_k, floors};
+  const auto follow = [&](const auto* of) {
+    pick_rows(of, rows, n, stride, cuts, Drafted{drafted, parents}, temperatures, keys, stream, 1, tokens, logprobs);
+  };
+  if (kind == 0) follow(static_cast<const float*>(x));
+  if (kind == 2) follow(static_cast<const Bf16*>(x));
 }
 
 // The `wanted` tokens with the largest weight (x - x of the first listed token) / temperature + noise of each row after

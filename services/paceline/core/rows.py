@@ -79,11 +79,12 @@ def pick(
     top_k: Sequence[int] | None = None,
     floors: Sequence[float] | None = None,
     wanted: int = 1,
+    behind: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The tokens of each row with the largest (x - max x) / temperature + noise, and their log-probabilities.
 
     Temperature 0: the largest x alone, at temperature 1. Token -1: there are fewer, or the row has NaN or +inf, or
-    nothing but -inf.
+    nothing but -inf. Token -2: the row is not reached.
 
     Args:
         x: [rows, tokens].
@@ -94,7 +95,9 @@ def pick(
             NaN and +inf elsewhere do not matter.
         top_k: the k largest are kept, and all that equal the k-th; None: all.
         floors: tokens below them after the temperature are left out; None: none.
-        wanted: tokens of each row.
+        wanted: tokens of each row; 1 with ``behind``.
+        behind: the draft token that each row follows, and the earlier row that this one follows, -1 for a row that
+            follows a context. A row is reached if the row before its draft token picks that token. None: all are.
 
     Returns:
         [rows, wanted] int64 and float32, the largest sum first.
@@ -103,7 +106,7 @@ def pick(
     ids, logprobs = torch.empty(rows, wanted, dtype=torch.int64), torch.empty(rows, wanted, dtype=torch.float32)
     given, lowest = ctypes.c_float * rows, floors or (-math.inf,) * rows
     _call(
-        "paceline_pick",
+        "paceline_pick" if behind is None else "paceline_follow",
         *_rows(x),
         *_masks(masks, x),
         _int64s(top_k or (tokens,) * rows),
@@ -111,7 +114,7 @@ def pick(
         given(*temperatures),
         _int64s(keys),
         stream,
-        _size(wanted),
+        *((_size(wanted),) if behind is None else map(_int64s, behind)),
         _at(ids),
         _at(logprobs),
     )

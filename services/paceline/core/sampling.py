@@ -18,6 +18,7 @@ from paceline.core import rows as native
 from paceline.core.deferred import Check, DeferredChecks, check_now, upload
 from paceline.core.noise import Stream, fast_gumbel_at, gumbel_argmax
 from paceline.core.processors import Row, SamplerState, column, masks_of, truncate_
+from paceline.core.tree import Proposal
 from paceline.errors import EngineError, InvalidRequestError
 
 
@@ -131,21 +132,31 @@ def pick(processed: ProcessedRows) -> tuple[list[int], list[float]]:
     return [int(token) for token in own], values
 
 
-def pick_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[float]] | None:
+def pick_unprocessed(
+    logits: Tensor, rows: Sequence[Row], proposals: Sequence[Proposal] = ()
+) -> tuple[list[int], list[float]] | None:
     """Picks the target's own tokens from raw logits in one pass, for sessions whose state ``picks_at_once``.
 
     None: another device or dtype, another processor, or a row without a distribution, which ``process`` reports.
+
+    Args:
+        logits: [rows, vocab].
+        rows: one per row of ``logits``.
+        proposals: what the rows verify, one proposal behind the other; those behind a token that is rejected have
+            token -2, and nothing is computed there. (): all rows are picked.
     """
     if len(rows) != len(logits) or not native.usable(logits, torch.float32, torch.bfloat16):
         return None
-    picked = _picked(logits, rows, 1)
+    picked = _picked(logits, rows, 1, proposals)
     if picked is None:
         return None
     token_ids, logprobs = picked[0].squeeze(-1).tolist(), picked[1].squeeze(-1).tolist()
     return None if -1 in token_ids else (token_ids, logprobs)
 
 
-def _picked(logits: Tensor, rows: Sequence[Row], wanted: int) -> tuple[Tensor, Tensor] | None:
+def _picked(
+    logits: Tensor, rows: Sequence[Row], wanted: int, proposals: Sequence[Proposal] = ()
+) -> tuple[Tensor, Tensor] | None:
     """``native.pick`` of raw logits, with the cuts of each row's session; None: one has a processor that it lacks."""
     temperatures: list[float] = []
     keys: list[int] = []
@@ -170,7 +181,23 @@ def _picked(logits: Tensor, rows: Sequence[Row], wanted: int) -> tuple[Tensor, T
         top_k=[top_k for top_k, _ in cuts],
         floors=[floor for _, floor in cuts],
         wanted=wanted,
+        behind=_behind(proposals) if len(rows) > len(proposals) > 0 else None,
     )
+
+
+def _behind(proposals: Sequence[Proposal]) -> tuple[list[int], list[int]]:
+    """The draft token that each row of the proposals follows, and the row that this token follows; -1: the context."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    for proposal in proposals:
+        start = len(tokens)
+        tokens += (-1, *proposal.token_ids)
+        parents.append(-1)
+        if proposal.parents:
+            parents += [start + 1 + parent for parent in proposal.parents]
+        else:
+            parents += range(start, start + len(proposal.token_ids))
+    return tokens, parents
 
 
 GREEDY_CANDIDATES = 48

@@ -160,7 +160,7 @@ def _decide_on_host(
     if not all(state.picks_at_once for state in states):
         return None
     if all(state.grammar is None or not proposal.token_ids for state, proposal in zip(states, proposals, strict=True)):
-        picked = pick_unprocessed(logits, rows)
+        picked = pick_unprocessed(logits, rows, proposals)
         return None if picked is None else _matches(proposals, *picked)
     found: list[Verdict] = []
     for proposal, start, end in zip(proposals, (0, *ends), ends, strict=False):
@@ -174,7 +174,7 @@ def _decide_on_host(
 def _followed(logits: Tensor, rows: Sequence[Row], proposal: Proposal) -> Verdict | None:
     """Decides one session, ``logits`` [rows, vocab], as far as its tokens were proposed."""
     if rows[0].state.grammar is None:
-        picked = pick_unprocessed(logits, rows)
+        picked = pick_unprocessed(logits, rows, [proposal])
         return None if picked is None else _match(proposal, *picked)
     token_ids: list[int] = []
     logprobs: list[float] = []
