@@ -84,6 +84,8 @@ class PacedFactory:
     pace: Pace
     disturbed: Callable[[Any], Any] | None = None
     """Makes a runner of the draft's own, such as one whose logits are less good. None: as it is."""
+    shares_interpreter: bool = False
+    """As of ``EngineSpec``: true of replicas, which are served by another thread."""
 
     def __call__(self, emit: Callable[[Sequence[Any]], None]) -> Any:
         if self.kind == "draft":
@@ -98,7 +100,8 @@ class PacedFactory:
             return draft
         from paceline.target.control.step_cost import StepCost
 
-        target: Any = EngineSpec(self.config.target_setup()).build(emit)
+        spec = EngineSpec(self.config.target_setup(), shares_interpreter=self.shares_interpreter)
+        target: Any = spec.build(emit)
         if self.pace.step_s:
             target.runners.current = PacedRunner(target.runner, self.pace)
             target.allocation.cost = StepCost()
@@ -338,7 +341,7 @@ def replicas(
     begun = []
     for i, (kind, pace) in enumerate(paces):
         core = cores[i] if i < len(cores) else None
-        process = Process.start(_serve, PacedFactory(kind, config, pace, disturbed), f"{kind}-{i}", core)
+        process = Process.start(_serve, PacedFactory(kind, config, pace, disturbed, True), f"{kind}-{i}", core)
         started.append(process)
         begun.append((kind, f"{kind}-{i}", process))
     members: dict[str, list[Member]] = {"target": [], "draft": []}

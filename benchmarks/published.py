@@ -62,7 +62,8 @@ class Disturbed:
     def __init__(self, runner: Any, share: float, temperature: float) -> None:
         self._runner, self._share, self._greedy = runner, share, temperature == 0.0
         self._generator = torch.Generator().manual_seed(0)
-        self._elsewhere = torch.randperm(runner.vocab_size, generator=self._generator)
+        self._moved = runner.vocab_size // 2 + 1
+        """Places by which the other distribution is shifted."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -75,8 +76,11 @@ class Disturbed:
             values, tokens = logits[wrong].topk(2)
             logits[wrong] = logits[wrong].scatter(1, tokens, values.flip(1))
             return logits
-        p = logits.float().softmax(-1)
-        return (self._share * p + (1.0 - self._share) * p[:, self._elsewhere]).log().to(logits.dtype)
+        p, by = (logits.float() - logits.amax(-1, keepdim=True)).exp_(), self._moved  # up to a factor for each row
+        mixed = self._share * p
+        mixed[:, by:].add_(p[:, :-by], alpha=1.0 - self._share)
+        mixed[:, :by].add_(p[:, -by:], alpha=1.0 - self._share)
+        return mixed.log_().to(logits.dtype)
 
 
 @dataclass(frozen=True)
