@@ -249,6 +249,18 @@ def test_outcomes_may_leave_with_what_is_in_flight_next(holds: bool, mode: Mode)
         assert sent == ([[InFlight], [Outcome, InFlight]] if holds else [[InFlight], [Outcome], [InFlight], [Outcome]])
 
 
+def test_a_rest_without_sessions_is_part_of_no_step() -> None:
+    """Nor where nobody asks for a step meanwhile, as in a loop that steps while there are sessions."""
+    direct = Direct()
+    for name in "ab":
+        direct.open(name, plain(greedy(1, max_tokens=3)))
+        while direct.engine.num_sessions:
+            direct.engine.step()
+            direct.clock.now += 1e-3
+        direct.clock.now += 20.0
+    assert 0.0 < direct.engine.stats.bubble_s < 1.0
+
+
 def test_sessions_that_come_together_begin_with_what_suits_all_of_them() -> None:
     """Drafts pay for up to four of them: the first ones of sixteen ask for none, whether they were opened with a draft
     or, as after the pauses of earlier ones, without."""

@@ -367,6 +367,8 @@ class TargetEngine:
         except PacelineError as error:
             self._send([SessionFailed(message.session_id, message.epoch, str(error))])
             return []
+        if not self._sessions:
+            self._meter.idle(waiting=False)  # until now there was nothing to do, even if no step was asked for
         self._sessions[message.session_id] = session
         self._scheduler.add(session)
         self.heads.open(session)
