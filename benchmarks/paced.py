@@ -136,6 +136,8 @@ class Window:
 
     warm_s: float
     seconds: float
+    k: int = 0
+    """Most tokens of a proposal in a row."""
     tokens: int = 0
     rounds: int = 0
     accepted: int = 0
@@ -146,6 +148,10 @@ class Window:
     draft_steps: int = 0
     draft_s: float = 0.0
     """Seconds of those steps, with what the draft's thread does between two forwards."""
+    gaps: int = 0
+    """Steps of the target before which no session waited,"""
+    gaps_s: float = 0.0
+    """and the seconds between them and the ones before."""
     started: float = field(default_factory=time.perf_counter)
 
     def add(self, chunk: Chunk) -> None:
@@ -155,7 +161,7 @@ class Window:
         self.tokens += len(chunk.token_ids)
         self.rounds += 1
         self.accepted += chunk.round.num_accepted
-        self.trials += min(chunk.round.num_drafted, chunk.round.num_accepted + 1)
+        self.trials += min(chunk.round.num_drafted, chunk.round.num_accepted + 1, self.k)
         self.hits += chunk.round.cause is Cause.HIT
         self.misses += chunk.round.cause in (Cause.TOKEN, Cause.K, Cause.LATE)
 
@@ -177,14 +183,20 @@ class Window:
         return self.draft_s / max(self.draft_steps, 1)
 
     @property
+    def gap_s(self) -> float:
+        """Mean seconds between two steps of the target; 0 without one."""
+        return self.gaps_s / max(self.gaps, 1)
+
+    @property
     def hit_rate(self) -> float | None:
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else None
 
 
 def total(windows: Sequence[Window]) -> Window:
     """Sum of several windows, one after the other."""
-    names = [f.name for f in dataclasses.fields(Window) if f.name not in ("warm_s", "started")]
-    return Window(0.0, **{name: sum(getattr(w, name) for w in windows) for name in names}, started=0.0)
+    names = [f.name for f in dataclasses.fields(Window) if f.name not in ("warm_s", "k", "started")]
+    sums = {name: sum(getattr(w, name) for w in windows) for name in names}
+    return Window(0.0, k=max(w.k for w in windows), **sums, started=0.0)
 
 
 def acceptance(windows: Sequence[Window]) -> float:
@@ -220,7 +232,7 @@ class InTurn:
         seconds: float,
     ) -> Window:
         """So many sessions at once, one request after the other."""
-        window, stats = Window(warm_s, seconds), self._draft.stats
+        window, stats = Window(warm_s, seconds, speculation.max_draft_tokens), self._draft.stats
         before = stats.tree_steps, stats.step_s
         if not sessions:
             time.sleep(warm_s + seconds)
@@ -401,8 +413,8 @@ async def load(
     seconds: float,
 ) -> Window:
     """So many sessions at once on the router, one request after the other, until the time is over."""
-    window = Window(warm_s, seconds)
-    before = _drafted(router)
+    window = Window(warm_s, seconds, speculation.max_draft_tokens)
+    before = _counters(router)
 
     async def session() -> None:
         while True:
@@ -420,15 +432,22 @@ async def load(
     await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()
-    after = _drafted(router)
-    window.draft_steps, window.draft_s = int(after[0] - before[0]), after[1] - before[1]
+    window.draft_steps, window.draft_s, window.gaps, window.gaps_s = (
+        after - earlier for after, earlier in zip(_counters(router), before, strict=True)
+    )
     return window
 
 
-def _drafted(router: Router) -> tuple[float, float]:
-    """Tree steps of all drafts, and their seconds."""
-    counters = [status.counters for status in router.statuses().get("draft", [])]
-    return sum(c["tree_steps"] for c in counters), sum(c["step_s"] for c in counters)
+def _counters(router: Router) -> tuple[int, float, int, float]:
+    """Tree steps of all drafts and their seconds, gaps between steps of all targets and their seconds."""
+    statuses = router.statuses()
+    drafts, targets = ([status.counters for status in statuses.get(kind, [])] for kind in ("draft", "target"))
+    return (
+        int(sum(c["tree_steps"] for c in drafts)),
+        sum(c["step_s"] for c in drafts),
+        int(sum(c["bubble_steps"] for c in targets)),
+        sum(c["bubble_s"] for c in targets),
+    )
 
 
 def speculation_of(mode: Mode, k: int, rule: Acceptance = Acceptance.COUPLED) -> SpeculationParams:
