@@ -1,7 +1,7 @@
 """Which attention kernel runs, and that ours computes what torch's does: on a GPU, or in triton's interpreter.
 
-``TRITON_INTERPRET=1 pytest tests/model/test_kernels.py`` where triton is installed; triton 3.6's interpreter needs
-numpy before 2.4. It has no bfloat16 products: float16 stands in for it there.
+``TRITON_INTERPRET=1 pytest tests/model/attention/test_kernels.py`` where triton is installed; triton 3.6's interpreter
+needs numpy before 2.4. It has no bfloat16 products: float16 stands in for it there.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ CPU = GPU | {"device_type": "cpu", "capability": None}
 
 
 def test_the_choice() -> None:
-    assert choose_kernel("triton", **GPU) == "triton"
-    for wanted in ("auto", "sdpa"):
-        assert choose_kernel(wanted, **GPU) == "sdpa"
+    for wanted in ("auto", "triton"):
+        assert choose_kernel(wanted, **GPU) == "triton"
+    assert choose_kernel("sdpa", **GPU) == "sdpa"
+    for change in ({"capability": (7, 5)}, {"no_triton": "needs a C compiler"}, {"layers": [LayerSpec(8, 128, 512)]}):
+        assert choose_kernel("auto", **GPU | change) == "sdpa"
     for dtype in (torch.bfloat16, torch.float32):
         assert choose_kernel("sdpa", **CPU | {"dtype": dtype}) == "sdpa"
         assert choose_kernel("native", **CPU | {"dtype": dtype}) == "native"
@@ -127,13 +129,16 @@ def test_the_choice_is_stated_and_reaches_both_models(tmp_path, caplog: pytest.L
 # -- the kernel --------------------------------------------------------------------------------------------
 
 
-def attend(query, keys, values, table, mask, scale=0.2, softcap=None):
+def attend(query, keys, values, table, gather, mask, *, sinks=None, scale=0.2, softcap=None):
+    """Of queries ``[1, heads, T, dim]``, each of which has one place in ``gather``."""
     from paceline.model.attention.triton import attend_in_place
 
-    return attend_in_place(query, keys, values, table, mask, scale, softcap)
+    scatter = gather.flatten().argsort()
+    return attend_in_place(query, keys, values, table, gather, scatter, mask, sinks, scale, softcap)
 
 
 def inputs(rows: int, groups: int, row_len: int, pages: int, key_dim: int, value_dim: int, dtype=torch.float32):
+    """Tokens in any order, two KV heads, masks of any kind."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -144,8 +149,10 @@ def inputs(rows: int, groups: int, row_len: int, pages: int, key_dim: int, value
     mask.masked_fill_(torch.rand(mask.shape, generator=generator) < 0.5, float("-inf"))
     mask[..., 0] = 0
     table = torch.randint(0, 9, (rows, pages), generator=generator)
+    gather = torch.randperm(rows * row_len, generator=generator).view(rows, row_len)
     pools = random(9, PAGE_SIZE, 2, key_dim), random(9, PAGE_SIZE, 2, value_dim)
-    return random(rows, 2, groups * row_len, key_dim), *pools, table.to(DEVICE), mask.to(DEVICE, dtype)
+    query = random(1, rows * row_len, 2 * groups, key_dim).transpose(1, 2)
+    return query, *pools, table.to(DEVICE), gather.to(DEVICE), mask.to(DEVICE, dtype)
 
 
 def test_no_size_of_a_step_makes_triton_compile_another_variant() -> None:
@@ -154,50 +161,90 @@ def test_no_size_of_a_step_makes_triton_compile_another_variant() -> None:
     from paceline.model.attention import triton as kernel
 
     changing = {"num_queries", "row_len", "num_pages", "num_splits"}
-    for function in (kernel._partial, kernel._combined):
+    changing |= {f"{of}_stride" for of in ("head", "token", "key_head", "key_token", "value_head", "value_token")}
+    for function in (kernel._partial, kernel._combined, kernel._write):
         parameters = getattr(function, "params", None)
         if parameters is None:
             pytest.skip("triton's interpreter compiles nothing")
         fixed = {p.name for p in parameters if p.do_not_specialize or p.is_constexpr}
         assert changing & {p.name for p in parameters} <= fixed
         pointers = {p.name for p in parameters if p.do_not_specialize_on_alignment}
-        assert {"table", "mask"} & {p.name for p in parameters} <= pointers
+        assert {"table", "gather", "mask", "scatter", "rows", "tokens"} & {p.name for p in parameters} <= pointers
 
 
 @needs_triton
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize(
     ("rows", "groups", "row_len", "pages", "key_dim", "value_dim", "dtype"),
     [(2, 2, 4, 6, 32, 32, torch.float32), (1, 3, 8, 1, 24, 40, torch.float32), (1, 1, 4, 9, 64, 64, torch.float16)],
 )
-def test_attention_in_place_is_attention(rows, groups, row_len, pages, key_dim, value_dim, dtype, softcap) -> None:
+def test_attention_in_place_is_attention(
+    rows, groups, row_len, pages, key_dim, value_dim, dtype, softcap, has_sinks
+) -> None:
     """Against float64, with odd head dimensions, one page and several splits, masks of any kind."""
-    given = query, keys, values, table, mask = inputs(rows, groups, row_len, pages, key_dim, value_dim, dtype)
-    got = attend(*given, softcap=softcap)
-    k, v = (pool[table].flatten(1, 2).transpose(1, 2).double() for pool in (keys, values))
-    scores = query.double() @ k.transpose(2, 3) * 0.2
+    given = query, keys, values, table, gather, mask = inputs(rows, groups, row_len, pages, key_dim, value_dim, dtype)
+    sinks = torch.linspace(-1, 3, 2 * groups, device=DEVICE, dtype=dtype) if has_sinks else None
+    got = attend(*given, sinks=sinks, softcap=softcap)
+    k, v = (pool[table].flatten(1, 2).transpose(1, 2).repeat_interleave(groups, 1).double() for pool in (keys, values))
+    scores = query.double()[0][:, gather].transpose(0, 1) @ k.transpose(2, 3) * 0.2
     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-    want = F.softmax(scores + mask.double().repeat(1, 1, groups, 1), -1) @ v
+    scores = scores + mask.double()
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(rows, -1, row_len, 1)], -1)
+        v = F.pad(v, (0, 0, 0, 1))
+    want = (F.softmax(scores, -1) @ v).transpose(1, 2).flatten(0, 1)[None, gather.flatten().argsort()]
     assert got.dtype == dtype
     assert got.shape == want.shape
     assert (got.double() - want).abs().max() < (3e-6 if dtype == torch.float32 else 2e-3)
 
 
 @needs_triton
-def test_a_row_has_the_same_bits_in_every_batch() -> None:
-    """Alone or beside others, in short or long query rows, behind any number of masked pages."""
-    query, keys, values, table, mask = inputs(3, 2, 8, 5, 32, 32)
-    want = attend(query, keys, values, table, mask)
-    per_group = query.view(3, 2, 2, 8, 32)
+@pytest.mark.parametrize(("row_len", "more_pages"), [(8, 4), (40, 33)])
+def test_a_row_has_the_same_bits_in_every_batch(row_len: int, more_pages: int) -> None:
+    """Alone or beside others, in short or long query rows, before any number of masked pages."""
+    query, keys, values, table, gather, mask = inputs(3, 2, row_len, 5, 32, 32)
+    want = attend(query, keys, values, table, gather, mask)
     for row in range(3):
         for place in (0, 5):
-            alone = per_group[row : row + 1, :, :, place : place + 1].expand(-1, -1, -1, 4, -1).reshape(1, 2, 8, 32)
+            token = gather[row, place]
+            alone = query[:, :, token : token + 1].expand(-1, -1, 4, -1)
             seen = mask[row : row + 1, :, place : place + 1].expand(-1, -1, 4, -1)
-            longer = F.pad(seen, (0, 4 * PAGE_SIZE), value=float("-inf"))
-            pages = torch.cat([table[row], table[row, :1].expand(4)])[None]
-            got = attend(alone, keys, values, pages, longer)
-            expected = want.view(3, 2, 2, 8, 32)[row, :, :, place]
-            assert torch.equal(got.view(2, 2, 4, 32)[:, :, 0], expected)
+            longer = F.pad(seen, (0, more_pages * PAGE_SIZE), value=float("-inf"))
+            pages = torch.cat([table[row], table[row, :1].expand(more_pages)])[None]
+            got = attend(alone, keys, values, pages, torch.arange(4, device=DEVICE)[None], longer)
+            assert torch.equal(got[0, 0], want[0, token])
+
+
+@needs_triton
+def test_only_pages_that_are_seen_are_read() -> None:
+    """What lies before a window and behind the last key may hold anything; a token that sees nothing gets zeros."""
+    query, keys, values, table, gather, mask = inputs(1, 2, 4, 8, 32, 32)
+    table[:] = torch.arange(8)
+    mask[..., : 2 * PAGE_SIZE] = mask[..., 5 * PAGE_SIZE :] = float("-inf")
+    mask[:, :, 1] = float("-inf")
+    want = attend(query, keys, values, table, gather, mask)
+    for pool in (keys, values):
+        pool[:2], pool[5:] = torch.nan, torch.nan
+    got = attend(query, keys, values, table, gather, mask)
+    assert torch.equal(got, want)
+    assert not got[0, gather[0, 1]].any()
+    assert got[0, gather[0, 0]].all()
+
+
+@needs_triton
+def test_keys_and_values_are_written_where_they_belong() -> None:
+    """A token to several rows, heads in any layout, dimensions that are no power of two, nothing else touched."""
+    from paceline.model.attention.triton import write_in_place
+
+    key, value = torch.randn(1, 5, 3, 24, device=DEVICE).transpose(1, 2), torch.randn(1, 3, 5, 40, device=DEVICE)
+    pools = [torch.zeros(4, PAGE_SIZE, 3, dim, device=DEVICE) for dim in (24, 40)]
+    rows, tokens = [7, 200, 70, 71], [4, 4, 0, 2]
+    write_in_place(key, value, *pools, torch.tensor(rows, device=DEVICE), torch.tensor(tokens, device=DEVICE))
+    for pool, given in zip(pools, (key, value), strict=True):
+        flat = pool.flatten(0, 1)
+        assert torch.equal(flat[rows], given[0].transpose(0, 1)[tokens])
+        assert torch.equal(flat.any(-1).any(-1).nonzero().flatten().cpu(), torch.tensor(sorted(rows)))
 
 
 @needs_triton

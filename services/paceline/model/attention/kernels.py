@@ -3,9 +3,8 @@
 ``native``   our own operator, which reads pages in place in fixed blocks (``native.py``): CPUs with AVX-512, of
              bfloat16 and float32. What ``auto`` is there, if it has been compiled or can be.
 ``sdpa``     torch's scaled_dot_product_attention over gathered copies of the pages: everywhere, all dtypes.
-``triton``   our own kernel, which reads pages in place in fixed tiles (``triton_attention.py``): CUDA from compute
-             capability 8.0. Chosen on request only: it has been compared with ``sdpa`` in triton's interpreter, but
-             not been timed on a GPU.
+``triton``   our own kernels, which read and write pages in place in fixed tiles (``triton.py``): CUDA from compute
+             capability 8.0. What ``auto`` is there, if this machine can build them.
 
 All take additive masks, so sliding windows and trees are nothing special to them, and softcap. Flash attention has
 no such masks; FlexAttention would compile its block mask for every shape of a tree.
@@ -53,16 +52,13 @@ def choose_kernel(
     """
     if wanted == "sdpa":
         return "sdpa"
-    if wanted == "triton":
+    if wanted == "triton" or (wanted == "auto" and device_type == "cuda"):
+        kernel: Kernel = "triton"
         reason = _no_triton(device_type, capability, dtype, layers) or no_triton
-    elif device_type != "cpu":
-        reason = f"runs on the CPU only, and the model is on device {device_type!r}"
-    elif dtype not in cpu_attention.DTYPES:
-        reason = f"takes float32 and bfloat16, and the model has {_name(dtype)}"
     else:
-        reason = no_native
+        kernel, reason = "native", _no_native(device_type, dtype) or no_native
     if reason is None:
-        return "triton" if wanted == "triton" else "native"
+        return kernel
     if wanted == "auto":
         return "sdpa"
     raise ConfigError(f"attention is {wanted!r}, which {reason}: use 'auto' or 'sdpa'")
@@ -77,9 +73,17 @@ def kernel_for(wanted: Attention, device: torch.device, dtype: torch.dtype, laye
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         dtype=dtype,
         layers=layers,
-        no_triton=triton_unavailable() if wanted == "triton" and device.type == "cuda" else None,
+        no_triton=triton_unavailable() if wanted in ("auto", "triton") and device.type == "cuda" else None,
         no_native=cpu_attention.unavailable() if asked else None,
     )
+
+
+def _no_native(device_type: str, dtype: torch.dtype) -> str | None:
+    if device_type != "cpu":
+        return f"runs on the CPU only, and the model is on device {device_type!r}"
+    if dtype not in cpu_attention.DTYPES:
+        return f"takes float32 and bfloat16, and the model has {_name(dtype)}"
+    return None
 
 
 def _no_triton(

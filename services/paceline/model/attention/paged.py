@@ -2,9 +2,9 @@
 
 All tokens of a step lie flat in one sequence ``[1, T]``, so that the linear layers see exactly the tokens that
 exist. Only attention needs to know which session a token belongs to: tokens have places in *query rows* ``[B, n]``
-(one session each, padded), and each row a page table. ``native`` reads queries and pages where they are. ``sdpa``
-gathers the tokens into the rows, each row's pages into ``[B, Tk]`` keys, and scatters the result back. ``triton``
-gathers the tokens only. Grouped-query heads are folded into the query rows, so keys are never repeated.
+(one session each, padded), and each row a page table. ``native`` and ``triton`` read queries and pages where they are.
+``sdpa`` gathers the tokens into the rows, each row's pages into ``[B, Tk]`` keys, and scatters the result back.
+Grouped-query heads are folded into the query rows, so keys are never repeated.
 
 A token's result never depends on its neighbours: of ``native`` and ``triton`` by their order of summation, of
 ``sdpa`` by the shapes that are chosen (``shapes.py``).
@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from paceline.errors import ConfigError
 from paceline.model.attention.kernels import Kernel
 from paceline.model.attention.native import attend
 
@@ -65,28 +64,26 @@ def paged_attention(
     num_rows, row_len = gather_index.shape
     num_keys = page_table.shape[1] * page_size
 
+    mask = masks[0] if sliding_window is None else masks[-1]
+    scale = scaling if scaling is not None else key_dim**-0.5
+    pages = key_pages, value_pages, page_table
+    if kernel == "triton":
+        from paceline.model.attention.triton import attend_in_place, write_in_place
+
+        write_in_place(key, value, key_pages, value_pages, write_rows, write_tokens)
+        return attend_in_place(query, *pages, gather_index, scatter_index, mask, s_aux, scale, softcap), None
+
     written_keys = key[0].transpose(0, 1).index_select(0, write_tokens)
     written_values = value[0].transpose(0, 1).index_select(0, write_tokens)
     key_pages.view(-1, num_kv_heads, key_dim).index_put_((write_rows,), written_keys)
     value_pages.view(-1, num_kv_heads, value_dim).index_put_((write_rows,), written_values)
 
-    mask = masks[0] if sliding_window is None else masks[-1]
-    scale = scaling if scaling is not None else key_dim**-0.5
     if kernel == "native":
-        pages = key_pages, value_pages, page_table
         return attend(query, *pages, gather_index, scatter_index, mask, s_aux, scale, softcap), None
 
     q = query[0].transpose(0, 1).index_select(0, gather_index.reshape(-1))
     q = q.view(num_rows, row_len, num_kv_heads, groups, key_dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(num_rows, num_kv_heads, groups * row_len, key_dim)
-    if kernel == "triton":
-        if s_aux is not None:
-            raise ConfigError("attention is 'triton', which has no attention sinks, and the model does: use 'sdpa'")
-        from paceline.model.attention.triton import attend_in_place
-
-        out = attend_in_place(q, key_pages, value_pages, page_table, mask, scale, softcap)
-        return _scattered(out, groups, row_len, scatter_index), None
-
     numbers = page_table.reshape(-1)
     k = key_pages.index_select(0, numbers).view(num_rows, num_keys, num_kv_heads, key_dim).transpose(1, 2)
     v = value_pages.index_select(0, numbers).view(num_rows, num_keys, num_kv_heads, value_dim).transpose(1, 2)

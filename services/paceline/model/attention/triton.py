@@ -4,6 +4,7 @@ Every query row sees its keys in tiles of one page. Tiles are summed up one afte
 program, and the programs' partial results one after the other again. None of these sizes depends on the step, and a
 masked tile adds exact zeros: so a row's result does not depend on what else is in the batch, on the length of the
 page table, nor on whether the row is decoded or verified. (Flash-decoding, Dao et al. 2023, with a fixed split size.)
+Pages before and behind all that a program's queries see are not read: a long page table costs little.
 
 Imports triton, so that it is imported only where this kernel was chosen (``kernels.py``).
 """
@@ -15,10 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_SPLIT = 4
-"""Pages of one program: enough programs to fill a device at a few thousand keys."""
+_SPLIT = 2
+"""Pages of one program, which takes them one after the other: few, as short contexts leave most of a device free."""
+_CHUNK = 16
+"""Partial results that are loaded at once when they are added up."""
 _BLOCK = 16
-"""Query rows, times grouped heads, of one program: the smallest tile that matrix units take."""
+"""Query rows, times grouped heads, of one program: the smallest tile that matrix units take. A larger one reads a long
+row's keys less often, but sums in another order: on an H100 bits differed with heads of 32 and 64 numbers."""
 _PREFETCHED_BYTES = 1 << 15
 """Keys and values of a page that the next one's are loaded beside: two of them fit the shared memory of any device."""
 
@@ -26,14 +30,15 @@ _PREFETCHED_BYTES = 1 << 15
 # Triton compiles a variant for each kind of size (1, multiples of 16, others) and of address, which would happen in the
 # middle of serving. These kernels are compiled once for a model, when its first step runs.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_queries", "row_len", "num_pages", "num_splits"],
-    do_not_specialize_on_alignment=["table", "mask"],
+    do_not_specialize=["num_queries", "row_len", "num_pages", "num_splits", "head_stride", "token_stride"],
+    do_not_specialize_on_alignment=["table", "gather", "mask"],
 )
 def _partial(  # type: ignore[no-untyped-def]
     query,
     keys,
     values,
     table,
+    gather,
     mask,
     sums,
     maxima,
@@ -44,7 +49,10 @@ def _partial(  # type: ignore[no-untyped-def]
     row_len,
     num_pages,
     num_splits,
+    head_stride,
+    token_stride,
     HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEY_TILE: tl.constexpr,
@@ -59,18 +67,27 @@ def _partial(  # type: ignore[no-untyped-def]
     split, block = tl.program_id(1), tl.program_id(2)
     at = block * BLOCK + tl.arange(0, BLOCK)
     real = at < num_queries
-    key_dims, value_dims, places = tl.arange(0, KEY_TILE), tl.arange(0, VALUE_TILE), tl.arange(0, PAGE)
-    first = (row * HEADS + head) * num_queries
+    places = tl.arange(0, PAGE)
+    mask_rows = mask + (row * row_len + at % row_len) * (num_pages * PAGE)
+    own = split * SPLIT * PAGE + tl.arange(0, SPLIT * PAGE)
+    masked = tl.load(
+        mask_rows[:, None] + own[None, :], mask=real[:, None] & (own < num_pages * PAGE)[None, :], other=float("-inf")
+    )
+    seen = tl.max(masked.to(tl.float32), 0) > float("-inf")
+    start = tl.min(tl.where(seen, own // PAGE, num_pages), 0)
+    stop = tl.max(tl.where(seen, own // PAGE + 1, 0), 0)
+    key_dims, value_dims = tl.arange(0, KEY_TILE), tl.arange(0, VALUE_TILE)
+    tokens = tl.load(gather + row * row_len + at % row_len, mask=real, other=0).to(tl.int64)
+    heads = head * GROUPS + at // row_len
     q = tl.load(
-        query + (first + at)[:, None] * KEY_DIM + key_dims[None, :],
+        query + (heads * head_stride + tokens * token_stride)[:, None] + key_dims[None, :],
         mask=real[:, None] & (key_dims < KEY_DIM)[None, :],
         other=0.0,
     )
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     out = tl.zeros([BLOCK, VALUE_TILE], tl.float32)
-    mask_rows = mask + (row * row_len + at % row_len) * (num_pages * PAGE)
-    for index in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, num_pages)):
+    for index in range(start, stop):
         page = tl.load(table + row * num_pages + index).to(tl.int64)
         kv_rows = (page * PAGE + places) * HEADS + head
         k = tl.load(
@@ -92,36 +109,131 @@ def _partial(  # type: ignore[no-untyped-def]
         total = total * fade + tl.sum(weights, 1)
         out = out * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = higher
-    partial = (row * HEADS + head) * num_splits + split
-    tl.store(maxima + partial * num_queries + at, top, mask=real)
-    tl.store(totals + partial * num_queries + at, total, mask=real)
+    partial = ((row * HEADS + head) * num_splits + split) * num_queries + at
+    tl.store(maxima + partial, top, mask=real)
+    tl.store(totals + partial, total, mask=real)
     tl.store(
-        sums + (partial * num_queries + at)[:, None] * VALUE_DIM + value_dims[None, :],
+        sums + partial[:, None] * VALUE_DIM + value_dims[None, :],
         out,
-        mask=real[:, None] & (value_dims < VALUE_DIM)[None, :],
+        mask=(real & (top > float("-inf")))[:, None] & (value_dims < VALUE_DIM)[None, :],
     )
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_splits"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_queries", "row_len", "num_splits"], do_not_specialize_on_alignment=["scatter"]
+)
 def _combined(  # type: ignore[no-untyped-def]
-    sums, maxima, totals, result, num_queries, num_splits, VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr
+    sums,
+    maxima,
+    totals,
+    sinks,
+    scatter,
+    result,
+    num_queries,
+    row_len,
+    num_splits,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
-    """Adds one query row's partial results up, the first split first."""
-    pair, at = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    dims = tl.arange(0, VALUE_TILE)
-    top, total = tl.full([VALUE_TILE], float("-inf"), tl.float32), tl.zeros([VALUE_TILE], tl.float32)
-    out = tl.zeros([VALUE_TILE], tl.float32)
-    for split in range(num_splits):
-        top = tl.maximum(top, tl.load(maxima + (pair * num_splits + split) * num_queries + at))
-    for split in range(num_splits):
-        partial = (pair * num_splits + split) * num_queries + at
-        weight = tl.exp(tl.load(maxima + partial) - top)
-        total += weight * tl.load(totals + partial)
-        out += weight * tl.load(sums + partial * VALUE_DIM + dims, mask=dims < VALUE_DIM, other=0.0)
+    """Adds up the partial results of one token's head, ``CHUNK`` splits after ``CHUNK`` splits."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.load(scatter + token).to(tl.int64)
+    first = (place // row_len * HEADS + head // GROUPS) * num_splits * num_queries
+    first += head % GROUPS * row_len + place % row_len
+    dims, slots = tl.arange(0, VALUE_TILE), tl.arange(0, CHUNK)
+    tops = tl.full([CHUNK], float("-inf"), tl.float32)
+    for start in range(0, num_splits, CHUNK):
+        split = start + slots
+        tops = tl.maximum(tops, tl.load(maxima + first + split * num_queries, split < num_splits, float("-inf")))
+    top = tl.max(tops, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        top = tl.maximum(top, sink)
+    level = tl.where(top == float("-inf"), 0.0, top)  # a token that sees no key: zeros, not NaN
+    shares, out = tl.zeros([CHUNK], tl.float32), tl.zeros([VALUE_TILE], tl.float32)
+    for start in range(0, num_splits, CHUNK):
+        split = start + slots
+        partial = first + split * num_queries
+        maximum = tl.load(maxima + partial, split < num_splits, float("-inf"))
+        weight = tl.exp(maximum - level)
+        shares += weight * tl.load(totals + partial, split < num_splits, 0.0)
+        seen = (maximum > float("-inf"))[:, None] & (dims < VALUE_DIM)[None, :]
+        part = tl.load(sums + partial[:, None] * VALUE_DIM + dims[None, :], mask=seen, other=0.0)
+        out += tl.sum(weight[:, None] * part, 0)
+    total = tl.sum(shares, 0)
+    if SINKS:
+        total += tl.exp(sink - level)
     tl.store(
-        result + (pair * num_queries + at) * VALUE_DIM + dims,
-        (out / total).to(result.dtype.element_ty),
+        result + (token * HEADS * GROUPS + head) * VALUE_DIM + dims,
+        (out / tl.where(total == 0.0, 1.0, total)).to(result.dtype.element_ty),
         mask=dims < VALUE_DIM,
+    )
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["key_head_stride", "key_token_stride", "value_head_stride", "value_token_stride"],
+    do_not_specialize_on_alignment=["rows", "tokens"],
+)
+def _write(  # type: ignore[no-untyped-def]
+    key,
+    value,
+    keys,
+    values,
+    rows,
+    tokens,
+    key_head_stride,
+    key_token_stride,
+    value_head_stride,
+    value_token_stride,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+):
+    """Writes one token's key and value of one head into one KV row."""
+    row = tl.load(rows + tl.program_id(0)).to(tl.int64) * HEADS + tl.program_id(1)
+    token, head = tl.load(tokens + tl.program_id(0)).to(tl.int64), tl.program_id(1).to(tl.int64)
+    dims = tl.arange(0, KEY_TILE)
+    source = key + head * key_head_stride + token * key_token_stride
+    tl.store(keys + row * KEY_DIM + dims, tl.load(source + dims, mask=dims < KEY_DIM), mask=dims < KEY_DIM)
+    dims = tl.arange(0, VALUE_TILE)
+    source = value + head * value_head_stride + token * value_token_stride
+    tl.store(values + row * VALUE_DIM + dims, tl.load(source + dims, mask=dims < VALUE_DIM), mask=dims < VALUE_DIM)
+
+
+def write_in_place(
+    key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, write_rows: Tensor, write_tokens: Tensor
+) -> None:
+    """Writes keys and values of tokens into pages.
+
+    Args:
+        key, value: [1, num_kv_heads, T, dim].
+        key_pages, value_pages: [num_pages, page_size, num_kv_heads, dim], written in place.
+        write_rows: [W] flat KV rows. write_tokens: [W] the token that each takes.
+    """
+    key, value = _dense(key), _dense(value)
+    num_heads, key_dim, value_dim = key.shape[1], key.shape[3], value.shape[3]
+    _write[(len(write_rows), num_heads)](
+        key,
+        value,
+        key_pages,
+        value_pages,
+        write_rows,
+        write_tokens,
+        key.stride(1),
+        key.stride(2),
+        value.stride(1),
+        value.stride(2),
+        HEADS=num_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        KEY_TILE=_tile(key_dim),
+        VALUE_TILE=_tile(value_dim),
     )
 
 
@@ -130,35 +242,41 @@ def attend_in_place(
     key_pages: Tensor,
     value_pages: Tensor,
     page_table: Tensor,
+    gather_index: Tensor,
+    scatter_index: Tensor,
     mask: Tensor,
+    sinks: Tensor | None,
     scale: float,
     softcap: float | None,
 ) -> Tensor:
     """Attention over pages.
 
     Args:
-        query: [B, num_kv_heads, groups * n, key_dim], places of a group next to each other.
-        key_pages, value_pages: [num_pages, page_size, num_kv_heads, dim]. page_table: [B, pages].
-        mask: additive [B, 1, n, pages * page_size]; every place sees some key.
+        query: [1, num_heads, T, key_dim]. key_pages, value_pages: [num_pages, page_size, num_kv_heads, dim].
+        page_table: [B, pages]. gather_index: [B, n] the token at each place. scatter_index: [T] each token's place
+            among B * n.
+        mask: additive [B, 1, n, pages * page_size]. sinks: [num_heads].
 
     Returns:
-        [B, num_kv_heads, groups * n, value_dim].
+        [1, T, num_heads, value_dim]; zeros for a token that sees no key.
     """
-    num_rows, num_heads, num_queries, key_dim = query.shape
-    _, page_size, _, value_dim = value_pages.shape
-    num_pages, row_len = page_table.shape[1], mask.shape[2]
-    num_splits, pairs = -(-num_pages // _SPLIT), num_rows * num_heads
+    query = _dense(query)
+    _, num_heads, num_tokens, key_dim = query.shape
+    _, page_size, num_kv_heads, value_dim = value_pages.shape
+    (num_rows, num_pages), row_len, groups = page_table.shape, gather_index.shape[1], num_heads // num_kv_heads
+    num_splits, pairs, num_queries = -(-num_pages // _SPLIT), num_rows * num_kv_heads, groups * row_len
     sums = query.new_empty(pairs, num_splits, num_queries, value_dim, dtype=torch.float32)
     maxima = query.new_empty(pairs, num_splits, num_queries, dtype=torch.float32)
     totals = torch.empty_like(maxima)
-    result = query.new_empty(num_rows, num_heads, num_queries, value_dim)
-    key_tile, value_tile = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    result = query.new_empty(1, num_tokens, num_heads, value_dim)
+    key_tile, value_tile = _tile(key_dim), _tile(value_dim)
     tile_bytes = (key_tile + value_tile) * page_size * query.element_size()
     _partial[(pairs, num_splits, -(-num_queries // _BLOCK))](
-        query.contiguous(),
+        query,
         key_pages,
         value_pages,
         page_table.contiguous(),
+        gather_index.contiguous(),
         mask.contiguous(),
         sums,
         maxima,
@@ -169,7 +287,10 @@ def attend_in_place(
         row_len,
         num_pages,
         num_splits,
-        HEADS=num_heads,
+        query.stride(1),
+        query.stride(2),
+        HEADS=num_kv_heads,
+        GROUPS=groups,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         KEY_TILE=key_tile,
@@ -180,7 +301,30 @@ def attend_in_place(
         CAPPED=softcap is not None,
         num_stages=2 if tile_bytes <= _PREFETCHED_BYTES else 1,
     )
-    _combined[(pairs, num_queries)](
-        sums, maxima, totals, result, num_queries, num_splits, VALUE_DIM=value_dim, VALUE_TILE=value_tile
+    _combined[(num_tokens, num_heads)](
+        sums,
+        maxima,
+        totals,
+        maxima if sinks is None else sinks,
+        scatter_index,
+        result,
+        num_queries,
+        row_len,
+        num_splits,
+        HEADS=num_kv_heads,
+        GROUPS=groups,
+        VALUE_DIM=value_dim,
+        VALUE_TILE=value_tile,
+        CHUNK=_CHUNK,
+        SINKS=sinks is not None,
     )
     return result
+
+
+def _tile(dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(dim)))
+
+
+def _dense(heads: Tensor) -> Tensor:
+    """``heads`` with the numbers of each token's head next to each other."""
+    return heads if heads.stride(3) == 1 else heads.contiguous()
