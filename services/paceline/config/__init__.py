@@ -15,7 +15,13 @@ from paceline.config.autoscaling import (
     TargetAutoscaling,
 )
 from paceline.config.deployments import DeploymentConfig, RayActorOptions
-from paceline.config.environment import apply_worker_environment, cache_dir, wants_color, worker_environment
+from paceline.config.environment import (
+    apply_cublas_environment,
+    apply_worker_environment,
+    cache_dir,
+    wants_color,
+    worker_environment,
+)
 from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelLoadingConfig
 from paceline.config.local import DraftModel, LocalConfig, TargetModel
 from paceline.config.options import (
@@ -106,6 +112,7 @@ __all__ = [
     "TargetPolicy",
     "TargetSetup",
     "TracingConfig",
+    "apply_cublas_environment",
     "apply_worker_environment",
     "cache_dir",
     "wants_color",

@@ -13,7 +13,15 @@ from typing import TextIO
 
 from paceline.errors import ConfigError
 
-WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+CUBLAS_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+"""Memory too small for products whose sums several blocks of a GPU share (``model/device.py``). cuBLAS then chooses
+among kernels that need none; told only to share no sum, it takes some that are ten times slower."""
+WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    **CUBLAS_ENVIRONMENT,
+}
 """Variables that a worker process sets before it imports torch: a multi-threaded region stalls whenever anything else
 wants one of its cores, so parallelism comes from processes."""
 
@@ -89,6 +97,12 @@ def worker_environment(**more: str) -> dict[str, str]:
 def apply_worker_environment() -> None:
     """Sets ``WORKER_ENVIRONMENT`` for this process. Must run before torch is imported to take full effect."""
     os.environ.update(WORKER_ENVIRONMENT)
+
+
+def apply_cublas_environment() -> None:
+    """Sets what is not set of ``CUBLAS_ENVIRONMENT``. Must run before the process' first product on a GPU."""
+    for name, value in CUBLAS_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 def wants_color(stream: TextIO) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.config import HeadDraftOptions, ModelOptions
+from paceline.config import HeadDraftOptions, ModelOptions, apply_cublas_environment
 from paceline.errors import ConfigError
 
 _TOOL_S = 10.0
@@ -83,6 +83,21 @@ def _why_no_cuda() -> str:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     least = _LEAST_DRIVERS.get(version.partition(".")[0])
     return f"{reason}; its CUDA {version} needs driver {least} or newer" if least else reason
+
+
+def keep_bits() -> None:
+    """Makes CUDA's 16-bit matrix products give a row the same bits whatever their number of rows (``shapes.py``).
+
+    cuBLASLt chooses its kernels by the number of rows. A row's bits change where several blocks share a sum, so none
+    may be shared, and with 16 bits nothing else was found to change them (H100, CUDA 13, 1 to 2,048 rows). Float32
+    products have no such setting. Comes before the process' first product on a GPU.
+    """
+    apply_cublas_environment()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = (False, False)
+    products.allow_fp16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its sums are split by the shape of a step
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -23,7 +23,7 @@ from paceline.model.selftest import check_replay
 CudaGraphs = bool | Literal["auto"]
 
 _WARM_UPS = 2
-"""Calls before a recording: libraries choose and allocate at the first ones."""
+"""Calls before the first recording, and one before each further: libraries choose and allocate at the first ones."""
 _RESERVED = 0.02
 """Share of the device's memory that recordings leave to prefill, which runs beside them. A kv_fraction of 0.9 leaves
 a tenth of what the weights do, which recordings come out of."""
@@ -45,6 +45,8 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._proven = False
+        """True once something has been recorded: other shapes launch the same kinds of kernels."""
 
     def has_room(self) -> bool:
         """True if the device has memory for one more recording (``Recorder.has_room``)."""
@@ -64,15 +66,17 @@ class CudaRecorder:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS):
+            for _ in range(1 if self._proven else _WARM_UPS):
                 function()
-            with WaitingRefused():  # type: ignore[no-untyped-call]
-                function()
+            if not self._proven:
+                with WaitingRefused():  # type: ignore[no-untyped-call]
+                    function()
         current.wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             function()
+        self._proven = True
         replay: Replay = graph.replay
         return replay
 
@@ -122,9 +126,6 @@ def make_backend(
     require_graphs(cuda_graphs, device)
     if device.type != "cuda":
         return HostBackend(cache, dtype, window)
-    # Kernels whose sums are split by the shape of a step, or rounded between: rows would depend on their neighbours.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     recorder = CudaRecorder(device) if cuda_graphs else None
     log.info("steps on %s run %s", torch.cuda.get_device_name(device), "as CUDA graphs" if recorder else "eagerly")
     return DeviceBackend(cache, dtype, window, recorder=recorder, max_shapes=max_cuda_graphs)
