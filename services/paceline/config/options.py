@@ -37,7 +37,8 @@ class ModelOptions(Strict):
     dtype: DType = "auto"
     """The number format. ``auto``: bfloat16 where the device multiplies it natively, else float32."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile ahead of time, once per machine and checkpoint (half a minute to two). ``auto``: on CPU."""
+    """On the CPU, compile ahead of time, once per machine and checkpoint (half a minute to two); on CUDA, compile what
+    lies between the matrix products. ``auto``: where it can be."""
     background_compilation: bool | Literal["auto"] = "auto"
     """Where the model is to be compiled, serve it eagerly at once and compile it beside, in a process of low priority;
     sessions that begin afterwards are compiled. ``auto``: where ``compile`` is ``auto``, on one rank, with memory for
@@ -54,13 +55,14 @@ class ModelOptions(Strict):
     """Longest delay of a rank at an exchange; a rank that is later counts as hung, and the engine as dead."""
     cuda_graphs: bool | Literal["auto"] = "auto"
     """Record decoding and verification at start-up and replay them. ``auto``: on CUDA, where the model allows it."""
-    max_cuda_graphs: int = Field(default=64, ge=1, le=1024)
+    max_cuda_graphs: int = Field(default=256, ge=1, le=1024)
     """Step shapes that are recorded, as far as the memory reaches; steps beyond run eagerly."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the checkpoint and its tokenizer (``auto_map``), with all rights of the
     service. False: such a checkpoint is refused, without a question."""
     attention: Literal["auto", "sdpa", "native", "triton"] = "auto"
-    """The attention kernel (``model/attention/kernels.py``). ``auto``: native on CPUs that have it, else sdpa."""
+    """The attention kernel (``model/attention/kernels.py``). ``auto``: native on CPUs and triton on GPUs that can run
+    it, else sdpa."""
 
     @model_validator(mode="after")
     def _has_products_to_share(self) -> Self:

@@ -19,12 +19,13 @@ from paceline.checkpoint.size import ModelSize, gib, size_of
 from paceline.config import ModelOptions, Quantization, cache_dir
 from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
-from paceline.model.attention.kernels import Attention, kernel_for
+from paceline.model.attention.kernels import Attention, kernel_for, triton_unavailable
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.aot import NoCompilerError, cached_step, compiled_step, find_compiler
 from paceline.model.compiled.backend import StepFunction
 from paceline.model.compiled.graphs import CudaGraphs, make_backend, require_graphs
-from paceline.model.device import Placement, resolve
+from paceline.model.compiled.parts import compile_parts
+from paceline.model.device import Placement, keep_bits, resolve
 from paceline.model.experts import pad_experts
 from paceline.model.features import Features
 from paceline.model.kv_cache import KVCache, LayerSpec
@@ -72,7 +73,7 @@ class LoadedModel:
     features: Features | None = None
     """The hidden states that its steps return beside the logits; None: none."""
     cuda_graphs: CudaGraphs = "auto"
-    max_cuda_graphs: int = 64
+    max_cuda_graphs: int = 256
     load_compiled: Callable[[], StepFunction | None] | None = None
     """Loads the compiled step from the cache, for a model that is eager until then; returns None if it is not there."""
 
@@ -156,7 +157,7 @@ def load_model(
         require_boundaries(features, num_layers, f"model {checkpoint.path!r}")
     device, dtype = placement or resolve(options, None if group is None else group.device)
     require_graphs(options.cuda_graphs, device, num_ranks=options.tensor_parallel_size)
-    can_compile = device.type == "cpu" and (group is None or group.compiled_shims() is not None)
+    can_compile = _can_compile(device, group)
     if group is None:
         model = load_pretrained(checkpoint, dtype, device, options.quantization)
     else:
@@ -169,7 +170,7 @@ def load_model(
     if options.compile == "auto" and compile and (reason := why_eager(model)):
         log.info("model %r is not compiled: %s", checkpoint.path, reason)
         compile = False
-    later = later and group is None and compile and find_compiler() is not None
+    later = later and group is None and compile and device.type == "cpu" and find_compiler() is not None
     try:
         loaded = prepare(
             model,
@@ -186,6 +187,13 @@ def load_model(
     if options.cpu_threads > 1:
         _share(options.cpu_threads, loaded)
     return replace(loaded, cuda_graphs=options.cuda_graphs, max_cuda_graphs=options.max_cuda_graphs)
+
+
+def _can_compile(device: torch.device, group: Collectives | None) -> bool:
+    """True if what ``auto`` compiles can be, of one rank or of one of several."""
+    if device.type == "cpu":
+        return group is None or group.compiled_shims() is not None
+    return group is None and triton_unavailable() is None
 
 
 def _share(num_threads: int, loaded: LoadedModel) -> None:
@@ -233,13 +241,16 @@ def prepare(
     ``compile``: ``later`` takes what has been compiled before, else leaves the model eager with ``load_compiled``.
 
     Raises:
-        ConfigError: the model cannot run on the paged attention, or on the ``attention`` kernel, or ``compile`` on a
-            device other than the CPU or with weights that are not compiled, or has not the states of ``features``.
+        ConfigError: the model cannot run on the paged attention, or on the ``attention`` kernel, or ``compile`` with
+            weights that are not compiled or on a GPU that nothing can be compiled for, or has not the states of
+            ``features``.
     """
-    model = model.eval()
+    model, on_cpu = model.eval(), model.device.type == "cpu"
     pad_experts(model)
-    if model.device.type == "cpu":
+    if on_cpu:
         widen_narrow_layers(model)
+    elif model.device.type == "cuda":
+        keep_bits()
     taps = None if features is None else StateTaps(model, features, name_of(model))
     middle = None if midway is None else Midway(model, midway, name_of(model))
     layers, window, spare_tokens = probe_layers(model, taps)
@@ -249,9 +260,8 @@ def prepare(
     log.info("attention of %s on %s: %s", type(model).__name__, model.device.type, kernel)
     step: StepFunction | None = None
     if compile:
-        if model.device.type != "cpu":
-            raise ConfigError(f"compile is for device cpu, this model is on {model.device.type}: set compile to false")
-        if reason := why_eager(model):
+        reason = why_eager(model) if on_cpu else _why_no_parts(model)
+        if reason:
             raise ConfigError(f"compile is true, but {reason}: set compile to auto or false")
 
     def load_compiled() -> StepFunction | None:
@@ -260,6 +270,8 @@ def prepare(
 
     if compile == "later":
         step = None if never else load_compiled()
+    elif compile and not on_cpu:
+        log.info("%d parts of %s are compiled", compile_parts(model), type(model).__name__)
     elif compile:
         step = compiled_step(model, layers, window, kernel, cache_dir() / "compiled", taps, middle)
     waits = compile == "later" and step is None
@@ -280,6 +292,15 @@ def prepare(
         features=features,
         load_compiled=load_compiled if waits else None,
     )
+
+
+def _why_no_parts(model: PreTrainedModel) -> str | None:
+    """Says why nothing can be compiled of a model on a GPU, as a clause; None if it can."""
+    if share_of(model) is not None:
+        return "ranks on GPUs run eagerly"
+    if (reason := triton_unavailable()) is not None:
+        return f"triton {reason}"
+    return None
 
 
 def _size(model: PreTrainedModel, layers: list[LayerSpec]) -> ModelSize:

@@ -260,8 +260,8 @@ def _packed_bytes(options: ModelOptions, size: ModelSize, on_gpu: bool) -> int:
 
 
 def compiles(options: ModelOptions, on_gpu: bool) -> bool:
-    """True if a model with these settings runs compiled."""
-    return not on_gpu if options.compile == "auto" else options.compile
+    """True if a model with these settings runs compiled into a library that holds its weights, as on CPUs."""
+    return not on_gpu and options.compile is not False
 
 
 def _gathers(options: ModelOptions, on_gpu: bool) -> bool:

@@ -1,0 +1,81 @@
+"""Compiles what lies between a model's matrix products on CUDA: norms, activations and rotary embeddings.
+
+transformers computes each by up to a dozen kernels, and torch's mean takes a row's sum in an order that depends on the
+number of rows. ``torch.compile`` makes one or two kernels of them, whose order is fixed. Only these parts are compiled,
+each once for any number of tokens: a whole step would be compiled for several kinds of sizes, and a token's bits could
+depend on the kind. The products stay those of cuBLASLt, the attention is ours (``attention/triton.py``).
+
+A call of a part costs the host more than the kernels that it stands for, so that steps that are not recorded as CUDA
+graphs become slower: nearly none should be (``buckets.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from transformers import PreTrainedModel
+
+from paceline.config import cache_dir
+
+_ROTARY = "apply_rotary_pos_emb"
+_MOST_VARIANTS = 64
+"""Of one function: each dtype, size and rank of a model's modules is one, and models of a family share the function."""
+_OPTIONS: dict[str, Any] = {"compile_threads": 1, "deterministic": True}
+"""No pool of processes for a few kernels; none chosen by a timing, which another replica might decide otherwise."""
+
+
+def compile_parts(model: PreTrainedModel) -> int:
+    """Compiles, when it first runs, every part of ``model`` that is one; returns their number.
+
+    A part is a module named ``...RMSNorm``, an ``...MLP`` of plain linear layers, or the rotary embedding of an
+    attention module, which transformers' classes call by one name.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
+    compiled = functools.cache(_compiled)
+    num_parts = 0
+    for module in model.modules():
+        forward: Any = inspect.unwrap(type(module).forward)
+        if _is_part(module):
+            forward = compiled(forward)
+        elif isinstance(forward, FunctionType) and _ROTARY in forward.__code__.co_names:
+            forward = _calling(forward, compiled(forward.__globals__[_ROTARY]))
+        else:
+            continue
+        module.forward = MethodType(forward, module)
+        num_parts += 1
+    return num_parts
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, compiled for any number of tokens; under a dispatch mode, where torch compiles none, as it is."""
+    quick = torch.compile(function, dynamic=True, options=_OPTIONS)
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **named: Any) -> Any:
+        return (quick if _get_current_dispatch_mode() is None else function)(*arguments, **named)
+
+    return run
+
+
+def _is_part(module: torch.nn.Module) -> bool:
+    name, children = type(module).__name__, [*module.children()]
+    if name.endswith("RMSNorm"):
+        return not children
+    plain = [type(child) is torch.nn.Linear or not [*child.parameters()] for child in children]
+    return name.endswith("MLP") and bool(children) and all(plain)
+
+
+def _calling(forward: FunctionType, rotary: Any) -> FunctionType:
+    """``forward`` with another rotary embedding, for one module: other models of the class keep theirs."""
+    names = {**forward.__globals__, _ROTARY: rotary}
+    own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return own
