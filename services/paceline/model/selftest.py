@@ -286,23 +286,29 @@ def _full_plan(
         return torch.randint(0, end, size, generator=generator)
 
     places = torch.arange(shape.rows * shape.row_len)
+    gather = (places % shape.tokens).view(shape.rows, shape.row_len)
     write = torch.arange(shape.writes) % min(shape.tokens, len(pages) * PAGE_SIZE)
     owned = torch.tensor(pages)
+    farthest = min(max_len, shape.num_keys)
+    positions = random(shape.tokens, end=farthest)
+    # Every token sees some key, in a sliding window too: itself, or in a tree the first one, which is as far on as any.
     visible = torch.rand(shape.rows, shape.row_len, shape.num_keys, generator=generator) < 0.5
     visible[:, :, 0] = True
+    key_positions = random(shape.rows, shape.num_keys, end=farthest)
+    key_positions[:, 0] = farthest - 1
     plan = StepPlan(shape.wanted, shape, torch.empty(shape.num_bytes, dtype=torch.uint8))
     values = StepArrays(
         tokens=random(shape.tokens, end=vocab_size),
-        positions=random(shape.tokens, end=min(max_len, shape.num_keys)),
+        positions=positions,
         logits_index=torch.arange(shape.wanted) % shape.tokens,
         write_rows=owned[write // PAGE_SIZE] * PAGE_SIZE + write % PAGE_SIZE,
         write_tokens=write,
         page_table=owned[torch.arange(shape.pages) % len(pages)].repeat(shape.rows, 1),
-        gather=(places % shape.tokens).view(shape.rows, shape.row_len),
+        gather=gather,
         scatter=torch.arange(shape.tokens) % len(places),
-        query_rows=random(shape.rows, shape.row_len, end=shape.num_keys),
+        query_rows=positions[gather],
         visible=visible if shape.is_tree else None,
-        key_positions=random(shape.rows, shape.num_keys, end=min(max_len, shape.num_keys)) if shape.is_tree else None,
+        key_positions=key_positions if shape.is_tree else None,
     )
     for field, value in zip(plan.arrays, values, strict=True):
         if field is not None:

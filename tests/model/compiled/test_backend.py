@@ -30,7 +30,7 @@ from paceline.model.features import OUT, Features
 from paceline.model.loading import LoadedModel, load_model, prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance, check_replay
-from paceline.model.shapes import padded_pages, padded_tokens
+from paceline.model.shapes import padded_pages, padded_row_len, padded_tokens
 from paceline.model.step_plan import SequenceStep, StepArrays, StepPlan, StepShape, attention_masks, unpack
 from paceline.types import PAGE_SIZE, SamplingParams, pages_for
 
@@ -191,7 +191,8 @@ def test_recorded_shapes_are_few_distinct_and_within_limits(rows, tokens, pages,
     shapes = shapes_to_record(limits, most)
     assert 1 <= len(shapes) == len(set(shapes)) <= most
     assert all(s.is_tree == is_tree and s.rows <= rows and s.tokens <= max(16, padded_tokens(tokens)) for s in shapes)
-    assert all(s.pages <= padded_pages(pages) and s.wanted == s.tokens for s in shapes)
+    assert all(s.pages <= padded_pages(pages) and s.tokens <= s.rows * max(16, s.row_len) for s in shapes)
+    assert all(s.wanted == (s.tokens if s.row_len <= 32 else 16 * s.rows) for s in shapes), "a prompt wants its last"
     assert shapes_to_record(limits, most + 7)[: len(shapes)] == shapes, "more never means other ones"
     every = shapes_to_record(limits, 10_000)
     longest = padded_pages(pages)
@@ -204,12 +205,41 @@ def test_recorded_shapes_are_few_distinct_and_within_limits(rows, tokens, pages,
 def test_the_cheapest_shape_that_covers_is_taken() -> None:
     shapes = shapes_to_record(Limits(8, 256, 32), 1000)
     assert best_fit(StepShape(4, 4, 4, 1, 4, 1), shapes) == StepShape(16, 32, 16, 1, 4, 8)
-    assert best_fit(StepShape(9, 9, 9, 1, 12, 9), shapes) == StepShape(16, 32, 16, 1, 16, 16)
+    assert best_fit(StepShape(9, 9, 9, 1, 12, 9), shapes) == StepShape(16, 32, 16, 1, 16, 32)
     assert best_fit(StepShape(12, 32, 12, 3, 4, 3), shapes) == StepShape(16, 32, 16, 4, 4, 8)
-    assert best_fit(StepShape(20, 20, 20, 4, 8, 32), shapes) == StepShape(32, 64, 32, 4, 8, 32)
-    assert best_fit(StepShape(256, 256, 4, 4, 64, 8), shapes) is None, "a prefill chunk"
+    assert best_fit(StepShape(20, 20, 20, 4, 8, 32), shapes) == StepShape(32, 64, 32, 4, 16, 32)
+    assert best_fit(StepShape(40, 40, 40, 4, 16, 32), shapes) == StepShape(64, 128, 64, 4, 16, 32)
+    assert best_fit(StepShape(124, 124, 4, 1, 124, 3), shapes) == StepShape(128, 256, 16, 1, 128, 8), "a prompt"
+    assert best_fit(StepShape(256, 256, 4, 2, 180, 9), shapes) == StepShape(256, 512, 32, 2, 256, 32), "two of them"
+    assert best_fit(StepShape(256, 256, 256, 1, 256, 8), shapes) is None, "a prompt with all logits"
+    assert best_fit(StepShape(256, 256, 4, 8, 64, 8), shapes) is None, "eight chunks"
     assert best_fit(StepShape(4, 4, 4, 1, 4, 33), shapes) is None, "a longer context"
     assert best_fit(StepShape(4, 4, 4, 1, 4, 1, is_tree=True), shapes) is None
+
+
+def uneven(rng: random.Random, rows: int, total: int) -> list[int]:
+    """Tokens of sessions that share so many, the likeliest of them most."""
+    counts = [1] * rows
+    for _ in range(total - rows):
+        counts[min(rows - 1, int(rng.expovariate(4 / rows)))] += 1
+    return counts
+
+
+@pytest.mark.parametrize("most", [64, 256])
+def test_steps_of_uneven_sessions_have_shapes(most: int) -> None:
+    """A draft's trees of 32 leaves, and verification of 1 to 9 tokens, at any number of sessions; with few recordings,
+    those of few sessions."""
+    rng, limits = random.Random(0), (Limits(64, 576, 128), Limits(32, 32, 40, is_tree=True))
+    targets, drafts = (Fits(shapes_to_record(limit, most)) for limit in limits)
+    for rows in (1, 2, 3, 4, 8, 16, 32, 64):
+        for _ in range(50):
+            counts = [1 + rng.choice((0, 0, 2, 4, 8)) for _ in range(rows)]
+            step = StepShape(sum(counts), sum(counts), sum(counts), rows, padded_row_len(max(counts)), 12)
+            assert targets.best(step) is not None or (most == 64 and rows > 4), step
+            if rows <= 32:
+                counts = uneven(rng, rows, 32)
+                step = StepShape(32, 32, 32, rows, padded_row_len(max(counts)), 12, is_tree=True)
+                assert drafts.best(step) is not None or (most == 64 and rows > 16), step
 
 
 def test_the_table_of_shapes_takes_the_one_that_a_search_finds() -> None:
@@ -430,7 +460,7 @@ def test_the_choice_reaches_both_models() -> None:
     )  # fmt: skip
     target, draft = config.target_setup().options, config.draft_setup().options
     assert (target.cuda_graphs, target.max_cuda_graphs) == (False, 9)
-    assert (draft.cuda_graphs, draft.max_cuda_graphs) == (True, 64)
+    assert (draft.cuda_graphs, draft.max_cuda_graphs) == (True, 256)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

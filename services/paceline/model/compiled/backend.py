@@ -120,6 +120,7 @@ class DeviceBackend:
         self._shapes: list[StepShape] = []
         self._fits = Fits()
         self._replays: dict[StepShape, Replay] = {}
+        self._num_states: dict[StepShape, int] = {}
         self._room = functools.lru_cache(_ROOMS)(self._new_room)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0)
@@ -153,7 +154,9 @@ class DeviceBackend:
         """Runs ``plan`` by the recording of ``shape``. Steps of one stream follow each other, so they share memory."""
         self._buffer[: shape.num_bytes].copy_(self._packed(plan, shape), non_blocking=True)
         self._replays[shape]()
-        states = None if self._states is None else self._states[: min(shape.tokens, plan.shape.tokens)].clone()
+        states = (
+            None if self._states is None else self._states[: min(self._num_states[shape], plan.shape.tokens)].clone()
+        )
         return self._logits[: plan.num_logits].clone(), states
 
     def forget(self, shape: StepShape) -> None:
@@ -213,6 +216,7 @@ class DeviceBackend:
             self._logits[: shape.wanted].copy_(logits)
             if states is not None and self._states is not None:
                 self._states[: len(states)].copy_(states)
+                self._num_states[shape] = len(states)
 
         self._replays[shape] = recorder.record(function)
 

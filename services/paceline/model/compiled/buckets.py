@@ -8,6 +8,7 @@ The same buffer is what crosses to the device, in one copy. Nothing here knows a
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
 _MIN_TOKENS = 16
 """Tokens of the smallest recorded step, one tile of a tensor core: decoding and short verification then run the
 same matrix products, bit for bit, and both wait for the weights."""
-_ROW_LENGTHS = (4, 8, 16, 32)
+_ROW_LENGTHS = (4, 16, 32)
 """Recorded query row lengths: decoding, and proposals or tree levels of up to 31 tokens."""
-_MIN_PAGES = 8
+_CHUNK_LENGTHS, _CHUNKS = (64, 128, 256), (1, 2, 4)
+"""Recorded lengths of prompts' chunks, and numbers of them; of each, only its last tokens' logits are wanted."""
+_MIN_PAGES, _PAGES_GROWTH = 8, 4
+"""Page tables grow in large steps: attention in place does not read what is not seen."""
 _REMEMBERED = 4096
 
 
@@ -122,24 +126,31 @@ def shapes_to_record(limits: Limits, most: int) -> list[StepShape]:
     """At most ``most`` shapes, the most useful first: few sessions before many, short contexts before long.
 
     Each has two writes for a token, so that tokens that several branches share can be written to all of them.
-    Rows and pages double from one shape to the next. The shortest query rows are for decoding, one token each, the
-    others for full rows.
+    Rows double from one shape to the next, and so do the tokens of so many rows, from one for each row, or from one
+    full row, to full rows: sessions propose, and trees grow, unevenly.
     """
     max_pages, max_tokens = padded_pages(limits.max_pages), max(_MIN_TOKENS, padded_tokens(limits.max_tokens))
-    shapes = []
+    sizes = []  # tokens, logits, rows, row_len
     for length in _ROW_LENGTHS:
-        for rows in _doubling(1, min(limits.max_rows, limits.max_tokens)):
-            tokens = max(_MIN_TOKENS, padded_tokens(rows if length == _ROW_LENGTHS[0] else rows * length))
-            if tokens <= max_tokens:
-                for pages in _doubling(min(_MIN_PAGES, max_pages), max_pages):
-                    shapes.append(StepShape(tokens, 2 * tokens, tokens, rows, length, pages, limits.is_tree))
+        for rows in _growing(1, min(limits.max_rows, limits.max_tokens)):
+            least = padded_tokens(max(_MIN_TOKENS, rows, length))
+            sizes += [(tokens, tokens, rows, length) for tokens in _growing(least, padded_tokens(rows * length))]
+    for length, rows in itertools.product(() if limits.is_tree else _CHUNK_LENGTHS, _CHUNKS):
+        if rows <= limits.max_rows and length <= max_tokens:
+            sizes.append((min(rows * length, max_tokens), rows * _MIN_TOKENS, rows, length))
+    shapes = {
+        StepShape(tokens, 2 * tokens, wanted, rows, length, pages, limits.is_tree)
+        for tokens, wanted, rows, length in sizes
+        if tokens <= max_tokens
+        for pages in _growing(min(_MIN_PAGES, max_pages), max_pages, _PAGES_GROWTH)
+    }
     return sorted(shapes, key=lambda s: (s.rows * s.pages, s.tokens, s.row_len))[:most]
 
 
-def _doubling(first: int, last: int) -> Sequence[int]:
-    """``first``, twice that, ... and ``last``, which ends it."""
-    values = []
+def _growing(first: int, last: int, by: int = 2) -> Sequence[int]:
+    """``first``, ``by`` times that, ... and ``last``, which ends it; ``first`` alone if it is as large."""
+    values, last = [], max(first, last)
     while first < last:
         values.append(first)
-        first *= 2
+        first *= by
     return [*values, last]
