@@ -83,7 +83,7 @@ gpu:
 	PYTHONPATH=services:. $(GPU_PYTHON) -m pytest -q -W default -m gpu tests/gpu
 	PYTHONPATH=services:. $(GPU_PYTHON) -m pytest -q -W default tests/model/attention/test_kernels.py
 	PYTHONPATH=services:. $(GPU_PYTHON) benchmarks/gpu.py
-	PYTHONPATH=services:. $(GPU_PYTHON) benchmarks/gpu.py --attention triton
+	PYTHONPATH=services:. $(GPU_PYTHON) benchmarks/gpu.py --attention sdpa --no-compile
 
 protos: setup
 	rm -f $(V1)/*_pb2.py $(V1)/*_pb2.pyi $(V1)/*_pb2_grpc.py $(V1)/*_pb2_grpc.pyi

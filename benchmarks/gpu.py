@@ -182,7 +182,7 @@ def report(name: str, device: str, args: argparse.Namespace, peak: float, clock:
     """The lines of one target."""
     made = make_model(name, device, getattr(torch, args.dtype))
     num_bytes = read_bytes(made)
-    model = prepare(made, compile=False, attention=args.attention)
+    model = prepare(made, compile=args.compile and device == "cuda", attention=args.attention)
     longest = args.context + args.tokens + PAGE_SIZE
     num_pages = 2 * pages_for(longest) + 2
     found = runners(model, num_pages, Limits(1, 64, pages_for(longest)))
@@ -205,7 +205,8 @@ def report(name: str, device: str, args: argparse.Namespace, peak: float, clock:
 def report_draft(device: str, args: argparse.Namespace, clock: Clock) -> list[str]:
     """The lines of the embedded draft."""
     model = prepare(
-        load_pretrained(Checkpoint.open(str(DRAFT_DIR)), getattr(torch, args.dtype)).to(device), compile=False
+        load_pretrained(Checkpoint.open(str(DRAFT_DIR)), getattr(torch, args.dtype)).to(device),
+        compile=args.compile and device == "cuda",
     )
     limits = Limits(1, max(LEAVES), pages_for(args.context + 256), is_tree=True)
     lines = [f"embedded draft: {model.num_parameters / 1e6:.1f} M parameters"]
@@ -223,6 +224,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--attention", choices=["auto", "sdpa", "triton"], default="auto", help="of the targets")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="no part of a model is compiled")
     parser.add_argument("--context", type=int, default=256, help="tokens before the measured ones")
     parser.add_argument("--tokens", type=int, default=128, help="decoded for tokens/s")
     parser.add_argument("--repeats", type=int, default=50)
@@ -232,7 +234,7 @@ def main() -> None:
     clock = Clock(args.device)
     device_name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     peak = bandwidth(args.device, clock)
-    kernel = "" if args.attention == "auto" else f"-{args.attention}"
+    kernel = ("" if args.attention == "auto" else f"-{args.attention}") + ("" if args.compile else "-eager")
     path = RESULTS / f"gpu-{re.sub('[^a-z0-9]+', '-', device_name.lower()).strip('-')}{kernel}.txt"
     lines: list[str] = []
 

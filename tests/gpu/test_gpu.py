@@ -38,12 +38,16 @@ pytestmark = [
 ]
 DEVICE = "cuda"
 DTYPES = (torch.float32, torch.bfloat16)
+WAYS = [("sdpa", False), ("triton", False), ("triton", True)]
+"""Attention, and whether the parts between products are compiled."""
 LIMITS = Limits(max_rows=4, max_tokens=64, max_pages=8)
 TREES = Limits(max_rows=4, max_tokens=64, max_pages=8, is_tree=True)
 
 
-def loaded(family: str, dtype: torch.dtype = torch.float32, attention: Attention = "auto") -> LoadedModel:
-    return prepare(random_model(family, dtype=dtype).to(DEVICE), compile=False, attention=attention)
+def loaded(
+    family: str, dtype: torch.dtype = torch.bfloat16, attention: Attention = "auto", *, compile: bool = True
+) -> LoadedModel:
+    return prepare(random_model(family, dtype=dtype).to(DEVICE), compile=compile, attention=attention)
 
 
 def chunk(tokens: list[int], start: int, stop: int, pages: list[int]) -> SequenceStep:
@@ -100,7 +104,7 @@ def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> No
             torch.cuda.set_sync_debug_mode("error")
 
     monkeypatch.setattr(verification, "download", download)
-    model = loaded("gemma3", torch.bfloat16)
+    model = loaded("gemma3")
     for runner in (model.runner(9), eager_twin(model, 9)):
         runner.record(LIMITS)
         for options in ({"temperature": 0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01}):
@@ -123,15 +127,16 @@ def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> No
 # -- forwards ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "triton"])
+@pytest.mark.parametrize(("attention", "compile"), WAYS)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma2"])
-def test_greedy_tokens_equal_generate(family: str, attention: Attention) -> None:
+def test_greedy_tokens_equal_generate(family: str, attention: Attention, compile: bool) -> None:
     model = random_model(family).to(DEVICE)
+    model.set_attn_implementation("eager")  # the other implementations of transformers leave a softcap out
     text = prompt(3, 70)
     ids = torch.tensor([text], device=DEVICE)
     want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32, pad_token_id=0)
     for record in (False, True):
-        runner = prepare(model, compile=False, attention=attention).runner(4)
+        runner = prepare(model, compile=compile, attention=attention).runner(4)
         if record:
             runner.record(LIMITS)
         pages = runner.cache.allocate(2)
@@ -143,12 +148,14 @@ def test_greedy_tokens_equal_generate(family: str, attention: Attention) -> None
         assert tokens == want[0].tolist()
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "triton"])
+@pytest.mark.parametrize(("attention", "compile"), WAYS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma2", "gpt2"])
-def test_every_graph_has_the_bits_of_its_eager_twin(family: str, dtype: torch.dtype, attention: Attention) -> None:
+def test_every_graph_has_the_bits_of_its_eager_twin(
+    family: str, dtype: torch.dtype, attention: Attention, compile: bool
+) -> None:
     for limits in (LIMITS, TREES):
-        runner = loaded(family, dtype, attention).runner(9)
+        runner = loaded(family, dtype, attention, compile=compile).runner(9)
         record_steps(runner, limits, 1024, True)
         assert isinstance(runner.backend, DeviceBackend)
         assert isinstance(runner.backend._recorder, CudaRecorder)
@@ -158,7 +165,7 @@ def test_every_graph_has_the_bits_of_its_eager_twin(family: str, dtype: torch.dt
 
 def test_steps_through_graphs_have_the_bits_of_steps_without() -> None:
     """Ragged batches in and out of the recorded shapes, contexts that grow, one after the other."""
-    model = loaded("gemma3", torch.bfloat16)
+    model = loaded("gemma3")
     graphs, eager = model.runner(40), eager_twin(model, 40)
     for runner in (graphs, eager):
         runner.record(LIMITS)
@@ -176,12 +183,11 @@ def test_steps_through_graphs_have_the_bits_of_steps_without() -> None:
     assert sum(done) > 600
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("attention", ["sdpa", "triton"])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_verification_has_the_bits_of_decoding(family: str, attention: Attention, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
+def test_verification_has_the_bits_of_decoding(family: str, compile: bool) -> None:
     """What losslessness rests on here; where it fails, the service says so at start-up and tokens may flip at ties."""
-    runner = loaded(family, dtype, attention).runner(9)
+    runner = loaded(family, compile=compile).runner(9)
     runner.record(LIMITS)
     report = check_invariance(runner)
     assert report.holds, str(report)
@@ -207,7 +213,7 @@ def recording_pump(target: LoadedModel, draft: LoadedModel, **options) -> Pump:
 def test_all_modes_say_the_same_and_preemption_changes_nothing() -> None:
     """Plain alone against both modes together, with room for all and with pages for two of eight."""
     target = loaded("llama")
-    draft = prepare(noisy_copy(random_model("llama"), 0.05).to(DEVICE), compile=False)
+    draft = prepare(noisy_copy(random_model("llama", dtype=torch.bfloat16), 0.05).to(DEVICE), compile=True)
     asked = requests(8)
     want = plain_reference(target, asked)
     for mode in Mode:
@@ -221,7 +227,7 @@ def test_all_modes_say_the_same_and_preemption_changes_nothing() -> None:
 def test_the_local_pipeline_in_threads(tmp_path) -> None:
     """Two engines in one process and two threads, recording side by side, as a user would run them."""
     folder = save_pair(tmp_path)
-    options = {"dtype": "float32", "compile": False, "device": DEVICE, "cuda_graphs": True, "max_cuda_graphs": 16}
+    options = {"device": DEVICE, "cuda_graphs": True, "max_cuda_graphs": 16}
     config = LocalConfig(
         target=TargetModel(path=str(folder / "target"), max_sessions=4, adaptive=False, **options),
         draft=DraftModel(path=str(folder / "draft"), **options),
@@ -263,12 +269,13 @@ def test_two_ranks_over_nccl_have_one_text_in_all_modes(tmp_path) -> None:
 def test_memory_does_not_grow() -> None:
     """Neither what is in use nor what is reserved, after the first requests have been served."""
     model = loaded("llama")
-    draft = prepare(noisy_copy(random_model("llama"), 0.05).to(DEVICE), compile=False)
+    draft = prepare(noisy_copy(random_model("llama", dtype=torch.bfloat16), 0.05).to(DEVICE), compile=True)
     pump = recording_pump(model, draft, max_sessions=4)
-    pump.run(requests(6))
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    for turn in range(3):
+    before = 0, 0
+    for turn in range(6):
+        if turn == 3:  # inputs of every shape that occurs have their memory
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         for i, request in enumerate(requests(6).values()):
             pump.submit(f"again{turn}-{i}", request)
         while len(pump.results) < len(pump.sessions):
@@ -276,5 +283,5 @@ def test_memory_does_not_grow() -> None:
         pump.settle()
     torch.cuda.synchronize()
     after = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    assert after[0] <= before[0]
+    assert after[0] <= before[0] + (1 << 20)  # a shape that occurs for the first time keeps memory for its inputs
     assert after[1] <= before[1] + (2 << 20)
