@@ -88,14 +88,14 @@ def begins_eagerly(options: ModelOptions, checkpoint: Checkpoint, placement: Pla
     """True if a model that has to be compiled first is to serve eagerly meanwhile (``background_compilation``).
 
     Raises:
-        ConfigError: that is demanded of a device where nothing is compiled.
+        ConfigError: that is demanded of a device where nothing is compiled ahead of time.
     """
     wanted = options.background_compilation
     if placement.device.type != "cpu":
         if wanted is True:
             raise ConfigError(
                 f"background_compilation is true, and the model is on device {placement.device.type!r}, for which "
-                "nothing is compiled: use 'auto' or false"
+                "nothing is compiled ahead of time: use 'auto' or false"
             )
         return False
     if wanted != "auto":
