@@ -6,6 +6,7 @@ The logic of the GPU path is tested on the CPU (``tests/model/compiled/test_back
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -37,7 +38,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 DEVICE = "cuda"
-DTYPES = (torch.float32, torch.bfloat16)
 WAYS = [("sdpa", False), ("triton", False), ("triton", True)]
 """Attention, and whether the parts between products are compiled."""
 LIMITS = Limits(max_rows=4, max_tokens=64, max_pages=8)
@@ -149,12 +149,9 @@ def test_greedy_tokens_equal_generate(family: str, attention: Attention, compile
 
 
 @pytest.mark.parametrize(("attention", "compile"), WAYS)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma2", "gpt2"])
-def test_every_graph_has_the_bits_of_its_eager_twin(
-    family: str, dtype: torch.dtype, attention: Attention, compile: bool
-) -> None:
-    for limits in (LIMITS, TREES):
+def test_every_graph_has_the_bits_of_its_eager_twin(family: str, attention: Attention, compile: bool) -> None:
+    for limits, dtype in itertools.product((LIMITS, TREES), (torch.float32, torch.bfloat16)):
         runner = loaded(family, dtype, attention, compile=compile).runner(9)
         record_steps(runner, limits, 1024, True)
         assert isinstance(runner.backend, DeviceBackend)
