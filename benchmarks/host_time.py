@@ -198,6 +198,8 @@ class Bench:
         for module, name, part in (
             (target_engine, "decide", "sampling"),
             (draft_engine, "rank", "sampling"),
+            (draft_engine, "rankings_of", "sampling"),
+            (model_drafter, "best_unprocessed", "sampling"),
             (model_drafter, "draft_candidates", "sampling"),
             (backend, "attention_masks", "forward"),
         ):

@@ -316,8 +316,9 @@ def main() -> None:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(target_engine, "decide", watch.of("sampling", target_engine.decide)))
         stack.enter_context(mock.patch.object(draft_engine, "rank", watch.of("sampling", draft_engine.rank)))
-        candidates = watch.of("sampling", model_drafter.draft_candidates)
-        stack.enter_context(mock.patch.object(model_drafter, "draft_candidates", candidates))
+        for name in ("best_unprocessed", "draft_candidates"):
+            candidates = watch.of("sampling", getattr(model_drafter, name))
+            stack.enter_context(mock.patch.object(model_drafter, name, candidates))
         for mode in (Mode.PLAIN, Mode.OVERLAPPED):
             for num_sessions in args.sessions:
                 sides = target_side(target, watch, outboxes[0]), draft_side(draft, watch, outboxes[1])

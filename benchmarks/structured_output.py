@@ -169,6 +169,7 @@ def measured(
     )
     patches = [
         mock.patch.object(target_engine, "decide", costs[0].both(target_engine.decide)),
+        mock.patch.object(model_drafter, "best_unprocessed", costs[1].both(model_drafter.best_unprocessed)),
         mock.patch.object(model_drafter, "draft_candidates", costs[1].both(model_drafter.draft_candidates)),
         mock.patch.object(Matcher, "append", timed(Matcher.append, "follow_s", costs)),
     ]

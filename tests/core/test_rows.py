@@ -18,6 +18,7 @@ from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_at, gumbel
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import (
     best_coupled,
+    best_unprocessed,
     draft_candidates,
     pick,
     pick_unprocessed,
@@ -390,6 +391,53 @@ def test_what_is_no_number_comes_last():
     values, ids = rows.largest(torch.tensor([[math.nan, 1.0, -math.inf, 2.0]]), 4)
     assert ids.tolist() == [[3, 1, 0, 2]]
     assert values.tolist() == [[2.0, 1.0, -math.inf, -math.inf]]
+
+
+def listed(ids: Sequence[Sequence[int]], scores: Sequence[Sequence[float]]) -> list[list[tuple[int, float]]]:
+    """Ranked tokens of each row, with by how much their scores are behind the first one's."""
+    rows_of = zip(ids, scores, strict=True)
+    return [[(i, row[0] - x) for i, x in zip(of, row, strict=True) if x > -math.inf] for of, row in rows_of]
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5), SIZES, SPREADS, SHAPES, DTYPES, st.sampled_from(CUTS))
+@settings(max_examples=100, deadline=None)
+def test_the_best_in_one_pass_are_the_best_of_the_candidates(seed, num_rows, size, spread, shape, dtype, cuts):
+    """With noise and without, after the cuts, sessions with a structured output beside others."""
+    x = adversarial(seed, num_rows, size, spread, shape).to(dtype)
+    bound, _ = bound_rows(seed, 1, size, 1.0, KINDS)
+    params = [SamplingParams(**cuts, temperature=t) for t in (0.0, 0.7, 1.0)]
+    states = [SamplerState(p, seed + i, (0,) * (i + 1), vocab_size=size, num_ranked=5) for i, p in enumerate(params)]
+    states[1].grammar = bound[0].state.grammar
+    batch = [Row(states[i % 3], (i,) if i % 3 != 1 else ()) for i in range(num_rows)]
+    found = best_unprocessed(x, batch)
+    assert found is not None
+    assert {len(row) for part in found for row in part} == {min(5, size)}
+    expected = best_coupled(*draft_candidates(x, batch, 256), batch, 5)
+    for own, other in zip(listed(*found), listed(*expected), strict=True):
+        assert [token for token, _ in own] == [token for token, _ in other]
+        behind = torch.tensor([[gap for _, gap in row] for row in (own, other)], dtype=torch.float64)
+        torch.testing.assert_close(behind[0], behind[1], rtol=1e-5, atol=1e-5)
+
+
+def test_what_one_pass_cannot_rank_is_left_to_others():
+    x = torch.zeros(2, 9)
+    ranks = SamplerState(SamplingParams(temperature=1.0), 1, (0,), vocab_size=9, num_ranked=3)
+    assert best_unprocessed(x, [Row(ranks)] * 2) is not None
+    assert best_unprocessed(x.double(), [Row(ranks)] * 2) is None
+    for options, num in (({}, 0), ({"top_p": 0.5}, 3), ({"logit_bias": {1: 1.0}}, 3)):
+        other = SamplerState(SamplingParams(temperature=1.0, **options), 1, (0,), vocab_size=9, num_ranked=num)
+        assert best_unprocessed(x, [Row(ranks), Row(other)]) is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_a_distribution_has_nothing_to_rank(temperature):
+    x = torch.zeros(4, 20)
+    x[1, 7], x[2], x[3, 5:] = math.inf, -math.inf, -math.inf
+    state = SamplerState(SamplingParams(temperature=temperature), 1, (0,), vocab_size=20, num_ranked=6)
+    found = best_unprocessed(x, [Row(state)] * 4)
+    assert found is not None
+    assert [sum(score > -math.inf for score in row) for row in found[1]] == [6, 0, 0, 5]
+    assert all(0 <= token < 20 for row in found[0] for token in row)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 5), SIZES, SPREADS, SHAPES)

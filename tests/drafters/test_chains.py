@@ -308,7 +308,7 @@ def test_native_chains_are_those_of_their_twin(family: str) -> None:
 
 def test_ranked_tokens_are_those_of_the_target_where_the_draft_is_the_target() -> None:
     """``rank_row`` itself: at temperature 0 the largest logits, lower ids first, else the target's own token."""
-    draw = Draw(True, 0, 0, 1.0, VOCAB, -math.inf, 4, 3)
+    draw = Draw(0, 0, 0.0, VOCAB, -math.inf, 3)
     logits = torch.zeros(VOCAB)
     logits[[7, 5, 9]] = torch.tensor([2.0, 2.0, 3.0])
     assert rank_row(draw, 0, logits)[0] == [9, 5, 7]

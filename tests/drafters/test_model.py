@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates, unlisted
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf
+from paceline.drafters.ranking import Ranking, RankingRow, Rule, rank
 from paceline.errors import ResourceExhaustedError
 from paceline.model.loading import prepare
 from paceline.types import PAGE_SIZE, SamplingParams
@@ -140,6 +142,53 @@ def test_tokens_beyond_the_candidates_are_those_of_their_own_leaf() -> None:
     twin.open("d", prompt(4, 6))
     twin.prefill()
     assert twin.expand(("d", 0), ("b", twin.child("b", 0, 13))).beyond is None
+
+
+def rankings(temperature: float, *, best: bool) -> tuple[list[Ranking], list[bool]]:
+    """Of three calls, and of each call if the drafter has ranked: of leaves in turn, without room for one, and with a
+    session whose processors need more than a pass."""
+    runner = prepare(random_model("llama"), compile=False).runner(8)
+    drafter = ModelDrafter(runner, max_leaves=16, max_prefill_tokens=48, top_m=TOP_M)
+    rows: dict[str, RankingRow] = {}
+    for name, length, fan_out, given in (("a", 20, 5, {}), ("b", PAGE_SIZE, 3, {}), ("c", 9, 4, {"top_p": 0.9})):
+        sampling = SamplingParams(temperature=temperature, **(given if temperature else {"repetition_penalty": 1.1}))
+        sampling = sampling if name == "c" else SamplingParams(temperature=temperature)
+        sampler = SamplerState(sampling, 3, prompt(1, length), vocab_size=VOCAB, num_ranked=fan_out)
+        rows[name] = RankingRow(Row(sampler), Rule.COUPLED if temperature else Rule.GREEDY, fan_out)
+        drafter.open(name, prompt(1, length), sampler)
+    while drafter.prefill():
+        pass
+    found: list[Ranking] = []
+    ranked = []
+    calls = (
+        [("a", ()), ("b", ())],
+        [("a", (11,)), ("b", (11,)), ("a", (12,))],
+        [("c", ()), ("a", (13,))],
+    )
+    for at, call in enumerate(calls):
+        held = runner.cache.allocate(runner.cache.num_available) if at == 1 else []
+        leaves = [Leaf(name, path[0] if path else 0, path, path) for name, path in call]
+        candidates = (drafter.expand_best if best else drafter.expand)(leaves)
+        runner.cache.release(held)
+        drafter.check_integrity()
+        ranked.append(candidates.ranked is not None)
+        found += rank(candidates, [replace(rows[leaf.session_id], row=row_of(rows, leaf)) for leaf in leaves])
+    return found, ranked
+
+
+def row_of(rows: dict[str, RankingRow], leaf: Leaf) -> Row:
+    return Row(rows[leaf.session_id].row.state, leaf.path)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_best_candidates_of_one_pass_are_those_that_ranking_finds(temperature: float) -> None:
+    expected, none = rankings(temperature, best=False)
+    found, ranked = rankings(temperature, best=True)
+    assert (none, ranked) == ([False] * 3, [True, True, False])
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.gaps == pytest.approx(other.gaps, abs=1e-4)
+    assert [len(one.token_ids) for one in found] == [5, 3, 5, 0, 5, 4, 5], "one leaf had no room"
 
 
 def test_a_hit_costs_nothing_and_a_miss_only_what_was_missed() -> None:

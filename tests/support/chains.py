@@ -59,7 +59,7 @@ def rank_row(draw: Draw, position: int, logits: torch.Tensor) -> tuple[list[int]
     """The ranked tokens of a row of logits [vocab], and their scores."""
     ids = torch.arange(len(logits))
     scores = logits.double()
-    if not draw.greedy:
+    if draw.temperature > 0:
         x = (logits - logits.max()) / draw.temperature
         least = torch.maximum(x.topk(min(draw.top_k, len(x))).values[-1], torch.tensor(draw.log_min_p))
         log_q = torch.where(x < least, -math.inf, x).log_softmax(-1)

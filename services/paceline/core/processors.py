@@ -118,8 +118,9 @@ class SamplerState:
         """Starts from a prompt, and after a failure from the tokens emitted since.
 
         ``grammar``: that of ``params.structured_output``, after ``output_token_ids``. ``num_ranked``: children of a
-        node, at most, of drafts that draw with the target's noise; 0: there is no such draft. ``num_guessed``: tokens
-        that drafts by the rejection rule guess for those that the target draws itself; 0: none.
+        node, at most, of drafts that draw with the target's noise, or at temperature 0 with none; 0: there is no such
+        draft. ``num_guessed``: tokens that drafts by the rejection rule guess for those that the target draws itself;
+        0: none.
 
         Raises:
             InvalidRequestError: an id outside the vocabulary, or a structured output without its grammar.
@@ -142,7 +143,7 @@ class SamplerState:
         self._check("the prompt", prompt_token_ids)
         self._check("the output", output_token_ids)
         self.greedy = params.temperature == 0
-        self.num_ranked = 0 if self.greedy else num_ranked
+        self.num_ranked = num_ranked
         self.num_guessed = 0 if self.greedy else num_guessed
         self.temperature = 1.0 if self.greedy else max(params.temperature, _MIN_TEMPERATURE)
         # Greedy rows are never truncated: it would not change the argmax, only what its logprob means.

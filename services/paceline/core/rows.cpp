@@ -657,6 +657,34 @@ void paceline_rank(const int64_t* ids, const float* log_q, int64_t rows, int64_t
   }
 }
 
+// paceline_rank of what paceline_pick picks, and in a row of temperature 0 of the largest x, whose scores are x. What
+// there is no token for, and a row with NaN, +inf or nothing but -inf, has the score -inf. Returns [rows, wanted].
+void paceline_best(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const uint8_t* masks,
+                   int64_t mask_stride, const int64_t* top_k, const float* floors, const float* temperatures,
+                   const int64_t* keys, int stream, int64_t wanted, int64_t* ids, double* scores) {
+  std::vector<float> values(wanted);
+  const auto best = [&](const auto* of) {
+    for (int64_t row = 0; row < rows; ++row, of += stride, ids += wanted, scores += wanted) {
+      const uint8_t* mask = masks ? masks + row * mask_stride : nullptr;
+      if (temperatures[row] == 0) {
+        largest_rows(of, 1, n, stride, mask, mask_stride, wanted, values.data(), ids);
+        const bool is_number = std::fabs(values[0]) < kInfinity;
+        for (int64_t i = 0; i < wanted; ++i) scores[i] = is_number ? values[i] : -kInfinity;
+        continue;
+      }
+      const Cuts cuts{mask, mask_stride, top_k + row, floors + row};
+      const int64_t* key = keys + 3 * row;
+      pick_rows(of, 1, n, stride, cuts, Drafted{}, temperatures + row, key, stream, wanted, ids, values.data());
+      std::vector<int64_t> picked(ids, ids + wanted);
+      for (int64_t& token : picked) token = std::max<int64_t>(token, 0);
+      const uint8_t greedy = 0;
+      paceline_rank(picked.data(), values.data(), 1, wanted, key, &greedy, stream, wanted, ids, scores);
+    }
+  };
+  if (kind == 0) best(static_cast<const float*>(x));
+  if (kind == 2) best(static_cast<const Bf16*>(x));
+}
+
 // Draws from q of each row: exp(log_q), of the first `scaled` candidates times `scale`, normalized. The noise is that of
 // the candidates' places, not of their ids. Returns the tokens [rows], and the ids and probabilities of the candidates
 // that q can yield, `sizes` of each row, row after row with room for m.

@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,18 +103,11 @@ def pick(
     Returns:
         [rows, wanted] int64 and float32, the largest sum first.
     """
-    rows, tokens = x.shape
+    rows = len(x)
     ids, logprobs = torch.empty(rows, wanted, dtype=torch.int64), torch.empty(rows, wanted, dtype=torch.float32)
-    given, lowest = ctypes.c_float * rows, floors or (-math.inf,) * rows
     _call(
         "paceline_pick" if behind is None else "paceline_follow",
-        *_rows(x),
-        *_masks(masks, x),
-        _int64s(top_k or (tokens,) * rows),
-        given(*lowest),
-        given(*temperatures),
-        _int64s(keys),
-        stream,
+        *_drawn(x, temperatures, keys, stream, masks, top_k, floors),
         *((_size(wanted),) if behind is None else map(_int64s, behind)),
         _at(ids),
         _at(logprobs),
@@ -190,8 +184,29 @@ def rank(
         ids,
         scores,
     )
-    starts = range(0, rows * wanted, wanted)
-    return [ids[i : i + wanted] for i in starts], [scores[i : i + wanted] for i in starts]
+    return _listed(ids, rows, wanted), _listed(scores, rows, wanted)
+
+
+def best(
+    x: Tensor,
+    temperatures: Sequence[float],
+    keys: Sequence[int],
+    stream: int,
+    *,
+    masks: Masks | None = None,
+    top_k: Sequence[int] | None = None,
+    floors: Sequence[float] | None = None,
+    wanted: int,
+) -> tuple[list[list[int]], list[list[float]]]:
+    """``rank`` of the ``wanted`` tokens that ``pick`` picks, at temperature 0 of the largest x: ids and scores.
+
+    At temperature 0 the scores are x. Score -inf: there are fewer tokens, or the row has +inf or nothing but -inf (with
+    noise also NaN).
+    """
+    rows = len(x)
+    ids, scores = (ctypes.c_int64 * (rows * wanted))(), (ctypes.c_double * (rows * wanted))()
+    _call("paceline_best", *_drawn(x, temperatures, keys, stream, masks, top_k, floors), _size(wanted), ids, scores)
+    return _listed(ids, rows, wanted), _listed(scores, rows, wanted)
 
 
 def sample(
@@ -288,6 +303,26 @@ def uniform(keys: Sequence[int], stream: int, lane: int) -> list[float] | None:
     found = (ctypes.c_double * rows)()
     library.paceline_uniform(_int64s(keys), _size(rows), stream, _size(lane), found)
     return found[:]
+
+
+def _drawn(
+    x: Tensor,
+    temperatures: Sequence[float],
+    keys: Sequence[int],
+    stream: int,
+    masks: Masks | None,
+    top_k: Sequence[int] | None,
+    floors: Sequence[float] | None,
+) -> tuple[object, ...]:
+    """The arguments of passes that draw tokens of rows."""
+    rows, tokens = x.shape
+    given, lowest = ctypes.c_float * rows, floors or (-math.inf,) * rows
+    cuts = *_masks(masks, x), _int64s(top_k or (tokens,) * rows), given(*lowest)
+    return *_rows(x), *cuts, given(*temperatures), _int64s(keys), stream
+
+
+def _listed(values: ctypes.Array[Any], rows: int, width: int) -> list[list[Any]]:
+    return [values[i : i + width] for i in range(0, rows * width, width)]
 
 
 def _rows(x: Tensor) -> tuple[object, ...]:

@@ -158,9 +158,29 @@ def _picked(
     logits: Tensor, rows: Sequence[Row], wanted: int, proposals: Sequence[Proposal] = ()
 ) -> tuple[Tensor, Tensor] | None:
     """``native.pick`` of raw logits, with the cuts of each row's session; None: one has a processor that it lacks."""
+    if (drawn := _drawn(rows)) is None:
+        return None
+    temperatures, keys, top_k, floors = drawn
+    return native.pick(
+        logits,
+        temperatures,
+        keys,
+        Stream.COUPLED,
+        masks=masks_of(rows, logits.shape[1]),
+        top_k=top_k,
+        floors=floors,
+        wanted=wanted,
+        behind=_behind(proposals) if len(rows) > len(proposals) > 0 else None,
+    )
+
+
+def _drawn(rows: Sequence[Row]) -> tuple[list[float], list[int], list[int], list[float]] | None:
+    """Temperatures (0: greedy), keys, top k and floors of rows, as native passes take them. None: one has a processor
+    that these lack."""
     temperatures: list[float] = []
     keys: list[int] = []
-    cuts: list[tuple[int, float]] = []
+    top_k: list[int] = []
+    floors: list[float] = []
     state = None
     for row in rows:
         if row.state is not state:
@@ -168,21 +188,12 @@ def _picked(
             if not state.picks_at_once:
                 return None
             temperature = 0.0 if state.greedy else state.temperature
-            seed, num_tokens, cut = state.seed_bits, state.num_tokens, (state.top_k, state.log_min_p)
+            seed, num_tokens, most, floor = state.seed_bits, state.num_tokens, state.top_k, state.log_min_p
         temperatures.append(temperature)
         keys += (seed, num_tokens + len(row.suffix), 0)  # three numbers per row, flat
-        cuts.append(cut)
-    return native.pick(
-        logits,
-        temperatures,
-        keys,
-        Stream.COUPLED,
-        masks=masks_of(rows, logits.shape[1]),
-        top_k=[top_k for top_k, _ in cuts],
-        floors=[floor for _, floor in cuts],
-        wanted=wanted,
-        behind=_behind(proposals) if len(rows) > len(proposals) > 0 else None,
-    )
+        top_k.append(most)
+        floors.append(floor)
+    return temperatures, keys, top_k, floors
 
 
 def _behind(proposals: Sequence[Proposal]) -> tuple[list[int], list[int]]:
@@ -220,7 +231,7 @@ def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tenso
     Returns:
         token_ids [rows, at most m] int64 and log_q float32, sorted by log_q descending; cut candidates are -inf.
     """
-    noisy = [i for i, row in enumerate(rows) if row.state.num_ranked and row.state.picks_at_once]
+    noisy = [i for i, row in enumerate(rows) if (s := row.state).num_ranked and not s.greedy and s.picks_at_once]
     if all(row.state.greedy for row in rows):
         m = min(m, GREEDY_CANDIDATES)
     if not noisy or not native.usable(logits, torch.float32, torch.bfloat16):
@@ -359,6 +370,36 @@ def best_coupled(
     finite = log_q.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
     token_ids, scores = rank_coupled(token_ids, finite, on_device.seeds, on_device.positions, on_device.greedy)
     return token_ids[:, :wanted].tolist(), scores[:, :wanted].tolist()
+
+
+def best_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[list[int]], list[list[float]]] | None:
+    """``best_coupled`` of ``draft_candidates`` in one pass: in each row as many as the most that a session ranks.
+
+    None: a session ranks none (``num_ranked``) or has another processor, or no native pass takes these logits.
+
+    Args:
+        logits: [rows, vocab], not modified.
+
+    Returns:
+        ids and scores, best first, without the constant of each row that normalizes; -inf: there are fewer tokens.
+    """
+    states = {id(row.state): row.state for row in rows}.values()
+    if not all(state.num_ranked for state in states) or not native.usable(logits, torch.float32, torch.bfloat16):
+        return None
+    if (drawn := _drawn(rows)) is None:
+        return None
+    temperatures, keys, top_k, floors = drawn
+    vocab_size = logits.shape[1]
+    return native.best(
+        logits,
+        temperatures,
+        keys,
+        Stream.COUPLED,
+        masks=masks_of(rows, vocab_size),
+        top_k=top_k,
+        floors=floors,
+        wanted=min(max(state.num_ranked for state in states), vocab_size),
+    )
 
 
 def best_recovered(

@@ -34,8 +34,17 @@ from paceline.draft.growth import BestFirst, Growth, InTurn, Sequential, geometr
 from paceline.draft.overlap import Overlap
 from paceline.draft.session import DraftSession
 from paceline.drafters.calibration import Calibration, expect
-from paceline.drafters.protocol import FATAL, Candidates, Chainer, Drafter, DrafterSessionError, Leaf, StatesDrafter
-from paceline.drafters.ranking import Ranking, Rule, rank, ranking_of
+from paceline.drafters.protocol import (
+    FATAL,
+    Candidates,
+    Chainer,
+    Drafter,
+    DrafterSessionError,
+    Leaf,
+    Ranker,
+    StatesDrafter,
+)
+from paceline.drafters.ranking import Ranking, Rule, rank, ranking_of, rankings_of
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
 from paceline.messages import CloseSession, Commit, Hint, Nodes, OpenSession, SessionFailed, States, ToDraft
 from paceline.model.chain import Stop
@@ -159,6 +168,7 @@ class DraftEngine:
         self._drafter = drafter
         self._reads = cast(StatesDrafter, drafter) if hasattr(drafter, "awaits") else None
         self._chains = cast(Chainer, drafter) if hasattr(drafter, "chain") else None
+        self._ranker = cast(Ranker, drafter) if hasattr(drafter, "expand_best") else None
         self.overlap = None if self._reads is None else Overlap(ahead)
         """Measures if drafting ahead pays; None: the drafter reads no hidden states."""
         self._emit = emit
@@ -256,7 +266,7 @@ class DraftEngine:
             num_prompt_tokens = message.num_prompt_tokens
             sampling, grammar = self._constrained(message)
             growth = self._growth(message.speculation)
-            coupled = message.speculation.acceptance is Acceptance.COUPLED
+            coupled = sampling.temperature == 0 or message.speculation.acceptance is Acceptance.COUPLED
             guessed = 0 if coupled or growth.fan_out == 1 else growth.fan_out
             sampler = SamplerState(
                 sampling,
@@ -543,16 +553,17 @@ class DraftEngine:
 
     def _expand_all(self, chosen: Sequence[tuple[DraftSession, TreeNode]]) -> None:
         leaves = [session.leaf(node) for session, node in chosen]
-        rows = []
-        if self._drafter.tokens_per_leaf == 1:
-            rows = [session.ranking_row(leaf) for (session, _), leaf in zip(chosen, leaves, strict=True)]
         for indices, candidates in self._expand(leaves, range(len(leaves))):
             self.stats.leaves += len(indices)
-            if self._drafter.tokens_per_leaf > 1:
-                self._publish_blocks([chosen[i] for i in indices], candidates)
-                continue
             at = chosen if len(indices) == len(chosen) else [chosen[i] for i in indices]
-            rankings = rank(candidates, rows if at is chosen else [rows[i] for i in indices])
+            if self._drafter.tokens_per_leaf > 1:
+                self._publish_blocks(at, candidates)
+                continue
+            if candidates.ranked is not None:
+                rankings = rankings_of(candidates.ranked, [session.growth.fan_out for session, _ in at])
+            else:
+                rows = [session.ranking_row(leaves[i]) for i, (session, _) in zip(indices, at, strict=True)]
+                rankings = rank(candidates, rows)
             for (session, node), ranking, probs in zip(at, rankings, _expected(at, rankings), strict=True):
                 self._publish(session, node, ranking, probs)
 
@@ -593,7 +604,8 @@ class DraftEngine:
         """Candidates of the leaves at ``indices``; a session for which the drafter raises ends, the others continue."""
         try:
             self.stats.forwards += 1
-            return [(indices, self._drafter.expand([leaves[i] for i in indices]))]
+            expand = self._drafter.expand if self._ranker is None else self._ranker.expand_best
+            return [(indices, expand([leaves[i] for i in indices]))]
         except FATAL:
             raise  # not a session's fault: the device is gone, only a restart can help
         except Exception as error:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.core.deferred import download
 from paceline.core.processors import Row, SamplerState
-from paceline.core.sampling import GREEDY_CANDIDATES, draft_candidates, unlisted
+from paceline.core.sampling import GREEDY_CANDIDATES, best_unprocessed, draft_candidates, unlisted
 from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, Leaf
 from paceline.drafters.rows import NO_TAIL, Part, RowSession, Tail, chain_step, prompt_chunk, tree_step
 from paceline.drafters.translation import Translation
@@ -132,6 +132,13 @@ class ModelDrafter:
 
     def expand(self, leaves: Sequence[Leaf]) -> Candidates:
         """Candidates of the leaves by one forward; a leaf without room for its row gets none."""
+        return self._expand(leaves, best=False)
+
+    def expand_best(self, leaves: Sequence[Leaf]) -> Candidates:
+        """``expand``, with ``Candidates.ranked`` where one pass over the logits gives them."""
+        return self._expand(leaves, best=self.tokens_per_leaf == 1)
+
+    def _expand(self, leaves: Sequence[Leaf], *, best: bool) -> Candidates:
         groups: dict[str, list[int]] = {}
         for index, leaf in enumerate(leaves):
             if (group := groups.get(leaf.session_id)) is None:
@@ -168,14 +175,20 @@ class ModelDrafter:
             if not parts:
                 return self._candidates(leaves, tails, m)
             logits = self._logits([part.step for part in parts])
-            ids, scores = draft_candidates(logits, rows, m)
-            beyond = unlisted(logits, rows, ids, scores) if self.tokens_per_leaf == 1 else None
+            ranked = best_unprocessed(logits, rows) if best else None
+            if ranked is None:
+                ids, scores = draft_candidates(logits, rows, m)
+                beyond = unlisted(logits, rows, ids, scores) if self.tokens_per_leaf == 1 else None
         except BaseException:
             for part in parts:
                 part.session.free_rows.extend(part.step.rows)
             raise
         for part in parts:
             part.keep()
+        if ranked is not None:
+            found = dict(zip(at, zip(*ranked, strict=True), strict=True))
+            nothing: tuple[list[int], list[float]] = [], []
+            return Candidates(*_none((len(leaves), 0)), ranked=[found.get(i, nothing) for i in range(len(leaves))])
         ids, scores = download(ids, scores)
         if self.tokens_per_leaf == 1 and at == [*range(len(leaves))]:
             return Candidates(ids, scores, beyond=beyond)
@@ -223,13 +236,11 @@ class ModelDrafter:
             session.positions[rows] = range(position, position + most - 1)
             sampler, own = session.sampler, [session.node_rows[n] for n in leaf.path_ids[:-1]]
             draw = Draw(
-                greedy=sampler.greedy,
                 seed_bits=sampler.seed_bits,
                 position=Row(sampler, leaf.path).position,
-                temperature=sampler.temperature,
+                temperature=0.0 if sampler.greedy else sampler.temperature,
                 top_k=sampler.top_k,
                 log_min_p=sampler.log_min_p,
-                num_picked=min(max(sampler.num_ranked, fan_out), self._runner.vocab_size),
                 fan_out=min(fan_out, self._runner.vocab_size),
             )
             then = chain_step(session, [0], [position], rows[:1], [[*own, *first.step.rows, *rows[:1]]])

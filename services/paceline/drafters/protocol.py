@@ -78,6 +78,7 @@ __all__ = [
     "Fed",
     "Head",
     "Leaf",
+    "Ranker",
     "Rider",
     "Stateless",
     "StatesDrafter",
@@ -122,6 +123,9 @@ class Candidates:
     and those of a depth are the same for whatever token comes before."""
     beyond: tuple[Tensor, Tensor] | None = None
     """Rejection rule: tokens that are never drawn here, and that the target may draw itself (``sampling.unlisted``)."""
+    ranked: Ranked | None = None
+    """Of each leaf its best candidates in the order of ``ranking.rank``, and their scores; then ``token_ids`` and
+    ``log_q`` are [num_leaves, 0]. None: they are not ranked yet."""
 
 
 class Drafter(Protocol):
@@ -316,6 +320,14 @@ class Chainer(Drafter, Protocol):
 
     def keep(self, session_id: str, node_ids: Sequence[int]) -> None:
         """Takes the nodes of a chain, all of which count as expanded; what it has computed beyond them is dropped."""
+        ...
+
+
+class Ranker(Drafter, Protocol):
+    """A drafter that may rank its candidates by the pass that finds them."""
+
+    def expand_best(self, leaves: Sequence[Leaf]) -> Candidates:
+        """``expand``, with ``Candidates.ranked`` where the sessions' processors and this device allow it."""
         ...
 
 

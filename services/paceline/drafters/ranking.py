@@ -26,6 +26,7 @@ from paceline.core.verification import sample_draft
 from paceline.drafters.calibration import ACCEPTANCE, Evidence, evidence_of, ranked_gaps, sampled_gaps
 from paceline.drafters.protocol import Candidates
 from paceline.messages import SparseDistribution, record
+from paceline.model.chain import Ranked
 
 _GREEDY_TIES = 4
 
@@ -72,6 +73,8 @@ class Ranking:
 
 def rank(candidates: Candidates, rows: Sequence[RankingRow]) -> list[Ranking]:
     """The children of each row's node. Candidates whose log q is not finite are left out."""
+    if candidates.ranked is not None:
+        return rankings_of(candidates.ranked, [row.fan_out for row in rows])
     token_ids, log_q = candidates.token_ids, candidates.log_q
     rules = [row.rule for row in rows]
     if rows and rules.count(rules[0]) == len(rules):
@@ -113,6 +116,11 @@ def ranking_of(token_ids: Sequence[int], scores: Sequence[float]) -> Ranking:
     while num and scores[num - 1] == -math.inf:
         num -= 1
     return Ranking(tuple(token_ids[:num]), ranked_gaps(scores[:num]))
+
+
+def rankings_of(ranked: Ranked, fan_outs: Sequence[int]) -> list[Ranking]:
+    """``ranking_of`` the first ``fan_out`` of each row."""
+    return [ranking_of(ids[:n], scores[:n]) for (ids, scores), n in zip(ranked, fan_outs, strict=True)]
 
 
 def _by_sampling(

@@ -17,16 +17,14 @@ from paceline.model.step_plan import StepPlan
 class Draw:
     """How the next tokens are ranked: by their logits at temperature 0, else by log q + the target's noise."""
 
-    greedy: bool
     seed_bits: int
     position: int
     """Position of the first token that is ranked, in tokens."""
     temperature: float
+    """0: by the logits alone."""
     top_k: int
     log_min_p: float
     """Tokens whose log probability is further below the largest are left out; -inf: none."""
-    num_picked: int
-    """Tokens with the largest log q + noise, of which ``fan_out`` are ranked."""
     fan_out: int
     """Tokens that are ranked at each place."""
 

@@ -113,21 +113,15 @@ AOTITorchError run_step(const Model& it, const int64_t* sizes, int64_t* buffer, 
   return it.run(it.container, given.data(), given.size(), outputs, static_cast<size_t>(num_outputs), nullptr, nullptr);
 }
 
-// Passes of rows.cpp.
-using Pick = void (*)(const void*, int, int64_t, int64_t, int64_t, const uint8_t*, int64_t, const int64_t*, const float*,
-                      const float*, const int64_t*, int, int64_t, int64_t*, float*);
-using Largest = void (*)(const void*, int, int64_t, int64_t, int64_t, const uint8_t*, int64_t, int64_t, float*, int64_t*);
-using Rank = void (*)(const int64_t*, const float*, int64_t, int64_t, const int64_t*, const uint8_t*, int, int64_t,
-                      int64_t*, double*);
+// paceline_best of rows.cpp.
+using Best = void (*)(const void*, int, int64_t, int64_t, int64_t, const uint8_t*, int64_t, const int64_t*, const float*,
+                      const float*, const int64_t*, int, int64_t, int64_t*, double*);
 
 // How the tokens of a chain are ranked. As in package.py.
 struct Draw {
-  Pick pick;
-  Largest largest;
-  Rank rank;
-  int64_t greedy, seed, position;  // of the first token that is drawn
-  int64_t top_k, stream, wanted;   // tokens that are picked, of which `fan_out` are ranked
-  int64_t fan_out;
+  Best best;
+  int64_t seed, position;  // of the first token that is drawn
+  int64_t top_k, stream, fan_out;
   float temperature, floor;
 };
 
@@ -151,19 +145,9 @@ bool rank_row(const Draw& it, int64_t depth, AtenTensorHandle logits, int64_t* i
   const int64_t n = sizes[dim - 1];
   const int kind = dtype == aoti_torch_dtype_bfloat16() ? 2 : 0;
   if (kind == 0 && dtype != aoti_torch_dtype_float32()) return false;
-  std::vector<float> values(std::max(it.wanted, it.fan_out));
-  if (it.greedy) {
-    it.largest(x, kind, 1, n, n, nullptr, 0, it.fan_out, values.data(), ids);
-    std::copy_n(values.begin(), it.fan_out, scores);
-    return true;
-  }
   const int64_t key[3] = {it.seed, it.position + depth, 0}, top_k = std::min(it.top_k, n);
-  const uint8_t greedy = 0;
-  std::vector<int64_t> picked(it.wanted);
-  it.pick(x, kind, 1, n, n, nullptr, 0, &top_k, &it.floor, &it.temperature, key, static_cast<int>(it.stream), it.wanted,
-          picked.data(), values.data());
-  for (int64_t& token : picked) token = std::max<int64_t>(token, 0);
-  it.rank(picked.data(), values.data(), 1, it.wanted, key, &greedy, static_cast<int>(it.stream), it.fan_out, ids, scores);
+  it.best(x, kind, 1, n, n, nullptr, 0, &top_k, &it.floor, &it.temperature, key, static_cast<int>(it.stream), it.fan_out,
+          ids, scores);
   return true;
 }
 

@@ -133,7 +133,7 @@ class CompiledPackage:
 
     def run_chain(self, chain: Chain, cache: KVCache, dtype: torch.dtype, window: int | None) -> Ranked:
         """The tokens that a chain of steps ranks, all on the CPU. ``chains`` comes first."""
-        library, passes = self._native(dtype), rows.addresses("paceline_pick", "paceline_largest", "paceline_rank")
+        library, passes = self._native(dtype), rows.addresses("paceline_best")
         assert library is not None, "chains comes first"
         assert passes is not None, "chains comes first"
         by, stop, most = chain.draw, chain.stop, len(chain.writes) + 1
@@ -144,16 +144,7 @@ class CompiledPackage:
         ]
         first_sizes, then_sizes, of_session, of_cache = (x.buffer_info()[0] for x in numbers)
         draw = _Draw(
-            *passes,
-            by.greedy,
-            by.seed_bits,
-            by.position,
-            by.top_k,
-            Stream.COUPLED,
-            by.num_picked,
-            by.fan_out,
-            by.temperature,
-            by.log_min_p,
+            *passes, by.seed_bits, by.position, by.top_k, Stream.COUPLED, by.fan_out, by.temperature, by.log_min_p
         )
         until = _Stop(
             *[x.buffer_info()[0] for x in bins], len(stop.edges), stop.mass, stop.correction, stop.path, stop.least
@@ -209,8 +200,8 @@ class _Draw(ctypes.Structure):
     """``Draw`` of package.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("pick", "largest", "rank")),
-        *((name, ctypes.c_int64) for name in ("greedy", "seed", "position", "top_k", "stream", "wanted", "fan_out")),
+        ("best", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("seed", "position", "top_k", "stream", "fan_out")),
         ("temperature", ctypes.c_float),
         ("floor", ctypes.c_float),
     )
