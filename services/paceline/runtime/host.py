@@ -1,7 +1,7 @@
 """One engine in a thread, served to the streams of the routers that use it. Knows neither models nor the wire format.
 
-    router A ══ stream ══▶ ┌──────┐ ── send ──────▶ engine
-    router B ══ stream ══▶ │ host │ ◀── call_soon ── thread
+    router A ══ stream ══▶ ┌──────┐ ── send ─────▶ engine
+    router B ══ stream ══▶ │ host │ ◀── handover ── thread
                            └──────┘
 A session belongs to the stream that opened it. Messages for a session of another stream are dropped and counted;
 when a stream ends, for whatever reason, its sessions are closed immediately. Everything but the engine's own thread
@@ -11,7 +11,6 @@ runs on one event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
@@ -31,6 +30,7 @@ from paceline.messages import (
     ToDraft,
     ToTarget,
 )
+from paceline.runtime.handover import Handover
 from paceline.runtime.ranks import MakeFollower, ranked_worker
 from paceline.runtime.workers import Emit, Engine, EngineFactory, ThreadWorker
 from paceline.types import ReplicaStatus
@@ -202,7 +202,7 @@ class EngineHost(Generic[Out]):
             followers,
             self._on_death,
         )
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._handover: Handover | None = None
         self._streams: set[Stream[Out]] = set()
         self._owners: dict[str, tuple[Stream[Out], int]] = {}  # session id -> who opened it, and its newest epoch
         self._failure: str | None = None
@@ -215,7 +215,7 @@ class EngineHost(Generic[Out]):
 
     async def start(self) -> None:
         """Builds the engine without blocking the loop. Raises what the factory raises."""
-        self._loop = asyncio.get_running_loop()
+        self._handover = Handover(asyncio.get_running_loop())
         self._worker.spawn()
         await asyncio.to_thread(self._worker.wait_ready)
         self._beating = asyncio.create_task(self._beat(), name=f"paceline-{self.kind}-heartbeat")
@@ -227,6 +227,8 @@ class EngineHost(Generic[Out]):
         if self._beating is not None:
             self._beating.cancel()
         await asyncio.to_thread(self._worker.stop, timeout_s)
+        if self._handover is not None:
+            self._handover.close()
 
     def check(self) -> None:
         """Raises EngineError if the engine has died or hangs."""
@@ -331,18 +333,16 @@ class EngineHost(Generic[Out]):
 
     def _on_messages(self, messages: Sequence[Out]) -> None:
         """Called in the engine's thread."""
-        assert self._loop is not None
+        assert self._handover is not None
         if self._observer is not None:
             self._observer.sent(messages)
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: no stream is left
-            self._loop.call_soon_threadsafe(self._route, messages)
+        self._handover.call(self._route, messages)
 
     def _on_death(self, reason: str) -> None:
         """Called in the engine's thread."""
         log.error("%s", reason)
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._fail, reason)
+        assert self._handover is not None
+        self._handover.call(self._fail, reason)
 
     def _route(self, messages: Sequence[Out]) -> None:
         for message in messages:
