@@ -201,6 +201,11 @@ class DraftEngine:
         """How the drafter's model runs. Any thread may ask."""
         return "" if self._runner is None else self._runner.execution
 
+    @property
+    def num_unrecorded(self) -> int:
+        """Steps of the drafter's model that no CUDA graph covered although there are some. Any thread may ask."""
+        return 0 if self._runner is None else self._runner.backend.num_unrecorded
+
     def receive(self, messages: Iterable[ToDraft]) -> None:
         """Takes messages in order. Never raises: a message that cannot be followed ends its own session."""
         for message in messages:

@@ -52,6 +52,7 @@ ENGINE_COUNTERS: dict[tuple[str, str], Metric] = {
 
 for _engine, _field, _unit, _help in (
     ("target", "steps", "steps", "Forwards of targets."),
+    ("target", "steps_unrecorded", "steps", "Forwards of targets that no CUDA graph covered, though there are some."),
     ("target", "tokens_computed", "tokens", "Rows computed by targets: prompt, context and draft tokens."),
     ("target", "rounds", "rounds", "Rounds of targets, those of abandoned epochs included."),
     ("target", "tokens_emitted", "tokens", "Tokens decided by targets, those of abandoned epochs included."),
@@ -100,6 +101,7 @@ for _engine, _field, _unit, _help in (
     ("draft", "refused_sessions", "sessions", "Sessions refused for lack of room."),
     ("draft", "failed_sessions", "sessions", "Sessions that drafts had to give up."),
     ("draft", "prefill_chunks", "steps", "Prefill steps of drafts."),
+    ("draft", "steps_unrecorded", "steps", "Steps of drafts that no CUDA graph covered, though there are some."),
     ("draft", "tree_steps", "steps", "Tree steps of drafts."),
     ("draft", "paths", "steps", "Tree steps that drafted the path of one session by one call."),
     ("draft", "path_tokens", "nodes", "Nodes expanded by these."),

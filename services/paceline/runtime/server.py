@@ -140,6 +140,7 @@ def _describe_target(engine: TargetEngine, report: ControlReport) -> Mapping[str
     elsewhere = {
         "trials": engine.gate.trials.num_trials,
         "head_holes": sum(mounted.stats.holes for mounted in engine.heads.mounted),
+        "steps_unrecorded": engine.runner.backend.num_unrecorded,
     }
     return {
         "num_sessions": engine.num_sessions,
@@ -154,7 +155,7 @@ def _describe_target(engine: TargetEngine, report: ControlReport) -> Mapping[str
 
 
 def _describe_draft(engine: DraftEngine) -> Mapping[str, Any]:
-    counters = dataclasses.asdict(engine.stats)
+    counters = dataclasses.asdict(engine.stats) | {"steps_unrecorded": engine.num_unrecorded}
     return {
         "num_sessions": engine.num_sessions,
         "counters": counters,

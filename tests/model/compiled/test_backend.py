@@ -349,6 +349,18 @@ def test_logits_stay_what_they_were_when_another_step_runs() -> None:
     assert torch.equal(first, kept)
 
 
+def test_steps_that_no_recording_fits_are_counted() -> None:
+    model = prepare(random_model("llama"), compile=False)
+    with_recordings, without = on_device(model, 8, FakeRecorder()), on_device(model, 8)
+    for runner in (with_recordings, without):
+        runner.record(Limits(2, 16, 2))
+        pages = runner.cache.allocate(4)
+        before = runner.backend.num_unrecorded
+        for num_tokens in (1, 8, 40, 1, 40):
+            runner.forward([SequenceStep([11] * num_tokens, range(num_tokens), range(num_tokens), pages, 1)])
+        assert runner.backend.num_unrecorded - before == (2 if runner is with_recordings else 0)
+
+
 def test_the_self_test_runs_through_replays() -> None:
     recorder = FakeRecorder()
     runner = on_device(prepare(random_model("llama"), compile=False), 3, recorder)

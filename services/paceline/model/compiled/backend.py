@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 class Backend(Protocol):
     """Runs the steps of one runner; gradients are off."""
 
+    num_unrecorded: int
+    """Steps that ran without a recording although there are recordings."""
+
     def run(self, step: StepFunction, plan: StepPlan) -> Outputs:
         """Logits ``[plan.num_logits, vocab]``, and states, on the device, which the caller may keep. Does not wait for
         them."""
@@ -53,6 +56,9 @@ class Backend(Protocol):
 
 class HostBackend:
     """Steps in the memory of the host."""
+
+    num_unrecorded = 0
+    """None is recorded (``Backend.num_unrecorded``)."""
 
     def __init__(self, cache: KVCache, dtype: torch.dtype, window: int | None) -> None:
         self._cache, self._dtype, self._window = cache, dtype, window
@@ -125,6 +131,8 @@ class DeviceBackend:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0)
         self._states: Tensor | None = None
+        self.num_unrecorded = 0
+        """Steps that no recording fitted (``Backend.num_unrecorded``): they take several times as long."""
 
     @property
     def recorded(self) -> list[StepShape]:
@@ -137,6 +145,7 @@ class DeviceBackend:
         shape = self._fits.best(own) or own
         if shape in self._replays:
             return self.replay(plan, shape)
+        self.num_unrecorded += bool(self._replays)
         return self.compute(step, plan, shape)
 
     def compute(self, step: StepFunction, plan: StepPlan, shape: StepShape) -> Outputs:
