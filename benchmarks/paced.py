@@ -3,6 +3,9 @@
 The models are real, and so are tokens, trees, policies, streams and the router. Only a forward lasts at least as long
 as it is told to: the rest of that time its engine sleeps, and takes no core. So one machine holds several devices, as
 long as what really computes fits into it. A pace of zero leaves an engine as it is.
+
+A thread that has slept wakes late, on a core that has lost its caches, and for what it does next it takes twice as long
+as one that waits for an accelerator by polling it. Where there are cores enough a pace may say so (``awake_s``).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import multiprocessing
+import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -45,6 +49,8 @@ class Pace:
 
     step_s: float = 0.0
     row_s: float = 0.0
+    awake_s: float = 0.0
+    """The last seconds of it, in which the engine does not sleep; other threads may still have its core."""
 
 
 class PacedRunner:
@@ -69,9 +75,11 @@ class PacedRunner:
         started = time.perf_counter()
         made = forward(steps)
         num_tokens = sum(len(step.token_ids) for step in steps)
-        left_s = self._pace.step_s + (num_tokens - 1) * self._pace.row_s - (time.perf_counter() - started)
-        if left_s > 0:
+        until = started + self._pace.step_s + (num_tokens - 1) * self._pace.row_s
+        if (left_s := until - self._pace.awake_s - time.perf_counter()) > 0:
             time.sleep(left_s)
+        while time.perf_counter() < until:
+            os.sched_yield()
         return made
 
 

@@ -46,9 +46,11 @@ from paceline_bench.prompts import held_out_prompts
 
 ROWS = 295
 """Rows that cost as much as a step: an H100 in bf16 (``cli/plan.py``)."""
-TREE_STEP_TOKENS = 32
+TREE_STEP_TOKENS, TREE_BUDGET, FAN_OUT = 32, 1024, 3
 MIN_PATH_PROB = 0.01
-"""Growth goes further than by default: the draft has a device of its own."""
+"""Growth goes further than by default, and deeper rather than wider: the draft has a device of its own."""
+AWAKE_S = 0.003
+"""How long before its end a forward stops sleeping: a CUDA stream is polled by who waits for it."""
 TARGET_DEVICES, DRAFT_DEVICES = 4, 1
 PUBLISHED = {"plain": 54.7, "co-located": 161.8, "overlapped": 255.8}
 """Tokens/s of one request at temperature 0."""
@@ -125,10 +127,16 @@ async def measure(options: argparse.Namespace, temperature: float) -> None:
     """All rows of a temperature, with both rules where they differ, at every number of sessions."""
     config = LocalConfig(
         target=TargetModel(path=str(DRAFT_DIR), max_model_len=1024, max_sessions=max(8, *options.sessions)),
-        draft=DraftModel(path=str(DRAFT_DIR), tree_step_tokens=TREE_STEP_TOKENS, min_path_prob=MIN_PATH_PROB),
+        draft=DraftModel(
+            path=str(DRAFT_DIR),
+            tree_step_tokens=TREE_STEP_TOKENS,
+            tree_budget=TREE_BUDGET,
+            fan_out=FAN_OUT,
+            min_path_prob=MIN_PATH_PROB,
+        ),
     )
     times = [ms * options.scale / 1e3 for ms in (options.target_ms, options.draft_ms)]
-    target, draft = (paced.Pace(step_s, step_s / ROWS) for step_s in times)
+    target, draft = (paced.Pace(step_s, step_s / ROWS, AWAKE_S) for step_s in times)
     disturbed = functools.partial(Disturbed, share=options.share, temperature=temperature)
     prompts = [p.token_ids for p in held_out_prompts(load_tokenizer(config.target.path), 24)]
     with paced.processes() as started:
