@@ -59,15 +59,19 @@ def test_calls_of_every_thread_come_in_its_order() -> None:
         assert [number for of, number in taken if of == thread] == list(range(2_000))
 
 
-def went_on_first() -> bool:
-    """True if a thread that calls goes on to its next statements before the loop makes the call."""
+def went_on_first(made_call: threading.Event) -> bool:
+    """True if a thread that calls goes on to its next statements before the loop makes the call, and sets the event."""
 
     async def body(made: Handover, loop: asyncio.AbstractEventLoop) -> bool:
         found: asyncio.Future[bool] = loop.create_future()
         went_on: list[int] = []
 
+        def take() -> None:
+            found.set_result(went_on == [1000])
+            made_call.set()
+
         def calls() -> None:
-            made.call(lambda: found.set_result(went_on == [1000]))
+            made.call(take)
             went_on.append(sum(1 for _ in range(1000)))
 
         thread = threading.Thread(target=calls)
@@ -85,10 +89,10 @@ def went_on_first() -> bool:
 
 
 def test_the_caller_keeps_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [went_on_first() for _ in range(20)] == [True] * 20
-    releasing = ctypes.CDLL(None).write
-    monkeypatch.setattr(handover, "_write", lambda *args: (releasing(*args), threading.Event().wait(0.01)))
-    assert not went_on_first(), "what gives it up is found out"
+    assert [went_on_first(threading.Event()) for _ in range(20)] == [True] * 20
+    releasing, made_call = ctypes.CDLL(None).write, threading.Event()
+    monkeypatch.setattr(handover, "_write", lambda *args: (releasing(*args), made_call.wait(TIMEOUT_S)))
+    assert not went_on_first(made_call), "what gives it up is found out"
 
 
 def test_a_call_that_fails_is_reported_and_the_next_ones_are_made() -> None:
