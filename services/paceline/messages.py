@@ -181,6 +181,8 @@ class Commit:
 
 ReadNodes = Callable[[list[str], list[int], list[int], list[bytes]], "list[Nodes | None]"]
 """Reads messages from their columns: session ids, epochs, context lengths and nodes in wire form, of equal length."""
+WriteNodes = Callable[["Sequence[Nodes]"], "Sequence[bytes | None]"]
+"""The nodes of messages in wire form."""
 
 
 @record
@@ -190,6 +192,8 @@ class Nodes:
     read_plain: ClassVar[ReadNodes] = staticmethod(lambda session_ids, *_: [None] * len(session_ids))
     """A native reader where ``core/native_tree.py`` has been prepared. None: protobuf has to read that message, or it
     is malformed."""
+    write_plain: ClassVar[WriteNodes] = staticmethod(lambda messages: [None] * len(messages))
+    """A native writer there. None: protobuf has to write that message."""
 
     session_id: str
     epoch: int

@@ -19,7 +19,7 @@ from paceline.core.native_tree import NativeTree, new_tree, rows_of
 from paceline.core.processors import Row, SamplerState
 from paceline.core.tree import FIRST, GREW, LOST, OFFERS, Added, Producer, Proposal, SpeculationTree, TreeNode, add_each
 from paceline.messages import Node, NodeColumns, Nodes, SparseDistribution
-from paceline.rpc.streams import _read_tree, decode_to_target
+from paceline.rpc.streams import _packed, _read_tree, decode_to_target
 from paceline.types import SamplingParams
 from paceline.v1 import target_pb2, types_pb2
 
@@ -297,6 +297,59 @@ def test_batches_are_read_as_without_a_native_reader(rows: list[tuple[str, bytes
     expected = repr(decode_to_target(batch))
     with mock.patch.object(Nodes, "read_plain", native_tree._passes().read_each):
         assert repr(decode_to_target(batch)) == expected
+
+
+WRITTEN = st.tuples(*[st.integers(0, 2**32 - 1) | st.integers(0, 300)] * 3, st.floats(), st.booleans(), QS)
+
+
+@needs_passes
+@given(st.lists(WRITTEN, max_size=4), st.booleans(), st.booleans(), st.floats() | st.sampled_from([0.0, -0.0]))
+@settings(max_examples=400, deadline=None)
+def test_nodes_are_written_as_protobuf_writes_them(
+    rows: list[tuple[int, int, int, float, bool, SparseDistribution | None]], plain: bool, idle: bool, step_s: float
+) -> None:
+    message = Nodes("s", 1, 7, columns(rows, plain), idle, step_s)
+    unlike = Nodes("s", 1, 7, tuple(message.nodes), idle, step_s)
+    packed, nothing = native_tree._passes().write_each([message, unlike])
+    assert packed == _packed(message) == _packed(unlike)
+    assert nothing is None, "nodes that are no columns"
+    if not math.isnan(step_s):
+        assert repr(types_pb2.Nodes.FromString(packed).step_s) == repr(step_s)
+
+
+@needs_passes
+@pytest.mark.parametrize(
+    ("place", "value"), [(0, -1), (1, 2**32), (2, 2**70), (2, "2"), (3, 1), (3, None), (4, 1), (5, b"q")]
+)
+def test_what_protobuf_would_not_take_is_not_written_natively(place: int, value: object) -> None:
+    cells: list[object] = [1, 0, 2, 0.5, False, EVEN]
+    cells[place] = value
+    made = NodeColumns(*[[cell] for cell in cells])  # type: ignore[arg-type]
+    if place == 5:
+        with pytest.raises(AttributeError):
+            native_tree._passes().write_each([Nodes("s", 1, 7, made)])
+    else:
+        assert native_tree._passes().write_each([Nodes("s", 1, 7, made)]) == [None]
+
+
+@needs_passes
+@given(st.lists(BELOW, max_size=6), st.booleans(), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_columns_of_nodes_are_those_of_their_twin(
+    operations: list[dict[str, object]], rejection: bool, draws_all: bool
+) -> None:
+    tree = NativeTree(VOCAB, 5, rejection=rejection)
+    for operation in operations:
+        below(tree, **operation)  # type: ignore[arg-type]
+    nodes = [node for node in tree.nodes() if node.sampled or not draws_all]
+    made = native_tree.columns_of(nodes)
+    assert list(made) == [Node(n.node_id, n.parent_id, n.token_id, n.prob, n.sampled, n.q) for n in nodes]
+    assert all(node.parent_id == (node.parent.node_id if node.parent else -1) for node in nodes)
+    with mock.patch.object(native_tree, "_passes", return_value=None):
+        twin = native_tree.columns_of(nodes)
+    assert [getattr(made, name) for name in NodeColumns.__slots__] == [
+        getattr(twin, name) for name in NodeColumns.__slots__
+    ]
 
 
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_passes)])

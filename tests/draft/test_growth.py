@@ -187,6 +187,7 @@ def test_nodes_beyond_the_reach_are_not_expanded() -> None:
     frontier = Frontier(tree, BestFirst(8))
     assert frontier.reach is not None
     frontier.reach.longest.value = 0.0
+    frontier.commit(())
     for i in range(1, 7):
         node = frontier.pop() if frontier.peek() else None
         if node is None:

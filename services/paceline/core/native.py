@@ -20,7 +20,7 @@ from types import ModuleType
 from paceline.config import cache_dir
 from paceline.errors import EngineError
 
-_OBJECTS = Path(__file__).with_name("objects.h")
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("objects.h", "tree.h"))
 _COMPILERS = ("g++", "c++", "clang++")
 COMPILE_LIMIT_S = 600.0
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def compiled(source: Path, digest: str, options: Sequence[str], purpose: str) ->
 
 
 def extension(source: Path, name: str, purpose: str) -> ModuleType:
-    """The extension module ``name`` that ``source`` defines, which may include ``objects.h``; compiled as above.
+    """The extension module ``name`` that ``source`` defines, which may include the headers here; compiled as above.
 
     Raises:
         EngineError: there are no headers of Python or no compiler, or it fails; with its first error.
@@ -56,9 +56,9 @@ def extension(source: Path, name: str, purpose: str) -> ModuleType:
     include = sysconfig.get_path("include")
     if not Path(include, "Python.h").exists():
         raise EngineError(f"there is no Python.h in {include}")
-    options = (f"-I{include}", f"-I{_OBJECTS.parent}", "-ffp-contract=off")
+    options = (f"-I{include}", f"-I{_HEADERS[0].parent}", "-ffp-contract=off")
     facts = f"{machine()} {sysconfig.get_config_var('SOABI')} {options}"
-    sources = source.read_bytes() + _OBJECTS.read_bytes()
+    sources = b"".join(path.read_bytes() for path in (source, *_HEADERS))
     digest = hashlib.blake2b(sources + facts.encode(), digest_size=8).hexdigest()
     loader = ExtensionFileLoader(name, str(compiled(source, digest, options, purpose)))
     spec = spec_from_loader(name, loader)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from paceline.types import Cause
 _SOURCE = Path(__file__).with_name("tree.cpp")
 _MOST_NODES = 64
 """Results of messages of fewer nodes, all of them added, are made once."""
+_COLUMNS = ("node_id", "parent_id", "token_id", "prob", "sampled", "q")
 log = logging.getLogger(__name__)
 
 
@@ -35,9 +37,19 @@ def new_tree(vocab_size: int, context_len: int, *, rejection: bool) -> Speculati
 
 
 def prepare() -> None:
-    """Compiles or loads the passes now, so that no session has to wait for them, and has nodes read by them."""
+    """Compiles or loads the passes now, so that no session has to wait for them; nodes are read and written by them."""
     if _passes() is not None:
-        Nodes.read_plain = _passes().read_each
+        Nodes.read_plain, Nodes.write_plain = _passes().read_each, _passes().write_each
+
+
+def columns_of(nodes: list[TreeNode]) -> NodeColumns:
+    """Nodes of a tree of ``new_tree`` as a message has them."""
+    passes = _passes()
+    if passes is not None:
+        columns: NodeColumns = passes.columns_of(nodes)
+        return columns
+    node_ids, parent_ids, token_ids, probs, sampled, qs = (tuple(map(attrgetter(name), nodes)) for name in _COLUMNS)
+    return NodeColumns(node_ids, parent_ids, token_ids, probs, () if all(sampled) else sampled, qs if any(qs) else ())
 
 
 def add_each(

@@ -3,37 +3,20 @@
 // A node is a TreeNode as Python makes it, so whoever looks at a tree finds the same objects. What is done here is the
 // common case of each pass; the rest, bad input included, is left to the twin, node by node.
 
-#include "objects.h"
+#include "tree.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <vector>
 
 namespace {
 
-constexpr int kProducerShift = 28;
-constexpr double kLeastProb = 1e-9;
-
 using Probability = double (*)(const void*, const void*, int64_t, int64_t, int64_t, double);
 
-using paceline::find, paceline::offset_of, paceline::put, paceline::Ref, paceline::slot;
-
-// Where TreeNode keeps its attributes, and a node whose attributes a new one begins with.
-struct Layout {
-  PyTypeObject* type = nullptr;
-  PyObject* prototype = nullptr;
-  std::vector<Py_ssize_t> slots;
-  Py_ssize_t aliases, alive, best, children, claims, log_path, node_id, parent, position, prob, q, rank, sampled,
-      token_id;
-} layout;
-
-// Where a tree keeps its attributes.
-struct TreeLayout {
-  PyTypeObject* type = nullptr;
-  Py_ssize_t aliases, anchor, best_limit, max_nodes, nodes, producers, rejection, suffix, vocab_size;
-} of_tree;
+using namespace paceline;
 
 // Where messages.py keeps those of Node.
 struct NodeLayout {
@@ -73,15 +56,6 @@ struct {
 } proposals;
 
 PyObject* empty_tuple;
-PyObject* minus_one;
-
-inline bool is_node(PyObject* object) { return object != nullptr && Py_TYPE(object) == layout.type; }
-
-// True if nodes may share the value: nobody can change it.
-bool is_constant(PyObject* value) {
-  return value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) || PyFloat_CheckExact(value) ||
-         PyTuple_CheckExact(value) || PyDict_CheckExact(value);  // the dict is that of children, which each node makes
-}
 
 // prepare(prototype, tree_type, message_type, columns_type, stale, invalid, dropped, probability, tolerance,
 // most_step_s, distribution, added_type, all_added, node_type): a TreeNode without parent and children, as its
@@ -92,8 +66,6 @@ PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 14 || !PyType_Check(arguments[1]) || !PyType_Check(arguments[2]) || !PyType_Check(arguments[3]) ||
       !PyTuple_CheckExact(arguments[12]) || !PyType_Check(arguments[13]))
     return PyErr_Format(PyExc_TypeError, "prepare takes 14 arguments, four of them types and one a tuple");
-  PyObject* prototype = arguments[0];
-  of_tree.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[1]));
   of_message.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[2]));
   of_message.columns_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[3]));
   refused_stale = Py_NewRef(arguments[4]);
@@ -106,21 +78,12 @@ PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   added_type = Py_NewRef(arguments[11]);
   all_added = Py_NewRef(arguments[12]);
   of_node.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[13]));
-  if (PyErr_Occurred()) return nullptr;
+  if (PyErr_Occurred() || !prepare_tree(arguments[0], arguments[1])) return nullptr;
   const struct {
     PyTypeObject* type;
     const char* name;
     Py_ssize_t* offset;
   } found[] = {
-      {of_tree.type, "_aliases", &of_tree.aliases},
-      {of_tree.type, "_anchor", &of_tree.anchor},
-      {of_tree.type, "_best_limit", &of_tree.best_limit},
-      {of_tree.type, "_max_nodes", &of_tree.max_nodes},
-      {of_tree.type, "_nodes", &of_tree.nodes},
-      {of_tree.type, "_producers", &of_tree.producers},
-      {of_tree.type, "_rejection", &of_tree.rejection},
-      {of_tree.type, "_suffix", &of_tree.suffix},
-      {of_tree.type, "_vocab_size", &of_tree.vocab_size},
       {of_node.type, "node_id", &of_node.node_id},
       {of_node.type, "token_id", &of_node.token_id},
       {of_node.type, "prob", &of_node.prob},
@@ -141,29 +104,6 @@ PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   };
   for (const auto& each : found)
     if (!find(each.type, each.name, *each.offset)) return nullptr;
-  layout.type = Py_TYPE(prototype);
-  layout.slots.clear();
-  Ref slots(PyObject_GetAttrString(reinterpret_cast<PyObject*>(layout.type), "__slots__"));
-  Ref all(slots ? PySequence_Fast(slots.get(), "TreeNode has no slots") : nullptr);
-  if (!all) return nullptr;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(all.get()); ++i) {
-    Ref descriptor(PyObject_GetAttr(reinterpret_cast<PyObject*>(layout.type), PySequence_Fast_GET_ITEM(all.get(), i)));
-    if (!descriptor) return nullptr;
-    const Py_ssize_t offset = offset_of(descriptor.get());
-    if (offset < 0) return nullptr;
-    if (slot(prototype, offset) == nullptr || !is_constant(slot(prototype, offset))) {
-      PyErr_SetString(PyExc_TypeError, "a new TreeNode has an attribute that nodes cannot share");
-      return nullptr;
-    }
-    layout.slots.push_back(offset);
-  }
-  if (!(find(layout.type, "aliases", layout.aliases) && find(layout.type, "alive", layout.alive) && find(layout.type, "best", layout.best) &&
-        find(layout.type, "children", layout.children) && find(layout.type, "claims", layout.claims) && find(layout.type, "log_path", layout.log_path) &&
-        find(layout.type, "node_id", layout.node_id) && find(layout.type, "parent", layout.parent) && find(layout.type, "position", layout.position) &&
-        find(layout.type, "prob", layout.prob) && find(layout.type, "q", layout.q) && find(layout.type, "rank", layout.rank) &&
-        find(layout.type, "sampled", layout.sampled) && find(layout.type, "token_id", layout.token_id)))
-    return nullptr;
-  layout.prototype = Py_NewRef(prototype);
   Py_RETURN_NONE;
 }
 
@@ -202,83 +142,6 @@ struct Column {
     return true;
   }
 };
-
-// False, without an error, if the object is no int of at most 63 bits.
-inline bool read_int(PyObject* object, int64_t& value) {
-  if (!PyLong_CheckExact(object)) return false;
-  int overflow = 0;
-  value = PyLong_AsLongLongAndOverflow(object, &overflow);
-  return overflow == 0;
-}
-
-// A NativeTree, whose dicts and whose suffix stay the same objects as long as it lives.
-struct Tree {
-  PyObject* self;
-  PyObject *nodes = nullptr, *aliases = nullptr, *suffix = nullptr;
-
-  explicit Tree(PyObject* tree) : self(tree) {
-    if (!PyObject_TypeCheck(tree, of_tree.type)) return;
-    nodes = slot(tree, of_tree.nodes), aliases = slot(tree, of_tree.aliases), suffix = slot(tree, of_tree.suffix);
-  }
-  // False, with an error, if it is none.
-  bool valid() const {
-    if (nodes != nullptr && aliases != nullptr && suffix != nullptr && anchor() != nullptr &&
-        PyDict_CheckExact(nodes) && PyDict_CheckExact(aliases))
-      return true;
-    PyErr_SetString(PyExc_TypeError, "this is no tree of native passes");
-    return false;
-  }
-  bool number(Py_ssize_t offset, int64_t& value) const {
-    PyObject* found = slot(self, offset);
-    value = PyLong_AsLongLong(found == nullptr ? Py_None : found);
-    return !PyErr_Occurred();
-  }
-  PyObject* anchor() const {
-    PyObject* node = slot(self, of_tree.anchor);
-    return is_node(node) ? node : nullptr;
-  }
-  bool lost() const { return PyObject_Size(suffix) != 0; }
-  bool offers() const { return slot(anchor(), layout.best) != Py_None; }
-  // Forgets the best path, which was that of other nodes.
-  void changed() const { put(self, of_tree.best_limit, Py_NewRef(minus_one)); }
-  // True if the plain cases below apply: it is not lost and no node has an alias.
-  bool plain() const { return PyDict_GET_SIZE(aliases) == 0 && !lost(); }
-};
-
-// Makes one node below its parent. False after an error.
-bool grow(const Tree& tree, PyObject* parent, PyObject* claims, PyObject* node_id, PyObject* token_id, PyObject* prob,
-          double p, PyObject* sampled, PyObject* q) {
-  Ref child(PyType_GenericAlloc(layout.type, 0));
-  Ref children(PyDict_New());
-  if (!child || !children) return false;
-  PyObject* node = child.get();
-  PyObject* siblings = slot(parent, layout.children);
-  for (const Py_ssize_t offset : layout.slots) put(node, offset, Py_NewRef(slot(layout.prototype, offset)));
-  put(node, layout.node_id, Py_NewRef(node_id));
-  put(node, layout.token_id, Py_NewRef(token_id));
-  put(node, layout.prob, Py_NewRef(prob));
-  put(node, layout.claims, Py_NewRef(claims));
-  put(node, layout.sampled, Py_NewRef(sampled));
-  put(node, layout.q, Py_NewRef(q));
-  put(node, layout.parent, Py_NewRef(parent));
-  put(node, layout.children, children.release());
-  const double above = PyFloat_AsDouble(slot(parent, layout.log_path));
-  const long position = PyLong_AsLong(slot(parent, layout.position));
-  if (PyErr_Occurred()) return false;
-  Ref log_path(PyFloat_FromDouble(above + std::log(p > kLeastProb ? p : kLeastProb)));
-  Ref place(PyLong_FromLong(position + 1));
-  Ref rank(PyLong_FromSsize_t(PyDict_GET_SIZE(siblings)));
-  if (!log_path || !place || !rank) return false;
-  put(node, layout.log_path, log_path.release());
-  put(node, layout.position, place.release());
-  put(node, layout.rank, rank.release());
-  if (PyDict_SetItem(tree.nodes, node_id, node) < 0 || PyDict_SetItem(siblings, token_id, node) < 0) return false;
-  if (sampled == Py_True) {
-    PyObject* best = slot(parent, layout.best);
-    if (best == Py_None || p > PyFloat_AsDouble(slot(best, layout.prob))) put(parent, layout.best, child.release());
-  }
-  return !PyErr_Occurred();
-}
 
 // True if q is a distribution that can yield the token.
 bool drawable(PyObject* q, int64_t token_id, int64_t vocab_size) {
@@ -342,10 +205,7 @@ bool add_columns(const Tree& tree, PyObject* columns, PyObject* producer, Counts
           if (PySet_Add(known == nullptr ? Py_None : known, producer) < 0) return false;
           told = true;
         }
-        Ref claim(PyTuple_Pack(2, producer, prob));
-        Ref claims(claim ? PyTuple_Pack(1, claim.get()) : nullptr);
-        if (!claims || !grow(tree, parent, claims.get(), node_ids.items[i], token_ids.items[i], prob, p, flag, q))
-          return false;
+        if (!grow(tree, parent, producer, node_ids.items[i], token_ids.items[i], prob, flag, q)) return false;
         ++counts.added;
         continue;
       }
@@ -474,13 +334,10 @@ PyObject* attach_below(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
   }
   for (Py_ssize_t i = 0; i < size; ++i) {
     PyObject* node = PySequence_Fast_GET_ITEM(nodes.get(), i);
-    PyObject *node_id = slot(node, of_node.node_id), *prob = slot(node, of_node.prob);
-    Ref claim(PyTuple_Pack(2, arguments[3], prob));
-    Ref claims(claim ? PyTuple_Pack(1, claim.get()) : nullptr);
-    if (!claims || !grow(tree, parent, claims.get(), node_id, slot(node, of_node.token_id), prob, PyFloat_AS_DOUBLE(prob),
-                         slot(node, of_node.sampled), slot(node, of_node.q)))
-      return nullptr;
-    PyList_SET_ITEM(placed.get(), i, Py_NewRef(PyDict_GetItem(tree.nodes, node_id)));
+    PyObject* child = grow(tree, parent, arguments[3], slot(node, of_node.node_id), slot(node, of_node.token_id),
+                           slot(node, of_node.prob), slot(node, of_node.sampled), slot(node, of_node.q));
+    if (child == nullptr) return nullptr;
+    PyList_SET_ITEM(placed.get(), i, Py_NewRef(child));
   }
   return placed.release();
 }
@@ -824,7 +681,143 @@ PyObject* read_each(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return messages.release();
 }
 
+// columns_of(nodes) -> NodeColumns of a list of TreeNodes, as messages take them. NodeColumns.of.
+PyObject* columns_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 1 || !PyList_CheckExact(arguments[0])) return PyErr_Format(PyExc_TypeError, "columns_of takes a list");
+  PyObject* nodes = arguments[0];
+  const Py_ssize_t size = PyList_GET_SIZE(nodes);
+  bool all_sampled = true, any_q = false;
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* node = PyList_GET_ITEM(nodes, i);
+    if (!is_node(node)) return PyErr_Format(PyExc_TypeError, "columns_of takes nodes of a tree");
+    all_sampled = all_sampled && slot(node, layout.sampled) == Py_True;
+    any_q = any_q || slot(node, layout.q) != Py_None;
+  }
+  const Py_ssize_t attributes[] = {layout.node_id, layout.parent_id, layout.token_id,
+                                   layout.prob,    layout.sampled,   layout.q};
+  const bool wanted[] = {true, true, true, true, !all_sampled, any_q};
+  Ref columns(PyType_GenericAlloc(of_message.columns_type, 0));
+  for (int column = 0; columns && column < 6; ++column) {
+    PyObject* values = wanted[column] ? PyTuple_New(size) : Py_NewRef(empty_tuple);
+    if (values == nullptr) return nullptr;
+    put(columns.get(), of_message.columns[column], values);
+    for (Py_ssize_t i = 0; wanted[column] && i < size; ++i)
+      PyTuple_SET_ITEM(values, i, Py_NewRef(slot(PyList_GET_ITEM(nodes, i), attributes[column])));
+  }
+  return columns.release();
+}
+
+// Bytes of a protobuf message. Writers return false where protobuf would not take the value, or after an error.
+struct Written {
+  std::string bytes;
+
+  void varint(uint64_t value) {
+    for (; value > 0x7F; value >>= 7) bytes.push_back(static_cast<char>(value | 0x80));
+    bytes.push_back(static_cast<char>(value));
+  }
+  void part(uint8_t tag, const std::string& inner) {
+    bytes.push_back(static_cast<char>(tag));
+    varint(inner.size());
+    bytes += inner;
+  }
+  void real(double value) { bytes.append(reinterpret_cast<const char*>(&value), sizeof value); }
+
+  bool ids(uint8_t tag, const Column& column, Py_ssize_t size) {
+    Written inner;
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      int64_t value = 0;
+      if (!read_int(column.items[i], value) || value < 0 || value > UINT32_MAX) return false;
+      inner.varint(static_cast<uint64_t>(value));
+    }
+    part(tag, inner.bytes);
+    return true;
+  }
+  bool probs(const Column& column, Py_ssize_t size) {
+    Written inner;
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      if (!PyFloat_CheckExact(column.items[i])) return false;
+      inner.real(PyFloat_AS_DOUBLE(column.items[i]));
+    }
+    part(kProbs, inner.bytes);
+    return true;
+  }
+  bool sampled(const Column& column, Py_ssize_t size) {
+    std::string flags;
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      if (!PyBool_Check(column.items[i])) return false;
+      flags.push_back(column.items[i] == Py_True);
+    }
+    if (flags.find('\0') != std::string::npos) part(kSampled, flags);
+    return true;
+  }
+  bool qs(const Column& column, Py_ssize_t size) {
+    if (std::all_of(column.items, column.items + size, [](PyObject* q) { return q == Py_None; })) return true;
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      Written q;
+      if (column.items[i] != Py_None && (!q.of(column.items[i], names.packed_ids, kQTokenIds) ||
+                                         !q.of(column.items[i], names.packed_probs, kQProbs)))
+        return false;
+      part(kQs, q.bytes);
+    }
+    return true;
+  }
+  // One packed column of a distribution.
+  bool of(PyObject* q, PyObject* name, uint8_t tag) {
+    Ref packed(PyObject_GetAttr(q, name));
+    if (!packed || !PyBytes_CheckExact(packed.get())) return false;
+    const std::string inner(PyBytes_AS_STRING(packed.get()), static_cast<size_t>(PyBytes_GET_SIZE(packed.get())));
+    if (!inner.empty()) part(tag, inner);
+    return true;
+  }
+};
+
+// The nodes of Nodes in wire form, as protobuf writes them; None if they are no columns or not plain. Null after an error.
+PyObject* write_message(PyObject* message) {
+  if (Py_TYPE(message) != of_message.type) return Py_NewRef(Py_None);
+  PyObject *nodes = slot(message, of_message.nodes), *step_s = slot(message, of_message.step_s);
+  if (nodes == nullptr || !is_columns(nodes) || step_s == nullptr || !PyFloat_CheckExact(step_s))
+    return Py_NewRef(Py_None);
+  PyObject* node_ids = slot(nodes, of_message.columns[0]);
+  const Py_ssize_t size = PyObject_Size(node_ids == nullptr ? Py_None : node_ids);
+  if (size < 0) return nullptr;
+  Written written;
+  Column columns[6];
+  for (int i = 0; size > 0 && i < 6; ++i)
+    if (!columns[i].read(nodes, i, size, i > 3)) return nullptr;
+  const bool plain =
+      size == 0 || (written.ids(kNodeIds, columns[0], size) && written.ids(kParentIds, columns[1], size) &&
+                    written.ids(kTokenIds, columns[2], size) && written.probs(columns[3], size) &&
+                    (columns[4].items == nullptr || written.sampled(columns[4], size)) &&
+                    (columns[5].items == nullptr || written.qs(columns[5], size)));
+  if (PyErr_Occurred()) return nullptr;
+  if (!plain) return Py_NewRef(Py_None);
+  const int idle = PyObject_IsTrue(slot(message, of_message.idle));
+  if (idle < 0) return nullptr;
+  if (idle) written.bytes += {static_cast<char>(kIdle), 1};
+  if (PyFloat_AS_DOUBLE(step_s) != 0.0 || std::signbit(PyFloat_AS_DOUBLE(step_s))) {
+    written.bytes.push_back(static_cast<char>(kStepS));
+    written.real(PyFloat_AS_DOUBLE(step_s));
+  }
+  return PyBytes_FromStringAndSize(written.bytes.data(), static_cast<Py_ssize_t>(written.bytes.size()));
+}
+
+// write_each(messages) -> of each Nodes its nodes, idle and step_s in wire form; None: protobuf has to write them.
+PyObject* write_each(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  Ref messages(count == 1 ? PySequence_Fast(arguments[0], "messages are no sequence") : nullptr);
+  if (!messages) return count == 1 ? nullptr : PyErr_Format(PyExc_TypeError, "write_each takes messages");
+  const Py_ssize_t size = PySequence_Fast_GET_SIZE(messages.get());
+  Ref all(PyList_New(size));
+  for (Py_ssize_t i = 0; all && i < size; ++i) {
+    PyObject* packed = write_message(PySequence_Fast_GET_ITEM(messages.get(), i));
+    if (packed == nullptr) return nullptr;
+    PyList_SET_ITEM(all.get(), i, packed);
+  }
+  return all.release();
+}
+
 PyMethodDef methods[] = {
+    {"columns_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(columns_of)), METH_FASTCALL, nullptr},
+    {"write_each", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(write_each)), METH_FASTCALL, nullptr},
     {"read_each", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(read_each)), METH_FASTCALL, nullptr},
     {"prepare", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(prepare)), METH_FASTCALL, nullptr},
     {"add", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(add)), METH_FASTCALL, nullptr},
@@ -852,6 +845,6 @@ PyMODINIT_FUNC PyInit_paceline_tree() {
              {&names.stale, "stale"},     {&names.packed_ids, "packed_ids"}, {&names.packed_probs, "packed_probs"}};
   for (const auto& each : all)
     if ((*each.name = PyUnicode_InternFromString(each.text)) == nullptr) return nullptr;
-  if ((empty_tuple = PyTuple_New(0)) == nullptr || (minus_one = PyLong_FromLong(-1)) == nullptr) return nullptr;
+  if ((empty_tuple = PyTuple_New(0)) == nullptr) return nullptr;
   return PyModule_Create(&module);
 }

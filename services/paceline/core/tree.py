@@ -79,6 +79,7 @@ class TreeNode:
         "log_path",
         "node_id",
         "parent",
+        "parent_id",
         "position",
         "prob",
         "q",
@@ -98,6 +99,8 @@ class TreeNode:
         self.sampled = node.sampled
         self.q = node.q
         self.parent = parent
+        self.parent_id = -1 if parent is None else parent.node_id
+        """Id of its parent, which it keeps when that is gone; -1: it had none."""
         self.position = position
         """Index of the token in the session's context."""
         log_prob = math.log(prob) if prob > _LEAST_PROB else _LEAST_LOG

@@ -25,8 +25,8 @@ from paceline.config import (
     SuffixOptions,
 )
 from paceline.core import native_tree, rows
+from paceline.draft import publish
 from paceline.draft.engine import DraftEngine
-from paceline.drafters import calibration
 from paceline.drafters.cascade import HorizontalDrafter, VerticalDrafter
 from paceline.drafters.corpus import suffix_drafter
 from paceline.drafters.heads.load import remote_plan
@@ -119,7 +119,7 @@ def build_draft_engine(
     """
     rows.prepare()
     native_tree.prepare()
-    calibration.prepare()
+    publish.prepare()
     target = Checkpoint.open(setup.target_source, setup.trusts_target)
     if isinstance(setup.options, HeadDraftOptions):
         return _engine(setup, emit, target, _head_drafter(setup, setup.options, target))

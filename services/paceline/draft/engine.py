@@ -32,6 +32,7 @@ from paceline.core.tree import TreeNode
 from paceline.draft import hints
 from paceline.draft.growth import BestFirst, Growth, InTurn, Sequential, geometric, uniform
 from paceline.draft.overlap import Overlap
+from paceline.draft.publish import publish
 from paceline.draft.session import DraftSession
 from paceline.drafters.calibration import Calibration, expect
 from paceline.drafters.protocol import (
@@ -556,7 +557,7 @@ class DraftEngine:
         self._chains.keep(session.session_id, node_ids)
         return True
 
-    def _expand_all(self, chosen: Sequence[tuple[DraftSession, TreeNode]]) -> None:
+    def _expand_all(self, chosen: list[tuple[DraftSession, TreeNode]]) -> None:
         leaves = [session.leaf(node) for session, node in chosen]
         for indices, candidates in self._expand(leaves, range(len(leaves))):
             self.stats.leaves += len(indices)
@@ -565,7 +566,12 @@ class DraftEngine:
                 self._publish_blocks(at, candidates)
                 continue
             if candidates.ranked is not None:
-                rankings = rankings_of(candidates.ranked, [session.growth.fan_out for session, _ in at])
+                num_nodes, num_done = publish(at, candidates.ranked, _MIN_PROB)
+                self.stats.nodes_published += num_nodes
+                if num_done == len(at):
+                    continue
+                at = at[num_done:]
+                rankings = rankings_of(candidates.ranked[num_done:], [session.growth.fan_out for session, _ in at])
             else:
                 rows = [session.ranking_row(leaves[i]) for i, (session, _) in zip(indices, at, strict=True)]
                 rankings = rank(candidates, rows)

@@ -168,9 +168,22 @@ class Sequential:
 class Frontier:
     """The unexpanded nodes of one tree in a policy's order. O(log n) per node, O(n) for the first use after commits."""
 
+    __slots__ = (
+        "_committed",
+        "_growth",
+        "_heap",
+        "_most_ahead",
+        "_num_in_flight",
+        "_places",
+        "_tree",
+        "_unwanted",
+        "reach",
+    )
+
     def __init__(self, tree: SpeculationTree, growth: Growth) -> None:
         self.reach: Reach | None = Reach(growth.k) if isinstance(growth, BestFirst) else None
         """None: the policy alone limits the depth."""
+        self._most_ahead = self._reached()  # of a node that is worth expanding, since the last commit
         self._tree = tree
         self._growth = growth
         self._num_in_flight = 0  # length of the longest path in flight
@@ -197,7 +210,7 @@ class Frontier:
             self._sort()
         position, ahead = self._places.get(parent.node_id) or self._place(parent)
         ahead += 1
-        if self.reach is not None and ahead > self.reach.tokens:
+        if ahead > self._most_ahead:
             self._unwanted.extend(nodes)
             return
         anchor, num_in_flight, key_of = self._tree.anchor, self._num_in_flight, self._growth.key
@@ -249,11 +262,11 @@ class Frontier:
         return place
 
     def _key(self, node: TreeNode, position: int, ahead: int) -> tuple[float, float] | None:
-        if ahead <= self._most_ahead():
+        if ahead <= self._most_ahead:
             return self._growth.key(node, self._tree.anchor, position, ahead, self._num_in_flight)
         return None
 
-    def _most_ahead(self) -> float:
+    def _reached(self) -> float:
         return math.inf if self.reach is None else self.reach.tokens
 
     def _sort(self) -> None:
@@ -272,7 +285,8 @@ class Frontier:
         self._committed, self._num_in_flight = None, num_in_flight
         heap: list[tuple[tuple[float, float], int, TreeNode]] = []
         unwanted: list[TreeNode] = []
-        most_ahead, key_of = self._most_ahead(), self._growth.key
+        self._most_ahead, key_of = self._reached(), self._growth.key
+        most_ahead = self._most_ahead
         for node in chain([node for _, _, node in self._heap], self._unwanted):
             if not node.alive:
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from paceline.core.native_tree import new_tree
+from paceline.core.native_tree import columns_of, new_tree
 from paceline.core.processors import Row, SamplerState
 from paceline.core.statistics import Ewma
 from paceline.core.tree import TreeNode
@@ -13,7 +13,7 @@ from paceline.draft.growth import Frontier, Growth
 from paceline.drafters.calibration import Calibration, Expansion, bonus_probs, by_guess, guessed
 from paceline.drafters.protocol import Leaf
 from paceline.drafters.ranking import Ranking, RankingRow, Rule
-from paceline.messages import Node, OpenSession, SparseDistribution
+from paceline.messages import Node, NodeColumns, OpenSession, SparseDistribution
 
 _ROUND_WEIGHT = 0.2
 _HOLD_ROUNDS = 0.2
@@ -87,7 +87,8 @@ class DraftSession:
         self.num_proposed = 0
         """Length of the proposal that is being verified, 0 until it is known."""
         self.next_node_id = 1
-        self.outbox: list[Node] = []
+        self.outbox: list[TreeNode] = []
+        """Nodes that the target does not know yet, parents before children."""
         self._passed: set[int] = set()
         """Nodes committed since the outbox was last sent: the target needs them to follow."""
         self.ready = False
@@ -122,7 +123,7 @@ class DraftSession:
         self.hold_until = now if hit else math.inf
         self._passed.update(passed)
         if self.outbox:
-            self.outbox = [node for node in self.outbox if node.node_id in self._passed or self.tree.get(node.node_id)]
+            self.outbox = [node for node in self.outbox if node.alive or node.node_id in self._passed]
 
     def may_send(self, now: float) -> bool:
         """True if the outbox is sent at ``now``; then later nodes are held back for a while."""
@@ -132,11 +133,11 @@ class DraftSession:
             self.hold_until = now + _HOLD_ROUNDS * self.round_s.get(0.0)
         return True
 
-    def take_outbox(self) -> tuple[Node, ...]:
+    def take_outbox(self) -> NodeColumns:
         """Empties the outbox and returns its nodes."""
-        nodes, self.outbox = tuple(self.outbox), []
+        nodes, self.outbox = self.outbox, []
         self._passed.clear()
-        return nodes
+        return columns_of(nodes)
 
     def next_leaf(self, tree_budget: int, planned: int = 0) -> TreeNode | None:
         """The node to expand next, if any. The anchor is exempt from the budget: the target waits for its children.
@@ -246,10 +247,6 @@ class DraftSession:
                 for node_id, (token_id, prob) in pairs
             ]
         placed = self.tree.attach_below(parent, nodes)
-        if len(placed) == len(nodes):
-            self.outbox += nodes
-        else:
-            taken = {child.node_id for child in placed}
-            self.outbox += [node for node in nodes if node.node_id in taken]
+        self.outbox += placed
         self.changed = self.changed or bool(placed)
         return placed

@@ -283,9 +283,10 @@ def _sum(values: Iterable[float]) -> float:
     return total
 
 
-def prepare() -> None:
-    """Compiles or loads the library now, so that no step has to wait for it."""
-    _library()
+def expect_address() -> int:
+    """Address of ``paceline_expect`` for other native code; 0: there is no library here."""
+    library = _library()
+    return 0 if library is None else ctypes.cast(library.paceline_expect, ctypes.c_void_p).value or 0
 
 
 @functools.cache

@@ -86,7 +86,8 @@ T = TypeVar("T")
 # -- one message of a batch: _write_* fills it in place, _read_* returns None if it is invalid -------------------------
 
 
-def _write_tree(message: Nodes, proto: types_pb2.Nodes) -> None:
+def _packed(message: Nodes) -> bytes:
+    proto = types_pb2.Nodes()
     if message.nodes:
         node_ids, parent_ids, token_ids, probs, sampled, qs = zip(*map(_NODE_COLUMNS, message.nodes), strict=True)
         proto.node_ids.extend(node_ids)
@@ -103,6 +104,7 @@ def _write_tree(message: Nodes, proto: types_pb2.Nodes) -> None:
     proto.step_s = message.step_s
     if message.idle:
         proto.idle = True
+    return proto.SerializeToString()
 
 
 def unpacked(message: RelayedNodes) -> Nodes | None:
@@ -270,12 +272,8 @@ def _read_failed(proto: types_pb2.SessionFailed) -> SessionFailed | None:
 
 def _write_trees(messages: Sequence[Nodes], proto: types_pb2.TreeUpdates) -> None:
     _write_headers(messages, proto)
-    packed = []
-    for message in messages:
-        tree = types_pb2.Nodes()
-        _write_tree(message, tree)
-        packed.append(tree.SerializeToString())
-    proto.nodes.extend(packed)
+    found = Nodes.write_plain(messages)
+    proto.nodes[:] = [packed or _packed(message) for message, packed in zip(messages, found, strict=True)]
 
 
 def _write_relayed(messages: Sequence[RelayedNodes], proto: types_pb2.TreeUpdates) -> None:

@@ -1,0 +1,298 @@
+// The children of the leaves of a step, from ranked candidates to the frontier: see publish.py. What is done here is the
+// common case; another leaf is left to Python before anything of it is done, and with it all behind it, so that nodes get
+// their ids in one order.
+
+#include "tree.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+namespace {
+
+using namespace paceline;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// paceline_expect in calibration.cpp.
+using Expect = void (*)(int64_t, double, const int64_t*, const void* const*, const double*, double*, int64_t*,
+                        const void* const*, const double*, const double*);
+
+// Where a DraftSession keeps its attributes.
+struct {
+  Py_ssize_t calibration, changed, frontier, growth, hinted, next_node_id, outbox, tree;
+} of_session;
+
+// Where a Frontier keeps them.
+struct {
+  Py_ssize_t committed, heap, most_ahead, places, unwanted;
+} of_frontier;
+
+// And BestFirst.
+struct {
+  PyTypeObject* type;
+  Py_ssize_t min_log;
+} of_growth;
+
+struct {
+  PyTypeObject* session;
+  PyTypeObject* frontier;
+} types;
+
+struct Names {
+  PyObject *address, *fan_out, *push_below;
+} names;
+
+PyObject *draft, *push, *zero, *empty;
+Expect expect;
+
+// prepare(prototype, tree_type, session_type, frontier_type, growth_type, expect, producer, heappush): a TreeNode without
+// parent and children, as its constructor makes it; NativeTree, DraftSession, Frontier and BestFirst; the address of
+// paceline_expect; Producer.DRAFT; and heapq.heappush.
+PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 8 || !PyType_Check(arguments[1]) || !PyType_Check(arguments[2]) || !PyType_Check(arguments[3]) ||
+      !PyType_Check(arguments[4]))
+    return PyErr_Format(PyExc_TypeError, "prepare takes 8 arguments, the second to the fifth of them types");
+  types.session = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[2]));
+  types.frontier = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[3]));
+  of_growth.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[4]));
+  expect = reinterpret_cast<Expect>(PyLong_AsVoidPtr(arguments[5]));
+  draft = Py_NewRef(arguments[6]);
+  push = Py_NewRef(arguments[7]);
+  const struct {
+    PyTypeObject* type;
+    const char* name;
+    Py_ssize_t* offset;
+  } found[] = {
+      {types.session, "calibration", &of_session.calibration},
+      {types.session, "changed", &of_session.changed},
+      {types.session, "frontier", &of_session.frontier},
+      {types.session, "growth", &of_session.growth},
+      {types.session, "hinted", &of_session.hinted},
+      {types.session, "next_node_id", &of_session.next_node_id},
+      {types.session, "outbox", &of_session.outbox},
+      {types.session, "tree", &of_session.tree},
+      {types.frontier, "_committed", &of_frontier.committed},
+      {types.frontier, "_heap", &of_frontier.heap},
+      {types.frontier, "_most_ahead", &of_frontier.most_ahead},
+      {types.frontier, "_places", &of_frontier.places},
+      {types.frontier, "_unwanted", &of_frontier.unwanted},
+      {of_growth.type, "_min_log", &of_growth.min_log},
+  };
+  if (PyErr_Occurred() || !prepare_tree(arguments[0], arguments[1])) return nullptr;
+  for (const auto& each : found)
+    if (!find(each.type, each.name, *each.offset)) return nullptr;
+  Py_RETURN_NONE;
+}
+
+// A child to be made.
+struct Child {
+  PyObject* token_id;
+  double prob;
+};
+
+// The ranked candidates of one leaf: as many scores as there are candidates, their gaps, and the children worth a node.
+struct Row {
+  std::vector<double> gaps, probs;
+  std::vector<Child> children;
+
+  // ranking_of and expect of the first `fan_out` candidates. False after an error.
+  bool read(PyObject* ids, PyObject* scores, Py_ssize_t fan_out, PyObject* calibration, double least) {
+    gaps.clear(), children.clear();
+    const Py_ssize_t size = std::min({fan_out, PyList_GET_SIZE(ids), PyList_GET_SIZE(scores)});
+    for (Py_ssize_t i = 0; i < size; ++i) gaps.push_back(PyFloat_AsDouble(PyList_GET_ITEM(scores, i)));
+    if (PyErr_Occurred()) return false;
+    while (!gaps.empty() && gaps.back() == -kInfinity) gaps.pop_back();
+    if (gaps.empty()) return true;
+    const double best = gaps[0];
+    for (double& gap : gaps) gap = best - gap;
+    gaps[0] = gaps.size() > 1 ? gaps[1] : kInfinity;
+    Ref address(PyObject_GetAttr(calibration, names.address));
+    const void* table = address ? PyLong_AsVoidPtr(address.get()) : nullptr;
+    if (table == nullptr) return false;
+    const int64_t num = static_cast<int64_t>(gaps.size());
+    int64_t kept = 0;
+    probs.resize(gaps.size());
+    expect(1, least, &num, &table, gaps.data(), probs.data(), &kept, nullptr, nullptr, nullptr);
+    for (int64_t i = 0; i < kept; ++i) children.push_back({PyList_GET_ITEM(ids, i), probs[static_cast<size_t>(i)]});
+    return true;
+  }
+};
+
+// True if the children can be attached below a node of the tree, the first of them with `next_id`, and nothing has to be
+// asked about any.
+bool attachable(const Tree& tree, PyObject* parent, const std::vector<Child>& children, int64_t next_id) {
+  int64_t vocab_size = 0, max_nodes = 0, parent_id = 0;
+  PyObject* siblings = slot(parent, layout.children);
+  const int64_t size = static_cast<int64_t>(children.size());
+  if (!tree.number(of_tree.vocab_size, vocab_size) || !tree.number(of_tree.max_nodes, max_nodes) ||
+      !read_int(slot(parent, layout.node_id), parent_id) || next_id <= parent_id ||
+      (next_id + size - 1) >> kProducerShift != 0 || PyDict_GET_SIZE(tree.nodes) + size > max_nodes ||
+      PyDict_GetItemWithError(tree.nodes, slot(parent, layout.node_id)) != parent)
+    return false;
+  for (size_t i = 0; i < children.size(); ++i) {
+    int64_t token_id = 0, other = 0;
+    if (!read_int(children[i].token_id, token_id) || token_id < 0 || token_id >= vocab_size ||
+        PyDict_Contains(siblings, children[i].token_id) != 0 || !(children[i].prob >= 0.0 && children[i].prob <= 1.0))
+      return false;
+    for (size_t j = 0; j < i; ++j)
+      if (!read_int(children[j].token_id, other) || other == token_id) return false;
+    Ref node_id(PyLong_FromLongLong(next_id + static_cast<int64_t>(i)));
+    if (!node_id || PyDict_Contains(tree.nodes, node_id.get()) != 0) return false;
+  }
+  return true;
+}
+
+// The second number of Frontier._place(node): how many tokens follow the proposal in flight on its path. -1 after an error.
+long ahead_of(PyObject* places, PyObject* node) {
+  std::vector<PyObject*> path;
+  PyObject* place;
+  while ((place = PyDict_GetItemWithError(places, slot(node, layout.node_id))) == nullptr) {
+    path.push_back(node);
+    node = slot(node, layout.parent);
+    if (PyErr_Occurred()) return -1;
+    if (!is_node(node)) return PyErr_SetString(PyExc_TypeError, "the anchor's place is not known"), -1;
+  }
+  if (!PyTuple_CheckExact(place) || PyTuple_GET_SIZE(place) != 2)
+    return PyErr_SetString(PyExc_TypeError, "a place is no pair"), -1;
+  PyObject* position = PyTuple_GET_ITEM(place, 0);
+  long ahead = PyLong_AsLong(PyTuple_GET_ITEM(place, 1));
+  while (!PyErr_Occurred() && !path.empty()) {
+    Ref behind(PyLong_FromLong(++ahead));
+    Ref pair(behind ? PyTuple_Pack(2, position, behind.get()) : nullptr);
+    if (!pair || PyDict_SetItem(places, slot(path.back(), layout.node_id), pair.get()) < 0) return -1;
+    position = PyTuple_GET_ITEM(pair.get(), 0);  // the dict holds the pair
+    path.pop_back();
+  }
+  return PyErr_Occurred() ? -1 : ahead;
+}
+
+// Frontier.push_below, by BestFirst.key where that is the policy: nothing is further ahead than its K. False after an
+// error.
+bool push_below(PyObject* frontier, PyObject* growth, const Tree& tree, PyObject* parent, PyObject* made) {
+  if (Py_TYPE(growth) != of_growth.type || slot(frontier, of_frontier.committed) != Py_None) {
+    Ref done(PyObject_CallMethodObjArgs(frontier, names.push_below, parent, made, nullptr));
+    return static_cast<bool>(done);
+  }
+  const long ahead = ahead_of(slot(frontier, of_frontier.places), parent) + 1;
+  if (ahead == 0) return false;
+  const double most_ahead = PyFloat_AsDouble(slot(frontier, of_frontier.most_ahead));
+  const double min_log = PyFloat_AsDouble(slot(growth, of_growth.min_log));
+  const double above = PyFloat_AsDouble(slot(tree.anchor(), layout.log_path));
+  if (PyErr_Occurred()) return false;
+  PyObject *heap = slot(frontier, of_frontier.heap), *unwanted = slot(frontier, of_frontier.unwanted);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(made); ++i) {
+    PyObject* node = PyList_GET_ITEM(made, i);
+    const double log_path = PyFloat_AsDouble(slot(node, layout.log_path));
+    if (static_cast<double>(ahead) > most_ahead || log_path - above < min_log) {
+      if (PyList_Append(unwanted, node) < 0) return false;
+      continue;
+    }
+    Ref unlikely(PyFloat_FromDouble(-log_path));
+    Ref key(unlikely ? PyTuple_Pack(2, zero, unlikely.get()) : nullptr);
+    Ref entry(key ? PyTuple_Pack(3, key.get(), slot(node, layout.node_id), node) : nullptr);
+    Ref done(entry ? PyObject_CallFunctionObjArgs(push, heap, entry.get(), nullptr) : nullptr);
+    if (!done) return false;
+  }
+  return true;
+}
+
+PyObject* tuple_of(const std::vector<double>& values) {
+  Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(values.size())));
+  for (size_t i = 0; tuple && i < values.size(); ++i) {
+    PyObject* value = PyFloat_FromDouble(values[i]);
+    if (value == nullptr) return nullptr;
+    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), value);
+  }
+  return tuple.release();
+}
+
+enum class Done { kPublished, kLeft, kFailed };
+
+// DraftEngine._publish of one leaf and its candidates. kLeft: nothing is done, there is more than the plain case.
+Done publish_leaf(PyObject* session, PyObject* parent, PyObject* ranked, double least, Row& row, int64_t& published) {
+  const Done left = Done::kLeft, failed = Done::kFailed;
+  PyObject *hinted = slot(session, of_session.hinted), *frontier = slot(session, of_session.frontier);
+  const Tree tree(slot(session, of_session.tree));
+  int64_t rejection = 0, next_id = 0;
+  if (!PyTuple_CheckExact(ranked) || PyTuple_GET_SIZE(ranked) != 2 || !PyList_CheckExact(PyTuple_GET_ITEM(ranked, 0)) ||
+      !PyList_CheckExact(PyTuple_GET_ITEM(ranked, 1)) || !is_node(parent) || tree.nodes == nullptr ||
+      !PyDict_CheckExact(hinted) || PyDict_GET_SIZE(hinted) > 0 || Py_TYPE(frontier) != types.frontier)
+    return left;
+  if (!tree.valid() || !tree.number(of_tree.rejection, rejection)) return failed;
+  if (rejection || !tree.plain() || !read_int(slot(session, of_session.next_node_id), next_id)) return left;
+  PyObject* growth = slot(session, of_session.growth);
+  Ref fan_out(PyObject_GetAttr(growth, names.fan_out));
+  const Py_ssize_t most = fan_out ? PyLong_AsSsize_t(fan_out.get()) : -1;
+  if (PyErr_Occurred() || !row.read(PyTuple_GET_ITEM(ranked, 0), PyTuple_GET_ITEM(ranked, 1), most,
+                                    slot(session, of_session.calibration), least))
+    return failed;
+  if (!attachable(tree, parent, row.children, next_id)) return PyErr_Occurred() ? failed : left;
+
+  const Py_ssize_t size = static_cast<Py_ssize_t>(row.children.size());
+  Ref gaps(tuple_of(row.gaps)), made(PyList_New(size)), following(PyLong_FromLongLong(next_id + size));
+  if (!gaps || !made || !following) return failed;
+  put(parent, layout.expanded, Py_NewRef(Py_True));
+  put(parent, layout.gaps, gaps.release());
+  put(parent, layout.bonus, Py_NewRef(empty));
+  put(session, of_session.changed, Py_NewRef(Py_True));
+  put(session, of_session.next_node_id, following.release());
+  if (size == 0) return Done::kPublished;
+  tree.changed();
+  if (PySet_Add(slot(tree.self, of_tree.producers), draft) < 0) return failed;
+  PyObject* outbox = slot(session, of_session.outbox);
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    const Child& child = row.children[static_cast<size_t>(i)];
+    Ref node_id(PyLong_FromLongLong(next_id + i)), prob(PyFloat_FromDouble(child.prob));
+    if (!node_id || !prob) return failed;
+    PyObject* node = grow(tree, parent, draft, node_id.get(), child.token_id, prob.get(), Py_True, Py_None);
+    if (node == nullptr || PyList_Append(outbox, node) < 0) return failed;
+    PyList_SET_ITEM(made.get(), i, Py_NewRef(node));
+  }
+  published += size;
+  return push_below(frontier, growth, tree, parent, made.get()) ? Done::kPublished : failed;
+}
+
+// publish(leaves, ranked, least) -> number of nodes, and of the first leaves that were published: the next one is left.
+// `leaves`: a list of (session, node); `ranked`: of each the ids and scores of its candidates.
+PyObject* publish(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 3 || !PyList_CheckExact(arguments[0]) || !PyList_CheckExact(arguments[1]) ||
+      PyList_GET_SIZE(arguments[0]) != PyList_GET_SIZE(arguments[1]))
+    return PyErr_Format(PyExc_TypeError, "publish takes two lists of equal length and the least probability");
+  const double least = PyFloat_AsDouble(arguments[2]);
+  if (PyErr_Occurred()) return nullptr;
+  int64_t published = 0;
+  Py_ssize_t done = 0;
+  Row row;
+  for (; done < PyList_GET_SIZE(arguments[0]); ++done) {
+    PyObject* leaf = PyList_GET_ITEM(arguments[0], done);
+    if (!PyTuple_CheckExact(leaf) || PyTuple_GET_SIZE(leaf) != 2 || Py_TYPE(PyTuple_GET_ITEM(leaf, 0)) != types.session)
+      return PyErr_Format(PyExc_TypeError, "publish takes pairs of a session and a node");
+    const Done result = publish_leaf(PyTuple_GET_ITEM(leaf, 0), PyTuple_GET_ITEM(leaf, 1),
+                                     PyList_GET_ITEM(arguments[1], done), least, row, published);
+    if (result == Done::kFailed) return nullptr;
+    if (result == Done::kLeft) break;
+  }
+  return Py_BuildValue("Ln", static_cast<long long>(published), done);
+}
+
+PyMethodDef methods[] = {
+    {"prepare", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(prepare)), METH_FASTCALL, nullptr},
+    {"publish", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(publish)), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "paceline_publish", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_paceline_publish() {
+  const struct {
+    PyObject** name;
+    const char* text;
+  } all[] = {{&names.address, "address"}, {&names.fan_out, "fan_out"}, {&names.push_below, "push_below"}};
+  for (const auto& each : all)
+    if ((*each.name = PyUnicode_InternFromString(each.text)) == nullptr) return nullptr;
+  if ((zero = PyFloat_FromDouble(0.0)) == nullptr || (empty = PyTuple_New(0)) == nullptr) return nullptr;
+  return PyModule_Create(&module);
+}

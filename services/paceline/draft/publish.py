@@ -1,0 +1,61 @@
+"""The children of all leaves of a step by one native pass, ``publish.cpp``: probabilities, nodes and their order.
+
+It does what ``DraftEngine._publish`` does with candidates that are ranked already. A leaf that is not the common case
+(a hint, the rejection rule, a node that a tree refuses) is left to that with all behind it, as are all leaves where the
+pass cannot be compiled, which takes a C++ compiler and Python's headers.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import logging
+from pathlib import Path
+from typing import Any
+
+from paceline.core.native import extension
+from paceline.core.native_tree import NativeTree
+from paceline.core.tree import Producer, TreeNode
+from paceline.draft.growth import BestFirst, Frontier
+from paceline.draft.session import DraftSession
+from paceline.drafters import calibration
+from paceline.errors import EngineError
+from paceline.messages import Node
+from paceline.model.chain import Ranked
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+log = logging.getLogger(__name__)
+
+
+def prepare() -> None:
+    """Compiles or loads the pass, and that of ``calibration.py``, now, so that no step has to wait for them."""
+    _passes()
+
+
+def publish(leaves: list[tuple[DraftSession, TreeNode]], ranked: Ranked, least_prob: float) -> tuple[int, int]:
+    """Publishes the ranked candidates of leaves as their children, without those less likely than ``least_prob``.
+
+    Returns:
+        the number of nodes, and of the first leaves that were published: the others are left.
+    """
+    passes = _passes()
+    if passes is None:
+        return 0, 0
+    done: tuple[int, int] = passes.publish(leaves, ranked, least_prob)
+    return done
+
+
+@functools.cache
+def _passes() -> Any:
+    """The compiled pass; None if it cannot be compiled or loaded here, for a reason that is logged once."""
+    if not (expect := calibration.expect_address()):
+        return None
+    try:
+        passes = extension(_SOURCE, "paceline_publish", "the pass over the leaves of a step")
+        prototype = TreeNode(Node(0, -1, 0, 1.0), None, 0)
+        types = NativeTree, DraftSession, Frontier, BestFirst
+        passes.prepare(prototype, *types, expect, Producer.DRAFT, heapq.heappush)
+    except (EngineError, ImportError, TypeError) as error:
+        log.warning("nodes are published by Python, which is slower: %s", error)
+        return None
+    return passes

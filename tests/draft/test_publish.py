@@ -1,0 +1,154 @@
+"""The native pass that publishes the children of ranked leaves equals what the engine does one by one."""
+
+from __future__ import annotations
+
+import math
+import random
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core.native_tree import NativeTree
+from paceline.core.tree import TreeNode
+from paceline.draft import engine as engine_module
+from paceline.draft import publish as publish_module
+from paceline.draft.session import DraftSession
+from paceline.drafters.protocol import Candidates, Leaf
+from paceline.messages import Hint, Nodes
+from paceline.model.chain import Ranked
+
+from .fakes import VOCAB, Harness, TableDrafter, open_session
+
+needs_pass = pytest.mark.skipif(publish_module._passes() is None, reason="needs a C++ compiler and Python's headers")
+
+
+class RankedDrafter(TableDrafter):
+    """Ranks its candidates itself: a function of the text, with whatever a drafter might get wrong now and then."""
+
+    def __init__(self, seed: int, *, harm: float) -> None:
+        super().__init__()
+        self._seed, self._harm = seed, harm
+
+    def expand_best(self, leaves: Sequence[Leaf]) -> Candidates:
+        candidates = self.expand(leaves)
+        ranked: Ranked = []
+        rows = zip(candidates.token_ids.tolist(), candidates.log_q.tolist(), leaves, strict=True)
+        for ids, scores, leaf in rows:
+            rng = random.Random(f"{self._seed} {self._texts[leaf.session_id]} {leaf.path}")
+            if rng.random() < self._harm:
+                ids[rng.randrange(3)] = rng.choice([*range(VOCAB), -1, VOCAB, 2**70])
+            if rng.random() < self._harm:
+                at = rng.randrange(4)
+                scores[at:] = [rng.choice([-math.inf, math.nan, scores[at]])] * len(scores[at:])
+            ranked.append((ids[:4], scores[:4]) if rng.random() < 0.9 else ([], []))
+        nothing = torch.zeros(len(leaves), 0)
+        return Candidates(nothing.long(), nothing, ranked=ranked)
+
+
+def place(node: TreeNode) -> object:
+    """All that a node holds, with its neighbors by their ids."""
+    held = {name: getattr(node, name) for name in TreeNode.__slots__}
+    held["parent"], held["best"] = (at.node_id if at else None for at in (node.parent, node.best))
+    held["children"] = [(token_id, child.node_id) for token_id, child in node.children.items()]
+    return held
+
+
+def state(session: DraftSession) -> object:
+    """All that publishing may change of a session."""
+    tree, frontier = session.tree, session.frontier
+    return (
+        [place(node) for node in tree.nodes()],
+        (repr(tree.proposal(4)), tree._producers),
+        [(key, node_id, node.node_id) for key, node_id, node in frontier._heap],
+        [node.node_id for node in frontier._unwanted],
+        list(frontier._places.items()),
+        [node.node_id for node in session.outbox],
+        (session.next_node_id, session.changed, session.idle),
+        list(session.calibration._cells),
+    )
+
+
+GROWTHS = [{"growth": "best_first"}, {"growth": "best_first"}, {"growth": "uniform"}, {"mode": "sequential"}]
+
+
+def grown(seed: int, harm: float, rounds: Sequence[int], *, one_by_one: bool) -> tuple[list[object], Harness]:
+    """States of two sessions after each of some steps, with the pass or without it."""
+    own = (lambda *_: (0, 0)) if one_by_one else publish_module.publish
+    harness = Harness(RankedDrafter(seed, harm=harm), tree_budget=40, fan_out=3)
+    states: list[object] = []
+
+    def steps(count: int) -> int:
+        done = 0
+        while done < count and harness.engine.step():
+            states.extend(repr(state(session)) for session in harness.engine._sessions.values())
+            done += 1
+        return done
+
+    with mock.patch.object(harness, "steps", steps), mock.patch.object(engine_module, "publish", own):
+        for name in ("a", "b"):
+            options = random.Random(f"{seed} {name}").choice(GROWTHS)
+            harness.open(open_session(name, temperature=0.0, text=(1, 2, ord(name) % 7), **options))
+        for number, num_steps in enumerate(rounds):
+            harness.round(num_steps)
+            if number == 3:
+                packed = torch.tensor([[5, 3]], dtype=torch.int32).numpy().tobytes()
+                packed += torch.tensor([[-0.1, -3.0]]).numpy().tobytes()
+                text = harness.targets["a"].text
+                harness.engine.receive([Hint("a", 0, len(text), (0,), 0.5, packed)])
+    return states, harness
+
+
+@needs_pass
+@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.2]), st.lists(st.integers(0, 6), min_size=5, max_size=9))
+@settings(max_examples=120, deadline=None)
+def test_a_tree_grows_as_it_does_one_by_one(seed: int, harm: float, rounds: list[int]) -> None:
+    expected, twin = grown(seed, harm, rounds, one_by_one=True)
+    found, harness = grown(seed, harm, rounds, one_by_one=False)
+    assert found == expected
+    assert harness.sent == twin.sent
+    assert harness.engine.stats == twin.engine.stats
+    if sum(rounds):
+        assert any(isinstance(message, Nodes) and len(message.nodes) for message in harness.sent)
+
+
+@needs_pass
+def test_leaves_of_the_common_case_are_left_to_nobody() -> None:
+    counts = []
+
+    def publish(leaves: list[tuple[DraftSession, TreeNode]], ranked: Ranked, least: float) -> tuple[int, int]:
+        num_nodes, num_done = publish_module.publish(leaves, ranked, least)
+        counts.append((num_nodes, len(leaves) - num_done))
+        return num_nodes, num_done
+
+    harness = Harness(RankedDrafter(1, harm=0.0))
+    with mock.patch.object(engine_module, "publish", publish):
+        harness.open(open_session(temperature=0.0))
+        for _ in range(10):
+            harness.round(3)
+        assert isinstance(harness.engine._sessions["s"].tree, NativeTree)
+    assert sum(num_nodes for num_nodes, _ in counts) > 20
+    assert not any(num_left for _, num_left in counts)
+
+
+@needs_pass
+def test_what_is_no_leaf_is_refused() -> None:
+    with pytest.raises(TypeError, match="pairs of a session and a node"):
+        publish_module.publish([("session", "node")], [([], [])], 0.01)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="two lists of equal length"):
+        publish_module.publish([], [([], [])], 0.01)
+
+
+def test_without_a_compiler_every_leaf_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    publish_module._passes.cache_clear()
+    try:
+        assert publish_module.publish([("session", "node")], [([], [])], 0.01) == (0, 0)  # type: ignore[list-item]
+        assert publish_module._passes() is None
+    finally:
+        publish_module._passes.cache_clear()
