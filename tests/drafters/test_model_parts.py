@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import copy
 import random
+import sysconfig
 from array import array
 from collections import Counter
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from tests.support.models import VOCAB
 
-from paceline.core.processors import SamplerState
+from paceline.core.processors import Row, SamplerState
+from paceline.drafters import parts as parts_module
 from paceline.drafters.model import ModelDrafter
+from paceline.drafters.parts import parts_of
 from paceline.drafters.protocol import Leaf
-from paceline.drafters.rows import NO_TAIL, RowSession
+from paceline.drafters.rows import NO_TAIL, Part, RowSession
+from paceline.errors import ResourceExhaustedError
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
 from paceline.types import PAGE_SIZE, SamplingParams
@@ -95,14 +103,101 @@ def test_leaves_alone_are_laid_out_as_among_others(monkeypatch) -> None:
     assert short.total() < 290, "the longer one was taken, too"
 
 
-def leaf_of(rng: random.Random, session: RowSession, node_id: int) -> Leaf:
+def state(drafter: ModelDrafter) -> str:
+    """All that a step changes of a drafter's sessions."""
+    return repr([replace(session, sampler=None, shared=None) for session in drafter._sessions.values()])
+
+
+def listed(part: Part) -> str:
+    """A part, but for its session."""
+    return repr(replace(part, session=None, step=replace(part.step, positions=[*part.step.positions])))
+
+
+@pytest.mark.skipif(parts_module._passes() is None, reason="needs a C++ compiler and Python's headers")
+def test_leaves_of_all_sessions_are_laid_out_as_session_by_session() -> None:
+    rng, seen_before = random.Random(8), Counter[str]()
+    for _ in range(400):
+        own = drafter()
+        own._sessions = {name: random_session(rng, own._cache) for name in "abc"}
+        leaves, has_paths = [], {}
+        for name in rng.sample("abc", rng.randint(1, 3)):
+            session = own._sessions[name]
+            pending = session.num_cached < len(session.tokens)
+            has_paths[name] = not pending
+            leaves += [leaf_of(rng, session, 99 + i, name) for i in range(1 if pending else rng.randint(1, 5))]
+            if rng.random() < 0.1:  # a leaf beside an anchor with pending tokens, or an anchor without any
+                leaves.append(Leaf(name, 98, (98,), (3,)) if pending else Leaf(name, 0, (), ()))
+        if rng.random() < 0.1:
+            rng.shuffle(leaves)
+        slow, before = copy.deepcopy(own), state(own)
+        made = parts_of(leaves, own._sessions, own._cache)
+        common = all(77 not in leaf.path_ids for leaf in leaves) and all(
+            {bool(leaf.path) for leaf in leaves if leaf.session_id == name} in ({expected}, set())
+            for name, expected in has_paths.items()
+        )
+        together = len({leaf.session_id for leaf in leaves}) == sum(1 for _ in groupby(leaves, lambda x: x.session_id))
+        assert (made is not None) == (common and together)
+        seen_before["laid out" if made else "left"] += 1
+        if made is None:
+            assert state(own) == before
+            continue
+        parts, rows = made
+        want, want_rows, at, depths = slow._parts(leaves, [NO_TAIL] * len(leaves))
+        assert [(row.state.seed_bits, row.suffix) for row in rows] == [(r.state.seed_bits, r.suffix) for r in want_rows]
+        assert all(row.state is own._sessions[leaf.session_id].sampler for row, leaf in zip(rows, leaves, strict=True))
+        assert (at, depths) == ([*range(len(leaves))], [0] * len(leaves))
+        assert [listed(part) for part in parts] == [listed(part) for part in want]
+        assert [type(row) for row in rows] == [Row] * len(leaves)
+        for part in (*parts, *want):
+            part.keep()
+        assert state(own) == state(slow)
+        for session in own._sessions.values():
+            used = [*session.node_rows.values(), *session.free_rows, *session.committed.nonzero()[0].tolist()]
+            assert sorted(used) == [*range(session.num_rows)], "a row leaked or has two uses"
+    assert min(seen_before.values()) > 30
+
+
+@pytest.mark.skipif(parts_module._passes() is None, reason="needs a C++ compiler and Python's headers")
+def test_rows_are_given_back_where_one_session_has_no_room() -> None:
+    rng, own = random.Random(9), drafter()
+    own._sessions = {"a": random_session(rng, own._cache), "b": random_session(rng, own._cache)}
+    for session in own._sessions.values():
+        session.num_cached = len(session.tokens)
+    leaves = [Leaf("a", 99, (99,), (1,)), Leaf("b", 99, (99,), (1,))]
+    full = own._sessions["b"]
+    full.free_rows, full.num_rows = [], len(full.pages) * PAGE_SIZE
+
+    def refuse(count: int) -> list[int]:
+        raise ResourceExhaustedError(f"no room for {count} pages")
+
+    own._cache.allocate = refuse  # type: ignore[method-assign]
+    free, room = sorted(own._sessions["a"].free_rows), own._sessions["a"].num_rows
+    assert parts_of(leaves, own._sessions, own._cache) is None
+    given_back = sorted(set(own._sessions["a"].free_rows) - set(range(room, own._sessions["a"].num_rows)))
+    assert given_back == free
+    assert sorted(own._sessions["a"].free_rows)[len(free) :] == [*range(room, own._sessions["a"].num_rows)]
+    with pytest.raises(TypeError, match="a list of leaves"):
+        parts_of((), own._sessions, own._cache)
+
+
+def test_without_a_compiler_leaves_are_laid_out_by_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(parts_module, "_passes", parts_module._passes.__wrapped__)
+    own = drafter()
+    own._sessions = {"s": random_session(random.Random(1), own._cache)}
+    assert parts_of([leaf_of(random.Random(1), own._sessions["s"], 99)], own._sessions, own._cache) is None
+
+
+def leaf_of(rng: random.Random, session: RowSession, node_id: int, name: str = "s") -> Leaf:
     """The anchor where tokens are pending, else a leaf that has no row, now and then below another that has none."""
     path: tuple[int, ...] = ()
     if session.num_cached == len(session.tokens):
         path = (*rng.sample(sorted(session.node_rows), rng.randint(0, len(session.node_rows))), node_id)
         if rng.random() < 0.1:
             path = (77, *path)
-    return Leaf("s", path[-1] if path else 0, path, tuple(rng.randrange(VOCAB) for _ in path))
+        elif rng.random() < 0.1 and len(path) > 1:
+            path = path[:-1]  # a node that is computed once more
+    return Leaf(name, path[-1] if path else 0, path, tuple(rng.randrange(VOCAB) for _ in path))
 
 
 def seen(step: SequenceStep, num_rows: int) -> torch.Tensor:

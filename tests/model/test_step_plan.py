@@ -45,8 +45,12 @@ def _tree(rng: random.Random, num_tokens: int, start: int, *, positions: bool) -
 
 def _grown(rng: random.Random, num_tokens: int, start: int) -> SequenceStep:
     """A tree whose tokens see the same rows, and few of their own."""
-    step = _tree(rng, num_tokens, start, positions=rng.random() < 0.5)
-    step.visible = torch.rand(start + num_tokens) < 0.5
+    step = _tree(rng, num_tokens, start, positions=False)
+    step.rows = rng.sample(range(start + num_tokens), num_tokens)
+    step.positions = [rng.randrange(500) for _ in step.rows]
+    num_keys = rng.choice([start + num_tokens, len(step.pages) * PAGE_SIZE])
+    step.visible = torch.rand(num_keys) < 0.5
+    step.key_positions = torch.randint(0, 500, (num_keys,)) if rng.random() < 0.5 else None
     step.own_rows = [rng.sample(step.rows, rng.randint(0, min(3, num_tokens))) for _ in step.rows]
     return step
 
@@ -162,18 +166,23 @@ def test_a_step_is_laid_out_as_it_would_be_token_by_token() -> None:
 
 @pytest.mark.skipif(columns._passes() is None, reason="needs a C++ compiler and Python's headers")
 def test_sequences_are_gathered_as_by_python() -> None:
-    """Those of steps without trees, whatever holds their numbers; the others are left to Python."""
-    for seed in range(48):
+    """Whatever holds their numbers; trees that say token by token what they see are left to Python."""
+    num_trees = 0
+    for seed in range(96):
         steps, shapes = _batch(seed), SHAPES[seed % len(SHAPES)]
+        if seed % 2:
+            steps = [step for step in steps if step.visible is None or step.own_rows]
         if seed % 2:
             for step in steps:
                 step.token_ids, step.pages = tuple(step.token_ids), array("q", step.pages)
         if seed % 4 == 1:
             steps[-1].positions = [*steps[-1].positions]
-        assert (columns.gather(steps) is None) == any(step.visible is not None for step in steps)
+        assert (columns.gather(steps) is None) == any(step.visible is not None and not step.own_rows for step in steps)
+        num_trees += columns.gather(steps) is not None and any(step.own_rows for step in steps)
         plan, twin = StepPlan.of(steps, SCRATCH_ROW, shapes), StepPlan._by_python(steps, SCRATCH_ROW, shapes)
         assert torch.equal(plan.buffer, twin.buffer)
         assert (plan.num_logits, plan.shape, plan.copies) == (twin.num_logits, twin.shape, twin.copies)
+    assert num_trees > 8
 
 
 @pytest.mark.parametrize(
@@ -189,11 +198,17 @@ def test_sequences_are_gathered_as_by_python() -> None:
         {"also": [(0, 1, 2)]},
         {"num_logits": None},
         {"own_rows": [[0], [1]]},
+        {"visible": torch.ones(2, 2, dtype=torch.bool)},
+        {"visible": torch.ones(2, dtype=torch.bool)},
+        {"visible": torch.ones(2, dtype=torch.bool), "own_rows": [[0]]},
+        {"visible": torch.ones(2, dtype=torch.bool), "own_rows": [[0], 1]},
+        {"visible": torch.ones(4, dtype=torch.bool)[::2], "own_rows": [[0], [1]]},
+        {"visible": torch.ones(2, dtype=torch.bool), "own_rows": [[0], [1]], "key_positions": torch.arange(3)},
         {"copies": [(0, 1)] * 2, "pages": None},
     ],
     ids=str,
 )
-def test_what_a_target_does_not_send_is_left_to_python(change: dict[str, object]) -> None:
+def test_what_engines_do_not_make_is_left_to_python(change: dict[str, object]) -> None:
     span = range(2)
     right = SequenceStep([1, 2], span, span, [0], num_logits=2)
     assert (columns.gather([right]) is None) == (columns._passes() is None)

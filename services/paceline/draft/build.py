@@ -27,6 +27,7 @@ from paceline.config import (
 from paceline.core import native_tree, rows
 from paceline.draft import publish
 from paceline.draft.engine import DraftEngine
+from paceline.drafters import parts
 from paceline.drafters.cascade import HorizontalDrafter, VerticalDrafter
 from paceline.drafters.corpus import suffix_drafter
 from paceline.drafters.heads.load import remote_plan
@@ -119,6 +120,7 @@ def build_draft_engine(
     """
     rows.prepare()
     native_tree.prepare()
+    parts.prepare()
     publish.prepare()
     target = Checkpoint.open(setup.target_source, setup.trusts_target)
     if isinstance(setup.options, HeadDraftOptions):
@@ -216,12 +218,12 @@ def _cascade(setup: DraftSetup, options: CascadeOptions, target: Checkpoint) -> 
     runner = next((each.runner for each in drafters if each.runner is not None), None)
     if options.arrangement == "vertical":
         return _Built(first.drafter, max_context_len, f"vertical cascade of {first.description}", runner)
-    parts = [first.description]
+    described = [first.description]
     for length, other in zip(options.all_lengths, others, strict=True):
-        parts[-1] += f" ({length} positions)"
-        parts.append(other.description)
+        described[-1] += f" ({length} positions)"
+        described.append(other.description)
     drafter = HorizontalDrafter([each.drafter for each in drafters], options.all_lengths)
-    return _Built(drafter, max_context_len, f"horizontal cascade of {', then '.join(parts)}", runner)
+    return _Built(drafter, max_context_len, f"horizontal cascade of {', then '.join(described)}", runner)
 
 
 def _model_drafter(

@@ -8,6 +8,7 @@ row is computed again. Only whole prompt pages, written in order, are shared bet
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
@@ -19,6 +20,7 @@ from torch import Tensor
 from paceline.core.deferred import download
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import GREEDY_CANDIDATES, best_unprocessed, draft_candidates, unlisted
+from paceline.drafters.parts import parts_of
 from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, Leaf
 from paceline.drafters.rows import NO_TAIL, Part, RowSession, Tail, chain_step, prompt_chunk, tree_step
 from paceline.drafters.translation import Translation
@@ -139,45 +141,23 @@ class ModelDrafter:
         return self._expand(leaves, best=self.tokens_per_leaf == 1)
 
     def _expand(self, leaves: Sequence[Leaf], *, best: bool) -> Candidates:
-        groups: dict[str, list[int]] = {}
-        for index, leaf in enumerate(leaves):
-            if (group := groups.get(leaf.session_id)) is None:
-                groups[leaf.session_id] = [index]
-            else:
-                group.append(index)
-        tails = self._tails(leaves)
-        parts: list[Part] = []
-        at: list[int] = []  # leaf of each row of logits,
-        depths: list[int] = []  # and its depth
+        tails: Sequence[Tail] = ()
+        at: Sequence[int] = range(len(leaves))  # leaf of each row of logits,
+        depths: Sequence[int] = ()  # and its depth
+        plain = self.tokens_per_leaf == 1 and self._translation is None
+        made = parts_of(leaves, self._sessions, self._cache) if plain else None
+        if made is not None:
+            parts, rows = made
+        else:
+            tails = self._tails(leaves)
+            parts, rows, at, depths = self._parts(leaves, tails)
+        if not parts:
+            return self._candidates(leaves, tails, self._num_candidates(leaves))
         try:
-            rows: list[Row] = []
-            for session_id, indices in groups.items():
-                session = self._session(session_id)
-                usable = self._usable(session, leaves, indices)
-                if not usable:
-                    continue
-                try:
-                    parts.append(self._part(session, [(leaves[i], tails[i]) for i in usable]))
-                except ResourceExhaustedError:
-                    continue
-                sampler = session.sampler
-                for i in usable:
-                    path, tail = leaves[i].path, tails[i]
-                    at.append(i)
-                    depths.append(0)
-                    rows.append(Row(sampler, path))
-                    if tail.inputs:
-                        further = range(1, len(tail.inputs) + 1)
-                        at += [i] * len(further)
-                        depths += further
-                        rows += [Row(sampler, (*path, *tail.path[:depth])) for depth in further]
-            m = self._num_candidates(groups)
-            if not parts:
-                return self._candidates(leaves, tails, m)
             logits = self._logits([part.step for part in parts])
             ranked = best_unprocessed(logits, rows) if best else None
             if ranked is None:
-                ids, scores = draft_candidates(logits, rows, m)
+                ids, scores = draft_candidates(logits, rows, self._num_candidates(leaves))
                 beyond = unlisted(logits, rows, ids, scores) if self.tokens_per_leaf == 1 else None
         except BaseException:
             for part in parts:
@@ -185,12 +165,15 @@ class ModelDrafter:
             raise
         for part in parts:
             part.keep()
+        all_in_order = self.tokens_per_leaf == 1 and [*at] == [*range(len(leaves))]
         if ranked is not None:
-            found = dict(zip(at, zip(*ranked, strict=True), strict=True))
-            nothing: tuple[list[int], list[float]] = [], []
-            return Candidates(*_none((len(leaves), 0)), ranked=[found.get(i, nothing) for i in range(len(leaves))])
+            of_rows = [*zip(*ranked, strict=True)]
+            if not all_in_order:
+                found, nothing = dict(zip(at, of_rows, strict=True)), ([], [])
+                of_rows = [found.get(i, nothing) for i in range(len(leaves))]
+            return Candidates(*_nothing(len(leaves)), ranked=of_rows)
         ids, scores = download(ids, scores)
-        if self.tokens_per_leaf == 1 and at == [*range(len(leaves))]:
+        if all_in_order:
             return Candidates(ids, scores, beyond=beyond)
         everyone = self._candidates(leaves, tails, ids.shape[1])
         place = torch.tensor(at)
@@ -201,6 +184,39 @@ class ModelDrafter:
         others = _none((len(leaves), beyond[0].shape[1]))
         others[0][place], others[1][place] = beyond
         return Candidates(everyone.token_ids, everyone.log_q, beyond=others)
+
+    def _parts(
+        self, leaves: Sequence[Leaf], tails: Sequence[Tail]
+    ) -> tuple[list[Part], list[Row], list[int], list[int]]:
+        """The parts of the sessions, and of each row of logits the position, its leaf and its depth. A leaf that cannot
+        be computed, or has no room, is in none."""
+        groups: dict[str, list[int]] = {}
+        for index, leaf in enumerate(leaves):
+            groups.setdefault(leaf.session_id, []).append(index)
+        parts: list[Part] = []
+        rows: list[Row] = []
+        at: list[int] = []
+        depths: list[int] = []
+        try:
+            for session_id, indices in groups.items():
+                session = self._session(session_id)
+                usable = self._usable(session, leaves, indices)
+                if not usable:
+                    continue
+                try:
+                    parts.append(self._part(session, [(leaves[i], tails[i]) for i in usable]))
+                except ResourceExhaustedError:
+                    continue
+                for i in usable:
+                    for depth in range(1 + len(tails[i].inputs)):
+                        at.append(i)
+                        depths.append(depth)
+                        rows.append(Row(session.sampler, (*leaves[i].path, *tails[i].path[:depth])))
+        except BaseException:
+            for part in parts:
+                part.session.free_rows.extend(part.step.rows)
+            raise
+        return parts, rows, at, depths
 
     def chains(self, session_id: str) -> bool:
         """True if ``chain`` may be called for a session: its tokens are drawn from raw logits by native passes."""
@@ -322,9 +338,9 @@ class ModelDrafter:
         logits = self._runner.forward(steps)
         return logits if self._translation is None else self._translation.logits(logits)
 
-    def _num_candidates(self, session_ids: Iterable[str]) -> int:
+    def _num_candidates(self, leaves: Sequence[Leaf]) -> int:
         """Candidates per node: few are enough where no session samples, as q alone orders the children then."""
-        greedy = all(self._sessions[session_id].sampler.greedy for session_id in session_ids)
+        greedy = all(self._sessions[leaf.session_id].sampler.greedy for leaf in leaves)
         vocabulary = self._runner if self._translation is None else self._translation
         return min(GREEDY_CANDIDATES if greedy else self._top_m, self._top_m, vocabulary.vocab_size)
 
@@ -456,6 +472,12 @@ class ModelDrafter:
             digest = page_hash(previous, session.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
             session.hashes.append(digest)
             self._cache.publish(session.pages[index], digest)
+
+
+@functools.lru_cache
+def _nothing(num_leaves: int) -> tuple[Tensor, Tensor]:
+    """``_none`` of each leaf, which nobody can change."""
+    return _none((num_leaves, 0))
 
 
 def _none(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -111,6 +111,10 @@ class Part:
             session.num_cached += self.num_pending
             if len(rows) == self.num_pending and not self.node_rows:
                 return
+        held, made = session.node_rows, self.node_rows
+        if 0 < len(made) == len(rows) and min(made) >= 0 and held.keys().isdisjoint(made):
+            held.update(made)
+            return
         kept = []
         for node_id, row in self.node_rows.items():
             if node_id >= 0:

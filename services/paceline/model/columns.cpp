@@ -18,11 +18,12 @@ using Column = std::vector<int64_t>;
 // Where SequenceStep keeps its attributes.
 struct StepLayout {
   PyTypeObject* type = nullptr;
-  Py_ssize_t token_ids, positions, rows, pages, num_logits, visible, own_rows, also, copies;
+  Py_ssize_t token_ids, positions, rows, pages, num_logits, visible, key_positions, own_rows, also, copies;
 } layout;
 
-// Begin a packed step: sequences, tokens, pages, further writes, and 1 if positions differ from rows.
-constexpr Py_ssize_t kHeader = 5, kCounts = 5;
+// Begin a packed step: sequences, tokens, pages, further writes, 1 if positions differ from rows, and the numbers about
+// rows of their own.
+constexpr Py_ssize_t kHeader = 6, kCounts = 5;
 constexpr int kSizes = 7;
 
 // Finds the attributes of a class of sequences, once. False after an error.
@@ -32,7 +33,7 @@ bool known(PyTypeObject* type) {
   if (!find(type, "token_ids", found.token_ids) || !find(type, "positions", found.positions) ||
       !find(type, "rows", found.rows) || !find(type, "pages", found.pages) ||
       !find(type, "num_logits", found.num_logits) || !find(type, "visible", found.visible) ||
-      !find(type, "own_rows", found.own_rows) || !find(type, "also", found.also) || !find(type, "copies", found.copies))
+      !find(type, "key_positions", found.key_positions) || !find(type, "own_rows", found.own_rows) || !find(type, "also", found.also) || !find(type, "copies", found.copies))
     return false;
   layout = found;
   layout.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(reinterpret_cast<PyObject*>(type)));
@@ -95,18 +96,49 @@ bool add_also(PyObject* also, int64_t first, Column& column) {
   return true;
 }
 
+struct Names {
+  PyObject *data_ptr, *dim, *is_contiguous, *numel;
+} names;
+
+// A number that a method of a tensor gives; -1 after an error.
+int64_t ask(PyObject* tensor, PyObject* name) {
+  Ref value(PyObject_CallMethodNoArgs(tensor, name));
+  return value ? PyLong_AsLongLong(value.get()) : -1;
+}
+
+// Adds the place of the values of a tensor [num_values]; of any length if that is -1 before.
+bool add_values(PyObject* tensor, int64_t& num_values, Column& column) {
+  if (tensor == nullptr || ask(tensor, names.dim) != 1 || ask(tensor, names.is_contiguous) != 1) return false;
+  const int64_t size = ask(tensor, names.numel), at = ask(tensor, names.data_ptr);
+  if (size < 0 || PyErr_Occurred() || (num_values >= 0 && size != num_values)) return false;
+  num_values = size;
+  column.push_back(at);
+  return true;
+}
+
+// Adds the rows that tokens see beside the others: of each how many, and which.
+bool add_own(PyObject* own_rows, int64_t num_tokens, Column& column) {
+  if (own_rows == nullptr || !PyList_CheckExact(own_rows) || PyList_GET_SIZE(own_rows) != num_tokens) return false;
+  for (Py_ssize_t i = 0; i < num_tokens; ++i) {
+    const size_t at = column.size();
+    column.push_back(0);
+    if (!add(PyList_GET_ITEM(own_rows, i), column)) return false;
+    column[at] = static_cast<int64_t>(column.size() - at - 1);
+  }
+  return true;
+}
+
 bool is_empty(PyObject* values) { return values != nullptr && PyObject_Size(values) == 0; }
 
 // The columns of a step: of each sequence the counts that paceline_lay_out takes, and the numbers of all.
 struct Columns {
-  Column counts, ids, rows, positions, pages, also;
+  Column counts, ids, rows, positions, pages, also, own;
+  Column visible, key_positions;  // addresses, 0 where there is none
   bool apart = false;  // positions differ from rows
-  int64_t num_logits = 0, shortest = INT64_MAX, longest = 0;
+  int64_t num_logits = 0, shortest = INT64_MAX, longest = 0, most_keys = 0;
 
   bool add_step(PyObject* step, PyObject* copies) {
-    if (!known(Py_TYPE(step)) || slot(step, layout.visible) != Py_None ||
-        !is_empty(slot(step, layout.own_rows)))
-      return false;
+    if (!known(Py_TYPE(step))) return false;
     const size_t first = ids.size(), first_page = pages.size();
     int64_t logits = 0;
     if (!add_also(slot(step, layout.also), static_cast<int64_t>(first), also) || !add(slot(step, layout.token_ids), ids) ||
@@ -119,16 +151,38 @@ struct Columns {
     }
     if (apart && (!add(slot(step, layout.positions), positions) || positions.size() != ids.size())) return false;
     const auto tokens = static_cast<int64_t>(ids.size() - first), tables = static_cast<int64_t>(pages.size() - first_page);
-    counts.insert(counts.end(), {tokens, tables, logits, 0, 0});
+    int64_t keys = 0;
+    if (!add_tree(step, tokens, keys)) return false;
+    counts.insert(counts.end(), {tokens, tables, logits, keys, keys ? tokens : 0});
     num_logits += logits, shortest = std::min(shortest, tokens), longest = std::max(longest, tokens);
     PyObject* copied = slot(step, layout.copies);
     return is_empty(copied) || PyList_SetSlice(copies, PY_SSIZE_T_MAX, PY_SSIZE_T_MAX, copied) == 0;
   }
 
+  // What the tokens of a sequence see, where that is not all rows up to their own: some rows, and each its own beside.
+  bool add_tree(PyObject* step, int64_t num_tokens, int64_t& keys) {
+    PyObject *seen = slot(step, layout.visible), *at = slot(step, layout.key_positions);
+    if (seen == Py_None) {
+      visible.push_back(0), key_positions.push_back(0);
+      return is_empty(slot(step, layout.own_rows));
+    }
+    keys = -1;
+    if (!add_values(seen, keys, visible) || keys == 0 || !add_own(slot(step, layout.own_rows), num_tokens, own))
+      return false;
+    if (at == Py_None) key_positions.push_back(0);
+    else if (!add_values(at, keys, key_positions)) return false;
+    most_keys = std::max(most_keys, keys);
+    return true;
+  }
+
   PyObject* packed() const {
-    const int64_t header[kHeader] = {static_cast<int64_t>(counts.size()) / kCounts, static_cast<int64_t>(ids.size()),
-                                     static_cast<int64_t>(pages.size()), static_cast<int64_t>(also.size()) / 2, apart};
-    const Column* all[] = {&counts, &ids, &rows, &positions, &pages, &also};
+    const int64_t header[kHeader] = {static_cast<int64_t>(counts.size()) / kCounts,
+                                     static_cast<int64_t>(ids.size()),
+                                     static_cast<int64_t>(pages.size()),
+                                     static_cast<int64_t>(also.size()) / 2,
+                                     apart,
+                                     static_cast<int64_t>(own.size())};
+    const Column* all[] = {&counts, &ids, &rows, &positions, &pages, &also, &own, &visible, &key_positions};
     size_t size = kHeader;
     for (const Column* column : all) size += column->size();
     PyObject* bytes = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(8 * size));
@@ -140,8 +194,8 @@ struct Columns {
 };
 
 // gather(steps) -> tokens, writes, logits, tokens of the shortest and of the longest sequence, KV rows that the page
-// tables must cover, the copies, and the columns as lay_out takes them; None if a step has a tree, or is no list of
-// SequenceStep as the target makes them.
+// tables must cover, if a step has a tree, the copies, and the columns as lay_out takes them, as long as the steps live;
+// None if a tree says token by token what it sees, or this is no list of SequenceStep as the engines make them.
 PyObject* gather(PyObject*, PyObject* steps) {
   if (!PyList_CheckExact(steps) || PyList_GET_SIZE(steps) == 0) Py_RETURN_NONE;
   Columns columns;
@@ -155,9 +209,9 @@ PyObject* gather(PyObject*, PyObject* steps) {
   if (!copies || !packed) return nullptr;
   const auto num_tokens = static_cast<Py_ssize_t>(columns.ids.size());
   const auto num_writes = num_tokens + static_cast<Py_ssize_t>(columns.also.size()) / 2;
-  const int64_t num_rows = *std::max_element(columns.rows.begin(), columns.rows.end()) + 1;
-  return Py_BuildValue("nnLLLLOO", num_tokens, num_writes, columns.num_logits, columns.shortest, columns.longest,
-                       num_rows, copies.get(), packed.get());
+  const int64_t num_rows = std::max(*std::max_element(columns.rows.begin(), columns.rows.end()) + 1, columns.most_keys);
+  return Py_BuildValue("nnLLLLOOO", num_tokens, num_writes, columns.num_logits, columns.shortest, columns.longest,
+                       num_rows, columns.most_keys ? Py_True : Py_False, copies.get(), packed.get());
 }
 
 // lay_out(packed, sizes, scratch_row, buffer, function): fills the buffer of a step by columns of gather. `sizes`: a
@@ -175,11 +229,10 @@ PyObject* lay_out(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   const auto* header = reinterpret_cast<const int64_t*>(PyBytes_AS_STRING(arguments[0]));
   const int64_t *counts = header + kHeader, *ids = counts + kCounts * header[0], *rows = ids + header[1];
   const int64_t* positions = header[4] ? rows + header[1] : rows;
-  const int64_t *pages = positions + header[1], *also = pages + header[2];
-  const std::vector<const uint8_t*> visible(static_cast<size_t>(header[0]));
-  const std::vector<const int64_t*> key_positions(static_cast<size_t>(header[0]));
-  fill(header[0], counts, ids, rows, positions, pages, header[3], also, visible.data(), nullptr,
-       key_positions.data(), scratch_row, sizes, to);
+  const int64_t *pages = positions + header[1], *also = pages + header[2], *own = also + 2 * header[3];
+  const auto *visible = own + header[5], *key_positions = visible + header[0];  // addresses
+  fill(header[0], counts, ids, rows, positions, pages, header[3], also, reinterpret_cast<const uint8_t* const*>(visible),
+       own, reinterpret_cast<const int64_t* const*>(key_positions), scratch_row, sizes, to);
   Py_RETURN_NONE;
 }
 
@@ -194,4 +247,15 @@ PyModuleDef module = {
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_paceline_columns() { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit_paceline_columns() {
+  const struct {
+    PyObject** name;
+    const char* text;
+  } all[] = {{&names.data_ptr, "data_ptr"},
+             {&names.dim, "dim"},
+             {&names.is_contiguous, "is_contiguous"},
+             {&names.numel, "numel"}};
+  for (const auto& each : all)
+    if ((*each.name = PyUnicode_InternFromString(each.text)) == nullptr) return nullptr;
+  return PyModule_Create(&module);
+}

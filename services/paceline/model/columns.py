@@ -1,7 +1,8 @@
 """Native passes from the sequences of a step, as Python objects, to its buffer: ``columns.cpp``.
 
-For steps without trees, as a target's are. ``StepPlan.of`` does the same in Python, for all others and where the passes
-cannot be compiled, which takes a C++ compiler and Python's headers.
+For steps as the engines make them: without trees, as a target's are, and of tree nodes that see rows of their own
+beside those that all see, as a draft's are. ``StepPlan.of`` does the same in Python, for all others and where the
+passes cannot be compiled, which takes a C++ compiler and Python's headers.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from paceline.errors import EngineError
 from paceline.model import layout
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-Columns = tuple[int, int, int, int, int, int, tuple[tuple[int, int], ...], bytes]
+Columns = tuple[int, int, int, int, int, int, bool, tuple[tuple[int, int], ...], bytes]
 """Tokens of a step; KV rows that it writes; logits; tokens of its shortest and of its longest sequence; KV rows of a
-sequence that the page tables must cover; pages that are copied before it, (from, to) each; and all else, packed for
-``lay_out``."""
+sequence that the page tables must cover; True if there is a tree; pages that are copied before it, (from, to) each; and
+all else, packed for ``lay_out``, which comes before a tensor of the step is freed."""
 log = logging.getLogger(__name__)
 
 
@@ -32,7 +33,7 @@ def prepare() -> None:
 
 
 def gather(steps: Sequence[object]) -> Columns | None:
-    """The columns of ``SequenceStep`` objects; None: there are trees among them or no passes here, and Python has to
+    """The columns of ``SequenceStep`` objects; None: there are others among them or no passes here, and Python has to
     lay them out."""
     if not layout.usable() or (passes := _passes()) is None:
         return None

@@ -211,7 +211,7 @@ class StepPlan:
         found = columns.gather(steps)
         if found is None:
             return cls._by_python(steps, scratch_row, shapes)
-        num_tokens, num_writes, num_logits, shortest, longest, num_rows, copies, packed = found
+        num_tokens, num_writes, num_logits, shortest, longest, num_rows, is_tree, copies, packed = found
         row_len = _row_len(len(steps), shortest, longest, shapes)
         shape = _shape(
             shapes.tokens(num_tokens),
@@ -220,6 +220,7 @@ class StepPlan:
             len(steps) if longest <= row_len else sum([-(-len(step.token_ids) // row_len) for step in steps]),
             row_len,
             shapes.pages(pages_for(num_rows)),
+            is_tree,
         )
         buffer = torch.empty(shape.num_bytes, dtype=torch.uint8)
         columns.lay_out(packed, scratch_row, shape.numbers, buffer)
@@ -227,7 +228,7 @@ class StepPlan:
 
     @classmethod
     def _by_python(cls, steps: Sequence[SequenceStep], scratch_row: int, shapes: Shapes) -> Self:
-        """The twin of ``columns.py``, and of steps with trees, too."""
+        """The twin of ``columns.py``, and of all other steps, too."""
         lengths = [len(step.token_ids) for step in steps]
         num_tokens, row_len = sum(lengths), _row_len(len(lengths), min(lengths), max(lengths), shapes)
         ids, rows, pages, also = array("q"), array("q"), array("q"), array("q")

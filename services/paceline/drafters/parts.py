@@ -1,0 +1,59 @@
+"""The parts of all sessions in a forward of a draft model by one native pass over the leaves, ``parts.cpp``.
+
+It does what ``ModelDrafter`` does session by session where every part is an anchor with its pending tokens, or leaves
+whose ancestors all have their rows: nearly every step. The others are left to that, as are all where the pass cannot be
+compiled, which takes a C++ compiler and Python's headers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.core.native import extension
+from paceline.core.processors import Row
+from paceline.drafters.protocol import Leaf
+from paceline.drafters.rows import Part, RowSession, chain_step
+from paceline.errors import EngineError, ResourceExhaustedError
+from paceline.model.kv_cache import KVCache
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+log = logging.getLogger(__name__)
+
+
+def prepare() -> None:
+    """Compiles or loads the pass now, so that no step has to wait for it."""
+    _passes()
+
+
+def parts_of(
+    leaves: Sequence[Leaf], sessions: Mapping[str, RowSession], cache: KVCache
+) -> tuple[list[Part], list[Row]] | None:
+    """Lays leaves out, those of a session next to each other; takes the rows that they need.
+
+    Returns:
+        the part of each session and the row of each leaf, in order; None: nothing is done, they are not the common
+        case, or there is no room for all of them.
+    """
+    if (passes := _passes()) is None:
+        return None
+    try:
+        parts: tuple[list[Part], list[Row]] | None = passes.parts_of(leaves, sessions, cache)
+    except ResourceExhaustedError:
+        return None
+    return parts
+
+
+@functools.cache
+def _passes() -> Any:
+    """The compiled pass; None if it cannot be compiled or loaded here, for a reason that is logged once."""
+    try:
+        passes = extension(_SOURCE, "paceline_parts", "the pass over the leaves of a forward")
+        passes.prepare(Leaf, RowSession, Part, Row, chain_step)
+    except (EngineError, ImportError, TypeError) as error:
+        log.warning("leaves are laid out by Python, which is slower: %s", error)
+        return None
+    return passes
