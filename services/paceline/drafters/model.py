@@ -169,8 +169,8 @@ class ModelDrafter:
         if ranked is not None:
             of_rows = [*zip(*ranked, strict=True)]
             if not all_in_order:
-                found, nothing = dict(zip(at, of_rows, strict=True)), ([], [])
-                of_rows = [found.get(i, nothing) for i in range(len(leaves))]
+                found = dict(zip(at, of_rows, strict=True))
+                of_rows = [found.get(i, ([], [])) for i in range(len(leaves))]
             return Candidates(*_nothing(len(leaves)), ranked=of_rows)
         ids, scores = download(ids, scores)
         if all_in_order:
