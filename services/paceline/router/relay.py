@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from paceline.messages import FromDraft, FromTarget, SpeculationWanted, ToDraft, ToTarget
 from paceline.router.session import Actions, Session
+
+_HAS_DRAFT = attrgetter("draft_available")
 
 
 @dataclass(slots=True)
@@ -79,6 +82,8 @@ class Relay:
 
 
 def _note_drafts_wanted(outbox: Outbox) -> None:
+    if all(map(_HAS_DRAFT, outbox.touched.values())):
+        return
     for session_id, session in outbox.touched.items():
         if (
             not session.draft_available

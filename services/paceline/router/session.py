@@ -260,12 +260,12 @@ class Session:
             actions = Actions()
         if self._target_done:
             self.relay_stats.ended += 1
-        elif isinstance(event, States | Hint):
+        elif isinstance(event, (Outcome, InFlight)) and event.epoch == self._target_epoch:
+            self._on_round(event, actions)
+        elif isinstance(event, (States, Hint)):
             self._on_aside(event, actions)
         elif event.epoch != self._target_epoch:
             self.relay_stats.stale += 1
-        elif isinstance(event, (Outcome, InFlight)):
-            self._on_round(event, actions)
         elif isinstance(event, SessionFailed) and event.request_at_fault:
             actions.refused = event.message
         elif isinstance(event, SessionFailed):
@@ -275,6 +275,7 @@ class Session:
             if not event.wanted:
                 self._leave_draft(actions)
         else:
+            assert not isinstance(event, (Outcome, InFlight))
             self._on_tree_lost(actions)
         return actions
 
@@ -432,8 +433,9 @@ class Session:
         at = actions.commits.get(self.session_id)
         before = None if at is None else actions.to_draft[at]
         if at is not None and isinstance(before, Commit) and before.epoch == self._draft_epoch:
-            token_ids = before.token_ids
-            actions.to_draft[at] = Commit(self.session_id, before.epoch, before.context_len, token_ids, in_flight)
+            if in_flight:
+                token_ids = before.token_ids
+                actions.to_draft[at] = Commit(self.session_id, before.epoch, before.context_len, token_ids, in_flight)
         else:
             actions.commits[self.session_id] = len(actions.to_draft)
             actions.to_draft.append(Commit(self.session_id, self._draft_epoch, len(self._history), (), in_flight))
@@ -464,12 +466,15 @@ class Session:
         if self.stats.rounds == 0:
             self._first_s, self._num_first = self._last_s, len(outcome.token_ids)
             self._cached_tokens = min(outcome.cached_tokens, len(self._prompt))
-        drafted = tuple(i < outcome.round.num_accepted for i in range(len(outcome.token_ids)))
+        num_drafted = min(outcome.round.num_accepted, len(outcome.token_ids))
+        drafted = (True,) * num_drafted + (False,) * (len(outcome.token_ids) - num_drafted)
         num_tokens, segments, finish_reason = self._decide(outcome.token_ids, drafted, outcome.finish_reason)
         token_ids, logprobs = outcome.token_ids[:num_tokens], outcome.logprobs[:num_tokens]
         trace = None if self._tracer is None else self._tracer.take()
         # a stop string may have cut it: what the client does not get does not count as accepted
-        round_ = replace(outcome.round, num_accepted=min(outcome.round.num_accepted, num_tokens))
+        round_ = outcome.round
+        if round_.num_accepted > num_tokens:
+            round_ = replace(round_, num_accepted=num_tokens)
         self.stats.add(round_)
         self._emitted += token_ids
         self._logprobs += logprobs

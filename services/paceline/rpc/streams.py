@@ -379,8 +379,9 @@ def _read_commits(proto: draft_pb2.Commits) -> tuple[list[Commit], int]:
 def _of_rows(kind: Callable[..., T], session_ids: list[str], *columns: list[Any]) -> tuple[list[T], int]:
     """One message of each row that names a session, and the number of the other rows."""
     size = len(session_ids)
-    if set(map(len, columns)) != {size}:
-        return [], max(1, size)
+    for column in columns:
+        if len(column) != size:
+            return [], max(1, size)
     if all(session_ids):
         return list(map(kind, session_ids, *columns)), 0
     rows = [row for row in zip(session_ids, *columns, strict=True) if row[0]]
