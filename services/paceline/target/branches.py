@@ -11,6 +11,7 @@ is to take its page table; its tokens' keys and values are never moved.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +20,9 @@ from paceline.core.tree import Proposal
 from paceline.model.kv_cache import flat_rows
 from paceline.model.step_plan import SequenceStep
 from paceline.types import PAGE_SIZE, pages_for
+
+_REMEMBERED = 256
+"""Proposals whose branches are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +45,27 @@ class Branch:
         return pages_for(context_len + self.depth + self.stop - self.first + spare) - self.page(context_len)
 
 
-def branches_of(proposal: Proposal) -> list[Branch]:
+def branches_of(proposal: Proposal) -> Sequence[Branch]:
     """The branches in the order of their tokens; at least one, which may be empty."""
-    starts = [i for i in range(1, len(proposal)) if proposal.parent(i) != i - 1]
-    bounds = [0, *starts, len(proposal)]
+    return _branches(proposal.parents, len(proposal))
+
+
+@functools.lru_cache(_REMEMBERED)
+def _branches(parents: tuple[int, ...], num_tokens: int) -> tuple[Branch, ...]:
+    """``branches_of`` a proposal: a step asks for those of each several times."""
+    starts = [i for i in range(1, num_tokens) if parents and parents[i] != i - 1]
+    bounds = [0, *starts, num_tokens]
     branches: list[Branch] = []
-    owner: list[int] = []  # the branch of each token
+    owner: list[int] = []  # the branch of each token,
+    depths: list[int] = []  # and the tokens of its path, itself included
     for number, (first, stop) in enumerate(pairwise(bounds)):
-        at = proposal.parent(first) if number else -1
+        at = parents[first] if number else -1
         parent = -1 if number == 0 else 0 if at < 0 else owner[at]
-        branches.append(Branch(first, stop, parent, len(proposal.path(at))))
+        depth = 0 if at < 0 else depths[at]
+        branches.append(Branch(first, stop, parent, depth))
         owner += [number] * (stop - first)
-    return branches
+        depths += range(depth + 1, depth + 1 + stop - first)
+    return tuple(branches)
 
 
 def page_tables(
@@ -97,8 +110,7 @@ def sequence_steps(
         first = page * PAGE_SIZE  # rows [first, stop + depth) of the private page are not the branch's own tokens
         for row in range(max(first, start), stop):
             also[0].append((row - start, flat_rows(pages, row, row + 1)[0]))
-        for index in proposal.path(proposal.parent(branch.first)):
-            row = stop + len(proposal.path(index)) - 1
+        for row, index in enumerate(proposal.path(proposal.parent(branch.first)), stop):
             if row >= first:
                 number, i = owner[index]
                 also[number].append((i + (len(context) if number == 0 else 0), flat_rows(pages, row, row + 1)[0]))

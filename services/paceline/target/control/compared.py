@@ -92,7 +92,8 @@ def compare_all(proposal: Proposal, path: Sequence[int]) -> list[Compared]:
         results[proposal.producer] = Compared(places, sum(proposal.probs[:places]), len(path), len(path))
         return results
     if not proposal.is_chain:
-        return [compare(proposal, path, producer) for producer in Producer]
+        makers = {producer for claims in proposal.claims for producer, _ in claims}
+        return [compare(proposal, path, producer) if producer in makers else Compared() for producer in Producer]
     results = [Compared() for _ in Producer]
     for index, claims in enumerate(proposal.claims[: len(path) + 1]):  # the others follow a token that was wrong
         right = index < len(path)
