@@ -132,6 +132,9 @@ def test_stop_string_inside_an_accepted_run():
     assert actions.to_target == [CloseSession("s", 0)]
     assert actions.to_draft == [CloseSession("s", 0)]
     assert actions.result.speculation.rounds == 2
+    assert [chunk.drafted for chunk in actions.chunks] == [(True, True, False), (True,) * 4]
+    assert [chunk.round.num_accepted for chunk in actions.chunks] == [2, 4], "of seven the client gets four"
+    assert actions.result.speculation.accepted == 6
 
 
 def test_timing_comes_from_the_given_clock():
