@@ -20,6 +20,7 @@ from paceline.core.sampling import (
     best_coupled,
     best_unprocessed,
     draft_candidates,
+    draws_at_once,
     pick,
     pick_unprocessed,
     process,
@@ -28,7 +29,8 @@ from paceline.core.sampling import (
 )
 from paceline.core.tree import Proposal
 from paceline.core.verification import decide, sample_draft, verify
-from paceline.drafters.ranking import RankingRow, Rule, guess_siblings
+from paceline.drafters.protocol import Candidates
+from paceline.drafters.ranking import RankingRow, Rule, guess_siblings, rank
 from paceline.messages import SparseDistribution
 from paceline.types import Acceptance, SamplingParams, StructuredOutput
 
@@ -481,10 +483,13 @@ def test_ranking_without_native_code_agrees(monkeypatch):
     assert ranked[0, :6].tolist() == found[0]
 
 
-def sessions(num_rows: int, size: int, num_guessed: int = 4, **options: Any) -> list[Row]:
+def state_of(size: int, seed: int, num_guessed: int = 4, num_ranked: int = 0, **options: Any) -> SamplerState:
     params = SamplingParams(**{"temperature": 1.0} | options)
-    states = [SamplerState(params, i, (0,), vocab_size=size, num_guessed=num_guessed) for i in range(num_rows)]
-    return [Row(state, (i, 1)) for i, state in enumerate(states)]
+    return SamplerState(params, seed, (0,), vocab_size=size, num_guessed=num_guessed, num_ranked=num_ranked)
+
+
+def sessions(num_rows: int, size: int, num_guessed: int = 4, **options: Any) -> list[Row]:
+    return [Row(state_of(size, i, num_guessed, **options), (i, 1)) for i in range(num_rows)]
 
 
 def test_draft_tokens_without_native_code_are_drawn_alike(monkeypatch):
@@ -581,6 +586,67 @@ def test_guessed_siblings_without_native_code_agree(further, saguaro, monkeypatc
         assert quick[1] == pytest.approx(slow[1], abs=4e-6)
         assert quick[2] == pytest.approx(slow[2], abs=4e-6)
         assert len(quick[2]) == 1 + len(quick[0]) <= 1 + i % 6
+
+
+@given(st.integers(0, 2**32), SIZES, SPREADS, SHAPES, DTYPES, st.sampled_from(CUTS), st.integers(1, 70))
+@settings(max_examples=150, deadline=None)
+def test_a_draft_draws_and_guesses_by_one_pass_as_by_several(seed, size, spread, shape, dtype, cuts, m):
+    """Tokens, the q that each was drawn from, siblings, and the gaps of all."""
+    rng, num_rows, m = random.Random(seed), 5, min(m, size)
+    logits = adversarial(seed, num_rows, size, spread, shape).to(dtype)
+    if rng.random() < 0.3:
+        logits[rng.randrange(num_rows)] = rng.choice([-math.inf, math.inf, math.nan])
+    most = rng.choice([1, 5])
+    batch = [
+        Row(
+            state_of(size, seed + i, num_guessed=rng.choice([0, most]), temperature=rng.choice([0.3, 1.0]), **cuts),
+            (i,),
+        )
+        for i in range(num_rows)
+    ]
+    wanted = [
+        RankingRow(row, Rule.REJECTION, rng.randint(1, most), rng.choice([1.0, 0.5]), rng.randrange(2**32))
+        for row in batch
+    ]
+    nothing = torch.zeros(num_rows, 0)
+    found = rank(Candidates(nothing.long(), nothing, unread=(logits, m)), wanted)
+    token_ids, log_q = draft_candidates(logits, batch, m)
+    beyond = unlisted(logits, batch, token_ids, log_q)
+    for quick, slow in zip(found, rank(Candidates(token_ids, log_q, beyond=beyond), wanted), strict=True):
+        assert quick.token_ids == slow.token_ids
+        assert quick.gaps == pytest.approx(slow.gaps, abs=1e-4, rel=1e-6)
+        assert quick.bonus == pytest.approx(slow.bonus, abs=1e-4, rel=1e-6)
+        assert (quick.q is None) == (slow.q is None)
+        if quick.q is not None and slow.q is not None:
+            assert quick.q.token_ids == slow.q.token_ids
+            assert quick.q.probs == pytest.approx(slow.q.probs, rel=1e-4)
+            assert sparse.probability(quick.q, quick.token_ids[0], size) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_draws_what_a_form_allows(kind):
+    grammar = Allowing(3, 500, [kind])
+    params = SamplingParams(temperature=1.0, structured_output=StructuredOutput(json_object=True))
+    state = SamplerState(params, 3, (0,), vocab_size=500, grammar=grammar, num_guessed=4)
+    wanted = [RankingRow(Row(state, (i,)), Rule.REJECTION, 4, nonce=i) for i in range(6)]
+    logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(1))
+    nothing = torch.zeros(6, 0)
+    for row, ranking in zip(
+        wanted, rank(Candidates(nothing.long(), nothing, unread=(logits, 10)), wanted), strict=True
+    ):
+        allowed = grammar.allowed(row.row.suffix)
+        assert len(ranking.token_ids) == min(4, int(allowed.sum()))
+        assert bool(allowed[list(ranking.token_ids)].all())
+
+
+def test_only_drafts_by_the_rejection_rule_draw_at_once():
+    def draws(**options):
+        return draws_at_once(torch.zeros(1, 50), [Row(state_of(50, 1, **options))])
+
+    assert draws()
+    assert draws(top_k=3, min_p=0.1, num_guessed=4)
+    assert not any(draws(**options) for options in ({"num_ranked": 2}, {"temperature": 0.0}, {"top_p": 0.9}))
+    assert not draws_at_once(torch.zeros(1, 50, dtype=torch.float64), [Row(state_of(50, 1))])
 
 
 @pytest.mark.parametrize("spread", [0.3, 3.0, 20.0])

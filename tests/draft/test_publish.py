@@ -6,6 +6,7 @@ import math
 import random
 import sysconfig
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +21,7 @@ from paceline.draft import engine as engine_module
 from paceline.draft import publish as publish_module
 from paceline.draft.session import DraftSession
 from paceline.drafters.protocol import Candidates, Leaf
+from paceline.drafters.ranking import Ranking, RankingRow, rank
 from paceline.messages import Hint
 from paceline.model.chain import Ranked
 
@@ -70,18 +72,41 @@ def state(session: DraftSession) -> object:
         list(frontier._places.items()),
         [node.node_id for node in session.outbox],
         (session.next_node_id, session.changed, session.idle),
-        list(session.calibration._cells),
+        (list(session.calibration._cells), list(session.bonus._cells)),
+        session.end and session.end.node_id,
     )
 
 
 GROWTHS = [{"growth": "best_first"}, {"growth": "best_first"}, {"growth": "uniform"}, {"mode": "sequential"}]
 
 
-def grown(seed: int, harm: float, rounds: Sequence[int], *, one_by_one: bool) -> tuple[list[object], Harness]:
-    """States of two sessions after each of some steps, with the pass or without it."""
+def harmed(rankings: Sequence[Ranking], rng: random.Random, harm: float) -> list[Ranking]:
+    """Rankings with whatever a ranking might get wrong now and then."""
+    found = []
+    for ranking in rankings:
+        if ranking.token_ids and rng.random() < harm:
+            token_ids = list(ranking.token_ids)
+            token_ids[rng.randrange(len(token_ids))] = rng.choice([*range(VOCAB), -1, VOCAB, 2**70])
+            ranking = replace(ranking, token_ids=tuple(token_ids))
+        if rng.random() < harm:
+            ranking = rng.choice([replace(ranking, q=None), Ranking((), ())])
+        found.append(ranking)
+    return found
+
+
+def grown(
+    seed: int, harm: float, rounds: Sequence[int], kind: str, *, one_by_one: bool
+) -> tuple[list[object], Harness]:
+    """States of two sessions after each of some steps, with the pass or without it; ``kind``: who ranks, and how."""
     own = (lambda *_: (0, 0)) if one_by_one else publish_module.publish
-    harness = Harness(RankedDrafter(seed, harm=harm), tree_budget=40, fan_out=3)
+    drafter = RankedDrafter(seed, harm=harm) if kind == "by the drafter" else TableDrafter()
+    given = {} if kind == "by the drafter" else {"acceptance": kind}
+    harness = Harness(drafter, tree_budget=40, fan_out=3)
     states: list[object] = []
+    rng = random.Random(seed)
+
+    def ranks(candidates: Candidates, rows: Sequence[RankingRow]) -> list[Ranking]:
+        return harmed(rank(candidates, rows), rng, harm)
 
     def steps(count: int) -> int:
         done = 0
@@ -90,10 +115,13 @@ def grown(seed: int, harm: float, rounds: Sequence[int], *, one_by_one: bool) ->
             done += 1
         return done
 
-    with mock.patch.object(harness, "steps", steps), mock.patch.object(engine_module, "publish", own):
+    with (
+        mock.patch.object(harness, "steps", steps),
+        mock.patch.multiple(engine_module, publish=own, rank=ranks),
+    ):
         for name in ("a", "b"):
-            options = random.Random(f"{seed} {name}").choice(GROWTHS)
-            harness.open(open_session(name, temperature=0.0, text=(1, 2, ord(name) % 7), **options))
+            options = given | random.Random(f"{seed} {name}").choice(GROWTHS)
+            harness.open(open_session(name, temperature=float(bool(given)), text=(1, 2, ord(name) % 7), **options))
         for number, num_steps in enumerate(rounds):
             harness.round(num_steps)
             if number == 3:
@@ -105,28 +133,33 @@ def grown(seed: int, harm: float, rounds: Sequence[int], *, one_by_one: bool) ->
 
 
 @needs_pass
+@pytest.mark.parametrize("kind", ["by the drafter", "coupled", "rejection"])
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 0.2]), st.lists(st.integers(0, 6), min_size=5, max_size=9))
-@settings(max_examples=120, deadline=None)
-def test_a_tree_grows_as_it_does_one_by_one(seed: int, harm: float, rounds: list[int]) -> None:
-    expected, twin = grown(seed, harm, rounds, one_by_one=True)
-    found, harness = grown(seed, harm, rounds, one_by_one=False)
+@settings(max_examples=80, deadline=None)
+def test_a_tree_grows_as_it_does_one_by_one(kind: str, seed: int, harm: float, rounds: list[int]) -> None:
+    expected, twin = grown(seed, harm, rounds, kind, one_by_one=True)
+    found, harness = grown(seed, harm, rounds, kind, one_by_one=False)
     assert found == expected
     assert harness.sent == twin.sent
     assert harness.engine.stats == twin.engine.stats
 
 
 @needs_pass
-def test_leaves_of_the_common_case_are_left_to_nobody() -> None:
+@pytest.mark.parametrize("kind", ["by the drafter", "coupled", "rejection"])
+def test_leaves_of_the_common_case_are_left_to_nobody(kind: str) -> None:
     counts = []
 
-    def publish(leaves: list[tuple[DraftSession, TreeNode]], ranked: Ranked, least: float) -> tuple[int, int]:
+    def publish(
+        leaves: list[tuple[DraftSession, TreeNode]], ranked: Ranked | list[Ranking], least: float
+    ) -> tuple[int, int]:
         num_nodes, num_done = publish_module.publish(leaves, ranked, least)
         counts.append((num_nodes, len(leaves) - num_done))
         return num_nodes, num_done
 
-    harness = Harness(RankedDrafter(1, harm=0.0))
+    own = kind == "by the drafter"
+    harness = Harness(RankedDrafter(1, harm=0.0) if own else TableDrafter())
     with mock.patch.object(engine_module, "publish", publish):
-        harness.open(open_session(temperature=0.0))
+        harness.open(open_session(temperature=0.0) if own else open_session(acceptance=kind))
         for _ in range(10):
             harness.round(3)
         assert isinstance(harness.engine._sessions["s"].tree, NativeTree)

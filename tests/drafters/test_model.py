@@ -144,17 +144,19 @@ def test_tokens_beyond_the_candidates_are_those_of_their_own_leaf() -> None:
     assert twin.expand(("d", 0), ("b", twin.child("b", 0, 13))).beyond is None
 
 
-def rankings(temperature: float, *, best: bool) -> tuple[list[Ranking], list[bool]]:
-    """Of three calls, and of each call if the drafter has ranked: of leaves in turn, without room for one, and with a
-    session whose processors need more than a pass."""
+def rankings(temperature: float, *, best: bool, rejection: bool = False) -> tuple[list[Ranking], list[bool]]:
+    """Of three calls, and of each call if one pass ranks: of leaves in turn, without room for one, and with a session
+    whose processors need more than a pass."""
     runner = prepare(random_model("llama"), compile=False).runner(8)
     drafter = ModelDrafter(runner, max_leaves=16, max_prefill_tokens=48, top_m=TOP_M)
     rows: dict[str, RankingRow] = {}
     for name, length, fan_out, given in (("a", 20, 5, {}), ("b", PAGE_SIZE, 3, {}), ("c", 9, 4, {"top_p": 0.9})):
         sampling = SamplingParams(temperature=temperature, **(given if temperature else {"repetition_penalty": 1.1}))
         sampling = sampling if name == "c" else SamplingParams(temperature=temperature)
-        sampler = SamplerState(sampling, 3, prompt(1, length), vocab_size=VOCAB, num_ranked=fan_out)
-        rows[name] = RankingRow(Row(sampler), Rule.COUPLED if temperature else Rule.GREEDY, fan_out)
+        most = {"num_guessed" if rejection else "num_ranked": fan_out}
+        sampler = SamplerState(sampling, 3, prompt(1, length), vocab_size=VOCAB, **most)
+        rule = Rule.REJECTION if rejection else Rule.COUPLED if temperature else Rule.GREEDY
+        rows[name] = RankingRow(Row(sampler), rule, fan_out, nonce=7)
         drafter.open(name, prompt(1, length), sampler)
     while drafter.prefill():
         pass
@@ -171,7 +173,7 @@ def rankings(temperature: float, *, best: bool) -> tuple[list[Ranking], list[boo
         candidates = (drafter.expand_best if best else drafter.expand)(leaves)
         runner.cache.release(held)
         drafter.check_integrity()
-        ranked.append(candidates.ranked is not None)
+        ranked.append((candidates.unread if rejection else candidates.ranked) is not None)
         found += rank(candidates, [replace(rows[leaf.session_id], row=row_of(rows, leaf)) for leaf in leaves])
     return found, ranked
 
@@ -188,6 +190,16 @@ def test_the_best_candidates_of_one_pass_are_those_that_ranking_finds(temperatur
     assert [one.token_ids for one in found] == [one.token_ids for one in expected]
     for one, other in zip(found, expected, strict=True):
         assert one.gaps == pytest.approx(other.gaps, abs=1e-4)
+    assert [len(one.token_ids) for one in found] == [5, 3, 5, 0, 5, 4, 5], "one leaf had no room"
+
+
+def test_what_one_pass_draws_by_the_rejection_rule_is_what_ranking_draws() -> None:
+    expected, none = rankings(0.8, best=False, rejection=True)
+    found, unread = rankings(0.8, best=True, rejection=True)
+    assert (none, unread) == ([False] * 3, [True, False, False])
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.gaps + one.bonus == pytest.approx(other.gaps + other.bonus, abs=1e-4)
     assert [len(one.token_ids) for one in found] == [5, 3, 5, 0, 5, 4, 5], "one leaf had no room"
 
 

@@ -6,6 +6,8 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <initializer_list>
+
 namespace paceline {
 
 // An owned reference; null after an error.
@@ -59,10 +61,35 @@ inline Py_ssize_t offset_of(PyObject* descriptor) {
   return member->offset;
 }
 
-// Sets the offset of a slot of a type. False after an error.
-inline bool find(PyTypeObject* type, const char* name, Py_ssize_t& offset) {
-  Ref descriptor(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
-  return descriptor && (offset = offset_of(descriptor.get())) >= 0;
+// Sets the offsets of slots. False after an error.
+struct Slot {
+  PyTypeObject* type;
+  const char* name;
+  Py_ssize_t& offset;
+};
+inline bool find(std::initializer_list<Slot> slots) {
+  for (const Slot& each : slots) {
+    Ref descriptor(PyObject_GetAttrString(reinterpret_cast<PyObject*>(each.type), each.name));
+    if (!descriptor || (each.offset = offset_of(descriptor.get())) < 0) return false;
+  }
+  return true;
+}
+
+// Makes the strings of names. False after an error.
+struct Name {
+  PyObject*& object;
+  const char* text;
+};
+inline bool intern(std::initializer_list<Name> names) {
+  for (const Name& each : names)
+    if ((each.object = PyUnicode_InternFromString(each.text)) == nullptr) return false;
+  return true;
+}
+
+// A method whose arguments come as an array.
+using Fast = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+inline PyMethodDef method(const char* name, Fast function) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
 }
 
 }  // namespace paceline

@@ -786,6 +786,57 @@ void paceline_guess(const int64_t* ids, const float* log_q, int64_t rows, int64_
   }
 }
 
+// What a draft draws by the rejection rule and guesses, from its logits: paceline_largest of the m largest x; their log q,
+// of (x - max) / temperature without what the row's cuts leave out of them; paceline_unlisted of the others, for rows
+// with `unlisted`; and of these paceline_sample and paceline_guess. `drawing`, `guessing`: the keys of each row's noise for
+// the one and for the other. `shift`: that of listed tokens where there are unlisted ones. Token -1: the row has +inf or
+// nothing but -inf, and nothing is drawn. `gaps`: the distance of the two largest log q, inf where there are no two.
+void paceline_draft(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const uint8_t* masks,
+                    int64_t mask_stride, const int64_t* top_k, const float* floors, const float* temperatures,
+                    const int64_t* drawing, int draft_stream, const int64_t* guessing, int guess_stream, int64_t m,
+                    const uint8_t* unlisted, int64_t wanted, double shift, const double* scale,
+                    const int64_t* fan_out, const uint8_t* likeliest, int64_t width, int64_t* tokens, int32_t* q_ids,
+                    double* q_probs, int64_t* sizes, double* gaps, int64_t* found, int64_t* counts, double* behind,
+                    double* behind_bonus) {
+  std::vector<int64_t> ids(m + wanted);
+  std::vector<float> log_q(m + wanted);
+  for (int64_t row = 0; row < rows; ++row) {
+    const auto* at = static_cast<const uint8_t*>(x) + row * stride * (kind == 0 ? 4 : 2);
+    const uint8_t* mask = masks ? masks + row * mask_stride : nullptr;
+    tokens[row] = kNone, sizes[row] = counts[row] = 0;
+    paceline_largest(at, kind, 1, n, stride, mask, mask_stride, m, log_q.data(), ids.data());
+    const float top = log_q[0];
+    if (!(std::fabs(top) < kInfinity)) continue;
+    const auto scaled = [&](float value) { return (value - top) / temperatures[row]; };
+    const float floor = std::max(floors[row], scaled(log_q[std::min(top_k[row], m) - 1]));
+    double total = 0;
+    for (int64_t i = 0; i < m; ++i) {
+      const float v = scaled(log_q[i]);
+      log_q[i] = v < floor ? -kInfinity : v;
+      total += exp_below(log_q[i]);
+    }
+    const float log_total = static_cast<float>(std::log(total));
+    for (int64_t i = 0; i < m; ++i) log_q[i] -= log_total;
+    gaps[row] = m > 1 ? static_cast<double>(log_q[0]) - log_q[1] : kInfinity;
+    int64_t num = m;
+    if (unlisted[row]) {
+      num += wanted;
+      paceline_unlisted(at, kind, 1, n, stride, mask, mask_stride, floors + row, temperatures + row, guessing + 3 * row,
+                        guess_stream, ids.data(), m, wanted, ids.data() + m, log_q.data() + m);
+      for (int64_t i = m; i < num; ++i) log_q[i] += log_q[0];
+    }
+    paceline_sample(ids.data(), log_q.data(), 1, m, drawing + 3 * row, draft_stream, scale + row, fan_out + row,
+                    tokens + row, q_ids + row * m, q_probs + row * m, sizes + row);
+    if (width == 0) {  // no row wants siblings: nothing is guessed
+      behind_bonus[row] = kInfinity;
+      continue;
+    }
+    paceline_guess(ids.data(), log_q.data(), 1, num, m, static_cast<float>(unlisted[row] ? shift : 0.0),
+                   guessing + 3 * row, guess_stream, tokens + row, fan_out + row, likeliest + row, width,
+                   found + row * width, counts + row, behind + row * width, behind_bonus + row * (width + 1));
+  }
+}
+
 // Keeps what is above the row's limit and, of what equals it, the `room` tokens with the lowest ids; sets the rest to
 // -inf.
 void paceline_keep_largest(float* x, int64_t rows, int64_t n, int64_t stride, const float* limits,

@@ -228,8 +228,7 @@ def sample(
     ids, probs = np.empty((rows, m), np.int32), np.empty((rows, m), np.float64)
     scale, scaled = (ctypes.c_double * rows)(*scales), _int64s(num_scaled)
     given = _at(token_ids), _at(log_q), _size(rows), _size(m), _int64s(keys), stream, scale, scaled
-    columns = (ctypes.c_void_p(x.__array_interface__["data"][0]) for x in (ids, probs))
-    _call("paceline_sample", *given, tokens, *columns, sizes)
+    _call("paceline_sample", *given, tokens, _place(ids), _place(probs), sizes)
     of_rows = zip(tokens, ids, probs, sizes, strict=True)
     return [(token, q_ids[:size].tobytes(), q[:size].tobytes()) for token, q_ids, q, size in of_rows]
 
@@ -265,6 +264,65 @@ def guess(
         at, own = row * width, row * (width + 1)
         listed.append((found[at : at + count], behind[at : at + count], bonus[own : own + 1 + count]))
     return listed
+
+
+def draft(
+    x: Tensor,
+    temperatures: Sequence[float],
+    drawing: Sequence[int],
+    guessing: Sequence[int],
+    *,
+    masks: Masks | None,
+    top_k: Sequence[int],
+    floors: Sequence[float],
+    m: int,
+    unlisted: Sequence[bool],
+    wanted: int,
+    shift: float,
+    scales: Sequence[float],
+    fan_outs: Sequence[int],
+    streams: tuple[int, int],
+) -> list[tuple[int, bytes, bytes, float, list[int], list[float], list[float]]]:
+    """Draws a token of each row by the rejection rule, as a draft does, and guesses the target's, in one pass.
+
+    That is ``largest`` of the row, ``unlisted`` of the others, ``sample`` and ``guess``.
+
+    Args:
+        x: [rows, tokens] logits.
+        temperatures, masks, top_k, floors: as of ``pick``; top-k and floors act within the ``m`` likeliest.
+        drawing, guessing: keys of the noise for the one and for the other, three numbers per row, flat.
+        m: candidates of each row, all that it may draw.
+        unlisted: True for a row whose guesses may be other tokens, ``wanted`` of them.
+        shift: of the weight of candidates as recovered tokens in such a row, in nats.
+        scales, fan_outs: as of ``sample`` and ``guess``: a row whose scale is not 1 guesses the likeliest.
+        streams: of the noise for drawing and for guessing.
+
+    Returns:
+        of each row the token (-1: there is none, and nothing else), the packed columns of the q that it was drawn from,
+        the distance of its two largest log q in nats, and what ``guess`` returns.
+    """
+    rows, width = len(x), max(fan_outs) - 1
+    tokens, sizes, counts = ((ctypes.c_int64 * rows)() for _ in range(3))
+    q_ids, q_probs = np.empty((rows, m), np.int32), np.empty((rows, m), np.float64)
+    gaps, found = (ctypes.c_double * rows)(), (ctypes.c_int64 * (rows * width))()
+    behind, bonus = (ctypes.c_double * (rows * width))(), (ctypes.c_double * (rows * (width + 1)))()
+    flags, likeliest = (ctypes.c_uint8 * rows)(*unlisted), (ctypes.c_uint8 * rows)(*[scale != 1.0 for scale in scales])
+    _call(
+        "paceline_draft",
+        *_drawn(x, temperatures, drawing, streams[0], masks, top_k, floors),
+        _int64s(guessing),
+        streams[1],
+        *(_size(m), flags, _size(wanted), ctypes.c_double(shift)),
+        *((ctypes.c_double * rows)(*scales), _int64s(fan_outs), likeliest, _size(width)),
+        *(tokens, _place(q_ids), _place(q_probs), sizes, gaps, found, counts, behind, bonus),
+    )
+    drawn = []
+    for row, (token, size, count) in enumerate(zip(tokens, sizes, counts, strict=True)):
+        at, own = row * width, row * (width + 1)
+        q = q_ids[row, :size].tobytes(), q_probs[row, :size].tobytes()
+        guesses = found[at : at + count], behind[at : at + count], bonus[own : own + 1 + count]
+        drawn.append((token, *q, gaps[row], *guesses))
+    return drawn
 
 
 def keep_largest_(x: Tensor, limits: Sequence[float], rooms: Sequence[int]) -> None:
@@ -339,11 +397,15 @@ def _masks(masks: Masks | None, x: Tensor) -> tuple[object, ...]:
     assert count == rows, f"{count} masks for {rows} rows"
     assert 8 * num_bytes >= tokens, f"masks of {num_bytes} bytes for {tokens} tokens"
     assert masks.strides == (num_bytes, 1), "a mask is bytes, row after row"
-    return ctypes.c_void_p(masks.__array_interface__["data"][0]), _size(num_bytes)
+    return _place(masks), _size(num_bytes)
 
 
 def _at(x: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(x.data_ptr())
+
+
+def _place(x: NDArray[Any]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(x.__array_interface__["data"][0])
 
 
 _size = ctypes.c_int64

@@ -402,6 +402,14 @@ def best_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[list[int
     )
 
 
+def draws_at_once(logits: Tensor, rows: Sequence[Row]) -> bool:
+    """True if a native pass draws the tokens of drafts by the rejection rule from these logits: ``ranking.rank``."""
+    states = {id(row.state): row.state for row in rows}.values()
+    return native.usable(logits, torch.float32, torch.bfloat16) and all(
+        state.picks_at_once and not state.greedy and not state.num_ranked for state in states
+    )
+
+
 def best_recovered(
     token_ids: Tensor, log_q: Tensor, rows: Sequence[Row], wanted: int
 ) -> tuple[list[list[int]], list[list[float]]]:

@@ -14,8 +14,6 @@
 
 namespace {
 
-using Probability = double (*)(const void*, const void*, int64_t, int64_t, int64_t, double);
-
 using namespace paceline;
 
 // Where messages.py keeps those of Node.
@@ -33,13 +31,12 @@ struct MessageLayout {
 } of_message;
 
 struct Names {
-  PyObject *add, *added, *append, *attach, *dropped, *invalid, *packed_ids, *packed_probs, *stale;
+  PyObject *add, *added, *append, *attach, *dropped, *invalid, *stale;
 } names;
 
 // What prepare was told besides.
 PyObject *refused_stale, *refused_invalid, *refused_dropped;
-Probability probability;
-double tolerance, most_step_s;
+double most_step_s;
 
 PyObject *distribution, *added_type;
 PyObject* all_added;  // of so many nodes that none was refused of, a tuple
@@ -71,39 +68,32 @@ PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   refused_stale = Py_NewRef(arguments[4]);
   refused_invalid = Py_NewRef(arguments[5]);
   refused_dropped = Py_NewRef(arguments[6]);
-  probability = reinterpret_cast<Probability>(PyLong_AsVoidPtr(arguments[7]));
-  tolerance = PyFloat_AsDouble(arguments[8]);
   most_step_s = PyFloat_AsDouble(arguments[9]);
   distribution = Py_NewRef(arguments[10]);
   added_type = Py_NewRef(arguments[11]);
   all_added = Py_NewRef(arguments[12]);
   of_node.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[13]));
-  if (PyErr_Occurred() || !prepare_tree(arguments[0], arguments[1])) return nullptr;
-  const struct {
-    PyTypeObject* type;
-    const char* name;
-    Py_ssize_t* offset;
-  } found[] = {
-      {of_node.type, "node_id", &of_node.node_id},
-      {of_node.type, "token_id", &of_node.token_id},
-      {of_node.type, "prob", &of_node.prob},
-      {of_node.type, "sampled", &of_node.sampled},
-      {of_node.type, "q", &of_node.q},
-      {of_message.type, "session_id", &of_message.session_id},
-      {of_message.type, "epoch", &of_message.epoch},
-      {of_message.type, "context_len", &of_message.context_len},
-      {of_message.type, "nodes", &of_message.nodes},
-      {of_message.type, "idle", &of_message.idle},
-      {of_message.type, "step_s", &of_message.step_s},
-      {of_message.columns_type, "node_ids", &of_message.columns[0]},
-      {of_message.columns_type, "parent_ids", &of_message.columns[1]},
-      {of_message.columns_type, "token_ids", &of_message.columns[2]},
-      {of_message.columns_type, "probs", &of_message.columns[3]},
-      {of_message.columns_type, "sampled", &of_message.columns[4]},
-      {of_message.columns_type, "qs", &of_message.columns[5]},
-  };
-  for (const auto& each : found)
-    if (!find(each.type, each.name, *each.offset)) return nullptr;
+  if (PyErr_Occurred() || !prepare_tree(arguments[0], arguments[1], arguments[7], arguments[8])) return nullptr;
+  if (!find({
+        {of_node.type, "node_id", of_node.node_id},
+        {of_node.type, "token_id", of_node.token_id},
+        {of_node.type, "prob", of_node.prob},
+        {of_node.type, "sampled", of_node.sampled},
+        {of_node.type, "q", of_node.q},
+        {of_message.type, "session_id", of_message.session_id},
+        {of_message.type, "epoch", of_message.epoch},
+        {of_message.type, "context_len", of_message.context_len},
+        {of_message.type, "nodes", of_message.nodes},
+        {of_message.type, "idle", of_message.idle},
+        {of_message.type, "step_s", of_message.step_s},
+        {of_message.columns_type, "node_ids", of_message.columns[0]},
+        {of_message.columns_type, "parent_ids", of_message.columns[1]},
+        {of_message.columns_type, "token_ids", of_message.columns[2]},
+        {of_message.columns_type, "probs", of_message.columns[3]},
+        {of_message.columns_type, "sampled", of_message.columns[4]},
+        {of_message.columns_type, "qs", of_message.columns[5]},
+      }))
+    return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -111,14 +101,16 @@ PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 PyObject* prepare_walks(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 5) return PyErr_Format(PyExc_TypeError, "prepare_walks takes 5 arguments, not %zd", count);
   proposals.type = Py_TYPE(proposals.none = Py_NewRef(arguments[0]));
-  const struct {
-    const char* name;
-    Py_ssize_t* offset;
-  } found[] = {{"token_ids", &proposals.token_ids}, {"qs", &proposals.qs},         {"probs", &proposals.probs},
-               {"node_ids", &proposals.node_ids},   {"parents", &proposals.parents}, {"claims", &proposals.claims},
-               {"producer", &proposals.producer}};
-  for (const auto& each : found)
-    if (!find(proposals.type, each.name, *each.offset)) return nullptr;
+  if (!find({
+        {proposals.type, "token_ids", proposals.token_ids},
+        {proposals.type, "qs", proposals.qs},
+        {proposals.type, "probs", proposals.probs},
+        {proposals.type, "node_ids", proposals.node_ids},
+        {proposals.type, "parents", proposals.parents},
+        {proposals.type, "claims", proposals.claims},
+        {proposals.type, "producer", proposals.producer},
+      }))
+    return nullptr;
   causes = {Py_NewRef(arguments[1]), Py_NewRef(arguments[2]), Py_NewRef(arguments[3]), Py_NewRef(arguments[4])};
   Py_RETURN_NONE;
 }
@@ -142,20 +134,6 @@ struct Column {
     return true;
   }
 };
-
-// True if q is a distribution that can yield the token.
-bool drawable(PyObject* q, int64_t token_id, int64_t vocab_size) {
-  if (q == Py_None || probability == nullptr) return false;
-  Ref ids(PyObject_GetAttr(q, names.packed_ids)), probs(PyObject_GetAttr(q, names.packed_probs));
-  if (!ids || !probs || !PyBytes_CheckExact(ids.get()) || !PyBytes_CheckExact(probs.get())) {
-    PyErr_Clear();
-    return false;
-  }
-  const Py_ssize_t size = PyBytes_GET_SIZE(ids.get());
-  if (size == 0 || size % 4 != 0 || PyBytes_GET_SIZE(probs.get()) != 2 * size) return false;
-  return probability(PyBytes_AS_STRING(ids.get()), PyBytes_AS_STRING(probs.get()), size / 4, token_id, vocab_size,
-                     tolerance) > 0.0;
-}
 
 // Nodes by what became of them: see Added.
 struct Counts {
@@ -754,8 +732,8 @@ struct Written {
     if (std::all_of(column.items, column.items + size, [](PyObject* q) { return q == Py_None; })) return true;
     for (Py_ssize_t i = 0; i < size; ++i) {
       Written q;
-      if (column.items[i] != Py_None && (!q.of(column.items[i], names.packed_ids, kQTokenIds) ||
-                                         !q.of(column.items[i], names.packed_probs, kQProbs)))
+      if (column.items[i] != Py_None && (!q.of(column.items[i], packed_ids, kQTokenIds) ||
+                                         !q.of(column.items[i], packed_probs, kQProbs)))
         return false;
       part(kQs, q.bytes);
     }
@@ -816,19 +794,18 @@ PyObject* write_each(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }
 
 PyMethodDef methods[] = {
-    {"columns_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(columns_of)), METH_FASTCALL, nullptr},
-    {"write_each", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(write_each)), METH_FASTCALL, nullptr},
-    {"read_each", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(read_each)), METH_FASTCALL, nullptr},
-    {"prepare", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(prepare)), METH_FASTCALL, nullptr},
-    {"add", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(add)), METH_FASTCALL, nullptr},
-    {"add_each", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(add_each)), METH_FASTCALL, nullptr},
-    {"attach_below", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attach_below)), METH_FASTCALL, nullptr},
-    {"prepare_walks", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(prepare_walks)), METH_FASTCALL,
-     nullptr},
-    {"rows", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(rows)), METH_FASTCALL, nullptr},
-    {"follow", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(follow)), METH_FASTCALL, nullptr},
-    {"descend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(descend)), METH_FASTCALL, nullptr},
-    {"best_path", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(best_path)), METH_FASTCALL, nullptr},
+    method("columns_of", columns_of),
+    method("write_each", write_each),
+    method("read_each", read_each),
+    method("prepare", prepare),
+    method("add", add),
+    method("add_each", add_each),
+    method("attach_below", attach_below),
+    method("prepare_walks", prepare_walks),
+    method("rows", rows),
+    method("follow", follow),
+    method("descend", descend),
+    method("best_path", best_path),
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -837,14 +814,14 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "paceline_tree", nullptr, -1, metho
 }  // namespace
 
 PyMODINIT_FUNC PyInit_paceline_tree() {
-  const struct {
-    PyObject** name;
-    const char* text;
-  } all[] = {{&names.add, "add"},         {&names.added, "added"},           {&names.append, "append"},
-             {&names.attach, "attach"},   {&names.dropped, "dropped"},       {&names.invalid, "invalid"},
-             {&names.stale, "stale"},     {&names.packed_ids, "packed_ids"}, {&names.packed_probs, "packed_probs"}};
-  for (const auto& each : all)
-    if ((*each.name = PyUnicode_InternFromString(each.text)) == nullptr) return nullptr;
+  if (!intern({{names.add, "add"},
+               {names.added, "added"},
+               {names.append, "append"},
+               {names.attach, "attach"},
+               {names.dropped, "dropped"},
+               {names.invalid, "invalid"},
+               {names.stale, "stale"}}))
+    return nullptr;
   if ((empty_tuple = PyTuple_New(0)) == nullptr) return nullptr;
   return PyModule_Create(&module);
 }

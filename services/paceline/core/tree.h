@@ -30,7 +30,12 @@ struct TreeLayout {
   Py_ssize_t aliases, anchor, best_limit, max_nodes, nodes, producers, rejection, suffix, vocab_size;
 } of_tree;
 
-PyObject* minus_one;
+PyObject *minus_one, *packed_ids, *packed_probs;
+
+// paceline_probability in rows.cpp, null if there is none, and its tolerance.
+using Probability = double (*)(const void*, const void*, int64_t, int64_t, int64_t, double);
+Probability probability;
+double tolerance;
 
 inline bool is_node(PyObject* object) { return object != nullptr && Py_TYPE(object) == layout.type; }
 
@@ -40,9 +45,12 @@ bool is_constant(PyObject* value) {
          PyTuple_CheckExact(value) || PyDict_CheckExact(value);  // the dict is that of children, which each node makes
 }
 
-// Finds the attributes of TreeNode, by a node without parent and children as its constructor makes it, and of NativeTree.
-// False after an error.
-bool prepare_tree(PyObject* prototype, PyObject* tree_type) {
+// Finds the attributes of TreeNode, by a node without parent and children as its constructor makes it, and of NativeTree;
+// takes the address of paceline_probability and its tolerance. False after an error.
+bool prepare_tree(PyObject* prototype, PyObject* tree_type, PyObject* address, PyObject* most) {
+  probability = reinterpret_cast<Probability>(PyLong_AsVoidPtr(address));
+  tolerance = PyFloat_AsDouble(most);
+  if (PyErr_Occurred() || !intern({{packed_ids, "packed_ids"}, {packed_probs, "packed_probs"}})) return false;
   of_tree.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(tree_type));
   layout.type = Py_TYPE(prototype);
   layout.slots.clear();
@@ -60,42 +68,51 @@ bool prepare_tree(PyObject* prototype, PyObject* tree_type) {
     }
     layout.slots.push_back(offset);
   }
-  const struct {
-    PyTypeObject* type;
-    const char* name;
-    Py_ssize_t* offset;
-  } found[] = {
-      {layout.type, "alive", &layout.alive},
-      {layout.type, "best", &layout.best},
-      {layout.type, "bonus", &layout.bonus},
-      {layout.type, "children", &layout.children},
-      {layout.type, "claims", &layout.claims},
-      {layout.type, "expanded", &layout.expanded},
-      {layout.type, "gaps", &layout.gaps},
-      {layout.type, "log_path", &layout.log_path},
-      {layout.type, "node_id", &layout.node_id},
-      {layout.type, "parent", &layout.parent},
-      {layout.type, "parent_id", &layout.parent_id},
-      {layout.type, "position", &layout.position},
-      {layout.type, "prob", &layout.prob},
-      {layout.type, "q", &layout.q},
-      {layout.type, "rank", &layout.rank},
-      {layout.type, "sampled", &layout.sampled},
-      {layout.type, "token_id", &layout.token_id},
-      {of_tree.type, "_aliases", &of_tree.aliases},
-      {of_tree.type, "_anchor", &of_tree.anchor},
-      {of_tree.type, "_best_limit", &of_tree.best_limit},
-      {of_tree.type, "_max_nodes", &of_tree.max_nodes},
-      {of_tree.type, "_nodes", &of_tree.nodes},
-      {of_tree.type, "_producers", &of_tree.producers},
-      {of_tree.type, "_rejection", &of_tree.rejection},
-      {of_tree.type, "_suffix", &of_tree.suffix},
-      {of_tree.type, "_vocab_size", &of_tree.vocab_size},
-  };
-  for (const auto& each : found)
-    if (!find(each.type, each.name, *each.offset)) return false;
+  if (!find({
+        {layout.type, "alive", layout.alive},
+        {layout.type, "best", layout.best},
+        {layout.type, "bonus", layout.bonus},
+        {layout.type, "children", layout.children},
+        {layout.type, "claims", layout.claims},
+        {layout.type, "expanded", layout.expanded},
+        {layout.type, "gaps", layout.gaps},
+        {layout.type, "log_path", layout.log_path},
+        {layout.type, "node_id", layout.node_id},
+        {layout.type, "parent", layout.parent},
+        {layout.type, "parent_id", layout.parent_id},
+        {layout.type, "position", layout.position},
+        {layout.type, "prob", layout.prob},
+        {layout.type, "q", layout.q},
+        {layout.type, "rank", layout.rank},
+        {layout.type, "sampled", layout.sampled},
+        {layout.type, "token_id", layout.token_id},
+        {of_tree.type, "_aliases", of_tree.aliases},
+        {of_tree.type, "_anchor", of_tree.anchor},
+        {of_tree.type, "_best_limit", of_tree.best_limit},
+        {of_tree.type, "_max_nodes", of_tree.max_nodes},
+        {of_tree.type, "_nodes", of_tree.nodes},
+        {of_tree.type, "_producers", of_tree.producers},
+        {of_tree.type, "_rejection", of_tree.rejection},
+        {of_tree.type, "_suffix", of_tree.suffix},
+        {of_tree.type, "_vocab_size", of_tree.vocab_size},
+      }))
+    return false;
   layout.prototype = Py_NewRef(prototype);
   return (minus_one = PyLong_FromLong(-1)) != nullptr;
+}
+
+// True if q is a distribution that can yield the token.
+bool drawable(PyObject* q, int64_t token_id, int64_t vocab_size) {
+  if (q == Py_None || probability == nullptr) return false;
+  Ref ids(PyObject_GetAttr(q, packed_ids)), probs(PyObject_GetAttr(q, packed_probs));
+  if (!ids || !probs || !PyBytes_CheckExact(ids.get()) || !PyBytes_CheckExact(probs.get())) {
+    PyErr_Clear();
+    return false;
+  }
+  const Py_ssize_t size = PyBytes_GET_SIZE(ids.get());
+  if (size == 0 || size % 4 != 0 || PyBytes_GET_SIZE(probs.get()) != 2 * size) return false;
+  return probability(PyBytes_AS_STRING(ids.get()), PyBytes_AS_STRING(probs.get()), size / 4, token_id, vocab_size,
+                     tolerance) > 0.0;
 }
 
 // False, without an error, if the object is no int of at most 63 bits.

@@ -48,7 +48,7 @@ from paceline.drafters.protocol import (
 from paceline.drafters.ranking import Ranking, Rule, rank, ranking_of, rankings_of
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
 from paceline.messages import CloseSession, Commit, Hint, Nodes, OpenSession, SessionFailed, States, ToDraft
-from paceline.model.chain import Stop
+from paceline.model.chain import Ranked, Stop
 from paceline.model.runner import ModelRunner
 from paceline.types import Acceptance, Execution, Mode, SamplingParams, SpeculationParams
 
@@ -565,16 +565,22 @@ class DraftEngine:
             if self._drafter.tokens_per_leaf > 1:
                 self._publish_blocks(at, candidates)
                 continue
+            ranked: Ranked | list[Ranking]
             if candidates.ranked is not None:
-                num_nodes, num_done = publish(at, candidates.ranked, _MIN_PROB)
-                self.stats.nodes_published += num_nodes
-                if num_done == len(at):
-                    continue
-                at = at[num_done:]
-                rankings = rankings_of(candidates.ranked[num_done:], [session.growth.fan_out for session, _ in at])
+                ranked = candidates.ranked
             else:
                 rows = [session.ranking_row(leaves[i]) for i, (session, _) in zip(indices, at, strict=True)]
-                rankings = rank(candidates, rows)
+                ranked = rankings = rank(candidates, rows)
+            num_nodes, num_done = publish(at, ranked, _MIN_PROB)
+            self.stats.nodes_published += num_nodes
+            if num_done == len(at):
+                continue
+            at = at[num_done:]
+            if candidates.ranked is not None:
+                fan_outs = [session.growth.fan_out for session, _ in at]
+                rankings = rankings_of(candidates.ranked[num_done:], fan_outs)
+            else:
+                rankings = rankings[num_done:]
             for (session, node), ranking, probs in zip(at, rankings, _expected(at, rankings), strict=True):
                 self._publish(session, node, ranking, probs)
 

@@ -20,8 +20,14 @@ using Expect = void (*)(int64_t, double, const int64_t*, const void* const*, con
 
 // Where a DraftSession keeps its attributes.
 struct {
-  Py_ssize_t calibration, changed, frontier, growth, hinted, next_node_id, outbox, tree;
+  Py_ssize_t bonus, calibration, changed, end, frontier, growth, hinted, next_node_id, outbox, tree;
 } of_session;
+
+// And a Ranking.
+struct {
+  PyTypeObject* type;
+  Py_ssize_t bonus, gaps, q, token_ids;
+} of_ranking;
 
 // Where a Frontier keeps them.
 struct {
@@ -40,48 +46,53 @@ struct {
 } types;
 
 struct Names {
-  PyObject *address, *fan_out, *push_below;
+  PyObject *address, *fan_out, *place, *push_below;
 } names;
 
-PyObject *draft, *push, *zero, *empty;
+PyObject *draft, *push, *zero;
 Expect expect;
+double end_share;  // END_SHARE of session.py
 
-// prepare(prototype, tree_type, session_type, frontier_type, growth_type, expect, producer, heappush): a TreeNode without
-// parent and children, as its constructor makes it; NativeTree, DraftSession, Frontier and BestFirst; the address of
-// paceline_expect; Producer.DRAFT; and heapq.heappush.
+// prepare(prototype, tree_type, session_type, frontier_type, growth_type, ranking_type, expect, probability, tolerance,
+// end_share, producer, heappush): a TreeNode without parent and children, as its constructor makes it; NativeTree,
+// DraftSession, Frontier, BestFirst and Ranking; the addresses of paceline_expect and paceline_probability, and the
+// tolerance of the latter; session.END_SHARE; Producer.DRAFT; and heapq.heappush.
 PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 8 || !PyType_Check(arguments[1]) || !PyType_Check(arguments[2]) || !PyType_Check(arguments[3]) ||
-      !PyType_Check(arguments[4]))
-    return PyErr_Format(PyExc_TypeError, "prepare takes 8 arguments, the second to the fifth of them types");
+  bool types_come = count == 12;
+  for (int i = 1; types_come && i <= 5; ++i) types_come = PyType_Check(arguments[i]);
+  if (!types_come) return PyErr_Format(PyExc_TypeError, "prepare takes 12 arguments, the second to the sixth of them types");
   types.session = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[2]));
   types.frontier = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[3]));
   of_growth.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[4]));
-  expect = reinterpret_cast<Expect>(PyLong_AsVoidPtr(arguments[5]));
-  draft = Py_NewRef(arguments[6]);
-  push = Py_NewRef(arguments[7]);
-  const struct {
-    PyTypeObject* type;
-    const char* name;
-    Py_ssize_t* offset;
-  } found[] = {
-      {types.session, "calibration", &of_session.calibration},
-      {types.session, "changed", &of_session.changed},
-      {types.session, "frontier", &of_session.frontier},
-      {types.session, "growth", &of_session.growth},
-      {types.session, "hinted", &of_session.hinted},
-      {types.session, "next_node_id", &of_session.next_node_id},
-      {types.session, "outbox", &of_session.outbox},
-      {types.session, "tree", &of_session.tree},
-      {types.frontier, "_committed", &of_frontier.committed},
-      {types.frontier, "_heap", &of_frontier.heap},
-      {types.frontier, "_most_ahead", &of_frontier.most_ahead},
-      {types.frontier, "_places", &of_frontier.places},
-      {types.frontier, "_unwanted", &of_frontier.unwanted},
-      {of_growth.type, "_min_log", &of_growth.min_log},
-  };
-  if (PyErr_Occurred() || !prepare_tree(arguments[0], arguments[1])) return nullptr;
-  for (const auto& each : found)
-    if (!find(each.type, each.name, *each.offset)) return nullptr;
+  of_ranking.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[5]));
+  expect = reinterpret_cast<Expect>(PyLong_AsVoidPtr(arguments[6]));
+  end_share = PyFloat_AsDouble(arguments[9]);
+  draft = Py_NewRef(arguments[10]);
+  push = Py_NewRef(arguments[11]);
+  if (PyErr_Occurred() || !prepare_tree(arguments[0], arguments[1], arguments[7], arguments[8])) return nullptr;
+  if (!find({
+        {of_ranking.type, "bonus", of_ranking.bonus},
+        {of_ranking.type, "gaps", of_ranking.gaps},
+        {of_ranking.type, "q", of_ranking.q},
+        {of_ranking.type, "token_ids", of_ranking.token_ids},
+        {types.session, "bonus", of_session.bonus},
+        {types.session, "calibration", of_session.calibration},
+        {types.session, "changed", of_session.changed},
+        {types.session, "end", of_session.end},
+        {types.session, "frontier", of_session.frontier},
+        {types.session, "growth", of_session.growth},
+        {types.session, "hinted", of_session.hinted},
+        {types.session, "next_node_id", of_session.next_node_id},
+        {types.session, "outbox", of_session.outbox},
+        {types.session, "tree", of_session.tree},
+        {types.frontier, "_committed", of_frontier.committed},
+        {types.frontier, "_heap", of_frontier.heap},
+        {types.frontier, "_most_ahead", of_frontier.most_ahead},
+        {types.frontier, "_places", of_frontier.places},
+        {types.frontier, "_unwanted", of_frontier.unwanted},
+        {of_growth.type, "_min_log", of_growth.min_log},
+      }))
+    return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -91,42 +102,81 @@ struct Child {
   double prob;
 };
 
-// The ranked candidates of one leaf: as many scores as there are candidates, their gaps, and the children worth a node.
+// What one leaf is given: the gaps of its candidates, and the children that are worth a node.
 struct Row {
-  std::vector<double> gaps, probs;
+  std::vector<double> gaps, bonus, probs;
   std::vector<Child> children;
+  PyObject* q;  // that the first child was drawn from; Py_None: all are drawn alike
 
-  // ranking_of and expect of the first `fan_out` candidates. False after an error.
-  bool read(PyObject* ids, PyObject* scores, Py_ssize_t fan_out, PyObject* calibration, double least) {
-    gaps.clear(), children.clear();
+  // ranking_of the first `fan_out` of ranked candidates. False after an error.
+  bool read(PyObject* ids, PyObject* scores, Py_ssize_t fan_out) {
+    gaps.clear(), bonus.clear(), children.clear(), q = Py_None;
     const Py_ssize_t size = std::min({fan_out, PyList_GET_SIZE(ids), PyList_GET_SIZE(scores)});
     for (Py_ssize_t i = 0; i < size; ++i) gaps.push_back(PyFloat_AsDouble(PyList_GET_ITEM(scores, i)));
-    if (PyErr_Occurred()) return false;
     while (!gaps.empty() && gaps.back() == -kInfinity) gaps.pop_back();
-    if (gaps.empty()) return true;
+    if (PyErr_Occurred() || gaps.empty()) return !PyErr_Occurred();
     const double best = gaps[0];
     for (double& gap : gaps) gap = best - gap;
     gaps[0] = gaps.size() > 1 ? gaps[1] : kInfinity;
-    Ref address(PyObject_GetAttr(calibration, names.address));
-    const void* table = address ? PyLong_AsVoidPtr(address.get()) : nullptr;
-    if (table == nullptr) return false;
+    for (size_t i = 0; i < gaps.size(); ++i) children.push_back({PyList_GET_ITEM(ids, static_cast<Py_ssize_t>(i)), 0.0});
+    return true;
+  }
+
+  // A Ranking. False, without an error, if it is not as rank makes it.
+  bool read(PyObject* ranking) {
+    gaps.clear(), bonus.clear(), children.clear(), q = slot(ranking, of_ranking.q);
+    PyObject* ids = slot(ranking, of_ranking.token_ids);
+    if (!PyTuple_CheckExact(ids) || !numbers(slot(ranking, of_ranking.gaps), gaps) ||
+        !numbers(slot(ranking, of_ranking.bonus), bonus) || static_cast<size_t>(PyTuple_GET_SIZE(ids)) != gaps.size() ||
+        (!bonus.empty() && bonus.size() != gaps.size()))
+      return false;
+    for (size_t i = 0; i < gaps.size(); ++i) children.push_back({PyTuple_GET_ITEM(ids, static_cast<Py_ssize_t>(i)), 0.0});
+    return true;
+  }
+
+  static bool numbers(PyObject* tuple, std::vector<double>& values) {
+    if (!PyTuple_CheckExact(tuple)) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+      PyObject* value = PyTuple_GET_ITEM(tuple, i);
+      if (!PyFloat_CheckExact(value)) return false;
+      values.push_back(PyFloat_AS_DOUBLE(value));
+    }
+    return true;
+  }
+
+  // expect of DraftSession.expansion. False after an error.
+  bool weigh(PyObject* session, PyObject* parent, double least) {
+    if (gaps.empty()) return true;
+    const void* table = address_of(slot(session, of_session.calibration));
+    const void* of_bonus = table && !bonus.empty() ? address_of(slot(session, of_session.bonus)) : nullptr;
+    if (PyErr_Occurred()) return false;
+    const double share = slot(session, of_session.end) == parent ? 1.0 : end_share;
     const int64_t num = static_cast<int64_t>(gaps.size());
     int64_t kept = 0;
     probs.resize(gaps.size());
-    expect(1, least, &num, &table, gaps.data(), probs.data(), &kept, nullptr, nullptr, nullptr);
-    for (int64_t i = 0; i < kept; ++i) children.push_back({PyList_GET_ITEM(ids, i), probs[static_cast<size_t>(i)]});
+    if (bonus.empty()) expect(1, least, &num, &table, gaps.data(), probs.data(), &kept, nullptr, nullptr, nullptr);
+    else expect(1, least, &num, &table, gaps.data(), probs.data(), &kept, &of_bonus, &share, bonus.data());
+    children.resize(static_cast<size_t>(kept));
+    for (size_t i = 0; i < children.size(); ++i) children[i].prob = probs[i];
     return true;
+  }
+
+  // Null after an error.
+  static const void* address_of(PyObject* calibration) {
+    Ref address(PyObject_GetAttr(calibration, names.address));
+    return address ? PyLong_AsVoidPtr(address.get()) : nullptr;
   }
 };
 
 // True if the children can be attached below a node of the tree, the first of them with `next_id`, and nothing has to be
 // asked about any.
-bool attachable(const Tree& tree, PyObject* parent, const std::vector<Child>& children, int64_t next_id) {
-  int64_t vocab_size = 0, max_nodes = 0, parent_id = 0;
+bool attachable(const Tree& tree, PyObject* parent, const Row& row, int64_t next_id) {
+  const std::vector<Child>& children = row.children;
+  int64_t vocab_size = 0, max_nodes = 0, parent_id = 0, rejection = 0;
   PyObject* siblings = slot(parent, layout.children);
   const int64_t size = static_cast<int64_t>(children.size());
   if (!tree.number(of_tree.vocab_size, vocab_size) || !tree.number(of_tree.max_nodes, max_nodes) ||
-      !read_int(slot(parent, layout.node_id), parent_id) || next_id <= parent_id ||
+      !tree.number(of_tree.rejection, rejection) || !read_int(slot(parent, layout.node_id), parent_id) || next_id <= parent_id ||
       (next_id + size - 1) >> kProducerShift != 0 || PyDict_GET_SIZE(tree.nodes) + size > max_nodes ||
       PyDict_GetItemWithError(tree.nodes, slot(parent, layout.node_id)) != parent)
     return false;
@@ -139,6 +189,8 @@ bool attachable(const Tree& tree, PyObject* parent, const std::vector<Child>& ch
       if (!read_int(children[j].token_id, other) || other == token_id) return false;
     Ref node_id(PyLong_FromLongLong(next_id + static_cast<int64_t>(i)));
     if (!node_id || PyDict_Contains(tree.nodes, node_id.get()) != 0) return false;
+    // The rejection rule: one child is drawn, from what can yield it.
+    if (rejection && i == 0 && (slot(parent, layout.best) != Py_None || !drawable(row.q, token_id, vocab_size))) return false;
   }
   return true;
 }
@@ -209,52 +261,66 @@ PyObject* tuple_of(const std::vector<double>& values) {
 
 enum class Done { kPublished, kLeft, kFailed };
 
-// DraftEngine._publish of one leaf and its candidates. kLeft: nothing is done, there is more than the plain case.
+// DraftEngine._publish of one leaf and its candidates, ranked or a Ranking. kLeft: nothing is done, there is more than the
+// plain case.
 Done publish_leaf(PyObject* session, PyObject* parent, PyObject* ranked, double least, Row& row, int64_t& published) {
   const Done left = Done::kLeft, failed = Done::kFailed;
   PyObject *hinted = slot(session, of_session.hinted), *frontier = slot(session, of_session.frontier);
   const Tree tree(slot(session, of_session.tree));
-  int64_t rejection = 0, next_id = 0;
-  if (!PyTuple_CheckExact(ranked) || PyTuple_GET_SIZE(ranked) != 2 || !PyList_CheckExact(PyTuple_GET_ITEM(ranked, 0)) ||
-      !PyList_CheckExact(PyTuple_GET_ITEM(ranked, 1)) || !is_node(parent) || tree.nodes == nullptr ||
-      !PyDict_CheckExact(hinted) || PyDict_GET_SIZE(hinted) > 0 || Py_TYPE(frontier) != types.frontier)
+  int64_t next_id = 0;
+  if (!is_node(parent) || tree.nodes == nullptr || !PyDict_CheckExact(hinted) || PyDict_GET_SIZE(hinted) > 0 ||
+      Py_TYPE(frontier) != types.frontier)
     return left;
-  if (!tree.valid() || !tree.number(of_tree.rejection, rejection)) return failed;
-  if (rejection || !tree.plain() || !read_int(slot(session, of_session.next_node_id), next_id)) return left;
+  if (!tree.valid()) return failed;
+  if (!tree.plain() || !read_int(slot(session, of_session.next_node_id), next_id)) return left;
   PyObject* growth = slot(session, of_session.growth);
-  Ref fan_out(PyObject_GetAttr(growth, names.fan_out));
-  const Py_ssize_t most = fan_out ? PyLong_AsSsize_t(fan_out.get()) : -1;
-  if (PyErr_Occurred() || !row.read(PyTuple_GET_ITEM(ranked, 0), PyTuple_GET_ITEM(ranked, 1), most,
-                                    slot(session, of_session.calibration), least))
-    return failed;
-  if (!attachable(tree, parent, row.children, next_id)) return PyErr_Occurred() ? failed : left;
+  if (Py_TYPE(ranked) == of_ranking.type) {
+    if (!row.read(ranked)) return left;
+  } else {
+    if (!PyTuple_CheckExact(ranked) || PyTuple_GET_SIZE(ranked) != 2 ||
+        !PyList_CheckExact(PyTuple_GET_ITEM(ranked, 0)) || !PyList_CheckExact(PyTuple_GET_ITEM(ranked, 1)))
+      return left;
+    Ref fan_out(PyObject_GetAttr(growth, names.fan_out));
+    const Py_ssize_t most = fan_out ? PyLong_AsSsize_t(fan_out.get()) : -1;
+    if (PyErr_Occurred() || !row.read(PyTuple_GET_ITEM(ranked, 0), PyTuple_GET_ITEM(ranked, 1), most)) return failed;
+  }
+  if (!row.weigh(session, parent, least)) return failed;
+  if (!attachable(tree, parent, row, next_id)) return PyErr_Occurred() ? failed : left;
 
   const Py_ssize_t size = static_cast<Py_ssize_t>(row.children.size());
-  Ref gaps(tuple_of(row.gaps)), made(PyList_New(size)), following(PyLong_FromLongLong(next_id + size));
-  if (!gaps || !made || !following) return failed;
+  Ref gaps(tuple_of(row.gaps)), bonus(tuple_of(row.bonus)), made(PyList_New(size));
+  Ref following(PyLong_FromLongLong(next_id + size));
+  if (!gaps || !bonus || !made || !following) return failed;
   put(parent, layout.expanded, Py_NewRef(Py_True));
   put(parent, layout.gaps, gaps.release());
-  put(parent, layout.bonus, Py_NewRef(empty));
+  put(parent, layout.bonus, bonus.release());
   put(session, of_session.changed, Py_NewRef(Py_True));
   put(session, of_session.next_node_id, following.release());
-  if (size == 0) return Done::kPublished;
-  tree.changed();
-  if (PySet_Add(slot(tree.self, of_tree.producers), draft) < 0) return failed;
+  if (size > 0) {
+    tree.changed();
+    if (PySet_Add(slot(tree.self, of_tree.producers), draft) < 0) return failed;
+  }
   PyObject* outbox = slot(session, of_session.outbox);
   for (Py_ssize_t i = 0; i < size; ++i) {
     const Child& child = row.children[static_cast<size_t>(i)];
     Ref node_id(PyLong_FromLongLong(next_id + i)), prob(PyFloat_FromDouble(child.prob));
     if (!node_id || !prob) return failed;
-    PyObject* node = grow(tree, parent, draft, node_id.get(), child.token_id, prob.get(), Py_True, Py_None);
+    const bool drawn = i == 0 || row.q == Py_None;
+    PyObject* node = grow(tree, parent, draft, node_id.get(), child.token_id, prob.get(), drawn ? Py_True : Py_False,
+                          drawn ? row.q : Py_None);
     if (node == nullptr || PyList_Append(outbox, node) < 0) return failed;
     PyList_SET_ITEM(made.get(), i, Py_NewRef(node));
   }
   published += size;
-  return push_below(frontier, growth, tree, parent, made.get()) ? Done::kPublished : failed;
+  if (slot(session, of_session.end) == parent) {
+    Ref placed(PyObject_CallMethodObjArgs(session, names.place, parent, nullptr));
+    if (!placed) return failed;
+  }
+  return size == 0 || push_below(frontier, growth, tree, parent, made.get()) ? Done::kPublished : failed;
 }
 
 // publish(leaves, ranked, least) -> number of nodes, and of the first leaves that were published: the next one is left.
-// `leaves`: a list of (session, node); `ranked`: of each the ids and scores of its candidates.
+// `leaves`: a list of (session, node); `ranked`: of each the ids and scores of its candidates, or its Ranking.
 PyObject* publish(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 3 || !PyList_CheckExact(arguments[0]) || !PyList_CheckExact(arguments[1]) ||
       PyList_GET_SIZE(arguments[0]) != PyList_GET_SIZE(arguments[1]))
@@ -277,8 +343,8 @@ PyObject* publish(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }
 
 PyMethodDef methods[] = {
-    {"prepare", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(prepare)), METH_FASTCALL, nullptr},
-    {"publish", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(publish)), METH_FASTCALL, nullptr},
+    method("prepare", prepare),
+    method("publish", publish),
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -287,12 +353,8 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "paceline_publish", nullptr, -1, me
 }  // namespace
 
 PyMODINIT_FUNC PyInit_paceline_publish() {
-  const struct {
-    PyObject** name;
-    const char* text;
-  } all[] = {{&names.address, "address"}, {&names.fan_out, "fan_out"}, {&names.push_below, "push_below"}};
-  for (const auto& each : all)
-    if ((*each.name = PyUnicode_InternFromString(each.text)) == nullptr) return nullptr;
-  if ((zero = PyFloat_FromDouble(0.0)) == nullptr || (empty = PyTuple_New(0)) == nullptr) return nullptr;
+  if (!intern({{names.address, "address"}, {names.fan_out, "fan_out"}, {names.place, "place"}, {names.push_below, "push_below"}}))
+    return nullptr;
+  if ((zero = PyFloat_FromDouble(0.0)) == nullptr) return nullptr;
   return PyModule_Create(&module);
 }

@@ -1,7 +1,7 @@
 """The children of all leaves of a step by one native pass, ``publish.cpp``: probabilities, nodes and their order.
 
 It does what ``DraftEngine._publish`` does with candidates that are ranked already. A leaf that is not the common case
-(a hint, the rejection rule, a node that a tree refuses) is left to that with all behind it, as are all leaves where the
+(a hint, a node that a tree refuses) is left to that with all behind it, as are all leaves where the
 pass cannot be compiled, which takes a C++ compiler and Python's headers.
 """
 
@@ -13,12 +13,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from paceline.core import rows
 from paceline.core.native import extension
 from paceline.core.native_tree import NativeTree
+from paceline.core.sparse import TOLERANCE
 from paceline.core.tree import Producer, TreeNode
 from paceline.draft.growth import BestFirst, Frontier
-from paceline.draft.session import DraftSession
+from paceline.draft.session import END_SHARE, DraftSession
 from paceline.drafters import calibration
+from paceline.drafters.ranking import Ranking
 from paceline.errors import EngineError
 from paceline.messages import Node
 from paceline.model.chain import Ranked
@@ -32,7 +35,9 @@ def prepare() -> None:
     _passes()
 
 
-def publish(leaves: list[tuple[DraftSession, TreeNode]], ranked: Ranked, least_prob: float) -> tuple[int, int]:
+def publish(
+    leaves: list[tuple[DraftSession, TreeNode]], ranked: Ranked | list[Ranking], least_prob: float
+) -> tuple[int, int]:
     """Publishes the ranked candidates of leaves as their children, without those less likely than ``least_prob``.
 
     Returns:
@@ -53,8 +58,9 @@ def _passes() -> Any:
     try:
         passes = extension(_SOURCE, "paceline_publish", "the pass over the leaves of a step")
         prototype = TreeNode(Node(0, -1, 0, 1.0), None, 0)
-        types = NativeTree, DraftSession, Frontier, BestFirst
-        passes.prepare(prototype, *types, expect, Producer.DRAFT, heapq.heappush)
+        types = NativeTree, DraftSession, Frontier, BestFirst, Ranking
+        probability = (rows.addresses("paceline_probability") or [0])[0]
+        passes.prepare(prototype, *types, expect, probability, TOLERANCE, END_SHARE, Producer.DRAFT, heapq.heappush)
     except (EngineError, ImportError, TypeError) as error:
         log.warning("nodes are published by Python, which is slower: %s", error)
         return None

@@ -19,7 +19,7 @@ _ROUND_WEIGHT = 0.2
 _HOLD_ROUNDS = 0.2
 """Share of a round between two messages: each costs its peers a fraction of a millisecond, so a target that verifies
 gets about five."""
-_END_SHARE = 0.2
+END_SHARE = 0.2
 """Rejection rule: the share of nodes that are the last one of a proposal, so that a bonus token follows."""
 LEAST_PROB = 1e-9
 """The least probability that an outcome is taken to have."""
@@ -173,7 +173,7 @@ class DraftSession:
         """Parameters for the probabilities of a node's children."""
         if not ranking.bonus:
             return Expansion(ranking.gaps, self.calibration)
-        share = 1.0 if node is self.end else _END_SHARE
+        share = 1.0 if node is self.end else END_SHARE
         return Expansion(ranking.gaps, self.calibration, ranking.bonus, self.bonus, share)
 
     def in_flight_below(self, node: TreeNode) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.core.deferred import download
 from paceline.core.processors import Row, SamplerState
-from paceline.core.sampling import GREEDY_CANDIDATES, best_unprocessed, draft_candidates, unlisted
+from paceline.core.sampling import GREEDY_CANDIDATES, best_unprocessed, draft_candidates, draws_at_once, unlisted
 from paceline.drafters.parts import parts_of
 from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, Leaf
 from paceline.drafters.rows import NO_TAIL, Part, RowSession, Tail, chain_step, prompt_chunk, tree_step
@@ -137,7 +137,8 @@ class ModelDrafter:
         return self._expand(leaves, best=False)
 
     def expand_best(self, leaves: Sequence[Leaf]) -> Candidates:
-        """``expand``, with ``Candidates.ranked`` where one pass over the logits gives them."""
+        """``expand``, with ``Candidates.ranked`` where one pass over the logits gives them, and by the rejection rule
+        with ``Candidates.unread``, so that one pass finds, draws and guesses."""
         return self._expand(leaves, best=self.tokens_per_leaf == 1)
 
     def _expand(self, leaves: Sequence[Leaf], *, best: bool) -> Candidates:
@@ -155,8 +156,10 @@ class ModelDrafter:
             return self._candidates(leaves, tails, self._num_candidates(leaves))
         try:
             logits = self._logits([part.step for part in parts])
+            all_in_order = self.tokens_per_leaf == 1 and [*at] == [*range(len(leaves))]
             ranked = best_unprocessed(logits, rows) if best else None
-            if ranked is None:
+            unread = best and ranked is None and all_in_order and draws_at_once(logits, rows)
+            if ranked is None and not unread:
                 ids, scores = draft_candidates(logits, rows, self._num_candidates(leaves))
                 beyond = unlisted(logits, rows, ids, scores) if self.tokens_per_leaf == 1 else None
         except BaseException:
@@ -165,7 +168,8 @@ class ModelDrafter:
             raise
         for part in parts:
             part.keep()
-        all_in_order = self.tokens_per_leaf == 1 and [*at] == [*range(len(leaves))]
+        if unread:
+            return Candidates(*_nothing(len(leaves)), unread=(logits, self._num_candidates(leaves)))
         if ranked is not None:
             of_rows = [*zip(*ranked, strict=True)]
             if not all_in_order:

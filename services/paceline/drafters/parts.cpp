@@ -7,7 +7,7 @@
 
 namespace {
 
-using paceline::find, paceline::Ref, paceline::slot;
+using paceline::find, paceline::intern, paceline::method, paceline::Ref, paceline::slot;
 
 // Where Leaf keeps its attributes.
 struct {
@@ -35,23 +35,18 @@ PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   part_type = Py_NewRef(arguments[2]);
   row_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[3]));
   chain_step = Py_NewRef(arguments[4]);
-  const struct {
-    PyTypeObject* type;
-    const char* name;
-    Py_ssize_t* offset;
-  } found[] = {
-      {of_leaf.type, "session_id", &of_leaf.session_id},
-      {of_leaf.type, "node_id", &of_leaf.node_id},
-      {of_leaf.type, "path_ids", &of_leaf.path_ids},
-      {of_leaf.type, "path", &of_leaf.path},
-      {of_session.type, "tokens", &of_session.tokens},
-      {of_session.type, "sampler", &of_session.sampler},
-      {of_session.type, "num_cached", &of_session.num_cached},
-      {of_session.type, "node_rows", &of_session.node_rows},
-      {of_session.type, "positions", &of_session.positions},
-  };
-  for (const auto& each : found)
-    if (!find(each.type, each.name, *each.offset)) return nullptr;
+  if (!find({
+        {of_leaf.type, "session_id", of_leaf.session_id},
+        {of_leaf.type, "node_id", of_leaf.node_id},
+        {of_leaf.type, "path_ids", of_leaf.path_ids},
+        {of_leaf.type, "path", of_leaf.path},
+        {of_session.type, "tokens", of_session.tokens},
+        {of_session.type, "sampler", of_session.sampler},
+        {of_session.type, "num_cached", of_session.num_cached},
+        {of_session.type, "node_rows", of_session.node_rows},
+        {of_session.type, "positions", of_session.positions},
+      }))
+    return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -204,8 +199,8 @@ PyObject* parts_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }
 
 PyMethodDef methods[] = {
-    {"prepare", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(prepare)), METH_FASTCALL, nullptr},
-    {"parts_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(parts_of)), METH_FASTCALL, nullptr},
+    method("prepare", prepare),
+    method("parts_of", parts_of),
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -214,11 +209,6 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "paceline_parts", nullptr, -1, meth
 }  // namespace
 
 PyMODINIT_FUNC PyInit_paceline_parts() {
-  const struct {
-    PyObject** name;
-    const char* text;
-  } all[] = {{&take_rows, "take_rows"}, {&free_rows, "free_rows"}, {&extend, "extend"}};
-  for (const auto& each : all)
-    if ((*each.name = PyUnicode_InternFromString(each.text)) == nullptr) return nullptr;
+  if (!intern({{take_rows, "take_rows"}, {free_rows, "free_rows"}, {extend, "extend"}})) return nullptr;
   return PyModule_Create(&module);
 }

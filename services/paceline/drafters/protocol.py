@@ -126,6 +126,9 @@ class Candidates:
     ranked: Ranked | None = None
     """Of each leaf its best candidates in the order of ``ranking.rank``, and their scores; then ``token_ids`` and
     ``log_q`` are [num_leaves, 0]. None: they are not ranked yet."""
+    unread: tuple[Tensor, int] | None = None
+    """Rejection rule: logits [num_leaves, vocab] before the sessions' processors, and the number of candidates that are
+    to be found in each row; then ``token_ids`` and ``log_q`` are [num_leaves, 0]. None: they are found already."""
 
 
 class Drafter(Protocol):
@@ -327,7 +330,8 @@ class Ranker(Drafter, Protocol):
     """A drafter that may rank its candidates by the pass that finds them."""
 
     def expand_best(self, leaves: Sequence[Leaf]) -> Candidates:
-        """``expand``, with ``Candidates.ranked`` where the sessions' processors and this device allow it."""
+        """``expand``, with ``Candidates.ranked`` or ``Candidates.unread`` where the sessions' processors and the device
+        allow it."""
         ...
 
 

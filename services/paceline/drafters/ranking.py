@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.core import rows as native
 from paceline.core.deferred import download
 from paceline.core.noise import Stream
-from paceline.core.processors import Row
+from paceline.core.processors import Row, masks_of
 from paceline.core.sampling import best_coupled, best_recovered, row_keys
 from paceline.core.verification import sample_draft
 from paceline.drafters.calibration import ACCEPTANCE, Evidence, evidence_of, ranked_gaps, sampled_gaps
@@ -29,6 +29,8 @@ from paceline.messages import SparseDistribution, record
 from paceline.model.chain import Ranked
 
 _GREEDY_TIES = 4
+_SHIFT = math.log(1.0 - ACCEPTANCE)
+"""Of the weight of a candidate as a recovered token, where there are tokens that the draft never draws."""
 
 
 class Rule(enum.Enum):
@@ -75,6 +77,8 @@ def rank(candidates: Candidates, rows: Sequence[RankingRow]) -> list[Ranking]:
     """The children of each row's node. Candidates whose log q is not finite are left out."""
     if candidates.ranked is not None:
         return rankings_of(candidates.ranked, [row.fan_out for row in rows])
+    if candidates.unread is not None:
+        return _drawn(*candidates.unread, rows)
     token_ids, log_q = candidates.token_ids, candidates.log_q
     rules = [row.rule for row in rows]
     if rows and rules.count(rules[0]) == len(rules):
@@ -148,6 +152,41 @@ def _by_sampling(
     return rankings
 
 
+def _drawn(logits: Tensor, m: int, rows: Sequence[RankingRow]) -> list[Ranking]:
+    """``_by_sampling`` of ``draft_candidates`` and ``unlisted`` in one pass over the logits [rows, vocab]."""
+    drawing: list[int] = []
+    guessing: list[int] = []
+    for row in rows:
+        seed, position = row.row.state.seed_bits, row.row.position
+        drawing += (seed, position, row.nonce)
+        guessing += (seed, position, row.row.text_key)
+    states = [row.row.state for row in rows]
+    drawn = native.draft(
+        logits,
+        [state.temperature for state in states],
+        drawing,
+        guessing,
+        masks=masks_of([row.row for row in rows], logits.shape[1]),
+        top_k=[state.top_k for state in states],
+        floors=[state.log_min_p for state in states],
+        m=m,
+        unlisted=[state.num_guessed > 0 and m < state.top_k for state in states],
+        wanted=max(state.num_guessed for state in states),
+        shift=_SHIFT,
+        scales=[row.saguaro for row in rows],
+        fan_outs=[row.fan_out for row in rows],
+        streams=(Stream.DRAFT, Stream.RECOVER),
+    )
+    rankings = []
+    for token, ids, probs, gap, siblings, behind, bonus in drawn:
+        if token < 0:
+            rankings.append(Ranking((), ()))
+            continue
+        q = SparseDistribution(ids, probs)
+        rankings.append(Ranking((token, *siblings), (gap, *behind), q, tuple(bonus)))
+    return rankings
+
+
 Siblings = tuple[list[int], list[float], list[float]]
 """Guesses of the target's own token, by how much each is behind the best as a recovered token, and by how much the
 drawn token and each of them is as a bonus token (nats)."""
@@ -174,7 +213,7 @@ def guess_siblings(
         return [([], [], [math.inf])] * len(rows)
     shift = 0.0
     if beyond is not None:
-        shift = math.log(1.0 - ACCEPTANCE)
+        shift = _SHIFT
         token_ids, log_q = torch.cat((token_ids, beyond[0]), -1), torch.cat((log_q, beyond[1]), -1)
     likeliest = [row.saguaro != 1.0 for row in rows]
     if native.usable(log_q, torch.float32) and native.usable(token_ids, torch.int64):

@@ -8,7 +8,7 @@
 
 namespace {
 
-using paceline::find, paceline::Ref, paceline::slot;
+using paceline::find, paceline::intern, paceline::method, paceline::Ref, paceline::slot;
 
 using LayOut = void (*)(int64_t, const int64_t*, const int64_t*, const int64_t*, const int64_t*, const int64_t*, int64_t,
                         const int64_t*, const uint8_t* const*, const int64_t*, const int64_t* const*, int64_t,
@@ -30,10 +30,18 @@ constexpr int kSizes = 7;
 bool known(PyTypeObject* type) {
   if (type == layout.type) return true;
   StepLayout found;
-  if (!find(type, "token_ids", found.token_ids) || !find(type, "positions", found.positions) ||
-      !find(type, "rows", found.rows) || !find(type, "pages", found.pages) ||
-      !find(type, "num_logits", found.num_logits) || !find(type, "visible", found.visible) ||
-      !find(type, "key_positions", found.key_positions) || !find(type, "own_rows", found.own_rows) || !find(type, "also", found.also) || !find(type, "copies", found.copies))
+  if (!find({
+        {type, "token_ids", found.token_ids},
+        {type, "positions", found.positions},
+        {type, "rows", found.rows},
+        {type, "pages", found.pages},
+        {type, "num_logits", found.num_logits},
+        {type, "visible", found.visible},
+        {type, "key_positions", found.key_positions},
+        {type, "own_rows", found.own_rows},
+        {type, "also", found.also},
+        {type, "copies", found.copies},
+      }))
     return false;
   layout = found;
   layout.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(reinterpret_cast<PyObject*>(type)));
@@ -238,7 +246,7 @@ PyObject* lay_out(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 
 PyMethodDef methods[] = {
     {"gather", gather, METH_O, nullptr},
-    {"lay_out", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(lay_out)), METH_FASTCALL, nullptr},
+    method("lay_out", lay_out),
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -248,14 +256,10 @@ PyModuleDef module = {
 }  // namespace
 
 PyMODINIT_FUNC PyInit_paceline_columns() {
-  const struct {
-    PyObject** name;
-    const char* text;
-  } all[] = {{&names.data_ptr, "data_ptr"},
-             {&names.dim, "dim"},
-             {&names.is_contiguous, "is_contiguous"},
-             {&names.numel, "numel"}};
-  for (const auto& each : all)
-    if ((*each.name = PyUnicode_InternFromString(each.text)) == nullptr) return nullptr;
+  if (!intern({{names.data_ptr, "data_ptr"},
+               {names.dim, "dim"},
+               {names.is_contiguous, "is_contiguous"},
+               {names.numel, "numel"}}))
+    return nullptr;
   return PyModule_Create(&module);
 }
