@@ -10,12 +10,17 @@
 // additions, multiplications and divisions of doubles, each rounded on its own (-ffp-contract=off).
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <limits>
 #include <vector>
+
+#ifdef __AVX512DQ__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -166,12 +171,36 @@ inline float exp_below(float x) {
   return p * scale;
 }
 
+// The sum of exp_below of a few values.
+inline float sum_of_exp(const float* x, int64_t count) {
+  float sums[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes)
+    for (int j = 0; j < kLanes; ++j) sums[j] += exp_below(x[i + j]);
+  for (; i < count; ++i) sums[0] += exp_below(x[i]);
+  for (int j = 1; j < kLanes; ++j) sums[0] += sums[j];
+  return sums[0];
+}
+
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 
 inline Lanes load_lanes(const float* x) {
   Lanes lanes;
   std::memcpy(&lanes, x, sizeof lanes);
   return lanes;
+}
+
+typedef int32_t Flags __attribute__((vector_size(4 * kLanes)));  // -1 or 0
+
+// Bit j: flag j is set.
+inline uint32_t bits_of(Flags flags) {
+#ifdef __AVX512DQ__
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(flags));
+#else
+  uint32_t bits = 0;
+  for (int j = 0; j < kLanes; ++j) bits |= static_cast<uint32_t>(flags[j] & 1) << j;
+  return bits;
+#endif
 }
 
 inline float largest_lane(Lanes lanes) {
@@ -395,20 +424,13 @@ void gather_largest(const Values<T>& x, int64_t n, int64_t m, std::vector<uint64
       std::fill(block, block + kBlock, -kInfinity);
     }
     for (int i = 0; i < count; i += kLanes) {
-      if (any) {
-        const Lanes v = load_lanes(block + i);
-        const auto reaching = full ? v > least : v >= least;
-        int32_t some = 0;
-        for (int j = 0; j < kLanes; ++j) some |= reaching[j];
-        if (!some) continue;
+      const Lanes v = load_lanes(block + i);
+      uint32_t wanted = any ? bits_of(full ? v > least : v >= least) : ~uint32_t{0};
+      wanted &= (uint32_t{1} << std::min(kLanes, count - i)) - 1;
+      for (; wanted; wanted &= wanted - 1) {
+        const int j = i + std::countr_zero(wanted);
+        kept[size++] = sortable(block[j], base + j);
       }
-      int places[kLanes];  // of the values that are wanted
-      int wanted = 0;
-      for (int j = i; j < std::min(i + kLanes, count); ++j) {
-        places[wanted] = j;
-        wanted += !any || (full ? block[j] > least : block[j] >= least);
-      }
-      for (int j = 0; j < wanted; ++j) kept[size++] = sortable(block[places[j]], base + places[j]);
     }
     if (size > room - kBlock && base + kBlock < n) {
       std::nth_element(kept.begin(), kept.begin() + (m - 1), kept.begin() + size, descending);
@@ -500,13 +522,7 @@ void pick_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const Cuts& 
         const float v = (block[i] - most) / temperature;
         out[i] = v < floor ? -kInfinity : v;
       }
-      float sums[kLanes] = {};
-      int i = 0;
-      for (; i + kLanes <= count; i += kLanes)
-        for (int j = 0; j < kLanes; ++j) sums[j] += exp_below(out[i + j]);
-      for (; i < count; ++i) sums[0] += exp_below(out[i]);
-      for (int j = 1; j < kLanes; ++j) sums[0] += sums[j];
-      total += sums[0];
+      total += sum_of_exp(out, count);
       return true;
     };
     if (temperatures[row] == 0) {
@@ -809,13 +825,11 @@ void paceline_draft(const void* x, int kind, int64_t rows, int64_t n, int64_t st
     if (!(std::fabs(top) < kInfinity)) continue;
     const auto scaled = [&](float value) { return (value - top) / temperatures[row]; };
     const float floor = std::max(floors[row], scaled(log_q[std::min(top_k[row], m) - 1]));
-    double total = 0;
     for (int64_t i = 0; i < m; ++i) {
       const float v = scaled(log_q[i]);
       log_q[i] = v < floor ? -kInfinity : v;
-      total += exp_below(log_q[i]);
     }
-    const float log_total = static_cast<float>(std::log(total));
+    const float log_total = std::log(sum_of_exp(log_q.data(), m));
     for (int64_t i = 0; i < m; ++i) log_q[i] -= log_total;
     gaps[row] = m > 1 ? static_cast<double>(log_q[0]) - log_q[1] : kInfinity;
     int64_t num = m;
