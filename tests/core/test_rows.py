@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core import noise, rows, sampling, sparse
+from paceline.core import noise, rows, sampling, sparse, verification
 from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_at, gumbel_max, uniform
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import (
@@ -31,6 +32,7 @@ from paceline.core.tree import Proposal
 from paceline.core.verification import decide, sample_draft, verify
 from paceline.drafters.protocol import Candidates
 from paceline.drafters.ranking import RankingRow, Rule, guess_siblings, rank
+from paceline.errors import EngineError
 from paceline.messages import SparseDistribution
 from paceline.types import Acceptance, SamplingParams, StructuredOutput
 
@@ -368,6 +370,78 @@ def test_a_session_with_a_form_is_decided_as_by_the_pipeline(seed, size, shape):
         torch.testing.assert_close(torch.tensor(verdict.logprobs), torch.tensor(one.logprobs), rtol=2e-6, atol=5e-6)
     assert asked == [found[0].token_ids[:i] for i in range(len(found[0].token_ids))]
     assert found[0].num_accepted >= 3
+
+
+def untrusted(q: SparseDistribution, token_id: int, size: int, rng: random.Random) -> SparseDistribution | None:
+    """A q that cannot have yielded the token."""
+    ids, probs = list(q.token_ids), list(q.probs)
+    kind = rng.randrange(6)
+    if kind == 0:
+        return None
+    if kind == 1:
+        probs[0] = math.nan
+    elif kind == 2:
+        ids[0] = rng.choice([-1, size])
+    elif kind == 3:
+        probs[ids.index(token_id)] = 0.0
+    elif kind == 4:
+        return SparseDistribution(q.packed_ids, q.packed_probs[:-1])
+    else:
+        probs = [2 * p for p in probs]
+    return SparseDistribution.of(ids, probs)
+
+
+@given(st.integers(0, 2**32), SIZES, st.sampled_from([0.5, 3.0]), SHAPES, DTYPES, st.sampled_from(CUTS))
+@settings(max_examples=150, deadline=None)
+def test_one_pass_decides_by_the_rejection_rule_as_the_pipeline_does(seed, size, spread, shape, dtype, cuts):
+    """Drafts near the target's distribution and far from it, each token really drawn from its q, but for some that no q
+    can have yielded; rows without a distribution among them."""
+    rng, logits, batch, proposals = random.Random(seed), [], [], []
+    for session in range(4):
+        state = state_of(size, seed + session, temperature=rng.choice([0.4, 1.0]), **cuts)
+        num_drafted = rng.randint(0, 4)
+        own = adversarial(seed + session, num_drafted + 1, size, spread, shape)
+        drafts = own + rng.choice([0.0, 0.3, 3.0]) * torch.randn(
+            own.shape, generator=torch.Generator().manual_seed(seed)
+        )
+        if rng.random() < 0.15:
+            own[rng.randrange(len(own)), rng.randrange(size)] = rng.choice([math.nan, math.inf])
+        token_ids: tuple[int, ...] = ()
+        qs: tuple[SparseDistribution | None, ...] = ()
+        for i in range(num_drafted):
+            ids, log_q = draft_candidates(drafts[i : i + 1], [Row(state, token_ids)], min(40, size))
+            (sample,) = sample_draft(ids, log_q, *keys_of(seed + i, 1), [1.0], [1])
+            bad = rng.random() < 0.1
+            qs = (*qs, untrusted(sample.q, sample.token_id, size, rng) if bad else sample.q)
+            token_ids = (*token_ids, sample.token_id)
+        batch += [Row(state, token_ids[:i]) for i in range(num_drafted + 1)]
+        proposals.append(Proposal(token_ids, qs))
+        logits.append(own)
+    x, rules = torch.cat(logits).to(dtype), [Acceptance.REJECTION] * 4
+    try:
+        expected = verify(process(x, batch), proposals, rules)
+    except EngineError:
+        with pytest.raises(EngineError, match="not finite"):
+            decide(x, batch, proposals, rules)
+        return
+    for found, wanted in zip(decide(x, batch, proposals, rules), expected, strict=True):
+        assert replace(found, logprobs=()) == replace(wanted, logprobs=())
+        assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4, rel=1e-5)
+
+
+def test_the_rejection_rule_alone_is_decided_at_once(monkeypatch):
+    """Whatever else is in a batch takes all of it to the general path, and the same comes of it."""
+    general = []
+    monkeypatch.setattr(verification, "process", lambda *a: (general.append(1), process(*a))[1])
+    logits, at_once, rejection = torch.randn(2, 50), [Row(state_of(50, 1))], Acceptance.REJECTION
+    decide(logits[:1], at_once, [Proposal()], [rejection])
+    assert not general
+    for options in ({"top_p": 0.9}, {"repetition_penalty": 1.1}):
+        decide(logits[:1], [Row(state_of(50, 1, **options))], [Proposal()], [rejection])
+    decide(logits, at_once * 2, [Proposal()] * 2, [rejection, Acceptance.COUPLED])
+    decide(logits, [*at_once, Row(state_of(50, 1, temperature=0.0))], [Proposal()] * 2, [rejection] * 2)
+    decide(logits[:1].double(), at_once, [Proposal()], [rejection])
+    assert len(general) == 5
 
 
 MOST = st.sampled_from([1, 5, 130, 256, 700, 5000])

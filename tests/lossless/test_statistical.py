@@ -17,13 +17,15 @@ import torch
 from scipy import stats
 from tests.lossless.power import detectable_tv
 
+from paceline.core import rows as native
 from paceline.core import verification
 from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_at
+from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import ProcessedRows, rank_coupled
 from paceline.core.tree import Proposal
-from paceline.core.verification import KeyedChoices, sample_draft, verify
+from paceline.core.verification import KeyedChoices, decide, sample_draft, verify
 from paceline.messages import SparseDistribution
-from paceline.types import Acceptance
+from paceline.types import Acceptance, SamplingParams
 
 FALSE_ALARM = 1e-8
 COUPLED, REJECTION = Acceptance.COUPLED, Acceptance.REJECTION
@@ -70,9 +72,11 @@ def simulate(
     saguaro=1.0,
     reset=False,
     leaves_out=None,
+    at_once=False,
 ):
     """Sessions that start after token 0 and run to ``num_tokens``: texts and first-round verdicts.
 
+    ``at_once``: they are decided from logits, by one native pass.
     ``leaves_out``: says of each drafted token, from log q, keys, positions and the texts before, whether it and those
     behind it are not proposed.
     """
@@ -111,7 +115,15 @@ def simulate(
             rows=[SimpleNamespace(text_key=text_key(text)) for text in before],
         )
         proposals = [Proposal(d, q if rule is REJECTION else ()) for d, q in zip(drafted, qs, strict=True)]
-        verdicts = verify(processed, proposals, [rule] * len(active))
+        if at_once:
+            states = [
+                SamplerState(SamplingParams(temperature=1.0), int(key), texts[i], vocab_size=log_p.shape[-1])
+                for i, key in zip(active, keys, strict=True)
+            ]
+            own = [Row(state, d[:j]) for state, d in zip(states, drafted, strict=True) for j in range(len(d) + 1)]
+            verdicts = decide(log_p[rows], own, proposals, [rule] * len(active))
+        else:
+            verdicts = verify(processed, proposals, [rule] * len(active))
         verdicts_of_first = verdicts_of_first or verdicts
         for i, verdict in zip(active, verdicts, strict=True):
             texts[i] += verdict.token_ids
@@ -188,6 +200,42 @@ def test_the_joint_law_with_the_opposite_draft(rule):
 
 def test_the_joint_law_with_saguaro():
     assert law_p_value(REJECTION, P, Q, 1, saguaro=0.25) > FALSE_ALARM
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The general path is out of reach."""
+    assert native.usable(torch.zeros(1, 1), torch.float32), "there is no C++ compiler here"
+    monkeypatch.setattr(verification, "process", None)
+
+
+@pytest.mark.parametrize(("log_q", "num_drafted", "saguaro"), [(Q, 1, 1.0), (Q, 3, 0.25), (OPPOSITE, 1, 1.0)])
+def test_the_joint_law_of_what_one_pass_decides(alone, log_q, num_drafted, saguaro):
+    assert law_p_value(REJECTION, P, log_q, num_drafted, saguaro=saguaro, at_once=True) > FALSE_ALARM
+
+
+def test_mutant_one_pass_with_a_q_that_the_token_was_not_drawn_from(alone, monkeypatch):
+    original = native.verify
+
+    def other_q(*args, qs, **options):
+        turned = [(ids, b"".join(probs[i : i + 8] for i in range(len(probs) - 8, -8, -8))) for ids, probs in qs]
+        return original(*args, qs=turned, **options)
+
+    monkeypatch.setattr(native, "verify", other_q)
+    assert law_p_value(REJECTION, P, Q, 1, at_once=True) < FALSE_ALARM
+
+
+def test_mutant_one_pass_that_draws_from_p_where_a_token_was_rejected(alone, monkeypatch):
+    original = native.verify
+
+    def from_p(*args, starts, qs, **options):
+        accepted, _, rejected, _ = original(*args, starts=starts, qs=qs, **options)
+        cut = {start + n for start, n, was in zip(starts, accepted, rejected, strict=False) if was}
+        left = [(b"", b"") if row in cut else q for row, q in enumerate(qs)]
+        return original(*args, starts=starts, qs=left, **options)
+
+    monkeypatch.setattr(native, "verify", from_p)
+    assert law_p_value(REJECTION, P, Q, 1, at_once=True) < FALSE_ALARM
 
 
 def test_the_law_of_a_large_vocabulary_in_its_sparse_and_dense_form():

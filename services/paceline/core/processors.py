@@ -136,7 +136,7 @@ class SamplerState:
         self.vocab_size = vocab_size
         self.num_tokens = len(prompt_token_ids) + len(output_token_ids)
         self.num_output_tokens = len(output_token_ids)
-        self._text_key = _digest(output_token_ids, _digest(prompt_token_ids))
+        self._text_key = digest(output_token_ids, digest(prompt_token_ids))
         self._undigested: list[int] = []  # the last tokens of the context, which it lacks
         stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
         params.check_vocabulary(vocab_size)
@@ -192,7 +192,7 @@ class SamplerState:
     def text_key(self) -> int:
         """That of ``Row.text_key`` at the end of the context."""
         if self._undigested:
-            self._text_key, self._undigested = _digest(self._undigested, self._text_key), []
+            self._text_key, self._undigested = digest(self._undigested, self._text_key), []
         return self._text_key
 
     @cached_property
@@ -430,10 +430,10 @@ class Row(NamedTuple):
     @property
     def text_key(self) -> int:
         """A digest of all tokens before this position, in [0, 2**32)."""
-        return _digest(self.suffix, self.state.text_key)
+        return digest(self.suffix, self.state.text_key)
 
 
-def _digest(token_ids: Sequence[int], before: int = 0) -> int:
+def digest(token_ids: Sequence[int], before: int = 0) -> int:
     """The CRC-32 of a text that goes on with these tokens, 64 bits each, after one whose CRC-32 is ``before``."""
     return zlib.crc32(array("q", token_ids).tobytes(), before)
 

@@ -16,6 +16,8 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #ifdef __AVX512DQ__
@@ -577,6 +579,49 @@ void unlisted_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const Cu
   }
 }
 
+// noise.uniform of one key.
+double uniform(const Key& key, int64_t lane) {
+  const uint64_t high = philox_word(4 * lane, key), low = philox_word(4 * lane + 1, key);
+  return static_cast<double>((high << 21) | (low >> 11)) * 0x1p-53;
+}
+
+// The log-probabilities of a row after its temperature and its cuts.
+template <typename T>
+struct Law {
+  Values<T> at;
+  float most, temperature, floor, log_total;
+
+  // False: the row has NaN or +inf, or nothing but -inf.
+  bool read(const T* x, int64_t n, int64_t top_k, float least, float row_temperature, std::vector<uint64_t>& kept) {
+    bool is_number;
+    at = Values<T>{x}, temperature = row_temperature, floor = least, log_total = 0;
+    most = largest_of(at, n, &is_number);
+    if (!is_number || !(std::fabs(most) < kInfinity)) return false;
+    if (top_k < n) {
+      gather_largest(at, n, top_k, kept);
+      floor = std::max(floor, (value_of(kept[top_k - 1]) - most) / temperature);
+    }
+    double total = 0;
+    alignas(64) float block[kBlock];
+    for (int64_t base = 0; base < n; base += kBlock) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, n - base));
+      at.load(base, count, block);
+      for (int i = 0; i < count; ++i) {
+        const float v = (block[i] - most) / temperature;
+        block[i] = v < floor ? -kInfinity : v;
+      }
+      total += sum_of_exp(block, count);
+    }
+    log_total = static_cast<float>(std::log(total));
+    return true;
+  }
+
+  float operator[](int64_t i) const {
+    const float v = (at[i] - most) / temperature;
+    return v < floor ? -kInfinity : v - log_total;
+  }
+};
+
 }  // namespace
 
 extern "C" {
@@ -898,10 +943,66 @@ double paceline_probability(const char* ids, const char* probs, int64_t n, int64
 
 // noise.uniform of `rows` keys: seed, position and nonce of each.
 void paceline_uniform(const int64_t* keys, int64_t rows, int stream, int64_t lane, double* out) {
-  for (int64_t row = 0; row < rows; ++row) {
-    const Key key{keys[3 * row], keys[3 * row + 1], keys[3 * row + 2], stream};
-    const uint64_t high = philox_word(4 * lane, key), low = philox_word(4 * lane + 1, key);
-    out[row] = static_cast<double>((high << 21) | (low >> 11)) * 0x1p-53;
-  }
+  for (int64_t row = 0; row < rows; ++row)
+    out[row] = uniform(Key{keys[3 * row], keys[3 * row + 1], keys[3 * row + 2], stream}, lane);
+}
+
+// Decides chains of draft tokens by the rejection rule (verification.py). Session s owns the rows from starts[s] up to
+// starts[s + 1]. Row r decides the draft token `drafted[r]`, drawn from the `sizes[r]` packed ids and probabilities of its
+// q, 0: there is none; the last row of a session decides none. `keys` of a row: seed, position, and the digest of the text
+// before it, which the noise of recovered and bonus tokens depends on. Returns of each session how many draft tokens are
+// accepted, the next token, and whether the one behind the accepted ones was rejected; and of the rows the log-probability
+// of the token that was decided there. False: a row that is reached has no distribution, and nothing is decided.
+bool paceline_verify(const void* x, int kind, int64_t n, int64_t stride, const int64_t* top_k, const float* floors,
+                     const float* temperatures, int64_t sessions, const int64_t* starts, const int64_t* drafted,
+                     const char* const* q_ids, const char* const* q_probs, const int64_t* sizes, double tolerance,
+                     const int64_t* keys, int accept_stream, int recover_stream, int64_t* accepted, int64_t* next,
+                     uint8_t* rejected, float* logprobs) {
+  std::vector<uint64_t> kept;
+  std::vector<double> weights(n);
+  const auto decide = [&](const auto* rows) {
+    Law<std::remove_const_t<std::remove_pointer_t<decltype(rows)>>> p;
+    for (int64_t s = 0; s < sessions; ++s) {
+      int64_t row = starts[s];
+      double sum = 0;
+      rejected[s] = false;
+      for (;; ++row) {
+        if (!p.read(rows + row * stride, n, top_k[row], floors[row], temperatures[row], kept)) return false;
+        if (row + 1 == starts[s + 1] || sizes[row] == 0) break;
+        const double q = paceline_probability(q_ids[row], q_probs[row], sizes[row], drafted[row], n, tolerance);
+        if (!(q > 0)) break;
+        logprobs[row] = p[drafted[row]];
+        const double ratio = std::min(1.0, std::exp(static_cast<double>(logprobs[row])) / q);
+        rejected[s] = !(uniform(Key{keys[3 * row], keys[3 * row + 1], 0, accept_stream}, 0) < ratio);
+        if (rejected[s]) break;
+      }
+      for (int64_t i = 0; i < n; ++i) weights[i] = p[i];
+      bool any = !rejected[s];
+      if (rejected[s]) {
+        const auto column = [&](int64_t i) {
+          std::pair<int32_t, double> entry;
+          std::memcpy(&entry.first, q_ids[row] + 4 * i, 4);
+          std::memcpy(&entry.second, q_probs[row] + 8 * i, 8);
+          return entry;
+        };
+        for (int64_t i = 0; i < sizes[row]; ++i) sum += column(i).second;
+        for (int64_t i = 0; i < sizes[row]; ++i) {
+          const auto [id, probability] = column(i);
+          const double left = std::exp(weights[id]) - probability / sum;
+          weights[id] = left > 0 ? std::log(left) : -std::numeric_limits<double>::infinity();
+        }
+        for (int64_t i = 0; i < n && !any; ++i) any = weights[i] > -std::numeric_limits<double>::infinity();
+      }
+      // p and q equal up to rounding leave nothing: then the token comes from p.
+      if (!any)
+        for (int64_t i = 0; i < n; ++i) weights[i] = p[i];
+      double score;
+      raw_rows(weights.data(), 1, n, n, keys + 3 * row, recover_stream, 0, next + s, &score);
+      logprobs[row] = p[next[s]];
+      accepted[s] = row - starts[s];
+    }
+    return true;
+  };
+  return kind == 0 ? decide(static_cast<const float*>(x)) : decide(static_cast<const Bf16*>(x));
 }
 }

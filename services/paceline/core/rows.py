@@ -352,6 +352,52 @@ def probability(ids: bytes, probs: bytes, token_id: int, vocab_size: int, tolera
     return found
 
 
+def verify(
+    x: Tensor,
+    temperatures: Sequence[float],
+    keys: Sequence[int],
+    *,
+    top_k: Sequence[int],
+    floors: Sequence[float],
+    starts: Sequence[int],
+    drafted: Sequence[int],
+    qs: Sequence[tuple[bytes, bytes]],
+    tolerance: float,
+    streams: tuple[int, int],
+) -> tuple[list[int], list[int], list[int], list[float]] | None:
+    """Decides chains of draft tokens by the rejection rule, as ``verification.verify`` does. None: a row that is
+    reached has no distribution.
+
+    Args:
+        x: [rows, tokens] logits.
+        temperatures, top_k, floors: as of ``pick``, one per row.
+        keys: seed bits, position and digest of the text before each row, flat.
+        starts: the first row of each session, and one more: their number.
+        drafted: the draft token that each row decides; that of a session's last row is not looked at.
+        qs: of each row the packed columns of the q that its token was drawn from, of equal length; empty: none.
+        tolerance: of the sum of a q.
+        streams: of the noise for accepting and for drawing.
+
+    Returns:
+        of each session the number of accepted tokens, the next token, and 1 if the draft token in its place was
+        rejected; of each row the log-probability of the token that was decided there.
+    """
+    rows, sessions = len(x), len(starts) - 1
+    accepted, following = (ctypes.c_int64 * sessions)(), (ctypes.c_int64 * sessions)()
+    rejected, logprobs = (ctypes.c_uint8 * sessions)(), (ctypes.c_float * rows)()
+    ids, probs = ((ctypes.c_char_p * rows)(*column) for column in zip(*qs, strict=True))
+    given = ctypes.c_float * rows
+    library = _library()
+    assert library is not None, "usable() comes first"
+    decided = library.paceline_verify(
+        *(_at(x), _KINDS[x.dtype], _size(x.shape[1]), _size(x.stride(0))),
+        *(_int64s(top_k), given(*floors), given(*temperatures), _size(sessions), _int64s(starts), _int64s(drafted)),
+        *(ids, probs, _int64s([len(q) // 4 for q, _ in qs]), ctypes.c_double(tolerance)),
+        *(_int64s(keys), *streams, accepted, following, rejected, logprobs),
+    )
+    return (accepted[:], following[:], rejected[:], logprobs[:]) if decided else None
+
+
 def uniform(keys: Sequence[int], stream: int, lane: int) -> list[float] | None:
     """``noise.uniform`` of seed bits, position and nonce of each row, flat; None: there is no library here."""
     library = _library()
@@ -430,6 +476,7 @@ def _library() -> ctypes.CDLL | None:
         log.warning("tokens are drawn by torch, which is slower: %s", error)
         return None
     library.paceline_probability.restype = ctypes.c_double
+    library.paceline_verify.restype = ctypes.c_bool
     return library
 
 

@@ -24,12 +24,13 @@ def packed(token_ids: NDArray[np.integer], probs: NDArray[np.float64]) -> Sparse
 
 def columns(q: SparseDistribution) -> Columns | None:
     """Views of the columns; None if they are not of equal length."""
-    if not _paired(q):
+    if not paired(q):
         return None
     return np.frombuffer(q.packed_ids, _ID), np.frombuffer(q.packed_probs, _PROB)
 
 
-def _paired(q: SparseDistribution) -> bool:
+def paired(q: SparseDistribution) -> bool:
+    """True if its columns are of equal length."""
     size, rest = divmod(len(q.packed_ids), _ID.itemsize)
     return not rest and len(q.packed_probs) == size * _PROB.itemsize
 
@@ -45,7 +46,7 @@ def probability(q: SparseDistribution, token_id: int, vocab_size: int) -> float:
 
     Every node under the rejection rule is asked for, at both engines: numpy takes five times as long as a native pass.
     """
-    if not _paired(q):
+    if not paired(q):
         return 0.0
     native = rows.probability(q.packed_ids, q.packed_probs, token_id, vocab_size, TOLERANCE)
     return _probability(q, token_id, vocab_size) if native is None else native

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Protocol
 
 import numpy as np
@@ -31,9 +31,9 @@ from paceline.core import rows as native
 from paceline.core.deferred import Check, DeferredChecks, download, upload
 from paceline.core.logprobs import logprobs_at
 from paceline.core.noise import Stream, gumbel_argmax, uniform
-from paceline.core.processors import Row
+from paceline.core.processors import Row, digest
 from paceline.core.sampling import ProcessedRows, pick, pick_unprocessed, process, sample_coupled
-from paceline.core.sparse import Columns, normalized, packed, probability
+from paceline.core.sparse import TOLERANCE, Columns, normalized, packed, paired, probability
 from paceline.core.tree import Proposal, num_equal
 from paceline.errors import EngineError
 from paceline.messages import SparseDistribution, record
@@ -109,8 +109,9 @@ def decide(
 ) -> list[Verdict]:
     """Processes logits and verifies the proposals: in one pass on the CPU, with one wait on an accelerator.
 
-    The rejection rule and rare cases (a row without a distribution, scores that only the exact logarithm tells apart,
-    top-p over more tokens than expected) take the general path, ``verify(process(...))``, which may wait several times.
+    The rejection rule on an accelerator, both rules in one batch, and rare cases (a row without a distribution,
+    scores that only the exact logarithm tells apart, top-p over more tokens than expected) take the general path,
+    ``verify(process(...))``, which may wait several times.
 
     Args:
         logits: [rows, vocab], where session i owns ``len(proposals[i]) + 1`` consecutive rows.
@@ -138,13 +139,14 @@ def _decide_batch(
     by_ratio = any(
         rule is Acceptance.REJECTION and not rows[end - 1].state.greedy for rule, end in zip(rules, ends, strict=True)
     )
-    if not by_ratio:
-        if logits.device.type != "cpu":
-            verdicts = decide_at_once(logits, rows, proposals)
-            if verdicts is not None:
-                return verdicts
-        elif (decided := _decide_on_host(logits, rows, proposals, ends)) is not None:
-            return decided
+    if by_ratio:
+        decided = _reject_on_host(logits, rows, proposals, rules, ends)
+    elif logits.device.type != "cpu":
+        decided = decide_at_once(logits, rows, proposals)
+    else:
+        decided = _decide_on_host(logits, rows, proposals, ends)
+    if decided is not None:
+        return decided
     return verify(process(logits, rows), proposals, rules)
 
 
@@ -169,6 +171,57 @@ def _decide_on_host(
             return None
         found.append(own)
     return found
+
+
+def _reject_on_host(
+    logits: Tensor,
+    rows: Sequence[Row],
+    proposals: Sequence[Proposal],
+    rules: Sequence[Acceptance],
+    ends: Sequence[int],
+) -> list[Verdict] | None:
+    """Decides by the rejection rule in one pass over the logits; None where a session has another rule, or processors
+    that the pass lacks, or reaches a row without a distribution."""
+    states = [rows[end - 1].state for end in ends]
+    if not native.usable(logits, torch.float32, torch.bfloat16) or not all(
+        rule is Acceptance.REJECTION and state.picks_at_once and state.grammar is None and not state.greedy
+        for rule, state in zip(rules, states, strict=True)
+    ):
+        return None
+    keys: list[int] = []
+    drafted: list[int] = []
+    qs: list[tuple[bytes, bytes]] = []
+    for proposal, end in zip(proposals, ends, strict=True):
+        assert proposal.is_chain, "the rejection rule takes chains only"
+        first, tokens = rows[end - 1 - len(proposal)], proposal.token_ids
+        text_key, position = first.text_key, first.position
+        for i, (token_id, q) in enumerate(zip_longest((*tokens, -1), proposal.qs[: len(tokens)])):
+            keys += (first.state.seed_bits, position + i, text_key)
+            text_key = digest((token_id,), text_key)
+            drafted.append(token_id)
+            qs.append((q.packed_ids, q.packed_probs) if q is not None and paired(q) else (b"", b""))
+    by_row = [row.state for row in rows]
+    decided = native.verify(
+        logits,
+        [state.temperature for state in by_row],
+        keys,
+        top_k=[state.top_k for state in by_row],
+        floors=[state.log_min_p for state in by_row],
+        starts=[0, *ends],
+        drafted=drafted,
+        qs=qs,
+        tolerance=TOLERANCE,
+        streams=(Stream.ACCEPT, Stream.RECOVER),
+    )
+    if decided is None:
+        return None
+    *of_sessions, logprobs = decided
+    verdicts = []
+    for proposal, start, accepted, token_id, rejected in zip(proposals, (0, *ends), *of_sessions, strict=False):
+        values = tuple(logprobs[start : start + accepted + 1])
+        num_invalid = 0 if rejected else len(proposal) - accepted
+        verdicts.append(Verdict(accepted, (*proposal.token_ids[:accepted], token_id), values, num_invalid))
+    return verdicts
 
 
 def _followed(logits: Tensor, rows: Sequence[Row], proposal: Proposal) -> Verdict | None:
