@@ -229,8 +229,7 @@ def sample(
     scale, scaled = (ctypes.c_double * rows)(*scales), _int64s(num_scaled)
     given = _at(token_ids), _at(log_q), _size(rows), _size(m), _int64s(keys), stream, scale, scaled
     _call("paceline_sample", *given, tokens, _place(ids), _place(probs), sizes)
-    of_rows = zip(tokens, ids, probs, sizes, strict=True)
-    return [(token, q_ids[:size].tobytes(), q[:size].tobytes()) for token, q_ids, q, size in of_rows]
+    return [(token, *q) for token, q in zip(tokens, _packed(ids, probs, sizes), strict=True)]
 
 
 def guess(
@@ -316,12 +315,12 @@ def draft(
         *((ctypes.c_double * rows)(*scales), _int64s(fan_outs), likeliest, _size(width)),
         *(tokens, _place(q_ids), _place(q_probs), sizes, gaps, found, counts, behind, bonus),
     )
-    drawn = []
-    for row, (token, size, count) in enumerate(zip(tokens, sizes, counts, strict=True)):
-        at, own = row * width, row * (width + 1)
-        q = q_ids[row, :size].tobytes(), q_probs[row, :size].tobytes()
-        guesses = found[at : at + count], behind[at : at + count], bonus[own : own + 1 + count]
-        drawn.append((token, *q, gaps[row], *guesses))
+    drawn, at, own = [], 0, 0
+    siblings, distances, distances_bonus = found[:], behind[:], bonus[:]
+    for token, q, gap, count in zip(tokens, _packed(q_ids, q_probs, sizes), gaps, counts, strict=True):
+        guesses = siblings[at : at + count], distances[at : at + count], distances_bonus[own : own + 1 + count]
+        drawn.append((token, *q, gap, *guesses))
+        at, own = at + width, own + width + 1
     return drawn
 
 
@@ -423,6 +422,15 @@ def _drawn(
     given, lowest = ctypes.c_float * rows, floors or (-math.inf,) * rows
     cuts = *_masks(masks, x), _int64s(top_k or (tokens,) * rows), given(*lowest)
     return *_rows(x), *cuts, given(*temperatures), _int64s(keys), stream
+
+
+def _packed(
+    ids: NDArray[np.int32], probs: NDArray[np.float64], sizes: ctypes.Array[ctypes.c_int64]
+) -> list[tuple[bytes, bytes]]:
+    """The first entries of each row of two columns, [rows, m] both."""
+    m, all_ids, all_probs = ids.shape[1], ids.tobytes(), probs.tobytes()
+    ends = [(row * m, row * m + size) for row, size in enumerate(sizes)]
+    return [(all_ids[4 * start : 4 * end], all_probs[8 * start : 8 * end]) for start, end in ends]
 
 
 def _listed(values: ctypes.Array[Any], rows: int, width: int) -> list[list[Any]]:
