@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 from paceline.messages import FromDraft, FromTarget, SpeculationWanted, ToDraft, ToTarget
 from paceline.router.session import Actions, Session
-
-_HAS_DRAFT = attrgetter("draft_available")
 
 
 @dataclass(slots=True)
@@ -48,6 +45,7 @@ class Relay:
         outbox = Outbox()
         sessions, touched, failed = self.sessions, outbox.touched, outbox.target_failed
         actions = Actions(outbox.to_target, outbox.to_draft)  # of all messages; what ends one session is taken out
+        drafts_missing = False
         for message in messages:
             session_id = message.session_id
             session = sessions.get(session_id)
@@ -62,13 +60,17 @@ class Relay:
                 outbox.refused[session_id], actions.refused = actions.refused, None
             if actions.target_failed is not None:
                 failed[session_id], actions.target_failed = actions.target_failed, None
-        _note_drafts_wanted(outbox)
+            if not session.draft_available:
+                drafts_missing = True
+        if drafts_missing:
+            _note_drafts_wanted(outbox)
         return outbox
 
     def on_draft(self, messages: Sequence[FromDraft]) -> Outbox:
         """Takes a batch from a draft: nodes go to the targets as they are."""
         outbox = Outbox()
         sessions, touched, actions = self.sessions, outbox.touched, Actions(outbox.to_target)
+        drafts_missing = False
         for message in messages:
             session_id = message.session_id
             session = sessions.get(session_id)
@@ -77,13 +79,14 @@ class Relay:
                 continue
             touched[session_id] = session
             session.on_draft(message, actions)
-        _note_drafts_wanted(outbox)
+            if not session.draft_available:
+                drafts_missing = True
+        if drafts_missing:
+            _note_drafts_wanted(outbox)
         return outbox
 
 
 def _note_drafts_wanted(outbox: Outbox) -> None:
-    if all(map(_HAS_DRAFT, outbox.touched.values())):
-        return
     for session_id, session in outbox.touched.items():
         if (
             not session.draft_available

@@ -117,6 +117,51 @@ class Actions:
 class Session:
     """One request from admission to finish. Not thread-safe: the owner serializes the calls."""
 
+    __slots__ = (  # an instance dict of so many attributes is slow to read
+        "_cache_salt",
+        "_cached_tokens",
+        "_clock",
+        "_detokenizer",
+        "_draft_epoch",
+        "_draft_wanted",
+        "_emitted",
+        "_eos_token_ids",
+        "_epoch",
+        "_first_s",
+        "_history",
+        "_last_s",
+        "_logprobs",
+        "_matched_stop",
+        "_num_decided",
+        "_num_first",
+        "_num_losses",
+        "_num_resumed",
+        "_opened",
+        "_opened_s",
+        "_prompt",
+        "_queue_s",
+        "_relayed",
+        "_stop_prefixes",
+        "_stops",
+        "_target_done",
+        "_target_epoch",
+        "_text",
+        "_top_logprobs",
+        "_tracer",
+        "_undigested",
+        "_withheld",
+        "draft_available",
+        "noise_key",
+        "relay_stats",
+        "result",
+        "sampling",
+        "seed",
+        "session_id",
+        "speculation",
+        "stats",
+        "traceparent",
+    )
+
     def __init__(
         self,
         session_id: str,
@@ -260,8 +305,13 @@ class Session:
             actions = Actions()
         if self._target_done:
             self.relay_stats.ended += 1
-        elif isinstance(event, (Outcome, InFlight)) and event.epoch == self._target_epoch:
-            self._on_round(event, actions)
+        elif isinstance(event, (Outcome, InFlight)):
+            if event.epoch != self._target_epoch or event.context_len != len(self._history):
+                self._on_misplaced(event, actions)
+            elif isinstance(event, InFlight):
+                self._on_in_flight(event, actions)
+            else:
+                self._on_outcome(event, actions)
         elif isinstance(event, (States, Hint)):
             self._on_aside(event, actions)
         elif event.epoch != self._target_epoch:
@@ -275,39 +325,51 @@ class Session:
             if not event.wanted:
                 self._leave_draft(actions)
         else:
-            assert not isinstance(event, (Outcome, InFlight))
             self._on_tree_lost(actions)
         return actions
 
-    def _on_round(self, event: Outcome | InFlight, actions: Actions) -> None:
-        """Takes what belongs at one length of the context, and counts it if that has been passed or is yet to come."""
+    def _on_misplaced(self, event: Outcome | InFlight, actions: Actions) -> None:
+        """Counts what is of another epoch, or belongs at a length of the context that was passed or is yet to come."""
         context_len = len(self._history)
-        if event.context_len < context_len:
+        if event.epoch != self._target_epoch:
+            self.relay_stats.stale += 1
+        elif event.context_len < context_len:
             self.relay_stats.repeated += 1
-        elif event.context_len > context_len:
+        else:
             self.relay_stats.early += 1
             if isinstance(event, Outcome):
                 reason = f"the outcome at {context_len} is missing before the one at {event.context_len}"
                 self._lose_target(actions, reason)
-        elif isinstance(event, InFlight):
-            self._announce(actions, event.node_ids)
-            if self._tracer is not None:
-                self._tracer.on_in_flight(event)
-        elif _malformed(event):
-            self.relay_stats.malformed += 1
-            self._lose_target(actions, f"a malformed outcome at {event.context_len}")
-        else:
-            self._on_outcome(event, actions)
+
+    def _on_in_flight(self, event: InFlight, actions: Actions) -> None:
+        """Tells the draft what is in flight now, with the tokens of the commit before if there is one."""
+        if self.draft_available:
+            epoch, to_draft, in_flight = self._draft_epoch, actions.to_draft, event.node_ids
+            at = actions.commits.get(self.session_id)
+            before = None if at is None else to_draft[at]
+            if at is None or not isinstance(before, Commit) or before.epoch != epoch:
+                actions.commits[self.session_id] = len(to_draft)
+                to_draft.append(Commit(self.session_id, epoch, event.context_len, (), in_flight))
+            elif in_flight:
+                to_draft[at] = Commit(self.session_id, epoch, before.context_len, before.token_ids, in_flight)
+        if self._tracer is not None:
+            self._tracer.on_in_flight(event)
 
     def _on_outcome(self, outcome: Outcome, actions: Actions) -> None:
-        self._target_done = outcome.finish_reason is not None
-        if self._target_done:
+        if _malformed(outcome):
+            self.relay_stats.malformed += 1
+            self._lose_target(actions, f"a malformed outcome at {outcome.context_len}")
+            return
+        token_ids = outcome.token_ids
+        if outcome.finish_reason is not None:
+            self._target_done = True
             self._close_draft(actions)
-        else:
-            self._commit(actions, outcome.token_ids)
+        elif self.draft_available:
+            actions.commits[self.session_id] = len(actions.to_draft)
+            actions.to_draft.append(Commit(self.session_id, self._draft_epoch, outcome.context_len, token_ids))
         if self._num_losses and outcome.round.num_accepted and outcome.round.cause in _DRAFT_CAUSES:
             self._num_losses = 0
-        self._history.extend(outcome.token_ids)
+        self._history.extend(token_ids)
         self._undigested.append(outcome)
         if self._tracer is not None:
             self._tracer.on_outcome()
@@ -420,25 +482,6 @@ class Session:
 
     def _tell_no_draft(self, actions: Actions) -> None:
         actions.to_target.append(DraftState(self.session_id, self._target_epoch, available=False))
-
-    def _commit(self, actions: Actions, token_ids: tuple[int, ...]) -> None:
-        if self.draft_available:
-            actions.commits[self.session_id] = len(actions.to_draft)
-            actions.to_draft.append(Commit(self.session_id, self._draft_epoch, len(self._history), token_ids))
-
-    def _announce(self, actions: Actions, in_flight: tuple[int, ...]) -> None:
-        """Tells the draft what is in flight now, with the tokens of the commit before if there is one."""
-        if not self.draft_available:
-            return
-        at = actions.commits.get(self.session_id)
-        before = None if at is None else actions.to_draft[at]
-        if at is not None and isinstance(before, Commit) and before.epoch == self._draft_epoch:
-            if in_flight:
-                token_ids = before.token_ids
-                actions.to_draft[at] = Commit(self.session_id, before.epoch, before.context_len, token_ids, in_flight)
-        else:
-            actions.commits[self.session_id] = len(actions.to_draft)
-            actions.to_draft.append(Commit(self.session_id, self._draft_epoch, len(self._history), (), in_flight))
 
     def cancel(self) -> Actions:
         """Ends the session now with the tokens that have arrived, and frees it on both engines."""
@@ -617,14 +660,19 @@ class Session:
 
 def _malformed(outcome: Outcome) -> bool:
     """True if no target can have meant this outcome."""
-    num_tokens, round_ = len(outcome.token_ids), outcome.round
-    return not (
+    token_ids, round_ = outcome.token_ids, outcome.round
+    num_tokens, num_accepted = len(token_ids), round_.num_accepted
+    if not (
         num_tokens == len(outcome.logprobs)
-        and len(outcome.top_logprobs) in (0, num_tokens)
-        and 0 <= round_.num_accepted <= round_.num_drafted
-        and round_.num_accepted <= num_tokens > 0
-        and min(outcome.token_ids) >= 0
-    )
+        and (not outcome.top_logprobs or len(outcome.top_logprobs) == num_tokens)
+        and 0 <= num_accepted <= round_.num_drafted
+        and num_accepted <= num_tokens > 0
+    ):
+        return True
+    for token_id in token_ids:  # noqa: SIM110 - they are few, of which any() and min() take three times as long
+        if token_id < 0:
+            return True
+    return False
 
 
 class _Prefixes:
