@@ -22,7 +22,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from itertools import accumulate, chain, groupby, pairwise, starmap
+from itertools import accumulate, chain, groupby, pairwise, repeat, starmap
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -77,6 +77,8 @@ _FINISH_REASONS = {
     types_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     types_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
 }
+_UNKNOWN = object()
+"""What stands for a finish reason that this version does not know."""
 _FINISH_REASONS_TO_PROTO = {reason: number for number, reason in _FINISH_REASONS.items()}
 _NODE_COLUMNS = attrgetter("node_id", "parent_id", "token_id", "prob", "sampled", "q")
 _FURTHER_ROUND_COLUMNS = attrgetter("lookup_drafted", "lookup_accepted", "head_drafted", "head_accepted")
@@ -331,27 +333,23 @@ def _read_outcomes(proto: target_pb2.Outcomes) -> tuple[list[Outcome], int]:
             top = _cut(read_top_logprobs(proto.top_logprobs), proto.num_top_logprobs[:])
         except ValueError:
             top = []
-    columns: list[Sequence[Any]] = [
-        session_ids,
+    columns: list[list[Any]] = [
         proto.epochs[:],
         proto.context_lens[:],
         _parts("I", proto.token_ids, counts),
         _parts("d", proto.logprobs, counts),
         list(map(round_of, *rounds)),
-        proto.finish_reasons[:] or [types_pb2.FINISH_REASON_UNSPECIFIED] * size,
+        list(map(_FINISH_REASONS.get, proto.finish_reasons, repeat(_UNKNOWN))) or [None] * size,
         proto.cached_tokens[:] or [0] * size,
         top,
     ]
     if set(map(len, (*columns, *rounds))) != {size}:
         return [], max(1, size)
-    messages = [
-        Outcome(session_id, epoch, context_len, tokens, logprobs, round_, _FINISH_REASONS[reason], cached, places)
-        for session_id, epoch, context_len, tokens, logprobs, round_, reason, cached, places in zip(
-            *columns, strict=True
-        )
-        if session_id and round_ is not None and reason in _FINISH_REASONS
-    ]
-    return messages, size - len(messages)
+    valid_rounds, reasons = columns[4:6]
+    if not all(valid_rounds) or _UNKNOWN in reasons:
+        names = zip(session_ids, valid_rounds, reasons, strict=True)
+        session_ids = [name if round_ and reason is not _UNKNOWN else "" for name, round_, reason in names]
+    return _of_rows(Outcome, session_ids, *columns)
 
 
 def _write_in_flights(messages: Sequence[InFlight], proto: target_pb2.InFlights) -> None:
@@ -599,11 +597,11 @@ def _write(forms: Mapping[type[Any], _Form], messages: Iterable[Any], entries: A
 
 
 def _read(
-    readers: Mapping[str | None, Callable[[Any], tuple[list[Any], int]]], entries: Iterable[Any], oneof: str
+    readers: Mapping[str | None, Callable[[Any], tuple[list[Any], int]]], entries: Sequence[Any], oneof: str
 ) -> tuple[list[Any], int]:
     messages: list[Any] = []
     num_malformed = 0
-    for entry in entries:
+    for entry in entries[:]:  # a repeated field is slow to iterate over
         field = entry.WhichOneof(oneof)
         read = readers.get(field)
         if read is None:  # empty, or a kind that this version does not know
