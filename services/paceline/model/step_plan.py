@@ -64,9 +64,8 @@ _REMEMBERED = 4096
 """Shapes whose sizes are remembered."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class StepShape:
-    """The sizes of a step, which are all that a recorded step is fixed to."""
+class StepShape(NamedTuple):
+    """The sizes of a step, which are all that a recorded step is fixed to. A tuple, as each step looks it up often."""
 
     tokens: int
     writes: int
@@ -116,7 +115,7 @@ class StepShape:
     @property
     def numbers(self) -> tuple[int, ...]:
         """The sizes as integers, in the order of the fields."""
-        return (self.tokens, self.writes, self.wanted, self.rows, self.row_len, self.pages, int(self.is_tree))
+        return tuple(self)
 
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the integer fields, in the order of ``StepArrays``."""

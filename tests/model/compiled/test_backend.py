@@ -6,7 +6,6 @@ what happens where recording fails is the same here, and the logits are compared
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import random
@@ -175,7 +174,7 @@ def test_a_shape_that_is_too_small_is_refused() -> None:
     plan = StepPlan.of(batch(0), SCRATCH_ROW)
     for change in ({"tokens": 1}, {"wanted": 1}, {"row_len": 1}, {"pages": 0}, {"rows": 0}, {"is_tree": True}):
         with pytest.raises(AssertionError, match="does not fit"):
-            packed(plan, dataclasses.replace(plan.shape, **change))
+            packed(plan, plan.shape._replace(**change))
 
 
 # -- which shapes ------------------------------------------------------------------------------------------
