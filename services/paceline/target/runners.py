@@ -90,6 +90,8 @@ class Runners:
         """Runs the model on parts that are ``in_order``. One of several ranks draws tokens where its logits are, for
         sessions that allow it. ``midway`` is called in the middle of a forward with its parts and the states there of
         their logits' rows (``model/midway.py``)."""
+        if midway is None and len(self._by_generation) == 1:
+            return _forward(self.current, parts, wants_states=wants_states)
         groups = [(n, [*group]) for n, group in itertools.groupby(parts, key=_generation)]
         done = []
         for n, group in groups:

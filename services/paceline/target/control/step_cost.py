@@ -35,6 +35,7 @@ _FEW, _SOON = 3, 64
 not keep that size from being tried again."""
 _MOST_RATIO = 1.5
 """A single step counts as at most so many times slower or faster than expected."""
+_MOST_LOG = math.log(_MOST_RATIO)
 _REBUILD_STEPS = 8
 _LARGEST_TABLE = 1024
 
@@ -96,7 +97,7 @@ class StepCost:
             size = self._sizes[at] = _Size(_at(self._table, at), _BETWEEN, 0, self._num_observed)
         # Averages are of logarithms: a step twice as slow and one twice as fast cancel out.
         off_by = math.log(seconds / (self._now * size.value))
-        off_by = min(max(off_by, -math.log(_MOST_RATIO)), math.log(_MOST_RATIO))
+        off_by = min(max(off_by, -_MOST_LOG), _MOST_LOG)
         of_level = self._variance + _LEVEL_DRIFT
         of_size = size.variance + _SIZE_DRIFT * (self._num_observed - size.seen_at)
         level_gain = of_level / (of_level + of_size + _NOISE) if size.count else 0.0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from paceline.core.statistics import Ewma
 from paceline.core.tree import Producer
 from paceline.core.verification import Verdict
+from paceline.messages import record
 from paceline.target.control.allocation import Allocation
 from paceline.target.control.compared import RankCounts, compare_all
 from paceline.target.control.session_gate import SessionGate
@@ -117,7 +118,7 @@ class StepSizes:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MeasuredStep:
     """A step whose verdicts are known: its times in seconds, and the cost of its draft tokens."""
 
@@ -207,22 +208,17 @@ class StepMeter:
                 num_guessed += len(part.guess_tables)
         num_tokens, num_verifying = num_context + num_drafted + num_guesses, len(verifying)
         num_decoding = num_drafted + num_verifying + num_guesses  # the others belong to prefill chunks
-        added_s = cost.seconds(num_tokens) - cost.seconds(num_tokens - num_drafted)
-        added_s += num_branches * self._allocation.branch_s
-        step = MeasuredStep(
-            parts,
-            verifying,
-            self._started,
-            now,
-            row_s=added_s * num_verifying / num_drafted if num_drafted else 0.0,
-            plain_s=self._allocation.plain_s(num_verifying),
-            guess_s=cost.seconds(num_tokens)
-            - cost.seconds(num_tokens - num_guesses)
-            + num_guessed * self._allocation.branch_s
-            if num_guesses
-            else 0.0,
-            decoding=cost.seconds(num_decoding) / cost.seconds(num_tokens) if cost.known else 1.0,
-        )
+        row_s = guess_s = 0.0
+        if num_drafted:
+            added_s = cost.seconds(num_tokens) - cost.seconds(num_tokens - num_drafted)
+            row_s = (added_s + num_branches * self._allocation.branch_s) * num_verifying / num_drafted
+        if num_guesses:
+            guess_s = cost.seconds(num_tokens) - cost.seconds(num_tokens - num_guesses)
+            guess_s += num_guessed * self._allocation.branch_s
+        prefills = cost.known and num_decoding < num_tokens
+        decoding = cost.seconds(num_decoding) / cost.seconds(num_tokens) if prefills else 1.0
+        plain_s = self._allocation.plain_s(num_verifying)
+        step = MeasuredStep(parts, verifying, self._started, now, row_s, plain_s, guess_s, decoding)
         if num_context == len(parts):  # one token each; the costs above are those known before this step
             self._wait_policy.step_s.add(now - self._started)
             ahead_s = self._forward_at - self._started
