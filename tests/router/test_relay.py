@@ -14,6 +14,7 @@ from paceline.messages import (
     Outcome,
     SessionFailed,
     SpeculationWanted,
+    TreeLost,
 )
 from paceline.router.relay import Relay
 from paceline.router.session import Session
@@ -54,6 +55,13 @@ def test_nothing_is_merged_across_another_message_of_the_session(relay: Relay) -
     relay.on_draft([Nodes("a", 0, 3, ())])
     messages = [token(relay, "a"), SpeculationWanted("a", 0, False), InFlight("a", 0, 4, (1,))]
     assert relay.on_target(messages).to_draft == [Commit("a", 0, 3, (65,)), CloseSession("a", 0)]
+
+
+def test_nothing_is_merged_into_a_commit_of_an_earlier_epoch(relay: Relay) -> None:
+    relay.on_draft([Nodes("a", 0, 3, ())])
+    first, opened, second = relay.on_target([token(relay, "a"), TreeLost("a", 0), InFlight("a", 0, 4, (1,))]).to_draft
+    assert (first, second) == (Commit("a", 0, 3, (65,)), Commit("a", 1, 4, (), (1,)))
+    assert isinstance(opened, OpenSession)
 
 
 def test_after_its_target_has_failed_a_session_takes_nothing_more_of_the_batch(relay: Relay) -> None:

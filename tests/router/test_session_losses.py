@@ -59,6 +59,7 @@ def test_an_outcome_that_is_missing_costs_the_target_and_no_token():
         {"token_ids": ()},
         {"token_ids": (65, -1)},
         {"logprobs": (-0.5,)},
+        {"top_logprobs": (((65, -0.5),),)},
         {"round": Round(3, 3, Cause.HIT)},
         {"round": Round(0, 1, Cause.HIT)},
         {"round": Round(1, -1, Cause.HIT)},
