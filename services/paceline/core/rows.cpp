@@ -850,12 +850,12 @@ void paceline_guess(const int64_t* ids, const float* log_q, int64_t rows, int64_
 // What a draft draws by the rejection rule and guesses, from its logits: paceline_largest of the m largest x; their log q,
 // of (x - max) / temperature without what the row's cuts leave out of them; paceline_unlisted of the others, for rows
 // with `unlisted`; and of these paceline_sample and paceline_guess. `drawing`, `guessing`: the keys of each row's noise for
-// the one and for the other. `shift`: that of listed tokens where there are unlisted ones. Token -1: the row has +inf or
+// the one and for the other. `shift`: that of listed tokens beside unlisted ones. Token -1: the row has +inf or
 // nothing but -inf, and nothing is drawn. `gaps`: the distance of the two largest log q, inf where there are no two.
 void paceline_draft(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const uint8_t* masks,
                     int64_t mask_stride, const int64_t* top_k, const float* floors, const float* temperatures,
                     const int64_t* drawing, int draft_stream, const int64_t* guessing, int guess_stream, int64_t m,
-                    const uint8_t* unlisted, int64_t wanted, double shift, const double* scale,
+                    const uint8_t* unlisted, int64_t wanted, float shift, const double* scale,
                     const int64_t* fan_out, const uint8_t* likeliest, int64_t width, int64_t* tokens, int32_t* q_ids,
                     double* q_probs, int64_t* sizes, double* gaps, int64_t* found, int64_t* counts, double* behind,
                     double* behind_bonus) {
@@ -890,9 +890,9 @@ void paceline_draft(const void* x, int kind, int64_t rows, int64_t n, int64_t st
       behind_bonus[row] = kInfinity;
       continue;
     }
-    paceline_guess(ids.data(), log_q.data(), 1, num, m, static_cast<float>(unlisted[row] ? shift : 0.0),
-                   guessing + 3 * row, guess_stream, tokens + row, fan_out + row, likeliest + row, width,
-                   found + row * width, counts + row, behind + row * width, behind_bonus + row * (width + 1));
+    paceline_guess(ids.data(), log_q.data(), 1, num, m, shift, guessing + 3 * row, guess_stream, tokens + row,
+                   fan_out + row, likeliest + row, width, found + row * width, counts + row, behind + row * width,
+                   behind_bonus + row * (width + 1));
   }
 }
 

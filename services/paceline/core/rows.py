@@ -292,7 +292,7 @@ def draft(
         drawing, guessing: keys of the noise for the one and for the other, three numbers per row, flat.
         m: candidates of each row, all that it may draw.
         unlisted: True for a row whose guesses may be other tokens, ``wanted`` of them.
-        shift: of the weight of candidates as recovered tokens in such a row, in nats.
+        shift: of the weight of candidates as recovered tokens, in nats.
         scales, fan_outs: as of ``sample`` and ``guess``: a row whose scale is not 1 guesses the likeliest.
         streams: of the noise for drawing and for guessing.
 
@@ -311,7 +311,7 @@ def draft(
         *_drawn(x, temperatures, drawing, streams[0], masks, top_k, floors),
         _int64s(guessing),
         streams[1],
-        *(_size(m), flags, _size(wanted), ctypes.c_double(shift)),
+        *(_size(m), flags, _size(wanted), ctypes.c_float(shift)),
         *((ctypes.c_double * rows)(*scales), _int64s(fan_outs), likeliest, _size(width)),
         *(tokens, _place(q_ids), _place(q_probs), sizes, gaps, found, counts, behind, bonus),
     )
