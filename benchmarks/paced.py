@@ -65,6 +65,10 @@ class PacedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
+    def compiled(self, step: Any) -> PacedRunner:
+        """The runner that new sessions begin on once the model is compiled: it keeps the same pace."""
+        return PacedRunner(self._runner.compiled(step), self._pace)
+
     def forward(self, steps: Sequence[Any]) -> Any:
         return self._paced(self._runner.forward, steps)
 
