@@ -138,6 +138,9 @@ def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pyte
         ({"--from": "nothing.json"}, "nothing.json cannot be read as JSON"),
         ({"--at-temperature": "1"}, "--at-temperature 1 is given without --from"),
         ({"--draft-path-ms": "1", "--rule": "rejection"}, "--draft-path-ms 1 is given beside --rule rejection"),
+        ({"--siblings": "0.6", "--hit-rate": "0.8"}, "--siblings 0.6 is given beside --hit-rate 0.8"),
+        ({"--branch-ms": "0.1"}, "--branch-ms 0.1 is given without --trees"),
+        ({"--lookup-share": "0.5"}, "--lookup-share 0.5 is given without --trees"),
         ({"--head-acceptance": "0.6"}, "--head-acceptance 0.6 is given without --head-step-ms"),
         ({"--head-step-ms": "1", "--head-tokens": "3"}, "--head-step-ms 1 is given without --head-acceptance"),
     ],
@@ -145,6 +148,30 @@ def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pyte
 def test_flags_at_odds(changes: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(changes) == EXIT_USAGE
     assert message in capsys.readouterr().err
+
+
+def test_whole_trees(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is said of them reaches the simulation; its draft is told how unlikely a node may be."""
+    assert plan({"--lookup-share": "0.5"}, "--trees") == EXIT_USAGE
+    assert "--lookup-share and --lookup-acceptance: both or neither" in capsys.readouterr().err
+    assert plan({"--cpu-cores": "2"}, "--trees") == EXIT_USAGE
+    assert "--trees 1 is given beside --cpu-cores 2" in capsys.readouterr().err
+    rates, flags = [], {"--sessions": "2", "--siblings": "0.75", "--fan-out": "4", "--min-path-prob": "0.01"}
+    lookups = {"--branch-ms": "0.1", "--lookup-share": "0.9", "--lookup-acceptance": "0.99"}
+    for changes, more in ((flags, ()), (flags, ("--trees",)), (flags | lookups, ("--trees",))):
+        assert plan(changes, *more, "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        rates.append(found["overlapped"]["simulated"]["tokens_per_round"])
+        assert found["assumptions"]["outcomes"]["power"] == pytest.approx(1.0)  # 4^-1 is missed
+        assert found["assumptions"]["min_path_prob"] == 0.01
+        assert found["config"]["draft_config.engine_kwargs.min_path_prob"] == 0.01
+    assert found["assumptions"]["branch_s"] == pytest.approx(1e-4)
+    assert rates[0] != rates[1]
+    assert rates[1] + 0.2 < rates[2]
+    assert plan({}, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["assumptions"]["min_path_prob"] == 0.02
+    assert "draft_config.engine_kwargs.min_path_prob" not in found["config"]
 
 
 def test_what_is_not_given_comes_from_a_run(capsys: pytest.CaptureFixture[str]) -> None:

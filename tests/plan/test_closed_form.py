@@ -205,6 +205,26 @@ def test_a_given_hit_rate_is_that_of_a_draft_with_time() -> None:
         assert outcomes.ideal_hit_rate(4, 6) == pytest.approx(hit_rate, abs=1e-3)
 
 
+@pytest.mark.parametrize("coupled", [True, False])
+def test_siblings_hold_the_share_that_was_measured(coupled: bool) -> None:
+    derived = Outcomes.derived(0.8, coupled=coupled)
+    for found, fan_out in ((0.5, 3), (0.9, 3), (0.75, 6)):
+        outcomes = derived.with_siblings(found, fan_out)
+        assert sum(outcomes.children(fan_out)[1:]) == pytest.approx(0.2 * found)
+        assert outcomes.bonus_power == derived.bonus_power
+    assert derived.with_siblings(0.5, 1) == derived
+    assert derived.with_siblings(-0.2, 3).power == 0.1  # few tokens were counted
+    assert sum(derived.with_siblings(1.0, 3).children(3)) == pytest.approx(0.999)
+
+
+def test_a_least_path_probability_limits_chains() -> None:
+    outcomes = Outcomes.derived(0.8)
+    lengths = [prepared(outcomes, 0, 8, 3, 8, 256, least).lengths[0, 0] for least in (0.01, 0.2, 0.5)]
+    assert lengths == [8, 7, 3]  # 0.8 ^ n is the path of the n-th token
+    few, many = (overlapped(replace(system(), min_path_prob=least), ONE, 8) for least in (0.3, 0.01))
+    assert few.tokens_per_s < 0.9 * many.tokens_per_s
+
+
 def test_the_power_law_gives_the_measured_hit_rates() -> None:
     """benchmarks/results/hit-rates.txt: F = 3, coupled; after a rejection, and after full acceptance."""
     for acceptance, after_rejection, after_full in (

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
 from paceline.cli.plan_report import (
@@ -29,7 +30,7 @@ from paceline.plan import measured
 from paceline.plan.closed_form import Requests, System
 from paceline.plan.devices import Devices, HeadTimes, Way, ways
 from paceline.plan.layouts import Run, best, configuration, layouts
-from paceline.plan.outcomes import Outcomes
+from paceline.plan.outcomes import LEAST_PATH_PROB, Outcomes
 from paceline.plan.search import (
     MOST_FAN_OUT,
     MOST_TARGET_SESSIONS,
@@ -55,10 +56,18 @@ _HEAD_TOKENS = 4
 _TARGET_DEVICES, _DRAFT_DEVICES = 4, 1
 _NOT_OF_CORES = (
     *("requests_per_s", "head_step_ms", "head_row_ms", "head_acceptance", "head_tokens"),
-    *("target_devices", "draft_devices", "target_cost_per_hour", "draft_cost_per_hour"),
+    *("trees", "target_devices", "draft_devices", "target_cost_per_hour", "draft_cost_per_hour"),
 )
 """Flags that the layouts of CPU cores have no part in."""
-_OTHER_THAN_MEASURED = ("target_step_ms", "draft_step_ms", "draft_path_ms", "link_ms", "acceptance", "hit_rate")
+_OTHER_THAN_MEASURED = (
+    "target_step_ms",
+    "draft_step_ms",
+    "draft_path_ms",
+    "link_ms",
+    "acceptance",
+    "hit_rate",
+    "siblings",
+)
 """Flags with which the tokens per second of a run are those of something else."""
 
 
@@ -97,6 +106,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"of a draft that is never late, at K={HIT_K} (default: as measured at such an acceptance)",
     )
     group.add_argument(
+        "--siblings",
+        type=_number(0, 1, open_high=True),
+        metavar="H",
+        help="or of the tokens that a draft's first choice misses, the share that the F - 1 beside it hold",
+    )
+    group.add_argument(
         "--rule", choices=["coupled", "rejection"], default="coupled", help="acceptance rule, for that default"
     )
     group.add_argument(
@@ -114,6 +129,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="overlapped steps take so many times as long: cores or memory that both kinds share (default 1)",
     )
+    group = parser.add_argument_group("whole trees, as the service has them, in the simulation of overlapped decoding")
+    help_ = "simulate every node of a tree, not only the chain below each outcome; takes some times as long"
+    group.add_argument("--trees", action="store_true", default=None, help=help_)
+    help_ = "that a branch of siblings adds to a target's step beyond its tokens (default 0)"
+    group.add_argument("--branch-ms", type=_number(0), metavar="MS", help=help_)
+    help_ = "rounds in which tokens that the target finds in a session's own text are accepted (default 0)"
+    group.add_argument("--lookup-share", type=_number(0, 1), metavar="P", help=help_)
+    help_ = "probability that such a token is accepted there, given those before it"
+    group.add_argument("--lookup-acceptance", type=_number(0, 1), metavar="A", help=help_)
     group = parser.add_argument_group("a head of the target, in the place of a draft")
     help_ = "one depth of one session, as paceline status says; being fed is part of the target's step"
     group.add_argument("--head-step-ms", type=_number(0, open_low=True), metavar="MS", help=help_)
@@ -192,6 +216,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="nodes per session (default 256)",
     )
+    help_ = f"of a node that a draft expands, at least (default {LEAST_PATH_PROB})"
+    group.add_argument("--min-path-prob", type=_number(0, 1, open_low=True), metavar="P", help=help_)
     help_ = f"of a target (default {_TARGET_DEVICES})"
     group.add_argument("--target-devices", type=_count, metavar="N", help=help_)
     group.add_argument("--draft-devices", type=_count, metavar="N", help=f"of a draft (default {_DRAFT_DEVICES})")
@@ -273,6 +299,13 @@ def system_of(args: argparse.Namespace) -> tuple[System, Run]:
         outcomes = Outcomes.derived(args.acceptance, coupled=args.rule == "coupled")
     if args.hit_rate is not None:
         outcomes = Outcomes.of_hit_rate(outcomes.acceptance, args.hit_rate, HIT_K, args.fan_out)
+    if args.siblings is not None:
+        if args.hit_rate is not None:
+            raise ConfigError(
+                f"--siblings {args.siblings:g} is given beside --hit-rate {args.hit_rate:g}, which says the same in "
+                "another way: leave one of them out"
+            )
+        outcomes = outcomes.with_siblings(args.siblings, args.fan_out)
     kv_s = 1024 / 1e9 / (args.bandwidth_gb_s or _BANDWIDTH_GB_S)
     link_s = args.link_ms / 1e3 if args.link_ms is not None else known.link_s if known else 0.0002
     system = System(
@@ -284,13 +317,33 @@ def system_of(args: argparse.Namespace) -> tuple[System, Run]:
         gap_s=known.gap_s if known and args.target_step_ms is None else 0.0,
         fan_out=args.fan_out,
         tree_budget=args.tree_budget,
+        min_path_prob=args.min_path_prob or LEAST_PATH_PROB,
         draft_width=args.draft_width,
         max_step_tokens=args.max_step_tokens,
         target_kv_s=(args.target_kv_kib or 0.0) * kv_s,
         draft_kv_s=(args.draft_kv_kib or 0.0) * kv_s,
         sharing=args.sharing,
+        **_trees_of(args),
     )
     return system, Run() if found is None else found.run
+
+
+def _trees_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of a system with whole trees; none without ``--trees``. Raises ConfigError."""
+    if not args.trees:
+        for flag in ("--branch-ms", "--lookup-share", "--lookup-acceptance"):
+            value = getattr(args, flag[2:].replace("-", "_"))
+            if value is not None:
+                raise ConfigError(f"{flag} {value:g} is given without --trees, which alone know of it")
+        return {}
+    if (args.lookup_share is None) != (args.lookup_acceptance is None):
+        raise ConfigError("--lookup-share and --lookup-acceptance: both or neither of them are needed")
+    return {
+        "trees": True,
+        "branch_s": (args.branch_ms or 0.0) / 1e3,
+        "lookup_share": args.lookup_share or 0.0,
+        "lookup_acceptance": args.lookup_acceptance or 0.0,
+    }
 
 
 def head_of(args: argparse.Namespace) -> HeadTimes | None:

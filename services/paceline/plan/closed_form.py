@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
 
-from paceline.plan.outcomes import Outcomes, expected_tokens, prepared
+from paceline.plan.outcomes import LEAST_PATH_PROB, Outcomes, Prepared, expected_tokens, prepared
 from paceline.plan.times import StepTable
 from paceline.target.control.allocation import allocate_draft_tokens
 from paceline.target.control.subtree import MAX_TREE_TOKENS
@@ -66,6 +66,8 @@ class System:
     fan_out: int = 6
     tree_budget: int = 256
     """Nodes that the draft keeps per session. Each that is expanded brings ``fan_out`` new ones."""
+    min_path_prob: float = LEAST_PATH_PROB
+    """Of a node that a draft expands: less likely ones are not worth it."""
     draft_width: int = 64
     """Nodes of a tree step, at most."""
     adaptive: bool = True
@@ -83,6 +85,16 @@ class System:
     ranked: int = 1
     """Candidates of a co-located draft at each place that may be verified: its likeliest, and those beside it. Under
     the rejection rule it is one, whatever this says."""
+    trees: bool = False
+    """Overlapped sessions are simulated with whole trees (``trees.py``), as the service has them: any node may be
+    expanded, and but under the rejection rule verified. False, and in closed form: the chains below the outcomes."""
+    branch_s: float = 0.0
+    """Seconds that a branch of siblings adds to a step beyond its rows, with ``trees``."""
+    lookup_share: float = 0.0
+    """Share of a session's rounds, with ``trees``, in which the target has right tokens from the session's own text to
+    verify beside the draft's: K of them (``target/lookup.py``). Where the first is wrong they only cost their rows."""
+    lookup_acceptance: float = 0.0
+    """Probability that such a token is accepted there, given those before it."""
     most_leaves: int = 1
     """Nodes of a session that a depth of a co-located draft expands, at most."""
 
@@ -101,6 +113,10 @@ class System:
         """Seconds in which a draft prefills a prompt."""
         chunks = math.ceil(prompt_tokens / self.max_step_tokens)
         return chunks * self.draft.seconds(prompt_tokens / chunks) if chunks else 0.0
+
+    def prepared(self, in_flight: int, k: int, steps: int, nodes: int) -> Prepared:
+        """``outcomes.prepared`` by a draft of this system."""
+        return prepared(self.outcomes, in_flight, k, self.fan_out, steps, nodes, self.min_path_prob)
 
     def most_expanded(self, k: int) -> int:
         """Nodes that are expanded below a proposal, at most: those of the proposal and their siblings count too."""
@@ -403,7 +419,7 @@ def overlapped(system: System, load: Load, k: int) -> Prediction:
     alone = load.batch <= 1
     calls = alone and system.path is not None and load.sessions <= load.drafts
     lengths = [0.0] * most + [1.0]  # probability of a proposal with so many tokens
-    full = prepared(system.outcomes, most, k, system.fan_out, k, system.most_expanded(k))
+    full = system.prepared(most, k, k, system.most_expanded(k))
     step_s = round_s = system.target.seconds(load.batch)
     wait_s, hit, least, tokens, share, period_s = 0.0, 0.9, 0, 1.0, 1.0, 0.0
     missed, missed_s = 0, 0.0
@@ -511,7 +527,7 @@ def _reach(system: System, in_flight: int, k: int, share: float, period_s: float
             if ahead >= 1.0:
                 break
             rounds += 1.0 - max(ahead, 0.0)
-        whole = prepared(system.outcomes, 0, k, system.fan_out, k, system.most_expanded(k))
+        whole = system.prepared(0, k, k, system.most_expanded(k))
         hazard = (1.0 - whole.distribution[0]) ** (rounds - 1.0) / rounds
         steps = max(ahead, 0.0)
     low = math.floor(max(steps, 0.0))
@@ -519,7 +535,7 @@ def _reach(system: System, in_flight: int, k: int, share: float, period_s: float
     for number, weight in ((low, low + 1 - steps), (low + 1, steps - low)):
         if weight > 0.0 and number > 0:
             nodes = min(round(number * share), system.most_expanded(k))
-            tree = prepared(system.outcomes, in_flight, k, system.fan_out, min(number, k), nodes)
+            tree = system.prepared(in_flight, k, min(number, k), nodes)
             for length, probability in enumerate(tree.distribution):
                 mixed[length] += weight * hazard * probability if length else 0.0
     mixed[0] = max(0.0, 1.0 - math.fsum(mixed[1:]))

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
 
 from paceline.draft.growth import BestFirst
 
-_LEAST_PATH_PROB = BestFirst(k=1).min_path_prob
-_MOST_POWER = 12.0
+LEAST_PATH_PROB = BestFirst(k=1).min_path_prob
+"""The default of a draft."""
+_LEAST_POWER, _MOST_POWER = 0.1, 12.0
+_MOST_FOUND = 0.995
+"""Share of what first choices miss that siblings are taken to hold at most."""
 _MOST_LOG_RANK = 20.0
 
 
@@ -61,6 +64,14 @@ class Outcomes:
         if coupled:
             return cls(acceptance, coupled_power(acceptance))
         return cls(acceptance, *rejection_powers(acceptance))
+
+    def with_siblings(self, found: float, fan_out: int) -> Self:
+        """These outcomes where the ``fan_out`` - 1 siblings of a first choice hold the share ``found`` of what it
+        misses: all but ``fan_out`` ^ -r."""
+        if fan_out < 2:
+            return self
+        power = -math.log(1.0 - min(found, _MOST_FOUND)) / math.log(fan_out)
+        return replace(self, power=max(power, _LEAST_POWER))
 
     @classmethod
     def of_hit_rate(cls, acceptance: float, hit_rate: float, k: int, fan_out: int) -> Self:
@@ -106,13 +117,23 @@ class Outcomes:
             ranked: candidates that each expanded node brings: the first, and those beside it. 1: a chain.
             leaves: nodes that each depth expands, the likeliest of the one before.
         """
-        chances = [self.acceptance, *((1 - self.acceptance) * _tail(rank, self.power) for rank in range(1, ranked))]
+        chances = self.children(ranked)
         found: list[tuple[float, int]] = []
         paths = [1.0]
         for level in range(1, depth + 1):
             paths = sorted((path * chance for path in paths[:leaves] for chance in chances if chance > 0), reverse=True)
             found += [(path, level) for path in paths]
         return sorted(found, key=lambda node: (-node[0], node[1]))
+
+    def children(self, fan_out: int, *, bonus: bool = False) -> list[float]:
+        """Probabilities of the first ``fan_out`` children of a node to be the text's next token there.
+
+        ``bonus``: behind the last token of a proposal, where under the rejection rule nothing is verified.
+        """
+        a, r = self.acceptance, self.power
+        if bonus and self.bonus_power is not None:
+            return [_tail(rank, self.bonus_power) for rank in range(1, fan_out + 1)]
+        return [a, *((1 - a) * _tail(rank, r) for rank in range(1, fan_out))]
 
     def rank(self, *, full: bool, uniform: float) -> int:
         """Rank of the next token, by a uniform number in (0, 1]."""
@@ -153,10 +174,19 @@ class Prepared:
 
 
 @lru_cache(maxsize=4096)
-def prepared(outcomes: Outcomes, in_flight: int, k: int, fan_out: int, steps: int, nodes: int) -> Prepared:
+def prepared(
+    outcomes: Outcomes,
+    in_flight: int,
+    k: int,
+    fan_out: int,
+    steps: int,
+    nodes: int,
+    min_path_prob: float = LEAST_PATH_PROB,
+) -> Prepared:
     """After ``steps`` draft steps that expanded ``nodes`` of the tree, the most probable first.
 
-    A step extends every chain by one token at most, so no chain is longer than ``steps``, nor than ``k``.
+    A step extends every chain by one token at most, so no chain is longer than ``steps``, nor than ``k``. Nothing that
+    is less likely than ``min_path_prob`` is expanded.
     """
     a = outcomes.acceptance
     probabilities = {(j, n): p for j, n, p in outcomes.of(in_flight, fan_out)}
@@ -164,7 +194,7 @@ def prepared(outcomes: Outcomes, in_flight: int, k: int, fan_out: int, steps: in
         (p * a**depth, -depth, outcome)
         for outcome, p in probabilities.items()
         for depth in range(k)
-        if p * a**depth >= _LEAST_PATH_PROB
+        if p * a**depth >= min_path_prob
     ]
     num_candidates, num_outcomes = len(candidates), sum(depth == 0 for _, depth, _ in candidates)
     candidates = sorted((c for c in candidates if -c[1] < steps), reverse=True)[: max(nodes, 0)]

@@ -15,6 +15,7 @@ from enum import StrEnum
 from functools import partial
 
 from paceline.plan.closed_form import Load, Prediction, Requests, System, lookahead, plain, predict
+from paceline.plan.outcomes import LEAST_PATH_PROB
 from paceline.plan.results import Result
 from paceline.plan.simulate import simulate
 from paceline.types import Mode
@@ -337,10 +338,10 @@ def pays(plain: Fleet | None, overlapped: Fleet | None) -> bool:
     return overlapped is not None and (plain is None or overlapped.per_million < plain.per_million)
 
 
-def settings_of(system: System, fleet: Fleet) -> dict[str, int]:
+def settings_of(system: System, fleet: Fleet) -> dict[str, float]:
     """The settings of a fleet: dotted keys of the service's configuration."""
     drafts = max(1, fleet.load.drafts)
-    return {
+    settings: dict[str, float] = {
         "target_config.deployment_config.num_replicas": fleet.load.targets,
         "draft_config.deployment_config.num_replicas": drafts,
         "target_config.engine_kwargs.max_sessions": math.ceil(fleet.load.sessions / fleet.load.targets),
@@ -348,3 +349,6 @@ def settings_of(system: System, fleet: Fleet) -> dict[str, int]:
         "draft_config.engine_kwargs.tree_budget": least_tree_budget(system, fleet),
         "draft_config.engine_kwargs.fan_out": system.fan_out,
     }
+    if system.min_path_prob != LEAST_PATH_PROB:
+        settings["draft_config.engine_kwargs.min_path_prob"] = system.min_path_prob
+    return settings

@@ -22,8 +22,10 @@ class Session:
         "known_at",
         "last_at",
         "left",
+        "looked_up",
         "need",
         "prompt",
+        "ranks",
         "seconds",
         "share",
         "target",
@@ -42,6 +44,8 @@ class Session:
         self.arrivals: list[float] = []  # at the target, of what each of its steps since then has added
         self.share = 0  # nodes of such a step, the last one's
         self.need = 0  # draft tokens that are waited for
+        self.looked_up = 0  # tokens of the session's own text that are being verified
+        self.ranks: tuple[int, ...] = ()  # of the tokens of the last outcome, among the children of a tree's nodes
         self.last_at = math.nan  # of its last tokens; nan: there were none
         self.tokens, self.seconds = 0, 0.0  # counted ones, and the gaps before them
 
