@@ -109,7 +109,7 @@ class PacedFactory:
                 drafter._runner = self.disturbed(drafter._runner)
             if self.pace.step_s:
                 drafter._runner = PacedRunner(drafter._runner, self.pace)
-            return draft
+            return _timed(draft)
         from paceline.target.control.step_cost import StepCost
 
         spec = EngineSpec(self.config.target_setup(), shares_interpreter=self.shares_interpreter)
@@ -118,7 +118,61 @@ class PacedFactory:
             target.runners.current = PacedRunner(target.runner, self.pace)
             target.allocation.cost = StepCost()
             target.calibrate()
-        return target
+        return _priced(target)
+
+
+def _timed(draft: Any) -> Any:
+    """A draft's engine that counts the seconds in which it takes messages and steps."""
+    draft.measured = measured = {"busy_s": 0.0}
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return call(*arguments)
+            finally:
+                measured["busy_s"] += time.perf_counter() - started
+
+        return wrapped
+
+    draft.receive, draft.step = timed(draft.receive), timed(draft.step)
+    return draft
+
+
+def _priced(target: Any) -> Any:
+    """A target's engine that sums up the seconds for which it takes a branch, step by step."""
+    target.measured = measured = {"branch_s": 0.0}
+    step = target.step
+
+    def wrapped() -> Any:
+        before = target.stats.steps
+        worked = step()
+        measured["branch_s"] += (target.stats.steps - before) * target.allocation.branch_s
+        return worked
+
+    target.step = wrapped
+    return target
+
+
+def _describer(kind: str) -> Callable[[Any], dict[str, Any]]:
+    """Facts of an engine, with what was measured here among its counters."""
+    describe = describer(kind)
+
+    def described(engine: Any) -> dict[str, Any]:
+        facts = dict(describe(engine))
+        return facts | {"counters": {**facts["counters"], **engine.measured}}
+
+    return described
+
+
+class _Metrics(RouterMetrics):
+    """A router's metrics, with the delays of its draft links summed up."""
+
+    links, links_s = 0, 0.0
+
+    def draft_link(self, latency_s: float) -> None:
+        super().draft_link(latency_s)
+        self.links, self.links_s = self.links + 1, self.links_s + latency_s
 
 
 def _serve(factory: PacedFactory, replica_id: str, core: int | None, pipe: Connection) -> None:
@@ -129,7 +183,7 @@ def _serve(factory: PacedFactory, replica_id: str, core: int | None, pipe: Conne
         host: EngineHost[Any] = EngineHost(
             factory.kind,
             factory,
-            describer(factory.kind),
+            _describer(factory.kind),
             replica_id=replica_id,
             max_sessions=factory.config.target.max_sessions,
             cores=() if core is None else (core,),
@@ -157,13 +211,31 @@ class Window:
     """Draft tokens up to the first that was rejected."""
     hits: int = 0
     misses: int = 0
+    strangers: int = 0
+    """Misses of a token that was not among the draft's candidates for its place."""
+    lookups: int = 0
+    """Rounds in which tokens were accepted that only the session's own text had,"""
+    looked_up: int = 0
+    """such tokens that they verified,"""
+    lookups_accepted: int = 0
+    """and accepted."""
     draft_steps: int = 0
+    draft_leaves: int = 0
+    """Nodes that these steps expanded."""
     draft_s: float = 0.0
     """Seconds of those steps, with what the draft's thread does between two forwards."""
-    gaps: int = 0
-    """Steps of the target before which no session waited,"""
-    gaps_s: float = 0.0
-    """and the seconds between them and the ones before."""
+    steps: int = 0
+    """Steps of the target,"""
+    step_rows: int = 0
+    """the tokens that they computed,"""
+    steps_s: float = 0.0
+    """and their seconds, with those between two of them unless all sessions waited for drafts."""
+    branch_s: float = 0.0
+    """Seconds for which the target takes a branch, summed over its steps."""
+    links: int = 0
+    """Messages that a draft has sent back to the router at once,"""
+    links_s: float = 0.0
+    """and the seconds until they were there."""
     started: float = field(default_factory=time.perf_counter)
 
     def add(self, chunk: Chunk) -> None:
@@ -176,6 +248,11 @@ class Window:
         self.trials += min(chunk.round.num_drafted, chunk.round.num_accepted + 1, self.k)
         self.hits += chunk.round.cause is Cause.HIT
         self.misses += chunk.round.cause in (Cause.TOKEN, Cause.K, Cause.LATE)
+        self.strangers += chunk.round.cause is Cause.TOKEN
+        if chunk.round.lookup_accepted:
+            self.lookups += 1
+            self.looked_up += chunk.round.lookup_drafted
+            self.lookups_accepted += chunk.round.lookup_accepted
 
     @property
     def over(self) -> bool:
@@ -194,10 +271,23 @@ class Window:
         """Mean seconds of a draft's step; 0 without one."""
         return self.draft_s / max(self.draft_steps, 1)
 
+    def gap_s(self, pace: Pace) -> float:
+        """Mean seconds of the target between two forwards of this pace."""
+        forwards_s = self.steps * pace.step_s + (self.step_rows - self.steps) * pace.row_s
+        return max(0.0, self.steps_s - forwards_s) / max(self.steps, 1)
+
     @property
-    def gap_s(self) -> float:
-        """Mean seconds between two steps of the target; 0 without one."""
-        return self.gaps_s / max(self.gaps, 1)
+    def link_s(self) -> float:
+        """Mean seconds from the target to the draft: two ways of which the router's round trip measures one twice."""
+        return self.links_s / max(self.links, 1)
+
+    def siblings_hold(self, acceptance: float) -> float | None:
+        """Share of the tokens that a first candidate misses which are among the others; None: none was missed.
+
+        ``acceptance``: of first candidates. The last token of a round is one of the draft's, or a stranger.
+        """
+        tokens = self.accepted - self.lookups_accepted + self.hits + self.strangers
+        return 1.0 - self.strangers / ((1.0 - acceptance) * tokens) if tokens and acceptance < 1.0 else None
 
     @property
     def hit_rate(self) -> float | None:
@@ -244,8 +334,8 @@ class InTurn:
         seconds: float,
     ) -> Window:
         """So many sessions at once, one request after the other."""
-        window, stats = Window(warm_s, seconds, speculation.max_draft_tokens), self._draft.stats
-        before = stats.tree_steps, stats.step_s
+        window = Window(warm_s, seconds, speculation.max_draft_tokens)
+        before = self._counted()
         if not sessions:
             time.sleep(warm_s + seconds)
         while not window.over:
@@ -255,12 +345,22 @@ class InTurn:
                 self._relay(self._from_draft, window)
             self._target.step()
             self._relay(self._from_target, window)
+        ended = time.perf_counter()
         for session in [*self._sessions.values()]:
             self._act(session.cancel())
         self._sessions.clear()
         self._target.step()  # without a session: what follows is no step that lasts until then
-        window.draft_steps, window.draft_s = stats.tree_steps - before[0], stats.step_s - before[1]
+        after = self._counted()
+        window.draft_steps, window.draft_leaves, window.draft_s, window.steps, window.step_rows = (
+            now - earlier for now, earlier in zip(after, before, strict=True)
+        )
+        window.steps_s = ended - window.started - window.draft_s
         return window
+
+    def _counted(self) -> tuple[int, int, float, int, int]:
+        """Tree steps, their nodes and seconds; steps and their tokens."""
+        draft, target = self._draft.stats, self._target.stats
+        return draft.tree_steps, draft.leaves, draft.step_s, target.steps, target.tokens_computed
 
     def _open(self, prompt: Sequence[int], sampling: SamplingParams, speculation: SpeculationParams) -> None:
         self._num_opened += 1
@@ -403,7 +503,7 @@ async def routed(
     info = TargetInfo(load_tokenizer(config.target.path), config.target.max_model_len or 4096, ())
     pools = StaticPool("target", members["target"]), StaticPool("draft", members["draft"])
     settings = RouterConfig(target_timeout_s=_TIMEOUT_S, draft_timeout_s=_TIMEOUT_S, draft_link_delay_s=delay_s)
-    metrics = RouterMetrics(Registry("router"), "paced")
+    metrics = _Metrics(Registry("router"), "paced")
     router = Router(info, *pools, settings, metrics=metrics, certificates=certificates)
     await router.start()
     try:
@@ -444,22 +544,27 @@ async def load(
     await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()
-    window.draft_steps, window.draft_s, window.gaps, window.gaps_s = (
-        after - earlier for after, earlier in zip(_counters(router), before, strict=True)
-    )
+    for name, value in _counters(router).items():
+        setattr(window, name, value - before[name])
     return window
 
 
-def _counters(router: Router) -> tuple[int, float, int, float]:
-    """Tree steps of all drafts and their seconds, gaps between steps of all targets and their seconds."""
+def _counters(router: Router) -> dict[str, float]:
+    """Counts and seconds of all replicas and links, by the field of a window."""
     statuses = router.statuses()
     drafts, targets = ([status.counters for status in statuses.get(kind, [])] for kind in ("draft", "target"))
-    return (
-        int(sum(c["tree_steps"] for c in drafts)),
-        sum(c["step_s"] for c in drafts),
-        int(sum(c["bubble_steps"] for c in targets)),
-        sum(c["bubble_s"] for c in targets),
-    )
+    metrics: Any = router._metrics
+    return {
+        "draft_steps": sum(c["tree_steps"] for c in drafts),
+        "draft_leaves": sum(c["leaves"] for c in drafts),
+        "draft_s": sum(c["busy_s"] for c in drafts),
+        "steps": sum(c["steps"] for c in targets),
+        "step_rows": sum(c["tokens_computed"] for c in targets),
+        "steps_s": sum(c["step_s"] + c["bubble_s"] for c in targets),
+        "branch_s": sum(c["branch_s"] for c in targets),
+        "links": metrics.links,
+        "links_s": metrics.links_s,
+    }
 
 
 def speculation_of(mode: Mode, k: int, rule: Acceptance = Acceptance.COUPLED) -> SpeculationParams:

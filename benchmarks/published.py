@@ -13,11 +13,13 @@ The share that the paper's own three figures imply, and a step of its draft, are
 and a target's step yields (1 - a^7) / (1 - a) tokens at 161.8 tokens/s, and one without waiting at most
 (1 - a^8) / (1 - a) at 255.8, which gives a = 0.86 and 1.75 ms.
 
-Beside each row stands what `paceline plan` simulates for it, with the acceptance, the mean step of the draft and the
-mean time between two steps of the target that were measured: forwards last as long as they are told to, and what
-threads do between two of them comes on top. That time is plain decoding's, and what an overlapped row has beyond it.
-The plan verifies chains: where siblings are verified beside them, any of them counts as accepted in its place.
-All rows of a setting are measured in turn, window by window.
+Beside each row stands what `paceline plan` simulates for it, from what was measured of the parts: the acceptance, the
+mean step of the draft, the target's mean time between two forwards (they last as long as they are told to, and what
+threads do comes on top), the link, what a branch costs, the share of a first candidate's misses that its siblings hold,
+and how often and how well the target finds tokens in a session's own text. A row of which siblings are verified says
+nothing of first candidates alone, so its plan takes the acceptance of the co-located ones, which verify chains.
+Prompts come again, so that their whole pages are in the caches. All rows of a setting are measured in turn, window by
+window.
 """
 
 from __future__ import annotations
@@ -37,11 +39,12 @@ from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
 from paceline.config import DraftModel, LocalConfig, TargetModel
 from paceline.embedded import DRAFT_DIR
-from paceline.plan.closed_form import Load, System
+from paceline.plan.advice import equivalent
+from paceline.plan.closed_form import Load, Requests, System
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
-from paceline.types import Acceptance, Mode, SamplingParams
+from paceline.types import PAGE_SIZE, Acceptance, Mode, SamplingParams
 from paceline_bench.prompts import held_out_prompts
 
 ROWS = 295
@@ -54,6 +57,7 @@ AWAKE_S = 0.003
 TARGET_DEVICES, DRAFT_DEVICES = 4, 1
 PUBLISHED = {"plain": 54.7, "co-located": 161.8, "overlapped": 255.8}
 """Tokens/s of one request at temperature 0."""
+OUTPUT_TOKENS = 256
 SIMULATED_S = 60.0
 
 
@@ -139,6 +143,7 @@ async def measure(options: argparse.Namespace, temperature: float) -> None:
     target, draft = (paced.Pace(step_s, step_s / ROWS, AWAKE_S) for step_s in times)
     disturbed = functools.partial(Disturbed, share=options.share, temperature=temperature)
     prompts = [p.token_ids for p in held_out_prompts(load_tokenizer(config.target.path), 24)]
+    computed = round(sum((len(ids) - 1) % PAGE_SIZE + 1 for ids in prompts) / len(prompts))
     with paced.processes() as started:
         members = paced.replicas(started, config, [("target", target), ("draft", draft)], disturbed=disturbed)
         (own,) = paced.in_turn(started, config, target, draft, 1, disturbed)
@@ -150,7 +155,7 @@ async def measure(options: argparse.Namespace, temperature: float) -> None:
                         turn = repeat % len(TRIED)
                         for row in (*TRIED[turn:], *TRIED[:turn]):
                             sampling = SamplingParams(
-                                max_tokens=256, temperature=temperature, ignore_eos=True, seed=repeat
+                                max_tokens=OUTPUT_TOKENS, temperature=temperature, ignore_eos=True, seed=repeat
                             )
                             speculation = paced.speculation_of(row.mode, row.k, rule)
                             arguments = (prompts, sessions, sampling, speculation, 3.0, options.seconds)
@@ -162,33 +167,66 @@ async def measure(options: argparse.Namespace, temperature: float) -> None:
                             windows[row].append(window)
                             print(f"{sessions} sessions, {row}: {window.tokens_per_s:.1f} tokens/s", file=sys.stderr)
                     setting = f"temperature {temperature:g}, {rule.value} rule, {sessions} at once"
-                    show(setting, {row: paced.total(w) for row, w in windows.items()}, sessions, times, rule)
+                    show(setting, {row: paced.total(w) for row, w in windows.items()}, sessions, times, rule, computed)
 
 
-def show(setting: str, found: dict[Row, paced.Window], sessions: int, times: list[float], rule: Acceptance) -> None:
+def planned(row: Row, w: paced.Window, times: list[float], rule: Acceptance, acceptance: float) -> System:
+    """What `paceline plan` is told of a row: the engines' settings, and what was measured of the parts."""
+    target, draft = (paced.Pace(step_s, step_s / ROWS) for step_s in times)
+    first_s = w.draft_step_s - (w.draft_leaves / max(w.draft_steps, 1) - 1) * draft.row_s
+    coupled = rule is Acceptance.COUPLED
+    outcomes = Outcomes.derived(acceptance or 0.5, coupled=coupled)
+    if row.mode is not Mode.OVERLAPPED:
+        return System(
+            StepTable.affine(target.step_s, target.row_s),
+            StepTable.affine(max(draft.step_s, first_s), draft.row_s),
+            outcomes,
+            gap_s=w.gap_s(target),
+            colocated=True,
+        )
+    if (found := w.siblings_hold(acceptance)) is not None:
+        outcomes = outcomes.with_siblings(found, FAN_OUT)
+    rows = round(w.looked_up / max(w.lookups, 1))
+    return System(
+        StepTable.affine(target.step_s, target.row_s),
+        StepTable.affine(max(draft.step_s, first_s), draft.row_s),
+        outcomes,
+        link_s=w.link_s,
+        gap_s=w.gap_s(target),
+        fan_out=FAN_OUT,
+        tree_budget=TREE_BUDGET,
+        min_path_prob=MIN_PATH_PROB,
+        draft_width=TREE_STEP_TOKENS,
+        trees=True,
+        branch_s=w.branch_s / max(w.steps, 1),
+        lookup_share=w.lookups / max(w.rounds, 1),
+        lookup_acceptance=equivalent(w.lookups_accepted / max(w.lookups, 1), rows),
+    )
+
+
+def show(
+    setting: str,
+    found: dict[Row, paced.Window],
+    sessions: int,
+    times: list[float],
+    rule: Acceptance,
+    prompt_tokens: int,
+) -> None:
     """Prints a setting's table."""
-    plain = next(w for row, w in found.items() if row.mode is Mode.PLAIN)
     base = max(w.tokens_per_s for row, w in found.items() if row.name == "co-located")
-    target = StepTable.affine(times[0], times[0] / ROWS)
-    plain_gap_s = max(0.0, sessions / plain.tokens_per_s - target.seconds(sessions))
+    chains = paced.acceptance([w for row, w in found.items() if row.name == "co-located"])
     rows: list[tuple[str, ...]] = [
         (
             *("", "K", "tokens/s", "a request", "a device", "x co-located", "accepted", "tok/round", "hits"),
-            *("draft ms", "gap ms", "plan", "error", "published"),
+            *("siblings", "lookups", "draft ms", "gap ms", "link ms", "branch ms", "plan", "error", "published"),
         )
     ]
     for row, w in found.items():
         accepted = paced.acceptance([w]) if row.k else 0.0
-        gap_s = plain_gap_s + (w.gap_s - plain.gap_s if row.mode is Mode.OVERLAPPED else 0.0)
-        system = System(
-            target,
-            StepTable.affine(max(times[1], w.draft_step_s), times[1] / ROWS),
-            Outcomes.derived(accepted or 0.5, coupled=rule is Acceptance.COUPLED),
-            gap_s=gap_s,
-            draft_width=TREE_STEP_TOKENS,
-            colocated=row.name == "co-located",
-        )
-        load = Load(sessions, 1, 1 if row.name == "overlapped" else 0)
+        trees = row.mode is Mode.OVERLAPPED
+        first = chains if trees and rule is Acceptance.COUPLED else accepted
+        system = planned(row, w, times, rule, first)
+        load = Load(sessions, 1, 1 if trees else 0, Requests(OUTPUT_TOKENS, prompt_tokens))
         forecast = simulate(system, load, row.mode, row.k, seconds=SIMULATED_S).tokens_per_s
         published = "temperature 0" in setting and sessions == 1
         rows.append(
@@ -202,8 +240,12 @@ def show(setting: str, found: dict[Row, paced.Window], sessions: int, times: lis
                 f"{accepted:.3f}" if row.k else "-",
                 f"{w.tokens_per_round:.2f}",
                 "-" if w.hit_rate is None else f"{w.hit_rate:.2f}",
+                f"{w.siblings_hold(first) or 0.0:.2f}" if trees else "-",
+                f"{system.lookup_share:.2f}" if trees else "-",
                 f"{1e3 * w.draft_step_s:.2f}" if row.k else "-",
-                f"{1e3 * gap_s:.2f}",
+                f"{1e3 * system.gap_s:.2f}",
+                f"{1e3 * system.link_s:.2f}" if trees else "-",
+                f"{1e3 * system.branch_s:.2f}" if trees else "-",
                 f"{forecast:.1f}",
                 f"{forecast / w.tokens_per_s - 1:+.1%}",
                 f"{PUBLISHED[row.name]:g}" if published and row.k in (0, 6, 7) else "",
