@@ -34,7 +34,7 @@ from paceline.runtime.build import EngineSpec
 from paceline.runtime.host import EngineHost
 from paceline.runtime.server import EngineServer, describer
 from paceline.security.certificates import Certificates
-from paceline.types import Acceptance, Cause, Chunk, Mode, Request, SamplingParams, SpeculationParams
+from paceline.types import Acceptance, Cause, Chunk, Mode, Request, Round, SamplingParams, SpeculationParams
 
 _START_TIMEOUT_S = 600.0
 _TIMEOUT_S = 30.0
@@ -211,8 +211,10 @@ class Window:
     """Draft tokens up to the first that was rejected."""
     hits: int = 0
     misses: int = 0
+    ranked: int = 0
+    """Tokens of rounds that only verified a draft's, and whose last one came where the draft had candidates,"""
     strangers: int = 0
-    """Misses of a token that was not among the draft's candidates for its place."""
+    """and those which were not among its candidates."""
     lookups: int = 0
     """Rounds in which tokens were accepted that only the session's own text had,"""
     looked_up: int = 0
@@ -238,8 +240,8 @@ class Window:
     """and the seconds until they were there."""
     started: float = field(default_factory=time.perf_counter)
 
-    def add(self, chunk: Chunk) -> None:
-        """Takes a round of any session, now."""
+    def add(self, chunk: Chunk, before: Round | None = None) -> None:
+        """Takes a round of any session, now; ``before``: its last one."""
         if chunk.round is None or not 0 <= time.perf_counter() - self.started - self.warm_s < self.seconds:
             return
         self.tokens += len(chunk.token_ids)
@@ -248,7 +250,9 @@ class Window:
         self.trials += min(chunk.round.num_drafted, chunk.round.num_accepted + 1, self.k)
         self.hits += chunk.round.cause is Cause.HIT
         self.misses += chunk.round.cause in (Cause.TOKEN, Cause.K, Cause.LATE)
-        self.strangers += chunk.round.cause is Cause.TOKEN
+        if before is not None and not before.lookup_drafted and chunk.round.cause in (Cause.HIT, Cause.TOKEN):
+            self.ranked += before.num_accepted + 1
+            self.strangers += chunk.round.cause is Cause.TOKEN
         if chunk.round.lookup_accepted:
             self.lookups += 1
             self.looked_up += chunk.round.lookup_drafted
@@ -284,10 +288,10 @@ class Window:
     def siblings_hold(self, acceptance: float) -> float | None:
         """Share of the tokens that a first candidate misses which are among the others; None: none was missed.
 
-        ``acceptance``: of first candidates. The last token of a round is one of the draft's, or a stranger.
+        ``acceptance``: of first candidates.
         """
-        tokens = self.accepted - self.lookups_accepted + self.hits + self.strangers
-        return 1.0 - self.strangers / ((1.0 - acceptance) * tokens) if tokens and acceptance < 1.0 else None
+        missed = (1.0 - acceptance) * self.ranked
+        return 1.0 - self.strangers / missed if missed else None
 
     @property
     def hit_rate(self) -> float | None:
@@ -530,12 +534,13 @@ async def load(
 
     async def session() -> None:
         while True:
-            number = next(_numbers)
+            number, before = next(_numbers), None
             request = Request(f"r{number}", tuple(prompts[number % len(prompts)]), sampling, speculation)
             async with contextlib.aclosing(router.generate(request)) as stream:
                 async for item in stream:
                     if isinstance(item, Chunk):
-                        window.add(item)
+                        window.add(item, before)
+                        before = item.round or before
 
     tasks = [asyncio.create_task(session()) for _ in range(sessions)]
     done, _ = await asyncio.wait(tasks, timeout=warm_s + seconds, return_when=asyncio.FIRST_EXCEPTION)
