@@ -18,7 +18,6 @@ import math
 from itertools import count, islice
 from typing import Any
 
-from paceline.core.statistics import Ewma
 from paceline.draft.growth import Reach
 from paceline.plan.closed_form import System
 from paceline.plan.simulation import DRAFT_ENDS, DRAFT_WAKES, READY, Simulation
@@ -36,6 +35,22 @@ GIVE_UP = 3.0
 """A wait ends after so many times as long as was expected (``target/control/waiting.py``)."""
 _ROUND_WEIGHT, _RATE_WEIGHT = 0.2, 0.05
 _NO_RANK = 1 << 30
+
+
+class Fading:
+    """A mean in which earlier values fade; the first one counts in full, and ``get`` is the default before it."""
+
+    __slots__ = ("_value", "_weight")
+
+    def __init__(self, weight: float) -> None:
+        self._weight = weight
+        self._value: float | None = None
+
+    def add(self, value: float) -> None:
+        self._value = value if self._value is None else self._value + self._weight * (value - self._value)
+
+    def get(self, default: float) -> float:
+        return default if self._value is None else self._value
 
 
 class Node:
@@ -100,7 +115,7 @@ class Tree:
         self._reach = Reach(k)
         self._unsent: list[Node] = []
         self._hold_until = 0.0
-        self._round_s, self._followed_at = Ewma(_ROUND_WEIGHT), math.nan
+        self._round_s, self._followed_at = Fading(_ROUND_WEIGHT), math.nan
         self._heap: list[tuple[float, int, Node]] = []  # worth expanding, if ``_sorted``
         self._sorted = False
         self._serial, self._size = count(), 1
@@ -233,7 +248,7 @@ class TreeSimulation(Simulation):
         self._of: dict[Session, Tree] = {}
         self._rejection = self._system.outcomes.bonus_power is not None
         self._row_s = self._system.target.seconds(2) - self._system.target.seconds(1)
-        self._tokens, self._round_s, self._accepted, self._draft_s = (Ewma(_RATE_WEIGHT) for _ in range(4))
+        self._tokens, self._round_s, self._accepted, self._draft_s = (Fading(_RATE_WEIGHT) for _ in range(4))
 
     def _open(self, session: Session) -> None:
         self._of[session] = Tree(self._system, self._k)
