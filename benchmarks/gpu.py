@@ -17,7 +17,7 @@ import gc
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -112,19 +112,23 @@ def bandwidth(device: str, clock: Clock) -> float:
     return 2 * num_bytes / clock.seconds(lambda: target.copy_(source), 20)
 
 
-def runners(model: LoadedModel, num_pages: int, limits: Limits) -> dict[str, ModelRunner]:
-    """With graphs where the device has them, and the eager twin of the same shapes."""
-    found = {}
+def runners(
+    model: LoadedModel, num_pages: int, limits: Limits, *, eager_too: bool
+) -> Iterator[tuple[str, ModelRunner]]:
+    """With graphs where the device has them, then the eager twin of the same shapes, if wanted or there is no other."""
     if model.device.type == "cuda":
-        found["graphs"] = model.runner(num_pages)
-        record_steps(found["graphs"], limits, model.max_len, "auto")
+        graphs = model.runner(num_pages)
+        record_steps(graphs, limits, model.max_len, "auto")
+        yield "graphs", graphs
+        if not eager_too:
+            return
     eager = model.runner(num_pages)
     if model.device.type == "cuda":
         eager.backend = DeviceBackend(
             eager.cache, model.dtype, model.sliding_window, recorder=None, max_shapes=model.max_cuda_graphs
         )
         eager.record(limits)
-    return found | {"eager": eager}
+    yield "eager", eager
 
 
 def step_seconds(runner: ModelRunner, num_tokens: int, context: int, clock: Clock, repeats: int) -> float:
@@ -178,43 +182,40 @@ def plain_tokens_per_s(runner: ModelRunner, context: int, num_tokens: int, tempe
     return (len(times) - 1) / (times[-1] - times[0])
 
 
-def report(name: str, device: str, args: argparse.Namespace, peak: float, clock: Clock) -> list[str]:
-    """The lines of one target."""
+def report(name: str, device: str, args: argparse.Namespace, peak: float, clock: Clock) -> Iterator[str]:
+    """The lines of one target, each as soon as it is measured."""
     made = make_model(name, device, getattr(torch, args.dtype))
     num_bytes = read_bytes(made)
     model = prepare(made, compile=args.compile and device == "cuda", attention=args.attention)
     longest = args.context + args.tokens + PAGE_SIZE
     num_pages = 2 * pages_for(longest) + 2
-    found = runners(model, num_pages, Limits(1, 64, pages_for(longest)))
     floor = peak / num_bytes
     size = f"{model.num_parameters / 1e9:.2f} B parameters, {num_bytes / 1e9:.2f} GB read per token"
-    lines = [f"{name}: {size}, floor {1e3 / floor:.3f} ms = {floor:.1f} tokens/s"]
-    for kind, runner in found.items():
+    yield f"{name}: {size}, floor {1e3 / floor:.3f} ms = {floor:.1f} tokens/s"
+    limits = Limits(1, 64, pages_for(longest))
+    for kind, runner in runners(model, num_pages, limits, eager_too=args.eager):
         for temperature in (0.0, 1.0):
             rate = plain_tokens_per_s(runner, args.context, args.tokens, temperature)
             share = f"{rate:9.1f} tokens/s = {100 * rate / floor:5.1f} % of the floor's rate"
-            lines.append(f"  plain, {kind:7} temperature {temperature:g} {share}")
-    for kind, runner in found.items():
+            yield f"  plain, {kind:7} temperature {temperature:g} {share}"
         times = [1e3 * step_seconds(runner, n, args.context, clock, args.repeats) for n in VERIFIED]
         cells = "  ".join(f"{n}: {ms:.3f} ({ms / times[0]:.2f} x)" for n, ms in zip(VERIFIED, times, strict=True))
-        lines.append(f"  step, {kind:7} ms by tokens  {cells}")
-        lines.append(f"  {kind}: {check_invariance(runner, model.max_len)}")
-    return lines
+        yield f"  step, {kind:7} ms by tokens  {cells}"
+        yield f"  {kind}: {check_invariance(runner, model.max_len)}"
 
 
-def report_draft(device: str, args: argparse.Namespace, clock: Clock) -> list[str]:
+def report_draft(device: str, args: argparse.Namespace, clock: Clock) -> Iterator[str]:
     """The lines of the embedded draft."""
     model = prepare(
         load_pretrained(Checkpoint.open(str(DRAFT_DIR)), getattr(torch, args.dtype)).to(device),
         compile=args.compile and device == "cuda",
     )
     limits = Limits(1, max(LEAVES), pages_for(args.context + 256), is_tree=True)
-    lines = [f"embedded draft: {model.num_parameters / 1e6:.1f} M parameters"]
-    for kind, runner in runners(model, 2 * limits.max_pages + 2, limits).items():
+    yield f"embedded draft: {model.num_parameters / 1e6:.1f} M parameters"
+    for kind, runner in runners(model, 2 * limits.max_pages + 2, limits, eager_too=args.eager):
         times = [1e3 * draft_seconds(runner, n, args.context, clock, args.repeats) for n in LEAVES]
         cells = "  ".join(f"{n}: {ms:.3f}" for n, ms in zip(LEAVES, times, strict=True))
-        lines.append(f"  tree step, {kind:7} ms by leaves  {cells}")
-    return lines
+        yield f"  tree step, {kind:7} ms by leaves  {cells}"
 
 
 def main() -> None:
@@ -225,6 +226,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--attention", choices=["auto", "sdpa", "triton"], default="auto", help="of the targets")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="no part of a model is compiled")
+    parser.add_argument("--no-eager", dest="eager", action="store_false", help="only steps that are replayed")
     parser.add_argument("--context", type=int, default=256, help="tokens before the measured ones")
     parser.add_argument("--tokens", type=int, default=128, help="decoded for tokens/s")
     parser.add_argument("--repeats", type=int, default=50)
@@ -238,20 +240,22 @@ def main() -> None:
     path = RESULTS / f"gpu-{re.sub('[^a-z0-9]+', '-', device_name.lower()).strip('-')}{kernel}.txt"
     lines: list[str] = []
 
-    def say(*more: str) -> None:
-        lines.extend(more)
-        print("\n".join(more), flush=True)
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
         if args.device == "cuda":
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
+    say(f"{device_name}, torch {torch.__version__}, transformers {transformers.__version__}, {args.dtype}")
     say(
-        f"{device_name}, torch {torch.__version__}, transformers {transformers.__version__}, {args.dtype}",
         f"copy {peak / 1e9:.0f} GB/s, attention {args.attention}, context {args.context}, {args.tokens} tokens, "
-        f"medians of {args.repeats}",
+        f"medians of {args.repeats}"
     )
-    say(*report_draft(args.device, args, clock))
+    for line in report_draft(args.device, args, clock):
+        say(line)
     for name in args.models.split(","):
-        say(*report(name, args.device, args, peak, clock))
+        for line in report(name, args.device, args, peak, clock):
+            say(line)
         gc.collect()
         if args.device == "cuda":
             torch.cuda.empty_cache()
