@@ -17,7 +17,7 @@ from tests.support.pump import Pump, Request, assert_same, in_mode, plain_refere
 from paceline.config import DraftModel, LocalConfig, TargetModel
 from paceline.core import deferred as transfers
 from paceline.core import verification
-from paceline.core.noise import Stream, exact_log, gumbel, seed_bits, uniform
+from paceline.core.noise import Stream, exact_log, gumbel, gumbel_argmax, gumbel_max, seed_bits, uniform
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates
 from paceline.core.tree import Proposal
@@ -41,6 +41,7 @@ DEVICE = "cuda"
 WAYS = [("sdpa", False), ("triton", False), ("triton", True)]
 """Attention, and whether the parts between products are compiled."""
 LIMITS = Limits(max_rows=4, max_tokens=64, max_pages=8)
+HALVES = (slice(0, 64_130), slice(64_130, 128_256))
 TREES = Limits(max_rows=4, max_tokens=64, max_pages=8, is_tree=True)
 
 
@@ -76,6 +77,31 @@ def test_noise_has_the_same_bits_as_on_the_cpu() -> None:
     assert torch.equal(uniform(seeds, positions, Stream.ACCEPT), u)
     x = torch.rand(1 << 20, dtype=torch.float64).add_(1e-12)
     assert torch.equal(exact_log(x), exact_log(x.to(DEVICE)).cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_draws_have_the_bits_of_exact_noise(dtype: torch.dtype) -> None:
+    """Every entry: whole rows with and without nonces, and the parts of a vocabulary. Nothing is waited for."""
+    generator = torch.Generator().manual_seed(0)
+    seeds, positions, nonces = torch.randint(-(2**63), 2**63 - 1, (64, 3), generator=generator).unbind(-1)
+    weights = (torch.randn(64, 128_256, generator=generator) * 3).to(dtype)
+    noise = gumbel(seeds, positions, Stream.COUPLED, 128_256).double()
+    keyed = gumbel(seeds, positions, Stream.RECOVER, 128_256, nonces).double()
+    on_device = [part.to(DEVICE) for part in (weights, seeds, positions, nonces)]
+    gumbel_argmax(on_device[0][:, :8], *on_device[1:3], Stream.COUPLED)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        drawn = gumbel_argmax(*on_device[:3], Stream.COUPLED, check=transfers.DeferredChecks())
+        recovered = gumbel_argmax(*on_device[:3], Stream.RECOVER, on_device[3])
+        parts = [gumbel_max(on_device[0][:, at], *on_device[1:3], Stream.COUPLED, at.start) for at in HALVES]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(drawn.cpu(), (weights.double() + noise).argmax(-1))
+    assert torch.equal(recovered.cpu(), (weights.double() + keyed).argmax(-1))
+    for at, (best, token_ids) in zip(HALVES, parts, strict=True):
+        scores = (weights.double() + noise)[:, at]
+        assert torch.equal(best.cpu(), scores.amax(-1))
+        assert torch.equal(token_ids.cpu(), at.start + scores.argmax(-1))
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.05}, {"repetition_penalty": 1.2}])

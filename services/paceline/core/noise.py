@@ -23,6 +23,7 @@ import math
 import torch
 from torch import Tensor
 
+from paceline.core import cuda
 from paceline.core import rows as native
 from paceline.core.deferred import Check, check_now
 
@@ -142,15 +143,17 @@ def gumbel_argmax(
 ) -> Tensor:
     """A sample of each row's softmax: argmax_v(``log_weights[row, v] + gumbel[row, v]``).
 
-    The sum is taken in float64 of the exact float32 noise; equal sums go to the lower id. On the CPU ``rows.cpp``
-    does it in one pass. In torch there are two savings, both exact: noise is bounded, so a token more than
-    MAX_GUMBEL - MIN_GUMBEL below its row's maximum cannot win and gets none; and the exact logarithm is evaluated
-    only where the device's own leaves more than one token in reach of the maximum.
+    The sum is taken in float64 of the exact float32 noise; equal sums go to the lower id. One pass does it:
+    ``rows.cpp`` on the CPU, ``cuda_rows.py`` on CUDA. In torch, which stands in for both, there are two savings, both
+    exact: noise is bounded, so a token more than MAX_GUMBEL - MIN_GUMBEL below its row's maximum cannot win and gets
+    none; and the exact logarithm is evaluated only where the device's own leaves more than one token in reach of the
+    maximum.
 
     Args:
         log_weights: [rows, vocab] float, not NaN, need not be normalized; -inf never wins. Every row needs a
         finite value.
-        check: with ``DeferredChecks`` every token gets noise, and a check fails where the exact logarithm is needed.
+        check: with ``DeferredChecks`` torch gives every token noise, and a check fails where the exact logarithm is
+        needed.
 
     Returns:
         [rows] int64 token ids.
@@ -160,6 +163,8 @@ def gumbel_argmax(
         return torch.empty(0, dtype=torch.int64, device=log_weights.device)
     if check is check_now and _is_native(log_weights):
         return native.gumbel_max(log_weights, _native_keys(seeds, positions, nonces), stream, 0)[0]
+    if cuda.usable(log_weights):
+        return _on_cuda(log_weights, seeds, positions, nonces, stream, 0)[1]
     rows_at_once = max(1, _CPU_CACHED_TOKENS // vocab_size)
     if rows > rows_at_once and log_weights.device.type == "cpu":
         parts = [slice(i, i + rows_at_once) for i in range(0, rows, rows_at_once)]
@@ -191,10 +196,20 @@ def gumbel_max(
     if _is_native(log_weights):
         token_ids, best = native.gumbel_max(log_weights, _native_keys(seeds, positions, None), stream, first)
         return best, token_ids
+    if cuda.usable(log_weights):
+        return _on_cuda(log_weights, seeds, positions, None, stream, first)
     in_reach, _ = _in_reach(log_weights, seeds, positions, stream, None, first, check_now)
     scores = _sparse_scores(log_weights, in_reach, seeds, positions, stream, None, first, exact=True)
     best, token_ids = scores.max(-1)
     return best, token_ids + first
+
+
+def _on_cuda(
+    log_weights: Tensor, seeds: Tensor, positions: Tensor, nonces: Tensor | None, stream: Stream, first: int
+) -> tuple[Tensor, Tensor]:
+    from paceline.core import cuda_rows  # imports triton
+
+    return cuda_rows.gumbel_max(log_weights, seeds, positions, nonces, stream, first)
 
 
 def _is_native(log_weights: Tensor) -> bool:

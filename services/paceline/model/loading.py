@@ -17,9 +17,10 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import require_no_code
 from paceline.checkpoint.size import ModelSize, gib, size_of
 from paceline.config import ModelOptions, Quantization, cache_dir
+from paceline.core.cuda import triton_unavailable
 from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
-from paceline.model.attention.kernels import Attention, kernel_for, triton_unavailable
+from paceline.model.attention.kernels import Attention, kernel_for
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.aot import NoCompilerError, cached_step, compiled_step, find_compiler
 from paceline.model.compiled.backend import StepFunction

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from tests.support.models import SLIDING_WINDOW, prompt, random_model
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import ModelOptions, ServiceConfig
 from paceline.errors import ConfigError
-from paceline.model.attention import kernels
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.kernels import choose_kernel
 from paceline.model.kv_cache import LayerSpec
@@ -73,27 +71,6 @@ def test_what_cannot_run_is_refused(change: dict, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         choose_kernel("triton", **GPU | change)
     assert str(caught.value) == f"attention is 'triton', which {reason}: use 'auto' or 'sdpa'"
-
-
-def test_a_machine_that_cannot_compile_the_kernel_says_so_before_it_serves(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    headers = tmp_path / "Python.h"
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
-    assert kernels.triton_unavailable() == "needs the package triton, which is not installed"
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(kernels.sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
-    assert kernels.triton_unavailable() == "needs a C compiler, and there is none (cc, gcc, clang)"
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: "/usr/bin/gcc" if name == "gcc" else None)
-    assert kernels.triton_unavailable() == (
-        f"needs Python's headers, and {tmp_path} has no Python.h (Debian: python3-dev)"
-    )
-    headers.touch()
-    assert kernels.triton_unavailable() is None
-    monkeypatch.setenv("CC", "icx")
-    assert kernels.triton_unavailable() == "needs a C compiler, and there is none (icx)"
 
 
 @pytest.mark.parametrize(

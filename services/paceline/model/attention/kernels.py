@@ -12,16 +12,12 @@ no such masks; FlexAttention would compile its block mask for every shape of a t
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
-import sysconfig
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import torch
 
+from paceline.core.cuda import LEAST_CAPABILITY, triton_unavailable
 from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
 from paceline.model.kv_cache import LayerSpec
@@ -29,7 +25,6 @@ from paceline.model.kv_cache import LayerSpec
 Attention = Literal["auto", "sdpa", "native", "triton"]
 Kernel = Literal["sdpa", "native", "triton"]
 
-_LEAST_CAPABILITY = (8, 0)
 _MOST_HEAD_DIM = 256
 _TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -95,28 +90,12 @@ def _no_triton(
     head_dim = max((max(layer.key_dim, layer.value_dim) for layer in layers), default=0)
     if device_type != "cuda" or capability is None:
         return f"runs on CUDA only, and the model is on device {device_type!r}"
-    if capability < _LEAST_CAPABILITY:
-        return f"needs compute capability {_dotted(_LEAST_CAPABILITY)}, and the device has {_dotted(capability)}"
+    if capability < LEAST_CAPABILITY:
+        return f"needs compute capability {_dotted(LEAST_CAPABILITY)}, and the device has {_dotted(capability)}"
     if dtype not in _TRITON_DTYPES:
         return f"takes float32, float16 and bfloat16, and the model has {_name(dtype)}"
     if head_dim > _MOST_HEAD_DIM:
         return f"takes head dimensions up to {_MOST_HEAD_DIM}, and the model has {head_dim}"
-    return None
-
-
-def triton_unavailable() -> str | None:
-    """Says why triton cannot compile a kernel on this machine; None if nothing is known to keep it from that.
-
-    It builds its launcher with a C compiler and Python's headers when a kernel first runs.
-    """
-    if importlib.util.find_spec("triton") is None:
-        return "needs the package triton, which is not installed"
-    compiler = os.environ.get("CC")
-    if not any(map(shutil.which, [compiler] if compiler else ["cc", "gcc", "clang"])):
-        return f"needs a C compiler, and there is none ({compiler or 'cc, gcc, clang'})"
-    headers = Path(sysconfig.get_path("include"))
-    if not (headers / "Python.h").is_file():
-        return f"needs Python's headers, and {headers} has no Python.h (Debian: python3-dev)"
     return None
 
 

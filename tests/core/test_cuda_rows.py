@@ -1,0 +1,214 @@
+"""That tokens are drawn on CUDA with the bits of the torch form: on a GPU, or in triton's interpreter.
+
+``TRITON_INTERPRET=1 pytest tests/core/test_cuda_rows.py`` where triton is installed, as of
+``tests/model/attention/test_kernels.py``; ``tests/gpu`` has more rows and tokens.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.core import cuda, noise
+from paceline.core.deferred import DeferredChecks
+from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_max, seed_bits
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+_CAN_RUN = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None and _CAN_RUN
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs triton and a GPU, or TRITON_INTERPRET=1")
+KEYS = torch.tensor(
+    [
+        [seed_bits(2**64 - 1), 2**33 + 5, 2**32 - 1],
+        [seed_bits(12345678901234567890), 2**32 - 1, 7],
+        [seed_bits(2**32), 2**55 + 2**32, 0],
+        [5, 0, 2**31],
+    ]
+)
+"""Seeds, positions and nonces of four rows; its columns are views, as those of a step are."""
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from paceline.core import cuda_rows
+
+    @triton.jit
+    def _logs(x, y, BLOCK: tl.constexpr):
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y + at, cuda_rows._exact_log(tl.load(x + at)))
+
+
+def drawn(log_weights: torch.Tensor, stream: Stream, first: int = 0, *, nonces: bool = False):
+    """Scores and tokens of ``KEYS``' rows, on the CPU."""
+    seeds, positions, last = KEYS.to(DEVICE).unbind(-1)
+    found = cuda_rows.gumbel_max(log_weights.to(DEVICE), seeds, positions, last if nonces else None, stream, first)
+    return tuple(part.cpu() for part in found)
+
+
+def wanted(log_weights: torch.Tensor, stream: Stream, first: int = 0, *, nonces: bool = False):
+    """The same by whole rows of exact noise."""
+    seeds, positions, last = KEYS.unbind(-1)
+    exact = gumbel(seeds, positions, stream, first + log_weights.shape[1], last if nonces else None)[:, first:]
+    scores = exact.double() + log_weights.double()
+    return scores.amax(-1), first + (scores == scores.amax(-1, keepdim=True)).int().argmax(-1)
+
+
+def logits(num_tokens: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.randn(len(KEYS), num_tokens, generator=torch.Generator().manual_seed(num_tokens)) * 2).to(dtype)
+
+
+def same(got, want) -> bool:
+    return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, want, strict=True))
+
+
+@needs_triton
+@pytest.mark.parametrize("nonces", [False, True])
+@pytest.mark.parametrize("stream", Stream)
+@pytest.mark.parametrize(("num_tokens", "first"), [(1, 0), (3, 5), (1024, 0), (1023, 2), (2500, 7), (2048, 4096)])
+def test_scores_and_tokens_have_the_bits_of_exact_noise(
+    num_tokens: int, first: int, stream: Stream, nonces: bool
+) -> None:
+    """Seeds of 64 bits, positions beyond 32, parts of a vocabulary, sizes that fill no block."""
+    x = logits(num_tokens)
+    assert same(drawn(x, stream, first, nonces=nonces), wanted(x, stream, first, nonces=nonces))
+
+
+@needs_triton
+def test_the_noise_of_every_token_has_its_bits() -> None:
+    """All others being forbidden, the score is a token's own noise; up to the last one, alone in its block."""
+    size, first = 1023, 1022
+    for token in (*range(20), *range(size - 20, size)):
+        x = torch.full((len(KEYS), size), -math.inf)
+        x[:, token] = 0.0
+        scores, tokens = drawn(x, Stream.RECOVER, first, nonces=True)
+        assert same((scores, tokens), wanted(x, Stream.RECOVER, first, nonces=True))
+        assert tokens.tolist() == [first + token] * len(KEYS)
+
+
+@needs_triton
+def test_logarithms_have_the_bits_of_the_torch_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded to float32 they would hide nearly every wrong order; and the draws are launched as these are."""
+    u = torch.rand(1 << 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64).add_(2.0**-33)
+    x = torch.cat([u, noise.exact_log(u.clamp(max=1 - 2.0**-33)).neg_()]).to(DEVICE)
+    y = torch.empty_like(x)
+    _logs[(len(x) // 1024,)](x, y, BLOCK=1024, **cuda_rows.UNFUSED)
+    assert torch.equal(y.cpu(), noise.exact_log(x.cpu()))
+    launched = []
+
+    class Watched:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.append(options)
+
+    monkeypatch.setattr(cuda_rows, "_parts", Watched())
+    drawn(logits(8), Stream.COUPLED)
+    assert cuda_rows.UNFUSED.items() <= launched[0].items()
+    assert cuda_rows.UNFUSED == {"enable_fp_fusion": False}
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_weights_of_other_dtypes_and_strides(dtype: torch.dtype) -> None:
+    whole = logits(1300, dtype)
+    assert same(drawn(whole, Stream.DRAFT), wanted(whole, Stream.DRAFT))
+    for x in (whole[:, 100:1200], whole[:1].expand(4, -1), whole[:, ::2]):
+        assert same(drawn(x, Stream.DRAFT), wanted(x, Stream.DRAFT))
+
+
+@needs_triton
+def test_equal_scores_go_to_the_lower_token() -> None:
+    """Within a part and between parts: weights that swallow the noise are equal in sum."""
+    for low, high in ((3, 900), (1023, 1024), (500, 2400)):
+        x = torch.full((len(KEYS), 2500), -math.inf, dtype=torch.float64)
+        x[:, [low, high]] = 2.0**60
+        assert drawn(x, Stream.COUPLED)[1].tolist() == [low] * len(KEYS)
+
+
+@needs_triton
+def test_rows_without_a_winner_have_a_token_of_their_own() -> None:
+    """Parts of a vocabulary may hold -inf only; rows with NaN are drawn before it is known that they are void."""
+    nothing = torch.full((len(KEYS), 1100), -math.inf)
+    scores, tokens = drawn(nothing, Stream.COUPLED, 6)
+    assert scores.tolist() == [-math.inf] * len(KEYS)
+    assert tokens.tolist() == [6] * len(KEYS)
+    for value in (math.nan, math.inf):
+        x = logits(1100)
+        x[0], x[1, 5], x[2, :1050] = value, value, value
+        tokens = drawn(x, Stream.COUPLED, 6)[1]
+        assert ((tokens >= 6) & (tokens < 1106)).all()
+        assert tokens[3] == wanted(x, Stream.COUPLED, 6)[1][3]
+    no_rows = torch.empty(0, 5, device=DEVICE)
+    none = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    assert [part.shape for part in cuda_rows.gumbel_max(no_rows, none, none, none, 0, 0)] == [(0,), (0,)]
+
+
+@needs_triton
+def test_draws_on_cuda_go_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both entries, nonces and the first token handed on; no check is made, and nothing waited for."""
+    monkeypatch.setattr(noise.native, "usable", lambda *args: False)
+    monkeypatch.setattr(noise.cuda, "usable", lambda x: True)
+    monkeypatch.setattr(noise, "_in_reach", lambda *args: pytest.fail("the torch form ran"))
+    x = logits(1500).to(DEVICE)
+    seeds, positions, nonces = KEYS.to(DEVICE).unbind(-1)
+    checks = DeferredChecks()
+    for check in (checks, noise.check_now):
+        plain = gumbel_argmax(x, seeds, positions, Stream.COUPLED, check=check)
+        keyed = gumbel_argmax(x, seeds, positions, Stream.RECOVER, nonces, check)
+        assert torch.equal(plain.cpu(), wanted(x.cpu(), Stream.COUPLED)[1])
+        assert torch.equal(keyed.cpu(), wanted(x.cpu(), Stream.RECOVER, nonces=True)[1])
+    assert not checks._conditions
+    found = gumbel_max(x[:, :700], seeds, positions, Stream.COUPLED, 33)
+    assert same([part.cpu() for part in found], wanted(x[:, :700].cpu(), Stream.COUPLED, 33))
+
+
+@needs_triton
+def test_no_size_and_no_address_compiles_it_again() -> None:
+    parameters = getattr(cuda_rows._parts, "params", None)
+    if parameters is None:
+        pytest.skip("triton's interpreter compiles nothing")
+    fixed = {p.name for p in parameters if p.do_not_specialize or p.is_constexpr or p.do_not_specialize_on_alignment}
+    assert fixed | {"scores", "tokens"} == {p.name for p in parameters}  # these two are allocated for the call
+
+
+def test_it_takes_matrices_on_cuda_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert not cuda.usable(logits(8))
+    monkeypatch.setattr(cuda, "triton_unavailable", lambda: "needs a C compiler")
+    cuda._compiles.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert not cuda._compiles(torch.device("cuda"))
+            assert not cuda._compiles(torch.device("cuda"))
+        assert [record.message for record in caplog.records] == [
+            "sampling at a temperature takes 150 launches a step on cuda: our kernel needs a C compiler"
+        ]
+        monkeypatch.setattr(cuda, "triton_unavailable", lambda: None)
+        for capability, expected in (((7, 5), False), ((8, 0), True)):
+            cuda._compiles.cache_clear()
+            monkeypatch.setattr(cuda.torch.cuda, "get_device_capability", lambda device, c=capability: c)
+            assert cuda._compiles(torch.device("cuda")) is expected
+    finally:
+        cuda._compiles.cache_clear()
+
+
+def test_a_machine_that_cannot_compile_a_kernel_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    headers = tmp_path / "Python.h"
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
+    assert cuda.triton_unavailable() == "needs the package triton, which is not installed"
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(cuda.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(cuda.shutil, "which", lambda name: None)
+    assert cuda.triton_unavailable() == "needs a C compiler, and there is none (cc, gcc, clang)"
+    monkeypatch.setattr(cuda.shutil, "which", lambda name: "/usr/bin/gcc" if name == "gcc" else None)
+    assert cuda.triton_unavailable() == f"needs Python's headers, and {tmp_path} has no Python.h (Debian: python3-dev)"
+    headers.touch()
+    assert cuda.triton_unavailable() is None
+    monkeypatch.setenv("CC", "icx")
+    assert cuda.triton_unavailable() == "needs a C compiler, and there is none (icx)"
