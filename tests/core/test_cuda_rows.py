@@ -15,9 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.core import cuda, noise
-from paceline.core.deferred import DeferredChecks
+from paceline.core import cuda, noise, verification
+from paceline.core.deferred import DeferredChecks, download
 from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_max, seed_bits
+from paceline.core.processors import Row, SamplerState
+from paceline.core.sampling import picked_on_cuda, process, sample_coupled
+from paceline.core.tree import Proposal
+from paceline.core.verification import decide_at_once
+from paceline.types import SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _CAN_RUN = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
@@ -169,12 +174,103 @@ def test_draws_on_cuda_go_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 400, 1024, 2500])
+def test_picks_are_those_of_the_processors(
+    num_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy rows and others, ties of bfloat16 and forbidden tokens; log-probabilities up to rounding."""
+    rows = sampled_rows(num_tokens)
+    generator = torch.Generator().manual_seed(num_tokens)
+    for spread in (0.01, 1.0, 30.0):
+        x = (torch.randn(len(rows), 2 * num_tokens, generator=generator) * spread).to(dtype)[:, 1 : 1 + num_tokens]
+        x[:, 1::3] = -math.inf
+        monkeypatch.setattr(noise.cuda, "usable", lambda x: False)
+        processed = process(x, rows)
+        want = sample_coupled(processed)
+        logprobs = processed.log_probs.gather(-1, want[:, None]).squeeze(-1)
+        monkeypatch.setattr(noise.cuda, "usable", lambda x: True)
+        for given in (x, torch.cat([x, x], 1)[:, ::2] if num_tokens == 1 else x.T.contiguous().T):
+            found = picked_on_cuda(given.to(DEVICE), rows)
+            token_ids, values = found.cpu().unbind(-1)
+            assert token_ids.tolist() == want.tolist()
+            torch.testing.assert_close(values.float(), logprobs, rtol=2e-6, atol=2e-6)
+            assert torch.equal(values, values.float().double())
+
+
+@needs_triton
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_rows_without_a_distribution_are_told_from_others(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise.cuda, "usable", lambda x: True)
+    rows = sampled_rows(2500)
+    x = torch.randn(len(rows), 2500, generator=torch.Generator().manual_seed(0))
+    whole, part = 1, 4
+    x[whole] = bad
+    x[part, 1900] = bad
+    token_ids = picked_on_cuda(x.to(DEVICE), rows).cpu()[:, 0].tolist()
+    void = {whole} if bad == -math.inf else {whole, part}
+    assert {row for row, token in enumerate(token_ids) if token == -1} == void
+    assert all(0 <= token < 2500 for row, token in enumerate(token_ids) if row not in void)
+    proposals = [Proposal()] * len(rows)
+    assert decide_at_once(x.to(DEVICE), rows, proposals) is None
+
+
+@needs_triton
+def test_a_step_on_cuda_is_decided_by_one_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sessions with the temperature alone; a cut of one of them takes all the other way, to the same tokens."""
+    counts = []
+    monkeypatch.setattr(noise.cuda, "usable", lambda x: True)
+    monkeypatch.setattr(verification, "download", lambda *found: (counts.append(len(found)), download(*found))[1])
+    rows = sampled_rows(700)
+    x = torch.randn(len(rows), 700, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    proposals = [Proposal((5, 6)), *[Proposal()] * (len(rows) - 3)]
+    at_once = decide_at_once(x, rows, proposals)
+    assert counts == [1]
+    own = [verdict.token_ids[0] for verdict in at_once]
+    state = SamplerState(SamplingParams(temperature=1.0, top_k=700), 9, (1,), vocab_size=700, device=DEVICE)
+    assert state.only_scales
+    for options in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"logit_bias": {3: 1.0}}):
+        params = SamplingParams(temperature=1.0, **options)
+        mixed = [*rows[:-1], Row(SamplerState(params, 9, (1,), vocab_size=700, device=DEVICE))]
+        assert picked_on_cuda(x, mixed) is None
+        assert [v.token_ids[0] for v in decide_at_once(x, mixed, proposals)][:-1] == own[:-1]
+    assert counts == [1, 3, 3, 3, 3]
+
+
+def sampled_rows(vocab_size: int) -> list[Row]:
+    """Rows of sessions without any processor but the temperature, with suffixes."""
+    temperatures = (0.0, 1.0, 0.7, 1.3, 1e-3)
+    states = [
+        SamplerState(SamplingParams(temperature=t), 2**63 + i, (0,) * (i + 1), vocab_size=vocab_size, device=DEVICE)
+        for i, t in enumerate(temperatures)
+    ]
+    return [Row(state, (0,) * i) for i, state in enumerate(states)]
+
+
+@needs_triton
 def test_no_size_and_no_address_compiles_it_again() -> None:
-    parameters = getattr(cuda_rows._parts, "params", None)
-    if parameters is None:
-        pytest.skip("triton's interpreter compiles nothing")
-    fixed = {p.name for p in parameters if p.do_not_specialize or p.is_constexpr or p.do_not_specialize_on_alignment}
-    assert fixed | {"scores", "tokens"} == {p.name for p in parameters}  # these two are allocated for the call
+    for function in (getattr(cuda_rows, name) for name in ("_parts", "_whole", "_tops", "_picked_parts", "_picked")):
+        parameters = getattr(function, "params", None)
+        if parameters is None:
+            pytest.skip("triton's interpreter compiles nothing")
+        given = {p.name for p in parameters if not (p.do_not_specialize or p.is_constexpr)}
+        free = {p.name for p in parameters if not p.do_not_specialize_on_alignment}
+        assert given & free <= {"scores", "tokens", "tops", "best", "token", "picked"}  # allocated for the call
+
+
+@needs_triton
+def test_everything_is_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    for name in ("pick", "gumbel_max"):
+        run = getattr(cuda_rows, name)
+        monkeypatch.setattr(
+            cuda_rows, name, lambda x, *rest, run=run: (made.append((x.dtype, len(rest))), run(x, *rest))
+        )
+    cuda.prepare(300, torch.bfloat16, torch.device("cpu"))
+    assert made == []
+    monkeypatch.setattr(cuda, "usable", lambda x: True)
+    cuda.prepare(300, torch.bfloat16, torch.device(DEVICE))
+    assert made == [(torch.bfloat16, 2), (torch.float32, 5), (torch.float64, 5)]
 
 
 def test_it_takes_matrices_on_cuda_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -186,7 +282,7 @@ def test_it_takes_matrices_on_cuda_alone(monkeypatch: pytest.MonkeyPatch, caplog
             assert not cuda._compiles(torch.device("cuda"))
             assert not cuda._compiles(torch.device("cuda"))
         assert [record.message for record in caplog.records] == [
-            "sampling at a temperature takes 150 launches a step on cuda: our kernel needs a C compiler"
+            "tokens are drawn on cuda by torch's operators, which takes longer: our kernel needs a C compiler"
         ]
         monkeypatch.setattr(cuda, "triton_unavailable", lambda: None)
         for capability, expected in (((7, 5), False), ((8, 0), True)):

@@ -24,13 +24,27 @@ def usable(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in _DTYPES and x.dim() == 2 and x.shape[1] > 0 and _compiles(x.device)
 
 
+def prepare(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compiles the kernels now, for logits of that kind, so that no step has to wait for it."""
+    logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
+    if not usable(logits):
+        return
+    from paceline.core import cuda_rows  # imports triton
+
+    keys = torch.zeros(1, 3, dtype=torch.int64, device=device)
+    seed, position, nonce = keys.unbind(-1)
+    cuda_rows.pick(logits, keys, 0)
+    cuda_rows.gumbel_max(logits.float(), seed, position, None, 0, 0)
+    cuda_rows.gumbel_max(logits.double(), seed, position, nonce, 0, 0)  # by the rejection rule
+
+
 @functools.cache
 def _compiles(device: torch.device) -> bool:
     reason = triton_unavailable()
     if reason is None and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         reason = f"needs compute capability {'.'.join(map(str, LEAST_CAPABILITY))}"
     if reason is not None:
-        log.warning("sampling at a temperature takes 150 launches a step on %s: our kernel %s", device, reason)
+        log.warning("tokens are drawn on %s by torch's operators, which takes longer: our kernel %s", device, reason)
     return reason is None
 
 

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core import cuda
 from paceline.core import rows as native
 from paceline.core.deferred import Check, DeferredChecks, check_now, upload
 from paceline.core.noise import Stream, fast_gumbel_at, gumbel_argmax
@@ -152,6 +154,23 @@ def pick_unprocessed(
         return None
     token_ids, logprobs = picked[0].squeeze(-1).tolist(), picked[1].squeeze(-1).tolist()
     return None if -1 in token_ids else (token_ids, logprobs)
+
+
+def picked_on_cuda(logits: Tensor, rows: Sequence[Row]) -> Tensor | None:
+    """What ``pick_unprocessed`` picks, on CUDA and not waited for: [rows, 2] float64, token ids and log-probabilities.
+
+    Token -1: a row without a distribution. None: another device, or a session with another processor than the
+    temperature, or a machine that cannot compile the kernels.
+    """
+    if len(rows) != len(logits) or not cuda.usable(logits) or not all(row.state.only_scales for row in rows):
+        return None
+    drawn = _drawn(rows)
+    assert drawn is not None, "what only scales is picked at once"
+    keys = np.array(drawn[1], dtype=np.int64).reshape(-1, 3)
+    keys[:, 2] = np.array(drawn[0], dtype=np.float32).view(np.int32)
+    from paceline.core import cuda_rows  # imports triton
+
+    return cuda_rows.pick(logits, upload(torch.from_numpy(keys), logits.device), Stream.COUPLED)
 
 
 def _picked(

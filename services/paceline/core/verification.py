@@ -32,7 +32,14 @@ from paceline.core.deferred import Check, DeferredChecks, download, upload
 from paceline.core.logprobs import logprobs_at
 from paceline.core.noise import Stream, gumbel_argmax, uniform
 from paceline.core.processors import Row, digest
-from paceline.core.sampling import ProcessedRows, pick, pick_unprocessed, process, sample_coupled
+from paceline.core.sampling import (
+    ProcessedRows,
+    pick,
+    pick_unprocessed,
+    picked_on_cuda,
+    process,
+    sample_coupled,
+)
 from paceline.core.sparse import TOLERANCE, Columns, normalized, packed, paired, probability
 from paceline.core.tree import Proposal, num_equal
 from paceline.errors import EngineError
@@ -260,6 +267,9 @@ def with_logprobs(
 
 def decide_at_once(logits: Tensor, rows: Sequence[Row], proposals: Sequence[Proposal]) -> list[Verdict] | None:
     """Decides by the coupled rule with a single wait for the device; None in a rare case, which ``decide`` handles."""
+    if (picked := picked_on_cuda(logits, rows)) is not None:
+        token_ids, logprobs = download(picked)[0].unbind(-1)
+        return None if (token_ids < 0).any() else _matches(proposals, token_ids.long().tolist(), logprobs.tolist())
     checks = DeferredChecks()
     token_ids, logprobs = _sampled(process(logits, rows, checks), checks)
     own, values, any_failed = download(token_ids, logprobs, checks.any_failed(logits.device))

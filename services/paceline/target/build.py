@@ -12,7 +12,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.size import gib
 from paceline.config import TargetSetup
-from paceline.core import native_tree
+from paceline.core import cuda, native_tree
 from paceline.errors import ConfigError
 from paceline.messages import FromTarget
 from paceline.model import columns
@@ -144,6 +144,7 @@ def _engine(
     options = setup.options
     native_tree.prepare()
     columns.prepare()
+    cuda.prepare(runner.vocab_size, model.dtype, model.device)
     limits = Limits(options.max_sessions, options.max_step_tokens, min(session_pages(max_len), runner.cache.num_pages))
     record_steps(runner, limits, model.max_len, options.cuda_graphs)
     report = _compared(setup, runner, max_len)
