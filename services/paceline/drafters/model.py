@@ -156,7 +156,7 @@ class ModelDrafter:
             return self._candidates(leaves, tails, self._num_candidates(leaves))
         try:
             logits = self._logits([part.step for part in parts])
-            all_in_order = self.tokens_per_leaf == 1 and [*at] == [*range(len(leaves))]
+            all_in_order = made is not None or (self.tokens_per_leaf == 1 and [*at] == [*range(len(leaves))])
             ranked = best_unprocessed(logits, rows) if best else None
             unread = best and ranked is None and all_in_order and draws_at_once(logits, rows)
             if ranked is None and not unread:

@@ -54,7 +54,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -108,8 +108,7 @@ class Leaf:
     """Tokens of these nodes: the next token follows the context and them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
+class Candidates(NamedTuple):
     """The likely next tokens after each leaf; both tensors are on one device."""
 
     token_ids: Tensor

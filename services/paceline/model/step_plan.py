@@ -187,8 +187,7 @@ _NUM_SIZES = 9
 """Integers that begin a frame: the wanted logits, the shape, and how many pages are copied."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One forward as integers on the host, padded by the rules of ``shapes.py``, in one buffer.
 
     T tokens in B query rows of n, with page tables of one length. Everything that a rank needs to take the same step
