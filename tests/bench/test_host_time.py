@@ -56,9 +56,25 @@ def test_a_part_that_does_something_else_is_an_error(scripts: Any) -> None:
         replay.play(Part(clock, first=1), calls, clock)
 
 
+def test_the_least_of_every_row_counts(scripts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    host_time = scripts("host_time")
+    turns = iter([(12, 100), (9, 300), (110, 200)])
+
+    def apart(*_: object) -> list[tuple[str, ...]]:
+        return [
+            ("target plain", "0", str(n), "1.0", "", "", "", str(us), "")
+            for n, us in zip((1, 16), next(turns), strict=True)
+        ]
+
+    monkeypatch.setattr(host_time, "apart", apart)
+    rows = host_time.least("target", 16, [], 3)
+    assert [(row[2], row[7]) for row in rows] == [("1", "9"), ("16", "100")]
+    assert next(turns, None) is None
+
+
 @pytest.mark.slow
 def test_each_part_has_its_rows_in_turns_and_apart(scripts: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    options = ("--sessions", "2", "--temperatures", "0", "--steps", "8", "--apart")
+    options = ("--sessions", "2", "--temperatures", "0", "--steps", "8", "--apart", "--repeats", "2")
     scripts("host_time").main(options)
     lines = capfd.readouterr().out.splitlines()
     rows = [line.split()[:4] for line in lines if line.startswith(("target ", "draft ", "relay "))]
