@@ -106,7 +106,7 @@ class LocalPipeline:
         self._target = local_worker(config, "target", target_factory, self._on_target, self._on_target_death)
         self._draft = make_draft() if config.draft is not None or draft_factory is not None else None
         self._draft_up = self._draft is not None
-        self._draft_wanted = True  # the latest preference of the target's controller
+        self._most_with_drafts: int | None = None  # the most sessions for which the target wants drafts
         self._draft_lost_s: float | None = None  # when the draft died, until it is up again
         self._overview = Overview(clock)
         self._stopping = threading.Event()
@@ -434,13 +434,13 @@ class LocalPipeline:
             self._relay.sessions[session.session_id] = session
             queue_s = self._clock() - generation.submitted_s
             generation.on_open()
-            self._send(session.open(self._draft_up, draft_wanted=self._draft_wanted, queue_s=queue_s))
+            self._send(session.open(self._draft_up and not self._crowded, queue_s=queue_s))
 
     def _on_target(self, messages: Sequence[FromTarget]) -> None:
         with self._lock:
             outbox = self._relay.on_target(messages)
-            if outbox.speculation_wanted is not None:
-                self._draft_wanted = outbox.speculation_wanted
+            if outbox.wish is not None:
+                self._most_with_drafts = outbox.wish.most_sessions
             self._send(outbox)
             for session_id, reason in outbox.refused.items():
                 self._fail(self._active[session_id], InvalidRequestError(reason))
@@ -492,9 +492,14 @@ class LocalPipeline:
                 self._give_draft(self._relay.sessions.values())
             return
 
+    @property
+    def _crowded(self) -> bool:
+        """True if more sessions are served than the target wants drafts for."""
+        return self._most_with_drafts is not None and len(self._active) > self._most_with_drafts
+
     def _give_draft(self, sessions: Iterable[Session]) -> None:
         """Opens those that want a draft on it, if it is up."""
-        if self._draft_up:
+        if self._draft_up and not self._crowded:
             for session in sessions:
                 self._send(session.on_draft_up())
 

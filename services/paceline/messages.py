@@ -329,6 +329,8 @@ class SpeculationWanted:
     epoch: int
     wanted: bool
     """False: the session runs plain rounds until the target asks again, so the draft may forget it."""
+    most_sessions: int | None = None
+    """The most sessions of the target for which it wants drafts now; None: any number of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,8 +92,8 @@ class Link(Generic[Sent, Received]):
         self.num_malformed = 0
         self.relay = Relay()
         """This router's sessions on the replica. Owned by the router."""
-        self.draft_wanted = True
-        """Latest preference of a target's controller, with which new sessions open. Owned by the router."""
+        self.most_with_drafts: int | None = None
+        """The most sessions for which a target wants drafts, as it said last; None: any number. Owned by the router."""
         self._on_messages, self._on_change = on_messages, on_change
         self._on_latency, self._on_dropped = on_latency, on_dropped
         self._silence_s, self._token, self._certificates = silence_s, token, certificates
@@ -151,6 +151,11 @@ class Link(Generic[Sent, Received]):
     def has_room(self) -> bool:
         """True if the replica would serve one more session at once."""
         return self.load < self.max_sessions
+
+    @property
+    def crowded(self) -> bool:
+        """True if a target has more sessions than it wants drafts for."""
+        return self.most_with_drafts is not None and self.load > self.most_with_drafts
 
     def _queue(self, messages: Sequence[Sent | Echo]) -> None:
         self._outbox.extend(messages)

@@ -27,8 +27,8 @@ class Outbox:
     """Sessions that cannot go on at their target, with the reason: re-open each on another target or give it up."""
     draft_wanted: list[Session] = field(default_factory=list)
     """Sessions that have no draft and can use one: call ``on_draft_up`` where there is one."""
-    speculation_wanted: bool | None = None
-    """The latest preference of the target's controller, with which new sessions open. None: it stated none."""
+    wish: SpeculationWanted | None = None
+    """The latest wish of the target's controller for a session; the number of sessions in it is for all of them."""
     num_dropped: int = 0
     """Messages for sessions that are unknown here, or whose target failed earlier in the batch."""
 
@@ -55,7 +55,7 @@ class Relay:
             touched[session_id] = session
             session.on_target(message, actions)
             if isinstance(message, SpeculationWanted):
-                outbox.speculation_wanted = message.wanted
+                outbox.wish = message
             if actions.refused is not None:
                 outbox.refused[session_id], actions.refused = actions.refused, None
             if actions.target_failed is not None:

@@ -302,14 +302,17 @@ class Router:
 
     def _open(self, active: ActiveRequest, link: TargetLink) -> None:
         session, queue_s = active.session, self._admission.opened(active)
-        draft = self._placement.choose_draft(active) if session.speculates and link.draft_wanted else None
         self._placement.attach_target(active, link)
+        draft = self._placement.choose_draft(active) if session.speculates and not link.crowded else None
         if active.spans is not None:
             active.spans.opened(link.member.replica_id)
         if draft is not None:
             self._placement.attach_draft(active, draft)
-        self._apply(active, session.open(draft is not None, draft_wanted=link.draft_wanted, queue_s=queue_s))
+        self._apply(active, session.open(draft is not None, queue_s=queue_s))
         active.admitted.set()
+        if link.crowded:  # a target in the middle of a step does not yet know how many there are
+            for other in [self._by_session[session_id] for session_id in link.sessions]:
+                self._take_draft(other)
 
     def _migrate(self, active: ActiveRequest, reason: str) -> bool:
         """Continues a session on another target; returns False if none has room."""
@@ -338,9 +341,9 @@ class Router:
             return
         has_drafts = bool(self._drafts.open_links())
         if has_drafts and not self._had_drafts:
-            # Preferences that targets stated about drafts that are gone do not hold for new ones.
+            # What targets wanted of drafts that are gone does not hold for new ones.
             for target in self._targets.links.values():
-                target.draft_wanted = True
+                target.most_with_drafts = None
         self._had_drafts = has_drafts
         if not self._placement.drafts_with_room():
             return
@@ -352,15 +355,20 @@ class Router:
                 self._give_draft(active)
 
     def _give_draft(self, active: ActiveRequest) -> None:
-        link = self._placement.choose_draft(active)
+        crowded = active.target is not None and active.target.crowded
+        link = None if crowded else self._placement.choose_draft(active)
         if link is None:
             return
-        if active.draft is not None:
-            self._apply(active, active.session.leave_draft())
-            self._placement.release_draft(active)
+        self._take_draft(active)
         self._placement.attach_draft(active, link)
         self._metrics.draft_reopened("opened")
         self._apply(active, active.session.on_draft_up())
+
+    def _take_draft(self, active: ActiveRequest) -> None:
+        """Closes a session on its draft, if it has one."""
+        if active.draft is not None:
+            self._apply(active, active.session.leave_draft())
+            self._placement.release_draft(active)
 
     def _release(self, active: ActiveRequest) -> None:
         self._placement.release_target(active)
@@ -372,6 +380,7 @@ class Router:
 
     def _on_target_change(self, link: TargetLink) -> None:
         if not link.up:
+            link.most_with_drafts = None
             self._placement.forget_prefixes(link)
             for active in sorted((self._by_session[name] for name in link.sessions), key=lambda a: a.arrived_s):
                 self._orphan(active)
@@ -445,8 +454,8 @@ class Router:
         link.send(outbox.to_target)
         self._send_to_drafts(outbox.to_draft)
         self._after_batch(outbox)
-        if outbox.speculation_wanted is not None:
-            link.draft_wanted = outbox.speculation_wanted
+        if outbox.wish is not None:
+            link.most_with_drafts = outbox.wish.most_sessions
         for session_id, reason in outbox.refused.items():
             self._fail(self._by_session[session_id], InvalidRequestError(reason))
         for session_id, reason in outbox.target_failed.items():

@@ -278,14 +278,12 @@ class Session:
             and self._num_losses <= MAX_DRAFT_RETRIES
         )
 
-    def open(self, draft_available: bool = True, *, draft_wanted: bool = True, queue_s: float = 0.0) -> Actions:
-        """Starts the session on the target, and on the draft unless it is plain, has none, or none is wanted.
+    def open(self, draft_available: bool = True, *, queue_s: float = 0.0) -> Actions:
+        """Starts the session on the target, and on the draft unless it is plain or has none.
 
-        ``draft_wanted`` is the latest preference of the target's controller. ``queue_s`` is the time that the request
-        has waited, in seconds.
+        ``queue_s`` is the time that the request has waited, in seconds.
         """
-        self._opened, self._draft_wanted = True, draft_wanted
-        draft_available = draft_available and draft_wanted
+        self._opened = True
         self._opened_s, self._queue_s = self._clock(), queue_s
         actions = Actions(to_target=[self._open_message()])
         if self.speculates:

@@ -453,16 +453,20 @@ def _either(one: _Form, several: _Form) -> _Form:
 def _flat(field: str, kind: type[Any], read: Callable[[Any], Any] | None = None) -> _Form:
     """Form of a dataclass of scalars that have the same names in the protocol. ``read`` replaces the obvious one."""
     names = [item.name for item in fields(kind)]
+    optional = {item.name for item in fields(kind) if item.default is None}
     needs_id = "session_id" in names
 
     def write(message: Any, proto: Any) -> None:
         for name in names:
-            setattr(proto, name, getattr(message, name))
+            if (value := getattr(message, name)) is not None:
+                setattr(proto, name, value)
 
     def read_fields(proto: Any) -> Any:
         if needs_id and not proto.session_id:
             return None
-        return kind(*[getattr(proto, name) for name in names])
+        return kind(
+            *[None if name in optional and not proto.HasField(name) else getattr(proto, name) for name in names]
+        )
 
     return _singly(field, write, read or read_fields)
 

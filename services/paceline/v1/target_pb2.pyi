@@ -469,21 +469,27 @@ class SpeculationWanted(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
+    MOST_SESSIONS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     epoch: _builtins.int
     wanted: _builtins.bool
     """False: it runs plain rounds until it asks again, so the draft may forget the session."""
+    most_sessions: _builtins.int
+    """The most sessions of this target for which it wants drafts now. Absent: any number of them."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         wanted: _builtins.bool = ...,
+        most_sessions: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_most_sessions", b"_most_sessions", "most_sessions", b"most_sessions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "session_id", b"session_id", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_most_sessions", b"_most_sessions", "epoch", b"epoch", "most_sessions", b"most_sessions", "session_id", b"session_id", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__most_sessions: _TypeAlias = _typing.Literal["most_sessions"]  # noqa: Y015
+    _WhichOneofArgType__most_sessions: _TypeAlias = _typing.Literal["_most_sessions", b"_most_sessions"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__most_sessions) -> _WhichOneofReturnType__most_sessions | None: ...
 
 Global___SpeculationWanted: _TypeAlias = SpeculationWanted  # noqa: Y015

@@ -146,6 +146,12 @@ class LoadTrials:
         """True if drafting is enabled at this concurrency."""
         return self._at(num_sessions).wanted
 
+    def most_sessions(self) -> int | None:
+        """The most sessions for which drafting is enabled, as far as loads are known; None: no limit is known."""
+        on, off = ([at for at, load in self._loads.items() if load.wanted is wanted] for wanted in (True, False))
+        first = min((at for at in off if at > max(on, default=-1)), default=None)
+        return None if first is None else (1 << first) >> 1  # a load begins where the one below it ends
+
     def measure(self, num_sessions: int, tokens: int, seconds: float, *, drafting: bool) -> None:
         """Takes a step that yielded ``tokens`` for ``num_sessions``, ``seconds`` after the end of the one before.
 

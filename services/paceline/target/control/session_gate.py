@@ -131,15 +131,15 @@ class SessionGate:
     def begin(self, session: TargetSession, now: float, num_sessions: int) -> None:
         """Takes a new session, one of ``num_sessions``; it begins paused if drafting is off at this load.
 
-        After the first pause every new session is sent an explicit state, because routers open sessions with the last
-        state they saw.
+        After the first pause every new session is sent an explicit state, because routers give no drafts to sessions
+        that are more than the target last wanted drafts for.
         """
         if session.k == 0:
             return
         if not self.trials.wanted(num_sessions):
             self.pause(session, Judgement.LOAD, now, num_sessions)
         elif self.num_pauses:
-            self.messages.append(SpeculationWanted(session.session_id, session.epoch, True))
+            self._tell(session, wanted=True)
 
     def trial_rows(self, session: TargetSession) -> int:
         """Draft tokens of a session on trial that are verified whatever the allocation says."""
@@ -268,7 +268,7 @@ class SessionGate:
         )
         self.paused[session.session_id] = Pause(session, until, judgement, num_sessions)
         self.num_pauses += 1
-        self.messages.append(SpeculationWanted(session.session_id, session.epoch, False))
+        self._tell(session, wanted=False)
 
     def resume(self, session: TargetSession, now: float, *, forget: bool) -> None:
         """Asks for a draft again; ``forget``: without the record of earlier ones."""
@@ -276,4 +276,8 @@ class SessionGate:
         session.resume_drafting(now, forget=forget)
         session.resumed_by_load = not forget
         self.num_resumptions += 1
-        self.messages.append(SpeculationWanted(session.session_id, session.epoch, True))
+        self._tell(session, wanted=True)
+
+    def _tell(self, session: TargetSession, *, wanted: bool) -> None:
+        most = self.trials.most_sessions()
+        self.messages.append(SpeculationWanted(session.session_id, session.epoch, wanted, most))
