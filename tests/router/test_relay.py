@@ -81,14 +81,16 @@ def test_a_session_whose_target_has_failed_is_offered_no_draft(relay: Relay) -> 
     assert outbox.draft_wanted == []
 
 
-def test_the_latest_preference_of_the_target_is_told_and_drafts_are_wanted_by_it(relay: Relay) -> None:
+def test_the_latest_wish_of_the_target_is_told_and_drafts_are_wanted_by_it(relay: Relay) -> None:
     a = relay.sessions["a"]
-    assert relay.on_target([token(relay, "a")]).speculation_wanted is None
-    off = relay.on_target([SpeculationWanted("a", 0, True), SpeculationWanted("a", 0, False)])
-    assert (off.speculation_wanted, off.draft_wanted) == (False, [])
+    assert relay.on_target([token(relay, "a")]).wish is None
+    wishes = [SpeculationWanted("a", 0, True), SpeculationWanted("a", 0, False, 8)]
+    off = relay.on_target(wishes)
+    assert (off.wish, off.draft_wanted) == (wishes[1], [])
     assert off.to_draft == [CloseSession("a", 0)]
-    on = relay.on_target([SpeculationWanted("a", 0, True)])
-    assert (on.speculation_wanted, on.draft_wanted) == (True, [a])
+    wish = SpeculationWanted("a", 0, True)
+    on = relay.on_target([wish])
+    assert (on.wish, on.draft_wanted) == (wish, [a])
 
 
 def test_nodes_pass_and_a_draft_that_fails_leaves_its_session_wanting_another(relay: Relay) -> None:

@@ -145,14 +145,11 @@ def test_trees_that_are_lost_time_and_again_are_given_up():
     assert not session.wants_draft
 
 
-def test_a_session_begins_without_a_draft_where_none_is_wanted():
-    """It takes one when its target asks for it."""
+def test_a_session_that_begins_without_a_draft_takes_one_later():
     session = make()
-    opened = session.open(draft_wanted=False)
+    opened = session.open(draft_available=False)
     assert opened.to_draft == []
     assert opened.to_target[1:] == [DraftState("s", 0, False)]
-    assert not session.wants_draft
-    session.on_target(SpeculationWanted("s", 0, True))
     assert session.wants_draft
     assert session.on_draft_up().to_target == [DraftState("s", 0, True, draft_epoch=1, context_len=3)]
 

@@ -15,11 +15,11 @@ import pytest
 from tests.support.pump import Clock
 
 from paceline.config import RouterConfig
-from paceline.messages import CloseSession, OpenSession, Outcome
+from paceline.messages import CloseSession, Echo, OpenSession, Outcome
 from paceline.metrics.registry import Registry
 from paceline.metrics.router import RouterMetrics
 from paceline.router.admission import TargetInfo
-from paceline.router.link import Link, TargetLink
+from paceline.router.link import DraftLink, Link, TargetLink
 from paceline.router.pool import Member, StaticPool
 from paceline.router.router import Router
 from paceline.types import Cause, FinishReason, ReplicaStatus, Request, Result, Round, SamplingParams
@@ -107,11 +107,28 @@ class Target:
             link._down(reason)
 
 
+class Draft:
+    """A draft replica that sends nothing, and what the routers have sent to it."""
+
+    def __init__(self, places: int) -> None:
+        self.member = Member("draft-0", "127.0.0.1:2")
+        self.status = ReplicaStatus("draft-0", "draft", 1, 0, 0, places)
+        self.links: list[DraftLink] = []
+
+    def commands(self) -> list[type]:
+        """The kinds of the commands that have come since the last call."""
+        taken = [type(message) for link in self.links for message in link._outbox if not isinstance(message, Echo)]
+        for link in self.links:
+            link._outbox = []
+        return taken
+
+
 class World:
     """Targets and routers; time passes in turns only."""
 
-    def __init__(self, *places: int, turn_s: float = 0.05) -> None:
+    def __init__(self, *places: int, turn_s: float = 0.05, draft: Draft | None = None) -> None:
         self.clock = Clock()
+        self.draft = draft
         self.targets = [Target(f"target-{i}", size) for i, size in enumerate(places)]
         self.turn_s = turn_s
         self.num_turns = 0
@@ -121,13 +138,18 @@ class World:
         """A started router that has heard of all targets that are up."""
         info = TargetInfo(Letters(), 4096, ())  # type: ignore[arg-type]
         pool = StaticPool("target", [target.member for target in self.targets])
+        drafts = None if self.draft is None else StaticPool("draft", [self.draft.member])
         metrics = RouterMetrics(Registry("router"), "none")
-        router = Router(info, pool, None, RouterConfig(**settings), metrics=metrics, clock=self.clock)
+        router = Router(info, pool, drafts, RouterConfig(**settings), metrics=metrics, clock=self.clock)
         await router.start()
         for target in self.targets:
             target.links[router] = link = router._targets.links[target.member.replica_id]
             if target.up:
                 link._receive([], target.status)
+        if self.draft is not None:
+            assert router._drafts is not None
+            self.draft.links.append(link := router._drafts.links[self.draft.member.replica_id])
+            link._receive([], self.draft.status)
         try:
             yield router
         finally:

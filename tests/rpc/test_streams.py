@@ -148,7 +148,7 @@ from_target |= st.lists(
     outcomes()
     | in_flights
     | st.builds(TreeLost, ids, uint64)
-    | st.builds(SpeculationWanted, ids, uint64, st.booleans())
+    | st.builds(SpeculationWanted, ids, uint64, st.booleans(), st.none() | st.integers(0, 2**32 - 1))
     | failures
     | states
     | hints

@@ -227,7 +227,7 @@ class Simulation:
         )
         self.runner.slowed_by = lambda: contention if self.draft.num_sessions else 0.0
         self.sessions: dict[str, Session] = {}
-        self._draft_wanted = True
+        self._most_with_drafts: int | None = None
         self.wanted: list[tuple[float, str, bool]] = []
         self.emitted: list[tuple[float, int]] = []
         self._options = (max_tokens, k, mode, temperature, speculation or {})
@@ -303,7 +303,8 @@ class Simulation:
             clock=self.clocks["target"],
         )
         self.sessions[name] = session
-        self._send(now, session.open(draft_wanted=self._draft_wanted))
+        most = self._most_with_drafts
+        self._send(now, session.open(most is None or len(self.sessions) <= most))
 
     def _relay(self, at: float, source: str, message: Any) -> None:
         session = self.sessions.get(message.session_id)
@@ -316,7 +317,7 @@ class Simulation:
         self._send(at, actions)
         if isinstance(message, SpeculationWanted):
             self.wanted.append((at, message.session_id, message.wanted))
-            self._draft_wanted = message.wanted
+            self._most_with_drafts = message.most_sessions
             if session.wants_draft:
                 self._send(at, session.on_draft_up())
         actions = session.digest()

@@ -135,6 +135,31 @@ def test_nothing_is_looked_up_where_no_token_could_pay(cost, looked: bool, monke
     assert (simulation.target.stats.lookup_rows > 100) is looked
 
 
+@pytest.mark.parametrize(("num_sessions", "most"), [(4, 1.0), (16, 0.45), (64, 0.25)])
+def test_lookups_of_many_sessions_in_vain_are_asked_in_few_steps(num_sessions: int, most: float, monkeypatch) -> None:
+    """Their drafts never come, and no text repeats; the share of the steps that look for continuations."""
+    simulation = Simulation(
+        load=lambda now: num_sessions,
+        cost=lambda n: 0.016 + 1e-5 * n,
+        draft_step_s=50.0,
+        max_tokens=4000,
+        calibrate=True,
+    )
+    asked: set[float] = set()
+    proposal = Lookup.proposal
+
+    def noted(found: Lookup, num_tokens: int):
+        asked.add(simulation.target.stats.steps)
+        return proposal(found, num_tokens)
+
+    monkeypatch.setattr(Lookup, "proposal", noted)
+    simulation.run(2.0)
+    before = simulation.target.stats.steps
+    simulation.run(5.0)
+    late = [step for step in asked if step >= before]
+    assert most - 0.25 < len(late) / (simulation.target.stats.steps - before) <= most
+
+
 @pytest.mark.slow
 def test_a_text_that_does_not_repeat_is_proposed_next_to_nothing() -> None:
     """Nor is any of it where the draft has something, nor with a fixed K."""

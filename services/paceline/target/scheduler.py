@@ -26,8 +26,9 @@ from paceline.target.heads.driver import Heads
 from paceline.target.session import TargetSession
 from paceline.types import Mode, pages_for
 
-_LONGEST_REST = 7
-"""Most steps in a row in which no prompt lookup is asked, after as many in vain."""
+_LONGEST_REST, _RESTING_SESSIONS = 7, 8
+"""Most steps in a row in which no prompt lookup is asked, after as many in vain: one for each so many sessions, as the
+time that a step takes for it grows with them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -121,9 +122,7 @@ class Scheduler:
         self.running: list[TargetSession] = []  # oldest first
         self.num_preemptions = 0
         self._subtrees: dict[int, SubtreeOffer] = {}  # of this step, by ``id`` of the session
-        self._num_vain = (
-            0  # steps in a row in which prompt lookups were asked and brought nothing, at most the longest rest
-        )
+        self._num_vain = 0  # steps in a row in which prompt lookups alone were asked and brought nothing
         self._num_rests = 0  # steps in which they are not asked
         self.wait_until: float | None = None
         """Time at which the first waiting session stops waiting for its draft; None if none waits."""
@@ -249,7 +248,7 @@ class Scheduler:
         only_decodes = ready and not prefilling and not spent_s
         if only_decodes and self._allocation.none_pays(len(ready), max(session.k for session in ready)):
             return {id(session): self._trial_rows(session) for session in ready}  # nobody need look for any
-        only_lookups = not self._heads and all(session.paused or not session.k for session in self.running)
+        only_lookups = not self._heads and not any(s.draft_available and s.draft_heard for s in self.running)
         if only_lookups and self._num_rests:
             self._num_rests -= 1
             return {id(session): 0 for session in self.running}
@@ -276,8 +275,8 @@ class Scheduler:
             if isinstance(offered, SubtreeOffer) and wanted[id(session)] == count:
                 self._subtrees[id(session)] = offered
         if only_lookups:
-            self._num_vain = 0 if any(counts) else min(self._num_vain + 1, _LONGEST_REST)
-            self._num_rests = self._num_vain
+            self._num_vain = 0 if any(counts) else self._num_vain + 1
+            self._num_rests = min(self._num_vain, _LONGEST_REST, len(sessions) // _RESTING_SESSIONS)
         return wanted
 
     def _allocate_if_sent(self, decoding: list[TargetSession]) -> dict[int, int]:

@@ -165,6 +165,27 @@ def test_what_holds_for_few_sessions_is_no_matter_of_many() -> None:
     assert [service.trials.wanted(n) for n in (1, 2, 4, 8, 9, 16, 17, 64)] == [True] * 3 + [False] * 5
 
 
+@pytest.mark.parametrize(
+    ("choices", "most"),
+    [
+        ({}, None),
+        ({1: True, 16: True}, None),
+        ({16: False}, 8),
+        ({1: True, 16: False, 64: False}, 8),
+        ({2: False, 4: False}, 1),
+        ({1: False}, 0),
+        ({1: True, 4: False, 16: True}, None),  # there a limit would keep drafts from sixteen
+        ({2: False, 16: True, 17: False}, 16),
+    ],
+)
+def test_the_most_sessions_with_drafts(choices: dict[int, bool], most: int | None) -> None:
+    """The last before the loads that are all decoded plainly, as far as they are known."""
+    trials = LoadTrials(Allocation())
+    for num_sessions, drafting in choices.items():
+        trials._at(num_sessions).choice = drafting
+    assert trials.most_sessions() == most
+
+
 def test_steps_beside_fewer_sessions_of_a_load_are_comparable() -> None:
     """Plain decoding beside 16 sessions and drafting beside 12 yield as much: the drafts are the reason."""
     trials = load_trials()

@@ -1,0 +1,43 @@
+"""Starts a Ray on this machine, also where it is so busy that Ray's own time for that is over before a node is up."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+_TOO_SLOW = "timed out during startup"
+"""Ray's words for a node that was not up within its fixed 30 seconds."""
+
+
+def start_ray(**options: Any) -> None:
+    """``ray.init`` of a Ray of its own; tried again, twice, if its node was not up in time. ``options``: for that.
+
+    Raises what ``ray.init`` raises.
+    """
+    import ray
+
+    for attempt in range(_ATTEMPTS):
+        try:
+            ray.init(address="local", **options)
+        except Exception as error:
+            _end_node(error)
+            if _TOO_SLOW not in str(error) or attempt + 1 == _ATTEMPTS:
+                raise
+            log.warning("Ray was not up in time, and is started again: %s", error)
+        else:
+            return
+
+
+def _end_node(error: BaseException) -> None:
+    """Ends the processes of the node whose start has raised the error, which nobody else knows."""
+    from ray._private.node import Node
+
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        node = frame.f_locals.get("self")
+        if isinstance(node, Node):
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
+            return
