@@ -19,6 +19,7 @@ from tests.fleet.fleets import Service, pools
 from tests.metrics.test_page import page
 from tests.support.vllm_metrics import ABSENT, BOARDS, CHOSEN, LABELLED
 
+from paceline.cluster.first_node import start_ray
 from paceline.draft.engine import DraftStats
 from paceline.metrics import catalogue, declaration, engines
 from paceline.metrics import registry as registry_module
@@ -436,7 +437,7 @@ class TestRay:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, _metrics_export_port=port)
+        start_ray(num_cpus=1, include_dashboard=False, log_to_driver=False, _metrics_export_port=port)
         try:
             registry = Registry("router-0", mirror=True)
             router = RouterMetrics(registry, MODEL)

@@ -13,23 +13,22 @@ _TOO_SLOW = "timed out during startup"
 """Ray's words for a node that was not up within its fixed 30 seconds."""
 
 
-def start_ray(**options: Any) -> None:
+def start_ray(**options: Any) -> Any:
     """``ray.init`` of a Ray of its own; tried again, twice, if its node was not up in time. ``options``: for that.
 
-    Raises what ``ray.init`` raises.
+    Returns and raises what ``ray.init`` does. Of an attempt that fails no process is left.
     """
     import ray
 
-    for attempt in range(_ATTEMPTS):
+    for num_left in reversed(range(_ATTEMPTS)):
         try:
-            ray.init(address="local", **options)
+            return ray.init(address="local", **options)
         except Exception as error:
             _end_node(error)
-            if _TOO_SLOW not in str(error) or attempt + 1 == _ATTEMPTS:
+            if not num_left or _TOO_SLOW not in str(error):
                 raise
             log.warning("Ray was not up in time, and is started again: %s", error)
-        else:
-            return
+    raise AssertionError("unreachable")
 
 
 def _end_node(error: BaseException) -> None:

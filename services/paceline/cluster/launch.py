@@ -24,6 +24,7 @@ from typing import Any, Self
 from paceline.cluster import janitor
 from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import local_environment, serve_environment, socket_folder
+from paceline.cluster.first_node import start_ray
 from paceline.cluster.noise import divert
 from paceline.cluster.private import protect_token, session_folder
 from paceline.cluster.watch import StatusSource, Watch, first_line, gist, tell
@@ -134,7 +135,11 @@ class Service:
         tell("starting Ray on this machine" if local else f"joining the Ray cluster at {self._address}")
         tell(f"what Ray and Serve log is in {logs_folder}")
         try:
-            ray.init(address=self._address or "local", **(options | self._ray_options))
+            options |= self._ray_options
+            if local:
+                start_ray(**options)
+            else:
+                ray.init(address=self._address, **options)
         except Exception as error:
             if local:
                 raise EngineError(f"Ray could not be started on this machine: {gist(str(error))}") from error

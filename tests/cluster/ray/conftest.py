@@ -121,6 +121,7 @@ def app(pair):
     import ray
 
     from paceline.cluster.app import APPLICATION, GRPC_SERVICES, build
+    from paceline.cluster.first_node import start_ray
 
     stack = ExitStack()
     url, exported = stack.enter_context(collector())
@@ -131,8 +132,7 @@ def app(pair):
         with pytest.MonkeyPatch.context() as patch:  # what tests start later must not take the ports of this one
             for name, value in own.items():
                 patch.setenv(name, value)
-            ray.init(
-                address="local",
+            start_ray(
                 include_dashboard=False,
                 num_cpus=1,
                 object_store_memory=80 << 20,

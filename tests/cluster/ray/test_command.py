@@ -346,8 +346,9 @@ def test_a_replica_that_cannot_start_ends_it_with_the_reason(pair, tmp_path):
 # -- on a cluster that runs -----------------------------------------------------------------------------------------
 
 _CLUSTER = """
-import sys, ray
-context = ray.init(address="local", num_cpus=4, object_store_memory=80 << 20, log_to_driver=False, **{options})
+import sys
+from paceline.cluster.first_node import start_ray
+context = start_ray(num_cpus=4, object_store_memory=80 << 20, log_to_driver=False, **{options})
 print(context.address_info["gcs_address"], flush=True)
 sys.stdin.read()
 """
