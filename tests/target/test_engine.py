@@ -263,24 +263,24 @@ def test_a_rest_without_sessions_is_part_of_no_step() -> None:
 
 def test_sessions_that_come_together_begin_with_what_suits_all_of_them() -> None:
     """Drafts pay for up to four of them: the first ones of sixteen ask for none, whether they were opened with a draft
-    or, as after the pauses of earlier ones, without."""
+    or, as after the pauses of earlier ones, without. Routers learn how many may have one: five to eight are unknown."""
     direct = Direct(max_sessions=16, pages=64)
     for size in (1, 4, 8, 16, 32, 64) * 3:
         direct.engine.allocation.observe_step(size, 1e-3 * max(16, size))
 
-    def wishes(names: range, *, drafted: bool) -> set[bool]:
+    def wishes(names: range, *, drafted: bool) -> set[tuple[bool, int | None]]:
         sent = len(direct.sent)
         opened = [message(f"s{i}", greedy(3 + i)) for i in names]
         states = [] if drafted else [DraftState(f"s{i}", 1, available=False) for i in names]
         direct.engine.receive([*opened, *states])
-        wanted = {m.wanted for m in direct.sent[sent:] if isinstance(m, SpeculationWanted)}
+        wanted = {(m.wanted, m.most_sessions) for m in direct.sent[sent:] if isinstance(m, SpeculationWanted)}
         direct.engine.receive([CloseSession(f"s{i}", 1) for i in names])
         return wanted
 
     assert wishes(range(4), drafted=True) == set()
-    assert wishes(range(16), drafted=True) == {False}
-    assert wishes(range(16), drafted=False) == {False}
-    assert wishes(range(4), drafted=False) == {True}
+    assert wishes(range(16), drafted=True) == {(False, 8)}
+    assert wishes(range(16), drafted=False) == {(False, 8)}
+    assert wishes(range(4), drafted=False) == {(True, 8)}
     direct.engine.check_integrity()
 
 
