@@ -26,9 +26,9 @@ from paceline.target.heads.driver import Heads
 from paceline.target.session import TargetSession
 from paceline.types import Mode, pages_for
 
-_LONGEST_REST, _RESTING_SESSIONS = 7, 8
-"""Most steps in a row in which no prompt lookup is asked, after as many in vain: one for each so many sessions, as the
-time that a step takes for it grows with them."""
+_MOST_VAIN, _LONGEST_REST, _RESTING_SESSIONS = 4, 7, 8
+"""Prompt lookups that have been asked in so many steps in vain rest for one step, after the next in vain for two, ..;
+for the longest rest at most, and for one step for each so many sessions, as the time to ask grows with them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -276,7 +276,8 @@ class Scheduler:
                 self._subtrees[id(session)] = offered
         if only_lookups:
             self._num_vain = 0 if any(counts) else self._num_vain + 1
-            self._num_rests = min(self._num_vain, _LONGEST_REST, len(sessions) // _RESTING_SESSIONS)
+            longest = min(_LONGEST_REST, len(sessions) // _RESTING_SESSIONS)
+            self._num_rests = min(max(0, self._num_vain - _MOST_VAIN + 1), longest)
         return wanted
 
     def _allocate_if_sent(self, decoding: list[TargetSession]) -> dict[int, int]:
