@@ -170,13 +170,15 @@ def text(records: Sequence[CoresRecord]) -> str:
     header = ("cores of a target", "temperature", "plain", "co-located", "step of 1", "of 5", "a draft's depth")
     rows: list[tuple[str, ...]] = [header]
     for record in records:
-        steps, depth_s = dict(record.target_s), record.draft_s[0][1]
+        steps = dict(record.target_s)
+        depth = f"{1e3 * record.draft_s[0][1]:.2f} ms" if record.draft_s else "-"  # many sessions may not ask for any
         rows += [
             (
                 str(record.cpu_threads),
                 f"{temperature:g}",
                 *(f"{record.tokens_per_s[way][temperature]:.1f}" for way in WAYS),
-                *(f"{1e3 * seconds:.2f} ms" for seconds in (steps[1], steps[1 + _K], depth_s)),
+                *(f"{1e3 * steps[size]:.2f} ms" for size in (1, 1 + _K)),
+                depth,
             )
             for temperature in record.tokens_per_s[Drafting.PLAIN]
         ]

@@ -51,6 +51,14 @@ def test_what_is_measured_on_one_core_is_what_the_plan_reads(monkeypatch: pytest
     assert "1" in cores.text([record]).splitlines()[2]
 
 
+@pytest.mark.parametrize(("draft_s", "shown"), [([(1, 0.00227)], "2.27 ms"), ([], "-")])
+def test_the_depth_of_a_draft_is_printed_where_it_was_asked(draft_s: list[tuple[int, float]], shown: str) -> None:
+    """With many sessions a co-located draft may never be."""
+    rates = {way: {0.0: 100.0} for way in cores.WAYS}
+    record = cores.CoresRecord(2, rates, [(1, 0.009), (5, 0.01)], draft_s, 0.0)
+    assert cores.text([record]).splitlines()[-1].split()[-1 if shown == "-" else -2 :] == shown.split()
+
+
 def test_more_threads_than_cores_are_refused_before_the_run() -> None:
     with pytest.raises(ConfigError, match=r"--cpu-threads holds 64: "):
         cores.configs(LocalSettings(TARGET, DRAFT, cpu_threads=(64,)))
