@@ -26,9 +26,9 @@ def paused(on_off: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch) -> No
     steps = 0
     feed = Heads.feed
 
-    def counted(self, computed, states, num_sessions):
+    def counted(self, computed, states):
         nonlocal steps
-        feed(self, computed, states, num_sessions)
+        feed(self, computed, states)
         steps += 1
 
     monkeypatch.setattr(Heads, "feed", counted)
@@ -115,6 +115,36 @@ def test_a_head_is_asked_for_nothing_that_could_not_pay(monkeypatch: pytest.Monk
     monkeypatch.setattr(Asking, "ask", asked)
     assert_same(pump.run(requests), reference)
     assert max(sessions) > 3 >= max(widest) > 0
+
+
+def test_a_head_is_judged_by_all_sessions_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose prompts are being computed included: in a burst it would else be tried anew at 1, 2, 4, .. sessions,
+    as they begin one after the other."""
+    steps: list[tuple[int, int]] = []  # sessions that decode, and all, by step
+    judged: list[int] = []
+    propose, wanted, observe_step = Heads.propose, HeadGate.wanted, HeadGate.observe_step
+
+    def proposed(self, ready, num_sessions, *, trees):
+        steps.append((len(ready), num_sessions))
+        propose(self, ready, num_sessions, trees=trees)
+
+    def noted(self, num_sessions, now):
+        assert num_sessions == max(1, steps[-1][1])
+        return wanted(self, num_sessions, now)
+
+    def observed(self, num_sessions, *rest):
+        judged.append(num_sessions)
+        assert num_sessions == max(1, steps[-1][1])
+        return observe_step(self, num_sessions, *rest)
+
+    monkeypatch.setattr(Heads, "propose", proposed)
+    monkeypatch.setattr(HeadGate, "wanted", noted)
+    monkeypatch.setattr(HeadGate, "observe_step", observed)
+    requests, reference, texts = known(1.0)
+    mounted, _ = oracle(EVERY, texts)
+    assert_same(pump_with(EVERY, mounted, pages=60).run(requests), reference)
+    assert any(0 < ready < num_sessions for ready, num_sessions in steps)
+    assert len(set(judged)) > 1
 
 
 def _untold(each) -> None:

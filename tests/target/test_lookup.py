@@ -136,19 +136,27 @@ def test_nothing_is_looked_up_where_no_token_could_pay(cost, looked: bool, monke
 
 
 @pytest.mark.parametrize(
-    ("num_sessions", "period", "least", "most"),
-    [(4, 0, 0.9, 1.0), (16, 0, 0.3, 0.7), (64, 0, 0.1, 0.45), (64, 24, 0.9, 1.0)],
+    ("num_sessions", "period", "head", "least", "most"),
+    [
+        (4, 0, None, 0.9, 1.0),
+        (16, 0, None, 0.3, 0.7),
+        (16, 0, (0.0, 0.004), 0.3, 0.7),
+        (64, 0, None, 0.1, 0.45),
+        (64, 24, None, 0.9, 1.0),
+    ],
 )
 def test_lookups_of_many_sessions_in_vain_are_asked_in_few_steps(
-    num_sessions: int, period: int, least: float, most: float, monkeypatch
+    num_sessions: int, period: int, head: tuple[float, float] | None, least: float, most: float, monkeypatch
 ) -> None:
-    """The share of the steps that look for continuations, where drafts never come, of texts that repeat or do not."""
+    """The share of the steps that look for continuations, where drafts never come, of texts that repeat or do not, and
+    where a head is there but paused."""
     simulation = Simulation(
         load=lambda now: num_sessions,
         cost=lambda n: 0.016 + 1e-5 * n,
         draft_step_s=50.0,
         max_tokens=4000,
         period=period,
+        head=head,
         calibrate=True,
     )
     asked: set[float] = set()

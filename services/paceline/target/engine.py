@@ -230,7 +230,7 @@ class TargetEngine:
             return self._send_states()
         self._held += self._in_flight(parts)
         self._meter.begin(parts, started, self.heads.take_s())
-        wants_states = self.link is not None or (bool(self.heads) and self.heads.wants_states(len(parts)))
+        wants_states = self.link is not None or (bool(self.heads) and self.heads.wants_states())
         midway = None if self.hints is None else self._send_hints
         self._send_held()
         forwarded = self.runners.forward(parts, wants_states=wants_states, midway=midway)
@@ -593,8 +593,8 @@ class TargetEngine:
         if self.link is not None and states is not None:
             self.link.keep(computed, states)
         if self.heads:
-            self.heads.feed(computed, states, len(step.parts))
-            self.heads.book(len(step.verifying))
+            self.heads.feed(computed, states)
+            self.heads.book()
 
     def _accepted_first(self, step: MeasuredStep, states: Tensor) -> Tensor:
         """The states of a step with those of accepted tokens right behind their context, as those of chains are."""

@@ -248,7 +248,7 @@ class Scheduler:
         only_decodes = ready and not prefilling and not spent_s
         if only_decodes and self._allocation.none_pays(len(ready), max(session.k for session in ready)):
             return {id(session): self._trial_rows(session) for session in ready}  # nobody need look for any
-        only_lookups = not self._heads and not any(s.draft_available and s.draft_heard for s in self.running)
+        only_lookups = not any(len(s.headed) or (s.draft_available and s.draft_heard) for s in self.running)
         if only_lookups and self._num_rests:
             self._num_rests -= 1
             return {id(session): 0 for session in self.running}
@@ -349,7 +349,7 @@ class Scheduler:
         riding = []
         for part in parts:
             decodes = part.verifies and part.stop - part.start == 1
-            guesses = self._heads.guesses(part.session, len(parts), budget) if decodes else NO_PROPOSAL
+            guesses = self._heads.guesses(part.session, budget) if decodes else NO_PROPOSAL
             if len(guesses):
                 branches = branches_of(guesses)
                 try:

@@ -143,7 +143,7 @@ def test_beside_a_draft_a_head_is_booked_against_what_the_draft_makes(drafted: f
     for _ in range(64):
         now += 0.02
         mounted.accepted, mounted.spent_s = 1, 0.008
-        heads.book(1)
+        heads.book()
     assert heads.asks(mounted, 1) is not is_paused
     assert (mounted.gate.num_pauses > 0) is is_paused
 
@@ -159,12 +159,12 @@ def test_a_pause_counts_seconds_of_steps() -> None:
     for _ in range(16):
         now += 0.02
         mounted.spent_s = 0.02
-        heads.book(1)
+        heads.book()
     assert not heads.asks(mounted, 1)
     now += 3600.0
-    heads.book(1)
+    heads.book()
     assert not heads.asks(mounted, 1)
     for _ in range(10_000):
         now += 0.02
-        heads.book(1)
+        heads.book()
     assert heads.asks(mounted, 1)

@@ -68,6 +68,7 @@ class Heads:
         self.busy_s = 0.0
         """Seconds of steps so far, by which pauses are counted: between bursts nothing changes that would end them."""
         self._booked_at: float | None = None
+        self._num_sessions = 1  # of the coming step, or of the one that runs
         self._feeding = Feeding(states, cache.num_pages)
         self._asking = Asking(clock)
         self._circumstances: tuple[int, bool] | None = None  # of ``use``
@@ -91,9 +92,9 @@ class Heads:
             for mounted in self.mounted:
                 mounted.use(num_cores, drafting=drafting)
 
-    def wants_states(self, num_sessions: int) -> bool:
+    def wants_states(self) -> bool:
         """True if a head will be fed with the step that comes."""
-        return any(m.reads_states and self._on(m, num_sessions) for m in self.mounted)
+        return any(m.reads_states and self._on(m, self._num_sessions) for m in self.mounted)
 
     def labeled(self) -> dict[str, MountedHead]:
         """The heads by their methods, numbered from the second one of a method on."""
@@ -136,7 +137,7 @@ class Heads:
 
     # -- what rides beside a step --------------------------------------------------------------------------------------
 
-    def guesses(self, session: TargetSession, num_sessions: int, limit: int) -> Proposal:
+    def guesses(self, session: TargetSession, limit: int) -> Proposal:
         """Tokens of a head that are computed beside a session's own in the coming step, and bind nothing; none, if
         there would be more than ``limit``."""
         if not self._may_propose(session):
@@ -145,7 +146,7 @@ class Heads:
             rider = mounted.rider
             if rider is None or session.session_id not in mounted.sessions or rider.num_guesses > limit:
                 continue
-            if self._on(mounted, num_sessions):
+            if self._on(mounted, self._num_sessions):
                 return mounted.guesses(session)
         return Proposal()
 
@@ -199,7 +200,7 @@ class Heads:
             if mounted.follows:
                 mounted.catch_up(session)
 
-    def feed(self, computed: Sequence[Computed], states: Tensor | None, num_sessions: int) -> None:
+    def feed(self, computed: Sequence[Computed], states: Tensor | None) -> None:
         """Feeds the heads with a step, after its outcomes were committed. ``states``: None if none were wanted."""
         if states is not None:
             self._feeding.keep_page_states(computed, states)
@@ -207,7 +208,7 @@ class Heads:
             if not mounted.reads_states or mounted.failure:
                 continue
             started = self._clock()
-            is_on = self._on(mounted, num_sessions)
+            is_on = self._on(mounted, self._num_sessions)
             if is_on:
                 mounted.follow(on=True)
             if self._feeding.feed(mounted, computed, states if is_on else None):
@@ -219,7 +220,7 @@ class Heads:
         """Probabilities of the tokens that a head would propose for a session, and the seconds that asking it takes."""
         for mounted in self.mounted:
             followed = mounted.sessions.get(session.session_id)
-            if followed is not None and self._asks(mounted, num_sessions, num_sessions) and mounted.ready(followed):
+            if followed is not None and self._asks(mounted, num_sessions) and mounted.ready(followed):
                 depth = min(mounted.num_tokens, session.max_draft())
                 first_s, next_s = (mounted.gate.depth_s(1, first=first) or 0.0 for first in (True, False))
                 return [followed.hits.rate()] * depth, first_s + next_s * max(0, depth - 1)
@@ -230,14 +231,15 @@ class Heads:
 
         Args:
             ready: these sessions. Those whose drafts have tokens are asked for with ``trees`` only.
-            num_sessions: those whose prompts are being computed included.
+            num_sessions: those whose prompts are being computed included: by them a head is judged, since they are
+                about to decode, too.
             trees: siblings may be verified in this step.
         """
-        started = self._clock()
-        asks = [self._asks(mounted, len(ready), num_sessions) for mounted in self.mounted]
+        started, self._num_sessions = self._clock(), max(1, num_sessions)
+        asks = [self._asks(mounted, num_sessions) for mounted in self.mounted]
         for mounted, is_asked in zip(self.mounted, asks, strict=True):
             mounted.follow(on=is_asked)
-        self._prefill(len(ready))
+        self._prefill()
         asked: dict[int, tuple[list[Followed], list[Followed]]] = {}
         for session in ready:
             self._asking.forget(session)
@@ -258,8 +260,9 @@ class Heads:
             mounted.spend(self._clock() - before)
         self.took_s += self._clock() - started
 
-    def book(self, num_sessions: int) -> None:
+    def book(self) -> None:
         """Books a step in the accounts of the heads, and pauses those that have cost more than they have brought."""
+        num_sessions = self._num_sessions
         now, rate = self._clock(), self._tokens_per_s(num_sessions)
         if self._booked_at is not None:
             self.busy_s += min(_MOST_STEP_S, now - self._booked_at)
@@ -282,18 +285,18 @@ class Heads:
     def _on(self, mounted: MountedHead, num_sessions: int) -> bool:
         return not mounted.failure and mounted.gate.wanted(max(1, num_sessions), self.busy_s)
 
-    def _asks(self, mounted: MountedHead, num_ready: int, num_sessions: int) -> bool:
+    def _asks(self, mounted: MountedHead, num_sessions: int) -> bool:
         """True if a head is on and some of its tokens could be verified; a new head's acceptance may be any."""
-        if not self._on(mounted, num_ready):
+        if not self._on(mounted, num_sessions):
             return False
         hits = max(mounted.coupled, mounted.rejection, key=_trials)
         acceptance = hits.rate() if hits.trials >= _ENOUGH_TRIALS else _BEST_ACCEPTANCE
         return self._allocation.could_pay(num_sessions, acceptance, mounted.num_tokens)
 
-    def _prefill(self, num_sessions: int) -> None:
+    def _prefill(self) -> None:
         """One chunk of prompts, for heads that compute those themselves."""
         for mounted in self.mounted:
-            if mounted.reads_states or not mounted.prefilling or not self._on(mounted, num_sessions):
+            if mounted.reads_states or not mounted.prefilling or not self._on(mounted, self._num_sessions):
                 continue
             mounted.prefilling = {s for s in mounted.prefilling if not mounted.head.ready(s)}
             if mounted.prefilling:
