@@ -87,7 +87,11 @@ def run_local(args: argparse.Namespace) -> int:
     acceptance = Acceptance(args.acceptance)
     of_model = {"--draft": args.draft, "--grow-draft": args.grow_draft, "--tree-step-tokens": args.tree_step_tokens}
     of_model["--cpu-threads"] = ",".join(map(str, args.cpu_threads)) or None
+    of_model["--draft-device"] = None if args.draft_device == "auto" else args.draft_device
     drafting.check(modes, of_model)
+    if args.cpu_threads and of_model["--draft-device"]:
+        given_threads = of_model["--cpu-threads"]
+        raise ConfigError(f"--draft-device {args.draft_device} beside --cpu-threads {given_threads}: these run on CPUs")
     draft = (args.draft or str(embedded_paths()[1])) if drafting.has_model else ""
     given = _settings(
         LocalSettings,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.cli.flags import draft_config_of, heads_of
-from paceline.config import DraftModel, HeadOptions, ServiceConfig
+from paceline.config import Device, DraftModel, HeadOptions, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.types import Mode
 
@@ -33,10 +33,13 @@ class Drafting:
         """The heads. Raises ConfigError."""
         return heads_of(self.heads)
 
-    def draft_options(self, path: str, tree_step_tokens: int | None, run: dict[str, Any]) -> Any:
-        """``draft`` of a LocalConfig; None: there is none. ``run``: how a draft model runs."""
+    def draft_options(
+        self, path: str, tree_step_tokens: int | None, run: dict[str, Any], device: Device = "auto"
+    ) -> Any:
+        """``draft`` of a LocalConfig; None: there is none. ``run``: how a draft model runs, ``device``: where one does
+        that is not a part of a cascade."""
         if self.has_model:
-            return DraftModel(path=path, tree_step_tokens=tree_step_tokens, **run)
+            return DraftModel(path=path, tree_step_tokens=tree_step_tokens, device=device, **run)
         draft = ServiceConfig.parse({"draft_config": draft_config_of(self.drafter, run)}).draft_config
         return None if draft is None else draft.engine_kwargs
 

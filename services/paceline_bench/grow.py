@@ -7,14 +7,21 @@ any other number, so time and memory are those of the larger model, while the re
 logit and every acceptance - is that of the small one. The idea is Net2Net's (Chen et al. 2016).
 
 What a grown model stands in for: traffic, memory and loading time of weights, the arithmetic of the MLPs, the
-number of layers. What it does not: hidden size, heads and vocabulary stay small, so the KV cache grows with
-the number of layers only and messages between tensor-parallel ranks stay narrow. The config of a grown model
+number of layers. What it does not: unless a ``hidden_size`` is given, that and the heads stay small, so the products
+have other shapes than those of large models (slow ones on GPUs), the KV cache grows with the number of layers only and
+messages between tensor-parallel ranks stay narrow. The vocabulary stays small in any case. The config of a grown model
 carries ``grown_from_num_parameters``; whoever reports a figure measured on one says so.
+
+A wider residual stream has zeros in the dimensions that are new. RMSNorm divides by the root of the mean of squares, so
+with n times as many dimensions it returns sqrt(n) times as much: its weights are divided by that, and epsilon by n,
+which is exact in every format if n is a power of 4. New heads are query heads whose outputs have no weight, with key
+and value heads of their own.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import re
 from pathlib import Path
 
@@ -39,31 +46,28 @@ def parse_size(size: str | int) -> int:
     return num_parameters
 
 
-def grow(model: LlamaForCausalLM, num_parameters: int, num_layers: int | None = None) -> LlamaForCausalLM:
+def grow(
+    model: LlamaForCausalLM, num_parameters: int, num_layers: int | None = None, hidden_size: int | None = None
+) -> LlamaForCausalLM:
     """A model of about ``num_parameters`` (within 5 %) computing the same function as ``model``, in its dtype.
 
     In exact arithmetic the logits are equal; in floating point they differ by the order in which a longer row
     is summed (about 1e-6 relative in float32). Depth follows what models of that size have: 32 layers at 8B,
-    scaled by the fourth root of the size; ``num_layers`` chooses it instead. The MLP width takes the rest.
+    scaled by the fourth root of the size; ``num_layers`` chooses it instead. The MLP width takes the rest. With
+    ``hidden_size`` the residual stream has that width, and as many heads as fill it.
 
     Raises:
-        ValueError: ``num_parameters`` or ``num_layers`` is below the model's own, or out of reach.
+        ValueError: ``num_parameters`` or ``num_layers`` is below the model's own, or out of reach, or ``hidden_size``
+            is not the model's own times a power of 4.
     """
     own = model.num_parameters()
     if num_parameters < own:
         raise ValueError(f"cannot grow to {num_parameters} parameters: the model has {own} already")
+    if hidden_size is not None:
+        model = _widen(model, hidden_size)
     config = _plan(model, num_parameters, num_layers)
-    default_dtype = torch.get_default_dtype()
-    torch.set_default_dtype(model.dtype)
-    try:
-        with torch.device("meta"):
-            grown = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(default_dtype)
-    grown = grown.to_empty(device=model.device)
-    # The rotary frequencies are not parameters, so ``to_empty`` left them undefined; they are the source's.
-    grown.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
-    grown.tie_weights()
+    config.grown_from_num_parameters = own
+    grown = _empty(config, model)
     generator = torch.Generator(model.device).manual_seed(0)
     with torch.no_grad():
         for name, module in model.named_modules():
@@ -73,8 +77,6 @@ def grow(model: LlamaForCausalLM, num_parameters: int, num_layers: int | None = 
         sources = _interleave(len(model.model.layers), config.num_hidden_layers)
         for layer, source in zip(grown.model.layers, sources, strict=True):
             _fill(layer, None if source is None else model.model.layers[source], config, generator)
-    grown.generation_config = copy.deepcopy(model.generation_config)
-    grown.train(model.training)
     return grown
 
 
@@ -84,10 +86,12 @@ def grow_checkpoint(
     num_parameters: int,
     dtype: torch.dtype = torch.bfloat16,
     num_layers: int | None = None,
+    hidden_size: int | None = None,
+    device: str = "cpu",
 ) -> int:
-    """Grow the checkpoint in ``source_dir`` and write it with its tokenizer; returns its exact size."""
-    model = LlamaForCausalLM.from_pretrained(source_dir, dtype=dtype)
-    grown = grow(model, num_parameters, num_layers)
+    """Grow the checkpoint in ``source_dir`` on ``device`` and write it with its tokenizer; returns its exact size."""
+    model = LlamaForCausalLM.from_pretrained(source_dir, dtype=dtype).to(device)
+    grown = grow(model, num_parameters, num_layers, hidden_size)
     grown.save_pretrained(destination_dir)
     AutoTokenizer.from_pretrained(source_dir, trust_remote_code=False).save_pretrained(destination_dir)
     return int(grown.num_parameters())
@@ -123,8 +127,47 @@ def _plan(model: LlamaForCausalLM, num_parameters: int, num_layers: int | None) 
         least = f"{layers} layers need at least {round(size)}"
         raise ValueError(f"cannot grow to {num_parameters} parameters: {least}")
     config.num_hidden_layers, config.intermediate_size = layers, intermediate
-    config.grown_from_num_parameters = model.num_parameters()
     return config
+
+
+def _widen(model: LlamaForCausalLM, hidden_size: int) -> LlamaForCausalLM:
+    """The same function with a residual stream of ``hidden_size``."""
+    config: LlamaConfig = copy.deepcopy(model.config)
+    own, factor = config.hidden_size, hidden_size / config.hidden_size
+    if factor < 1 or not (math.log2(factor) / 2).is_integer():
+        raise ValueError(f"cannot grow to a hidden size of {hidden_size}: {own} times 1, 4, 16, .. is allowed")
+    times = round(factor)
+    config.hidden_size = hidden_size
+    config.num_attention_heads *= times
+    config.num_key_value_heads *= times
+    config.rms_norm_eps /= factor
+    wide = _empty(config, model)
+    theirs = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in wide.named_parameters():
+            parameter.zero_()  # so that nothing is written to a new dimension
+            _corner(parameter, theirs[name]).copy_(theirs[name])
+            if name.endswith("norm.weight"):
+                parameter.div_(math.sqrt(factor))
+    return wide
+
+
+def _empty(config: LlamaConfig, like: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A model without values in the dtype and on the device of another, with its rotary frequencies."""
+    default_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(like.dtype)
+    try:
+        with torch.device("meta"):
+            empty = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(default_dtype)
+    empty = empty.to_empty(device=like.device)
+    # The rotary frequencies are not parameters, so ``to_empty`` left them undefined; they are the source's.
+    empty.model.rotary_emb = copy.deepcopy(like.model.rotary_emb)
+    empty.tie_weights()
+    empty.generation_config = copy.deepcopy(like.generation_config)
+    empty.train(like.training)
+    return empty
 
 
 def _interleave(num_own: int, num_total: int) -> list[int | None]:

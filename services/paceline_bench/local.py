@@ -130,7 +130,7 @@ class LocalBench:
             target = TargetModel(path=settings.target, max_sessions=self._max_sessions, **run)
             config = LocalConfig(
                 target=target.model_copy(update={"heads": drafting.head_options()}),
-                draft=drafting.draft_options(settings.draft, settings.tree_step_tokens, run),
+                draft=drafting.draft_options(settings.draft, settings.tree_step_tokens, run, settings.draft_device),
                 worker=settings.worker,
                 generation_config="none",
             )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.config import DType
+from paceline.config import Device, DType
 from paceline.types import Acceptance, Mode
 from paceline_bench.endpoint import EndpointSettings
 from paceline_bench.load import Load
@@ -76,6 +76,8 @@ class LocalSettings(RunSettings):
     acceptance: Acceptance = Acceptance.COUPLED
     growth: str = "best_first"
     tree_step_tokens: int | None = None
+    draft_device: Device = "auto"
+    """Where the draft model runs."""
     worker: Literal["process", "thread"] = "process"
     cpu_threads: tuple[int, ...] = ()
     """Threads by which the products of further targets are shared, beside one."""

@@ -82,6 +82,46 @@ def test_added_layers_are_spread_and_chosen_by_the_caller() -> None:
     assert grown.config.grown_from_num_parameters == model.num_parameters()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("times", [1, 4, 16])
+def test_a_wider_residual_stream_computes_the_same(times: int, bias: bool, tied: bool) -> None:
+    model = tiny_model(tied=tied, bias=bias)
+    requested = int(model.num_parameters() * 4 * times * times)
+    grown = grow(model, requested, hidden_size=32 * times)
+    assert grown.num_parameters() == pytest.approx(requested, rel=0.05)
+    shape = grown.config.hidden_size, grown.config.num_attention_heads, grown.config.num_key_value_heads
+    assert shape == (32 * times, 4 * times, 2 * times)
+    assert grown.config.grown_from_num_parameters == model.num_parameters()
+    assert largest_difference(model, grown) <= TOLERANCE
+    assert torch.equal(greedy(model), greedy(grown))
+
+
+def test_norms_of_a_wider_stream_are_those_of_bfloat16() -> None:
+    """Weights and epsilon are divided by powers of two, so that no bit of a norm is another one."""
+    model = tiny_model().bfloat16()
+    grown = grow(model, 4_000_000, hidden_size=512)
+    hidden = torch.randn(3, 32, dtype=torch.bfloat16) * 1e-3  # epsilon counts
+    own, theirs = model.model.norm(hidden), grown.model.norm(torch.cat([hidden, hidden.new_zeros(3, 480)], 1))
+    assert torch.equal(theirs[:, :32], own)
+    assert not theirs[:, 32:].any()
+
+
+@pytest.mark.parametrize("name", ["norm", "layers.0.input_layernorm", "layers.1.post_attention_layernorm"])
+def test_a_norm_of_another_scale_is_caught(name: str) -> None:
+    model = tiny_model()
+    grown = grow(model, 400_000, hidden_size=128)
+    with torch.no_grad():
+        grown.model.get_submodule(name).get_parameter("weight").mul_(2.0)
+    assert largest_difference(model, grown) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("hidden_size", [16, 33, 64, 96, 256])
+def test_other_hidden_sizes_are_refused(hidden_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"hidden size of {hidden_size}: 32 times 1, 4, 16"):
+        grow(tiny_model(), 10_000_000, hidden_size=hidden_size)
+
+
 @pytest.mark.parametrize("projection", ["self_attn.o_proj", "mlp.down_proj"])
 def test_an_added_layer_that_writes_is_caught(projection: str) -> None:
     """The mutant: the comparison above must see one nonzero output weight of an added layer."""

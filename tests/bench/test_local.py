@@ -78,6 +78,8 @@ def test_a_bad_argument_is_one_sentence(arguments: list[str], named: str, capsys
         ),
         (["--drafter", "ngram", "--cpu-threads", "2,3"], "--cpu-threads 2,3 is given with --drafter ngram"),
         (["--drafter", "ngram", "--tree-step-tokens", "4"], "--tree-step-tokens 4 is given with --drafter ngram"),
+        (["--drafter", "ngram", "--draft-device", "cpu"], "--draft-device cpu is given with --drafter ngram"),
+        (["--draft-device", "cuda", "--cpu-threads", "2"], "--draft-device cuda beside --cpu-threads 2: these run on"),
     ],
 )
 def test_drafters_that_make_no_sense_together(
@@ -93,6 +95,8 @@ def test_what_a_drafter_leaves_of_the_defaults() -> None:
     assert Drafting("none").modes(None) == (Mode.PLAIN, Mode.OVERLAPPED)
     assert Drafting().baselines(None, default) == default
     assert Drafting("ngram").baselines(None, default) == ("transformers", "lookup")
+    assert Drafting().draft_options("a/b", 4, {"dtype": "float32"}).device == "auto"
+    assert Drafting().draft_options("a/b", 4, {"dtype": "float32"}, "cpu").device == "cpu"
     assert isinstance(Drafting("ngram").draft_options("", None, {}), NgramOptions)
     assert Drafting("none").draft_options("", None, {}) is None
     cascade = Drafting("vertical=a/b:3,ngram").draft_options("", None, {"dtype": "float32"})

@@ -26,6 +26,7 @@ from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelLoadin
 from paceline.config.local import DraftModel, LocalConfig, TargetModel
 from paceline.config.options import (
     CascadeOptions,
+    Device,
     DraftOptions,
     DraftSetup,
     DType,
@@ -70,6 +71,7 @@ __all__ = [
     "CascadeOptions",
     "DType",
     "DeploymentConfig",
+    "Device",
     "DraftAutoscaling",
     "DraftModel",
     "DraftOptions",
