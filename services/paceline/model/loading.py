@@ -256,7 +256,8 @@ def prepare(
     middle = None if midway is None else Midway(model, midway, name_of(model))
     layers, window, spare_tokens = probe_layers(model, taps)
     text = model.config.get_text_config()
-    never = compile == "later" and not (cpu_attention.at_hand() and cpu_linear.at_hand())
+    products_at_hand = cpu_linear.at_hand(cpu_linear.weights_of(model))
+    never = compile == "later" and not (cpu_attention.at_hand() and products_at_hand)
     kernel = kernel_for("sdpa" if never and attention == "auto" else attention, model.device, model.dtype, layers)
     log.info("attention of %s on %s: %s", type(model).__name__, model.device.type, kernel)
     step: StepFunction | None = None

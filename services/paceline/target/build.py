@@ -48,6 +48,8 @@ from paceline.target.mount import (
 )
 from paceline.types import PAGE_SIZE, Rendezvous
 
+_LEAST_BRANCHES = 16
+"""Branches of one step, each a query row of its own, for which steps are recorded where fewer sessions are served."""
 log = logging.getLogger(__name__)
 stages = logging.getLogger("paceline.startup")
 
@@ -145,7 +147,8 @@ def _engine(
     native_tree.prepare()
     columns.prepare()
     cuda.prepare(runner.vocab_size, model.dtype, model.device)
-    limits = Limits(options.max_sessions, options.max_step_tokens, min(session_pages(max_len), runner.cache.num_pages))
+    max_rows = max(options.max_sessions, _LEAST_BRANCHES if options.tree_verification == "auto" else 1)
+    limits = Limits(max_rows, options.max_step_tokens, min(session_pages(max_len), runner.cache.num_pages))
     record_steps(runner, limits, model.max_len, options.cuda_graphs)
     report = _compared(setup, runner, max_len)
     compilation = _compilation(setup, model, max_len, tests=report is not None)

@@ -52,6 +52,7 @@ from paceline.target.runners import Forwarded, Runners
 from paceline.target.scheduler import Scheduled, Scheduler
 from paceline.target.session import TargetSession
 from paceline.types import (
+    MAX_DRAFT_TOKENS,
     PAGE_SIZE,
     Acceptance,
     BatchInvariant,
@@ -150,7 +151,7 @@ class TargetEngine:
             heads=self.heads,
         )
         self._sessions: dict[str, TargetSession] = {}
-        self._max_step_tokens = max_step_tokens
+        self._max_sessions, self._max_step_tokens = max_sessions, max_step_tokens
 
     @property
     def runner(self) -> ModelRunner:
@@ -250,7 +251,8 @@ class TargetEngine:
         return True
 
     def calibrate(self) -> None:
-        """Times steps of 1 to 64 tokens, so that the first sessions meet measured costs. Without sessions only."""
+        """Times steps of 1 to 64 tokens, as far as so many sessions may verify them, so that the first sessions meet
+        measured costs. Without sessions only."""
         assert not self._sessions
         if self.cores is None:
             self._calibrate()
@@ -282,7 +284,10 @@ class TargetEngine:
             for size in _CALIBRATED_SIZES:
                 if size > self._max_step_tokens:
                     break
-                lengths = [min(4, size - at) for at in range(0, size, 4)]
+                num_sequences = min(-(-size // 4), self._max_sessions)  # a step has no more, so none is recorded
+                lengths = [size // num_sequences + (i < size % num_sequences) for i in range(num_sequences)]
+                if lengths[0] > MAX_DRAFT_TOKENS:
+                    break
                 steps = [SequenceStep([0] * n, range(n), range(n), pages, num_logits=n) for n in lengths]
                 rows = [Row(state)] * size
                 times = []

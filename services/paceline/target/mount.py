@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import require_same_tokens
 from paceline.config import HeadOptions, HintOptions, LookaheadOptions, SuffixMatching, TargetSetup
+from paceline.core.processors import SamplerState
 from paceline.drafters.colocated import DraftModelHead
 from paceline.drafters.corpus import suffix_drafter
 from paceline.drafters.heads.drafter import HeadDrafter
@@ -24,7 +26,7 @@ from paceline.drafters.heads.probe import HeadProbe
 from paceline.drafters.heads.reading import TargetFacts
 from paceline.drafters.heads.streaming import StreamsPlan, open_streams
 from paceline.drafters.lookahead import LookaheadHead
-from paceline.drafters.protocol import Features
+from paceline.drafters.protocol import Features, Leaf
 from paceline.errors import ConfigError
 from paceline.model.compiled.background import Compilation, CompileJob
 from paceline.model.compiled.buckets import Limits
@@ -41,11 +43,12 @@ from paceline.target.heads.asking import MOST_LEAVES
 from paceline.target.heads.mounted import MountedHead, union
 from paceline.target.hints import Hints
 from paceline.target.link import StatesLink
-from paceline.types import PAGE_SIZE, pages_for
+from paceline.types import PAGE_SIZE, SamplingParams, pages_for
 
 log = logging.getLogger(__name__)
 
 _TOP_M = 64
+_WARM_UP = "warm-up"
 _NO_MTP = "the target %r comes with %d MTP modules, which do not draft: %s"
 
 
@@ -275,6 +278,18 @@ def _lasting(model: LoadedModel) -> Any:
     return model.step.model if isinstance(model.step, Step) and model.load_compiled is None else None
 
 
+def _warm_up(drafter: DraftModelHead, vocab_size: int, device: torch.device) -> None:
+    """Drafts a token, and one behind it, greedily and at temperature 1: what first calls compile and allocate would
+    else count as the time of a head, which is then paused for long, and delay a request."""
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature)
+        drafter.open(_WARM_UP, (0, 0), SamplerState(params, 0, (0, 0), vocab_size=vocab_size, device=str(device)))
+        drafter.prefill()
+        for leaf in (Leaf(_WARM_UP, 0, (), ()), Leaf(_WARM_UP, 1, (1,), (0,))):
+            drafter.expand([leaf])
+        drafter.close(_WARM_UP)
+
+
 def _draft_model(setup: TargetSetup, head: HeadOptions, target: Checkpoint, placement: Placement) -> MountedHead:
     draft_setup = draft_setup_of(setup, head)
     source, options = draft_setup.model
@@ -284,13 +299,13 @@ def _draft_model(setup: TargetSetup, head: HeadOptions, target: Checkpoint, plac
     model = load_model(checkpoint, options, None, placement, later=begins_eagerly(options, checkpoint, placement))
     max_len = min(setup.options.max_model_len or model.max_len, model.max_len)
     runner = model.runner(draft_pages(draft_setup, max_len), promised=False)
-    num_sessions = setup.options.max_sessions
+    num_sessions, max_leaves = setup.options.max_sessions, MOST_LEAVES * setup.options.max_sessions
     max_pages = min(pages_for(max_len + TREE_BUDGET) + 1, runner.cache.num_pages)
-    limits = Limits(num_sessions, num_sessions, max_pages, is_tree=True)
-    record_steps(runner, limits, model.max_len, options.cuda_graphs)
+    record_steps(runner, Limits(num_sessions, max_leaves, max_pages, is_tree=True), model.max_len, options.cuda_graphs)
     drafter = DraftModelHead(
-        runner, max_leaves=num_sessions, max_prefill_tokens=setup.options.max_step_tokens, top_m=_TOP_M
+        runner, max_leaves=max_leaves, max_prefill_tokens=setup.options.max_step_tokens, top_m=_TOP_M
     )
+    _warm_up(drafter, runner.vocab_size, placement.device)
     if model.load_compiled is not None:
         runner.follow(Compilation(CompileJob.of(source, options), model.load_compiled))
     longest = min(max_len, runner.cache.num_pages * PAGE_SIZE)

@@ -410,20 +410,46 @@ def test_without_a_compiler_the_products_are_torchs_and_it_is_said_once(
     def refuse(*_: object) -> Path:
         raise EngineError("there is no C++ compiler")
 
-    monkeypatch.setattr(cpu_linear, "_has_instructions", lambda: True)
+    monkeypatch.setattr(cpu_linear, "_has_use", lambda num_bytes: True)
     monkeypatch.setattr(cpu_linear, "compiled", refuse)
     cpu_linear._loaded.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             assert not cpu_linear.usable()
-            assert cpu_linear.shims() == {}
-            assert replace_linears(torch.export.export(Layer(torch.bfloat16), (values(1, 6, 48),))) == 0
         assert caplog.text.count("there is no C++ compiler") == 1
         without = artifact_key(model, None)
     finally:
         monkeypatch.undo()
         cpu_linear._loaded.cache_clear()
     assert (without == usual) == (not cpu_linear.usable())
+
+
+@pytest.mark.parametrize(("bf16", "amx", "small", "large"), [(1, 0, 1, 1), (1, 1, 1, 0), (0, 1, 0, 0), (0, 0, 0, 0)])
+def test_beside_amx_only_small_models_have_native_products(
+    bf16: int, amx: int, small: int, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``library_path`` names a file that is not there: what has no use for the library waits for no compiler."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bool(bf16))
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: bool(amx))
+    monkeypatch.setattr(cpu_linear, "_library", lambda: object())
+    monkeypatch.setattr(cpu_linear, "library_path", lambda *_: Path("not there"))
+    limit = cpu_linear._SMALL_BYTES
+    sizes = [limit, limit + 1, None]
+    assert [cpu_linear.usable(size) for size in sizes] == [bool(small), bool(large), bool(large)]
+    assert [cpu_linear.key(size) == "none" for size in sizes[:2]] == [not small, not large]
+    assert [cpu_linear.at_hand(size) for size in sizes[:2]] == [not small, not large]
+
+
+@needed
+def test_a_package_is_made_for_the_products_that_suit_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert cpu_linear.weights_of(model) == num_bytes
+    native = artifact_key(model, None)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert artifact_key(model, None) == native
+    monkeypatch.setattr(cpu_linear, "_SMALL_BYTES", num_bytes - 1)
+    assert artifact_key(model, None) != native
 
 
 @needed

@@ -91,7 +91,7 @@ def artifact_key(
     if midway is not None:
         facts["midway"] = [midway, midway_op.key()]
     if model.dtype == torch.bfloat16:
-        facts["linear"] = cpu_linear.key()
+        facts["linear"] = cpu_linear.key(cpu_linear.weights_of(model))
     if share is not None:
         facts["share"] = f"{share.vocab} {share.group.compiled_key()}"
     digest.update(json.dumps(facts, sort_keys=True).encode())
@@ -237,7 +237,7 @@ def _compile(
         warnings.simplefilter("ignore")  # exporter and inductor deprecations of their own
         exported = torch.export.export(Step(model, kernel, taps, midway), inputs, dynamic_shapes=shapes, strict=False)
         shims = cpu_attention.compiled_shims() if kernel == "native" else {}
-        if cpu_linear.replace_linears(exported):
+        if cpu_linear.usable(cpu_linear.weights_of(model)) and cpu_linear.replace_linears(exported):
             shims |= cpu_linear.shims()
         if midway is not None:
             shims |= midway_op.compiled_shims()
