@@ -34,9 +34,10 @@ BLOCK = 32
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _HEADERS = (_SOURCE.with_name("threads.h"), _SOURCE.parents[1] / "exponential.h")
 _OPTIONS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-pthread")
-_SMALL_BYTES = 32 << 20
-"""Weights up to which a model's products are native beside AMX, too. A draft of 3 MiB takes 0.31 ms a step of one token
-with them and 1.6 with oneDNN's, and 1.8 and 2.0 ms of 32 (one core of a Xeon with AMX)."""
+_SMALL_BYTES = 8 << 20
+"""Weights up to which a model's products are native beside AMX, too. On one core of a Xeon with AMX a draft of 3 MiB
+takes 0.3 ms a step of one token with them and 1.6 with oneDNN's, and 1.8 and 2.0 of 32 tokens; a model of 26 MiB takes
+9 ms a step of one token, and 6 with oneDNN's. What lies between was not measured."""
 _LOADING = threading.Lock()
 """Models in threads load side by side; operators are registered once."""
 log = logging.getLogger(__name__)
