@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.target.simulation import Clock, SyntheticRunner
 
 from paceline.target.engine import TargetEngine
 from paceline.types import MAX_DRAFT_TOKENS
-from tests.target.simulation import Clock, SyntheticRunner
 
 
 def cost(num_tokens: int) -> float:

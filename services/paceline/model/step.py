@@ -16,6 +16,7 @@ from paceline.model.kv_cache import LayerSpec
 from paceline.model.midway import Midway
 from paceline.model.states import StateTaps
 from paceline.model.tails import SpareTokens
+from paceline.model.wanted_rows import WantedRows
 
 _PROBE = "paceline_probe"
 _PROBED_TOKENS = 2
@@ -38,12 +39,15 @@ class Step(torch.nn.Module):
         kernel: Kernel = "sdpa",
         taps: StateTaps | None = None,
         midway: Midway | None = None,
+        rows: WantedRows | None = None,
     ) -> None:
+        """``rows``: what computes the last layer for the tokens at ``logits_index`` alone; None: all are computed."""
         super().__init__()
         model.set_attn_implementation(IMPLEMENTATIONS[kernel])
         self.model = model
         self.taps = taps
         self.midway = midway
+        self.rows = rows
 
     def forward(
         self,
@@ -64,6 +68,8 @@ class Step(torch.nn.Module):
             self.taps.listen()
         if self.midway is not None:
             self.midway.expect(logits_index)
+        if self.rows is not None:
+            self.rows.expect(logits_index)
         logits: Tensor = self.model(
             input_ids=ids,
             position_ids=positions,

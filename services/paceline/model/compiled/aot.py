@@ -40,6 +40,7 @@ from paceline.model.quantized import plain_tensors
 from paceline.model.states import StateTaps
 from paceline.model.step import Step
 from paceline.model.step_plan import SequenceStep, StepPlan
+from paceline.model.wanted_rows import WantedRows
 from paceline.types import PAGE_SIZE
 
 _VERSION = 2  # raise when the traced signature or its lowering changes
@@ -92,6 +93,8 @@ def artifact_key(
         facts["midway"] = [midway, midway_op.key()]
     if model.dtype == torch.bfloat16:
         facts["linear"] = cpu_linear.key(cpu_linear.weights_of(model))
+    if _wanted_rows(model, kernel, features) is not None:
+        facts["rows"] = "wanted"
     if share is not None:
         facts["share"] = f"{share.vocab} {share.group.compiled_key()}"
     digest.update(json.dumps(facts, sort_keys=True).encode())
@@ -233,9 +236,12 @@ def _compile(
         [{0: pool} for _ in layers],
         [{0: pool} for _ in layers],
     )
+    wanted = _wanted_rows(model, kernel, None if taps is None else taps.features)
     with torch.no_grad(), warnings.catch_warnings(), _int8_lowering(model):
         warnings.simplefilter("ignore")  # exporter and inductor deprecations of their own
-        exported = torch.export.export(Step(model, kernel, taps, midway), inputs, dynamic_shapes=shapes, strict=False)
+        with contextlib.nullcontext() if wanted is None else wanted.in_place():
+            step = Step(model, kernel, taps, midway, wanted)
+            exported = torch.export.export(step, inputs, dynamic_shapes=shapes, strict=False)
         shims = cpu_attention.compiled_shims() if kernel == "native" else {}
         if cpu_linear.usable(cpu_linear.weights_of(model)) and cpu_linear.replace_linears(exported):
             shims |= cpu_linear.shims()
@@ -246,6 +252,15 @@ def _compile(
         configs: dict[str, Any] = {"freezing": True, "max_autotune": False}
         configs["aot_inductor.custom_ops_to_c_shims"] = shims
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=configs)
+
+
+def _wanted_rows(model: PreTrainedModel, kernel: Kernel, features: Features | None) -> WantedRows | None:
+    """What computes the last layer for the wanted tokens alone; None where operators other than ours are called, whose
+    bits may depend on their number."""
+    alone = model.dtype == torch.bfloat16 and share_of(model) is None and not getattr(model, "is_quantized", False)
+    if kernel != "native" or not alone or not cpu_linear.usable(cpu_linear.weights_of(model)):
+        return None
+    return WantedRows.of(model, features)
 
 
 def _int8_lowering(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:

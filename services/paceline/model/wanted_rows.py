@@ -1,0 +1,69 @@
+"""The MLP of a model's last layer for the tokens whose logits a step wants: nobody reads what it makes of the others.
+
+Of a prompt that is the last token: all others are there for their keys and values, which lie before that MLP. It is
+most of a layer, so that prompts take about 1 / L less of a model of L layers; steps that want all logits take what they
+took. For compiled steps whose products are native (``compiled/linear.py``), which compute every token alike: there a
+token's bits do not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paceline.errors import ConfigError
+from paceline.model.features import OUT, Features
+from paceline.model.states import find_layers
+
+_LANES = 64
+"""Numbers that elementwise kernels take at a time (``tails.py``): of outputs in multiples of it no token is a tail."""
+
+
+class WantedRows:
+    """Stands in for the forward of one MLP while a step is traced."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        self._mlp = mlp
+        self._forward = mlp.forward
+        self._index: Tensor | None = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, features: Features | None) -> WantedRows | None:
+        """That of a model's last layer; None: it computes all rows.
+
+        ``features``: the states that leave the model; of those behind the last layer all may be wanted.
+        """
+        try:
+            _, layers = find_layers(model, type(model).__name__)
+        except ConfigError:
+            return None
+        if features is not None and features.every_position and {OUT, len(layers)} & {*features.boundaries}:
+            return None
+        mlp = getattr(layers[-1], "mlp", None)
+        if mlp is None or not type(mlp).__name__.endswith("MLP"):  # experts choose by token
+            return None
+        products = [part for part in mlp.modules() if isinstance(part, nn.Linear)]
+        return cls(mlp) if products and not any(part.out_features % _LANES for part in products) else None
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Has the MLP compute the rows that ``expect`` names, within the block."""
+        self._mlp.forward = self._wanted
+        try:
+            yield
+        finally:
+            del self._mlp.forward
+            self._index = None
+
+    def expect(self, logits_index: Tensor) -> None:
+        """Takes the rows ``[R]`` of the step that follows whose logits are wanted."""
+        self._index = logits_index
+
+    def _wanted(self, x: Tensor) -> Tensor:
+        """``[1, T, hidden] -> [1, T, hidden]``, zero in the rows that nobody reads."""
+        assert self._index is not None, "expect comes first"
+        return torch.zeros_like(x).index_copy(1, self._index, self._forward(x.index_select(1, self._index)))
