@@ -22,6 +22,7 @@ RINGS = ("gpu", "ray", "nightly", "slow", "tools")
 GUARDS = re.compile("mutant|caught|noticed")
 """In the name of a test: it shows that a check can fail."""
 GUARDS_ELSEWHERE = {
+    "bench/test_grow.py::test_a_norm_of_another_scale_is_caught": {"tools"},
     "bench/test_grow.py::test_an_added_layer_that_writes_is_caught": {"tools"},
     "bench/test_grow.py::test_an_added_neuron_that_writes_is_caught": {"tools"},
     "cluster/test_files.py::test_a_lost_node_is_noticed_soon_but_not_by_a_head_that_stands_still_for_some_seconds": {

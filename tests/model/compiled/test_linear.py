@@ -447,6 +447,7 @@ def test_a_package_is_made_for_the_products_that_suit_its_size(monkeypatch: pyte
     assert cpu_linear.weights_of(model) == num_bytes
     native = artifact_key(model, None)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(cpu_linear, "_SMALL_BYTES", num_bytes)
     assert artifact_key(model, None) == native
     monkeypatch.setattr(cpu_linear, "_SMALL_BYTES", num_bytes - 1)
     assert artifact_key(model, None) != native
