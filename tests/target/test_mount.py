@@ -16,6 +16,7 @@ from torch import nn
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import HeadOptions, SuffixMatching, TargetOptions, TargetSetup
+from paceline.drafters.colocated import DraftModelHead
 from paceline.drafters.heads import probe as probe_module
 from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.heads.load import open_head
@@ -23,13 +24,14 @@ from paceline.drafters.heads.module import HeadModule
 from paceline.drafters.protocol import Leaf
 from paceline.errors import ConfigError
 from paceline.messages import DraftState, OpenSession, Outcome, SessionFailed
+from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.linear import PackedLinear
 from paceline.model.device import Placement
 from paceline.model.loading import load_model
 from paceline.model.step_plan import SequenceStep
 from paceline.preflight.estimate import SUFFIX_BYTES, HeadsSize, target_estimate
 from paceline.preflight.heads import heads_size
-from paceline.target import mount
+from paceline.target import build, mount
 from paceline.target.build import build_target_engine
 from paceline.target.control.report import explain
 from paceline.target.engine import TargetEngine
@@ -349,6 +351,39 @@ def test_a_draft_model_beside_the_target(tmp_path: Path) -> None:
         assert texts(engine, prompts, Mode.OVERLAPPED, temperature) == texts(engine, prompts, Mode.PLAIN, temperature)
     assert mounted.stats.rows_used > 20
     assert mounted.head._runner.cache.num_used == 0
+
+
+def test_a_draft_model_beside_the_target_is_warm_before_it_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its first calls compile would else be its time, by which it is paused. One call has the leaves of all
+    sessions, and a step of the target the branches of one."""
+    expanded: list[tuple[tuple[int, ...], bool]] = []
+    recorded: list[Limits] = []
+    expand = DraftModelHead.expand
+
+    def noted(self, leaves):
+        [leaf] = leaves
+        expanded.append((leaf.path_ids, self._sessions[leaf.session_id].sampler.greedy))
+        return expand(self, leaves)
+
+    monkeypatch.setattr(DraftModelHead, "expand", noted)
+    for module in (mount, build):
+        monkeypatch.setattr(module, "record_steps", lambda runner, limits, *_: recorded.append(limits))
+    folder = save_pair(tmp_path)
+    heads = [HeadOptions(method="draft_model", model=str(folder / "draft"))]
+    engine = built(folder / "target", heads, max_sessions=3)
+    assert expanded == [((), True), ((1,), True), ((), False), ((1,), False)]
+    head = engine.heads.mounted[0].head
+    assert isinstance(head, DraftModelHead)
+    assert (head.max_leaves, head._sessions) == (4 * 3, {})
+    head.check_integrity()
+    of_head, of_target = recorded
+    assert (of_head.max_rows, of_head.max_tokens, of_head.is_tree) == (3, 4 * 3, True)
+    assert of_target.max_rows == 16
+    built(folder / "target", [], max_sessions=3, tree_verification="off")
+    built(folder / "target", [], max_sessions=20)
+    assert [limits.max_rows for limits in recorded[2:]] == [3, 20]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
