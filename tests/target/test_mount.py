@@ -356,8 +356,8 @@ def test_a_draft_model_beside_the_target(tmp_path: Path) -> None:
 def test_a_draft_model_beside_the_target_is_warm_before_it_is_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What its first calls compile would else be its time, by which it is paused. One call has the leaves of all
-    sessions, and a step of the target the branches of one."""
+    """Else the time in which its first calls compile would count as its own, and pause it. One call has the leaves of
+    all sessions, and a step of the target the branches of one."""
     expanded: list[tuple[tuple[int, ...], bool]] = []
     recorded: list[Limits] = []
     expand = DraftModelHead.expand

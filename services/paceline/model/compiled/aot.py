@@ -255,8 +255,8 @@ def _compile(
 
 
 def _wanted_rows(model: PreTrainedModel, kernel: Kernel, features: Features | None) -> WantedRows | None:
-    """What computes the last layer for the wanted tokens alone; None where operators other than ours are called, whose
-    bits may depend on their number."""
+    """The forward of the last layer's MLP for the wanted tokens alone; None where operators other than ours are called,
+    whose bits may depend on the number of tokens."""
     alone = model.dtype == torch.bfloat16 and share_of(model) is None and not getattr(model, "is_quantized", False)
     if kernel != "native" or not alone or not cpu_linear.usable(cpu_linear.weights_of(model)):
         return None
