@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import yaml
 
 from paceline.cli.main import main
@@ -28,11 +30,25 @@ def test_file_and_flags_are_part_of_it(capsys, tmp_path):
     assert found["log"]["level"] == "DEBUG"
 
 
-def test_the_reference_has_a_row_for_every_key(capsys):
+def test_the_reference_has_a_row_for_every_key_or_a_link_to_the_section_that_has_it(capsys):
     lines = printed(capsys, "--markdown").splitlines()
     rows = [line.split(" | ") for line in lines if line.startswith("| `")]
-    assert {row[0].strip("|` ") for row in rows} == set(keys_of(ServiceConfig))
     assert all(len(row) == 4 for row in rows)
+    keys = {row[0].strip("|` ") for row in rows}
+    assert keys <= set(keys_of(ServiceConfig))
+    links = [(row[0].strip("|` "), re.findall(r"Keys: \[`([\w.]+)`", row[3])) for row in rows]
+    for _ in range(2):  # a linked section may itself hold a link
+        for key, sections in links:
+            below = [
+                name.removeprefix(section) for section in sections for name in keys if name.startswith(f"{section}.")
+            ]
+            keys |= {key + rest for rest in below}
+    assert keys >= set(keys_of(ServiceConfig))
+
+
+def test_the_reference_has_each_table_once(capsys):
+    rows = [line for line in printed(capsys, "--markdown").splitlines() if line.startswith("| `")]
+    assert sum("_group_config.bundles`" in row for row in rows) == 1
 
 
 def test_the_reference_gives_types_and_defaults(capsys):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -54,12 +55,14 @@ def run_config(args: argparse.Namespace) -> int:
 
 
 def markdown(model: type[BaseModel]) -> str:
-    """Returns the reference of a tree of models: a table for each section."""
-    return "\n".join([_HEAD, *_sections(model, "", "")])
+    """Returns the reference of a tree of models: a table for each model, however many sections have its keys."""
+    return "\n".join([_HEAD, *_sections(model, "", "", {})])
 
 
-def _sections(model: type[BaseModel], path: str, which: str) -> Iterator[str]:
-    """The sections of a model and of the models in it. ``which``: what tells it from others of the same path."""
+def _sections(model: type[BaseModel], path: str, which: str, written: dict[Any, str]) -> Iterator[str]:
+    """The sections of a model and of the models in it. ``which`` distinguishes models of the same path; ``written``
+    maps each model that has a table to the heading of that table.
+    """
     fields = {field.alias or name: field for name, field in model.model_fields.items()}
     prefix = f"{path}." if path else ""
     if path:
@@ -68,14 +71,26 @@ def _sections(model: type[BaseModel], path: str, which: str) -> Iterator[str]:
     yield "| Key | Type | Default | Meaning |\n| --- | --- | --- | --- |"
     for name, field in fields.items():
         cells = (f"`{prefix}{name}`", _type(field), _default(field), in_yaml(field.description))
-        yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+        links = [_link(written[kind]) for kind in _members(field.annotation) if kind in written]
+        meaning = " ".join([cells[3], *(f"Keys: {link}." for link in links)]).strip()
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in (*cells[:3], meaning))} |"
     yield ""
     for name, field in fields.items():
         models = [kind for kind in _members(field.annotation) if _is_model(kind)]
         for inner in models:
+            if inner in written:
+                continue
             kind = inner.model_fields.get("kind")
             tag = f"with `kind: {kind.default}`" if kind is not None else f"as `{inner.__name__}`"
-            yield from _sections(inner, prefix + name, f", {tag}" if len(models) > 1 else which)
+            which_inner = f", {tag}" if len(models) > 1 else which
+            written[inner] = f"`{prefix}{name}`{which_inner}"
+            yield from _sections(inner, prefix + name, which_inner, written)
+
+
+def _link(heading: str) -> str:
+    """A link to a heading of the same page, whose anchor is that of GitHub."""
+    anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+    return f"[{heading}](#{anchor})"
 
 
 def _type(field: FieldInfo) -> str:
