@@ -70,7 +70,7 @@ draft d1 draining 3/16 0 90% n2 small
 draft d2 starting n3 loading small (4 s)
 
 sessions: 3 running, 2 waiting
-speculation: on for 2 of 3 sessions that may have a draft; since the start accepted 71%, 3.12 tokens per verification, hits 90%
+speculation: on for 2 of 3 sessions that may have a draft; since the start accepted 71%, mean acceptance length 3.12, hits 90%
 draft d1: n-grams
 controllers: 3.10 draft tokens verified per round, 0.45 not worth verifying; drafting of a session was paused 7 times and resumed 5 times
 

@@ -132,6 +132,12 @@ def origins(driver, name):
     return driver.execute_script(script, name)
 
 
+def figures(driver):
+    """Name -> value of the figures above the texts."""
+    groups = driver.find_elements(By.CSS_SELECTOR, "#figures > div")
+    return {group.find_element(By.TAG_NAME, "dt").text: group.find_element(By.TAG_NAME, "dd").text for group in groups}
+
+
 def test_two_ways_to_one_text(page):
     assert page.find_element(By.ID, "model").text == "paceline/embedded-target"
     Select(page.find_element(By.ID, "mode")).select_by_value("sequential")  # the target waits: some tokens are drafted
@@ -141,6 +147,9 @@ def test_two_ways_to_one_text(page):
     assert set(origins(page, "plain")) == {"target"}
     assert text(page, "overlapped") == text(page, "plain") != ""
     assert text(page, "mode-name") == "Sequential"
+    shown = figures(page)
+    num_tokens, num_rounds = int(text(page, "overlapped-rate").split()[0]), int(shown["Rounds"].split()[0])
+    assert shown["Tokens per verification"] == f"{num_tokens / num_rounds:.2f}"
 
     Select(page.find_element(By.ID, "mode")).select_by_value("overlapped")
     Select(page.find_element(By.ID, "order")).select_by_value("together")

@@ -145,7 +145,7 @@ def _speculation(info: ServerInfo) -> str:
         chosen = f"on for {have} of {may} sessions that may have a draft"
     if info.acceptance_length <= 1.0 and not info.acceptance_rate:
         return f"speculation: {chosen}; no draft token has been verified"
-    rates = f"accepted {info.acceptance_rate:.0%}, {info.acceptance_length:.2f} tokens per verification"
+    rates = f"accepted {info.acceptance_rate:.0%}, mean acceptance length {info.acceptance_length:.2f}"
     return f"speculation: {chosen}; since the start {rates}, hits {info.hit_rate:.0%}"
 
 

@@ -92,7 +92,7 @@ function drawFigures(overlapped, plain) {
   const shown = [
     ["Against plain", done ? `${(overlapped.rate / plain.rate).toFixed(2)}×` : "–"],
     ["Accepted", percent(figures.acceptance)],
-    ["Tokens per verification", figures.length?.toFixed(2) ?? "–"],
+    ["Tokens per verification", figures.tokensPerRound?.toFixed(2) ?? "–"],
     ["Hits", percent(figures.hitRate)],
     ["Drafting hidden", percent(hidden)],
     ["Rounds", `${overlapped.rounds.list.length} / ${plain.rounds.list.length || "–"}`],

@@ -151,7 +151,6 @@ export function figuresOf(rounds) {
   const sum = (value) => rounds.reduce((total, round) => total + value(round), 0);
   const drafted = sum((round) => round.drafted);
   const accepted = sum((round) => round.accepted);
-  const verified = rounds.filter((round) => round.drafted > 0).length;
   const hits = rounds.filter((round) => round.cause === "hit").length;
   const misses = rounds.filter((round) => MISSES.includes(round.cause)).length;
   return {
@@ -161,7 +160,7 @@ export function figuresOf(rounds) {
     misses,
     down: rounds.filter((round) => round.cause === "draft_down").length,
     acceptance: drafted ? accepted / drafted : null,
-    length: verified ? 1 + accepted / verified : null,
+    tokensPerRound: rounds.length ? sum((round) => round.tokens.length) / rounds.length : null,
     hitRate: hits + misses ? hits / (hits + misses) : null,
   };
 }
