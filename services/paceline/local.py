@@ -230,6 +230,7 @@ class LocalPipeline:
                 sampling,
                 speculation,
                 decode=self.tokenizer.decode,
+                detokenizer=self.tokenizer.detokenizer(token_ids),
                 stop=stops,
                 eos_token_ids=eos_token_ids,
                 cache_salt=cache_salt,

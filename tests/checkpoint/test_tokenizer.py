@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from paceline.checkpoint import tokenizer as tokenizer_module
 from paceline.checkpoint.tokenizer import (
-    Detokenizer,
     Tokenizer,
     encode_prompt,
     load_tokenizer,
@@ -41,75 +40,7 @@ def byte_level(vocab_size=300, corpus=CORPUS, special="<|endoftext|>", name="byt
     return Tokenizer(name, PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special))
 
 
-def byte_fallback():
-    """As SentencePiece models have it: words with a leading mark, and bytes for the rest."""
-    vocab = {"<unk>": 0, **{f"<0x{i:02X}>": i + 1 for i in range(256)}}
-    for piece in ["▁", "▁hi", "a", "b", "中", "▁b"]:
-        vocab[piece] = len(vocab)
-    backend = Backend(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return Tokenizer("pieces", PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")), vocab
-
-
 BYTES = byte_level()
-PIECES, PIECE_VOCAB = byte_fallback()
-
-
-def pieces_of(text):
-    ids = []
-    for character in text.replace(" ", "▁"):
-        found = PIECE_VOCAB.get(character)
-        ids += [found] if found is not None else [PIECE_VOCAB[f"<0x{b:02X}>"] for b in character.encode()]
-    return ids
-
-
-def stream(tokenizer, token_ids, prompt=()):
-    detokenizer = Detokenizer(tokenizer.decode, prompt)
-    return [detokenizer.add(token_id) for token_id in token_ids] + [detokenizer.flush()]
-
-
-@given(text=st.text(), prompt=st.text(alphabet="def 中🙂é", max_size=8))
-def test_streamed_text_is_the_decoded_text(text, prompt):
-    parts = stream(BYTES, BYTES.encode(text), BYTES.encode(prompt))
-    assert "".join(parts) == text
-    assert all("\N{REPLACEMENT CHARACTER}" not in part for part in parts) or "\N{REPLACEMENT CHARACTER}" in text
-
-
-@given(text=st.text(alphabet="ab 中🙂é文", max_size=30))
-def test_streamed_text_with_byte_fallback_and_a_leading_space(text):
-    prompt = pieces_of("a b")
-    assert "".join(stream(PIECES, pieces_of(text), prompt)) == text
-
-
-@given(token_ids=st.lists(st.integers(1, 299), max_size=40))
-def test_any_tokens_stream_without_loss(token_ids):
-    whole = BYTES.decode(token_ids)
-    text = "".join(stream(BYTES, token_ids))
-    if "\N{REPLACEMENT CHARACTER}" not in whole:
-        assert text == whole
-    text.encode()  # no lone surrogates
-
-
-def test_an_incomplete_character_is_withheld_and_then_dropped():
-    first, *rest = BYTES.encode("🙃")  # not in the corpus: several tokens
-    assert rest
-    assert stream(BYTES, [first]) == ["", ""]
-    assert "".join(stream(BYTES, [first, *rest])) == "🙃"
-    assert stream(BYTES, [first, *rest])[0] == ""
-
-
-def test_bytes_that_never_complete_do_not_withhold_for_ever():
-    broken = BYTES.encode("🙃")[0]
-    parts = stream(BYTES, [broken] * 40 + list(BYTES.encode("ok")))
-    assert any(parts[:40])
-    assert "".join(parts).endswith("ok")
-
-
-def test_special_tokens_have_no_text():
-    (eos,) = BYTES.eos_token_ids
-    assert "".join(stream(BYTES, [*BYTES.encode("end"), eos])) == "end"
 
 
 def test_equal_content_is_accepted_and_differing_content_refused_with_both_names():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import ClassVar
 
 from tests.support.models import letters_tokenizer, save_pair
 from tests.support.schemas import json_tokenizer
@@ -78,7 +79,7 @@ def save_speaking_pair(folder):
 class Bytes:
     """A tokenizer of characters: 0 to 9 are special, the others are code points less 20."""
 
-    added_tokens_decoder = ()
+    added_tokens_decoder: ClassVar[dict[int, object]] = {}
     eos_token_id = 7
 
     def __len__(self):

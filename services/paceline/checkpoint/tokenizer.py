@@ -1,4 +1,4 @@
-"""Text to tokens and back: loading, comparing tokenizers by content, incremental detokenization.
+"""Text to tokens and back: loading, comparing tokenizers by content.
 
 Knows nothing of models or sessions. transformers is imported only for a tokenizer that needs more than its
 ``tokenizer.json``.
@@ -9,19 +9,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.folder import read_json, require_no_code
+from paceline.checkpoint.token_text import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
 from paceline.errors import ConfigError, InvalidRequestError, PromptTooLongError, TokenizerMismatchError
-
-Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, special tokens left out."""
-
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-_PROMPT_TAIL_TOKENS = 6
-_MAX_UNDECIDED_TOKENS = 16
 
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _OWN_CLASS_TYPES = ("qwen", "mistral", "ministral", "pixtral", "voxtral", "siglip", "hyperclovax")
@@ -119,11 +113,20 @@ class Tokenizer:
         """Texts of the added tokens by id, and whether each is special."""
         return {int(i): (str(token), bool(token.special)) for i, token in self._tokenizer.added_tokens_decoder.items()}
 
-    @property
-    def decoder(self) -> dict[str, Any]:
-        """The decoder of ``tokenizer.json``, which makes text of tokens; {} where there is none."""
+    @functools.cached_property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of text that each token stands for."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        return {} if backend is None else json.loads(backend.to_str()).get("decoder") or {}
+        special = [token_id for token_id, (_, is_special) in self.added_tokens.items() if is_special]
+        if backend is None:
+            return TokenBytes({}, lambda token_id: self.decode([token_id], special=True), special)
+        return TokenBytes(json.loads(backend.to_str()).get("decoder") or {}, backend.id_to_token, special)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int] = (), special: bool = False) -> Detokenizer:
+        """The text of tokens that follow a prompt, as they come; with that of special ones if ``special`` is true."""
+        if self.token_bytes.exact:
+            return ByteDetokenizer(self.token_bytes, prompt_token_ids, special=special)
+        return WindowDetokenizer(functools.partial(self.decode, special=special), prompt_token_ids)
 
     @functools.cached_property
     def max_token_bytes(self) -> int:
@@ -281,43 +284,3 @@ def require_same_tokens(target: Tokenizer, draft: Tokenizer, remedy: str = "") -
             f"{target.fingerprint} ({target.vocab_size} tokens); choose a draft that was trained "
             f"with the target's tokenizer{remedy}"
         )
-
-
-class Detokenizer:
-    """Incremental text of a growing token sequence: what is returned is decided and never changes.
-
-    Windows, half open, over prompt tail and tokens::
-
-        [prefix, read)   text already returned; decoded again because neighbours influence each other
-        [read, end)      tokens whose text is undecided: their bytes end inside a character
-
-    A character that never becomes complete is withheld for at most 16 tokens, and dropped at the end.
-    """
-
-    def __init__(self, decode: Decode, prompt_token_ids: Sequence[int] = ()) -> None:
-        self._decode = decode
-        self._ids = list(prompt_token_ids[-_PROMPT_TAIL_TOKENS:])
-        self._read = len(self._ids)
-        self._prefix_text = decode(self._ids) if self._ids else ""
-
-    def add(self, token_id: int) -> str:
-        """Appends a token; returns the text that is decided now, possibly none."""
-        self._ids.append(token_id)
-        text = self._decode(self._ids)
-        undecided = len(self._ids) - self._read
-        if text.endswith(_INCOMPLETE) and undecided <= _MAX_UNDECIDED_TOKENS:
-            return ""
-        return self._advance(text)
-
-    def flush(self) -> str:
-        """The text of what is still undecided, without an incomplete last character."""
-        if self._read == len(self._ids):
-            return ""
-        return self._advance(self._decode(self._ids)).rstrip(_INCOMPLETE)
-
-    def _advance(self, text: str) -> str:
-        new_text = text[len(self._prefix_text) :]
-        del self._ids[: self._read]
-        self._read = len(self._ids)
-        self._prefix_text = self._decode(self._ids)
-        return new_text

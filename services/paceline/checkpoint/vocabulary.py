@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from paceline.checkpoint.tokenizer import Tokenizer, require_same_tokens
 from paceline.errors import TokenizerMismatchError
@@ -53,8 +52,6 @@ _CODE = (
 _DATA = '{"name": "status", "items": [{"id": 17, "ok": true}, {"id": 18, "ok": false}], "error": null}\n'
 SAMPLE = (_PROSE, _CODE, _DATA)
 """Prose, code and data on which the share of shared tokens is measured."""
-
-_SPACE = "\u2581"
 
 
 class SharedVocabulary:
@@ -145,7 +142,7 @@ class _Pieces:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        kinds = {decoder["type"]: decoder for decoder in _decoders(tokenizer.decoder)}
+        token_bytes = tokenizer.token_bytes
         special = tokenizer.added_tokens
         self.pieces: dict[int, bytes | str] = {}
         """Content of each token, by its id."""
@@ -154,7 +151,7 @@ class _Pieces:
                 name, is_special = special[token_id]
                 self.pieces[token_id] = name if is_special else name.encode()
             else:
-                self.pieces[token_id] = _bytes_of(token, kinds)
+                self.pieces[token_id] = token_bytes.of(token)
         self.ids: dict[bytes | str, int] = {}
         """The first id of each piece."""
         for token_id, piece in self.pieces.items():
@@ -198,35 +195,3 @@ def bytes_at(pieces: dict[int, bytes | str], token_id: int) -> bytes:
     """The bytes of a token, none of a special one."""
     piece = pieces.get(token_id, b"")
     return piece if isinstance(piece, bytes) else b""
-
-
-def _decoders(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A decoder, or its parts."""
-    if decoder.get("type") == "Sequence":
-        for part in decoder["decoders"]:
-            yield from _decoders(part)
-    elif decoder:
-        yield decoder
-
-
-def _bytes_of(token: str, decoders: dict[str, dict[str, Any]]) -> bytes:
-    """The bytes that an ordinary token stands for, by the decoders of its tokenizer."""
-    if "ByteLevel" in decoders:
-        alphabet = _byte_level()
-        return bytes(alphabet[c] for c in token) if all(c in alphabet for c in token) else token.encode()
-    if "ByteFallback" in decoders and len(token) == 6 and token[:3] == "<0x" and token[5] == ">":
-        return bytes([int(token[3:5], 16)])
-    if "WordPiece" in decoders:
-        prefix = str(decoders["WordPiece"].get("prefix", "##"))
-        return (token.removeprefix(prefix) if token.startswith(prefix) else " " + token).encode()
-    if "Metaspace" in decoders or _SPACE in json.dumps(decoders.get("Replace"), ensure_ascii=False):
-        token = token.replace(_SPACE, " ")
-    return token.encode()
-
-
-@functools.cache
-def _byte_level() -> dict[str, int]:
-    """The byte that each character of byte-level tokens stands for (the alphabet of GPT-2)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

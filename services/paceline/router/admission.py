@@ -128,6 +128,7 @@ class Admission:
             sampling,
             request.speculation,
             decode=info.tokenizer.decode,
+            detokenizer=info.tokenizer.detokenizer(token_ids),
             stop=request.stop,
             eos_token_ids=info.eos_token_ids,
             generated_token_ids=generated,

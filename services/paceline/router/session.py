@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.checkpoint.tokenizer import Decode, Detokenizer
+from paceline.checkpoint.token_text import Decode, Detokenizer, WindowDetokenizer
 from paceline.errors import InvalidRequestError
 from paceline.messages import (
     CloseSession,
@@ -170,6 +170,7 @@ class Session:
         speculation: SpeculationParams,
         *,
         decode: Decode,
+        detokenizer: Detokenizer | None = None,
         stop: Sequence[str] = (),
         eos_token_ids: Sequence[int] = (),
         generated_token_ids: Sequence[int] = (),
@@ -177,7 +178,8 @@ class Session:
         trace: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``generated_token_ids``: output of a broken stream of the same request, which this session continues.
+        """``detokenizer``: makes the text of the output; None: one that only ``decode`` is known to.
+        ``generated_token_ids``: output of a broken stream of the same request, which this session continues.
         ``trace``: chunks hold the times and the tree of their round.
 
         A session whose output ends with these has its ``result`` at once, and is not opened. Raises
@@ -216,7 +218,7 @@ class Session:
         self._relayed = False  # nodes of the draft's epoch have gone to the target
 
         self._undigested: deque[Outcome] = deque()
-        self._detokenizer = Detokenizer(decode, self._prompt)
+        self._detokenizer = detokenizer or WindowDetokenizer(decode, self._prompt)
         self._stops = tuple(stop)
         self._stop_prefixes = _Prefixes(self._stops)
         self._matched_stop: int | str | None = None

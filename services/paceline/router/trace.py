@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from paceline.checkpoint.tokenizer import Decode
+from paceline.checkpoint.token_text import Decode
 from paceline.messages import InFlight, Nodes, RelayedNodes
 from paceline.rpc.streams import unpacked
 from paceline.types import Trace, TracedNode, TracedStep

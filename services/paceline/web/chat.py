@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.errors import InvalidRequestError
 from paceline.types import Chunk, Request, Result
 from paceline.web.calls import bound_calls
 from paceline.web.choices import Totals, metrics_of, round_of, speculation_of, with_defaults, with_seed
+from paceline.web.logprobs import token_logprobs
 from paceline.web.messages import ChatBody, Tool, ToolsBody, offered
 from paceline.web.service import Edge
 from paceline.web.speech import Part, Speech
@@ -126,7 +126,8 @@ class ChatCompletion:
         if self._body.return_token_ids:
             extra["token_ids"] = list(item.token_ids)
         if self._body.logprobs and item.token_ids:
-            entries = token_logprobs(item, self._edge.service.info.tokenizer)
+            tokenizer, as_ids = self._edge.service.info.tokenizer, self._body.return_tokens_as_token_ids
+            entries = token_logprobs(item, tokenizer, as_ids=as_ids)
             choice.logprobs += entries
             extra["logprobs"] = {"content": entries, "refusal": None}
         options = self._body.stream_options
@@ -195,18 +196,3 @@ class ChatCompletion:
             "stop_reason": result.matched_stop,
             "speculation": speculation_of(result),
         }
-
-
-def token_logprobs(chunk: Chunk, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Log probabilities of the tokens of a chunk, and of the likeliest in the place of each, as OpenAI writes them."""
-    tops = chunk.top_logprobs or ((),) * len(chunk.token_ids)
-    return [
-        _entry(tokenizer, token_id, logprob) | {"top_logprobs": [_entry(tokenizer, *other) for other in top]}
-        for token_id, logprob, top in zip(chunk.token_ids, chunk.logprobs, tops, strict=True)
-    ]
-
-
-def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    token = tokenizer.decode([token_id], special=True)
-    whole = "\N{REPLACEMENT CHARACTER}" not in token
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", "replace")) if whole else None}

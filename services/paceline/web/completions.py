@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.checkpoint.token_text import Detokenizer
 from paceline.types import Chunk, Request, Result
 from paceline.web.choices import Totals, metrics_of, round_of, speculation_of, with_seed
+from paceline.web.logprobs import TokenColumns
 from paceline.web.schema import CompletionBody
 from paceline.web.service import Edge
 
@@ -19,11 +21,12 @@ class _Choice:
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    tokens: list[str] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[dict[str, float]] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    next_offset: int = 0
+    columns: TokenColumns | None = None
+    """Its log probabilities, if they are shown."""
+    detokenizer: Detokenizer | None = None
+    """Tells where each of its tokens begins, then."""
+    num_echoed: int = 0
+    """Characters of the prompt before its text."""
     result: Result | None = None
 
 
@@ -76,9 +79,7 @@ class Completion:
         choice.token_ids += item.token_ids
         if self._body.return_token_ids:
             extra["token_ids"] = list(item.token_ids)
-        logprobs = None
-        if self._body.logprobs is not None:
-            logprobs = self._take_logprobs(choice, item)
+        logprobs = self._take_logprobs(i, item)
         options = self._body.stream_options
         if options is not None and options.include_speculation:
             extra["speculation"] = round_of(item)
@@ -98,9 +99,8 @@ class Completion:
             extra: dict[str, Any] = {}
             if self._body.return_token_ids:
                 extra = {"token_ids": choice.token_ids, "prompt_token_ids": self._prompt_ids(i)}
-            logprobs = None
-            if self._body.logprobs is not None:
-                logprobs = _logprobs(choice)
+            columns = self._columns(i)
+            logprobs = None if columns is None else columns.whole()
             choices.append(self._choice(i, "".join(choice.text), logprobs=logprobs, result=choice.result, extra=extra))
         return {**self._head, "choices": choices, "usage": self._totals.counts(), **self._metrics()}
 
@@ -131,38 +131,31 @@ class Completion:
             choice["speculation"] = speculation_of(result)
         return choice | (extra or {})
 
-    def _take_logprobs(self, choice: _Choice, chunk: Chunk) -> dict[str, Any] | None:
-        if not chunk.token_ids:
+    def _columns(self, i: int) -> TokenColumns | None:
+        """The log probabilities of a choice so far; None if they are not shown."""
+        choice, tokenizer = self._choices[i], self._edge.service.info.tokenizer
+        if choice.columns is None and self._body.logprobs is not None:
+            choice.columns = TokenColumns(tokenizer, as_ids=self._body.return_tokens_as_token_ids)
+            choice.detokenizer = tokenizer.detokenizer(self._prompt_ids(i))
+        return choice.columns
+
+    def _take_logprobs(self, i: int, chunk: Chunk) -> dict[str, Any] | None:
+        """Takes the log probabilities of a chunk; returns those that are shown with it, if any."""
+        columns = self._columns(i)
+        if columns is None:
             return None
-        tokenizer = self._edge.service.info.tokenizer
-        begin = len(choice.tokens)
-        for i, (token_id, logprob) in enumerate(zip(chunk.token_ids, chunk.logprobs, strict=True)):
-            token = tokenizer.decode([token_id], special=True)
-            choice.tokens.append(token)
-            choice.logprobs.append(logprob)
-            choice.offsets.append(choice.next_offset)
-            choice.next_offset += len(token)
-            if self._body.logprobs:
-                top: dict[str, float] = {}
-                for other, value in chunk.top_logprobs[i]:
-                    top.setdefault(tokenizer.decode([other], special=True), value)
-                choice.top_logprobs.append(top | {token: logprob})  # it is there even if others are likelier
-        return _logprobs(choice, begin)
+        choice, tops = self._choices[i], chunk.top_logprobs or ((),) * len(chunk.token_ids)
+        text = choice.detokenizer
+        assert text is not None
+        for token_id, logprob, top in zip(chunk.token_ids, chunk.logprobs, tops, strict=True):
+            columns.add(token_id, logprob, top, choice.num_echoed + text.place(token_id), text)
+            text.add(token_id)
+        return columns.take()
 
     def _prompt_text(self, i: int) -> str:
         prompt = self._prompts[i // self._body.n]
-        return prompt if isinstance(prompt, str) else self._edge.service.info.tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) else self._edge.service.info.tokenizer.decode(prompt, special=True)
 
     def _prompt_ids(self, i: int) -> list[int]:
         prompt = self._prompts[i // self._body.n]
         return list(self._edge.service.info.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-
-
-def _logprobs(choice: _Choice, begin: int = 0) -> dict[str, Any]:
-    """OpenAI's ``logprobs`` of a choice, from one of its tokens on."""
-    return {
-        "tokens": choice.tokens[begin:],
-        "token_logprobs": choice.logprobs[begin:],
-        "top_logprobs": choice.top_logprobs[begin:] or None,
-        "text_offset": choice.offsets[begin:],
-    }

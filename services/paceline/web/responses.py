@@ -12,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from paceline.errors import InvalidRequestError
 from paceline.errors.refusals import Fault, shown
 from paceline.types import Chunk, FinishReason, Result
-from paceline.web.chat import Asked, token_logprobs
+from paceline.web.chat import Asked
 from paceline.web.choices import Totals, speculation_of
 from paceline.web.forms import FORMS
+from paceline.web.logprobs import token_logprobs
 from paceline.web.messages import ChatBody, Function, Tool, ToolsBody
 from paceline.web.schema import INERT, NOTHING, read
 from paceline.web.service import Edge

@@ -112,6 +112,8 @@ class Body(SamplingParams):
     """The text ends before the first of these."""
     return_token_ids: bool = False
     """Choices hold the token ids of their text, and with the first of them those of the prompt."""
+    return_tokens_as_token_ids: bool = False
+    """Log probabilities name tokens by their ids, as ``token_id:ID``."""
     cache_salt: str = Field(default="", max_length=MAX_SALT_LEN)
     """Cached prompts and texts that drafts learn from are shared with requests of the same salt only."""
     speculation: SpeculationOptions = SpeculationOptions()

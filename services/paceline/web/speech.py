@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import secrets
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.checkpoint.chat import ChatTemplate
-from paceline.checkpoint.tokenizer import Detokenizer, Tokenizer
+from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.types import Chunk
 
 log = logging.getLogger(__name__)
@@ -55,8 +54,7 @@ class Speech:
         """``prefix`` is the rendered chat, of these tokens. ``by_text``: read the text as it is sent, which ends before
         a stop string but shows no special tokens; else that of the tokens, with special ones."""
         self._parser = chat.parser(prefix, tools)
-        decode = functools.partial(tokenizer.decode, special=True)
-        self._detokenizer = None if by_text else Detokenizer(decode, token_ids)
+        self._detokenizer = None if by_text else tokenizer.detokenizer(token_ids, special=True)
         self._call = ""
         self._num_tokens = 0
         self._open: list[int] = []  # places of tokens whose text may still become content
