@@ -75,6 +75,7 @@ _PATHS = ("metrics", "health", "ping", "version", "v1/models", "v1/models/x", "x
 _BODIES: dict[str, dict[str, Any]] = {
     "v1/completions": {"prompt": "abc", "max_tokens": 3, "n": 2, "logprobs": 1, "stop": ["x"], "stream": True},
     "v1/chat/completions": {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 3, "tools": []},
+    "v1/messages": {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 3, "system": "def", "stream": True},
     "v1/responses": {"input": "abc", "max_output_tokens": 3, "instructions": "def", "stream": True},
 }
 """Path and body of the HTTP requests that are not for everybody."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,11 @@ class ChatTemplate:
         self._tokenizer, self._given = tokenizer, given
         self.response = response
         """The response template. None: all of an answer is content."""
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Variables that the chat template reads."""
+        return _variables(self._tokenizer.get_chat_template(self._given))
 
     @property
     def calls_tools(self) -> bool:

@@ -3,7 +3,7 @@
 GET  /health /ping /version /metrics     anybody
 GET  / and what its page loads           anybody, unless it is switched off
 GET  /v1/models, /v1/status,             who has a key, where there are keys
-POST /v1/completions, /v1/chat/completions, /v1/responses
+POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, and the two that count tokens
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
@@ -28,7 +28,9 @@ from paceline import __version__, logs
 from paceline.errors import InvalidRequestError, NotFoundError, PacelineError
 from paceline.types import Chunk, Result, check_request_id
 from paceline.types import Request as Generation
+from paceline.web import anthropic
 from paceline.web import responses as responding
+from paceline.web.anthropic_schema import CountBody, MessageBody
 from paceline.web.chat import ChatCompletion
 from paceline.web.choices import Item, run_all
 from paceline.web.completions import Completion
@@ -45,7 +47,7 @@ _LARGE_BODY = 1 << 16
 _REQUEST_ID = "x-request-id"
 _MAY_BE_NAMED = frozenset(
     name
-    for kind in (CompletionBody, ChatBody, responding.ResponseBody)
+    for kind in (CompletionBody, ChatBody, responding.ResponseBody, MessageBody)
     for names in (kind.model_fields, kind.INERT, kind.RENAMED, kind.FORMS)
     for name in names
 )
@@ -56,6 +58,8 @@ class Answer(Protocol):
 
     requests: list[Generation]
     """One for each choice."""
+    ends_with_done: bool
+    """The last line of a stream is ``[DONE]``."""
 
     def take(self, i: int, item: Chunk | Result) -> Iterable[dict[str, Any]]:
         """Takes what choice ``i`` has yielded; returns the events that tell of it."""
@@ -65,6 +69,12 @@ class Answer(Protocol):
 
     def body(self) -> dict[str, Any]:
         """The whole answer."""
+
+    def failure(self, status: int, body: dict[str, Any]) -> Iterable[dict[str, Any]]:
+        """Returns the last events of a stream that fails; ``body``: OpenAI's body of the error."""
+
+
+_A = TypeVar("_A", bound=Answer)
 
 
 class _Json(JSONResponse):
@@ -94,15 +104,19 @@ def make_app(edge: Edge) -> FastAPI:
     def caller_of(request: Request) -> str:
         return edge.access.identify(list(request.headers.items()))
 
-    async def answer(request: Request, kind: Callable[[Edge, Any, str], Answer], body: type[Body]) -> Response:
-        caller = caller_of(request)
+    async def asked(request: Request, kind: Callable[[Edge, Any, str], _A], body: type[Body]) -> tuple[Body, _A]:
+        """The body of a request, and what answers it."""
         request_id = _request_id(request)
         data, size = await _json(request, edge.max_body_bytes)
         given = read(body, data)
         if given.model not in (None, edge.model_id):
             raise _no_model(str(given.model), edge)
         long = size > _LARGE_BODY or edge.chat is not None  # templates render and tokenize at once
-        made = await asyncio.to_thread(kind, edge, given, request_id) if long else kind(edge, given, request_id)
+        return given, await asyncio.to_thread(kind, edge, given, request_id) if long else kind(edge, given, request_id)
+
+    async def answer(request: Request, kind: Callable[[Edge, Any, str], Answer], body: type[Body]) -> Response:
+        caller = caller_of(request)
+        given, made = await asked(request, kind, body)
         requests = made.requests
         if given.stream_options is not None and given.stream_options.include_trace:
             requests = [replace(one, trace=True) for one in requests]
@@ -110,7 +124,7 @@ def make_app(edge: Edge) -> FastAPI:
             found = edge.trace_headers(request.headers.items())
             requests = [replace(one, trace_headers=found) for one in requests]
         items = run_all(edge, caller, requests, request.receive)
-        headers = {_REQUEST_ID: request_id}
+        headers = _id_headers(request)
         if not given.stream:
             async with contextlib.aclosing(items):
                 async for i, item in items:
@@ -200,15 +214,33 @@ def make_app(edge: Edge) -> FastAPI:
         """Answers by items. Nothing is stored."""
         return await answer(request, responding.Response, responding.ResponseBody)
 
+    @app.post(anthropic.PATH)
+    async def messages(request: Request) -> Response:
+        """Answers chats in Anthropic's words."""
+        return await answer(request, anthropic.Message, MessageBody)
+
+    @app.post(f"{anthropic.PATH}/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        """Counts the tokens of a chat in Anthropic's words."""
+        caller_of(request)
+        _, made = await asked(request, anthropic.Message, CountBody)
+        return _Json({"input_tokens": made.num_prompt_tokens}, headers=_id_headers(request))
+
     if edge.playground:
         add_playground(app, edge.access)
+
+    def refusal(request: Request, status: int, body: dict[str, Any], headers: Mapping[str, str]) -> Response:
+        ids = _id_headers(request)
+        if anthropic.PATH in request.url.path:
+            body = anthropic.error_body(status, body["error"]["message"], ids[_REQUEST_ID])
+        return _Json(body, status, headers={**headers, **ids})
 
     @app.exception_handler(PacelineError)
     async def refused(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientLeftError):
             return Response(status_code=499)
         status, body, headers = to_http(error, _MAY_BE_NAMED)
-        return _Json(body, status, headers=headers | {_REQUEST_ID: getattr(request.state, "request_id", "")})
+        return refusal(request, status, body, headers)
 
     @app.exception_handler(HTTPException)
     async def no_such_path(request: Request, error: Exception) -> Response:
@@ -217,13 +249,13 @@ def make_app(edge: Edge) -> FastAPI:
         if error.status_code not in (404, 405):
             message = str(error.detail)
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        return _Json(body_of(message, kind), error.status_code, headers=error.headers)
+        return refusal(request, error.status_code, body_of(message, kind), error.headers or {})
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         logs.unexpected(log, error)
-        status, body, _ = to_http(error)
-        return _Json(body, status)
+        status, body, headers = to_http(error)
+        return refusal(request, status, body, headers)
 
     return app
 
@@ -234,6 +266,15 @@ def _paths(app: FastAPI) -> Iterator[str]:
 
 def _no_model(name: str, edge: Edge) -> NotFoundError:
     return NotFoundError(f"model is {name[:200]!r}: {edge.model_id!r} is served")
+
+
+def _id_headers(request: Request) -> dict[str, str]:
+    """The headers that name a request: OpenAI's, and Anthropic's on its paths."""
+    if not hasattr(request.state, "request_id"):  # it was refused before its id was read
+        request.state.request_id = secrets.token_hex(16)
+    request_id = request.state.request_id
+    named = (_REQUEST_ID, "request-id") if anthropic.PATH in request.url.path else (_REQUEST_ID,)
+    return dict.fromkeys(named, request_id)
 
 
 def _request_id(request: Request) -> str:
@@ -277,17 +318,20 @@ async def _events(answer: Answer, first: Item, items: AsyncGenerator[Item, None]
                     yield _framed(event)
             for event in answer.finish():
                 yield _framed(event)
-            yield b"data: [DONE]\n\n"
+            if answer.ends_with_done:
+                yield b"data: [DONE]\n\n"
         except ClientLeftError:
             return
         except Exception as error:
             if not isinstance(error, PacelineError):
                 logs.unexpected(log, error)
-            yield _framed(to_http(error)[1])
+            status, body, _ = to_http(error)
+            for event in answer.failure(status, body):
+                yield _framed(event)
 
 
 def _framed(event: dict[str, Any]) -> bytes:
-    kind = event.get("type")  # of /v1/responses
+    kind = event.get("type")  # of /v1/responses and /v1/messages
     return (b"" if kind is None else f"event: {kind}\n".encode()) + b"data: " + _dumps(event) + b"\n\n"
 
 

@@ -91,6 +91,8 @@ class _Choice:
 class ChatCompletion:
     """The answer to one body: its requests, then events or one object made of what they yield."""
 
+    ends_with_done = True
+
     def __init__(self, edge: Edge, body: ChatBody, request_id: str) -> None:
         """Raises InvalidRequestError for a body that can never be served."""
         self._edge, self._body = edge, body
@@ -145,6 +147,10 @@ class ChatCompletion:
         if options is not None and options.include_usage:
             counts = {"usage": self._totals.counts(), **self._metrics()}
             yield {**self._head, "object": "chat.completion.chunk", "choices": [], **counts}
+
+    def failure(self, status: int, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yields the last event of a stream that fails."""
+        yield body
 
     def body(self) -> dict[str, Any]:
         """The whole answer."""

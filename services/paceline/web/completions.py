@@ -33,6 +33,8 @@ class _Choice:
 class Completion:
     """The answer to one body: its requests, then events or one object made of what they yield."""
 
+    ends_with_done = True
+
     def __init__(self, edge: Edge, body: CompletionBody, request_id: str) -> None:
         """Raises InvalidRequestError for a body that can never be served."""
         self._edge, self._body = edge, body
@@ -91,6 +93,10 @@ class Completion:
         options = self._body.stream_options
         if options is not None and options.include_usage:
             yield {**self._head, "choices": [], "usage": self._totals.counts(), **self._metrics()}
+
+    def failure(self, status: int, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yields the last event of a stream that fails."""
+        yield body
 
     def body(self) -> dict[str, Any]:
         """The whole answer."""

@@ -131,7 +131,7 @@ def _text_of(part: Any, i: int) -> str:
 class Function(_Strict):
     """A function that an answer may call."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments."""

@@ -127,6 +127,8 @@ def _message(item: dict[str, Any], i: int) -> dict[str, Any]:
 class Response:
     """The answer to one body: its request, then events or one object made of what it yields."""
 
+    ends_with_done = True
+
     def __init__(self, edge: Edge, body: ResponseBody, request_id: str) -> None:
         """Raises InvalidRequestError for a body that can never be served."""
         self._edge, self._body, self._id = edge, body, request_id
@@ -168,6 +170,14 @@ class Response:
         """Yields the last event of a stream."""
         whole = self.body()
         yield self._event(whole["status"], response=whole)
+
+    def failure(self, status: int, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yields the last event of a stream that fails; ``body``: OpenAI's body of the error."""
+        error = body["error"]
+        code = "rate_limit_exceeded" if status == 429 else error["code"] or "server_error"
+        yield self._event(
+            "failed", response=self._whole("failed") | {"error": {"code": code, "message": error["message"]}}
+        )
 
     def body(self) -> dict[str, Any]:
         """The whole answer."""
