@@ -230,7 +230,7 @@ class LocalPipeline:
                 sampling,
                 speculation,
                 decode=self.tokenizer.decode,
-                detokenizer=self.tokenizer.detokenizer(token_ids),
+                detokenizer=self.tokenizer.detokenizer(token_ids, special=not sampling.skip_special_tokens),
                 stop=stops,
                 eos_token_ids=eos_token_ids,
                 cache_salt=cache_salt,

@@ -271,7 +271,9 @@ class SamplingParams(_RequestParams):
     stop_token_ids: tuple[TokenId, ...] = ()
     """The output ends with the first of these."""
     include_stop_str_in_output: bool = False
-    """The text ends with the stop string that ends it, not before."""
+    """The text ends with the stop string or token that ends it, not before."""
+    skip_special_tokens: bool = True
+    """Special tokens have no text. False: the text shows them, but for one that ends it."""
     ignore_eos: bool = False
     """Go on after an end-of-sequence token."""
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
@@ -401,6 +403,7 @@ class SamplingFields(TypedDict, total=False):
     max_tokens: int
     stop_token_ids: Sequence[int]
     include_stop_str_in_output: bool
+    skip_special_tokens: bool
     ignore_eos: bool
     seed: int | None
     seed_scope: SeedScope | Literal["prompt", "global"]

@@ -56,7 +56,7 @@ REFUSED = {
     "structured_output": [{}, {"regex": "a", "json_object": True}],
     "prompt_logprobs": [1],
     "use_beam_search": [True],
-    "skip_special_tokens": [False],
+    "skip_special_tokens": ["maybe"],
     "allowed_token_ids": [[], [299999], [-1], 3, [True], [1] * 1025],
     "include_stop_str_in_output": ["maybe"],
     "speculation": [{"mode": "magic"}, {"k": 3}, {"enabled": False, "mode": "sequential"}, {"max_draft_tokens": 99}],

@@ -128,7 +128,7 @@ class Admission:
             sampling,
             request.speculation,
             decode=info.tokenizer.decode,
-            detokenizer=info.tokenizer.detokenizer(token_ids),
+            detokenizer=info.tokenizer.detokenizer(token_ids, special=not sampling.skip_special_tokens),
             stop=request.stop,
             eos_token_ids=info.eos_token_ids,
             generated_token_ids=generated,

@@ -538,9 +538,12 @@ class Session:
         """
         segments: list[tuple[str, bool]] = []
         num_tokens, matched = 0, None
+        silent = finish_reason is FinishReason.STOP and not self.sampling.include_stop_str_in_output
         for token_id in token_ids:
             num_tokens += 1
             self._num_decided += 1
+            if silent and num_tokens == len(token_ids):
+                break  # the token that ends the text is no part of it
             text, matched = self._release(self._detokenizer.add(token_id))
             if text:
                 segments.append((text, drafted[num_tokens - 1]))

@@ -44,6 +44,7 @@ _SAMPLING_SCALARS = (
     "max_tokens",
     "min_tokens",
     "include_stop_str_in_output",
+    "skip_special_tokens",
     "ignore_eos",
     "seed",
     "seed_scope",
