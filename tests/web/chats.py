@@ -7,9 +7,13 @@ from typing import ClassVar
 
 from tests.support.models import letters_tokenizer, save_pair
 from tests.support.schemas import json_tokenizer
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from paceline.checkpoint.answer_formats import of_response
+from paceline.checkpoint.answers import Reading
+from paceline.checkpoint.chat import ChatTemplate
 from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.router.admission import TargetInfo
 from paceline.types import (
@@ -79,7 +83,7 @@ def save_speaking_pair(folder):
 class Bytes:
     """A tokenizer of characters: 0 to 9 are special, the others are code points less 20."""
 
-    added_tokens_decoder: ClassVar[dict[int, object]] = {}
+    added_tokens_decoder: ClassVar[dict[int, AddedToken]] = {i: AddedToken(f"<{i}>", special=True) for i in range(10)}
     eos_token_id = 7
 
     def __len__(self):
@@ -126,3 +130,21 @@ class Scripted:
 def called(**arguments):
     """A call of ``weather`` as the model writes it."""
     return f"<6>{json.dumps({'name': 'weather', 'arguments': arguments})}<8>"
+
+
+def told(answers, text, tools=None, *, begun="", added=None, cuts=(), fresh=True):
+    """(content, reasoning, calls) of an answer of a format, fed in pieces that end at ``cuts``."""
+    reading = Reading(answers.regions, added or {}, outside=answers.outside)
+    parser = reading.parser(tools, begun, fresh=fresh)
+    text, said, at = reading.marks.of_text(text), [], 0
+    for cut in (*cuts, len(text)):
+        said += parser.feed(text[at:cut])
+        at = cut
+    said += parser.feed("", ended=True)
+    content, reasoning = ("".join(one.text for one in said if one.kind == kind) for kind in ("content", "reasoning"))
+    return content, reasoning, [(one.call.name, json.loads(one.call.arguments)) for one in said if one.call]
+
+
+def of_template(tokenizer, response):
+    """A chat template whose answers are those of a response template."""
+    return ChatTemplate(tokenizer, None, of_response(response))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+from dataclasses import replace
 
 import jsonschema
 import pytest
@@ -12,13 +13,12 @@ from openai import OpenAI
 from tests.support.models import EOS
 from tests.support.rings import slow
 from tests.support.schemas import json_tokenizer
-from tests.web.chats import SHORT
+from tests.web.chats import SHORT, of_template, told
 from tests.web.support import MODEL, call, edge_over, served
 from tokenizers import Tokenizer as Backend
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as TEMPLATES
 
-from paceline.checkpoint import chat as chat_templates
-from paceline.checkpoint import structural_tag
+from paceline.checkpoint import call_readers, structural_tag
 from paceline.checkpoint.chat import ChatTemplate
 from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.tokenizer import JsonTokenizer, Tokenizer
@@ -48,7 +48,7 @@ def grammars(special: bool = True) -> Grammars:
 
 def template(model, speaking):
     (response,) = [response for types, response in TEMPLATES.items() if model in types]
-    return ChatTemplate(speaking[1]._tokenizer, None, response)
+    return of_template(speaking[1]._tokenizer, response)
 
 
 def tool(properties, *, required=(), name="plan", **more):
@@ -57,13 +57,12 @@ def tool(properties, *, required=(), name="plan", **more):
 
 
 def bound(model, speaking, tools, choice="required", parallel=False):
-    return bound_calls(template(model, speaking), tools, choice, parallel=parallel, prefix="")
+    return bound_calls(template(model, speaking), tools, choice, parallel=parallel, in_reasoning=False)
 
 
 def parsed(model, speaking, text, tools):
-    parser = template(model, speaking).parser("", tools)
-    parser.feed(text)
-    return [call["function"] for call in parser.finalize()[0].get("tool_calls", [])]
+    _, _, calls = told(template(model, speaking).format, text, tools)
+    return [{"name": name, "arguments": arguments} for name, arguments in calls]
 
 
 def written(model, name, arguments):
@@ -224,7 +223,8 @@ def test_whatever_is_allowed_is_read_as_arguments_of_the_schema(model, special, 
 
 
 def _knows_no_references(monkeypatch):
-    monkeypatch.setattr(chat_templates, "_with_types", lambda tool: tool)
+    monkeypatch.setattr(call_readers, "resolved", lambda schema, root: schema)
+    monkeypatch.setattr(call_readers, "types_of", lambda schema, root: (schema["type"],))
 
 
 def _puts_no_commas(monkeypatch):
@@ -302,8 +302,8 @@ SPOKEN = [
 def test_a_model_of_random_weights_calls_as_it_is_asked_by_the_tokens_of_plain_decoding(model, speaking):
     schemas = {one["function"]["name"]: one["function"]["parameters"] for one in SPOKEN}
     chat = template(model, speaking)
-    fields = {name: field for name, field in chat.response["fields"].items() if name != "reasoning_content"}
-    chat = ChatTemplate(chat._tokenizer, None, {**chat.response, "fields": fields})  # random weights would not end it
+    answers = replace(chat.format, regions=tuple(one for one in chat.format.regions if one.kind != "reasoning"))
+    chat = ChatTemplate(chat._tokenizer, None, answers)  # random weights would not end a thought
     options = {"logit_bias": SHORT, "return_token_ids": True}
     asked = {"model": MODEL, "messages": USER, "tools": SPOKEN, "temperature": 1.0, "max_tokens": 250}
     with (

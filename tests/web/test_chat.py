@@ -9,13 +9,12 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 from tests.support.models import letters_tokenizer
-from tests.web.chats import RESPONSE, TEMPLATE, Scripted, called, save_chat
+from tests.web.chats import TEMPLATE, Scripted, called, save_chat
 from tests.web.support import MODEL, call, edge_over, events, served
 
-from paceline.checkpoint.chat import load_chat
+from paceline.checkpoint.chat import ChatTemplate, load_chat
 from paceline.errors import ConfigError
 from paceline.types import FinishReason, SamplingParams
-from paceline.web import speech
 
 USER = [{"role": "user", "content": "hello"}]
 WEATHER = {
@@ -256,7 +255,6 @@ REFUSED = [
     ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking is True"),
     ({"reasoning_effort": "low"}, "chat_template_kwargs.reasoning_effort"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens is 4"),
-    ({"stop": ["x"]}, "stop is given, but special tokens"),
     ({"store": True}, "store is true"),
 ]
 
@@ -294,7 +292,7 @@ def test_without_a_response_template_tools_are_refused_and_all_is_content(tmp_pa
     service.says = "<4>x<5>y<7>"
     with served(edge_over(service, chat=load_chat(str(save_chat(tmp_path, response=False))))) as at:
         status, _, answer = call(f"{at}/v1/chat/completions", {"messages": USER, "tools": [WEATHER]})
-        assert (status, "has no response template" in answer["error"]["message"]) == (400, True)
+        assert (status, "no form is known" in answer["error"]["message"]) == (400, True)
         _, _, answer = call(f"{at}/v1/chat/completions", {"messages": USER, "stop": ["zz"]})
         assert answer["choices"][0]["message"]["content"] == "xy"
 
@@ -320,10 +318,9 @@ def test_the_model_types_of_transformers_server_have_its_response_templates(tmp_
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     chat = load_chat(str(tmp_path))
     assert chat.calls_tools
-    assert not chat.parses_special_tokens
+    assert {region.kind for region in chat.format.regions} == {"reasoning", "call", "nothing"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert load_chat(str(tmp_path)).response is None
-    assert RESPONSE["fields"].keys() == chat.response["fields"].keys()
+    assert load_chat(str(tmp_path)).format.regions == ()
 
 
 def test_the_asynchronous_client_streams_calls(scripted):
@@ -341,11 +338,6 @@ def test_the_asynchronous_client_streams_calls(scripted):
 
 def test_reading_an_answer_without_its_prompt_is_noticed(model, monkeypatch):
     """The mutant: the parser does not see what the template has opened."""
-    init = speech.Speech.__init__
-    monkeypatch.setattr(
-        speech.Speech,
-        "__init__",
-        lambda self, chat, tokenizer, prefix, *rest, **more: init(self, chat, tokenizer, "", *rest, **more),
-    )
+    monkeypatch.setattr(ChatTemplate, "begun", lambda *_: "")
     with pytest.raises(AssertionError):
         test_the_reasoning_that_the_template_opens_is_reasoning(model)

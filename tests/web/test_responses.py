@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import openai
 import pytest
 from openai.types.responses import Response
@@ -109,15 +107,16 @@ def test_the_log_probabilities_shown_are_those_of_the_text(model, says, text):
 
 
 def test_tokens_of_the_reasoning_among_them_are_noticed(model, monkeypatch):
-    """The mutant: no token is ever closed."""
-    monkeypatch.setattr(Speech, "_placed", lambda self, parts: (replace(p, places=tuple(self._open)) for p in parts))
+    """The mutant: every token so far is one of the text."""
+    monkeypatch.setattr(Speech, "_places_of", lambda self, one: list(range(one.end)))
     whole, _ = texts_of_logprobs(model[1])
     assert "".join(whole) != "so"
 
 
 def test_the_log_probabilities_are_those_of_a_chat(speaking):
     pipeline, chat = speaking
-    asked = {"temperature": 1.0, "seed": 5, "logit_bias": {"4": -100}, "ignore_eos": True, "top_logprobs": 3}
+    marks = {str(i): -100 for i in range(10)}
+    asked = {"temperature": 1.0, "seed": 5, "logit_bias": marks, "ignore_eos": True, "top_logprobs": 3}
     with served(edge_over(pipeline, chat=chat)) as at:
         body = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "max_tokens": 12}
         chatted = call(f"{at}/v1/chat/completions", asked | body)[2]["choices"][0]["logprobs"]["content"]

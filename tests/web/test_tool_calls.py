@@ -7,11 +7,10 @@ import json
 import jsonschema
 import pytest
 from openai import OpenAI
-from tests.web.chats import SHORT
+from tests.web.chats import SHORT, of_template, told
 from tests.web.support import MODEL, call, edge_over, served
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as TEMPLATES
 
-from paceline.checkpoint.chat import ChatTemplate
 from paceline.errors import InvalidRequestError
 from paceline.web import chat as chats
 from paceline.web.calls import bound_calls
@@ -93,8 +92,8 @@ def test_a_form_that_gets_lost_is_noticed(at, monkeypatch):
     assert not answer["choices"][0]["message"].get("tool_calls")
 
 
-def form(chat, choice, parallel=True, prefix="<1>assistant<3>", **more):
-    found = bound_calls(chat, tools(**more), choice, parallel=parallel, prefix=prefix)
+def form(chat, choice, parallel=True, in_reasoning=False, **more):
+    found = bound_calls(chat, tools(**more), choice, parallel=parallel, in_reasoning=in_reasoning)
     return None if found is None else json.loads(found.structural_tag)["format"]["elements"]
 
 
@@ -109,43 +108,49 @@ def test_free_calls_are_bound_if_they_are_strict_or_may_be_one_alone(speaking):
     _, calls = form(chat, None, parallel=False)
     assert calls["stop_after_first"] is True
     assert calls["tags"][0]["content"]["elements"][2]["json_schema"] == {"type": "object"}
-    begun, *_ = form(chat, "required", prefix="<1>assistant<3><4>")
+    begun, *_ = form(chat, "required", in_reasoning=True)
     assert (begun["type"], begun["begin"]) == ("tag", "")
 
 
 def of_type(speaking, model_type):
     (response,) = [template for types, template in TEMPLATES.items() if model_type in types]
-    return ChatTemplate(speaking[1]._tokenizer, None, response)
+    return of_template(speaking[1]._tokenizer, response)
 
 
 def test_qwens_calls_are_bound_as_qwen_writes_them(speaking):
     chat = of_type(speaking, "qwen3")
-    thought, _, calls = form(chat, {"name": "wait"}, prefix="<|im_start|>assistant\n")
+    thought, _, calls = form(chat, {"name": "wait"})
     assert thought["content"] == {"type": "tag", "content": {"type": "any_text"}, "end": "</think>", "begin": "<think>"}
     (tag,) = calls["tags"]
     assert (tag["begin"], tag["end"], calls["separator"]) == ("<tool_call>", "</tool_call>", "\n")
     texts = [part["value"] for part in tag["content"]["elements"] if part["type"] == "const_string"]
     assert texts == ['{"name": "wait", "arguments": ', "}"]
     said = '\n<tool_call>\n{"name": "wait", "arguments": {"seconds": 3}}\n</tool_call>'
-    parser = chat.parser("<|im_start|>assistant\n", tools())
-    parser.feed(said)
-    (called,) = parser.finalize()[0]["tool_calls"]
-    assert called["function"] == {"name": "wait", "arguments": {"seconds": 3}}
+    assert told(chat.format, said, tools()) == ("", "", [("wait", {"seconds": 3})])
 
 
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({"choice": "required"}, "tool_choice is 'required', but this model"),
-        ({"choice": "auto", "parallel": False}, "parallel_tool_calls is false, but this model"),
-        ({"choice": None, "strict": True}, "tools hold one that is strict, but this model"),
+        (
+            {"choice": "required"},
+            "tool_choice is 'required', but this model writes calls in",
+        ),
+        (
+            {"choice": "auto", "parallel": False},
+            "parallel_tool_calls is false, but this model writes calls in",
+        ),
+        (
+            {"choice": None, "strict": True},
+            "tools hold one that is strict, but this model writes calls in",
+        ),
     ],
 )
 def test_calls_in_another_form_are_refused(speaking, asked, sentence):
     """Lines of keys and values, which no form here is."""
     lines = {"open": "<call>", "close": "</call>", "content": "kv-lines", "transform": {"function": "{content}"}}
     response = {"start_anchor": "<3>", "fields": {"tool_calls": lines, "content": {"content": "text"}}}
-    chat = ChatTemplate(speaking[1]._tokenizer, None, response)
+    chat = of_template(speaking[1]._tokenizer, response)
     with pytest.raises(InvalidRequestError, match=sentence):
         form(chat, **asked)
 

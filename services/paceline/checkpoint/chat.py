@@ -1,7 +1,6 @@
-"""Chats as tokens, and answers as messages: the chat template of a tokenizer, and its response template.
+"""Chats as tokens, and how their answers are told apart: the templates of a tokenizer.
 
-Both are transformers' own: ``apply_chat_template`` renders, ``ResponseParser`` tells content, reasoning and tool calls
-apart while the text grows.
+transformers' ``apply_chat_template`` renders; ``answer_formats.py`` knows the forms of answers.
 """
 
 from __future__ import annotations
@@ -10,26 +9,49 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+from paceline.checkpoint.answer_formats import (
+    CALL_PARSERS,
+    REASONING_PARSERS,
+    AnswerFormat,
+    format_of,
+    of_response,
+    transformers_template,
+)
+from paceline.checkpoint.answers import Reading
 from paceline.checkpoint.folder import read_json, require_no_code
-from paceline.checkpoint.json_schema import resolved, types_of
+from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.errors import ConfigError, InvalidRequestError
 
 Message = Mapping[str, Any]
 """A message as templates read it: ``role``, ``content`` and what else its role has."""
+_ENDS = ("add_generation_prompt", "continue_final_message")
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a call: an object for templates that read one, JSON text for those that join it to others."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
 
 
 class ChatTemplate:
     """The templates of one tokenizer."""
 
-    def __init__(self, tokenizer: Any, given: str | None, response: Mapping[str, Any] | None) -> None:
-        """``tokenizer`` is one of transformers. ``given``: a template in place of its own. ``response``: how an answer
-        is told apart; None: all of it is content."""
+    def __init__(self, tokenizer: Any, given: str | None, format: AnswerFormat) -> None:
+        """``tokenizer`` is one of transformers. ``given``: a template in place of its own. ``format``: how an answer is
+        told apart."""
         self._tokenizer, self._given = tokenizer, given
-        self.response = response
-        """The response template. None: all of an answer is content."""
+        self.format = format
+        self._readings: dict[tuple[int, bool], tuple[Tokenizer, Reading]] = {}
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -39,15 +61,55 @@ class ChatTemplate:
     @property
     def calls_tools(self) -> bool:
         """True if an answer's tool calls can be told from its text."""
-        return self.response is not None and "tool_calls" in self.response["fields"]
+        return self.format.calls is not None
 
-    @property
-    def parses_special_tokens(self) -> bool:
-        """True if parts of an answer begin with special tokens, which its text does not show."""
-        fields = {} if self.response is None else self.response["fields"]
-        opens = json.dumps([[field.get("open"), field.get("open_pattern")] for field in fields.values()])
-        added = self._tokenizer.added_tokens_decoder.values()
-        return any(json.dumps(str(token))[1:-1] in opens for token in added if token.special)
+    def writes(self, mark: str) -> bool:
+        """True if the chat template or the tokenizer has a mark."""
+        templates = self._tokenizer.chat_template if self._given is None else self._given
+        return mark in str(templates) or any(mark == str(one) for one in self._tokenizer.added_tokens_decoder.values())
+
+    def reading(self, tokenizer: Tokenizer, *, skips_special: bool = True) -> Reading:
+        """What reads answers of a tokenizer; it is kept.
+
+        ``skips_special`` false: text of special tokens is shown, and all of an answer is content unless a form was
+        named.
+        """
+        key = id(tokenizer), skips_special
+        if key not in self._readings:
+            regions, outside = self.format.regions, self.format.outside
+            added = tokenizer.added_tokens
+            if not skips_special:
+                regions, outside = (regions, outside) if self.format.named else ((), "content")
+                added = {token_id: (text, False) for token_id, (text, _) in added.items()}
+            self._readings[key] = tokenizer, Reading(regions, added, outside=outside)
+        return self._readings[key][1]
+
+    def begun(
+        self,
+        prompt: str,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> str:
+        """The end of a rendered chat that belongs to its answer, such as an opened thought or the message continued.
+
+        It is what the chat without it lacks.
+        """
+        continues = bool(options.get("continue_final_message"))
+        if not self.format.regions or not (continues or options.get("add_generation_prompt")):
+            return ""
+        before = messages[:-1] if continues else messages
+        try:
+            without = self.render(before, tools, {**options, **dict.fromkeys(_ENDS, False)}) if before else ""
+        except InvalidRequestError:  # the template wants what was left out
+            without = prompt
+        if without == prompt:
+            content = str(messages[-1].get("content") or "").strip()
+            at = prompt.rfind(content) if content else -1
+            return prompt[at + len(content) * (not continues) :] if at >= 0 else ""
+        return prompt[
+            next((i for i, (a, b) in enumerate(zip(prompt, without, strict=False)) if a != b), len(without)) :
+        ]
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, options: Mapping[str, Any]
@@ -58,7 +120,7 @@ class ChatTemplate:
             InvalidRequestError: the template reads no such variable, or refuses the messages.
         """
         own = self._tokenizer.get_chat_template(self._given, tools=tools)
-        for name in options.keys() - {"add_generation_prompt", "continue_final_message"} - _variables(own):
+        for name in options.keys() - {*_ENDS} - _variables(own):
             raise InvalidRequestError(
                 f"chat_template_kwargs.{name} is {options[name]!r}: the chat template reads no such variable"
             )
@@ -66,6 +128,7 @@ class ChatTemplate:
             chat = [dict(message) for message in messages]
         else:  # the newer name of system
             chat = [{**m, "role": "system"} if m["role"] == "developer" else dict(m) for m in messages]
+        chat = [_as_read(message, own) for message in chat]
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -79,33 +142,19 @@ class ChatTemplate:
         """Token ids of a rendered chat, which brings its special tokens itself."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def parser(self, prefix: str, tools: Sequence[Mapping[str, Any]] | None) -> Any:
-        """A new ``ResponseParser`` for an answer to the chat ``prefix``; None if all of it is content.
 
-        Without ``tools`` whatever looks like a call is content.
-        """
-        if self.response is None:
-            return None
-        from transformers.utils.chat_parsing import ResponseParser
-
-        fields = dict(self.response["fields"])
-        if not tools:
-            fields.pop("tool_calls", None)
-        elif fields.get("tool_calls", {}).get("content") == "xml-inline":  # arguments are text, cast by their types
-            tools = [_with_types(tool) for tool in tools]
-        return ResponseParser({**self.response, "fields": fields}, prefix=prefix, tools=list(tools or ()))
-
-
-def _with_types(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool whose arguments have the types that their schemas say by references, values or combinations, too."""
-    function = tool["function"]
-    schema = function.get("parameters") or {}
-    try:
-        properties = resolved(schema, schema).get("properties", {})
-        types = {name: {"type": list(types_of(one, schema))} for name, one in properties.items()}
-    except (LookupError, TypeError, ValueError, AttributeError):  # no schema: all arguments stay text
-        types = {}
-    return {"type": "function", "function": {**function, "parameters": {"properties": types}}}
+def _as_read(message: dict[str, Any], template: str) -> dict[str, Any]:
+    """A message whose reasoning has the name that the template reads, and whose arguments can be joined to text."""
+    if "reasoning_content" in message and "reasoning_content" not in template:
+        name = next((key for key in _REASONING_KEYS if f".{key}" in template or f'"{key}"' in template), None)
+        if name is not None:
+            message[name] = message.pop("reasoning_content")
+    if message.get("tool_calls"):
+        message["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": Arguments(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+    return message
 
 
 def _variables(template: str) -> frozenset[str]:
@@ -116,11 +165,32 @@ def _variables(template: str) -> frozenset[str]:
     return found
 
 
-def load_chat(path: str, file: str | None = None, trust_remote_code: bool = False) -> ChatTemplate | None:
-    """The chat template of a tokenizer's directory or hub id; ``file`` holds one in its place. None: there is none.
+def load_chat(
+    path: str,
+    file: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+) -> ChatTemplate | None:
+    """The chat template of a tokenizer's directory or hub id. None: there is none.
 
-    Raises ConfigError if one cannot be read, or is no valid template.
+    Args:
+        path: the directory or id.
+        file: holds a template in place of the tokenizer's own.
+        trust_remote_code: Python code that comes with it may run.
+        tool_parser: the form of the calls. None: by the marks of template and tokenizer.
+        reasoning_parser: the form of the reasoning. None: likewise.
+
+    Raises:
+        ConfigError: a template cannot be read, or is not valid; or there is no such form.
     """
+    for key, name, allowed in (
+        ("tool_call_parser", tool_parser, CALL_PARSERS),
+        ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
+    ):
+        if name is not None and name not in allowed:
+            raise ConfigError(f"server.{key} is {name!r}: {', '.join(sorted(allowed))} are allowed")
     folder = Path(path).expanduser()
     given = None if file is None else _read(file)
     if given is None and folder.is_dir() and not _has_template(folder):
@@ -143,7 +213,26 @@ def load_chat(path: str, file: str | None = None, trust_remote_code: bool = Fals
         line = getattr(error, "lineno", None)
         place = f", line {line}" if line is not None else ""
         raise ConfigError(f"the chat template of {file or path!r} is not valid{place}: {error}") from error
-    return ChatTemplate(tokenizer, given, _response_template(tokenizer, folder))
+    return ChatTemplate(tokenizer, given, _format(tokenizer, given, folder, tool_parser, reasoning_parser))
+
+
+def _format(
+    tokenizer: Any, given: str | None, folder: Path, tool_parser: str | None, reasoning_parser: str | None
+) -> AnswerFormat:
+    """How answers are told apart: as configured, by the tokenizer's response template, by marks, or by model type."""
+    response = getattr(tokenizer, "response_template", None)
+    templates = tokenizer.chat_template if given is None else given
+    template = "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    try:
+        found = format_of(template, added, response, tool_parser, reasoning_parser)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"the response template of {tokenizer.name_or_path!r} is not valid: {error}") from error
+    model_type = read_json(folder, "config.json").get("model_type")
+    if found.regions or found.named or response is not None or model_type is None:
+        return found
+    by_type = transformers_template(model_type)
+    return found if by_type is None else of_response(by_type)
 
 
 def _has_template(folder: Path) -> bool:
@@ -161,20 +250,3 @@ def _read(file: str) -> str:
     if not text.strip():
         raise ConfigError(f"server.chat_template is {file!r}: it is empty")
     return text
-
-
-def _response_template(tokenizer: Any, folder: Path) -> Mapping[str, Any] | None:
-    """The response template of a tokenizer, or the one that transformers' own server takes for its model type."""
-    if (own := getattr(tokenizer, "response_template", None)) is not None:
-        return dict(own)
-    model_type = read_json(folder, "config.json").get("model_type")
-    if model_type is None:
-        return None
-    try:
-        from transformers.cli.serving.utils import get_response_template
-    except ImportError:  # a version without it
-        return None
-    found: Mapping[str, Any] | None = get_response_template(
-        tokenizer, SimpleNamespace(config=SimpleNamespace(model_type=model_type))
-    )
-    return found

@@ -17,7 +17,7 @@ from paceline.errors import ConfigError
 MODULES = {
     "embedded": (
         *("torch", "transformers", "tokenizers", "safetensors", "numpy"),
-        *("prometheus_client", "fastapi", "uvicorn", "jinja2", "llguidance"),
+        *("prometheus_client", "fastapi", "uvicorn", "jinja2", "llguidance", "regex"),
     ),
     "serve": ("ray", "grpc_reflection", "cryptography"),
     "quant": ("torchao",),

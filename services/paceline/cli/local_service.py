@@ -142,7 +142,13 @@ def local_edge(
 ) -> Edge:
     """The edge of HTTP over a pipeline of this machine. Raises ConfigError for a template that cannot be read."""
     target = pipeline.config.target
-    chat = load_chat(target.path, server.chat_template, target.trust_remote_code)
+    chat = load_chat(
+        target.path,
+        server.chat_template,
+        target.trust_remote_code,
+        tool_parser=server.tool_call_parser,
+        reasoning_parser=server.reasoning_parser,
+    )
     registry = registry or Registry()
     measured = Measured(pipeline, registry, model_id, tracing=tracing)
     return Edge(

@@ -38,7 +38,13 @@ from paceline.errors.refusals import keys_of
 from paceline.preflight.service import require_service
 from paceline.security import haproxy
 
-_SERVER_KEYS = ["server.host", "server.grpc_port", "server.http_port"]
+_SERVER_KEYS = [
+    "server.host",
+    "server.grpc_port",
+    "server.http_port",
+    "server.tool_call_parser",
+    "server.reasoning_parser",
+]
 _FILE_KEYS = {
     "tls_certificate": "server.tls.certificate",
     "tls_key": "server.tls.key",

@@ -80,15 +80,20 @@ class Ingress:
         self._incarnation = time.time_ns()
         self._facts = await asyncio.to_thread(model_facts, self.config)
         loading, engine = self.config.target_config.model_loading_config, self.config.target_config.engine_kwargs
+        server = self.config.server
         self._chat = await asyncio.to_thread(
-            load_chat, loading.tokenizer, self.config.server.chat_template, engine.trust_remote_code
+            load_chat,
+            loading.tokenizer,
+            server.chat_template,
+            engine.trust_remote_code,
+            tool_parser=server.tool_call_parser,
+            reasoning_parser=server.reasoning_parser,
         )
         self._pools = [ServePool("target", targets)]
         if drafts is not None:
             self._pools.append(ServePool("draft", drafts))
         registry = Registry(self._replica_id, mirror=True)
         self._access_metrics = AccessMetrics(registry)
-        server = self.config.server
         self._keys = None if server.api_keys is None else KeyRing(server.api_keys)
         self._access = Access(self._keys, self._access_metrics, require_tls=server.tls is not None)
         self._certificates: dict[str, Certificates] = {}

@@ -24,6 +24,63 @@ from paceline.config.tracing import TracingConfig
 from paceline.errors import ConfigError
 from paceline.errors.refusals import Fault, explain, keys_of
 
+ToolCallParser = Literal[
+    "hermes",
+    "llama3_json",
+    "llama4_json",
+    "llama4_pythonic",
+    "pythonic",
+    "mistral",
+    "deepseek_v3",
+    "deepseek_v31",
+    "deepseek_v32",
+    "deepseek_v4",
+    "openai",
+    "glm45",
+    "glm47",
+    "kimi_k2",
+    "minimax",
+    "minimax_m2",
+    "granite",
+    "granite4",
+    "qwen3_xml",
+    "qwen3_coder",
+    "mimo",
+    "seed_oss",
+    "ernie45",
+    "jamba",
+    "hunyuan_a13b",
+    "internlm",
+    "phi4_mini_json",
+    "gemma4",
+    "none",
+]
+"""Names of ``checkpoint/answer_formats.py``."""
+ReasoningParser = Literal[
+    "deepseek_r1",
+    "deepseek_v3",
+    "deepseek_v4",
+    "qwen3",
+    "glm45",
+    "glm47",
+    "kimi_k2",
+    "minimax",
+    "minimax_m2",
+    "granite",
+    "mistral",
+    "openai_gptoss",
+    "hunyuan_a13b",
+    "ernie45",
+    "mimo",
+    "olmo3",
+    "nemotron_v3",
+    "seed_oss",
+    "step3",
+    "gemma4",
+    "none",
+]
+"""Names of ``checkpoint/answer_formats.py``."""
+
 
 class ServerConfig(Strict):
     """The address at which clients reach the service."""
@@ -43,6 +100,12 @@ class ServerConfig(Strict):
     """YAML file of the API keys and their limits. None: everybody may call."""
     chat_template: str | None = Field(default=None, min_length=1)
     """File of a Jinja template that makes a prompt of a chat. None: that of the target's tokenizer, if it has one."""
+    tool_call_parser: ToolCallParser | None = None
+    """Form of the model's tool calls, by the name of vLLM's parser; ``none``: calls stay in the content. By default the
+    marks of chat template and tokenizer tell it."""
+    reasoning_parser: ReasoningParser | None = None
+    """Form of the model's reasoning, by the name of vLLM's parser; ``none``: it stays in the content. By default the
+    marks of chat template and tokenizer tell it."""
     playground: bool = True
     """Serve a page at ``/`` of the HTTP port that shows speculation at work. It asks for a key where there are keys."""
 

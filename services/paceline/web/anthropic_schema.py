@@ -13,7 +13,6 @@ from paceline.errors import InvalidRequestError
 from paceline.errors.refusals import Fault, shown
 from paceline.web.messages import Function, Tool, ToolsBody
 from paceline.web.schema import INERT, NOTHING
-from paceline.web.speech import REASONING
 
 _ANY: tuple[EllipsisType] = (...,)
 _JOINT = "\n"
@@ -184,7 +183,7 @@ class MessageBody(CountBody):
 
 
 def _reasons(chat: ChatTemplate) -> bool:
-    return chat.response is not None and any(name in chat.response["fields"] for name in REASONING)
+    return chat.format.reasoning is not None
 
 
 def _choice(choice: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Arguments of tool calls that are not written as JSON: the formats of a structural tag for the schema of a function.
 
-Two ways are known: an element for each argument, with text as it is and everything else as JSON (Qwen 3.5), and an
-object with bare keys and strings between quotes of their own (Gemma 4).
+Three ways are known: an element for each argument, with text as it is and everything else as JSON (Qwen 3.5), an
+object with bare keys and strings between quotes of their own (Gemma 4), and arguments by name, as Python has them.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ def either(formats: Sequence[Format]) -> Format:
 class Elements:
     """Arguments as ``begin % name``, a value, ``end``: strings as they are, everything else as JSON."""
 
-    def __init__(self, begin: str, end: str, after: str, forbidden: Sequence[str]) -> None:
-        """``after`` follows each ``end``. ``forbidden``: what no text may hold, besides ``end``."""
-        self._begin, self._end, self._after, self._forbidden = begin, end, after, list(forbidden)
+    def __init__(self, begin: str, end: str, after: str, forbidden: Sequence[str], gap: str = "\n") -> None:
+        """``gap`` stands before each ``end``, and ``after`` behind it. ``forbidden``: what no text may hold, besides
+        ``end``."""
+        self._begin, self._after, self._forbidden = begin, after, list(forbidden)
+        self._end, self._closing = end, gap + end
 
     def arguments(self, schema: Schema, name: str) -> Format:
         """All arguments that a schema allows, in its order.
@@ -73,13 +75,13 @@ class Elements:
             for text in texts:
                 if text != text.strip() or any(end in text for end in (self._end, *self._forbidden)):
                     raise _fault(name, place, f"allows {text!r}, which this model cannot write")
-            return [const(f"{text}\n{self._end}") for text in texts]
+            return [const(text + self._closing) for text in texts]
         types = types_of(schema, root)
         if types and "string" not in types:
             if len(types) == 1 and schema.keys() <= _NOTES and types[0] in _PYTHONS:
-                return [const(f"{text}\n{self._end}") for text in _PYTHONS[types[0]]]
+                return [const(text + self._closing) for text in _PYTHONS[types[0]]]
             form = {"type": "json_schema", "json_schema": _with_definitions(schema, root)}
-            return [sequence(form, const(f"\n{self._end}"))]
+            return [sequence(form, const(self._closing))]
         if set(types) - {"string", "null"}:
             raise _fault(name, place, "allows text and other values, which this model does not tell apart")
         parts = next((schema[key] for key in _EITHER if key in schema), None)
@@ -90,10 +92,25 @@ class Elements:
         _refuse_keywords(schema, _OF_STRING, name, place)
         if schema.keys() & _OF_STRING:
             line = _line(schema.get("minLength", 0), schema.get("maxLength"))
-            nothing = [const(f"None\n{self._end}")] if "null" in types else []
-            return [sequence({"type": "regex", "pattern": line}, const(f"\n{self._end}")), *nothing]
+            nothing = [const("None" + self._closing)] if "null" in types else []
+            return [sequence({"type": "regex", "pattern": line}, const(self._closing)), *nothing]
         free = {"type": "any_text", "excludes": self._forbidden}
         return [{"type": "tag", "begin": "", "content": free, "end": self._end}]
+
+
+class Keywords:
+    """Arguments as ``name=value`` with the values as JSON, in the order of the schema."""
+
+    def arguments(self, schema: Schema, name: str) -> Format:
+        """All arguments that a schema allows. Raises InvalidRequestError for a name that Python does not allow."""
+        members, required = _members(resolved(schema, schema), name, "#")
+        found = []
+        for key, member in members.items():
+            if not key.isidentifier():
+                raise _fault(name, f"#/properties/{key}", "is a name that this model cannot write")
+            value = {"type": "json_schema", "json_schema": _with_definitions(resolved(member, schema), schema)}
+            found.append((key in required, sequence(const(f"{key}="), value)))
+        return _listed(found)
 
 
 def _line(least: int, most: int | None) -> str:

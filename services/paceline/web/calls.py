@@ -13,8 +13,8 @@ from paceline.checkpoint.chat import ChatTemplate
 from paceline.errors import InvalidRequestError
 from paceline.errors.refusals import shown
 from paceline.types import StructuredOutput
-from paceline.web.call_forms import SPACE, form_of_calls, frame_of
-from paceline.web.speech import REASONING
+from paceline.web.arguments import const
+from paceline.web.call_forms import SPACE, Frame, form_of_calls, frame_of
 
 
 def bound_calls(
@@ -23,7 +23,7 @@ def bound_calls(
     choice: Any,
     *,
     parallel: bool,
-    prefix: str,
+    in_reasoning: bool,
 ) -> StructuredOutput | None:
     """The form of an answer that calls tools as it was asked to.
 
@@ -31,7 +31,7 @@ def bound_calls(
         tools: as a chat template reads them.
         choice: ``None``, ``"auto"``, ``"required"``, or the name of a function as ``{"name": ...}``.
         parallel: an answer may hold several calls.
-        prefix: the rendered chat, which may have begun the reasoning.
+        in_reasoning: the answer begins within its reasoning.
 
     Returns:
         None if any answer will do: calls are free, and no tool is strict.
@@ -43,13 +43,13 @@ def bound_calls(
     free = choice in (None, "auto")
     if free and not strict and parallel:
         return None
-    form = form_of_calls(chat)
-    if form is None:
+    form = form_of_calls(chat.format, chat.writes)
+    if form is None or (free and form.trigger is None):
         asked = "parallel_tool_calls is false" if free and not strict else f"tool_choice is {shown(choice)}"
         asked = "tools hold one that is strict" if free and strict else asked
         raise InvalidRequestError(
-            f"{asked}, but this model writes calls in a form that cannot be bound: they must be JSON objects of name "
-            "and arguments between two fixed texts, or as Qwen 3.5 or Gemma 4 write them"
+            f"{asked}, but this model writes calls in the form {chat.format.calls}, which cannot be bound"
+            + ("" if form is None else " in free text: tool_choice 'required' or a function's name is allowed")
         )
     named = choice["name"] if isinstance(choice, Mapping) else None
     tags = [
@@ -57,35 +57,37 @@ def bound_calls(
         for i, tool in enumerate(tools)
         if named in (None, tool["function"]["name"])
     ]
-    calls: dict[str, Any]
-    if free:
-        calls = {
-            "type": "triggered_tags",
-            "triggers": [form.frame.begin],
-            "tags": tags,
-            "stop_after_first": not parallel,
-        }
+    one = named is not None or not parallel
+    several = {"type": "tags_with_separator", "tags": tags, "separator": form.separator, "at_least_one": True}
+    calls: list[dict[str, Any]]
+    if not free:
+        texts = [const(text) if text else None for text in (form.opens, form.closes)]
+        calls = [part for part in (texts[0], several | {"stop_after_first": one}, texts[1]) if part is not None]
     else:
-        several = {"at_least_one": True, "stop_after_first": named is not None or not parallel}
-        calls = {"type": "tags_with_separator", "tags": tags, "separator": form.frame.separator, **several}
-    before = [*_reasoning(chat, prefix), *(() if free else (SPACE,))]
-    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": [*before, calls]}}
+        if form.opens:
+            content = several | {"stop_after_first": one}
+            tags = [{"type": "tag", "begin": form.opens, "content": content, "end": form.closes}]
+        calls = [{"type": "triggered_tags", "triggers": [form.trigger], "tags": tags, "stop_after_first": one}]
+    before = [*_reasoning(chat, in_reasoning), *(() if free or chat.format.calls in _UNSPACED else (SPACE,))]
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": [*before, *calls]}}
     try:
         return StructuredOutput(structural_tag=json.dumps(tag))
     except ValueError:
         raise InvalidRequestError("tools are too long to be bound: their schemas have too many bytes") from None
 
 
-def _reasoning(chat: ChatTemplate, prefix: str) -> list[dict[str, Any]]:
-    """The format of the reasoning before a call: none, one that the prefix has begun, or one that may come."""
-    fields = {} if chat.response is None else chat.response["fields"]
-    name = next((name for name in REASONING if name in fields), None)
-    frame = None if name is None else frame_of(fields[name])
+_UNSPACED = ("openai",)
+"""Forms whose calls follow the reasoning at once."""
+_HARMONY = Frame("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+
+
+def _reasoning(chat: ChatTemplate, in_reasoning: bool) -> list[dict[str, Any]]:
+    """The format of the reasoning before a call: none, one that has begun, or one that may come."""
+    regions = [region for region in chat.format.regions if region.kind == "reasoning"]
+    frame = _HARMONY if chat.format.calls == "openai" else next(filter(None, map(frame_of, regions)), None)
     if frame is None:
         return []
-    parser = chat.parser(prefix, None)
-    events = [*parser.feed("so "), *parser.finalize()[1]]
     tag = {"type": "tag", "content": {"type": "any_text"}, "end": frame.end}
-    if any(event["field"] == name for event in events):
+    if in_reasoning:
         return [tag | {"begin": ""}]
     return [{"type": "optional", "content": tag | {"begin": frame.begin}}]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.checkpoint.answers import AnswerParser
 from paceline.errors import InvalidRequestError
 from paceline.types import Chunk, Request, Result
 from paceline.web.calls import bound_calls
@@ -14,7 +15,10 @@ from paceline.web.choices import Totals, metrics_of, round_of, speculation_of, w
 from paceline.web.logprobs import token_logprobs
 from paceline.web.messages import ChatBody, Tool, ToolsBody, offered
 from paceline.web.service import Edge
-from paceline.web.speech import Part, Speech
+from paceline.web.speech import Part, Speech, ends_of
+
+REASONING_NAMES = ("reasoning_content", "reasoning")
+"""The reasoning of a message: as DeepSeek and earlier versions of vLLM call it, and as vLLM does."""
 
 
 class Asked:
@@ -42,23 +46,30 @@ class Asked:
         self.tools = offered(tools, body.tool_choice)
         stop, speculation = body.stop_strings(edge.service.limits), body.speculation.params()
         if self.tools and not chat.calls_tools:
-            raise InvalidRequestError("tools are given, but this tokenizer has no response template that tells calls")
+            raise InvalidRequestError(
+                "tools are given, but no form is known in which this model calls them: start the service with "
+                "--tool-call-parser NAME"
+            )
         if self.tools and body.structured_output is not None:
             raise InvalidRequestError(
                 "tools are given, and so is the form of the answer, which no call has: give one or the other, or set "
                 "tool_choice to 'none'"
             )
-        if stop and chat.parses_special_tokens:
-            raise InvalidRequestError("stop is given, but special tokens tell the parts of an answer of this model")
-        self._by_text = bool(stop)
-        self.prefix = chat.render(messages, self.tools, {**body.chat_template_kwargs, **options})
-        self.token_ids = chat.encode(self.prefix)
+        options = {**body.chat_template_kwargs, **options}
+        self.prompt = chat.render(messages, self.tools, options)
+        self.token_ids = chat.encode(self.prompt)
+        self._begun = chat.begun(self.prompt, messages, self.tools, options)
+        self._fresh = not options.get("continue_final_message")
+        self._skips_special = body.skip_special_tokens
+        self._reading = chat.reading(self._tokenizer, skips_special=self._skips_special)
         given = body.sampling(logprobs)
         if self.tools:
             parallel = body.parallel_tool_calls
-            form = bound_calls(chat, self.tools, body.tool_choice, parallel=parallel, prefix=self.prefix)
+            in_reasoning = chat.reading(self._tokenizer).parser(None, self._begun, fresh=self._fresh).in_reasoning
+            form = bound_calls(chat, self.tools, body.tool_choice, parallel=parallel, in_reasoning=in_reasoning)
             given = given if form is None else given.bound(form)
         sampling = with_defaults(given, edge.service.info.max_model_len)
+        self._ends = ends_of(sampling, edge.service.info.eos_token_ids)
         self.requests = [
             Request(
                 request_id if body.n == 1 else f"{request_id}-{i}",
@@ -72,8 +83,14 @@ class Asked:
         ]
 
     def speech(self) -> Speech:
-        """Returns the parser that tells the parts of one answer apart."""
-        return Speech(self._chat, self._tokenizer, self.prefix, self.token_ids, self.tools, by_text=self._by_text)
+        """Returns what tells the parts of one answer apart."""
+        ids, skips = self._chat.format.call_ids, self._skips_special
+        return Speech(
+            self._parser(), self._reading.marks, self._tokenizer, self.token_ids, self._ends, ids, skips_special=skips
+        )
+
+    def _parser(self) -> AnswerParser:
+        return self._reading.parser(self.tools, self._begun, fresh=self._fresh)
 
 
 @dataclass(slots=True)
@@ -159,7 +176,7 @@ class ChatCompletion:
             said = {kind: "".join(text) for kind, text in choice.text.items()}
             message: dict[str, Any] = {"role": "assistant", "content": said["content"], "refusal": None}
             if said["reasoning"]:
-                message["reasoning_content"] = said["reasoning"]
+                message |= dict.fromkeys(REASONING_NAMES, said["reasoning"])
             if choice.calls:
                 message |= {"content": said["content"] or None, "tool_calls": choice.calls}
             logprobs = {"content": choice.logprobs, "refusal": None} if self._body.logprobs else None
@@ -191,7 +208,7 @@ class ChatCompletion:
             choice.calls.append(call)
             return {"tool_calls": [{"index": len(choice.calls) - 1, **call}]}
         choice.text[part.kind].append(part.text)
-        return {"content" if part.kind == "content" else "reasoning_content": part.text}
+        return {"content": part.text} if part.kind == "content" else dict.fromkeys(REASONING_NAMES, part.text)
 
     def _end(self, choice: _Choice) -> dict[str, Any]:
         result = choice.result

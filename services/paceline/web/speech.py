@@ -1,26 +1,18 @@
-"""The text of an answer, told apart as it grows: content, reasoning, tool calls."""
+"""The tokens of an answer as the parts of a message: content, reasoning, tool calls."""
 
 from __future__ import annotations
 
-import json
-import logging
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import string
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from paceline.checkpoint.chat import ChatTemplate
+from paceline.checkpoint.answer_formats import CallIds
+from paceline.checkpoint.answers import AnswerParser, Said, joined
+from paceline.checkpoint.marks import Marks, silent
 from paceline.checkpoint.tokenizer import Tokenizer
-from paceline.types import Chunk
-
-log = logging.getLogger(__name__)
-
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of the field of a response template that holds reasoning."""
-
-
-_NO_CALL = (ValueError, LookupError, TypeError, AttributeError)
-"""Errors of a call that cannot be parsed, or lacks a name."""
+from paceline.types import Chunk, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,105 +30,140 @@ class Part:
     """Indices of the tokens of the answer, from 0, whose text this is, for content."""
 
 
+@dataclass(slots=True)
+class _Piece:
+    """The text of one token, or a mark."""
+
+    text: str
+    shown: str
+    """As clients see it: the text of a mark, which is empty if it is special."""
+    place: int | None
+    """Index of the token in the answer. None: its text is never content."""
+
+
 class Speech:
-    """One answer. Without a parser all of it is content."""
+    """One answer, read token by token.
+
+    Its text is that of the chunks: where a chunk holds text back, or a stop string has cut it, the marks behind it wait
+    or are dropped, too.
+    """
 
     def __init__(
         self,
-        chat: ChatTemplate,
+        parser: AnswerParser,
+        marks: Marks,
         tokenizer: Tokenizer,
-        prefix: str,
         token_ids: Sequence[int],
-        tools: Sequence[dict[str, Any]] | None,
+        ends: Collection[int],
+        call_ids: CallIds = "random",
         *,
-        by_text: bool,
+        skips_special: bool = True,
     ) -> None:
-        """``prefix`` is the rendered chat, of these tokens. ``by_text``: read the text as it is sent, which ends before
-        a stop string but shows no special tokens; else that of the tokens, with special ones."""
-        self._parser = chat.parser(prefix, tools)
-        self._detokenizer = None if by_text else tokenizer.detokenizer(token_ids, special=True)
-        self._call = ""
-        self._num_tokens = 0
-        self._open: list[int] = []  # places of tokens whose text may still become content
+        """Describes the answer.
+
+        Args:
+            parser: reads it.
+            marks: those of the parser's format.
+            tokenizer: that of the model.
+            token_ids: the prompt.
+            ends: tokens that end the answer and are not shown.
+            call_ids: the form of ids of calls.
+            skips_special: the text of the chunks shows no special tokens.
+        """
+        self._parser, self._marks, self._added = parser, marks, tokenizer.added_tokens
+        self._detokenizer = tokenizer.detokenizer(token_ids, special=not skips_special)
+        self._skips_special = skips_special
+        self._ends, self._call_ids = frozenset(ends), call_ids
+        self._pieces: deque[_Piece] = deque()  # not read yet
+        self._allowed = 0  # code points of the text that may be read: those of the chunks, less what was read
+        self._num_tokens = self._num_calls = self._length = 0
+        self._places: deque[tuple[int, int]] = deque()  # end in the answer as read, and index, of each token
         self.num_reasoning_tokens = 0
 
     def take(self, chunk: Chunk) -> Iterator[Part]:
         """The parts that a chunk completes."""
-        if self._parser is None or self._detokenizer is None:
-            yield from self._feed(chunk.text, len(chunk.token_ids))
-        else:
-            for token_id in chunk.token_ids:
-                yield from self._feed(self._detokenizer.add(token_id), 1)
+        for token_id in chunk.token_ids:
+            self._add(token_id)
+        self._allowed += len(chunk.text)
+        yield from self._parts(self._read())
 
     def finish(self) -> Iterator[Part]:
         """The parts that were open at the end."""
-        if self._parser is not None and self._detokenizer is not None:
-            yield from self._feed(self._detokenizer.flush(), 0)
-        if self._parser is not None:
-            try:
-                parts = list(self._parts(self._parser.finalize()[1]))
-            except _NO_CALL:
-                parts = list(self._give_up())
-            yield from self._placed(parts)
+        self._pieces.append(_Piece(text := self._detokenizer.flush(), text, None))
+        yield from self._parts([*self._read(), *self._parser.feed("", ended=True)])
 
-    def _feed(self, text: str, num_tokens: int) -> Iterator[Part]:
-        self._open += range(self._num_tokens, self._num_tokens + num_tokens)
-        self._num_tokens += num_tokens
-        if self._parser is None:  # there is none, or it has been given up
-            yield from self._placed(_content(text))
+    def _add(self, token_id: int) -> None:
+        place, self._num_tokens = self._num_tokens, self._num_tokens + 1
+        mark = self._marks.chars.get(token_id)
+        if token_id in self._ends:
+            if mark is not None:
+                self._pieces.append(_Piece(silent(mark), "", None))
             return
-        try:
-            events = self._parser.feed(text)
-            parts = list(self._parts(events))
-        except _NO_CALL:
-            self._call += text
-            yield from self._placed(self._give_up())
+        text = self._detokenizer.add(token_id)
+        name, special = self._added.get(token_id, ("", False))
+        special = special and self._skips_special
+        if mark is None or not (special or text.endswith(name)):
+            self._pieces.append(_Piece(text, text, place))
             return
-        if any(part.kind == "reasoning" for part in parts):
-            self.num_reasoning_tokens += num_tokens
-        yield from self._placed(parts)
-        if any(event["type"] == "region_close" for event in events):  # by a token that is no text of any part
-            self._open.clear()
+        shown = "" if special else name
+        if before := text.removesuffix(shown):
+            self._pieces.append(_Piece(before, before, None))
+        self._pieces.append(_Piece(mark, shown, place))
 
-    def _placed(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """The parts, the first of content with the places that are open; whatever else is said closes these."""
-        for part in parts:
-            yield replace(part, places=tuple(self._open)) if part.kind == "content" else part
-            self._open.clear()
+    def _read(self) -> list[Said]:
+        """What is decided by the text that may be read."""
+        said: list[Said] = []
+        while self._pieces:
+            piece = self._pieces[0]
+            text = piece.text
+            if len(piece.shown) > self._allowed:
+                text = piece.shown[: self._allowed]
+                if not text:
+                    break
+                piece.text = piece.shown = piece.shown[len(text) :]  # of a mark that is cut, what is left is text
+                self._allowed = 0
+            else:
+                self._allowed -= len(piece.shown)
+                self._pieces.popleft()
+                if piece.place is not None:  # one without text is a part of the character that follows
+                    self._places.append((self._length + max(len(text), 1), piece.place))
+            self._length += len(text)
+            if text:
+                said += self._parser.feed(text)
+        return said
 
-    def _give_up(self) -> Iterator[Part]:
-        """Text that looks like a call and is none is content, and so is all that follows."""
-        log.info("a tool call could not be parsed: it is sent as content")
-        self._parser = None
-        yield from _content(self._call)
+    def _parts(self, said: Iterable[Said]) -> Iterator[Part]:
+        for one in joined(said):
+            places = self._places_of(one)
+            if one.call is not None:
+                call_id = one.call.call_id or self._call_id(one.call.name)
+                self._num_calls += 1
+                yield Part("tool_call", one.call.arguments, one.call.name, call_id)
+                continue
+            if one.kind == "reasoning":
+                self.num_reasoning_tokens += len(places)
+            yield Part(one.kind, one.text, places=tuple(places) if one.kind == "content" else ())
 
-    def _parts(self, events: Sequence[dict[str, Any]]) -> Iterator[Part]:
-        for event in events:
-            name, text = event["field"], event.get("text") or ""
-            match event["type"], event.get("dirty"):
-                case "region_open", _:
-                    self._call = ""
-                case "region_chunk", True:
-                    self._call += text
-                case "region_chunk", _ if name in REASONING:
-                    yield Part("reasoning", text)
-                case "region_chunk", _ if name == "content":
-                    yield from _content(text)
-                case "region_close", _ if name == "tool_calls":
-                    value = event["value"]
-                    for call in value if isinstance(value, list) else [value]:
-                        yield self._called(call["function"])
-                    self._call = ""
+    def _places_of(self, one: Said) -> list[int]:
+        """The tokens whose text this is. Those before it, such as marks, are no part of the answer's text."""
+        found = []
+        while self._places and self._places[0][0] <= one.end:
+            end, place = self._places.popleft()
+            if end > one.start:
+                found.append(place)
+        return found
 
-    def _called(self, function: dict[str, Any]) -> Part:
-        name, arguments = function["name"], function.get("arguments") or {}
-        if not isinstance(name, str):
-            raise TypeError("a call names no function")
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        return Part("tool_call", arguments, name, f"call_{secrets.token_hex(12)}")
+    def _call_id(self, name: str) -> str:
+        """An id in the form that the chat template demands when it is sent back."""
+        if self._call_ids == "kimi":
+            return f"functions.{name}:{self._num_calls}"
+        if self._call_ids == "mistral":
+            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
 
 
-def _content(text: str) -> Iterator[Part]:
-    if text:
-        yield Part("content", text)
+def ends_of(sampling: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:
+    """The tokens that end an answer and are not shown."""
+    if sampling.include_stop_str_in_output:
+        return frozenset()
+    return frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)))

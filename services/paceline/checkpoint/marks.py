@@ -1,0 +1,67 @@
+"""Marks of a format that are tokens of a tokenizer, as code points that no text holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import regex
+
+_FIRST, _FIRST_SILENT = 0xD800, 0xDC00
+_MAX_MARKS = _FIRST_SILENT - _FIRST
+_META = re.compile(r"([\\.^$*+?{}\[\]|()])")
+
+
+class Marks:
+    """The added tokens whose text stands in the patterns of a format; each is two code points, the second silent.
+
+    A lone surrogate stands for each: a tokenizer makes text of bytes in UTF-8, which has none.
+    """
+
+    def __init__(self, added: Mapping[int, tuple[str, bool]], patterns: Iterable[str]) -> None:
+        """``added``: text of each added token by its id, and whether it is special: its text is never shown."""
+        source = "\0".join(patterns)
+        self.chars: dict[int, str] = {}
+        """The code point of a mark, by the id of its token."""
+        self.shown: dict[int, str] = {}
+        """Code point -> the text that a client sees, for ``str.translate``."""
+        self.spelled: dict[int, str] = {}
+        """Code point -> the text of its token."""
+        self._by_text: dict[str, int] = {}
+        for token_id, (text, special) in sorted(added.items(), key=lambda item: (-len(item[1][0]), item[0])):
+            if not _may_be_mark(text) or text in self._by_text or len(self.chars) == _MAX_MARKS:
+                continue
+            if not any(spelling in source for spelling in _spellings(text)):
+                continue
+            i = len(self.chars)
+            self._by_text[text] = i
+            self.chars[token_id] = chr(_FIRST + i)
+            self.shown |= {_FIRST + i: "" if special else text, _FIRST_SILENT + i: ""}
+            self.spelled |= {_FIRST + i: text, _FIRST_SILENT + i: text}
+        self._find = re.compile("|".join(map(re.escape, self._by_text)) or "(?!)")
+
+    def compile(self, pattern: str) -> Any:
+        """A pattern in which each mark that is a token means that token alone."""
+        for text, i in self._by_text.items():
+            for spelling in _spellings(text):
+                pattern = pattern.replace(spelling, f"[{chr(_FIRST + i)}{chr(_FIRST_SILENT + i)}]")
+        return regex.compile(pattern, regex.DOTALL)
+
+    def of_text(self, text: str) -> str:
+        """A text that will be tokenized as a whole, with the marks in it as their code points."""
+        return self._find.sub(lambda found: chr(_FIRST + self._by_text[found[0]]), text)
+
+
+def silent(char: str) -> str:
+    """The mark of a token whose text must not be shown, because it ended the answer."""
+    return chr(ord(char) - _FIRST + _FIRST_SILENT)
+
+
+def _may_be_mark(text: str) -> bool:
+    return len(text) > 2 and re.search(r"[^\w\s]", text) is not None
+
+
+def _spellings(text: str) -> list[str]:
+    """Ways to write a text in a regular expression, the longest first."""
+    return sorted({re.escape(text), _META.sub(r"\\\1", text), *(() if _META.search(text) else (text,))}, key=len)[::-1]
