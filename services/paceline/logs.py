@@ -62,12 +62,14 @@ def narrate(text: str) -> None:
 
 
 class _Sentence(logging.Formatter):
-    """Leaves tracebacks to the debug level: what a user can act on is in the message."""
+    """Leaves tracebacks to the debug level: what a user can act on is in the message. An unexpected error in a request
+    is not the user's: its frames are always printed."""
 
     def format(self, record: logging.LogRecord) -> str:
         if level() > logging.DEBUG:
             record.exc_info = record.exc_text = record.stack_info = None
-        return super().format(record)
+        text, trace = super().format(record), getattr(record, "traceback", None)
+        return f"{text}\n{trace}" if trace else text
 
 
 def configure(log_level: int) -> None:

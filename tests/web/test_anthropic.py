@@ -288,7 +288,6 @@ REFUSED = [
     ({"output_config": {"effort": "heroic"}}, "output_config.effort is 'heroic'"),
     ({"container": "c"}, "container is 'c'"),
     ({"mcp_servers": [{}]}, "mcp_servers is [{}]"),
-    ({"service_tier": "priority"}, "service_tier is 'priority'"),
     ({"temperature": -1}, "temperature is -1"),
 ]
 

@@ -5,6 +5,7 @@ transformers' ``apply_chat_template`` renders; ``answer_formats.py`` knows the f
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -111,6 +112,10 @@ class ChatTemplate:
             next((i for i, (a, b) in enumerate(zip(prompt, without, strict=False)) if a != b), len(without)) :
         ]
 
+    def reads_field(self, name: str, tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
+        """True if the template reads a field of this name, of a message for instance."""
+        return name in _fields(self._tokenizer.get_chat_template(self._given, tools=tools))
+
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, options: Mapping[str, Any]
     ) -> str:
@@ -145,8 +150,8 @@ class ChatTemplate:
 
 def _as_read(message: dict[str, Any], template: str) -> dict[str, Any]:
     """A message whose reasoning has the name that the template reads, and whose arguments can be joined to text."""
-    if "reasoning_content" in message and "reasoning_content" not in template:
-        name = next((key for key in _REASONING_KEYS if f".{key}" in template or f'"{key}"' in template), None)
+    if "reasoning_content" in message and "reasoning_content" not in _fields(template):
+        name = next((key for key in _REASONING_KEYS if key in _fields(template)), None)
         if name is not None:
             message[name] = message.pop("reasoning_content")
     if message.get("tool_calls"):
@@ -163,6 +168,17 @@ def _variables(template: str) -> frozenset[str]:
 
     found: frozenset[str] = _get_template_variables(template)
     return found
+
+
+@functools.lru_cache(maxsize=16)
+def _fields(template: str) -> frozenset[str]:
+    """Names after a dot, and texts that may be keys, as in ``'key' in message`` and ``message.get('key')``."""
+    from jinja2 import nodes
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    tree = _compile_jinja_template(template).environment.parse(template)
+    texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return frozenset({node.attr for node in tree.find_all(nodes.Getattr)} | texts)
 
 
 def load_chat(

@@ -159,6 +159,7 @@ def local_edge(
         metrics=measured.page,
         chat=chat,
         status=partial(asyncio.to_thread, pipeline.server_info),
+        strict_fields=server.strict_fields,
         playground=server.playground,
         trace_headers=None if tracing is None else trace_headers,
     )

@@ -297,9 +297,19 @@ class Ingress:
 
         model_id = self.config.target_config.model_loading_config.model_id
         server = self.config.server
-        parts = (server.max_message_bytes, self._metrics_page, self._chat, self._server_info, server.playground)
-        headers = None if self.config.tracing is None else trace_headers
-        return make_app(Edge(model_id, self._service, self._access, *parts, trace_headers=headers))
+        edge = Edge(
+            model_id,
+            self._service,
+            self._access,
+            server.max_message_bytes,
+            metrics=self._metrics_page,
+            chat=self._chat,
+            status=self._server_info,
+            strict_fields=server.strict_fields,
+            playground=server.playground,
+            trace_headers=None if self.config.tracing is None else trace_headers,
+        )
+        return make_app(edge)
 
     async def _metrics_page(self) -> str:
         """The page for Prometheus. Raises EngineError."""

@@ -106,6 +106,9 @@ class ServerConfig(Strict):
     reasoning_parser: ReasoningParser | None = None
     """Form of the model's reasoning, by the name of vLLM's parser; ``none``: it stays in the content. By default the
     marks of chat template and tokenizer tell it."""
+    strict_fields: bool = False
+    """Refuse a body over HTTP that holds an unknown field. Else it is ignored, logged once, and named in the header
+    ``x-paceline-ignored-fields`` of the answer."""
     playground: bool = True
     """Serve a page at ``/`` of the HTTP port that shows speculation at work. It asks for a key where there are keys."""
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import EllipsisType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from paceline.checkpoint.chat import ChatTemplate
 from paceline.errors import InvalidRequestError
 from paceline.errors.refusals import Fault, shown
+from paceline.web.fields import ANY, INERT, NOTED, NOTHING, BodyPart
 from paceline.web.messages import Function, Tool, ToolsBody
-from paceline.web.schema import INERT, NOTHING
 
-_ANY: tuple[EllipsisType] = (...,)
 _JOINT = "\n"
 """Stands between two texts of one message."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -23,12 +22,10 @@ _SWITCHES = ("enable_thinking", "thinking")
 """Variables by which chat templates switch the reasoning on and off."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class Thinking(_Strict):
+class Thinking(BodyPart):
     """Whether the model reasons before it answers."""
+
+    PLACE = "thinking"
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     """``enabled`` and ``disabled`` set the variable of the chat template; the others leave it as it is."""
@@ -38,8 +35,10 @@ class Thinking(_Strict):
     """``omitted``: blocks of reasoning are sent without their text."""
 
 
-class OutputConfig(_Strict):
+class OutputConfig(BodyPart):
     """How the answer is made."""
+
+    PLACE = "output_config"
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     """The variable ``reasoning_effort`` of the chat template, where it reads one."""
@@ -47,8 +46,10 @@ class OutputConfig(_Strict):
     """JSON Schema of the answer."""
 
 
-class AnthropicTool(_Strict):
+class AnthropicTool(BodyPart):
     """A tool that the client runs."""
+
+    PLACE = "tools"
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
@@ -92,12 +93,12 @@ class CountBody(ToolsBody):
     INERT = MappingProxyType(
         {
             **INERT,
-            "service_tier": ("auto", "standard_only"),
-            "cache_control": _ANY,
-            "diagnostics": _ANY,
-            "inference_geo": _ANY,
-            "user_profile_id": _ANY,
-            "workspace_id": _ANY,
+            "service_tier": ("auto", "standard_only", NOTED),
+            "cache_control": ANY,
+            "diagnostics": ANY,
+            "inference_geo": ANY,
+            "user_profile_id": ANY,
+            "workspace_id": ANY,
             "speed": ("standard",),
             "container": NOTHING,
             "context_management": NOTHING,

@@ -35,6 +35,9 @@ from paceline.web.chat import ChatCompletion
 from paceline.web.choices import Item, run_all
 from paceline.web.completions import Completion
 from paceline.web.errors import ClientLeftError, body_of, to_http
+from paceline.web.fields import Ignored
+from paceline.web.guard import Guard
+from paceline.web.json_text import parse
 from paceline.web.messages import ChatBody
 from paceline.web.playground import add_playground
 from paceline.web.schema import Body, CompletionBody, read
@@ -108,11 +111,14 @@ def make_app(edge: Edge) -> FastAPI:
         """The body of a request, and what answers it."""
         request_id = _request_id(request)
         data, size = await _json(request, edge.max_body_bytes)
-        given = read(body, data)
-        if given.model not in (None, edge.model_id):
-            raise _no_model(str(given.model), edge)
+        given = read(body, data, Ignored(strict=edge.strict_fields))
+        if given.model and given.model != edge.model_id:
+            raise _no_model(given.model, edge)
         long = size > _LARGE_BODY or edge.chat is not None  # templates render and tokenize at once
-        return given, await asyncio.to_thread(kind, edge, given, request_id) if long else kind(edge, given, request_id)
+        made = await asyncio.to_thread(kind, edge, given, request_id) if long else kind(edge, given, request_id)
+        given.ignored.warn()
+        request.state.ignored = given.ignored.header
+        return given, made
 
     async def answer(request: Request, kind: Callable[[Edge, Any, str], Answer], body: type[Body]) -> Response:
         caller = caller_of(request)
@@ -251,12 +257,7 @@ def make_app(edge: Edge) -> FastAPI:
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         return refusal(request, error.status_code, body_of(message, kind), error.headers or {})
 
-    @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> Response:
-        logs.unexpected(log, error)
-        status, body, headers = to_http(error)
-        return refusal(request, status, body, headers)
-
+    app.add_middleware(Guard, refuse=refusal)
     return app
 
 
@@ -269,12 +270,12 @@ def _no_model(name: str, edge: Edge) -> NotFoundError:
 
 
 def _id_headers(request: Request) -> dict[str, str]:
-    """The headers that name a request: OpenAI's, and Anthropic's on its paths."""
+    """The headers that name a request, OpenAI's and on its paths Anthropic's, and what was ignored of its body."""
     if not hasattr(request.state, "request_id"):  # it was refused before its id was read
         request.state.request_id = secrets.token_hex(16)
     request_id = request.state.request_id
     named = (_REQUEST_ID, "request-id") if anthropic.PATH in request.url.path else (_REQUEST_ID,)
-    return dict.fromkeys(named, request_id)
+    return {**dict.fromkeys(named, request_id), **getattr(request.state, "ignored", {})}
 
 
 def _request_id(request: Request) -> str:
@@ -302,10 +303,9 @@ async def _json(request: Request, max_bytes: int) -> tuple[Any, int]:
         raise ClientLeftError("the client has left before the end of its request") from None
     data = b"".join(parts)
     try:
-        return (await asyncio.to_thread(json.loads, data) if size > _LARGE_BODY else json.loads(data)), size
-    except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} at {error.pos}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        raise InvalidRequestError(f"the body is no JSON: {reason}") from None
+        return (await asyncio.to_thread(parse, data) if size > _LARGE_BODY else parse(data)), size
+    except ValueError as error:
+        raise InvalidRequestError(f"the body {error}") from None
 
 
 async def _events(answer: Answer, first: Item, items: AsyncGenerator[Item, None]) -> AsyncGenerator[bytes, None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from paceline.types import Chunk, Request, Result
 from paceline.web.calls import bound_calls
 from paceline.web.choices import Totals, metrics_of, round_of, speculation_of, with_defaults, with_seed
 from paceline.web.logprobs import token_logprobs
-from paceline.web.messages import ChatBody, Tool, ToolsBody, offered
+from paceline.web.messages import ChatBody, Tool, ToolsBody, for_template, offered, variables
 from paceline.web.service import Edge
 from paceline.web.speech import Part, Speech, ends_of
 
@@ -43,7 +43,7 @@ class Asked:
                 "service with --chat-template FILE"
             )
         self._chat, self._tokenizer = chat, edge.service.info.tokenizer
-        self.tools = offered(tools, body.tool_choice)
+        self.tools, choice = offered(tools, body.tool_choice)
         stop, speculation = body.stop_strings(edge.service.limits), body.speculation.params()
         if self.tools and not chat.calls_tools:
             raise InvalidRequestError(
@@ -55,7 +55,9 @@ class Asked:
                 "tools are given, and so is the form of the answer, which no call has: give one or the other, or set "
                 "tool_choice to 'none'"
             )
-        options = {**body.chat_template_kwargs, **options}
+        ignored = body.ignored
+        messages = for_template(messages, lambda name: chat.reads_field(name, self.tools), ignored)
+        options = variables(body.chat_template_kwargs, options, chat.variables, ignored)
         self.prompt = chat.render(messages, self.tools, options)
         self.token_ids = chat.encode(self.prompt)
         self._begun = chat.begun(self.prompt, messages, self.tools, options)
@@ -66,7 +68,7 @@ class Asked:
         if self.tools:
             parallel = body.parallel_tool_calls
             in_reasoning = chat.reading(self._tokenizer).parser(None, self._begun, fresh=self._fresh).in_reasoning
-            form = bound_calls(chat, self.tools, body.tool_choice, parallel=parallel, in_reasoning=in_reasoning)
+            form = bound_calls(chat, self.tools, choice, parallel=parallel, in_reasoning=in_reasoning)
             given = given if form is None else given.bound(form)
         sampling = with_defaults(given, edge.service.info.max_model_len)
         self._ends = ends_of(sampling, edge.service.info.eos_token_ids)
@@ -119,6 +121,8 @@ class ChatCompletion:
             options = {"add_generation_prompt": False, "continue_final_message": True}
         if body.reasoning_effort is not None:
             options["reasoning_effort"] = body.reasoning_effort
+        if body.documents:
+            options["documents"] = body.documents
         messages = [message.as_template_reads() for message in body.messages]
         self._asked = Asked(edge, body, messages, body.tools, request_id, logprobs=body.logprobs, options=options)
         self.requests = self._asked.requests
@@ -136,7 +140,7 @@ class ChatCompletion:
             yield self._event(i, {"role": "assistant", "content": ""}, first)
         if isinstance(item, Result):
             choice.result = item
-            for part in choice.speech.finish():
+            for part in self._sent(choice.speech.finish()):
                 yield self._event(i, self._delta(choice, part))
             yield self._event(i, {}, self._end(choice))
             return
@@ -152,7 +156,7 @@ class ChatCompletion:
         options = self._body.stream_options
         if options is not None and options.include_speculation:
             extra["speculation"] = round_of(item)
-        for part in choice.speech.take(item):
+        for part in self._sent(choice.speech.take(item)):
             yield self._event(i, self._delta(choice, part), extra)
             extra = {}
         if extra:
@@ -178,7 +182,7 @@ class ChatCompletion:
             if said["reasoning"]:
                 message |= dict.fromkeys(REASONING_NAMES, said["reasoning"])
             if choice.calls:
-                message |= {"content": said["content"] or None, "tool_calls": choice.calls}
+                message |= {"content": said["content"] or None, **self._calls(choice.calls)}
             logprobs = {"content": choice.logprobs, "refusal": None} if self._body.logprobs else None
             one = {"index": i, "message": message, "logprobs": logprobs, **self._end(choice)}
             if self._body.return_token_ids:
@@ -186,6 +190,9 @@ class ChatCompletion:
             choices.append(one)
         counts = {"usage": self._totals.counts(), **self._metrics()}
         return {**self._head, "object": "chat.completion", "choices": choices, **counts}
+
+    def _calls(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"function_call": calls[0]["function"]} if self._body.functions else {"tool_calls": calls}
 
     def _metrics(self) -> dict[str, Any]:
         return metrics_of(self.requests, [choice.result for choice in self._choices])
@@ -200,12 +207,17 @@ class ChatCompletion:
             event["usage"] = None
         return event
 
+    def _sent(self, parts: Iterable[Part]) -> Iterator[Part]:
+        return (part for part in parts if part.kind != "reasoning" or self._body.include_reasoning)
+
     def _delta(self, choice: _Choice, part: Part) -> dict[str, Any]:
         """The part as a delta; it is also kept for the whole answer."""
         if part.kind == "tool_call":
             function = {"name": part.name, "arguments": part.text}
             call = {"id": part.call_id, "type": "function", "function": function}
             choice.calls.append(call)
+            if self._body.functions:
+                return {"function_call": function}
             return {"tool_calls": [{"index": len(choice.calls) - 1, **call}]}
         choice.text[part.kind].append(part.text)
         return {"content": part.text} if part.kind == "content" else dict.fromkeys(REASONING_NAMES, part.text)
@@ -213,9 +225,9 @@ class ChatCompletion:
     def _end(self, choice: _Choice) -> dict[str, Any]:
         result = choice.result
         assert result is not None
-        reason = result.finish_reason.value
+        reason, called = result.finish_reason.value, "function_call" if self._body.functions else "tool_calls"
         return {
-            "finish_reason": "tool_calls" if choice.calls and reason == "stop" else reason,
+            "finish_reason": called if choice.calls and reason == "stop" else reason,
             "stop_reason": result.matched_stop,
             "speculation": speculation_of(result),
         }

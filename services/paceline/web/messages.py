@@ -2,44 +2,45 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from paceline.errors import InvalidRequestError
 from paceline.errors.refusals import Fault, shown
-from paceline.web.schema import INERT, NOTHING, Body
-
-_FIELDS_OF_ANSWERS = ("refusal", "annotations", "audio", "function_call")
-"""Fields that clients send back as they got them, empty."""
+from paceline.web.fields import ANY, INERT, NOTHING, OFF, BodyPart, Ignored, disregard
+from paceline.web.json_text import parse
+from paceline.web.schema import Body
 
 CHAT_INERT = MappingProxyType(
     {
         **INERT,
         "modalities": (["text"],),
-        "functions": ([],),
-        "function_call": ("none",),
         "prediction": NOTHING,
         "audio": NOTHING,
         "web_search_options": NOTHING,
-        "store": (False,),
         "verbosity": ("medium",),
+        "echo": (False,),
         "add_special_tokens": (False,),
         "chat_template": NOTHING,
         "chat_template_content_format": ("auto", "string"),
+        **dict.fromkeys(("prompt", "suffix"), OFF),
     }
 )
+_MESSAGE_INERT = {
+    **dict.fromkeys(("timestamp", "created_at", "weight", "refusal", "status", "type", "model", "usage"), ANY),
+    **dict.fromkeys(("prefix", "partial", "images", "audio", "function_call"), OFF),
+}
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names by which clients send the reasoning of an earlier answer."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class CalledFunction(_Strict):
+class CalledFunction(BodyPart):
     """A function that an earlier answer has called."""
+
+    PLACE = "messages.tool_calls.function"
 
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -51,7 +52,7 @@ class CalledFunction(_Strict):
         value = given
         if isinstance(given, str):
             try:
-                value = json.loads(given or "{}")
+                value = parse(given or "{}")
             except ValueError:
                 value = None
         if not isinstance(value, dict):
@@ -59,8 +60,10 @@ class CalledFunction(_Strict):
         return value
 
 
-class ToolCall(_Strict):
+class ToolCall(BodyPart):
     """A call of an earlier answer."""
+
+    PLACE = "messages.tool_calls"
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -68,8 +71,11 @@ class ToolCall(_Strict):
     index: int | None = None
 
 
-class ChatMessage(_Strict):
-    """One message. Content in parts is joined by newlines."""
+class ChatMessage(BodyPart):
+    """One message. Content in parts is joined by newlines. Fields of no meaning here may have one for a template."""
+
+    model_config = ConfigDict(extra="allow")
+    PLACE = "messages"
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
@@ -84,13 +90,17 @@ class ChatMessage(_Strict):
         if not isinstance(data, dict):
             return data
         data = {name: value for name, value in data.items() if value is not None}
-        for name in _FIELDS_OF_ANSWERS:
-            if data.get(name) in ([], {}, ""):
-                del data[name]
-        if "reasoning" in data and "reasoning_content" not in data:
-            data["reasoning_content"] = data.pop("reasoning")
         if isinstance(parts := data.get("content"), list):
-            data["content"] = "\n".join(_text_of(part, i) for i, part in enumerate(parts))
+            data["content"], thought = _text_of(parts)
+            if thought:
+                data.setdefault("reasoning_content", thought)
+        _take_reasoning(data)
+        if isinstance(refusal := data.get("refusal"), str) and refusal and not data.get("content"):
+            data["content"] = refusal
+        if isinstance(call := data.get("function_call"), dict) and call:  # OpenAI's older name of a call
+            data.setdefault("tool_calls", [{"function": data.pop("function_call")}])
+        if data.get("role") == "function":
+            data["role"] = "tool"
         return data
 
     @model_validator(mode="after")
@@ -103,7 +113,7 @@ class ChatMessage(_Strict):
 
     def as_template_reads(self) -> dict[str, Any]:
         """The message for a chat template, which reads arguments as an object."""
-        found: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        found: dict[str, Any] = {"role": self.role, "content": self.content or "", **(self.model_extra or {})}
         for name in ("name", "reasoning_content", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
                 found[name] = value
@@ -119,17 +129,66 @@ class ChatMessage(_Strict):
         return found
 
 
-def _text_of(part: Any, i: int) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("text", "input_text", "output_text"):
-        raise Fault(f"content[{i}]", f"is {shown(part)}: a part of type 'text' is allowed")
-    if not isinstance(text := part.get("text"), str):
-        raise Fault(f"content[{i}].text", f"is {shown(text)}: it must be text")
-    return text
+def for_template(
+    messages: Sequence[Mapping[str, Any]], reads: Callable[[str], bool], ignored: Ignored
+) -> list[dict[str, Any]]:
+    """Messages with those of their fields that a template reads.
+
+    Raises Fault or InvalidRequestError for a field that is not read and would have to change the answer.
+    """
+    found = []
+    for i, message in enumerate(messages):
+        one = {}
+        for name, value in message.items():
+            if name in ChatMessage.model_fields or reads(name):
+                one[name] = value
+                continue
+            try:
+                disregard(f"messages.{name}", value, _MESSAGE_INERT, ignored, ChatMessage.model_fields)
+            except Fault as fault:
+                raise InvalidRequestError(f"messages[{i}].{fault}") from None
+        found.append(one)
+    return found
 
 
-class Function(_Strict):
+def _take_reasoning(data: dict[str, Any]) -> None:
+    """Leaves the reasoning of a message under one name, by which it is known here."""
+    texts = [data.pop(name) for name in _REASONING if isinstance(data.get(name), str)]
+    for name, key in (("thinking_blocks", "thinking"), ("reasoning_details", "text")):  # LiteLLM, OpenRouter
+        blocks = data.pop(name, None)
+        if isinstance(blocks, list):
+            texts.append("".join(str(b[key]) for b in blocks if isinstance(b, dict) and isinstance(b.get(key), str)))
+    if texts:
+        data["reasoning_content"] = next(filter(None, texts), "")
+
+
+def _text_of(parts: list[Any]) -> tuple[str, str]:
+    """The text of a content in parts, and that of its reasoning."""
+    texts: dict[str, list[str]] = {"content": [], "reasoning": []}
+    for i, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else "text"
+        name = _PARTS.get(kind) if isinstance(kind, str) else None
+        if name is None:
+            raise Fault(f"content[{i}]", f"is {shown(part)}: a part of type 'text' is allowed")
+        text = part.get(name, part.get("text")) if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            raise Fault(f"content[{i}].{name}", f"is {shown(text)}: it must be text")
+        texts["reasoning" if kind in ("thinking", "reasoning") else "content"].append(text)
+    return "\n".join(texts["content"]), "\n".join(texts["reasoning"])
+
+
+_PARTS = {
+    **dict.fromkeys(("text", "input_text", "output_text", "reasoning"), "text"),
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""Type of a part of a content -> its field that holds the text."""
+
+
+class Function(BodyPart):
     """A function that an answer may call."""
+
+    PLACE = "tools.function"
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
@@ -139,8 +198,10 @@ class Function(_Strict):
     """True: the arguments of every call are held to the schema."""
 
 
-class Tool(_Strict):
+class Tool(BodyPart):
     """A tool that an answer may call."""
+
+    PLACE = "tools"
 
     type: Literal["function"]
     function: Function
@@ -166,8 +227,24 @@ class ToolsBody(Body):
                 return {"name": name}
             case {"type": "function", "name": str(name), **more} if not more:  # of responses
                 return {"name": name}
-        allowed = "'none', 'auto', 'required', or a function by its name is allowed"
-        raise Fault("", f"is {shown(value)}: {allowed}")
+            case {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)},
+            }:
+                return {"mode": mode, "allowed": [_name_of(tool) for tool in tools]}
+            case {"type": "allowed_tools", **given}:
+                match given.get("allowed_tools", given):  # responses have no object of their own for it
+                    case {"mode": "auto" | "required" as mode, "tools": list(tools)}:
+                        return {"mode": mode, "allowed": [_name_of(tool) for tool in tools]}
+        allowed = "'none', 'auto', 'required', or a function by its name, or allowed_tools with mode and tools"
+        raise Fault("", f"is {shown(value)}: {allowed}, is allowed")
+
+
+def _name_of(tool: Any) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return name
+    raise Fault("", f"allows {shown(tool)}: a function by its name is needed")
 
 
 class ChatBody(ToolsBody):
@@ -182,12 +259,29 @@ class ChatBody(ToolsBody):
     """The log probability of each token."""
     tools: list[Tool] = Field(default_factory=list)
     """Functions that the answer may call."""
+    functions: list[Any] = Field(default_factory=list)
+    """OpenAI's older name of ``tools``; a call is then the ``function_call`` of the answer."""
     reasoning_effort: str | None = None
+    """A variable of the chat template; ``none`` asks for no reasoning."""
+    include_reasoning: bool = True
+    """False: the answer is sent without its reasoning."""
+    documents: list[dict[str, Any]] = Field(default_factory=list)
     """A variable of the chat template."""
     add_generation_prompt: bool = True
     """The template opens an answer after the last message."""
     continue_final_message: bool = False
     """The answer continues the last message."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_names(cls, data: Any) -> Any:
+        """Reads ``functions`` as tools, and what other services call the options of reasoning."""
+        if not isinstance(data, dict):
+            return data
+        data = {name: value for name, value in data.items() if value is not None}
+        _take_functions(data)
+        _take_effort(data)
+        return data
 
     @model_validator(mode="after")
     def _shown(self) -> Self:
@@ -203,16 +297,106 @@ class ChatBody(ToolsBody):
         return self
 
 
-def offered(tools: Sequence[Tool], choice: Any) -> list[dict[str, Any]] | None:
-    """The tools as a template reads them; None if there are none, or none may be called.
+def _take_functions(data: dict[str, Any]) -> None:
+    choice = data.pop("function_call", None)
+    if functions := data.get("functions"):
+        if data.get("tools"):
+            raise Fault("functions", "is given with tools: one of them is allowed")
+        if not isinstance(functions, list):
+            raise Fault("functions", f"is {shown(functions)}: a list is needed")
+        data["tools"] = [{"type": "function", "function": one} for one in functions]
+        data["parallel_tool_calls"] = False
+    match choice:
+        case None | "auto":
+            return
+        case "none":
+            data.setdefault("tool_choice", "none")
+        case {"name": str(name)} if functions:
+            data["tool_choice"] = {"type": "function", "function": {"name": name}}
+        case _:
+            allowed = "'none', 'auto', or a function by its name, of those in functions, is allowed"
+            raise Fault("function_call", f"is {shown(choice)}: {allowed}")
+
+
+def _take_effort(data: dict[str, Any]) -> None:
+    """Reads what other services call ``reasoning_effort``, ``include_reasoning`` and ``enable_thinking``.
+
+    These are ``reasoning`` (OpenRouter), ``thinking`` (DeepSeek, GLM), ``think`` (Ollama), ``enable_thinking`` (Qwen).
+    """
+    enabled, effort = data.pop("enable_thinking", None), None
+    for name in ("thinking", "think", "reasoning"):
+        match data.pop(name, None):
+            case None | {"type": "auto" | "adaptive"}:
+                pass
+            case bool(value):
+                enabled = value
+            case "low" | "medium" | "high" as value if name == "think":
+                effort = value
+            case {"type": "enabled" | "disabled" as value, **more} if name == "thinking" and not more:
+                enabled = value == "enabled"
+            case {**given} if name == "reasoning" and not given.keys() - {"enabled", "effort", "exclude", "summary"}:
+                enabled, effort = given.get("enabled", enabled), given.get("effort")
+                if given.get("exclude"):
+                    data.setdefault("include_reasoning", False)
+            case value:
+                raise Fault(name, f"is {shown(value)}: it is not supported, use reasoning_effort")
+    if effort is not None:
+        data.setdefault("reasoning_effort", effort)
+    if enabled is False:
+        data.setdefault("reasoning_effort", "none")
+    elif enabled is not None and isinstance(kwargs := data.get("chat_template_kwargs", {}), dict):
+        data["chat_template_kwargs"] = {"enable_thinking": enabled} | kwargs
+
+
+def offered(tools: Sequence[Tool], choice: Any) -> tuple[list[dict[str, Any]] | None, Any]:
+    """The tools as a template reads them, None if none may be called; and the choice among these.
 
     Raises InvalidRequestError if ``choice`` demands a call of what is not there.
     """
     names = [tool.function.name for tool in tools]
+    asked = [choice["name"]] if isinstance(choice, dict) and "name" in choice else []
+    if isinstance(choice, dict) and "allowed" in choice:
+        asked, mode = choice["allowed"], choice["mode"]
+        tools, choice = [tool for tool in tools if tool.function.name in asked], mode
+    for name in asked:
+        if name not in names:
+            raise InvalidRequestError(f"tool_choice is {name!r}, but tools hold no function of this name")
     if choice == "required" and not tools:
         raise InvalidRequestError("tool_choice is 'required', but no tools are given")
-    if isinstance(choice, dict) and choice["name"] not in names:
-        raise InvalidRequestError(f"tool_choice is {choice['name']!r}, but tools hold no function of this name")
     if not tools or choice == "none":
-        return None
-    return [tool.model_dump(exclude_none=True) for tool in tools]
+        return None, choice
+    return [tool.model_dump(exclude_none=True) for tool in tools], choice
+
+
+def variables(
+    given: Mapping[str, Any], options: Mapping[str, Any], read: Collection[str], ignored: Ignored
+) -> dict[str, Any]:
+    """Variables of a chat template, and options of how it is used: those that it reads.
+
+    Args:
+        given: the variables that a body names.
+        read: names of the variables that the template reads.
+        options: ``reasoning_effort`` and ``documents``, variables by parameters of their own, and those of the use.
+    """
+    found, options = dict(given), dict(options)
+    effort, documents = options.pop("reasoning_effort", None), options.pop("documents", None)
+    for name in sorted(found.keys() & {"messages", "tools", *_USES}):
+        raise InvalidRequestError(f"chat_template_kwargs.{name} is {shown(found[name])}: it is a parameter of the body")
+    if effort is not None:
+        switches = [name for name in ("enable_thinking", "thinking") if name in read]
+        for name in switches:
+            found.setdefault(name, effort != "none")
+        if "reasoning_effort" in read:
+            found.setdefault("reasoning_effort", effort)
+        elif not (switches and effort == "none"):
+            ignored.note("reasoning_effort", effort)
+    for name in [name for name in found if name not in read]:
+        ignored.note(f"chat_template_kwargs.{name}", found.pop(name))
+    if documents:
+        if "documents" not in read:
+            raise InvalidRequestError(f"documents is {shown(documents)}: the chat template reads no documents")
+        found["documents"] = documents
+    return {**found, **options}
+
+
+_USES = ("add_generation_prompt", "continue_final_message", "documents")

@@ -14,10 +14,11 @@ from paceline.errors.refusals import Fault, shown
 from paceline.types import Chunk, FinishReason, Result
 from paceline.web.chat import Asked
 from paceline.web.choices import Totals, speculation_of
+from paceline.web.fields import INERT, NOTHING
 from paceline.web.forms import FORMS
 from paceline.web.logprobs import token_logprobs
 from paceline.web.messages import ChatBody, Function, Tool, ToolsBody
-from paceline.web.schema import INERT, NOTHING, read
+from paceline.web.schema import read
 from paceline.web.service import Edge
 from paceline.web.speech import Part
 
@@ -95,7 +96,7 @@ class ResponseBody(ToolsBody):
             else:
                 found.append(message)
         try:
-            chat = read(ChatBody, {"messages": found})
+            chat = read(ChatBody, {"messages": found}, self.ignored)
         except InvalidRequestError as error:
             raise InvalidRequestError("input" + str(error).removeprefix("messages")) from None
         messages = [message.as_template_reads() for message in chat.messages]

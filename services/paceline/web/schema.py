@@ -1,21 +1,21 @@
 """Bodies of requests: OpenAI's parameters, and those that servers of open models add.
 
-A parameter is honored, or refused by its name. Those in ``INERT`` are not served, but some of their values change
-nothing, so clients that send these by habit are not turned away.
+A parameter is honored, or it is a field of ``fields``, which says what becomes of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 
 from paceline.errors import InvalidRequestError
 from paceline.errors.refusals import Fault, explain, explain_parameter, shown
 from paceline.types import (
     MAX_SALT_LEN,
+    MAX_SEED,
     MAX_TOP_LOGPROBS,
     LogprobsMode,
     RequestLimits,
@@ -24,48 +24,25 @@ from paceline.types import (
     as_stop_strings,
     speculation_arguments,
 )
+from paceline.web.fields import ANY, INERT, OFF, BodyPart, Ignored, Values, check
 from paceline.web.forms import FORMS, take_form
 
 MAX_CHOICES = 128
 """Most choices of one request: prompts times ``n``."""
 
-_ANY = ...
-"""Stands for every value."""
-NOTHING: tuple[Any, ...] = ()
-"""No value at all."""
-
-INERT: dict[str, tuple[Any, ...]] = {
-    "user": (_ANY,),
-    "metadata": (_ANY,),
-    "safety_identifier": (_ANY,),
-    "prompt_cache_key": (_ANY,),
-    "prompt_cache_retention": ("in-memory", "in_memory"),
-    "service_tier": ("auto", "default"),
-    # of vLLM and SGLang
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
-    "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": NOTHING,
-    "prompt_logprobs": NOTHING,
-    "priority": (0,),
-}
-"""Parameter that is not served -> its values that change nothing; null is always one."""
-
 _B = TypeVar("_B", bound="Body")
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BodyPart):
     """Options of a stream."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    PLACE = "stream_options"
+    INERT = MappingProxyType({"include_obfuscation": ANY})  # padding of events
 
     include_usage: bool = False
     """A last event, without choices, holds the token counts of the whole request."""
     continuous_usage_stats: bool = False
     """Every event holds the token counts so far (of vLLM)."""
-    include_obfuscation: Literal[False] = False
-    """Padding of events is not served."""
     include_speculation: bool = False
     """Every choice of an event says which of its text was drafted, and how its round went."""
     include_trace: bool = False
@@ -93,7 +70,7 @@ class SpeculationOptions(SpeculationParams):
 class Body(SamplingParams):
     """Fields of all requests for text: the sampling parameters by their own names, and how the answer is sent."""
 
-    INERT: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType(INERT)
+    INERT: ClassVar[Mapping[str, Values]] = INERT
     RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """OpenAI's name of a parameter -> ours."""
     FORMS: ClassVar[tuple[str, ...]] = FORMS
@@ -118,26 +95,40 @@ class Body(SamplingParams):
     speculation: SpeculationOptions = SpeculationOptions()
     """How this request speculates; the choices say how it went."""
 
+    _ignored: Ignored = PrivateAttr(default_factory=Ignored)
+
+    @property
+    def ignored(self) -> Ignored:
+        """The fields of this request that are ignored."""
+        return self._ignored
+
     @model_validator(mode="before")
     @classmethod
-    def _habits(cls, data: Any) -> Any:
+    def _habits(cls, data: Any, info: ValidationInfo) -> Any:
         """Leaves out what changes nothing, and refuses what is not served."""
         if not isinstance(data, dict):
             return data
+        ignored = info.context if isinstance(info.context, Ignored) else Ignored()
         given: dict[str, Any] = {}
         for name, value in data.items():
+            ours = cls.RENAMED.get(name, name)
             if value is None:
                 continue
-            if name in cls.INERT:
-                _check_inert(name, value, cls.INERT[name])
-                continue
-            ours = cls.RENAMED.get(name, name)
-            if ours in given and given[ours] != value:
-                raise Fault(name, f"is {shown(value)} and {ours} is {shown(given[ours])}: one of them is enough")
-            given[ours] = value
+            if ours in cls.model_fields or ours in cls.FORMS:
+                if ours in given and given[ours] != value:
+                    raise Fault(name, f"is {shown(value)} and {ours} is {shown(given[ours])}: one of them is enough")
+                given[ours] = value
+            elif name in cls.INERT:
+                check(name, value, cls.INERT[name], ignored)
+            else:
+                ignored.note(name, value, (*cls.model_fields, *cls.RENAMED, *cls.FORMS))
         take_form(given, cls.FORMS)
         if given.get("top_k") == -1:  # off, for vLLM
             given["top_k"] = 0
+        if type(seed := given.get("seed")) is int and -(2**63) <= seed < 0:
+            del given["seed"]
+            if seed != -1:  # which is no seed, for vLLM and llama.cpp
+                given["seed"] = seed % (MAX_SEED + 1)
         return given
 
     @model_validator(mode="after")
@@ -177,9 +168,9 @@ class CompletionBody(Body):
     INERT = MappingProxyType(
         {
             **INERT,
-            "best_of": (1,),
             "suffix": ("",),
             "add_special_tokens": (True,),
+            **dict.fromkeys(("messages", "tools", "functions", "documents", "chat_template_kwargs"), OFF),
         }
     )
 
@@ -226,22 +217,19 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
-def _check_inert(name: str, value: Any, inert: Sequence[Any]) -> None:
-    """Raises Fault for a value that would have to change something."""
-    if _ANY in inert or any(value == item and isinstance(value, bool) is isinstance(item, bool) for item in inert):
-        return
-    if not inert:
-        raise Fault(name, f"is {shown(value)}: it is not supported")
-    raise Fault(name, f"is {shown(value)}: only {' or '.join(map(shown, inert))} is supported")
+def read(kind: type[_B], data: Any, ignored: Ignored | None = None) -> _B:
+    """A body of this kind. Raises InvalidRequestError that names the parameter.
 
-
-def read(kind: type[_B], data: Any) -> _B:
-    """A body of this kind. Raises InvalidRequestError that names the parameter."""
+    ``ignored``: collects the fields that have no meaning here; the body has it, too.
+    """
     if not isinstance(data, dict):
         raise InvalidRequestError(f"the body is {shown(data)}: a JSON object is needed")
+    ignored = Ignored() if ignored is None else ignored
     try:
-        return kind.model_validate(data)
+        body = kind.model_validate(data, context=ignored)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0].get("ctx", {}).get("error")
         sentence = explain(error, kind) if isinstance(fault, Fault) else explain_parameter(error, kind)
         raise InvalidRequestError(sentence) from None
+    body._ignored = ignored
+    return body

@@ -50,6 +50,8 @@ class Edge:
     """None: the model is no chat model."""
     status: Callable[[], Awaitable[ServerInfo]] | None = None
     """Describes the state of the whole service, where it is known. Raises EngineError."""
+    strict_fields: bool = False
+    """Refuse fields of bodies that are not known, which are ignored else."""
     playground: bool = True
     """Serve the page at ``/``."""
     trace_headers: Callable[[Iterable[tuple[str, str]]], tuple[tuple[str, str], ...]] | None = None
