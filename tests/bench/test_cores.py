@@ -64,7 +64,7 @@ def test_more_threads_than_cores_are_refused_before_the_run() -> None:
         cores.configs(LocalSettings(TARGET, DRAFT, cpu_threads=(64,)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_threads_of_a_run_are_printed_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

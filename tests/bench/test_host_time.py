@@ -72,7 +72,7 @@ def test_the_least_of_every_row_counts(scripts: Any, monkeypatch: pytest.MonkeyP
     assert next(turns, None) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_part_has_its_rows_in_turns_and_apart(scripts: Any, capfd: pytest.CaptureFixture[str]) -> None:
     options = ("--sessions", "2", "--temperatures", "0", "--steps", "8", "--apart", "--repeats", "2")
     scripts("host_time").main(options)

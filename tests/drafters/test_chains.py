@@ -11,7 +11,7 @@ import torch
 from tests.support.chains import StepByStep, rank_row
 from tests.support.models import LOSSLESS_FAMILIES, VOCAB, noisy_copy, prompt, random_model
 from tests.support.pump import Pump, Request
-from tests.support.rings import slow
+from tests.support.rings import nightly, slow
 
 from paceline.core.processors import Row, SamplerState
 from paceline.drafters.calibration import Calibration, ranked
@@ -279,8 +279,7 @@ def test_a_draft_of_one_session_answers_a_miss_by_a_chain(pair, mode: Mode) -> N
         assert found[0].speculation == found[1].speculation
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "qwen3"])
+@pytest.mark.parametrize("family", [*slow(["qwen3"]), *nightly(["gemma3"])])
 def test_native_chains_are_those_of_their_twin(family: str) -> None:
     """By a compiled model: the same tokens, scores up to rounding, the same end; greedy and sampled."""
     assert family in LOSSLESS_FAMILIES

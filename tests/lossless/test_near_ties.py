@@ -42,6 +42,7 @@ ODD = {
 """Sizes that are no multiple of any vector: 250 numbers a token."""
 CASES = [(family, {}) for family in MIXTURES] + [*ODD.items()]
 FAST = ("qwen3_moe", "llama")
+SLOW = ("gpt_oss", "deepseek_v3")
 
 
 def near_ties(family: str, changes: dict) -> PreTrainedModel:
@@ -74,8 +75,8 @@ def changed(target: LoadedModel, draft: LoadedModel | None, mode: Mode) -> int:
     ("family", "changes"),
     [
         *(case for case in CASES if case[0] in FAST),
-        *slow(case for case in CASES if case[0] in ("gpt_oss", "deepseek_v3", "longcat_flash", "gemma2")),
-        *nightly(case for case in CASES if case[0] not in (*FAST, "gpt_oss", "deepseek_v3", "gemma2")),
+        *slow(case for case in CASES if case[0] in SLOW),
+        *nightly(case for case in CASES if case[0] not in (*FAST, *SLOW)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

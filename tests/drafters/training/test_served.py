@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.models import letters_tokenizer
-from tests.support.rings import slow
+from tests.support.rings import nightly, slow
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,6 +40,7 @@ from paceline.target.build import build_target_engine
 from paceline.types import Mode, SamplingParams, SpeculationParams
 
 FAST = ("dflash", "speculative_streaming")
+SLOW = ("eagle", "mlp_speculator")
 DEPTHS, STEPS, NUM_TEXTS, PROMPT, NEW = 3, 200, 10, 8, 60
 
 
@@ -128,7 +129,10 @@ MISREAD = {
 """A mistake for each kind, made in its files. (An exit without its adapter is as good here.)"""
 
 
-@pytest.fixture(scope="module", params=[*FAST, *slow(kind for kind in FORMS if kind not in FAST)])
+NIGHTLY = [kind for kind in FORMS if kind not in (*FAST, *SLOW)]
+
+
+@pytest.fixture(scope="module", params=[*FAST, *slow(SLOW), *nightly(NIGHTLY)])
 def trained(target: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A head of that target; its folder has the name of its method."""
     folder = tmp_path_factory.mktemp("head")
