@@ -74,7 +74,7 @@ class Reading:
         is."""
         patterns = [pattern for one in regions for pattern in (one.opens, one.closes) if pattern is not None]
         patterns += [pattern for one in regions if one.reader is not None for pattern in one.reader.patterns]
-        self.marks = Marks(added, patterns)
+        self.marks, self.added = Marks(added, patterns), added
         self.outside: Kind = outside
         self._rules = [
             _Rule(

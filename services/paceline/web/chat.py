@@ -88,7 +88,7 @@ class Asked:
         """Returns what tells the parts of one answer apart."""
         ids, skips = self._chat.format.call_ids, self._skips_special
         return Speech(
-            self._parser(), self._reading.marks, self._tokenizer, self.token_ids, self._ends, ids, skips_special=skips
+            self._parser(), self._reading, self._tokenizer, self.token_ids, self._ends, ids, skips_special=skips
         )
 
     def _parser(self) -> AnswerParser:

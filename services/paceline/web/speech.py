@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.checkpoint.answer_formats import CallIds
-from paceline.checkpoint.answers import AnswerParser, Said, joined
-from paceline.checkpoint.marks import Marks, silent
+from paceline.checkpoint.answers import AnswerParser, Reading, Said, joined
+from paceline.checkpoint.marks import silent
 from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.types import Chunk, SamplingParams
 
@@ -51,7 +51,7 @@ class Speech:
     def __init__(
         self,
         parser: AnswerParser,
-        marks: Marks,
+        reading: Reading,
         tokenizer: Tokenizer,
         token_ids: Sequence[int],
         ends: Collection[int],
@@ -63,14 +63,14 @@ class Speech:
 
         Args:
             parser: reads it.
-            marks: those of the parser's format.
+            reading: what made the parser.
             tokenizer: that of the model.
             token_ids: the prompt.
             ends: tokens that end the answer and are not shown.
             call_ids: the form of ids of calls.
             skips_special: the text of the chunks shows no special tokens.
         """
-        self._parser, self._marks, self._added = parser, marks, tokenizer.added_tokens
+        self._parser, self._marks, self._added = parser, reading.marks, reading.added
         self._detokenizer = tokenizer.detokenizer(token_ids, special=not skips_special)
         self._skips_special = skips_special
         self._ends, self._call_ids = frozenset(ends), call_ids

@@ -1,0 +1,172 @@
+"""Demanded calls in every form that can be: whatever the grammar allows is read back as calls with valid arguments."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import re
+from types import SimpleNamespace
+
+import jsonschema
+import pytest
+from tests.support.models import EOS
+from tests.support.schemas import json_tokenizer
+from tests.web.chats import told
+from tokenizers import Tokenizer as Backend
+
+from paceline.checkpoint.answer_formats import CALLS, format_of
+from paceline.checkpoint.grammar import Grammars
+from paceline.checkpoint.tokenizer import JsonTokenizer, Tokenizer
+from paceline.errors import InvalidRequestError
+from paceline.web import call_forms
+from paceline.web.call_forms import FORMS
+from paceline.web.calls import bound_calls
+
+REASONING = {"openai": "openai_gptoss", "kimi_k2": "kimi_k2"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "plan",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"enum": ["rome", "oslo"]},
+                    "days": {"type": "integer", "minimum": 0, "maximum": 9},
+                    "far": {"type": "boolean"},
+                },
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
+]
+SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+NAMES = sorted({*FORMS, "mistral"})
+
+
+@functools.cache
+def tokenizer(name: str) -> Tokenizer:
+    """Pieces of JSON, and the marks of a form as special tokens."""
+    regions = format_of("", (), None, name, REASONING.get(name, "none")).regions
+    text = "".join(pattern for one in regions for pattern in (one.opens, one.closes or "")).replace("\\", "")
+    marks = dict.fromkeys(re.findall(r"<[^<>()?\n ]{3,40}>|\[[A-Z_]+\]", text))
+    backend = Backend.from_str(json_tokenizer().backend_json())
+    backend.add_special_tokens(list(marks))
+    return Tokenizer("marks", JsonTokenizer(backend, f"<{EOS}>"))
+
+
+@functools.cache
+def grammars(name: str) -> Grammars:
+    return Grammars(tokenizer(name), tokenizer(name).vocab_size, (EOS,))
+
+
+def bound(name, choice="required", *, parallel=True, tools=TOOLS, writes=()):
+    chat = SimpleNamespace(
+        format=format_of("", (), None, name, REASONING.get(name, "none")), writes=lambda mark: mark in writes
+    )
+    return bound_calls(chat, tools, choice, parallel=parallel, in_reasoning=False)
+
+
+def walk(name, form, seed):
+    """Text that the form allows, drawn token by token; None if it has no end within some hundred."""
+    matcher, rng, output = grammars(name).matcher(form), random.Random(seed), []
+    for _ in range(400):
+        (mask,) = matcher.masks([tuple(output)])
+        allowed = [i for i in range(grammars(name).vocab_size) if mask[i // 8] >> i % 8 & 1]
+        if EOS in allowed and (len(allowed) == 1 or rng.random() < 0.5):
+            return tokenizer(name).decode(output, special=True)
+        output.append(rng.choice([i for i in allowed if i != EOS]))
+    return None
+
+
+def read(name, text):
+    answers = format_of("", (), None, name, REASONING.get(name, "none"))
+    return told(answers, text, TOOLS, added=tokenizer(name).added_tokens)
+
+
+def check_walks(name, form, seeds, least=1):
+    """Every output is nothing but calls of the tools, with valid arguments; returns the numbers of calls."""
+    found = []
+    for seed in range(seeds):
+        text = walk(name, form, f"{name} {seed}")
+        if text is None:
+            continue
+        content, _, calls = read(name, text)
+        assert calls, text
+        assert not content.strip(), text
+        for called, arguments in calls:
+            jsonschema.validate(arguments, SCHEMAS[called])
+        found.append(len(calls))
+    assert len(found) >= least, "no output came to an end"
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_demanded_is_read_back_as_valid_calls(name):
+    check_walks(name, bound(name), 4)
+    assert {*check_walks(name, bound(name, parallel=False), 2)} == {1}
+    named = bound(name, {"name": "now"})
+    text = next(filter(None, (walk(name, named, seed) for seed in range(9))))
+    assert read(name, text)[2] == [("now", {})]
+
+
+def test_both_forms_of_mistral_are_written():
+    for writes, mark in (((), "[TOOL_CALLS] ["), (("[ARGS]",), "[TOOL_CALLS]plan[ARGS]")):
+        form = bound("mistral", {"name": "plan"}, writes=writes)
+        (text,) = {text[: len(mark)] for seed in range(3) if (text := walk("mistral", form, seed))}
+        assert text == mark
+
+
+FREE = [name for name in NAMES if name == "mistral" or FORMS[name].trigger is not None]
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_one_call_at_most_is_one_and_text_may_come_before_it(name):
+    form = bound(name, "auto", parallel=False)
+    demanded = bound(name, parallel=False)
+    text = next(filter(None, (walk(name, demanded, seed) for seed in range(9))))
+    matcher = grammars(name).matcher
+    ids = tokenizer(name).encode("so ")
+    matcher(form, [*ids, *tokenizer(name).encode(text.lstrip())])
+    with pytest.raises(InvalidRequestError):
+        matcher(form, [*ids, *tokenizer(name).encode(text.strip() + "\n" + text.strip())])
+
+
+def test_what_cannot_be_bound_is_refused_by_name():
+    for name in sorted({*NAMES} - {*FREE}):
+        with pytest.raises(
+            InvalidRequestError, match=f"parallel_tool_calls is false, but .* form {name}, .* free text"
+        ):
+            bound(name, "auto", parallel=False)
+    for name in sorted({*CALLS} - {*NAMES}):
+        with pytest.raises(InvalidRequestError, match=f"tool_choice is 'required', but .* form {name}, which cannot"):
+            bound(name)
+    tool = {"type": "function", "function": {"name": "a-b", "parameters": {}}}
+    with pytest.raises(InvalidRequestError, match=r"tools\[0\]\.function\.name is 'a-b'"):
+        bound("pythonic", tools=[tool])
+
+
+def _forgets_the_end(monkeypatch):
+    form = FORMS["kimi_k2"]
+    wrong = call_forms.JsonForm("<|tool_call_begin|>NAME<|tool_call_argument_begin|>", "", opens=form.opens)
+    monkeypatch.setitem(FORMS, "kimi_k2", wrong)
+
+
+def _puts_the_name_elsewhere(monkeypatch):
+    monkeypatch.setitem(FORMS, "deepseek_v3", FORMS["deepseek_v31"])
+
+
+@pytest.mark.parametrize(("name", "mutant"), [("kimi_k2", _forgets_the_end), ("deepseek_v3", _puts_the_name_elsewhere)])
+def test_a_mistake_is_caught_by_the_walks(name, mutant, monkeypatch):
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, jsonschema.ValidationError)):
+        check_walks(name, bound(name), 4)
+
+
+def test_every_form_states_json_as_the_parsers_read_it():
+    """Names and keys are quoted as JSON where they stand in JSON."""
+    tag = FORMS["hermes"].tag({"name": 'a"b', "parameters": {}}, 0, free=False)
+    assert json.dumps('a"b') in json.dumps(tag["content"]["elements"][1]["value"]).encode().decode("unicode_escape")
