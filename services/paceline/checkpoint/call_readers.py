@@ -143,7 +143,13 @@ def _refused(constant: str) -> Any:
     raise NoCallError(f"{constant} is no JSON")
 
 
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_refused)
+def _finite(text: str) -> float:
+    if (number := float(text)) - number != 0:
+        raise NoCallError(f"{text} is no number that JSON can hold")
+    return number
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refused, parse_float=_finite)
 
 
 def _loads(text: str) -> Any:

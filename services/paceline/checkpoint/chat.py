@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,8 @@ from paceline.errors import ConfigError, InvalidRequestError
 Message = Mapping[str, Any]
 """A message as templates read it: ``role``, ``content`` and what else its role has."""
 _ENDS = ("add_generation_prompt", "continue_final_message")
+_WANTS_NONE = re.compile(r"content['\"]?\]?\s+is\s+none")
+"""A template that tells calls by a message without content."""
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -155,6 +158,8 @@ def _as_read(message: dict[str, Any], template: str) -> dict[str, Any]:
         if name is not None:
             message[name] = message.pop("reasoning_content")
     if message.get("tool_calls"):
+        if not message.get("content") and _WANTS_NONE.search(template):
+            message["content"] = None
         message["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": Arguments(call["function"]["arguments"])}}
             for call in message["tool_calls"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -32,7 +33,7 @@ class Marks:
         for token_id, (text, special) in sorted(added.items(), key=lambda item: (-len(item[1][0]), item[0])):
             if not _may_be_mark(text) or text in self._by_text or len(self.chars) == _MAX_MARKS:
                 continue
-            if not any(spelling in source for spelling in _spellings(text)):
+            if _spelled(text).search(source) is None:
                 continue
             i = len(self.chars)
             self._by_text[text] = i
@@ -44,8 +45,7 @@ class Marks:
     def compile(self, pattern: str) -> Any:
         """A pattern in which each mark that is a token means that token alone."""
         for text, i in self._by_text.items():
-            for spelling in _spellings(text):
-                pattern = pattern.replace(spelling, f"[{chr(_FIRST + i)}{chr(_FIRST_SILENT + i)}]")
+            pattern = _spelled(text).sub(f"[{chr(_FIRST + i)}{chr(_FIRST_SILENT + i)}]", pattern)
         return regex.compile(pattern, regex.DOTALL)
 
     def of_text(self, text: str) -> str:
@@ -62,6 +62,8 @@ def _may_be_mark(text: str) -> bool:
     return len(text) > 2 and re.search(r"[^\w\s]", text) is not None
 
 
-def _spellings(text: str) -> list[str]:
-    """Ways to write a text in a regular expression, the longest first."""
-    return sorted({re.escape(text), _META.sub(r"\\\1", text), *(() if _META.search(text) else (text,))}, key=len)[::-1]
+@functools.lru_cache(4096)
+def _spelled(text: str) -> re.Pattern[str]:
+    """The ways to write a text in a regular expression, but for names of its groups."""
+    ways = {re.escape(text), _META.sub(r"\\\1", text), *(() if _META.search(text) else (text,))}
+    return re.compile(r"(?<!\?P)(?:" + "|".join(map(re.escape, sorted(ways, key=len, reverse=True))) + ")")

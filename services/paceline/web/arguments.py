@@ -52,6 +52,15 @@ class Elements:
         self._begin, self._after, self._forbidden = begin, after, list(forbidden)
         self._end, self._closing = end, gap + end
 
+    @property
+    def any(self) -> Format:
+        """Any elements at all."""
+        head, _, between = self._begin.partition("%s")
+        text = {"type": "tag", "begin": "", "content": {"type": "any_text"}}
+        parts = [{**text, "end": end} for end in (between, self._end)]
+        element = {"type": "tag", "begin": head, "content": sequence(*parts), "end": self._after}
+        return {"type": "tags_with_separator", "tags": [element], "separator": ""}
+
     def arguments(self, schema: Schema, name: str) -> Format:
         """All arguments that a schema allows, in its order.
 

@@ -124,10 +124,7 @@ class ElementForm:
     def tag(self, function: Mapping[str, Any], i: int, *, free: bool) -> Format:
         """As ``CallForm`` has it."""
         begin = self.begin.replace("NAME", function["name"])
-        if not free:
-            return _tag(begin, _bound(self.elements.arguments, function, i), self.end)
-        mark = self.end[: self.end.index(">") + 1]  # free text goes on to this mark
-        return _tag(begin, sequence(_tag("", _ANYTHING, mark)), self.end.removeprefix(mark))
+        return _tag(begin, self.elements.any if free else _bound(self.elements.arguments, function, i), self.end)
 
 
 @dataclass(frozen=True, slots=True)
