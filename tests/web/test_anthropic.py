@@ -361,8 +361,9 @@ def test_the_tokens_are_those_of_a_chat(real):
     answer = call(f"{real}/v1/messages", body | {"tools": [WEATHER]})[2]
     function = {"type": "function", "function": {"name": "weather", "parameters": WEATHER["input_schema"]}}
     function["function"]["description"] = WEATHER["description"]
-    (choice,) = call(f"{real}/v1/chat/completions", body | {"tools": [function]})[2]["choices"]
-    assert (answer["token_ids"], answer["prompt_token_ids"]) == (choice["token_ids"], choice["prompt_token_ids"])
+    chat = call(f"{real}/v1/chat/completions", body | {"tools": [function]})[2]
+    (choice,) = chat["choices"]
+    assert (answer["token_ids"], answer["prompt_token_ids"]) == (choice["token_ids"], chat["prompt_token_ids"])
     flat = {"type": "function", **function["function"]}
     asked = {name: value for name, value in body.items() if name not in ("messages", "max_tokens")}
     asked |= {"input": "hello", "max_output_tokens": 40, "tools": [flat]}

@@ -91,7 +91,7 @@ def test_the_prompt_is_the_rendered_chat_and_the_tokens_are_the_pipelines(real, 
     status, _, answer = call(f"{real}/v1/chat/completions", body | {"return_token_ids": True})
     assert status == 200, answer
     (choice,) = answer["choices"]
-    assert choice["prompt_token_ids"] == ids
+    assert answer["prompt_token_ids"] == ids
     assert choice["token_ids"] == list(expected.token_ids)
     assert answer["usage"]["prompt_tokens"] == len(ids)
     streamed = events(f"{real}/v1/chat/completions", body | {"stream": True, "return_token_ids": True})

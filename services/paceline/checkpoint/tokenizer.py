@@ -103,6 +103,18 @@ class Tokenizer:
         """Number of token ids, added ones included."""
         return len(self._tokenizer)
 
+    @functools.cached_property
+    def num_ids(self) -> int:
+        """One more than the largest token id: ids may have holes."""
+        return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Tokens as the tokenizer writes them, None for an id without one."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            return [backend.id_to_token(token_id) for token_id in token_ids]
+        return list(self._tokenizer.convert_ids_to_tokens(list(token_ids)))
+
     @property
     def vocab(self) -> dict[str, int]:
         """Ids of all tokens as the tokenizer writes them, added ones included."""

@@ -42,7 +42,7 @@ from paceline.security.access import Access
 from paceline.security.certificates import CertificateFiles, Certificates
 from paceline.security.keys import KeyRing
 from paceline.web.app import make_app
-from paceline.web.service import Edge
+from paceline.web.service import Edge, fingerprint_of
 
 log = logging.getLogger(__name__)
 
@@ -150,15 +150,20 @@ def local_edge(
         reasoning_parser=server.reasoning_parser,
     )
     registry = registry or Registry()
+    names = server.served_model_name or (model_id,)
     measured = Measured(pipeline, registry, model_id, tracing=tracing)
     return Edge(
-        model_id,
+        names[0],
         measured,
         Access(keys, AccessMetrics(registry)),
         server.max_message_bytes,
         metrics=measured.page,
         chat=chat,
         status=partial(asyncio.to_thread, pipeline.server_info),
+        aliases=names[1:],
+        system_fingerprint=fingerprint_of(pipeline.config.model_dump_json()),
+        cors_origins=server.cors_origins,
+        force_include_usage=server.force_include_usage,
         strict_fields=server.strict_fields,
         playground=server.playground,
         trace_headers=None if tracing is None else trace_headers,

@@ -54,6 +54,7 @@ _FILE_KEYS = {
 }
 """Flags that name files, and the keys that they set."""
 _PAGE_KEY = "server.playground"
+_LIST_KEYS = ("server.served_model_name", "server.cors_origins")
 _RUNNING = ("dtype", "compile", "background_compilation")
 """Flags of a target that are those of its draft models, too."""
 _ENGINE_KEYS = [f"target_config.engine_kwargs.{name}" for name in _RUNNING]
@@ -95,6 +96,19 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{pool}s", type=_size, metavar="N|MIN:MAX", help=text)
     group = parser.add_argument_group("where")
     add_fields(group, ServiceConfig, _SERVER_KEYS)
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names by which clients ask for the model (default: its id)",
+    )
+    group.add_argument(
+        "--cors-origins",
+        "--allowed-origins",
+        nargs="+",
+        metavar="ORIGIN",
+        help="origins of web pages that may call, * for any (default: pages of this machine, none with keys)",
+    )
     group.add_argument(
         "--no-playground", dest="playground", action="store_const", const=False, help="serve no page at / of the port"
     )
@@ -156,7 +170,7 @@ def read_config(args: argparse.Namespace) -> ServiceConfig:
 
 def _further(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
     """Overrides that depend on what there is to override."""
-    keys, draft = [*_TARGET_KEYS, *_SERVER_KEYS, _PAGE_KEY], config.draft_config
+    keys, draft = [*_TARGET_KEYS, *_SERVER_KEYS, *_LIST_KEYS, _PAGE_KEY], config.draft_config
     if isinstance(draft, ModelDraftConfig):
         keys += [key.replace("target_config", "draft_config") for key in _ENGINE_KEYS]
         keys.append("draft_config.engine_kwargs.placement")
@@ -203,8 +217,9 @@ def _run_local(args: argparse.Namespace) -> int:
         model_id = config.target_config.model_loading_config.model_id
         serve_local(local_of(config), config.server, model_id, config.tracing)
         return EXIT_DONE
-    keys = [*_SERVER_KEYS, _PAGE_KEY, *_FILE_KEYS.values()]
-    names = [*(key.rpartition(".")[2] for key in (*_SERVER_KEYS, _PAGE_KEY)), *_FILE_KEYS]
+    own = [*_SERVER_KEYS, *_LIST_KEYS, _PAGE_KEY]
+    keys = [*own, *_FILE_KEYS.values()]
+    names = [*(key.rpartition(".")[2] for key in own), *_FILE_KEYS]
     given = {key: value for key, name in zip(keys, names, strict=True) if (value := getattr(args, name)) is not None}
     config = _local_service().with_overrides([_override(key, value) for key, value in given.items()])
     with_draft = args.drafter != "none"

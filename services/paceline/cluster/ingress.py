@@ -293,18 +293,23 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> Any:
         """The application of the HTTP port; Serve asks for it when the replica is made."""
         from paceline.web.app import make_app
-        from paceline.web.service import Edge
+        from paceline.web.service import Edge, fingerprint_of
 
         model_id = self.config.target_config.model_loading_config.model_id
         server = self.config.server
+        names = server.served_model_name or (model_id,)
         edge = Edge(
-            model_id,
+            names[0],
             self._service,
             self._access,
             server.max_message_bytes,
             metrics=self._metrics_page,
             chat=self._chat,
             status=self._server_info,
+            aliases=names[1:],
+            system_fingerprint=fingerprint_of(self.config.target_config.model_dump_json()),
+            cors_origins=server.cors_origins,
+            force_include_usage=server.force_include_usage,
             strict_fields=server.strict_fields,
             playground=server.playground,
             trace_headers=None if self.config.tracing is None else trace_headers,

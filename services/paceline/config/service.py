@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from paceline.config.base import Strict
 from paceline.config.deployments import DeploymentConfig
@@ -106,11 +106,31 @@ class ServerConfig(Strict):
     reasoning_parser: ReasoningParser | None = None
     """Form of the model's reasoning, by the name of vLLM's parser; ``none``: it stays in the content. By default the
     marks of chat template and tokenizer tell it."""
+    served_model_name: tuple[str, ...] = ()
+    """Names by which clients ask for the model, in place of its id; one, or a list. The first is that of answers to
+    requests without one."""
+    cors_origins: tuple[str, ...] | None = None
+    """Origins of web pages that may call, such as ``https://chat.example.com``; ``*``: any. null: pages of this machine
+    (localhost) while there are no keys, else none."""
+    force_include_usage: bool = False
+    """Streams end with their token counts, also those that did not ask for them."""
     strict_fields: bool = False
     """Refuse a body over HTTP that holds an unknown field. Else it is ignored, logged once, and named in the header
     ``x-paceline-ignored-fields`` of the answer."""
     playground: bool = True
     """Serve a page at ``/`` of the HTTP port that shows speculation at work. It asks for a key where there are keys."""
+
+    @field_validator("served_model_name", "cors_origins", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+    @field_validator("served_model_name")
+    @classmethod
+    def _names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(value):
+            raise Fault("", "holds '': a name has at least one character")
+        return value
 
     @model_validator(mode="after")
     def _two_ports(self) -> Self:

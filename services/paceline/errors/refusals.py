@@ -103,6 +103,8 @@ def _allowed(detail: ErrorDetails, field: FieldInfo | None) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "literal_error":
         return str(context["expected"])
+    if kind == "string_pattern_mismatch":
+        return f"text that matches {context['pattern']}"
     if kind in ("string_too_short", "too_short"):
         return "at least one " + ("character" if kind == "string_too_short" else "entry")
     if (noun := kind.partition("_")[0]) in _NOUNS:

@@ -98,6 +98,11 @@ class Access:
         self._keys, self._metrics, self._clock = keys, metrics, clock
         self._usage: dict[str, _Usage] = {}
 
+    @property
+    def has_keys(self) -> bool:
+        """True if callers need a key."""
+        return self._keys is not None
+
     def require_encrypted(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
         """Raises ConfigError if the connection is not encrypted, and must be."""
         if self._require_tls and (TLS_HEADER, "1") not in metadata:

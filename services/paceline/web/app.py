@@ -14,7 +14,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -36,12 +36,13 @@ from paceline.web.choices import Item, run_all
 from paceline.web.completions import Completion
 from paceline.web.errors import ClientLeftError, body_of, to_http
 from paceline.web.fields import Ignored
-from paceline.web.guard import Guard
+from paceline.web.guard import Guard, Load, allow_cors
 from paceline.web.json_text import parse
 from paceline.web.messages import ChatBody
 from paceline.web.playground import add_playground
-from paceline.web.schema import Body, CompletionBody, read
+from paceline.web.schema import Body, CompletionBody, StreamOptions, read
 from paceline.web.service import Edge
+from paceline.web.tokenization import DetokenizeBody, Text, TokenizeBody, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Answer(Protocol):
         """Returns the last events of a stream that fails; ``body``: OpenAI's body of the error."""
 
 
-_A = TypeVar("_A", bound=Answer)
+_A = TypeVar("_A")
 
 
 class _Json(JSONResponse):
@@ -102,20 +103,26 @@ class _Events(StreamingResponse):
 def make_app(edge: Edge) -> FastAPI:
     """The application. It may be mounted where other paths are served, too."""
     app = FastAPI(title="Paceline", version=__version__, docs_url=None, redoc_url=None)
-    started = int(time.time())
+    started, load = int(time.time()), Load()
+    names = (edge.model_id, *edge.aliases)
 
     def caller_of(request: Request) -> str:
         return edge.access.identify(list(request.headers.items()))
 
     async def asked(request: Request, kind: Callable[[Edge, Any, str], _A], body: type[Body]) -> tuple[Body, _A]:
         """The body of a request, and what answers it."""
-        request_id = _request_id(request)
+        _request_id(request)
         data, size = await _json(request, edge.max_body_bytes)
         given = read(body, data, Ignored(strict=edge.strict_fields))
-        if given.model and given.model != edge.model_id:
-            raise _no_model(given.model, edge)
+        if given.model and given.model not in names:
+            raise _no_model(given.model, names)
+        request_id = _request_id(request, given.request_id)
+        given = given.with_word_ids(edge.service.info.tokenizer)
+        if given.stream and given.stream_options is None and edge.force_include_usage:
+            given = given.model_copy(update={"stream_options": StreamOptions(include_usage=True)})
+        named = replace(edge, model_id=given.model or edge.model_id)
         long = size > _LARGE_BODY or edge.chat is not None  # templates render and tokenize at once
-        made = await asyncio.to_thread(kind, edge, given, request_id) if long else kind(edge, given, request_id)
+        made = await asyncio.to_thread(kind, named, given, request_id) if long else kind(named, given, request_id)
         given.ignored.warn()
         request.state.ignored = given.ignored.header
         return given, made
@@ -172,14 +179,20 @@ def make_app(edge: Edge) -> FastAPI:
         """The version of the service."""
         return {"version": __version__}
 
-    def model() -> dict[str, Any]:
-        length = edge.service.info.max_model_len
+    @app.get("/load")
+    async def server_load() -> dict[str, int]:
+        """The number of requests in progress, as vLLM tells it."""
+        return {"server_load": load.num_requests}
+
+    def model(name: str) -> dict[str, Any]:
         return {
-            "id": edge.model_id,
+            "id": name,
             "object": "model",
             "created": started,
             "owned_by": "paceline",
-            "max_model_len": length,
+            "root": edge.model_id,
+            "parent": None,
+            "max_model_len": edge.service.info.max_model_len,
         }
 
     if edge.status is not None:
@@ -195,15 +208,15 @@ def make_app(edge: Edge) -> FastAPI:
     async def models(request: Request) -> dict[str, Any]:
         """The model that is served."""
         caller_of(request)
-        return {"object": "list", "data": [model()]}
+        return {"object": "list", "data": [model(name) for name in names]}
 
     @app.get("/v1/models/{model_id:path}")
     async def one_model(request: Request, model_id: str) -> dict[str, Any]:
         """The model of this id."""
         caller_of(request)
-        if model_id != edge.model_id:
-            raise _no_model(model_id, edge)
-        return model()
+        if model_id not in names:
+            raise _no_model(model_id, names)
+        return model(model_id)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -232,6 +245,20 @@ def make_app(edge: Edge) -> FastAPI:
         _, made = await asked(request, anthropic.Message, CountBody)
         return _Json({"input_tokens": made.num_prompt_tokens}, headers=_id_headers(request))
 
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text or a chat."""
+        caller_of(request)
+        _, made = await asked(request, Tokens, TokenizeBody)
+        return _Json(made.content, headers=_id_headers(request))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        caller_of(request)
+        _, made = await asked(request, Text, DetokenizeBody)
+        return _Json(made.content, headers=_id_headers(request))
+
     if edge.playground:
         add_playground(app, edge.access)
 
@@ -257,7 +284,8 @@ def make_app(edge: Edge) -> FastAPI:
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         return refusal(request, error.status_code, body_of(message, kind), error.headers or {})
 
-    app.add_middleware(Guard, refuse=refusal)
+    app.add_middleware(Guard, refuse=refusal, load=load)
+    allow_cors(app, edge.cors_origins, edge.access.has_keys)
     return app
 
 
@@ -265,8 +293,9 @@ def _paths(app: FastAPI) -> Iterator[str]:
     return (route.path for route in app.routes if hasattr(route, "path"))
 
 
-def _no_model(name: str, edge: Edge) -> NotFoundError:
-    return NotFoundError(f"model is {name[:200]!r}: {edge.model_id!r} is served")
+def _no_model(name: str, names: Sequence[str]) -> NotFoundError:
+    served = " and ".join(map(repr, names))
+    return NotFoundError(f"model is {name[:200]!r}: {served} {'is' if len(names) == 1 else 'are'} served")
 
 
 def _id_headers(request: Request) -> dict[str, str]:
@@ -278,9 +307,14 @@ def _id_headers(request: Request) -> dict[str, str]:
     return {**dict.fromkeys(named, request_id), **getattr(request.state, "ignored", {})}
 
 
-def _request_id(request: Request) -> str:
-    """The id of a request: that of the client if it has sent one. Raises InvalidRequestError for one too long."""
-    request_id = request.headers.get(_REQUEST_ID) or secrets.token_hex(16)
+def _request_id(request: Request, given: str | None = None) -> str:
+    """The id of a request: the client's in its header or, if it has none, ``given`` in its body, else a random one.
+
+    Raises InvalidRequestError for one that is too long, or that no header can hold.
+    """
+    request_id: str = request.headers.get(_REQUEST_ID) or given or _id_headers(request)[_REQUEST_ID]
+    if given and not (given.isascii() and given.isprintable()):
+        raise InvalidRequestError(f"request_id is {given[:60]!a}: only printable ASCII characters are allowed")
     check_request_id(request_id)
     request.state.request_id = request_id
     return request_id

@@ -59,7 +59,10 @@ class Asked:
         messages = for_template(messages, lambda name: chat.reads_field(name, self.tools), ignored)
         options = variables(body.chat_template_kwargs, options, chat.variables, ignored)
         self.prompt = chat.render(messages, self.tools, options)
-        self.token_ids = chat.encode(self.prompt)
+        info = edge.service.info
+        self.token_ids: tuple[int, ...] = body.cut(
+            info.tokenizer, chat.encode(self.prompt), info.max_model_len, special=False
+        )
         self._begun = chat.begun(self.prompt, messages, self.tools, options)
         self._fresh = not options.get("continue_final_message")
         self._skips_special = body.skip_special_tokens
@@ -115,7 +118,12 @@ class ChatCompletion:
     def __init__(self, edge: Edge, body: ChatBody, request_id: str) -> None:
         """Raises InvalidRequestError for a body that can never be served."""
         self._edge, self._body = edge, body
-        self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": edge.model_id}
+        self._head = {
+            "id": f"chatcmpl-{request_id}",
+            "created": int(time.time()),
+            "model": edge.model_id,
+            "system_fingerprint": edge.system_fingerprint,
+        }
         options: dict[str, Any] = {"add_generation_prompt": body.add_generation_prompt}
         if body.continue_final_message:
             options = {"add_generation_prompt": False, "continue_final_message": True}
@@ -136,8 +144,7 @@ class ChatCompletion:
         choice = self._choices[i]
         if i not in self._begun:
             self._begun.add(i)
-            first = {"prompt_token_ids": list(self._asked.token_ids)} if self._body.return_token_ids else {}
-            yield self._event(i, {"role": "assistant", "content": ""}, first)
+            yield self._event(i, {"role": "assistant", "content": ""}) | self._prompt_ids()
         if isinstance(item, Result):
             choice.result = item
             for part in self._sent(choice.speech.finish()):
@@ -186,10 +193,18 @@ class ChatCompletion:
             logprobs = {"content": choice.logprobs, "refusal": None} if self._body.logprobs else None
             one = {"index": i, "message": message, "logprobs": logprobs, **self._end(choice)}
             if self._body.return_token_ids:
-                one |= {"token_ids": choice.token_ids, "prompt_token_ids": list(self._asked.token_ids)}
+                one["token_ids"] = choice.token_ids
             choices.append(one)
         counts = {"usage": self._totals.counts(), **self._metrics()}
-        return {**self._head, "object": "chat.completion", "choices": choices, **counts}
+        return {**self._head, "object": "chat.completion", "choices": choices, **counts, **self._prompt_ids()}
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Token ids of the rendered chat."""
+        return list(self._asked.token_ids)
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompt_token_ids} if self._body.return_token_ids else {}
 
     def _calls(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
         return {"function_call": calls[0]["function"]} if self._body.functions else {"tool_calls": calls}

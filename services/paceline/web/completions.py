@@ -11,6 +11,7 @@ from paceline.checkpoint.token_text import Detokenizer
 from paceline.types import Chunk, Request, Result
 from paceline.web.choices import Totals, metrics_of, round_of, speculation_of, with_seed
 from paceline.web.logprobs import TokenColumns
+from paceline.web.prompts import filling
 from paceline.web.schema import CompletionBody
 from paceline.web.service import Edge
 
@@ -43,10 +44,24 @@ class Completion:
             "object": "text_completion",
             "created": int(time.time()),
             "model": edge.model_id,
+            "system_fingerprint": edge.system_fingerprint,
         }
         stop, speculation = body.stop_strings(edge.service.limits), body.speculation.params()
         sampling = body.sampling(body.logprobs is not None, body.logprobs or 0)
-        self._prompts = body.prompts()
+        self._prompts: list[str | tuple[int, ...]] = []
+        ends: tuple[int, ...] = ()
+        info = edge.service.info
+        for prompt in body.prompts():
+            if body.suffix:
+                filled, ends = filling(info.tokenizer, prompt, body.suffix, info.max_model_len)
+                self._prompts.append(filled)
+                continue
+            if isinstance(prompt, str) and not body.add_special_tokens:
+                prompt = tuple(info.tokenizer.encode_text(prompt))
+            special = body.add_special_tokens
+            self._prompts.append(body.cut(info.tokenizer, prompt, info.max_model_len, special=special))
+        if ends:
+            sampling = sampling.model_copy(update={"stop_token_ids": (*sampling.stop_token_ids, *ends)})
         num = len(self._prompts) * body.n
         self.requests = [
             Request(

@@ -5,27 +5,31 @@ A parameter is honored, or it is a field of ``fields``, which says what becomes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
 
+from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.errors import InvalidRequestError
 from paceline.errors.refusals import Fault, explain, explain_parameter, shown
 from paceline.types import (
     MAX_SALT_LEN,
     MAX_SEED,
+    MAX_TOKENS,
     MAX_TOP_LOGPROBS,
     LogprobsMode,
     RequestLimits,
     SamplingParams,
     SpeculationParams,
+    TokenId,
     as_stop_strings,
     speculation_arguments,
 )
 from paceline.web.fields import ANY, INERT, OFF, BodyPart, Ignored, Values, check
 from paceline.web.forms import FORMS, take_form
+from paceline.web.prompts import truncated, word_ids
 
 MAX_CHOICES = 128
 """Most choices of one request: prompts times ``n``."""
@@ -95,7 +99,34 @@ class Body(SamplingParams):
     speculation: SpeculationOptions = SpeculationOptions()
     """How this request speculates; the choices say how it went."""
 
+    bad_words: tuple[str | tuple[TokenId, ...], ...] = ()  # type: ignore[assignment]  # words become ids
+    """Words, or sequences of token ids, that the output does not hold."""
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=MAX_TOKENS)
+    """The prompt is cut to so many tokens; -1: to what the context and ``max_tokens`` leave."""
+    truncation_side: Literal["left", "right"] = "left"
+    """The side on which the prompt is cut."""
+    request_id: str | None = None
+    """The id of the request, if the header x-request-id has none."""
+
     _ignored: Ignored = PrivateAttr(default_factory=Ignored)
+
+    def with_word_ids(self, tokenizer: Tokenizer) -> Self:
+        """This body with the tokens of ``bad_words``. Raises InvalidRequestError for a word without any."""
+        if not any(isinstance(word, str) for word in self.bad_words):
+            return self
+        return self.model_copy(update={"bad_words": word_ids(tokenizer, self.bad_words)})
+
+    def cut(self, tokenizer: Tokenizer, prompt: str | Sequence[int], max_model_len: int, *, special: bool) -> Any:
+        """The prompt, cut to ``truncate_prompt_tokens``. Raises InvalidRequestError for more than the context."""
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        if most == -1:
+            most = max_model_len - (self.max_tokens if "max_tokens" in self.model_fields_set else 1)
+        if not 0 < most <= max_model_len:
+            allowed = f"1 to {max_model_len}, the context, is allowed, or -1"
+            raise InvalidRequestError(f"truncate_prompt_tokens is {self.truncate_prompt_tokens}: {allowed}")
+        return truncated(tokenizer, prompt, most, self.truncation_side, special=special)
 
     @property
     def ignored(self) -> Ignored:
@@ -168,14 +199,16 @@ class CompletionBody(Body):
     INERT = MappingProxyType(
         {
             **INERT,
-            "suffix": ("",),
-            "add_special_tokens": (True,),
             **dict.fromkeys(("messages", "tools", "functions", "documents", "chat_template_kwargs"), OFF),
         }
     )
 
     prompt: Any = None
     """Text, token ids, or a list of either."""
+    suffix: str = ""
+    """The text fills the gap between the prompt and this, where the tokenizer has marks for it."""
+    add_special_tokens: bool = True
+    """The tokenizer puts its special tokens around a prompt that is text."""
     echo: bool = False
     """The text begins with the prompt."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -183,6 +216,9 @@ class CompletionBody(Body):
 
     @model_validator(mode="after")
     def _echo(self) -> Self:
+        if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
+            other = "echo is true" if self.echo else "truncate_prompt_tokens is given"
+            raise Fault("suffix", f"is given and {other}: one of them is allowed")
         if self.echo and self.logprobs is not None:
             raise Fault("echo", "is true and logprobs is given: log probabilities of the prompt are not served")
         if self.top_logprobs:
@@ -201,7 +237,7 @@ class CompletionBody(Body):
             if not isinstance(item, str) and not _are_ids(item):
                 place = f"prompt[{i}]" if isinstance(prompt, list) else "prompt"
                 raise InvalidRequestError(f"{place} is {shown(item)}: text or a list of token ids is allowed")
-            if not item:
+            if not item and not self.suffix:
                 raise InvalidRequestError(f"prompt is {shown(item)}: at least one character or token id is needed")
             found.append(item if isinstance(item, str) else tuple(item))
         if not found:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline import __version__
 from paceline.checkpoint.chat import ChatTemplate
 from paceline.router.admission import TargetInfo as TargetInfo
 from paceline.security.access import Access
@@ -13,6 +15,12 @@ from paceline.types import Chunk, Request, RequestLimits, Result, ServerInfo, Us
 
 MAX_BODY_BYTES = 16 << 20
 """Longest body of a request unless the configuration says otherwise."""
+
+
+def fingerprint_of(*parts: str) -> str:
+    """Returns OpenAI's ``system_fingerprint`` of a version and its configuration."""
+    digest = hashlib.blake2b("\0".join((__version__, *parts)).encode(), digest_size=5).hexdigest()
+    return f"fp_{digest}"
 
 
 class Service(Protocol):
@@ -50,6 +58,14 @@ class Edge:
     """None: the model is no chat model."""
     status: Callable[[], Awaitable[ServerInfo]] | None = None
     """Describes the state of the whole service, where it is known. Raises EngineError."""
+    aliases: tuple[str, ...] = ()
+    """Further names of the model."""
+    system_fingerprint: str | None = None
+    """Names the configuration that answers come from; clients compare it."""
+    cors_origins: tuple[str, ...] | None = None
+    """Origins of pages that may call, ``*`` for any. None: pages of this machine, where there are no keys."""
+    force_include_usage: bool = False
+    """Streams end with their token counts unless their options say otherwise."""
     strict_fields: bool = False
     """Refuse fields of bodies that are not known, which are ignored else."""
     playground: bool = True
