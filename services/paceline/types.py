@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import struct
+from collections import abc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, replace
 from operator import index
@@ -966,6 +967,16 @@ START_TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
+class ReservedGpus:
+    """GPUs that a launcher such as Ray has reserved for one process."""
+
+    node: str
+    """Node of the process. The names mean the same GPUs in all processes of one node."""
+    names: tuple[str, ...]
+    """Names as ``CUDA_VISIBLE_DEVICES`` takes them: indices, UUIDs or MIG slices."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rendezvous:
     """Meeting point of the ranks of one replica, and the rank of this one; replicas of one host do not collide."""
 
@@ -977,6 +988,9 @@ class Rendezvous:
     timeout_s: float = 10.0
     """Longest delay in seconds of one rank behind another at an exchange, before it counts as hung."""
     start_timeout_s: float = START_TIMEOUT_S
+    reserved: abc.Callable[[], ReservedGpus] | None = None
+    """Tells a rank which GPUs its launcher has reserved for it; called in the process of the rank. None: no launcher
+    reserves GPUs, so each rank takes the GPU of its number among all that it sees."""
 
     def of(self, rank: int) -> Self:
         """Returns the same meeting point for another rank."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from paceline.checkpoint.files import embedded_paths
-from paceline.cli.flags import DRAFTER_HELP, drafters
-from paceline.config import Device, DType
+from paceline.cli.flags import DRAFTER_HELP, device, drafters
+from paceline.config import DType
 from paceline.types import MAX_DRAFT_TOKENS, Acceptance, Mode
 from paceline_bench.endpoint import APIS
 from paceline_bench.latency import LIMITED
@@ -31,8 +31,8 @@ def add_local_flags(parser: argparse.ArgumentParser, one: Sequence[str], several
     models.add_argument("--drafter", choices=drafters("none"), metavar="NAME", default="model", help=DRAFTER_HELP)
     help_ = "a drafter inside the target, such as eagle3=DIRECTORY, and its most tokens at once (repeatable)"
     models.add_argument("--head", action="append", metavar="METHOD=MODEL[,TOKENS]", help=help_)
-    help_ = "where the draft model runs (default auto: with CUDA, on the target's device)"
-    models.add_argument("--draft-device", choices=get_args(Device), default="auto", help=help_)
+    help_ = "device of the draft model (default auto: with GPUs the first one that the target leaves free)"
+    models.add_argument("--draft-device", type=device, default="auto", metavar="DEVICE", help=help_)
     models.add_argument("--worker", choices=["process", "thread"], default="process")
     group = parser.add_argument_group("what is compared")
     group.add_argument("--modes", type=several(mode), metavar="MODE,...", help="default: all, but those without sense")

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from paceline.cli.flags import add_fields, add_model_flags, draft_config_of, field_at, given, help_of
 from paceline.cli.generate import local_config
 from paceline.cli.main import build_parser
-from paceline.config import ServiceConfig
+from paceline.cli.serve import add_config_flags, read_config
+from paceline.config import DraftModel, ModelDraftConfig, ServiceConfig
 from paceline.errors import ConfigError
 
 
@@ -80,7 +81,7 @@ def test_a_docstring_and_a_default_give_the_help():
 
 MODEL = (
     "--target --draft --drafter --head --dtype --compile --no-compile --background-compilation "
-    "--no-background-compilation --tensor-parallel-size --cpu-threads --placement"
+    "--no-background-compilation --device --tensor-parallel-size --cpu-threads --draft-device --placement"
 )
 SERVICE = f"{MODEL} --config --set --targets --drafts --routers --host --grpc-port --http-port "
 SERVICE += "--no-playground --tls-certificate --tls-key --tls-client-ca --api-keys --chat-template"
@@ -137,6 +138,22 @@ def test_a_cascade_on_the_command_line_is_that_of_a_file(text: str, drafters: li
     pipeline = local_config(parser.parse_args(["--target", "t", "--drafter", text, "--dtype", "float32"]))
     assert wanted.draft_config is not None
     assert pipeline.draft == wanted.draft_config.engine_kwargs
+
+
+def test_target_and_draft_have_a_device_each() -> None:
+    """With Ray and without it, in a cascade, too."""
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser)
+    flags = ["--device", "cuda:2", "--draft-device", "cuda:4"]
+    local = local_config(parser.parse_args(flags))
+    config = read_config(parser.parse_args(flags))
+    assert isinstance(local.draft, DraftModel)
+    assert isinstance(config.draft_config, ModelDraftConfig)
+    assert (local.target.device, local.draft.device) == ("cuda:2", "cuda:4")
+    assert (config.target_config.engine_kwargs.device, config.draft_config.engine_kwargs.device) == ("cuda:2", "cuda:4")
+    only = local_config(parser.parse_args(flags[:2]))
+    assert isinstance(only.draft, DraftModel)
+    assert (only.target.device, only.draft.device) == ("cuda:2", "auto")
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,10 @@ def refused(capsys, *arguments):
         (["--drafter", "ngram", "--placement", "auto"], ["--placement auto is given with --drafter ngram"]),
         (["--drafter", "none", "--placement", "apart"], ["--placement apart is given without a draft"]),
         (["--mode", "plain", "--placement", "auto"], ["--placement auto is given without a draft"]),
+        (["--mode", "plain", "--draft-device", "cpu"], ["--draft-device cpu is given without a draft"]),
+        (["--drafter", "ngram", "--draft-device", "cuda:1"], ["--draft-device cuda:1 is given with --drafter ngram"]),
+        (["--draft-device", "cuda:"], ["--draft-device", "is 'cuda:'", "'cuda:N'"]),
+        (["--device", "gpu"], ["--device is 'gpu': it must be 'auto', 'cpu' or 'cuda'"]),
         (["--placement", "here"], ["--placement", "here", "apart", "auto"]),
         (
             ["--placement", "auto", "--head", "draft_model=x"],

@@ -49,6 +49,7 @@ REFUSED = [
         "server.tls.certificate is 'nowhere.pem': it cannot be read",
     ),
     (("--target", "somewhere"), "--target is given without --draft"),
+    (("--device", "cuda:-1"), "--device is 'cuda:-1': it must be 'auto', 'cpu' or 'cuda', or with the"),
     (("--placement", "auto", "--drafter", "suffix"), "--placement auto is given with --drafter suffix"),
     (("--placement", "auto", "--set", "target_config.engine_kwargs.adaptive=false"), "placement is 'auto' while the"),
 ]

@@ -116,6 +116,21 @@ def test_cuda_with_a_torch_for_cpus(pair, monkeypatch):
     assert message.startswith("draft_config.engine_kwargs.device is 'cuda', and the torch that is installed is one for")
 
 
+def test_gpus_that_ray_would_not_give(pair, monkeypatch):
+    """Ray chooses the GPUs of each replica, and ranks of one model exchange between whole ones."""
+    monkeypatch.setattr(checks, "num_gpus", lambda: 8)
+    monkeypatch.setattr(checks, "torch_has_gpus", lambda: True)
+    for pool in ("target_config", "draft_config"):
+        asks = config(pair, f"{pool}.engine_kwargs.device='cuda:1'")
+        problem = "is 'cuda:1': Ray Serve chooses the GPUs of each replica, so 'auto', 'cpu' and 'cuda' are allowed"
+        assert errors(asks) == errors(asks, memory=False) == [f"{pool}.engine_kwargs.device {problem}"]
+    several = ("target_config.engine_kwargs.device=cuda", "target_config.engine_kwargs.tensor_parallel_size=2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    problem = "is 2 and GPU MIG-a is a MIG slice: slices cannot exchange, so only 1 is allowed"
+    assert errors(config(pair, *several)) == [f"target_config.engine_kwargs.tensor_parallel_size {problem}"]
+    assert errors(config(pair, several[0])) == []
+
+
 def test_gpus_are_counted_by_what_the_driver_and_the_user_show(monkeypatch, tmp_path):
     monkeypatch.setattr(gpus, "_OTHERS", ())
     monkeypatch.setattr(gpus, "_DRIVER", tmp_path / "gpus")

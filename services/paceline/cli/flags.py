@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from paceline.config import DraftOptions, HeadOptions, ServiceConfig
+from paceline.config import Device, DraftOptions, HeadOptions, ServiceConfig
+from paceline.config.devices import ALLOWED_DEVICES
 from paceline.config.plugins import plugin_names
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.errors.refusals import explain, explain_parameter
@@ -131,17 +132,28 @@ def add_model_flags(parser: argparse.ArgumentParser, more_drafters: Sequence[str
         help="a drafter inside the target, such as draft_model=DIRECTORY, early_exit=BOUNDARY or suffix, and the most "
         "tokens that it proposes at once (repeatable; beside --drafter, or alone with --drafter none)",
     )
-    names = ("dtype", "compile", "background_compilation", "tensor_parallel_size", "cpu_threads")
+    names = ("dtype", "compile", "background_compilation", "device", "tensor_parallel_size", "cpu_threads")
     add_fields(group, ServiceConfig, [f"{_ENGINE}.{name}" for name in names])
+    help_ = "device of the draft model (default: auto, with GPUs the first one that the target leaves free)"
+    group.add_argument("--draft-device", type=device, metavar="TEXT", help=help_)
     add_fields(group, DraftOptions, ["placement"])
     return group
 
 
 def check_placement(args: argparse.Namespace, *, has_model: bool) -> None:
-    """Raises ConfigError for ``--placement`` without a draft model that could be placed."""
-    if args.placement is not None and not has_model:
-        why = "without a draft" if args.drafter in (None, "none") else f"with --drafter {args.drafter}"
-        raise ConfigError(f"--placement {args.placement} is given {why}: it places a draft model")
+    """Raises ConfigError for ``--placement`` or ``--draft-device`` without a draft model that could be placed."""
+    for flag, value in (("--placement", args.placement), ("--draft-device", args.draft_device)):
+        if value is not None and not has_model:
+            why = "without a draft" if args.drafter in (None, "none") else f"with --drafter {args.drafter}"
+            raise ConfigError(f"{flag} {value} is given {why}: it places a draft model")
+
+
+def device(text: str) -> str:
+    """The setting of a device. Raises ArgumentTypeError."""
+    try:
+        return TypeAdapter[str](Device).validate_python(text)
+    except ValidationError:
+        raise argparse.ArgumentTypeError(f"is {text!r}: it must be {ALLOWED_DEVICES}") from None
 
 
 def heads_of(texts: Sequence[str] | None) -> list[HeadOptions]:

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 _LOCAL_FLAGS = (
     *("local", "target", "draft", "drafter", "head"),
-    *("dtype", "compile", "background_compilation", "tensor_parallel_size", "cpu_threads", "placement"),
+    *("dtype", "compile", "background_compilation", "device", "draft_device"),
+    *("tensor_parallel_size", "cpu_threads", "placement"),
 )
 _SERVICE_FLAGS = (
     *("timeout", "request_id", "resume"),
@@ -180,8 +181,10 @@ def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConf
         for role, embedded in zip(("target", "draft"), embedded_paths(), strict=True)
     ]
     options = given(args, DraftModel)
-    for name in ("tensor_parallel_size", "cpu_threads"):  # they are the target's
+    for name in ("device", "tensor_parallel_size", "cpu_threads"):  # they are the target's
         options.pop(name, None)
+    if args.draft_device is not None:
+        options["device"] = args.draft_device
     running = {name: value for name, value in options.items() if name != "placement"}
     heads, modelless = heads_of(args.head), draft_config_of(args.drafter, running)
     without_model = args.drafter == "none" or modelless is not None

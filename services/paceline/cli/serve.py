@@ -60,7 +60,7 @@ _RUNNING = ("dtype", "compile", "background_compilation")
 _ENGINE_KEYS = [f"target_config.engine_kwargs.{name}" for name in _RUNNING]
 _TARGET_KEYS = [
     *_ENGINE_KEYS,
-    *(f"target_config.engine_kwargs.{name}" for name in ("tensor_parallel_size", "cpu_threads")),
+    *(f"target_config.engine_kwargs.{name}" for name in ("device", "tensor_parallel_size", "cpu_threads")),
 ]
 
 
@@ -178,6 +178,7 @@ def _further(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
     values = {key: getattr(args, key.rpartition(".")[2]) for key in keys}
     values |= {key: getattr(args, name) for name, key in _FILE_KEYS.items()}
     given = {key: value for key, value in values.items() if value is not None}
+    given |= {} if args.draft_device is None else {"draft_config.engine_kwargs.device": args.draft_device}
     given |= _sized("target", args.targets) | _sized("router", args.routers)
     given |= {} if draft is None else _sized("draft", args.drafts)
     if args.head:

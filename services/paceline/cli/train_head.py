@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from paceline.cli.exit import EXIT_DONE
-from paceline.cli.flags import field_at
+from paceline.cli.flags import device
 from paceline.cli.table import table
-from paceline.config import ServiceConfig
+from paceline.config import DType
 from paceline.drafters.training.options import KINDS, HeadForm, Schedule, TrainingOptions
 from paceline.errors import ConfigError
 from paceline.logs import is_quiet
@@ -113,9 +113,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--batch-rows", type=int, default=1, metavar="N", help="rows of an update (default 1)")
     group.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="at its peak (default 0.001)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of text and order (default 0)")
-    for name, default in (("device", "auto"), ("dtype", "auto")):
-        field = field_at(ServiceConfig, f"target_config.engine_kwargs.{name}")
-        group.add_argument(f"--{name}", choices=get_args(field.annotation), default=default, help=f"default {default}")
+    group.add_argument("--device", type=device, default="auto", metavar="TEXT", help="default auto")
+    group.add_argument("--dtype", choices=get_args(DType), default="auto", help="default auto")
     parser.add_argument("--compare", metavar="ID_OR_PATH", help="a draft model whose figures are reported, too")
     parser.set_defaults(run=run_train_head)
 

@@ -47,6 +47,8 @@ def build(args: Mapping[str, Any] | ServiceConfig) -> Application:
         ConfigError: ``args`` is refused.
     """
     config = args if isinstance(args, ServiceConfig) else ServiceConfig.parse(args)
+    for key, problem in config.numbered_gpus():
+        raise ConfigError(f"{key} {problem}")
     actor: dict[str, Any] = {"num_cpus": 0}
     if labels := config.router_config.deployment_config.ray_actor_options.label_selector:
         actor["label_selector"] = labels  # beside a router: pools come and go

@@ -29,11 +29,18 @@ from paceline.runtime.build import EngineSpec
 from paceline.runtime.cores import CoreClaim
 from paceline.runtime.ranks import MakeFollower, meeting_file, rank_name, sharded_options
 from paceline.runtime.workers import EngineFactory, pin
-from paceline.types import START_TIMEOUT_S, Execution, Rendezvous
+from paceline.types import START_TIMEOUT_S, Execution, Rendezvous, ReservedGpus
 
 log = logging.getLogger(__name__)
 
 _STORE_TIMEOUT = timedelta(seconds=START_TIMEOUT_S)
+
+
+def reserved_gpus() -> ReservedGpus:
+    """GPUs that Ray has reserved for the actor that calls this, also where Ray is told not to hide the others."""
+    context = ray.get_runtime_context()
+    names = context.get_accelerator_ids().get("GPU", [])
+    return ReservedGpus(context.get_node_id(), tuple(sorted(names, key=lambda name: (len(name), name))))
 
 
 class Rank:
@@ -180,7 +187,7 @@ def actor_ranks(
 
         store = TCPStore(node, 0, None, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
         meeting = f"tcp:{node}:{store.port}"
-    rendezvous = Rendezvous(meeting, degree, timeout_s=options.rank_timeout_s)
+    rendezvous = Rendezvous(meeting, degree, timeout_s=options.rank_timeout_s, reserved=reserved_gpus)
 
     def maker(rank: int) -> MakeFollower:
         spec = EngineSpec(setup, rendezvous.of(rank))

@@ -23,7 +23,7 @@ from paceline import logs
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.checkpoint.vocabulary import require_tokens
 from paceline.cluster import local_streams
-from paceline.cluster.rank_actors import actor_ranks
+from paceline.cluster.rank_actors import actor_ranks, reserved_gpus
 from paceline.config import (
     DraftSetup,
     InternalTls,
@@ -31,6 +31,7 @@ from paceline.config import (
     TargetSetup,
     TracingConfig,
     apply_worker_environment,
+    show_gpus,
 )
 from paceline.fleet.follow import WANTED, WANTED_AT
 from paceline.fleet.monitor import Monitor
@@ -177,6 +178,7 @@ class EngineDeployment:
         fit together, and whether their code is trusted.
         """
         apply_worker_environment()
+        show_gpus(reserved_gpus().names)  # of several ranks each adds those of the others
         started = time.monotonic()
         self._setup = setup
         self._monitor = monitor
@@ -229,7 +231,7 @@ class EngineDeployment:
         log.info("%s %s is ready after %.1f s", self.kind, self._replica_id, time.monotonic() - started)
 
     def _runs_on_cpu(self) -> bool:
-        return not ray.get_runtime_context().get_accelerator_ids().get("GPU")
+        return not reserved_gpus().names
 
     async def _note_startup(self, doing: str, elapsed_s: float) -> None:
         assert self._monitor is not None

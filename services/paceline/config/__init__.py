@@ -1,8 +1,8 @@
 """Configuration: parsed once, frozen, handed down by the slice. A misspelt key is an error that names itself.
 
-Each module knows those before it: base, options, loading; policies, autoscaling, deployments; pools, which join both
-rows; files, security, tracing; service, which is the whole tree. ``local`` needs the options alone. ``environment`` is
-the only module that reads or sets environment variables.
+Each module knows those before it: base, devices, options, loading; policies, autoscaling, deployments; pools, which
+join both rows; files, security, tracing; service, which is the whole tree. ``local`` needs the options alone.
+``environment`` is the only module that reads or sets environment variables.
 """
 
 from paceline.config.autoscaling import (
@@ -15,10 +15,13 @@ from paceline.config.autoscaling import (
     TargetAutoscaling,
 )
 from paceline.config.deployments import DeploymentConfig, RayActorOptions
+from paceline.config.devices import Device
 from paceline.config.environment import (
     apply_cublas_environment,
     apply_worker_environment,
     cache_dir,
+    show_gpus,
+    visible_gpus,
     wants_color,
     worker_environment,
 )
@@ -26,7 +29,6 @@ from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelLoadin
 from paceline.config.local import DraftModel, LocalConfig, TargetModel
 from paceline.config.options import (
     CascadeOptions,
-    Device,
     DraftOptions,
     DraftSetup,
     DType,
@@ -117,6 +119,8 @@ __all__ = [
     "apply_cublas_environment",
     "apply_worker_environment",
     "cache_dir",
+    "show_gpus",
+    "visible_gpus",
     "wants_color",
     "worker_environment",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -24,6 +24,8 @@ WORKER_ENVIRONMENT = {
 }
 """Variables that a worker process sets before it imports torch: a multi-threaded region stalls whenever anything else
 wants one of its cores, so parallelism comes from processes."""
+_VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+"""NVIDIA's variable, and AMD's: drivers read their own."""
 
 OTHER_VARIABLES = frozenset(
     f"PACELINE_{name}"
@@ -103,6 +105,23 @@ def apply_cublas_environment() -> None:
     """Sets what is not set of ``CUBLAS_ENVIRONMENT``. Must run before the process' first product on a GPU."""
     for name, value in CUBLAS_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def visible_gpus() -> list[str] | None:
+    """Names of the GPUs that this process may use. None: it may use all GPUs of its machine."""
+    names = os.environ.get(_VISIBLE_GPUS[0])
+    if names is None:
+        return None
+    return [name for name in names.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
+
+
+def show_gpus(names: Sequence[str]) -> None:
+    """Restricts this process to these GPUs, in this order. Must run before torch or a driver counts GPUs.
+
+    ``names``: indices, UUIDs or names of MIG slices.
+    """
+    for variable in _VISIBLE_GPUS:
+        os.environ[variable] = ",".join(names)
 
 
 def wants_color(stream: TextIO) -> bool:

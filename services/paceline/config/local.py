@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from paceline.config.base import Strict
+from paceline.config.devices import preferred_gpus
 from paceline.config.options import (
     DraftOptions,
     DraftSetup,
@@ -65,4 +67,6 @@ class LocalConfig(Strict):
         """The slice that the draft engine is built from. None: there is no draft."""
         if self.draft is None:
             return None
-        return DraftSetup.for_target(self.target_setup(), getattr(self.draft, "path", None), self.draft)
+        setup = DraftSetup.for_target(self.target_setup(), getattr(self.draft, "path", None), self.draft)
+        gpus = preferred_gpus(self.target.device, self.target.tensor_parallel_size)
+        return replace(setup, target_gpus=gpus) if setup.runs_model else setup

@@ -16,15 +16,13 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from paceline.config.base import Strict
+from paceline.config.devices import Device, gpu_number
 from paceline.config.loading import resolve
 from paceline.errors.refusals import Fault
 from paceline.types import MAX_DRAFT_TOKENS
 
 DType = Literal["auto", "float32", "bfloat16"]
 """``auto``: bfloat16 where the device multiplies it natively (AMX, AVX512-BF16, CUDA), else float32."""
-
-Device = Literal["auto", "cpu", "cuda"]
-"""``auto``: CUDA where there is a device, else the CPU."""
 
 Quantization = Literal["int8"]
 """``int8``: the weights of linear layers as 8-bit integers with one scale for each output, rounded while they are
@@ -44,6 +42,9 @@ class ModelOptions(Strict):
     sessions that begin afterwards are compiled. ``auto``: where ``compile`` is ``auto``, on one rank, with memory for
     both."""
     device: Device = "auto"
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: a GPU where there is one, else the CPU. ``cuda:N``: the GPU
+    of that number and, for several ranks, those after it; not under Ray, which chooses GPUs. A draft without a number
+    takes the first GPU that its target leaves free."""
     quantization: Quantization | None = None
     """None: the weights as they are in the checkpoint, which may come quantized."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=64)
@@ -75,8 +76,8 @@ class ModelOptions(Strict):
                 "threads or by ranks, so one of them must be 1",
             )
         others = {"device": ("cuda", "auto' or 'cpu"), "dtype": ("float32", "auto' or 'bfloat16")}
-        for key, (value, allowed) in others.items():
-            if getattr(self, key) == value:
+        for key, (refused, allowed) in others.items():
+            if (value := getattr(self, key)).startswith(refused):
                 raise Fault("cpu_threads", f"is {self.cpu_threads} beside {key} {value!r}: {key} must be '{allowed}'")
         if self.compile is False:
             raise Fault("cpu_threads", f"is {self.cpu_threads} beside compile false: only compiled steps are shared")
@@ -479,17 +480,27 @@ class CascadeOptions(Growing):
             raise Fault(
                 "lengths", f"holds {wrong[0]}: 1 to {most} are allowed where arrangement is {self.arrangement!r}"
             )
+        gpus: dict[str, int] = {}
         for i, drafter in enumerate(self.drafters):
             if self.arrangement == "vertical" and i < num and drafter.kind != "model":
                 raise Fault(
                     f"drafters[{i}].kind", f"is {drafter.kind!r}: only a model verifies what others guess for it"
                 )
             try:
-                drafter.full_options(self)
+                options = drafter.full_options(self)
             except ValidationError as error:
                 problem = error.errors()[0]
                 key = ".".join(str(part) for part in problem["loc"])
                 raise Fault(f"drafters[{i}].options", f"has a wrong {key}: {problem['msg']}") from None
+            if isinstance(options, DraftOptions) and options.device != "cpu":
+                gpus.setdefault(options.device, i)
+        if len(gpus) > 1 and any(gpu_number(device) is not None for device in gpus):
+            (one, first), (other, second) = [*gpus.items()][:2]
+            raise Fault(
+                f"drafters[{second}].options.device",
+                f"is {other!r} and that of drafters[{first}] is {one!r}: the drafters of a cascade share one GPU, so "
+                "name the same one",
+            )
         return self
 
 
@@ -515,6 +526,7 @@ class HeadDraftOptions(Growing):
     dtype: DType = "auto"
     """The number format of the head."""
     device: Device = "auto"
+    """As of a model."""
     max_sessions: int | None = Field(default=None, ge=1, le=16384)
     """Sessions that the KV pages are sized for; one draft may serve several targets. None: as many as a target."""
     draft_top_m: int = Field(default=256, ge=1, le=65536)
@@ -620,6 +632,8 @@ class DraftSetup:
     """True if code that comes with the target's checkpoint may run."""
     tokenizers: tuple[str, str] | None = None
     """Directories or ids of the target's and the draft model's tokenizers. None: those of their checkpoints."""
+    target_gpus: tuple[int, ...] = ()
+    """Numbers of the GPUs that the target owns, if both engines see the same ones. The draft prefers others."""
 
     @classmethod
     def for_target(cls, target: TargetSetup, source: str | None, options: DraftOptions | ModellessOptions) -> Self:

@@ -16,6 +16,7 @@ from paceline.config.deployments import (
     RouterDeployment,
     TargetDeployment,
 )
+from paceline.config.devices import needs_gpu
 from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelLoadingConfig
 from paceline.config.options import (
     CascadeOptions,
@@ -141,7 +142,7 @@ class _ModelReplicas(_Replicas):
 
     @property
     def _wants_gpu(self) -> bool:
-        return self.accelerator_type is not None or self._engine.device == "cuda"
+        return self.accelerator_type is not None or needs_gpu(self._engine.device)
 
     @model_validator(mode="after")
     def _bundle_for_each_rank(self) -> Self:
@@ -209,7 +210,7 @@ class HeadDraftConfig(_Replicas):
 
     def deployment_options(self) -> dict[str, Any]:
         """Keyword arguments of ``serve.deployment``."""
-        wants_gpu = self.accelerator_type is not None or self.engine_kwargs.device == "cuda"
+        wants_gpu = self.accelerator_type is not None or needs_gpu(self.engine_kwargs.device)
         return self._options(self.accelerator_type, wants_gpu=wants_gpu)
 
 

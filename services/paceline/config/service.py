@@ -4,7 +4,7 @@ back as YAML, and cut into the slices that the monitor and the engine builders a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from paceline.config.base import Strict
 from paceline.config.deployments import DeploymentConfig
+from paceline.config.devices import gpu_number
 from paceline.config.environment import settings, variable_of
 from paceline.config.files import args_of_application, first_line, read_yaml, set_key
 from paceline.config.loading import EMBEDDED_TARGET, resolve
@@ -273,6 +274,18 @@ class ServiceConfig(Strict):
                 cpus = sum(b.get("CPU", 0.0) for b in bundles) if bundles else options["ray_actor_options"]["num_cpus"]
                 reserved += cpus * num_replicas(pool.deployment_config)
         return reserved
+
+    def numbered_gpus(self) -> Iterator[tuple[str, str]]:
+        """Keys whose value is ``cuda:N``, each with what is wrong with it: Ray Serve numbers the GPUs itself."""
+        for pool in ("target_config", "draft_config"):
+            options = getattr(getattr(self, pool), "engine_kwargs", None)
+            found = {f"{pool}.engine_kwargs.device": getattr(options, "device", "auto")}
+            for i, drafter in enumerate(getattr(options, "drafters", ())):
+                found[f"{pool}.engine_kwargs.drafters[{i}].options.device"] = drafter.options.get("device", "auto")
+            for key, device in found.items():
+                if gpu_number(device) is not None:
+                    allowed = "'auto', 'cpu' and 'cuda' are allowed"
+                    yield key, f"is {device!r}: Ray Serve chooses the GPUs of each replica, so {allowed}"
 
     def target_setup(self) -> TargetSetup:
         """The slice that a target replica builds its engine from."""

@@ -43,7 +43,7 @@ from paceline.messages import Nodes, SessionFailed
 from paceline.model.compiled.background import Compilation, CompileJob
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
-from paceline.model.device import resolve
+from paceline.model.device import occupy, resolve
 from paceline.model.kv_cache import KVCache
 from paceline.model.loading import LoadedModel, load_model
 from paceline.model.parallel.collectives import Collectives
@@ -127,13 +127,13 @@ def build_draft_engine(
         return _engine(setup, emit, target, _head_drafter(setup, setup.options, target))
     if not isinstance(setup.options, DraftOptions):
         return _engine(setup, emit, target, _modelless_drafter(setup, setup.options, target))
-    with ranked(*setup.model, rendezvous) as group:
+    with ranked(*setup.model, rendezvous, setup.target_gpus) as group:
         return _engine(setup, emit, target, _model_drafter(setup, target, group))
 
 
 def build_draft_follower(setup: DraftSetup, rendezvous: Rendezvous) -> Follower:
     """Builds another rank of a draft model. Raises as ``build_draft_engine``."""
-    with ranked(*setup.model, rendezvous) as group:
+    with ranked(*setup.model, rendezvous, setup.target_gpus) as group:
         _, runner, _ = _runner(setup, _checkpoint(setup), group)
         return Follower(runner)
 
@@ -148,7 +148,7 @@ def _runner(
 ) -> tuple[LoadedModel, ModelRunner, int]:
     """The model, a runner with all of its KV pages, and the longest context; equal on every rank."""
     options = setup.model[1]
-    placement = resolve(options, None if group is None else group.device)
+    placement = resolve(options, occupy(options, setup.target_gpus) if group is None else group.device)
     require_draft(setup, checkpoint, placement, group)
     model = load_model(checkpoint, options, group, placement, later=begins_eagerly(options, checkpoint, placement))
     max_len = min(setup.max_model_len or model.max_len, model.max_len)
@@ -183,7 +183,7 @@ def _head_drafter(setup: DraftSetup, options: HeadDraftOptions, target: Checkpoi
         ConfigError: its checkpoint, or the target's, cannot be read, or they do not fit together or the device.
     """
     torch.set_num_threads(1)
-    placement = resolve(options)
+    placement = resolve(options, occupy(options, setup.target_gpus))
     plan = remote_plan(options, target)
     max_len = min(setup.max_model_len or target.max_model_len, target.max_model_len)
     require_head(setup, target, placement)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from paceline.config import HeadDraftOptions, ModelOptions, apply_cublas_environment
+from paceline.config import HeadDraftOptions, ModelOptions, apply_cublas_environment, visible_gpus
+from paceline.config.devices import choose_gpus
 from paceline.errors import ConfigError
 
 _TOOL_S = 10.0
@@ -30,13 +31,42 @@ class Placement(NamedTuple):
 
 
 def resolve(options: ModelOptions | HeadDraftOptions, device: torch.device | None = None) -> Placement:
-    """The placement that the options ask for. ``device``: a rank's own, which is chosen already.
+    """The placement that the options ask for. ``device``: chosen already (``occupy``, or by a rank).
 
     Raises:
-        ConfigError: cuda was asked for and there is none.
+        ConfigError: the device that was asked for is not there.
     """
-    device = device or torch.device(resolve_device(options.device))
+    device = device or resolve_devices(options.device)[0]
     return Placement(device, resolve_dtype(options.dtype, device))
+
+
+def occupy(options: ModelOptions | HeadDraftOptions, taken: Sequence[int] = ()) -> torch.device:
+    """Chooses the device of an engine that is one rank, and makes it this thread's current one. Raises as ``resolve``.
+
+    ``taken``: GPUs of another engine, which are chosen last.
+    """
+    return make_current(resolve_devices(options.device, taken=taken)[0])
+
+
+def make_current(device: torch.device) -> torch.device:
+    """Makes a GPU this thread's current device: Triton launches its kernels there, wherever their tensors are."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def resolve_devices(name: str, num_ranks: int = 1, taken: Sequence[int] = ()) -> list[torch.device]:
+    """The device of each rank of an engine. Raises as ``resolve``.
+
+    Args:
+        name: the setting.
+        num_ranks: ranks of the engine. On CPUs they share one device.
+        taken: GPUs of another engine.
+    """
+    if resolve_device(name) == "cpu":
+        return [torch.device("cpu")] * num_ranks
+    numbers = choose_gpus(name, torch.cuda.device_count(), num_ranks, taken)
+    return [torch.device("cuda", number) for number in numbers]
 
 
 def resolve_device(name: str) -> str:
@@ -46,7 +76,7 @@ def resolve_device(name: str) -> str:
         ConfigError: cuda was asked for and there is none, or ``auto`` would leave a GPU that is there to nobody.
     """
     if name == "cpu" or torch.cuda.is_available():
-        return "cuda" if name == "auto" else name
+        return "cpu" if name == "cpu" else "cuda"
     seen = _gpu_without_torch()
     if name == "auto" and seen is None:
         return "cpu"
@@ -58,9 +88,9 @@ def resolve_device(name: str) -> str:
 
 def _gpu_without_torch() -> str | None:
     """The sign of a GPU that was given to this process, or is in this machine; None: there is none, or it is hidden."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    given = visible_gpus()
     if given is not None:  # set by Ray for what it has reserved, or by hand
-        return f"CUDA_VISIBLE_DEVICES is {given!r}" if given.strip() not in ("", "-1", "NoDevFiles") else None
+        return f"CUDA_VISIBLE_DEVICES is {','.join(given)!r}" if given else None
     if (tool := shutil.which("nvidia-smi")) is None:
         return None
     try:

@@ -357,7 +357,7 @@ def load_pretrained(
         log.warning("model %r: ignoring unexpected weights: %s", path, _named(unexpected))
     if quantization is not None:
         require_quantized(model, path, quantization)
-    return model if model.device.type == device.type else model.to(device)
+    return model if model.device == device else model.to(device)
 
 
 def _named(parameters: Collection[str]) -> str:

@@ -34,7 +34,7 @@ def load_options(checkpoint: Checkpoint, quantization: Quantization | None, devi
         return {}
     require_method(checkpoint.path, method, device.type)
     # Kernels of some methods pack weights for the device while they are loaded; to name one needs accelerate.
-    return {"device_map": {"": device.type}} if importlib.util.find_spec("accelerate") is not None else {}
+    return {"device_map": {"": str(device)}} if importlib.util.find_spec("accelerate") is not None else {}
 
 
 def require_whole(checkpoint: Checkpoint, quantization: Quantization | None, degree: int) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from pathlib import Path
+
+from paceline.config import visible_gpus
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _OTHERS = (Path("/dev/kfd"), Path("/dev/dxg"))
@@ -17,11 +18,8 @@ def num_gpus() -> int | None:
     if any(device.exists() for device in _OTHERS):
         return None
     found = len([*_DRIVER.iterdir()]) if _DRIVER.is_dir() else 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return found
-    shown = [name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
-    return min(found, len(shown))
+    shown = visible_gpus()
+    return found if shown is None else min(found, len(shown))
 
 
 def torch_has_gpus() -> bool:

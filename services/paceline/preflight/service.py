@@ -32,7 +32,9 @@ from paceline.config import (
     TargetConfig,
     TargetOptions,
     TargetSetup,
+    visible_gpus,
 )
+from paceline.config.devices import needs_gpu, slice_among
 from paceline.errors import ConfigError
 from paceline.preflight.access import check_access, check_exposure
 from paceline.preflight.estimate import (
@@ -165,6 +167,7 @@ def examine(
             findings += _check_together(target, draft, max_len, options)
     if left is not None:
         findings += _check_memory(target_setup, draft_setup, pools, target, draft, left)
+    findings += [Finding.error(key, problem) for key, problem in config.numbered_gpus()]
     if memory:
         findings += _check_gpus(config)
         findings += check_tracing(config)
@@ -532,10 +535,16 @@ def _check_gpus(config: ServiceConfig) -> list[Finding]:
         device, options = part.engine_kwargs.device, part.deployment_options()
         bundles = options.get("placement_group_bundles") or [{"GPU": options["ray_actor_options"].get("num_gpus")}]
         share = sum(float(bundle.get("GPU") or 0.0) for bundle in bundles)
-        if device == "cuda" and not torch_has_gpus():
-            problem = "is 'cuda', and the torch that is installed is one for CPUs: install one for CUDA, or use 'cpu'"
-            findings.append(Finding.error(f"{pool}.engine_kwargs.device", problem))
-        elif share or device == "cuda" or part.accelerator_type is not None:
+        if needs_gpu(device) and not torch_has_gpus():
+            problem = "and the torch that is installed is one for CPUs: install one for CUDA, or use 'cpu'"
+            findings.append(Finding.error(f"{pool}.engine_kwargs.device", f"is {device!r}, {problem}"))
+        elif share or needs_gpu(device) or part.accelerator_type is not None:
+            num_ranks = getattr(part.engine_kwargs, "tensor_parallel_size", 1)
+            if num_ranks > 1 and (sliced := slice_among(visible_gpus() or ())):
+                problem = (
+                    f"is {num_ranks} and GPU {sliced} is a MIG slice: slices cannot exchange, so only 1 is allowed"
+                )
+                findings.append(Finding.error(f"{pool}.engine_kwargs.tensor_parallel_size", problem))
             reserved[pool] = share * part.deployment_config.first_replicas
     gpus = num_gpus()
     if gpus is None or not reserved:

@@ -19,7 +19,7 @@ from paceline.model import columns
 from paceline.model.compiled.background import Compilation, CompileJob, SelfTest
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps
-from paceline.model.device import resolve
+from paceline.model.device import occupy, resolve
 from paceline.model.loading import LoadedModel, load_model
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.runner import Follower, ranked
@@ -94,7 +94,7 @@ def _runner(
     to a head in the draft pool."""
     options = setup.options
     torch.set_num_threads(1)  # products that are split among threads are not batch-invariant
-    placement = resolve(options, None if group is None else group.device)
+    placement = resolve(options, occupy(options) if group is None else group.device)
     require_hints(setup, checkpoint, placement)
     require_target(setup, checkpoint, placement, group)
     configured, setup = setup, with_own_mtp(setup, checkpoint, placement, group)

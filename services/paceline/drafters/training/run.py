@@ -25,7 +25,7 @@ from paceline.drafters.training.options import TrainingOptions
 from paceline.drafters.training.replay import Agreement, Unroll, agreement, joined
 from paceline.drafters.training.trainer import CHECKPOINT, Trainer
 from paceline.errors import ConfigError
-from paceline.model.device import resolve
+from paceline.model.device import occupy, resolve
 from paceline.model.loading import load_pretrained
 
 _HELD_OUT_SHARE = 0.05
@@ -94,7 +94,8 @@ def train_head(options: TrainingOptions, progress: Progress) -> Report:
     if options.length > checkpoint.max_model_len:
         raise ConfigError(f"--length is {options.length}: the target takes at most {checkpoint.max_model_len} tokens")
     train, held_out = _documents(options, checkpoint)
-    device, dtype = resolve(ModelOptions.model_validate({"device": options.device, "dtype": options.dtype}))
+    running = ModelOptions.model_validate({"device": options.device, "dtype": options.dtype})
+    device, dtype = resolve(running, occupy(running))
     target = load_pretrained(checkpoint, dtype, device).eval().requires_grad_(False)
     boundaries = boundaries_of(options.form, target.config.get_text_config().num_hidden_layers)
     teacher = teacher_of(target)

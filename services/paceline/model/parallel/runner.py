@@ -14,19 +14,19 @@ import contextlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, TCPStore
 
 from paceline.config import ModelOptions
 from paceline.core.processors import Row
 from paceline.core.sampling import RowKeys
-from paceline.errors import ConfigError, EngineError, RanksLostError
+from paceline.errors import EngineError, RanksLostError
 from paceline.model.kv_cache import KVCache
 from paceline.model.parallel.collectives import Collectives
+from paceline.model.parallel.devices import rank_device
+from paceline.model.parallel.meeting import open_store
 from paceline.model.parallel.model import Share
 from paceline.model.parallel.shared_memory import connect
 from paceline.model.parallel.vocabulary import sample_sharded
@@ -268,17 +268,21 @@ def lead(runner: ModelRunner, use: Callable[[ModelRunner], None]) -> None:
 
 
 @contextlib.contextmanager
-def ranked(path: str, options: ModelOptions, rendezvous: Rendezvous | None) -> Iterator[Collectives | None]:
+def ranked(
+    path: str, options: ModelOptions, rendezvous: Rendezvous | None, taken: Sequence[int] = ()
+) -> Iterator[Collectives | None]:
     """The exchange with the other ranks while an engine is built; left if that fails. None without a rendezvous.
 
+    ``path``: of the model. ``taken``: GPUs of another engine (``resolve_devices``).
+
     Raises:
-        ConfigError: the ranks of one host see fewer GPUs than they are.
+        ConfigError: the ranks have too few GPUs, or GPUs that cannot exchange.
         EngineError: not all ranks come.
     """
     if rendezvous is None:
         yield None
         return
-    group = _join(rendezvous, _rank_device(path, options, rendezvous))
+    group = _join(rendezvous, rank_device(path, options, rendezvous, taken))
     try:
         yield group
     except BaseException:
@@ -287,50 +291,14 @@ def ranked(path: str, options: ModelOptions, rendezvous: Rendezvous | None) -> I
 
 
 def _join(rendezvous: Rendezvous, device: torch.device) -> Collectives:
-    kind, _, where = rendezvous.store.partition(":")
-    limit = timedelta(seconds=rendezvous.start_timeout_s)
-    store: Any
-    try:
-        if kind == "file":
-            store = FileStore(where, rendezvous.degree)
-        else:
-            host, _, port = where.rpartition(":")
-            store = TCPStore(host, int(port), None, is_master=False, timeout=limit)
-    except RuntimeError as error:
-        raise EngineError(f"rank {rendezvous.rank} could not reach {rendezvous.store}: {error}") from error
-    store.set_timeout(limit)
     return connect(
-        store,
+        open_store(rendezvous),
         rendezvous.rank,
         rendezvous.degree,
         device=device,
         timeout_s=rendezvous.timeout_s,
         start_timeout_s=rendezvous.start_timeout_s,
     )
-
-
-def _rank_device(path: str, options: ModelOptions, rendezvous: Rendezvous) -> torch.device:
-    """The rank's own accelerator: the only one that it sees, or the one of its number."""
-    from paceline.model.device import resolve_device
-
-    device = torch.device(resolve_device(options.device))
-    if device.type != "cuda":
-        return device
-    num_devices = torch.cuda.device_count()
-    if num_devices >= rendezvous.degree:
-        return _current(torch.device("cuda", rendezvous.rank))
-    if rendezvous.store.startswith("file:"):
-        raise ConfigError(
-            f"tensor_parallel_size of {path!r} is {rendezvous.degree} and there are {num_devices} GPUs: "
-            f"at most {num_devices} are allowed here"
-        )
-    return _current(torch.device("cuda", 0))
-
-
-def _current(device: torch.device) -> torch.device:
-    """Makes it this thread's device, which triton launches its kernels on wherever their tensors lie."""
-    torch.cuda.set_device(device)
-    return device
 
 
 def agreed(value: int, group: Collectives | None) -> int:
