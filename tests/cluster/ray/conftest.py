@@ -135,6 +135,7 @@ def app(pair):
             start_ray(
                 include_dashboard=False,
                 num_cpus=1,
+                num_gpus=4,  # counted, not there
                 object_store_memory=80 << 20,
                 log_to_driver=False,
                 _temp_dir=str(folder / "ray"),
