@@ -94,9 +94,9 @@ def test_both_builders_load_their_model_on_the_device_that_they_have_made_curren
     monkeypatch.setattr(draft_build, "resolve", reach)
     with pytest.raises(Reached, match="cuda:2"):
         target_build._runner(config.target_setup(), None, None)  # type: ignore[arg-type]
-    setup = config.draft_setup()
+    setup = pair({"device": "cuda:0"}, {}).draft_setup()
     assert setup is not None
-    with pytest.raises(Reached, match="cuda:0"):
+    with pytest.raises(Reached, match="cuda:1"):
         draft_build._runner(setup, None, None)  # type: ignore[arg-type]
 
 
