@@ -129,7 +129,7 @@ class LocalPipeline:
         if tokenizer is None and isinstance(draft, DraftModel):
             draft_tokenizer = Checkpoint.open(draft.path, draft.trust_remote_code).tokenizer
             require_tokens(self.tokenizer, draft_tokenizer, draft.vocabulary)
-        self._grammars = Grammars(self.tokenizer, self.tokenizer.vocab_size, self.checkpoint.eos_token_ids)
+        self._grammars = Grammars(self.tokenizer, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids)
         self._loaded = True
 
     def start(self) -> None:
@@ -186,7 +186,7 @@ class LocalPipeline:
         return self._encode(prompt, sampling)[0]
 
     def _encode(self, prompt: str | Sequence[int], sampling: SamplingParams) -> tuple[tuple[int, ...], SamplingParams]:
-        token_ids = encode_prompt(self.tokenizer, as_prompt(prompt), self.max_model_len)
+        token_ids = encode_prompt(self.tokenizer, as_prompt(prompt), self.max_model_len, self.checkpoint.vocab_size)
         sampling = sampling.with_defaults(self.default_sampling)
         return token_ids, sampling.fitted(len(token_ids), self.max_model_len)
 
@@ -217,8 +217,8 @@ class LocalPipeline:
         stops = as_stop_strings(stop)
         token_ids, sampling = self._encode(prompt, sampling)
         eos_token_ids = self.checkpoint.eos_token_ids or self.tokenizer.eos_token_ids
-        sampling.check_vocabulary(self.tokenizer.vocab_size)
-        sampling.check_choice(self.tokenizer.vocab_size, eos_token_ids)
+        sampling.check_vocabulary(self.checkpoint.vocab_size)
+        sampling.check_choice(self.checkpoint.vocab_size, eos_token_ids)
         if sampling.structured_output is not None:
             self._grammars.compile(sampling.structured_output)
         with self._lock:
@@ -311,7 +311,9 @@ class LocalPipeline:
     def info(self) -> TargetInfo:
         """The target model, once it is loaded."""
         eos_token_ids = self.checkpoint.eos_token_ids or self.tokenizer.eos_token_ids
-        return TargetInfo(self.tokenizer, self.max_model_len, eos_token_ids, self.default_sampling)
+        return TargetInfo(
+            self.tokenizer, self.max_model_len, eos_token_ids, self.default_sampling, self.checkpoint.vocab_size
+        )
 
     @property
     def limits(self) -> RequestLimits:

@@ -45,6 +45,18 @@ def test_sampling_defaults_that_cannot_be_read_are_refused(tmp_path, text, said)
         assert Checkpoint.open(str(tmp_path / "target")).generation_config == {}
 
 
+@pytest.mark.parametrize("eos", ["12", ["a"], {}])
+def test_ends_that_are_no_ids_are_read_right_or_refused(tmp_path, eos):
+    save_pair(tmp_path)
+    path = tmp_path / "target" / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": eos}))
+    if eos == "12":
+        assert Checkpoint.open(str(tmp_path / "target")).eos_token_ids == (12,)
+    else:
+        with pytest.raises(ConfigError, match=r"eos_token_id is .*: a token id, or a list of them, is allowed"):
+            Checkpoint.open(str(tmp_path / "target"))
+
+
 def _architecture(config):
     name = type(config).__name__.removesuffix("Config").removesuffix("Text")
     return "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from tests.support import zoo
 from tests.support.models import EOS, VOCAB
 from tests.support.schemas import json_grammars, json_tokenizer
 
@@ -35,6 +37,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {"items": {"uniqueItems": True}}}, "#/items has 'uniqueItems', a keyword that is not supported"),
     ({"json_schema": {"properties": {"a": {"not": {}}}}}, "#/properties/a has 'not', a keyword that is not supported"),
     ({"json_schema": {"anyOf": [{}, {"if": {}}]}}, "#/anyOf/1 has 'if', a keyword that is not supported"),
+    ({"json_schema": {"items": {"x-guidance": {}}}}, "#/items has 'x-guidance', a keyword that is not supported"),
+    ({"json_schema": {"properties": {"a": {"nullable": True}}}}, "#/properties/a has 'nullable', a keyword that"),
     ({"json_schema": {"items": [{}]}}, "#/items is a list: prefixItems takes one"),
     ({"json_schema": {"type": "string", "format": "color"}}, "cannot be compiled: Unknown format: color"),
     ({"json_schema": {"$ref": "#/$defs/a"}}, "cannot be compiled: Pointer '/$defs/a' does not exist"),
@@ -60,6 +64,70 @@ def test_what_cannot_be_compiled_is_refused_with_the_place(form: dict[str, Any],
     assert "structured_output" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 600
+
+
+DESCRIPTIONS: dict[str, Any] = {
+    "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/cat"}},
+    "x-unit": "cm",
+    "x-order": ["a"],
+    "title": "T",
+    "description": "",
+    "default": 3,
+    "example": {},
+    "examples": [1],
+    "deprecated": True,
+    "xml": {},
+    "readOnly": True,
+    "writeOnly": False,
+    "$comment": "c",
+    "externalDocs": {"url": "u"},
+    "contentEncoding": "base64",
+    "contentMediaType": "image/png",
+    "$anchor": "here",
+}
+"""Keywords that bind nothing."""
+
+
+@pytest.mark.parametrize("keyword", DESCRIPTIONS)
+def test_what_only_describes_a_schema_changes_nothing(keyword: str) -> None:
+    """At every place where a schema may be; but not as the name of a property, nor within a value."""
+    described = {keyword: DESCRIPTIONS[keyword]}
+    integer = {"type": "integer", "minimum": 0, "maximum": 9, **described}
+    schema = {
+        "$defs": {"cat": {"type": "object", "properties": {keyword: integer}, "required": [keyword], **described}},
+        "anyOf": [{"$ref": "#/$defs/cat", **described}, {"type": "array", "items": integer, **described}],
+        **described,
+    }
+    form = StructuredOutput(json_schema=schema)
+    name = json.dumps(keyword)
+    for text in (f"{{{name}: 3}}", "[1, 2]"):
+        assert EOS in tokens_of(matcher(form, text).masks([()])[0])
+    for text in ("{}", f"{{{name}: 33", '["'):
+        with pytest.raises(InvalidRequestError, match="not the beginning of one"):
+            matcher(form, text)
+
+
+@pytest.mark.parametrize("name", ["plain_marks", "special_marks"])
+def test_a_lark_grammar_names_tokens_whether_they_are_special_or_not(name: str) -> None:
+    tokenizer = zoo.tokenizer(name)
+    begin, end = (tokenizer.encode_text(mark)[0] for mark in ("<think>", "</think>"))
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    written = [begin] if name == "plain_marks" else [i for c in "<think>" for i in tokenizer.encode_text(c)]
+    for named in (("<think>", "</think>"), (f"<[{begin}]>", f"<[{end}]>")):
+        text = f'start: {named[0]} "<think>" /<pad>|a/ {named[1]} // <think> is no token here'
+        state = grammars.matcher(StructuredOutput(grammar=text))
+        for token in (begin, *written, *tokenizer.encode_text("a"), end):
+            assert token in tokens_of(state.masks([()])[0])
+            assert state.append((token,))
+        assert {*tokens_of(state.masks([()])[0])} == {*tokenizer.eos_token_ids}
+    with pytest.raises(InvalidRequestError, match="cannot be compiled"):
+        grammars.compile(StructuredOutput(grammar="start: <no_such_token>"))
+
+
+def test_what_no_tokens_write_is_refused_before_the_first_token() -> None:
+    for form in ({"choice": ("a", "\u4e16")}, {"regex": "a\u4e16"}, {"json_schema": {"const": "\u4e16"}}):
+        with pytest.raises(InvalidRequestError, match="holds '\u4e16': no tokens of this model write it"):
+            json_grammars().compile(StructuredOutput(**form))
 
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
@@ -94,6 +162,7 @@ def test_a_vocabulary_that_cannot_be_bound_is_refused() -> None:
 
     class Slow:
         eos_token_id = 7
+        added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     class Endless(Slow):
         eos_token_id = None

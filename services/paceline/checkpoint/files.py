@@ -216,9 +216,12 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (int(value),) if isinstance(value, int) else tuple(int(i) for i in value)
+    """Token ids of ``eos_token_id``, which is none, one, or a list. Raises ConfigError."""
+    values = value if isinstance(value, list | tuple) else () if value is None else (value,)
+    try:
+        return tuple(int(i) for i in values)
+    except (TypeError, ValueError):
+        raise ConfigError(f"eos_token_id is {value!r}: a token id, or a list of them, is allowed") from None
 
 
 def embedded_paths() -> tuple[Path, Path]:

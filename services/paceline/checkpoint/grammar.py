@@ -12,12 +12,15 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.json_schema import WHITESPACE, check_schema
+from paceline.checkpoint.grammar_tokenizer import GrammarTokenizer
+from paceline.checkpoint.json_schema import WHITESPACE, read_schema, without_comments
+from paceline.checkpoint.lark import with_text_of_tokens
+from paceline.checkpoint.pieces import Pieces
 from paceline.checkpoint.structural_tag import lark_of
 from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.errors import ConfigError, InvalidRequestError, PacelineError
@@ -59,7 +62,6 @@ class Grammars:
         self._source, self.vocab_size, self._given_eos = tokenizer, vocab_size, eos_token_ids
         self._lock = threading.Lock()
         self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
-        self._specials: dict[str, int] = {}  # of the tokenizer, once it is read
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, vocab_size: int) -> Self:
@@ -67,9 +69,7 @@ class Grammars:
         return cls(lambda: checkpoint.tokenizer, vocab_size, checkpoint.eos_token_ids)
 
     @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
-
+    def _tokens(self) -> GrammarTokenizer:
         try:
             source = self._source() if callable(self._source) else self._source
         except ConfigError as error:
@@ -79,18 +79,19 @@ class Grammars:
             raise InvalidRequestError(
                 "structured_output is given, but the model has no end-of-sequence token that could end it"
             )
-        if (description := source.backend_json()) is None:
+        if not source.token_bytes.exact:
             raise InvalidRequestError(
-                f"structured_output is given, but the tokenizer {source.name!r} has no tokenizer.json form"
+                f"structured_output is given, but the tokenizer {source.name!r} has no tokenizer.json form "
+                "whose decoder writes each token by itself"
             )
-        added = json.loads(description).get("added_tokens", ())
-        self._specials = {token["content"]: token["id"] for token in added if token["special"]}
-        try:
-            return LLTokenizer(description, n_vocab=self.vocab_size, eos_token=ends)
-        except Exception as error:  # whatever its parser raises
-            raise InvalidRequestError(
-                f"structured_output is given, but the tokenizer {source.name!r} cannot be used for it: {error}"
-            ) from error
+        return GrammarTokenizer(Pieces(source), self.vocab_size, ends)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        wrapper: Any = self._tokens
+        return LLTokenizer(wrapper, eos_token=[*self._tokens.eos_token_ids])
 
     def compile(self, form: StructuredOutput) -> None:
         """Compiles a form, unless that has been done. At most about a fifth of a second, without the interpreter lock.
@@ -134,6 +135,10 @@ class Grammars:
             return found
 
     def _compile(self, form: StructuredOutput) -> LLMatcher:
+        if (character := self._tokens.unwritable(_literals(form))) is not None:
+            raise InvalidRequestError(
+                f"structured_output.{form.kind} holds {character!r}: no tokens of this model write it"
+            )
         matcher = self._new(form)
         if not matcher.is_error():
             matcher.compute_bitmask()
@@ -153,31 +158,41 @@ class Grammars:
             max_grammar_size=_MAX_GRAMMAR_SYMBOLS,
             verbose_errors=False,
         )
-        return LLMatcher(tokenizer, _grammar_of(form, self._specials), log_level=0, limits=limits)
+        return LLMatcher(tokenizer, _grammar_of(form, self._tokens), log_level=0, limits=limits)
 
 
-def _grammar_of(form: StructuredOutput, specials: Mapping[str, int]) -> str:
-    """The form in llguidance's own terms. ``specials``: special token -> its id. Raises InvalidRequestError."""
+def _grammar_of(form: StructuredOutput, tokens: GrammarTokenizer) -> str:
+    """The form in llguidance's own terms. Raises InvalidRequestError."""
     from llguidance import LLMatcher, grammar_from
 
     if form.regex is not None:
         return str(LLMatcher.grammar_from_regex(form.regex))
     if form.structural_tag is not None:
-        return str(LLMatcher.grammar_from_lark(lark_of(form.structural_tag, specials)))
+        return str(LLMatcher.grammar_from_lark(lark_of(form.structural_tag, tokens.specials)))
     if form.grammar is not None:
         if found := _ATTRIBUTE.search(form.grammar):
             raise InvalidRequestError(
                 f"structured_output.grammar gives a rule the attribute {found[1]!r}: it is not supported"
             )
         try:
-            return str(grammar_from("grammar", form.grammar))
+            return str(grammar_from("grammar", with_text_of_tokens(form.grammar, tokens)))
         except Exception as error:  # whatever its converter raises
             raise InvalidRequestError(f"structured_output.grammar cannot be compiled: {error}") from error
     if form.choice:
         return str(grammar_from("choice", form.text))
-    if form.json_schema is not None:
-        check_schema(form.json_schema)
-    return str(LLMatcher.grammar_from_json_schema(form.text, overrides={"whitespace_pattern": WHITESPACE}))
+    text = form.text if form.json_schema is None else json.dumps(without_comments(read_schema(form.json_schema)))
+    return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE}))
+
+
+def _literals(form: StructuredOutput) -> str:
+    """Characters that outputs hold: all of a choice, and those of other forms that are no part of their notation."""
+    if form.choice:
+        return "".join(form.choice)
+    text = form.text
+    if form.json_schema is not None or form.structural_tag is not None:
+        with contextlib.suppress(ValueError, RecursionError):  # which the checks of these forms say
+            text = json.dumps(json.loads(text), ensure_ascii=False)
+    return "".join(c for c in text if not c.isascii())
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -27,17 +27,28 @@ _VALUES = frozenset(
         *("minItems", "maxItems", "minProperties", "maxProperties"),
     }
 )
-COMMENTS = frozenset(
-    {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
+_COMMENTS = frozenset(
+    {
+        *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment"),
+        *("discriminator", "xml", "externalDocs", "contentMediaType", "contentEncoding", "contentSchema", "$anchor"),
+    }
 )
-"""Keywords that only describe."""
+_EXTENSION = "x-"
+_EITHER = ("anyOf", "oneOf")
+_OWN_EXTENSION = "x-guidance"
+"""What the compiler reads as its own options."""
 _IDENTITY = frozenset({"$schema", "$id"})
-KEYWORDS = _SCHEMA | _SCHEMAS | _NAMED_SCHEMAS | _VALUES | COMMENTS | _IDENTITY
-"""All keywords that a schema may have."""
+KEYWORDS = _SCHEMA | _SCHEMAS | _NAMED_SCHEMAS | _VALUES | _IDENTITY
+"""Keywords of a schema that are honored."""
 
 
-def check_schema(text: str) -> None:
-    """Raises InvalidRequestError for text that is no JSON Schema, or one with a keyword that is not supported."""
+def is_comment(keyword: str) -> bool:
+    """True for a keyword that only describes, as pydantic and OpenAPI write many."""
+    return keyword in _COMMENTS or (keyword.startswith(_EXTENSION) and keyword != _OWN_EXTENSION)
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """The schema in a text. Raises InvalidRequestError for no JSON Schema, or a keyword that is not supported."""
     try:
         schema = json.loads(text)
     except json.JSONDecodeError as error:
@@ -49,11 +60,29 @@ def check_schema(text: str) -> None:
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"{_NAME} is not a JSON object: a schema is one")
     check_parsed(schema)
+    return schema
 
 
 def check_parsed(schema: Mapping[str, Any], name: str = _NAME) -> None:
     """Raises InvalidRequestError, which begins with ``name``, for a keyword of a schema that is not supported."""
     _check(schema, name, "#", 0)
+
+
+def without_comments(schema: Any) -> Any:
+    """A schema as its compiler takes it: without the keywords that only describe."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in _SCHEMA:
+            found[keyword] = without_comments(value)
+        elif keyword in _SCHEMAS and isinstance(value, list):
+            found[keyword] = [without_comments(part) for part in value]
+        elif keyword in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            found[keyword] = {name: without_comments(part) for name, part in value.items()}
+        elif not is_comment(keyword):
+            found[keyword] = value
+    return found
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -79,29 +108,38 @@ TYPES = ("integer", "number", "boolean", "null", "object", "array", "string")
 """JSON types, those whose text is told from another's first."""
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> tuple[str, ...]:
+def types_of(schema: Any, root: Mapping[str, Any]) -> tuple[str, ...]:
     """The JSON types that a schema's values may have, in the order of ``TYPES``; () if it says nothing of them.
 
     Raises LookupError as ``resolved`` does.
     """
-    schema = resolved(schema, root)
-    found: set[str] | None = None
-    if "const" in schema or "enum" in schema:
-        values = [schema["const"]] if "const" in schema else schema["enum"]
+    found = _types_of(schema, root, {})
+    return tuple(name for name in TYPES if name in (found or ()))
+
+
+def _types_of(schema: Any, root: Mapping[str, Any], known: dict[int, set[str] | None]) -> set[str] | None:
+    """The types of a schema; None: any. ``known``: those of schemas that were met, none while they are looked at."""
+    if (key := id(schema)) in known:
+        return known[key]
+    known[key] = None
+    given, found = resolved(schema, root), None
+    if "const" in given or "enum" in given:
+        values = [given["const"]] if "const" in given else given["enum"]
         found = {_type_of(value) for value in values}
-    elif isinstance(kind := schema.get("type"), str):
+    elif isinstance(kind := given.get("type"), str):
         found = {kind}
     elif isinstance(kind, list):
         found = {*kind}
-    elif depth < MAX_DEPTH:
-        for part in schema.get("allOf", ()):
-            some = {*types_of(part, root, depth + 1)}
+    else:
+        for part in given.get("allOf", ()):
+            some = _types_of(part, root, known)
             found = some if found is None else found & some if some else found
-        for keyword in ("anyOf", "oneOf"):
-            if keyword in schema:
-                parts = [{*types_of(part, root, depth + 1)} for part in schema[keyword]]
-                found = set().union(*parts) if all(parts) else found
-    return tuple(name for name in TYPES if name in (found or ()))
+        for keyword in _EITHER:
+            if keyword in given:
+                parts = [_types_of(part, root, known) for part in given[keyword]]
+                found = set[str]().union(*(part for part in parts if part)) if all(parts) else found
+    known[key] = found
+    return found
 
 
 def _type_of(value: Any) -> str:
@@ -128,7 +166,7 @@ def _check(schema: Any, name: str, place: str, depth: int) -> None:
         kind = "a list: prefixItems takes one" if isinstance(schema, list) else repr(schema)
         raise InvalidRequestError(f"{name}: {place} is {kind}: a schema is an object")
     for keyword in schema:
-        if keyword not in KEYWORDS:
+        if keyword not in KEYWORDS and not is_comment(keyword):
             raise InvalidRequestError(f"{name}: {place} has {keyword!r}, a keyword that is not supported")
     for at, part in _parts(schema, place):
         _check(part, name, at, depth + 1)

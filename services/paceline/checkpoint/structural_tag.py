@@ -12,7 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.checkpoint.json_schema import MAX_DEPTH, WHITESPACE, check_parsed
+from paceline.checkpoint.json_schema import MAX_DEPTH, WHITESPACE, check_parsed, without_comments
+from paceline.checkpoint.lark import quoted
 from paceline.errors import InvalidRequestError
 from paceline.errors.refusals import shown
 
@@ -62,7 +63,7 @@ def lark_of(text: str, specials: Mapping[str, int]) -> str:
         raise _fault("#/type", f"is {shown(tag['type'])}: only 'structural_tag' is allowed")
     grammar = _Grammar(specials)
     start = grammar.expression(root, place, last=True)
-    return "\n".join(("%llguidance {}", f"start: {start or _quoted('')}", *grammar.rules))
+    return "\n".join(("%llguidance {}", f"start: {start or quoted('')}", *grammar.rules))
 
 
 def _of_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +182,7 @@ class _Grammar:
             return self._joined(f"({self._terminal(excludes)})?", *map(self._piece, (first, *rest)))
         if rest:
             raise _fault(place, f"ends with {shown(text)}: a special token in it may only be at its beginning")
-        return self._rule(f"[lazy]: {_without(excludes)} {_quoted(first)}")
+        return self._rule(f"[lazy]: {_without(excludes)} {quoted(first)}")
 
     def _terminal(self, excludes: Sequence[str]) -> str:
         """Free text to its very end, which is not empty."""
@@ -189,7 +190,9 @@ class _Grammar:
 
     def _json(self, schema: Mapping[str, Any], place: str) -> str:
         check_parsed(schema, f"structured_output.structural_tag: {place}")
-        return self._rule(": %json " + json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema}))
+        return self._rule(
+            ": %json " + json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}, **without_comments(schema)})
+        )
 
     def _rule(self, body: str, kind: str = "r") -> str:
         """The name of the rule that ends so: attributes, a colon, and what it derives. ``T``: of a terminal."""
@@ -207,14 +210,14 @@ class _Grammar:
         return [part for part in (*found, text[at:]) if part]
 
     def _piece(self, part: str) -> str:
-        return f"<[{self._specials[part]}]>" if part in self._specials else _quoted(part)
+        return f"<[{self._specials[part]}]>" if part in self._specials else quoted(part)
 
     @staticmethod
     def _joined(*parts: str) -> str:
         return " ".join(part for part in parts if part)
 
     def _either(self, parts: Any) -> str:
-        found = [part or _quoted("") for part in parts]
+        found = [part or quoted("") for part in parts]
         return found[0] if len(found) == 1 else f"({' | '.join(found)})"
 
 
@@ -262,10 +265,6 @@ def _slashed(pattern: str) -> str:
     """A regular expression between slashes, as Lark reads one."""
     inside = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), pattern, flags=re.S)
     return f"/{inside}/"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _fault(place: str, problem: str) -> InvalidRequestError:

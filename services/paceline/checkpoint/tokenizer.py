@@ -98,10 +98,10 @@ class Tokenizer:
             self._tokenizer.decode(list(token_ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         )
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int:
-        """Number of token ids, added ones included."""
-        return len(self._tokenizer)
+        """One more than the largest token id, those of added tokens included; not all below need a token."""
+        return max(len(self._tokenizer), 1 + max(self._tokenizer.get_vocab().values(), default=-1))
 
     @functools.cached_property
     def num_ids(self) -> int:
@@ -177,9 +177,12 @@ class Tokenizer:
         return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int], max_model_len: int) -> tuple[int, ...]:
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: str | Sequence[int], max_model_len: int, vocab_size: int | None = None
+) -> tuple[int, ...]:
     """Token ids of a prompt that leaves room for one token. Its size is checked before anything else is done with it.
 
+    ``vocab_size``: rows of the model's embedding, which bound the ids; None: as the tokenizer has them.
     Raises InvalidRequestError for one that is empty, unknown or too long.
     """
     if isinstance(prompt, str):
@@ -191,9 +194,10 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int], max_model_l
     if not token_ids:
         raise InvalidRequestError("the prompt holds no token: at least one is needed")
     _check_num_tokens(len(token_ids), max_model_len)
+    num_ids = tokenizer.vocab_size if vocab_size is None else vocab_size
     for wrong in (max(token_ids), min(token_ids)):
-        if not 0 <= wrong < tokenizer.vocab_size:
-            allowed = f"0 to {tokenizer.vocab_size - 1} are allowed"
+        if not 0 <= wrong < num_ids:
+            allowed = f"0 to {num_ids - 1} are allowed"
             raise InvalidRequestError(f"the prompt holds token id {wrong}: {allowed}")
     return token_ids
 

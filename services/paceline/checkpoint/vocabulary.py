@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.checkpoint.pieces import Pieces, bytes_at
 from paceline.checkpoint.tokenizer import Tokenizer, require_same_tokens
 from paceline.errors import TokenizerMismatchError
 
@@ -58,7 +59,7 @@ class SharedVocabulary:
     """The tokens of a target that a draft's tokenizer has too, and the target's texts in the draft's tokens."""
 
     def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
-        self._target, self._draft = _Pieces(target), _Pieces(draft)
+        self._target, self._draft = Pieces(target), Pieces(draft)
         ids = self._draft.ids
         self.draft_ids: dict[int, int] = {
             target_id: ids[piece] for piece, target_id in self._target.ids.items() if piece in ids
@@ -135,63 +136,3 @@ def require_tokens(target: Tokenizer, draft: Tokenizer, vocabulary: Vocabulary) 
             f"{overlap}; at least {100 * LEAST_MASS:g} % and {-(-fewest // 1):g} tokens are needed"
         )
     return shared
-
-
-class _Pieces:
-    """The content of each token of a tokenizer: bytes, or the name of a special token."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        token_bytes = tokenizer.token_bytes
-        special = tokenizer.added_tokens
-        self.pieces: dict[int, bytes | str] = {}
-        """Content of each token, by its id."""
-        for token, token_id in sorted(tokenizer.vocab.items(), key=lambda item: item[1]):
-            if token_id in special:
-                name, is_special = special[token_id]
-                self.pieces[token_id] = name if is_special else name.encode()
-            else:
-                self.pieces[token_id] = token_bytes.of(token)
-        self.ids: dict[bytes | str, int] = {}
-        """The first id of each piece."""
-        for token_id, piece in self.pieces.items():
-            if piece:
-                self.ids.setdefault(piece, token_id)
-        around = tokenizer.encode("")
-        self.prefix = [token_id for token_id in around if token_id not in tokenizer.eos_token_ids]
-        """Token ids that the tokenizer puts before a text."""
-        first = tokenizer.encode_text("a")[:1]
-        self._adds_space = bool(first) and bytes_at(self.pieces, first[0]).startswith(b" ")
-
-    def encode(self, text: bytes, *, start: bool) -> list[int]:
-        """Tokens of a text; bytes that are no UTF-8 become tokens of one byte, as far as there are any."""
-        encoded: list[int] = []
-        while text:
-            try:
-                return encoded + self._encode(text.decode(), start=start and not encoded)
-            except UnicodeDecodeError as error:
-                if error.start:
-                    encoded += self._encode(text[: error.start].decode(), start=start and not encoded)
-                single = [self.ids.get(text[i : i + 1]) for i in range(error.start, error.end)]
-                encoded += [token_id for token_id in single if token_id is not None]
-                text = text[error.end :]
-        return encoded
-
-    def _encode(self, text: str, *, start: bool) -> list[int]:
-        """Tokens of a text; one that does not begin at the ``start`` gets no space that it has not."""
-        if not self._adds_space:
-            return self.tokenizer.encode_text(text)
-        if start:
-            return self.tokenizer.encode_text(text.removeprefix(" "))
-        token_ids, behind = self.tokenizer.encode_text("\n" + text), len(b" \n")
-        for i, token_id in enumerate(token_ids):
-            behind -= len(bytes_at(self.pieces, token_id))
-            if behind <= 0:
-                return token_ids[i + 1 :] if behind == 0 else self.tokenizer.encode_text(text)
-        return []
-
-
-def bytes_at(pieces: dict[int, bytes | str], token_id: int) -> bytes:
-    """The bytes of a token, none of a special one."""
-    piece = pieces.get(token_id, b"")
-    return piece if isinstance(piece, bytes) else b""

@@ -200,7 +200,7 @@ class Ingress:
             model_id=self.config.target_config.model_loading_config.model_id,
             draft_model_id=None if draft is None else draft_name(draft),
             tokenizer_fingerprint=self._facts.tokenizer.fingerprint,
-            vocab_size=self._facts.tokenizer.vocab_size,
+            vocab_size=self._facts.num_token_ids,
             max_context_length=self._facts.max_model_len,
             eos_token_ids=self._facts.eos_token_ids,
             dtype=await self._served_dtype(),
@@ -453,6 +453,7 @@ def model_facts(config: ServiceConfig) -> TargetInfo:
         defaults=checkpoint.sampling_defaults()
         if config.router_config.generation_config == "auto"
         else SamplingParams(),
+        vocab_size=checkpoint.vocab_size,
     )
 
 

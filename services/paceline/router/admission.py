@@ -34,6 +34,13 @@ class TargetInfo:
     eos_token_ids: tuple[int, ...]
     defaults: SamplingParams = field(default_factory=SamplingParams)
     """Sampling parameters of requests that leave them out: those that are set here."""
+    vocab_size: int | None = None
+    """Rows of the model's embedding, padding included: token ids are below it. None: as the tokenizer has them."""
+
+    @property
+    def num_token_ids(self) -> int:
+        """Token ids that requests may name are below it."""
+        return self.tokenizer.vocab_size if self.vocab_size is None else self.vocab_size
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +101,7 @@ class Admission:
         self.queue: deque[ActiveRequest] = deque()
         self._info, self._config, self._router_id = info, config, router_id
         self._metrics, self._clock = metrics, clock
-        self._grammars = Grammars(info.tokenizer, info.tokenizer.vocab_size, info.eos_token_ids)
+        self._grammars = Grammars(info.tokenizer, info.num_token_ids, info.eos_token_ids)
         self._num_sessions = 0
         self._hints = RetryHints()
         self._tokenizing = ThreadPoolExecutor(1, "paceline-tokenize")
@@ -107,11 +114,11 @@ class Admission:
         """
         info, arrived_s = self._info, self._clock()
         request = replace(request, sampling=request.sampling.with_defaults(info.defaults))
-        request.sampling.check_vocabulary(info.tokenizer.vocab_size)
-        request.sampling.check_choice(info.tokenizer.vocab_size, info.eos_token_ids)
+        request.sampling.check_vocabulary(info.num_token_ids)
+        request.sampling.check_choice(info.num_token_ids, info.eos_token_ids)
         generated = request.generated_token_ids
-        if max(generated, default=0) >= info.tokenizer.vocab_size:
-            allowed = f"ids in [0, {info.tokenizer.vocab_size}) are allowed"
+        if max(generated, default=0) >= info.num_token_ids:
+            allowed = f"ids in [0, {info.num_token_ids}) are allowed"
             raise InvalidRequestError(f"generated_token_ids holds token id {max(generated)}: {allowed}")
         if (form := request.sampling.structured_output) is not None:
             await asyncio.to_thread(self._grammars.matcher, form, generated)  # only to see that it can be made
@@ -142,9 +149,9 @@ class Admission:
 
     async def _tokenized(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         """Token ids of a prompt. Long texts wait their turn for one thread, which leaves the loop to the streams."""
-        tokenizer, max_model_len = self._info.tokenizer, self._info.max_model_len
+        tokenizer, max_model_len, num_ids = self._info.tokenizer, self._info.max_model_len, self._info.num_token_ids
         if not isinstance(prompt, str) or len(prompt) <= LONG_TEXT:
-            return encode_prompt(tokenizer, prompt, max_model_len)
+            return encode_prompt(tokenizer, prompt, max_model_len, num_ids)
         if self._num_tokenizing > (limit := self._config.max_queued_requests):
             self._metrics.rejected("queue_full")
             raise ResourceExhaustedError(
@@ -154,7 +161,9 @@ class Admission:
         self._num_tokenizing += 1
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._tokenizing, encode_prompt, tokenizer, prompt, max_model_len)
+            return await loop.run_in_executor(
+                self._tokenizing, encode_prompt, tokenizer, prompt, max_model_len, num_ids
+            )
         finally:
             self._num_tokenizing -= 1
 

@@ -370,7 +370,8 @@ class TargetEngine:
             )
             self._check_fits(session)
         except PacelineError as error:
-            self._send([SessionFailed(message.session_id, message.epoch, str(error))])
+            at_fault = isinstance(error, InvalidRequestError)
+            self._send([SessionFailed(message.session_id, message.epoch, str(error), at_fault)])
             return []
         if not self._sessions:
             self._meter.idle(waiting=False)  # until now there was nothing to do, even if no step was asked for

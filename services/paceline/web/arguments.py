@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.checkpoint.json_schema import COMMENTS, resolved, types_of
+from paceline.checkpoint.json_schema import is_comment, resolved, types_of
 from paceline.errors import InvalidRequestError
 
 Format = dict[str, Any]
@@ -23,7 +23,7 @@ _EITHER = ("anyOf", "oneOf")
 _OF_STRING = {"minLength", "maxLength"}
 _OF_ARRAY = {"items", "minItems", "maxItems"}
 _OF_OBJECT = {"properties", "required", "additionalProperties"}
-_NOTES = COMMENTS | {"type", "$defs", "definitions"}
+_NOTES = {"type", "$defs", "definitions"}
 _PYTHONS = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
 """Values that templates write as Python does, and parsers read both ways."""
 
@@ -87,7 +87,7 @@ class Elements:
             return [const(text + self._closing) for text in texts]
         types = types_of(schema, root)
         if types and "string" not in types:
-            if len(types) == 1 and schema.keys() <= _NOTES and types[0] in _PYTHONS:
+            if len(types) == 1 and not _binding(schema) and types[0] in _PYTHONS:
                 return [const(text + self._closing) for text in _PYTHONS[types[0]]]
             form = {"type": "json_schema", "json_schema": _with_definitions(schema, root)}
             return [sequence(form, const(self._closing))]
@@ -254,13 +254,18 @@ def _enumerated(schema: Schema) -> list[Any] | None:
     return [schema["const"]] if "const" in schema else schema.get("enum")
 
 
+def _binding(schema: Schema) -> set[str]:
+    """Keywords of a schema that bind its values, but for their types."""
+    return {keyword for keyword in schema.keys() - _NOTES if not is_comment(keyword)}
+
+
 def _with_definitions(schema: Schema, root: Schema) -> dict[str, Any]:
     return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
 
 
 def _refuse_keywords(schema: Schema, allowed: set[str], name: str, place: str) -> None:
     """Refuses keywords that would not bind."""
-    for keyword in schema.keys() - _NOTES - allowed:
+    for keyword in sorted(_binding(schema) - allowed):
         raise _fault(name, place, f"has {keyword!r}, which cannot bind what this model writes without JSON")
 
 

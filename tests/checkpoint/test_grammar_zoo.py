@@ -1,0 +1,163 @@
+"""Structured output over tokenizers of every shape: what a mask allows can come, and what comes has the form.
+
+Each form holds the text of an added token: of one that is special, and of one that is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any, NamedTuple
+
+import jsonschema
+import numpy as np
+import pytest
+from tests.support import zoo
+
+from paceline.checkpoint.grammar import Grammars, Matcher
+from paceline.checkpoint.pieces import Pieces, bytes_at
+from paceline.types import StructuredOutput
+
+_MOST_TOKENS = 40
+_PROBES = 4
+
+
+class Form(NamedTuple):
+    """A form, and what its outputs are."""
+
+    given: dict[str, Any]
+    holds: Callable[[str], bool]
+
+    @property
+    def form(self) -> StructuredOutput:
+        return StructuredOutput(**self.given)
+
+
+def _matching(pattern: str) -> Callable[[str], bool]:
+    return lambda text: re.fullmatch(pattern, text, re.DOTALL) is not None
+
+
+def _valid(schema: dict[str, Any]) -> Callable[[str], bool]:
+    return lambda text: jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+
+
+def forms(mark: str) -> dict[str, Form]:
+    """Forms whose outputs hold ``mark``, the text of an added token."""
+    escaped, choice = re.escape(mark), (f"x{mark}y", f"{mark} é", "e\u0301 世")
+    schemas: dict[str, dict[str, Any]] = {
+        "JSON const": {"const": f"é{mark}"},
+        "JSON enum": {"enum": [mark, f"{mark} b", 3, None]},
+        "JSON key": {
+            "type": "object",
+            "properties": {mark: {"type": "integer", "minimum": 0, "maximum": 99}},
+            "required": [mark],
+            "additionalProperties": False,
+        },
+        "JSON pattern": {"type": "string", "pattern": f"^[ab]{escaped}$"},
+    }
+    tag = {"begin": mark, "content": {"type": "regex", "pattern": "[ab ]{2}"}, "end": f"{mark}\n", "type": "tag"}
+    parts = {
+        "tag": (tag, rf"{escaped}[ab ]{{2}}{escaped}\n"),
+        "const_string": ({"type": "const_string", "value": f"a{mark}b"}, f"a{escaped}b"),
+        "triggered tags": (
+            {"type": "triggered_tags", "triggers": [mark], "tags": [tag], "at_least_one": True},
+            rf"{escaped}[ab ]{{2}}{escaped}\n.*",
+        ),
+        "tags with separator": (
+            {"type": "tags_with_separator", "tags": [tag], "separator": ", ", "at_least_one": True},
+            rf"{escaped}[ab ]{{2}}{escaped}\n(, {escaped}[ab ]{{2}}{escaped}\n)*",
+        ),
+        "free text": ({"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": mark}, f".*{escaped}"),
+    }
+    return {
+        "choice": Form({"choice": choice}, choice.__contains__),
+        "regex": Form({"regex": f"[a-c<]{{1,3}}{escaped}( z| 😀)"}, _matching(f"[a-c<]{{1,3}}{escaped}( z| 😀)")),
+        "regex that may": Form({"regex": f"(a|{escaped})+ z"}, _matching(f"(a|{escaped})+ z")),
+        "Lark": Form({"grammar": f'start: "a" {json.dumps(mark)} B\nB: /[b ]+/'}, _matching(f"a{escaped}[b ]+")),
+        "GBNF": Form({"grammar": f'root ::= "a" {json.dumps(mark)} [b ]+'}, _matching(f"a{escaped}[b ]+")),
+        **{name: Form({"json_schema": schema}, _valid(schema)) for name, schema in schemas.items()},
+        **{name: Form({"structural_tag": {"format": node}}, _matching(p)) for name, (node, p) in parts.items()},
+    }
+
+
+def marks(name: str) -> list[str]:
+    """Added tokens of a tokenizer: the first of those that are special, but none that ends, and of the others."""
+    added = [
+        (text, special)
+        for i, (text, special) in sorted(zoo.tokenizer(name).added_tokens.items())
+        if i not in zoo.tokenizer(name).eos_token_ids and re.fullmatch(r"[<\[].{3,}[>\]]", text)
+    ]
+    return [next(text for text, is_special in added if is_special is special) for special in {s for _, s in added}]
+
+
+@functools.cache
+def grammars(name: str) -> Grammars:
+    tokenizer = zoo.tokenizer(name)
+    return Grammars(tokenizer, tokenizer.vocab_size + 64)
+
+
+def tokens_of(row: np.ndarray) -> np.ndarray:
+    return np.unpackbits(row, bitorder="little").nonzero()[0]
+
+
+def chosen(allowed: list[int], random: Random, pieces: Pieces, num_tokens: int) -> int:
+    """Some allowed token; late in an output rather one that brings it to its end."""
+    if num_tokens < 8 or random.random() < 0.3:
+        return random.choice(allowed)
+    return min(allowed, key=lambda i: (bytes_at(pieces.pieces, i) not in (b'"', b"}", b"]"), random.random()))
+
+
+def walk(name: str, form: StructuredOutput, random: Random) -> Iterator[tuple[Matcher, tuple[int, ...], list[int]]]:
+    """An output that the masks allow, token by token: the state, the tokens so far and those that may follow."""
+    state, tokens, pieces = grammars(name).matcher(form), (), _pieces(name)
+    ends = {*zoo.tokenizer(name).eos_token_ids}
+    while len(tokens) < _MOST_TOKENS:
+        allowed = [int(i) for i in tokens_of(state.masks([()])[0])]
+        assert allowed, (state.failure, tokens)
+        yield state, tokens, allowed
+        others = [i for i in allowed if i not in ends]
+        if not others or (len(others) < len(allowed) and random.random() < 0.3):
+            return
+        token = chosen(others, random, pieces, len(tokens))
+        assert state.append((token,)), (state.failure, tokens, token)
+        tokens = (*tokens, token)
+
+
+@functools.cache
+def _pieces(name: str) -> Pieces:
+    return Pieces(zoo.tokenizer(name))
+
+
+def examine(name: str, form: Form, seed: int) -> bool:
+    """Walks through one output, with drafts that it does not take; True if it came to its end."""
+    random, tokenizer = Random(seed), zoo.tokenizer(name)
+    last: tuple[int, ...] = ()
+    ended = False
+    for state, tokens, allowed in walk(name, form.form, random):
+        ends = {*allowed} & {*tokenizer.eos_token_ids}
+        added = [i for i in allowed if i in tokenizer.added_tokens and i not in ends]
+        probes = [*added[:2], *random.sample(allowed, min(_PROBES, len(allowed)))]
+        for probe, row in zip(probes, state.masks([(i,) for i in probes]), strict=True):
+            assert probe in ends or not (row == 0xFF).all(), f"{probe} is allowed after {tokens} and cannot come"
+        assert np.array_equal(state.masks([()])[0], grammars(name).matcher(form.form, tokens).masks([()])[0])
+        last, ended = tokens, bool(ends)
+    if ended:
+        text = text_of(name, last)
+        assert form.holds(text), (text, last)
+    return ended
+
+
+def text_of(name: str, token_ids: tuple[int, ...]) -> str:
+    """The text of an answer with its special tokens, as a stream gives it."""
+    detokenizer = zoo.tokenizer(name).detokenizer(zoo.tokenizer(name).encode("a"), special=True)
+    return "".join(map(detokenizer.add, token_ids)) + detokenizer.flush()
+
+
+@pytest.mark.parametrize("name", zoo.EVERY)
+def test_what_a_mask_allows_can_come_and_what_comes_has_the_form(name: str) -> None:
+    for mark in marks(name):
+        for kind, form in forms(mark).items():
+            assert any(examine(name, form, seed) for seed in range(2)) or kind == "free text", (mark, kind)
