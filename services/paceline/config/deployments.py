@@ -4,7 +4,7 @@ how the processes of one replica are placed together.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -44,7 +44,7 @@ class DeploymentConfig(Strict):
     """Options of a Serve deployment, by Serve's names; None: Serve's default."""
 
     _pool: ClassVar = ""
-    num_replicas: int | Literal["auto"] | None = Field(default=None, ge=1)
+    num_replicas: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     """None: one, or what autoscaling_config says."""
     autoscaling_config: AutoscalingConfig | None = None
     max_ongoing_requests: int = Field(default=4096, ge=1)

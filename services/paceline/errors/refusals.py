@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+_SIGNS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 _NOUNS = {
     "int": "a whole number",
     "float": "a number",
@@ -77,6 +77,20 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from keys_of(inner, f"{prefix}{name}.")
 
 
+def bounds_of(field: FieldInfo) -> list[str]:
+    """The bounds of a number, such as ``at least 1``; also where the field may hold something else, too."""
+    constraints = list(field.metadata)
+    for member in get_args(field.annotation):
+        if get_origin(member) is Annotated:
+            constraints += (one for info in get_args(member)[1:] for one in getattr(info, "metadata", ()))
+    return [
+        f"{sign} {bound}"
+        for constraint in constraints
+        for name, sign in _SIGNS.items()
+        if (bound := getattr(constraint, name, None)) is not None
+    ]
+
+
 def shown(value: Any) -> str:
     """A value as YAML would write it, cut to a readable length."""
     if isinstance(value, bool) or value is None:
@@ -108,16 +122,12 @@ def _allowed(detail: ErrorDetails, field: FieldInfo | None) -> str:
     if kind in ("string_too_short", "too_short"):
         return "at least one " + ("character" if kind == "string_too_short" else "entry")
     if (noun := kind.partition("_")[0]) in _NOUNS:
-        return _NOUNS[noun]
+        of_word = " in quotes, as YAML takes on, off, yes and no for true and false"
+        return _NOUNS[noun] + (of_word if noun == "string" and isinstance(detail["input"], bool) else "")
     if kind == "union_tag_not_found":
         return _NOUNS["model"]
-    bounds = [
-        f"{sign} {bound}"
-        for constraint in (field.metadata if field is not None else [])
-        for name, sign in _BOUNDS.items()
-        if (bound := getattr(constraint, name, None)) is not None
-    ]
-    if bounds and any(name in context for name in _BOUNDS):
+    bounds = [] if field is None else bounds_of(field)
+    if bounds and any(name in context for name in _SIGNS):
         return " and ".join(bounds)
     return detail["msg"]
 
