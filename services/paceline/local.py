@@ -4,7 +4,8 @@
            ◀─ chunks ──          ◀── messages ──▶ draft worker
 
 The workers' reader threads call the relay; one lock orders all that touches a session. The draft is expendable:
-without it sessions go on by plain decoding, and it is started again. Without the target they fail.
+without it sessions go on by plain decoding, and it is started again. Without the target they fail. A step that takes
+too long counts as a loss, too: of the target until the step ends.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from paceline.router.admission import TargetInfo
 from paceline.router.overview import Overview, drafting
 from paceline.router.relay import Outbox, Relay
 from paceline.router.session import Actions, Session
+from paceline.runtime.pulse import Pulse
 from paceline.runtime.ranks import local_worker
 from paceline.runtime.workers import EngineFactory, Worker
 from paceline.types import (
@@ -96,6 +98,7 @@ class LocalPipeline:
         self._num_submitted = 0
         self._running: set[str] = set()  # request ids of ``run``
         self._failure: EngineError | None = None
+        self._hung: EngineError | None = None  # until the target's step ends
         self.num_draft_restarts = 0
         """Times that a dead draft was started again."""
 
@@ -111,6 +114,8 @@ class LocalPipeline:
         self._overview = Overview(clock)
         self._stopping = threading.Event()
         self._restart: threading.Thread | None = None
+        self._pulses = Pulse(config.target_timeout_s), Pulse(config.draft_timeout_s)
+        self._watch = threading.Thread(target=self._watch_engines, name="paceline-watch", daemon=True)
 
     # -- life ----------------------------------------------------------------------------------------------
 
@@ -141,6 +146,7 @@ class LocalPipeline:
                 worker.spawn()
             for worker in workers:
                 worker.wait_ready()
+            self._watch.start()
         except BaseException:
             self.stop(timeout_s=0.2)
             raise
@@ -155,8 +161,9 @@ class LocalPipeline:
         for worker in (self._draft, self._target):
             if worker is not None:
                 worker.stop(timeout_s)
-        if self._restart is not None:
-            self._restart.join(timeout_s)
+        for thread in (self._restart, self._watch):
+            if thread is not None and thread.ident is not None:
+                thread.join(timeout_s)
 
     def __enter__(self) -> Self:
         self.start()
@@ -222,8 +229,8 @@ class LocalPipeline:
         if sampling.structured_output is not None:
             self._grammars.compile(sampling.structured_output)
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
+            if (error := self._failure or self._hung) is not None:
+                raise error
             session = Session(
                 f"local-{self._num_submitted}",
                 token_ids,
@@ -323,7 +330,14 @@ class LocalPipeline:
     @property
     def ready(self) -> bool:
         """True if a request would be served now."""
-        return self._loaded and self._failure is None
+        return self._loaded and self._failure is None and self._hung is None
+
+    @property
+    def trouble(self) -> str:
+        """Why no request would be served now; empty if one would be."""
+        if not self._loaded:
+            return "the models are not loaded yet"
+        return str(self._failure or self._hung or "")
 
     def server_info(self) -> ServerInfo:
         """The state of target and draft, and of the requests in progress."""
@@ -333,7 +347,7 @@ class LocalPipeline:
             held, model = len(running) + num_waiting, Path(self.config.target.path).name
             target = ReplicaStatus("target-0", "target", 0, held, num_waiting, most, model=model)
             target = replace(target, execution=self._target.execution)
-            pools = {"target": () if self._failure else (target,)}
+            pools = {"target": () if self._failure or self._hung else (target,)}
             starting: tuple[Startup, ...] = ()
             if self._draft is not None:
                 options, restarts = self.config.draft, self.num_draft_restarts
@@ -512,9 +526,41 @@ class LocalPipeline:
             for generation in [*self._active.values(), *self._waiting]:
                 self._fail(generation, EngineError(reason))
 
+    def _watch_engines(self) -> None:
+        """Looks for engines that hang until the pipeline is stopped."""
+        of_target, of_draft = self._pulses
+        while not self._stopping.wait(min(of_target.period_s, of_draft.period_s)):
+            if self._failure is None:
+                self._on_target_pulse(of_target.hangs(self._target))
+            draft = self._draft
+            if draft is not None and self._draft_up and of_draft.hangs(draft):
+                self._on_draft_death(f"the draft has been in one step for {of_draft.stuck_s:.1f} s")
+
+    def _on_target_pulse(self, hangs: bool) -> None:
+        """Refuses requests while the target hangs, and fails those in progress: it may never come back."""
+        with self._lock:
+            if not hangs:
+                if self._hung is not None:
+                    log.warning("the target has come back: requests are served again")
+                self._hung = None
+                return
+            if self._hung is None:
+                limit_s = self.config.target_timeout_s
+                self._hung = EngineError(
+                    f"the target hangs: its step takes longer than target_timeout_s, {limit_s:g} s"
+                )
+                log.error("%s; requests fail until it ends", self._hung)
+            for generation in [*self._waiting, *self._active.values()]:
+                self._fail(generation, self._hung)
+
     def _fail(self, generation: LocalGeneration, error: PacelineError) -> None:
+        """Ends a request by an error. A target that hangs finds that it is closed when it comes back."""
+        opened = generation.session.session_id in self._active
+        if not opened:
+            self._waiting.remove(generation)
         actions = generation.session.cancel()
-        self._send(Actions(to_draft=actions.to_draft))
+        if opened:
+            self._send(Actions(to_draft=actions.to_draft, to_target=actions.to_target if self._hung else []))
         generation.deliver(Actions(chunks=actions.chunks))
         generation.fail(error)
         self._forget(generation)
@@ -528,7 +574,7 @@ class LocalPipeline:
         self._overview.count(generation.session)
         self._active.pop(generation.session.session_id, None)
         self._relay.sessions.pop(generation.session.session_id, None)
-        if self._failure is None:
+        if self._failure is None and self._hung is None:
             self._admit()
 
     def _send(self, messages: Actions | Outbox) -> None:

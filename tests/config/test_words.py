@@ -13,12 +13,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from paceline.config import ServiceConfig
 from paceline.config.base import Strict
 from paceline.config.environment import variable_of
 from paceline.errors import ConfigError
+
 
 def words(annotation: Any, path: tuple[str, ...] = (), kind: str = "") -> Iterator[tuple[tuple[str, ...], Any, str]]:
     """(path, value, kind of draft) of every documented word below a type; ``[]`` stands for an entry of a list."""
@@ -103,8 +104,8 @@ class Words(Strict):
     switch: Literal["off", "on"] = "off"
     answer: Literal["yes", "no"] | None = None
     both: bool | Literal["off"] = True
-    several: list[Literal["off", "on", "auto"]] = []
-    named: dict[str, Literal["off", "on"]] = {}
+    several: list[Literal["off", "on", "auto"]] = Field(default_factory=list)
+    named: dict[str, Literal["off", "on"]] = Field(default_factory=dict)
     share: float = 0.0
     text: str = ""
 

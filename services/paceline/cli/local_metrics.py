@@ -49,6 +49,11 @@ class Measured:
         """True if a request would be served now."""
         return self._pipeline.ready
 
+    @property
+    def trouble(self) -> str:
+        """Why no request would be served now; empty if one would be."""
+        return self._pipeline.trouble
+
     async def run(
         self, request: Request, owner: str = "", on_usage: Callable[[Usage], None] = lambda _: None
     ) -> AsyncGenerator[Chunk | Result, None]:

@@ -48,6 +48,9 @@ log = logging.getLogger(__name__)
 
 _GOODBYE_S = 5
 _RELOAD_S = 1.0
+_TIMEOUTS = {"target_timeout_s", "draft_timeout_s"}
+"""Keys of ``router_config`` that are the pipeline's where there is no router. Left out they are longer than a router's,
+which has other targets to go to."""
 
 
 def serve_local(
@@ -101,7 +104,7 @@ def local_of(config: ServiceConfig) -> LocalConfig:
     parts: dict[str, tuple[Strict | None, set[str]]] = {
         "target_config": (target, {"model_loading_config", "engine_kwargs"}),
         "draft_config": (draft, {"kind", "model_loading_config", "engine_kwargs"}),
-        "router_config": (config.router_config, {"generation_config"}),
+        "router_config": (config.router_config, {"generation_config", *_TIMEOUTS}),
         "server": (config.server, ServerConfig.model_fields.keys() - {"grpc_port"}),
         "": (config, {"target_config", "draft_config", "router_config", "server", "tracing"}),
     }
@@ -124,6 +127,7 @@ def local_of(config: ServiceConfig) -> LocalConfig:
         target=TargetModel(path=target.model_loading_config.source, **_given(target.engine_kwargs)),
         draft=drafter,
         generation_config=config.router_config.generation_config,
+        **{key: getattr(config.router_config, key) for key in _TIMEOUTS & config.router_config.model_fields_set},
     )
 
 

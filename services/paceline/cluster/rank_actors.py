@@ -125,6 +125,10 @@ class ActorWorker:
     def alive(self) -> bool:
         return self._watcher.is_alive()
 
+    def came_round(self) -> bool:
+        """True: its engine notices a follower that hangs (``rank_timeout_s``)."""
+        return True
+
     @property
     def execution(self) -> Execution:
         """Nothing: the engine tells, which is the first rank."""

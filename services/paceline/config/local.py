@@ -43,6 +43,10 @@ class LocalConfig(Strict):
     generation_config: Literal["auto", "none"] = "auto"
     """Source of the sampling parameters that a request leaves out. ``auto``: the target's generation_config.json,
     if it has them. ``none``: the documented defaults."""
+    target_timeout_s: float = Field(default=30.0, gt=0)
+    """A target whose step takes longer counts as hung until the step ends: its requests fail, new ones are refused."""
+    draft_timeout_s: float = Field(default=10.0, gt=0)
+    """A draft whose step takes longer counts as dead, and is started again."""
     worker: Literal["process", "thread"] = "process"
     """The kind of worker that runs an engine. ``thread``: both share one interpreter lock, for debugging and tests."""
     pin_cores: bool = True

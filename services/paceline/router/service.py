@@ -47,6 +47,11 @@ class GenerationService:
         """True if a request would be served now."""
         return self._router.ready
 
+    @property
+    def trouble(self) -> str:
+        """Why no request would be served now; empty if one would be."""
+        return "" if self._router.ready else "no target is up"
+
     async def generate(
         self,
         message: bytes | generation_pb2.GenerateRequest,

@@ -66,6 +66,11 @@ class _Stage:
     doing: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Ping:
+    """Asks the engine's process to answer with the same, between two steps."""
+
+
 class _Stages(logging.Handler):
     """Sends the stages of this process to its parent."""
 
@@ -130,6 +135,7 @@ class ProcessWorker(Generic[In, Out]):
         self._process: BaseProcess | None = None
         self._built = threading.Event()
         self._stopping = False
+        self._pinged = False  # and not answered yet
         self._failure: _Failed | None = None
         self._send_lock = threading.Lock()
         self._backlog: deque[bytes] = deque()  # frames that the socket had no room for, in order
@@ -170,6 +176,13 @@ class ProcessWorker(Generic[In, Out]):
     @property
     def alive(self) -> bool:
         return self._reader.is_alive()
+
+    def came_round(self) -> bool:
+        if self._pinged:
+            return False
+        self._pinged = True
+        self._send_frame(Channel.frame(_Ping()))
+        return True
 
     @property
     def execution(self) -> Execution:
@@ -241,6 +254,8 @@ class ProcessWorker(Generic[In, Out]):
                 for frame in channel.receive(None):
                     if isinstance(frame, list):
                         self._on_messages(frame)
+                    elif isinstance(frame, _Ping):
+                        self._pinged = False
                     elif isinstance(frame, _Stage):
                         stages.info("%s", frame.doing, extra={"engine": self.name})
                     elif isinstance(frame, _Executed):
@@ -301,7 +316,10 @@ def _process_main(sock: socket.socket, factory_pickle: bytes, cores: Sequence[in
         for frame in channel.receive(timeout_s):
             if isinstance(frame, Stop):
                 return None
-            messages.extend(frame)
+            if isinstance(frame, _Ping):
+                channel.send(frame)
+            else:
+                messages.extend(frame)
         return messages
 
     try:

@@ -82,6 +82,9 @@ class RankedWorker(Generic[In]):
     def alive(self) -> bool:
         return self._leader.alive and self._failure is None
 
+    def came_round(self) -> bool:
+        return self._leader.came_round()  # which notices ranks that hang (rank_timeout_s)
+
     @property
     def execution(self) -> Execution:
         return self._leader.execution

@@ -95,6 +95,11 @@ class Worker(Protocol[_In]):
         """True if the engine can still answer."""
         ...
 
+    def came_round(self) -> bool:
+        """False if the engine is still in the step, or in the wait for its process, of the last call. One thread asks,
+        at intervals; never blocks."""
+        ...
+
     @property
     def execution(self) -> Execution:
         """How the engine's model runs; empty before it is built. Any thread may ask."""
@@ -157,7 +162,8 @@ def limit_torch_threads() -> None:
 def run(engine: Engine[In], drain: Callable[[float | None], list[In] | None]) -> None:
     """Runs the loop of an engine until ``drain`` returns None.
 
-    ``drain(timeout_s)`` returns what has arrived, and waits at most ``timeout_s`` for the first message.
+    ``drain(timeout_s)`` returns what has arrived, and waits at most ``timeout_s`` for the first message. A step is in
+    progress from its return to its next call.
     """
     wait_s: float | None = 0.0
     while (messages := drain(wait_s)) is not None:
@@ -183,6 +189,7 @@ class ThreadWorker(Generic[In, Out]):
         self._built = threading.Event()
         self._error: PacelineError | None = None
         self._engine: Engine[In] | None = None
+        self._num_steps, self._steps_seen, self._in_step = 0, -1, False
         self._thread = threading.Thread(target=self._main, name=f"paceline-{name}", daemon=True)
 
     def spawn(self) -> None:
@@ -205,6 +212,11 @@ class ThreadWorker(Generic[In, Out]):
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    def came_round(self) -> bool:
+        stuck = self._in_step and self._steps_seen == self._num_steps
+        self._steps_seen = self._num_steps
+        return not stuck
+
     @property
     def execution(self) -> Execution:
         return execution_of(self._engine)
@@ -217,6 +229,7 @@ class ThreadWorker(Generic[In, Out]):
 
     def _drain(self, timeout_s: float | None) -> list[In] | None:
         messages: list[In] = []
+        self._in_step = False
         try:
             batch = self._inbox.get(timeout=timeout_s) if timeout_s != 0 else self._inbox.get_nowait()
             while True:
@@ -225,6 +238,7 @@ class ThreadWorker(Generic[In, Out]):
                 messages.extend(batch)
                 batch = self._inbox.get_nowait()
         except queue.Empty:
+            self._num_steps, self._in_step = self._num_steps + 1, True
             return messages
 
     def _main(self) -> None:

@@ -154,8 +154,8 @@ def make_app(edge: Edge) -> FastAPI:
     @app.get("/health", response_class=PlainTextResponse)
     async def health() -> Response:
         """Says if a request would be served now."""
-        ready = edge.service.ready
-        return PlainTextResponse("serving\n" if ready else "no target is up\n", 200 if ready else 503)
+        trouble = edge.service.trouble
+        return PlainTextResponse(f"{trouble or 'serving'}\n", 503 if trouble else 200)
 
     @app.post("/ping", response_class=PlainTextResponse, operation_id="ping_by_post")
     @app.get("/ping", response_class=PlainTextResponse)

@@ -38,6 +38,10 @@ class Service(Protocol):
     def ready(self) -> bool:
         """True if a request would be served now."""
 
+    @property
+    def trouble(self) -> str:
+        """Why no request would be served now; empty if one would be."""
+
     def run(
         self, request: Request, owner: str = "", on_usage: Callable[[Usage], None] = ...
     ) -> AsyncGenerator[Chunk | Result, None]:
