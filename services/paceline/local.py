@@ -134,6 +134,8 @@ class LocalPipeline:
         if tokenizer is None and isinstance(draft, DraftModel):
             draft_tokenizer = Checkpoint.open(draft.path, draft.trust_remote_code).tokenizer
             require_tokens(self.tokenizer, draft_tokenizer, draft.vocabulary)
+        if self.config.generation_config == "auto":
+            self.checkpoint.warn_of_settings()
         self._grammars = Grammars(self.tokenizer, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids)
         self._loaded = True
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from tests.support.models import FAMILIES
+from transformers import GenerationConfig
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.generation import HONORED, NOT_HONORED, WITHOUT_EFFECT, not_honored
 from paceline.config import LocalConfig, RouterConfig, TargetModel
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.local import LocalPipeline
@@ -54,7 +56,11 @@ def checkpoint_with(generation_config: dict[str, Any]) -> Checkpoint:
         ({}, {}),
         (QWEN, QWEN_DEFAULTS),
         ({"do_sample": True}, {"temperature": 1.0}),
-        ({"do_sample": False, "eos_token_id": 3, "temperature": None}, {}),
+        ({"do_sample": False, "eos_token_id": 3, "temperature": None}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
+        ({"temperature": 0.7}, {"temperature": 0.7}),
+        ({"bad_words_ids": [[1, 2], [3]], "suppress_tokens": [4, 128]}, {"bad_words": ((1, 2), (3,), (4,))}),
+        ({"suppress_tokens": [], "bad_words_ids": None, "min_new_tokens": 2}, {"min_tokens": 2}),
         ({"max_new_tokens": 512, "min_p": 0.1}, {"max_tokens": 512, "min_p": 0.1}),
     ],
 )
@@ -68,6 +74,33 @@ def test_a_value_that_is_not_allowed_is_named(value):
         ConfigError, match=r"^temperature is .* in the generation_config.json of 'model'.*: none ignores"
     ):
         checkpoint_with({"temperature": value}).sampling_defaults()
+
+
+@pytest.mark.parametrize("content", [{"bad_words_ids": [1, 2]}, {"bad_words_ids": 3}, {"suppress_tokens": ["a"]}])
+def test_forbidden_tokens_that_are_no_token_ids_are_named(content):
+    with pytest.raises(ConfigError, match=r"^bad_words.* in the generation_config.json of 'model': .*: none ignores"):
+        checkpoint_with(content).sampling_defaults()
+
+
+def test_every_setting_that_transformers_knows_is_honored_told_or_without_effect() -> None:
+    known = vars(GenerationConfig()).keys()
+    assert known - HONORED - NOT_HONORED.keys() - WITHOUT_EFFECT == set()
+    assert not HONORED & (NOT_HONORED.keys() | WITHOUT_EFFECT)
+    assert not NOT_HONORED.keys() & WITHOUT_EFFECT
+
+
+def test_settings_that_are_not_honored_are_told_once_and_only_where_they_say_something(caplog):
+    neutral = {key: values[0] for key, values in NOT_HONORED.items() if values}
+    assert not_honored(QWEN | neutral | dict.fromkeys(NOT_HONORED)) == []
+    checkpoint_with(QWEN | neutral).warn_of_settings()
+    assert caplog.messages == []
+    told = {"num_beams": 4, "typical_p": 0.9, "begin_suppress_tokens": [220, 50256], "a_new_one": 3}
+    checkpoint_with(QWEN | told).warn_of_settings()
+    (line,) = caplog.messages
+    assert line == (
+        "generation_config.json of model: num_beams is 4, typical_p is 0.9, begin_suppress_tokens is [220, 50256], "
+        "a_new_one is 3, which is not honored"
+    )
 
 
 def test_both_readers_of_a_checkpoint_find_the_file(tmp_path: Path) -> None:

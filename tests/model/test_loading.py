@@ -75,6 +75,21 @@ def test_parameters_that_no_file_holds_are_refused_by_name(tmp_path: Path, capfd
     assert capfd.readouterr().err == ""
 
 
+def test_parameters_of_other_shapes_are_refused_by_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """transformers names none of them."""
+    random_model("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
+    capfd.readouterr()
+    with pytest.raises(ConfigError) as caught:
+        load_pretrained(Checkpoint.open(str(tmp_path)), torch.float32)
+    n, d = config["vocab_size"], config["hidden_size"]
+    text = str(caught.value)
+    assert text.startswith(f"model '{tmp_path}' has weights of other shapes than its config.json: ")
+    assert f"model.embed_tokens.weight [{n}, {d}] where config.json makes [{n + 1}, {d}]" in text
+    assert capfd.readouterr().err == ""
+
+
 def test_parameters_that_have_no_place_are_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

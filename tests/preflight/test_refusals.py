@@ -7,10 +7,11 @@ import shutil
 import pytest
 from tests.support.models import save_pair
 
+from paceline.checkpoint import hub
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError
-from paceline.preflight import gpus, hub
+from paceline.preflight import gpus
 from paceline.preflight import service as checks
 from paceline.preflight.findings import Severity
 

@@ -23,6 +23,7 @@ from paceline.checkpoint.answer_formats import (
 )
 from paceline.checkpoint.answers import Reading
 from paceline.checkpoint.folder import read_json, require_no_code
+from paceline.checkpoint.hub import require_fetchable
 from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.errors import ConfigError, InvalidRequestError
 
@@ -216,6 +217,7 @@ def load_chat(
     given = None if file is None else _read(file)
     if given is None and folder.is_dir() and not _has_template(folder):
         return None
+    require_fetchable(path)
     try:
         from transformers import AutoTokenizer
 

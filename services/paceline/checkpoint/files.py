@@ -6,13 +6,13 @@ without transformers; else transformers is asked.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
-
-from pydantic import ValidationError
 
 from paceline.checkpoint.folder import (
     local_folder,
@@ -22,17 +22,16 @@ from paceline.checkpoint.folder import (
     require_no_code,
     require_path,
 )
+from paceline.checkpoint.generation import not_honored, sampling_defaults
+from paceline.checkpoint.hub import require_fetchable
 from paceline.checkpoint.size import ModelSize, WeightCounts, count_weights, model_size
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.errors import ConfigError
 from paceline.types import SamplingParams
 
+log = logging.getLogger(__name__)
+
 _DEFAULT_MAX_MODEL_LEN = 2048
-_GENERATION_KEYS = {
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
-    "max_new_tokens": "max_tokens",
-}
-"""Keys of generation_config.json that are defaults of requests, and the names of the parameters."""
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 
 
@@ -89,7 +88,7 @@ class Checkpoint:
         if not trust_remote_code:
             require_known(path, config)
         architectures = config.get("architectures")
-        max_model_len, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
+        max_model_len, vocab_size = context_length(SimpleNamespace(**config)), config.get("vocab_size")
         generation_config = read_optional_json(folder, "generation_config.json")
         eos = generation_config.get("eos_token_id")
         if (
@@ -116,6 +115,7 @@ class Checkpoint:
     @classmethod
     def ask_transformers(cls, source: str, trust_remote_code: bool = False) -> Self:
         """Opens a checkpoint as transformers reads it. Raises as ``open``."""
+        require_fetchable(source)
         from transformers import AutoConfig, GenerationConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -151,7 +151,7 @@ class Checkpoint:
         content, local = config.to_dict(), local_folder(source)
         return cls(
             path=source,
-            max_model_len=int(getattr(text_config, "max_position_embeddings", None) or _DEFAULT_MAX_MODEL_LEN),
+            max_model_len=context_length(text_config) or _DEFAULT_MAX_MODEL_LEN,
             eos_token_ids=_as_ids(eos),
             vocab_size=int(text_config.vocab_size),
             quantization=_quantization(content),
@@ -167,26 +167,13 @@ class Checkpoint:
         return str(folder) if folder.is_dir() else self.path
 
     def sampling_defaults(self) -> SamplingParams:
-        """Sampling parameters that its generation_config.json names, by which vLLM and transformers sample, too.
+        """Sampling parameters that its generation_config.json names. Raises ConfigError for a value not allowed."""
+        return sampling_defaults(self.generation_config, self.path, self.vocab_size)
 
-        ``do_sample`` without a temperature stands for temperature 1. Parameters that the file leaves out are not set.
-
-        Raises:
-            ConfigError: a value is not allowed.
-        """
-        given = self.generation_config
-        found = {name: given[key] for key, name in _GENERATION_KEYS.items() if given.get(key) is not None}
-        if given.get("do_sample") is True:
-            found.setdefault("temperature", 1.0)
-        try:
-            return SamplingParams(**found)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(map(str, first["loc"]))
-            raise ConfigError(
-                f"{name} is {first['input']!r} in the generation_config.json of {self.path!r}: {first['msg']};"
-                " generation_config: none ignores the file"
-            ) from None
+    def warn_of_settings(self) -> None:
+        """Logs one line for the settings of its generation_config.json that are not honored, if there are any."""
+        if found := not_honored(self.generation_config):
+            log.warning("generation_config.json of %s: %s, which is not honored", self.path, ", ".join(found))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -204,6 +191,23 @@ class Checkpoint:
             ConfigError: a weight file is missing, cut short or cannot be read.
         """
         return None if self._counts is None else model_size(self.config, self._counts, dtype, quantization)
+
+
+def context_length(config: Any) -> int | None:
+    """The longest context in tokens that a configuration names.
+
+    YaRN stretches the context that the model was trained for, ``original_max_position_embeddings``, by its ``factor``,
+    and a model card that has users add it leaves ``max_position_embeddings`` as it was.
+    """
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int):
+        return None
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for part in (rope, *(one for one in rope.values() if isinstance(one, Mapping))):  # of all layers, or by their types
+        original, factor = part.get("original_max_position_embeddings"), part.get("factor")
+        if "yarn" in (part.get("rope_type"), part.get("type")) and original and factor:
+            length = max(length, int(original * factor))
+    return length
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

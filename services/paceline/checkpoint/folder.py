@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +10,17 @@ from typing import Any
 
 from paceline.errors import ConfigError
 
+_NO_OWNERS = frozenset({"api", "datasets", "docs", "models", "papers", "spaces", "tasks"})
+"""First parts of the hub's own paths, which no id begins with."""
+_FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx", ".json")
+"""Endings of files that people name in place of a model's directory."""
+
 
 def require_path(path: str) -> None:
-    """Raises ConfigError if ``path`` looks like a local directory and is not one, or holds no config.json."""
+    """Raises ConfigError if ``path`` is a local directory that holds no model, or can be neither one nor an id.
+
+    Nothing is asked of the hub.
+    """
     directory = Path(path).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
@@ -21,8 +30,27 @@ def require_path(path: str) -> None:
     elif directory.exists():
         kind = "a GGUF file, which is not supported" if directory.suffix == ".gguf" else "a file"
         raise ConfigError(f"{path!r} is {kind}: the directory of a transformers checkpoint is needed")
-    elif path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
-        raise ConfigError(f"model path {path!r} does not exist")
+    elif _names_a_path(path):
+        raise ConfigError(f"model path {path!r} does not exist{_nearest(directory)}")
+
+
+def _names_a_path(path: str) -> bool:
+    """True for what is no id of the hub: written as a path, below a directory of this machine, or named as a file."""
+    if path.startswith(("/", ".", "~")) or path.endswith(("/", *_FILES)) or "\\" in path or path.count("/") > 1:
+        return True
+    owner, slash, _ = path.partition("/")
+    return bool(slash) and (owner in _NO_OWNERS or Path(owner).is_dir())
+
+
+def _nearest(directory: Path) -> str:
+    """The directory of nearly the same name beside it, as the end of a sentence; or nothing."""
+    parent = directory.parent
+    try:
+        names = [one.name for one in parent.iterdir() if one.is_dir()] if parent.is_dir() else []
+    except OSError:  # it may not be read
+        return ""
+    close = difflib.get_close_matches(directory.name, names, n=1)
+    return f": did you mean {str(parent / close[0])!r}?" if close else ""
 
 
 def _other_form(directory: Path) -> str:
@@ -79,8 +107,9 @@ def _untrusted(source: str) -> ConfigError:
     )
 
 
-def local_folder(source: str) -> Path | None:
-    """Directory of a checkpoint on this machine; None for a model id that would have to be fetched.
+def local_folder(source: str, *files: str) -> Path | None:
+    """Directory of a checkpoint on this machine; None for a model id that would have to be fetched. An id is here if
+    one of ``files`` is, by default its config.json.
 
     Raises ConfigError if ``source`` is neither.
     """
@@ -92,7 +121,7 @@ def local_folder(source: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(source, "config.json")
+        found = [try_to_load_from_cache(source, name) for name in files or ("config.json",)]
     except HFValidationError as error:
         raise ConfigError(f"{source!r} is neither a directory nor a model id") from error
-    return Path(found).parent if isinstance(found, str) else None
+    return next((Path(path).parent for path in found if isinstance(path, str)), None)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.folder import read_json, require_no_code
+from paceline.checkpoint.hub import require_fetchable
 from paceline.checkpoint.token_text import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
 from paceline.errors import ConfigError, InvalidRequestError, PromptTooLongError, TokenizerMismatchError
 
@@ -240,6 +241,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Tokenizer:
 
     ``trust_remote_code``: Python code that comes with it may run.
     """
+    require_fetchable(path)
     try:
         if (tokenizer := read_json_tokenizer(path)) is not None:
             return Tokenizer(path, tokenizer)

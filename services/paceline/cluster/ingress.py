@@ -446,6 +446,8 @@ def model_facts(config: ServiceConfig) -> TargetInfo:
     own = loading.tokenizer == loading.source
     tokenizer = checkpoint.tokenizer if own else load_tokenizer(loading.tokenizer, trusted)
     limit = config.target_config.engine_kwargs.max_model_len
+    if config.router_config.generation_config == "auto":
+        checkpoint.warn_of_settings()
     return TargetInfo(
         tokenizer=tokenizer,
         max_model_len=min(limit or checkpoint.max_model_len, checkpoint.max_model_len),

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.files import Checkpoint, context_length
 from paceline.checkpoint.folder import require_no_code
 from paceline.checkpoint.size import ModelSize, gib, size_of
 from paceline.config import ModelOptions, Quantization, cache_dir
@@ -284,7 +284,7 @@ def prepare(
         sliding_window=window,
         spare_tokens=spare_tokens,
         vocab_size=model.get_output_embeddings().out_features,
-        max_len=int(getattr(text, "max_position_embeddings", None) or 1 << 20),
+        max_len=context_length(text) or 1 << 20,
         dtype=model.dtype,
         device=model.device,
         size=_size(model, layers),
@@ -344,6 +344,7 @@ def load_pretrained(
                 checkpoint.location,
                 dtype=dtype,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by their names
                 trust_remote_code=checkpoint.trust_remote_code,
                 **options,
             )
@@ -351,6 +352,9 @@ def load_pretrained(
         require_no_code(path, error)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"model {path!r} could not be loaded: {reason}") from error
+    if wrong := sorted(info["mismatched_keys"]):
+        shapes = [f"{name} {list(theirs)} where config.json makes {list(ours)}" for name, theirs, ours in wrong]
+        raise ConfigError(f"model {path!r} has weights of other shapes than its config.json: {_named(shapes)}")
     if missing := [name for name in model.state_dict() if name in info["missing_keys"]]:
         raise ConfigError(f"model {path!r} is not whole: no weight file holds {_named(missing)}")
     if part is None and (unexpected := sorted(info["unexpected_keys"])):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder
+from paceline.checkpoint.hub import why_not_fetched
 from paceline.checkpoint.pard import parallel_draft
 from paceline.checkpoint.size import ModelSize, gib
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer, require_same_tokens
@@ -51,7 +52,6 @@ from paceline.preflight.fit import Room, check_draft, check_target
 from paceline.preflight.gpus import num_gpus, torch_has_gpus
 from paceline.preflight.heads import heads_size, known_heads_size, remote_size, require_hint_boundary
 from paceline.preflight.host_memory import available_bytes, session_pages
-from paceline.preflight.hub import why_not_fetched
 from paceline.preflight.ports import check_ports
 from paceline.preflight.tracing import check_tracing
 from paceline.types import MAX_DRAFT_TOKENS, PAGE_SIZE

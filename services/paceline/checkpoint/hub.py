@@ -1,0 +1,40 @@
+"""Tells if a checkpoint that is not on this machine could be fetched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.checkpoint.folder import local_folder
+from paceline.errors import ConfigError
+
+_PATIENCE_S = 5.0
+_ANY = ("config.json", "tokenizer_config.json", "tokenizer.json")
+"""Files of which one is here if a model's or a tokenizer's id has been fetched."""
+
+
+def why_not_fetched() -> str | None:
+    """The reason for which nothing can be fetched from the hub now; None if it answers."""
+    from huggingface_hub import constants, get_session
+
+    if constants.is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_PATIENCE_S)
+    except Exception as error:  # of whatever library it speaks HTTP with
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return f"{constants.ENDPOINT} does not answer ({reason})"
+    return None
+
+
+def require_fetchable(source: str) -> None:
+    """Raises ConfigError, in seconds, if a checkpoint is neither here nor to be had from the hub.
+
+    transformers itself would try for half a minute.
+    """
+    if Path(source).expanduser().is_dir() or local_folder(source, *_ANY) is not None:
+        return
+    if (reason := why_not_fetched()) is not None:
+        raise ConfigError(
+            f"{source!r} is neither a directory nor in the Hugging Face cache, and cannot be fetched: {reason}; name a "
+            "directory, or fetch it where there is a network"
+        )
