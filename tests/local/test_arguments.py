@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from tests.support.letters import Letters
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import LocalConfig, TargetModel
@@ -15,20 +16,6 @@ from paceline.messages import OpenSession, Outcome, SessionFailed
 from paceline.types import Cause, FinishReason, Round, SamplingFields, SamplingParams, SpeculationParams
 
 CONTEXT = 64
-
-
-class Letters:
-    """Token ids are letters."""
-
-    vocab_size = 128
-    max_token_bytes = 1
-    eos_token_ids = ()
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(text.encode())
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(token_ids).decode()
 
 
 class Speller:

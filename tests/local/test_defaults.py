@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.letters import Letters
 from tests.support.models import FAMILIES
 from transformers import GenerationConfig
 
@@ -26,20 +27,6 @@ from paceline.types import Request, SamplingParams
 QWEN = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "pad_token_id": 3}
 """What the files of a widely used family say."""
 QWEN_DEFAULTS = {"repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
-
-
-class Letters:
-    """Token ids are letters."""
-
-    vocab_size = 128
-    eos_token_ids = ()
-    max_token_bytes = 1
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(text.encode())
-
-    def decode(self, token_ids: Any) -> str:
-        return bytes(token_ids).decode()
 
 
 def set_fields(params: SamplingParams) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tests.support.letters import Letters
+
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import LocalConfig, TargetModel
 from paceline.local import LocalPipeline
@@ -24,20 +26,6 @@ from paceline.router.session import MAX_DRAFT_RETRIES
 from paceline.types import Cause, FinishReason, Mode, Result, Round, SamplingParams, SpeculationParams
 
 TIMEOUT_S = 30
-
-
-class Letters:
-    """Token ids are letters."""
-
-    vocab_size = 128
-    max_token_bytes = 1
-    eos_token_ids = ()
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(text.encode())
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(token_ids).decode()
 
 
 class Scripted:

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from tests.router.world import Letters, World, request, result_of, without_sockets
+from tests.router.world import World, request, result_of, without_sockets
+from tests.support.letters import Letters
 
 from paceline.errors import InvalidRequestError, PromptTooLongError, RequestInProgressError, ResourceExhaustedError
 from paceline.messages import SessionFailed

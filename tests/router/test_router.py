@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.router.world import World, expected, request, result_of, without_sockets
+from tests.support.letters import Letters
 from tests.support.pump import Clock
 
 from paceline.config import RouterConfig
@@ -26,20 +27,6 @@ from paceline.types import ReplicaStatus, Request
 
 NOWHERE = Member("target-0", "127.0.0.1:1")
 STATUS = ReplicaStatus("target-0", "target", incarnation=1, num_sessions=0, num_waiting=0, max_sessions=8)
-
-
-class Letters:
-    """Token ids are letters."""
-
-    vocab_size = 128
-    max_token_bytes = 1
-    eos_token_ids = ()
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(text.encode())
-
-    def decode(self, token_ids: Any) -> str:
-        return bytes(token_ids).decode()
 
 
 @contextlib.asynccontextmanager

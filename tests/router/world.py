@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from tests.support.letters import Letters
 from tests.support.pump import Clock
 
 from paceline.config import RouterConfig
@@ -23,20 +24,6 @@ from paceline.router.link import DraftLink, Link, TargetLink
 from paceline.router.pool import Member, StaticPool
 from paceline.router.router import Router
 from paceline.types import Cause, FinishReason, ReplicaStatus, Request, Result, Round, SamplingParams
-
-
-class Letters:
-    """Token ids are bytes."""
-
-    vocab_size = 128
-    max_token_bytes = 1
-    eos_token_ids = ()
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(text.encode())
-
-    def decode(self, token_ids: Any) -> str:
-        return bytes(token_ids).decode()
 
 
 def token_at(seed: int, position: int) -> int:

@@ -13,9 +13,9 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from tests.config.support import needs_ray
-from tests.router.world import Letters
 from tests.service.support import run
 from tests.support.door import opened
+from tests.support.letters import Letters
 
 from paceline.client import AsyncClient
 from paceline.config import RouterConfig
