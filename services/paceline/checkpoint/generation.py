@@ -85,14 +85,15 @@ def sampling_defaults(content: Mapping[str, Any], path: str, vocab_size: int) ->
         if words := [*(content.get("bad_words_ids") or ()), *([one] for one in content.get("suppress_tokens") or ())]:
             found["bad_words"] = tuple(tuple(word) for word in words if all(one < vocab_size for one in word))
         return SamplingParams(**found)
-    except (ValidationError, TypeError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": ["bad_words_ids"], "msg": error}
-        name = ".".join(map(str, first["loc"]))
-        value = first.get("input", content.get("bad_words_ids"))
-        raise ConfigError(
-            f"{name} is {value!r} in the generation_config.json of {path!r}: {first['msg']};"
-            " generation_config: none ignores the file"
-        ) from None
+    except TypeError:
+        name, value, problem = _FORBIDDEN[0], content.get(_FORBIDDEN[0]), "lists of token ids are needed"
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, value, problem = ".".join(map(str, first["loc"])), first["input"], first["msg"]
+    raise ConfigError(
+        f"{name} is {value!r} in the generation_config.json of {path!r}: {problem}; generation_config: none ignores the "
+        "file"
+    )
 
 
 def not_honored(content: Mapping[str, Any]) -> list[str]:
