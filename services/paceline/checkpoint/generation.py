@@ -90,10 +90,8 @@ def sampling_defaults(content: Mapping[str, Any], path: str, vocab_size: int) ->
     except ValidationError as error:
         first = error.errors()[0]
         name, value, problem = ".".join(map(str, first["loc"])), first["input"], first["msg"]
-    raise ConfigError(
-        f"{name} is {value!r} in the generation_config.json of {path!r}: {problem}; generation_config: none ignores the "
-        "file"
-    )
+    where = f"in the generation_config.json of {path!r}"
+    raise ConfigError(f"{name} is {value!r} {where}: {problem}; generation_config: none ignores the file")
 
 
 def not_honored(content: Mapping[str, Any]) -> list[str]:
