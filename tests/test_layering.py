@@ -67,6 +67,8 @@ MAY = {
     "client": {"rpc", "v1", *VALUES},
     "cli": {
         "cluster",
+        "router",
+        "rpc",
         "security",
         "local",
         "web",

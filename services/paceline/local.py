@@ -96,7 +96,7 @@ class LocalPipeline:
         self._active: dict[str, LocalGeneration] = {}
         self._waiting: deque[LocalGeneration] = deque()
         self._num_submitted = 0
-        self._running: set[str] = set()  # request ids of ``run``
+        self._running: dict[str, LocalGeneration | None] = {}  # by the request ids of ``run``
         self._failure: EngineError | None = None
         self._hung: EngineError | None = None  # until the target's step ends
         self.num_draft_restarts = 0
@@ -394,7 +394,7 @@ class LocalPipeline:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(changed.set)
 
-        self._running.add(request.request_id)
+        self._running[request.request_id] = None  # not submitted yet
         generation = None
         try:
             prompt: str | Sequence[int] = request.prompt
@@ -412,6 +412,7 @@ class LocalPipeline:
                 trace=request.trace,
                 on_open=on_open,
             )
+            self._running[request.request_id] = generation
             while True:
                 changed.clear()
                 done = generation.done
@@ -426,9 +427,17 @@ class LocalPipeline:
                     return
                 await changed.wait()
         finally:
-            self._running.remove(request.request_id)
+            del self._running[request.request_id]
             if generation is not None:
                 generation.cancel()
+
+    def cancel_request(self, request_id: str) -> bool:
+        """Ends a request of ``run`` with what has arrived; False: none of this id is in progress."""
+        generation = self._running.get(request_id)
+        if generation is None or generation.done:
+            return False
+        generation.cancel()
+        return True
 
     def cancel(self, generation: LocalGeneration) -> None:
         """Ends a request now and frees it on both engines. A finished one is left as it is."""

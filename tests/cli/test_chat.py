@@ -81,7 +81,7 @@ def test_engines_of_this_machine_answer(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--address", "localhost:8000"), "http://HOST:PORT"),
+        (("--address", "localhost"), "http://HOST:PORT"),
         (("--address", "http://localhost:1", "--target", "x"), "--target is given with --address"),
         (("--api-key", "x"), "--api-key is given without --address"),
         ((), "the target has no chat template"),

@@ -84,7 +84,7 @@ def refused(capsys, *arguments):
         (["--target", "/no/such/model", "--draft", "x"], ["/no/such/model", "does not exist"]),
         (["--draft", "/no/such/draft"], ["/no/such/draft", "does not exist"]),
         (["--target", ""], ["--target is empty"]),
-        (["--target", "x"], ["--target is given without --draft"]),
+        (["--target", "models/x"], ["model path 'models/x' does not exist"]),
         (["--drafter", "ngram", "--draft", "x"], ["--drafter ngram"]),
         (["--drafter", "ngram", "--placement", "auto"], ["--placement auto is given with --drafter ngram"]),
         (["--drafter", "none", "--placement", "apart"], ["--placement apart is given without a draft"]),
@@ -211,13 +211,6 @@ def test_help_shows_no_default_that_is_none(capsys, command):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     assert "Undefined" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", ["serve", "check"])
-def test_a_target_without_a_draft_is_answered_by_flags(capsys, command):
-    sentence = refused(capsys, command, "--target", "org/large")
-    others = "name one, or use --drafter ngram, --drafter suffix or --drafter none"
-    assert sentence == f"paceline: --target is given without --draft: {others}\n"
 
 
 def test_help_names_every_command(capsys):

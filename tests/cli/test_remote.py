@@ -35,7 +35,8 @@ def test_an_address_has_a_key_and_no_path(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 REFUSED = [
-    (("--address", "host:1"), "--address is 'host:1': http://HOST:PORT"),
+    (("--address", "host"), "--address is 'host': http://HOST:PORT"),
+    (("--address", "grpc://host:1"), "--address is 'grpc://host:1': http://HOST:PORT"),
     (("--address", "http://h", "--target", "x"), "--target is given with --address"),
     (("--api-key", "x"), "--api-key is given without --address"),
     (("--address", "http://h", "--tls-ca", "x"), "--tls-ca is given, but --address is 'http://h'"),
@@ -55,3 +56,4 @@ def test_a_chat_reads_the_same_flags() -> None:
     service = service_of(parser.parse_args(["--address", "http://host:1"]))
     assert service is not None
     assert service.url == "http://host:1"
+    assert service_of(parser.parse_args(["--address", "host:1"])) == service

@@ -31,16 +31,17 @@ from paceline.metrics.registry import Registry
 from paceline.security.certificates import CertificateFiles, Certificates
 
 REFUSED = [
-    (("--grpc-port", "9000"), "--grpc-port is given with --local"),
-    (("--set", "server.grpc_port=9001"), "server.grpc_port is set with --local"),
     (("--set", "target_config.deployment_config.num_replicas=2"), "target_config.deployment_config is set with"),
-    (("--set", "router_config.target_timeout_s=2"), "router_config.target_timeout_s is set with --local"),
+    (("--set", "router_config.recovery_timeout_s=2"), "router_config.recovery_timeout_s is set with --local"),
     (("--set", "log.level=DEBUG"), "log is set with --local"),
     (("--set", "target_config.engine_kwargs.max_session=2"), "target_config.engine_kwargs.max_session"),
     (("--config", "nowhere.yaml"), "nowhere.yaml"),
     (("--targets", "2"), "--targets is given with --local"),
     (("--address", "auto"), "--address is given with --local"),
-    (("--tls-client-ca", "ca.pem"), "--tls-client-ca is given with --local"),
+    (
+        ("--set", "server.tls={certificate: c.pem, key: k.pem, http: false}"),
+        "server.tls.http is false with --local",
+    ),
     (("--print-environment",), "--print-environment is given with --local"),
     (("--http-port", "70000"), "server.http_port is 70000"),
     (("--api-keys", "nowhere.yaml"), "it cannot be read"),
@@ -48,7 +49,9 @@ REFUSED = [
         ("--tls-certificate", "nowhere.pem", "--tls-key", "nowhere.pem"),
         "server.tls.certificate is 'nowhere.pem': it cannot be read",
     ),
-    (("--target", "somewhere"), "--target is given without --draft"),
+    (("--target", "models/somewhere"), "model path 'models/somewhere' does not exist"),
+    (("models/somewhere",), "model path 'models/somewhere' does not exist"),
+    (("models/one", "--target", "models/two"), "models/one is given with --target models/two"),
     (("--device", "cuda:-1"), "--device is 'cuda:-1': it must be 'auto', 'cpu' or 'cuda', or with the"),
     (("--placement", "auto", "--drafter", "suffix"), "--placement auto is given with --drafter suffix"),
     (("--placement", "auto", "--set", "target_config.engine_kwargs.adaptive=false"), "placement is 'auto' while the"),
@@ -66,7 +69,9 @@ def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--local", "--http-port", str(port)]) == 2
-    assert f"server.http_port is {port}: it cannot be used" in capsys.readouterr().err
+        assert f"server.http_port is {port}: it cannot be used" in capsys.readouterr().err
+        assert main(["serve", "--local", "--grpc-port", str(port)]) == 2
+        assert f"server.grpc_port is {port}: it cannot be used" in capsys.readouterr().err
 
 
 def test_a_configuration_names_the_engines_of_this_machine(tmp_path):

@@ -159,7 +159,7 @@ def test_health_of_the_ingress() -> None:
     from paceline.cluster.ingress import Ingress
 
     ingress = object.__new__(Ingress)
-    ingress._router = SimpleNamespace(ready=True)  # type: ignore[assignment]
+    ingress._service = SimpleNamespace(ready=True)  # type: ignore[assignment]
     ingress._access = SimpleNamespace(identify=lambda _: "")  # type: ignore[assignment]
 
     async def test() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import sys
 import urllib.error
@@ -18,7 +19,13 @@ from rich.console import Console
 from rich.text import Text
 
 from paceline.cli.exit import EXIT_DONE
-from paceline.cli.flags import add_sampling_flags, add_speculation_flags, given
+from paceline.cli.flags import (
+    add_model_argument,
+    add_sampling_flags,
+    add_speculation_flags,
+    given,
+    take_model_argument,
+)
 from paceline.cli.generate import add_engine_flags, local_config
 from paceline.cli.remote import CONNECT_S, HttpService, add_remote_flags, service_of
 from paceline.errors import ConfigError, EngineError, InvalidRequestError, PacelineError
@@ -32,6 +39,7 @@ Answer = Callable[[Messages], Iterator[tuple[str, bool]]]
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``paceline chat``."""
     parser.description = "Chat in the terminal. Ctrl-C ends an answer, Ctrl-D the chat; /clear forgets what was said."
+    add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system's message")
     add_engine_flags(parser, "run both engines on this machine (the default)")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: that of the target)")
@@ -43,6 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_chat(args: argparse.Namespace) -> int:
     """Runs ``paceline chat``."""
+    take_model_argument(args)
     service, options = service_of(args), (given(args, SamplingParams), given(args, SpeculationParams))
     with _local(args, *options) if service is None else _remote(service, args.stop, *options) as answer:
         converse(answer, args.system)
@@ -131,6 +140,9 @@ def _remote(
                     yield from _segments(line)
         except urllib.error.HTTPError as error:
             raise _as_error(error.read(), error.code) from None
+        except http.client.BadStatusLine:
+            allowed = "the service's HTTP port is needed, such as 8000"
+            raise ConfigError(f"the port at {service.url} does not speak HTTP: {allowed}") from None
         except OSError as error:
             raise EngineError(f"{service.url} cannot be reached: {getattr(error, 'reason', error)}") from error
 

@@ -117,8 +117,11 @@ def add_quiet_flag(parser: argparse.ArgumentParser) -> None:
 def add_model_flags(parser: argparse.ArgumentParser, more_drafters: Sequence[str] = ()) -> Any:
     """Adds the models and how they run; returns the group."""
     group = parser.add_argument_group("models")
-    for role in ("target", "draft"):
-        group.add_argument(f"--{role}", metavar="ID_OR_PATH", help=f"{role} model (default: the embedded one)")
+    group.add_argument("--target", "--model", metavar="ID_OR_PATH", help="target model (default: the embedded one)")
+    help_ = (
+        "draft model (default: with the embedded target the embedded one, else none: the best method at hand drafts)"
+    )
+    group.add_argument("--draft", metavar="ID_OR_PATH", help=help_)
     group.add_argument(
         "--drafter",
         choices=drafters(*more_drafters),
@@ -132,12 +135,34 @@ def add_model_flags(parser: argparse.ArgumentParser, more_drafters: Sequence[str
         help="a drafter inside the target, such as draft_model=DIRECTORY, early_exit=BOUNDARY or suffix, and the most "
         "tokens that it proposes at once (repeatable; beside --drafter, or alone with --drafter none)",
     )
-    names = ("dtype", "compile", "background_compilation", "device", "tensor_parallel_size", "cpu_threads")
+    names = (
+        "dtype",
+        "max_model_len",
+        "compile",
+        "background_compilation",
+        "device",
+        "tensor_parallel_size",
+        "cpu_threads",
+    )
     add_fields(group, ServiceConfig, [f"{_ENGINE}.{name}" for name in names])
     help_ = "device of the draft model (default: auto, with GPUs the first one that the target leaves free)"
     group.add_argument("--draft-device", type=device, metavar="TEXT", help=help_)
     add_fields(group, DraftOptions, ["placement"])
     return group
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the target as the first argument, as ``vllm serve`` takes it."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="the same as --target")
+
+
+def take_model_argument(args: argparse.Namespace) -> None:
+    """Makes the first argument the target. Raises ConfigError if there is another one."""
+    if args.model is None:
+        return
+    if args.target not in (None, args.model):
+        raise ConfigError(f"{args.model} is given with --target {args.target}: one of them is allowed")
+    args.target, args.model = args.model, None
 
 
 def check_placement(args: argparse.Namespace, *, has_model: bool) -> None:

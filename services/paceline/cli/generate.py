@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _LOCAL_FLAGS = (
     *("local", "target", "draft", "drafter", "head"),
     *("dtype", "compile", "background_compilation", "device", "draft_device"),
-    *("tensor_parallel_size", "cpu_threads", "placement"),
+    *("tensor_parallel_size", "cpu_threads", "placement", "max_model_len"),
 )
 _SERVICE_FLAGS = (
     *("timeout", "request_id", "resume"),
@@ -165,6 +165,7 @@ def _run_remote(args: argparse.Namespace, request: Request) -> Iterator[Generati
 def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConfig:
     """The pipeline that the model flags describe. Raises ConfigError."""
     from paceline.checkpoint.files import embedded_paths
+    from paceline.cli.drafting import choose, is_embedded
     from paceline.config import (
         CascadeDraftConfig,
         DraftModel,
@@ -189,13 +190,18 @@ def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConf
     heads, modelless = heads_of(args.head), draft_config_of(args.drafter, running)
     without_model = args.drafter == "none" or modelless is not None
     check_placement(args, has_model=with_draft and not without_model)
-    if args.target is not None and args.draft is None and not without_model and with_draft:
-        others = "use --drafter ngram, --drafter suffix, --drafter none or --mode plain"
-        raise ConfigError(f"--target is given without --draft: name one, or {others}")
+    at_hand = with_draft and not without_model and args.draft is None and not is_embedded(args.target)
+    for flag in ("placement", "draft_device"):
+        if at_hand and getattr(args, flag) is not None:
+            raise ConfigError(f"{flag_of(flag)} is given without --draft: there is no draft to place")
+    if at_hand and not heads:
+        chosen = choose(paths[0])
+        heads = chosen.heads
+        narrate(f"paceline: {chosen.line}")
     if without_model and args.draft is not None:
         raise ConfigError(f"--draft {args.draft} is given with --drafter {args.drafter}, which does not take it")
     target = TargetModel(path=paths[0], heads=heads if with_draft else [], **given(args, TargetModel))
-    if not with_draft or args.drafter == "none":
+    if not with_draft or at_hand or args.drafter == "none":
         return LocalConfig(target=target)
     if modelless is not None:
         draft = ServiceConfig.parse({"draft_config": modelless}).draft_config

@@ -14,13 +14,13 @@ from paceline.local import LocalPipeline
 from paceline.metrics.catalogue import COMPILED, REQUEST_SUCCESS
 from paceline.metrics.registry import Registry
 from paceline.metrics.router import RouterMetrics
-from paceline.metrics.tracing import Tracing
-from paceline.types import Chunk, FinishReason, Request, RequestLimits, Result, Usage
+from paceline.metrics.tracing import RequestSpans
+from paceline.types import Chunk, FinishReason, Request, RequestLimits, Result
 from paceline.web.service import TargetInfo
 
 
 class Measured:
-    """A pipeline whose requests are counted and traced: the service that the HTTP edge asks."""
+    """A pipeline whose requests are counted and traced: in the place of a router."""
 
     def __init__(
         self,
@@ -28,9 +28,8 @@ class Measured:
         registry: Registry,
         model_id: str,
         clock: Callable[[], float] = time.perf_counter,
-        tracing: Tracing | None = None,
     ) -> None:
-        self._pipeline, self._registry, self._clock, self._tracing = pipeline, registry, clock, tracing
+        self._pipeline, self._registry, self._clock = pipeline, registry, clock
         self._metrics = RouterMetrics(registry, model_id)
         self._left = registry.counter(REQUEST_SUCCESS, model_id, FinishReason.ABORT.value)
 
@@ -54,15 +53,18 @@ class Measured:
         """Why no request would be served now; empty if one would be."""
         return self._pipeline.trouble
 
-    async def run(
-        self, request: Request, owner: str = "", on_usage: Callable[[Usage], None] = lambda _: None
+    def cancel(self, request_id: str) -> bool:
+        """Ends a request with what has arrived; False: it is not here."""
+        return self._pipeline.cancel_request(request_id)
+
+    async def generate(
+        self, request: Request, spans: RequestSpans | None = None
     ) -> AsyncGenerator[Chunk | Result, None]:
-        """Yields what the pipeline yields, and raises what it raises."""
+        """Yields what the pipeline yields, and raises what it raises. ``spans`` is told of what happens."""
         arrived, last, result = self._clock(), None, None
-        spans = None if self._tracing is None else self._tracing.begin(request)
         on_open = _nothing if spans is None else spans.opened
         try:
-            async with contextlib.aclosing(self._pipeline.run(request, owner, on_usage, on_open)) as items:
+            async with contextlib.aclosing(self._pipeline.run(request, on_open=on_open)) as items:
                 async for item in items:
                     if isinstance(item, Result):
                         result = item
@@ -80,8 +82,6 @@ class Measured:
                             spans.round(item.round, len(item.token_ids))
                     yield item
         except BaseException as error:
-            if spans is not None and isinstance(error, Exception):
-                spans.failed(error)
             if isinstance(error, ResourceExhaustedError):
                 self._metrics.rejected("queue_full")
             elif isinstance(error, PacelineError):
@@ -89,9 +89,6 @@ class Measured:
             elif result is None:  # the client has left, which closes the generator
                 self._left.inc()
             raise
-        finally:
-            if spans is not None:
-                spans.end()
 
     def _max_tokens(self, request: Request, num_prompt_tokens: int) -> int:
         info = self._pipeline.info

@@ -1,16 +1,17 @@
-"""``paceline serve --local``: both engines in processes of this machine behind the HTTP port, without Ray and gRPC."""
+"""``paceline serve --local``: both engines in processes of this machine behind HTTP and gRPC, without Ray."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
 import ssl
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -19,6 +20,7 @@ import uvicorn
 
 from paceline import logs
 from paceline.checkpoint.chat import load_chat
+from paceline.cli.local_grpc import LocalPublic, serve_grpc
 from paceline.cli.local_metrics import Measured
 from paceline.cli.startup import StartView, next_steps, tell_ready
 from paceline.config import (
@@ -38,6 +40,8 @@ from paceline.local import LocalPipeline
 from paceline.metrics.access import AccessMetrics
 from paceline.metrics.registry import Registry
 from paceline.metrics.tracing import Tracing, trace_headers
+from paceline.preflight.ports import bind
+from paceline.router.service import GenerationService
 from paceline.security.access import Access
 from paceline.security.certificates import CertificateFiles, Certificates
 from paceline.security.keys import KeyRing
@@ -66,20 +70,25 @@ def serve_local(
         EngineError: an engine could not be started.
     """
     keys = None if server.api_keys is None else KeyRing(server.api_keys)
-    if (tls := server.tls) is not None and tls.client_ca is not None:
-        raise ConfigError("server.tls.client_ca is set: the HTTP port asks for no certificate of the client")
-    files = None if tls is None else CertificateFiles.at("server.tls", tls.certificate, tls.key)
+    tls = server.tls
+    if tls is not None and not tls.http:
+        raise ConfigError("server.tls.http is false with --local, whose HTTP port serves requests: true is allowed")
+    files = None
+    if tls is not None:
+        files = CertificateFiles.at("server.tls", tls.certificate, tls.key, tls.client_ca, "client_ca")
     certificates = None if files is None else Certificates(files)
+    server = _with_grpc_port(server)
     pipeline, registry = LocalPipeline(config), Registry()
     tracing = None if tracing_config is None else Tracing.open(model_id, **tracing_config.arguments)
     edge = local_edge(pipeline, server, model_id, keys, registry, tracing)
+    assert isinstance(edge.service, GenerationService)
+    public = LocalPublic(pipeline, edge.service, edge.access, edge.model_id)
     with contextlib.closing(_listening(server)) as listening, contextlib.ExitStack() as stack:
         if tracing is not None:
             stack.callback(tracing.close)
         with StartView() as view:
             stack.enter_context(pipeline)
-        scheme = "http" if tls is None else "https"
-        steps = next_steps(server, grpc=False, https=tls is not None, chats=edge.chat is not None)
+        steps = next_steps(server, grpc=True, https=tls is not None, chats=edge.chat is not None)
         one = _Server(
             uvicorn.Config(
                 make_app(edge),
@@ -91,11 +100,41 @@ def serve_local(
                 ssl_keyfile=None if files is None else files.key,
             ),
             _Renewed(keys, certificates, AccessMetrics(registry)),
-            f"HTTP     {scheme}://{server.host}:{server.http_port}/v1  OpenAI-compatible",
+            partial(serve_grpc, public, server.host, server.grpc_port, server.max_message_bytes, certificates),
+            _addresses(server),
             lambda: tell_ready(view, steps),
         )
         with _signals():
             one.run([listening])
+        if one.failure is not None:
+            raise one.failure
+
+
+def _addresses(server: ServerConfig) -> str:
+    """The lines that say where it listens."""
+    host = f"[{server.host}]" if ":" in server.host else server.host
+    scheme = "http" if server.tls is None else "https"
+    http = f"HTTP     {scheme}://{host}:{server.http_port}/v1  OpenAI-compatible"
+    return f"{http}\ngRPC     {host}:{server.grpc_port}"
+
+
+def _with_grpc_port(server: ServerConfig) -> ServerConfig:
+    """The addresses with a gRPC port that is free: the one that is configured, or any in the place of the default.
+
+    Raises ConfigError for a configured one that is taken.
+    """
+    try:
+        bind(server.host, server.grpc_port)
+        return server
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(f"server.host is {server.host!r}: it is no address of this machine") from None
+        if "grpc_port" in server.model_fields_set:
+            raise ConfigError(
+                f"server.grpc_port is {server.grpc_port}: it cannot be used on {server.host} ({error.strerror})"
+            ) from None
+    with _bound(server.host, 0) as free:
+        return server.model_copy(update={"grpc_port": free.getsockname()[1]})
 
 
 def local_of(config: ServiceConfig) -> LocalConfig:
@@ -105,13 +144,13 @@ def local_of(config: ServiceConfig) -> LocalConfig:
         "target_config": (target, {"model_loading_config", "engine_kwargs"}),
         "draft_config": (draft, {"kind", "model_loading_config", "engine_kwargs"}),
         "router_config": (config.router_config, {"generation_config", *_TIMEOUTS}),
-        "server": (config.server, ServerConfig.model_fields.keys() - {"grpc_port"}),
+        "server": (config.server, set(ServerConfig.model_fields)),
         "": (config, {"target_config", "draft_config", "router_config", "server", "tracing"}),
     }
     for place, (part, served) in parts.items():
         for name in sorted(set() if part is None else part.model_fields_set - served):
             key = f"{place}.{name}".removeprefix(".")
-            raise ConfigError(f"{key} is set with --local, which has neither replicas nor routers, gRPC and its logs")
+            raise ConfigError(f"{key} is set with --local, which has neither replicas nor routers and their logs")
     models = {"target_config": target, "draft_config": draft if isinstance(draft, ModelDraftConfig) else None}
     for place, model in models.items():
         if model is not None and model.model_loading_config.tokenizer_source is not None:
@@ -145,6 +184,7 @@ def local_edge(
     tracing: Tracing | None = None,
 ) -> Edge:
     """The edge of HTTP over a pipeline of this machine. Raises ConfigError for a template that cannot be read."""
+    pipeline.load()
     target = pipeline.config.target
     chat = load_chat(
         target.path,
@@ -155,10 +195,10 @@ def local_edge(
     )
     registry = registry or Registry()
     names = server.served_model_name or (model_id,)
-    measured = Measured(pipeline, registry, model_id, tracing=tracing)
+    measured = Measured(pipeline, registry, model_id)
     return Edge(
         names[0],
-        measured,
+        GenerationService(measured, tracing),
         Access(keys, AccessMetrics(registry)),
         server.max_message_bytes,
         metrics=measured.page,
@@ -176,13 +216,16 @@ def local_edge(
 
 def _listening(server: ServerConfig) -> socket.socket:
     """The port, taken before a model is loaded. Raises ConfigError."""
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:
-        return socket.create_server((server.host, server.http_port), family=family)
+        return _bound(server.host, server.http_port)
     except OSError as error:
         raise ConfigError(
             f"server.http_port is {server.http_port}: it cannot be used on {server.host} ({error.strerror})"
         ) from error
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 @contextlib.contextmanager
@@ -230,21 +273,35 @@ class _Renewed:
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens, and takes keys and certificate again when their files have changed."""
+    """Serves gRPC, too; says where it listens, and takes keys and certificate again when their files have changed."""
 
-    def __init__(self, config: uvicorn.Config, renewed: _Renewed, address: str, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        renewed: _Renewed,
+        serve_grpc: Callable[[], Awaitable[Any]],
+        addresses: str,
+        on_ready: Callable[[], None],
+    ) -> None:
         super().__init__(config)
-        self._renewed, self._address, self._on_ready = renewed, address, on_ready
+        self._renewed, self._serve_grpc, self._addresses, self._on_ready = renewed, serve_grpc, addresses, on_ready
+        self.failure: ConfigError | None = None
+        """The reason why the gRPC port could not be used, if so."""
 
     async def main_loop(self) -> None:
-        print(f"{self._address}\nready", flush=True)
+        try:
+            grpc = await self._serve_grpc()
+        except ConfigError as error:  # uvicorn ends as after a signal
+            self.failure = error
+            return
+        print(f"{self._addresses}\nready", flush=True)
         self._on_ready()
         task = asyncio.create_task(self._renew(), name="paceline-renewal")
         try:
             await super().main_loop()
         finally:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.gather(task, grpc.stop(_GOODBYE_S), return_exceptions=True)
 
     async def _renew(self) -> None:
         while True:

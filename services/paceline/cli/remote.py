@@ -14,7 +14,7 @@ from paceline.errors import ConfigError
 _OF_ENGINES = (
     *("local", "target", "draft", "drafter", "head"),
     *("dtype", "compile", "background_compilation", "tensor_parallel_size", "cpu_threads", "placement"),
-    "chat_template",
+    *("max_model_len", "chat_template"),
 )
 _OF_SERVICES = ("api_key", "tls_ca")
 CONNECT_S = 30.0
@@ -36,7 +36,7 @@ class HttpService:
 def add_remote_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that ``service_of`` reads."""
     group = parser.add_argument_group("service")
-    group.add_argument("--address", metavar="URL", help="http://HOST:PORT of a running service instead of --local")
+    group.add_argument("--address", metavar="URL", help="[http://]HOST:PORT of a running service instead of --local")
     group.add_argument("--api-key", metavar="KEY", help="default: the environment variable PACELINE_API_KEY")
     group.add_argument("--tls-ca", metavar="FILE", help="the authorities of an https service, PEM")
 
@@ -53,6 +53,8 @@ def service_of(args: argparse.Namespace) -> HttpService | None:
     if args.address is None:
         return None
     url = args.address.rstrip("/").removesuffix("/v1")
+    if "://" not in url and urlsplit(f"//{url}").port is not None:
+        url = f"http://{url}"
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
         raise ConfigError(f"--address is {args.address!r}: http://HOST:PORT or https://HOST:PORT is needed")
     encrypted = urlsplit(url).scheme == "https"

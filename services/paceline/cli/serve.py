@@ -15,9 +15,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.drafting import choose, is_embedded
 from paceline.cli.exit import EXIT_DONE, EXIT_INTERRUPTED
 from paceline.cli.flags import (
     add_fields,
+    add_model_argument,
     add_model_flags,
     check_placement,
     draft_config_of,
@@ -25,16 +27,17 @@ from paceline.cli.flags import (
     flag_of,
     heads_of,
     help_of,
+    take_model_argument,
 )
 from paceline.cli.startup import StartView, next_steps, tell_ready
+from paceline.cli.vllm import add_vllm_flags, speculation_of, vllm_settings
 from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import serve_environment, socket_folder
 from paceline.cluster.launch import Service
 from paceline.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelDraftConfig, ServiceConfig
-from paceline.config.environment import settings, variable_of
 from paceline.config.pools import draft_name
 from paceline.errors import ConfigError
-from paceline.errors.refusals import keys_of
+from paceline.logs import narrate
 from paceline.preflight.service import require_service
 from paceline.security import haproxy
 
@@ -60,7 +63,8 @@ _RUNNING = ("dtype", "compile", "background_compilation")
 _ENGINE_KEYS = [f"target_config.engine_kwargs.{name}" for name in _RUNNING]
 _TARGET_KEYS = [
     *_ENGINE_KEYS,
-    *(f"target_config.engine_kwargs.{name}" for name in ("device", "tensor_parallel_size", "cpu_threads")),
+    *(f"target_config.engine_kwargs.{name}" for name in ("max_model_len", "device")),
+    *(f"target_config.engine_kwargs.{name}" for name in ("tensor_parallel_size", "cpu_threads")),
 ]
 
 
@@ -85,6 +89,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that ``read_config`` reads."""
+    add_model_argument(parser)
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML: the configuration, or a Serve config file")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change one key of it (repeatable)"
@@ -95,7 +100,9 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         text = f"{pool} replicas, or bounds within which their number follows the load (default 1)"
         group.add_argument(f"--{pool}s", type=_size, metavar="N|MIN:MAX", help=text)
     group = parser.add_argument_group("where")
-    add_fields(group, ServiceConfig, _SERVER_KEYS)
+    add_fields(group, ServiceConfig, [key for key in _SERVER_KEYS if key != "server.http_port"])
+    help_ = help_of(field_at(ServiceConfig, "server.http_port"))
+    group.add_argument("--http-port", "--port", type=int, metavar="N", help=help_)
     group.add_argument(
         "--served-model-name",
         nargs="+",
@@ -115,6 +122,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("files")
     for name, key in _FILE_KEYS.items():
         group.add_argument(flag_of(name), dest=name, metavar="FILE", help=help_of(field_at(ServiceConfig, key)))
+    add_vllm_flags(parser)
 
 
 def _size(text: str) -> int | tuple[int, int]:
@@ -143,6 +151,7 @@ def read_config(args: argparse.Namespace) -> ServiceConfig:
 
     Raises ConfigError.
     """
+    take_model_argument(args)
     config = (ServiceConfig() if args.config is None else ServiceConfig.from_file(args.config)).with_environment()
     if args.draft is not None and args.drafter not in (None, "model"):
         raise ConfigError(f"--draft {args.draft} is given with --drafter {args.drafter}, which does not take it")
@@ -159,13 +168,38 @@ def read_config(args: argparse.Namespace) -> ServiceConfig:
         overrides.append(_override("draft_config", None))
     elif args.draft is not None:
         overrides.append(_override("draft_config.model_loading_config", _loading("--draft", args.draft)))
+    overrides += _speculation(args)
     names_draft = any(override.startswith("draft_config") for override in overrides)
     unnamed = isinstance(draft, ModelDraftConfig) and "model_loading_config" not in draft.model_fields_set
-    if args.target not in (None, EMBEDDED_TARGET) and unnamed and not names_draft:
-        others = "use --drafter ngram, --drafter suffix or --drafter none"
-        raise ConfigError(f"--target is given without --draft: name one, or {others}")
+    if not is_embedded(args.target) and unnamed and not names_draft:
+        overrides += _at_hand(args)
     config = config.with_overrides(overrides)
     return config.with_overrides(_further(args, config))
+
+
+def _speculation(args: argparse.Namespace) -> list[str]:
+    """Overrides of ``--speculative-config``. Raises ConfigError."""
+    if (found := speculation_of(args.speculative_config)) is None:
+        return []
+    for flag in ("draft", "drafter", "head"):
+        if getattr(args, flag) is not None:
+            raise ConfigError(f"--speculative-config is given with {flag_of(flag)}: one of them is allowed")
+    draft, heads = found
+    listed = [head.model_dump() for head in heads]
+    return [_override("draft_config", draft), _override("target_config.engine_kwargs.heads", listed)]
+
+
+def _at_hand(args: argparse.Namespace) -> list[str]:
+    """Overrides for a target without a draft, which drafts by what is at hand; says how. Raises ConfigError."""
+    for flag in ("placement", "draft_device", "drafts"):
+        if getattr(args, flag) is not None:
+            raise ConfigError(f"{flag_of(flag)} is given without --draft and --drafter: there is no draft to place")
+    overrides = [_override("draft_config", None)]
+    if args.head or any(override.startswith("target_config.engine_kwargs.heads") for override in args.set):
+        return overrides
+    chosen = choose(args.target)
+    narrate(f"paceline: {chosen.line}")
+    return [*overrides, _override("target_config.engine_kwargs.heads", [head.model_dump() for head in chosen.heads])]
 
 
 def _further(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
@@ -179,6 +213,7 @@ def _further(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
     values |= {key: getattr(args, name) for name, key in _FILE_KEYS.items()}
     given = {key: value for key, value in values.items() if value is not None}
     given |= {} if args.draft_device is None else {"draft_config.engine_kwargs.device": args.draft_device}
+    given |= vllm_settings(args)
     given |= _sized("target", args.targets) | _sized("router", args.routers)
     given |= {} if draft is None else _sized("draft", args.drafts)
     if args.head:
@@ -200,40 +235,22 @@ def _loading(flag: str, value: str) -> dict[str, str]:
     return {"model_id": folder.resolve().name, "model_source": str(folder)} if folder.is_dir() else {"model_id": value}
 
 
-_NOT_LOCAL = ("targets", "drafts", "routers", "grpc_port", "tls_client_ca", "address", "dashboard")
+_NOT_LOCAL = ("targets", "drafts", "routers", "address", "dashboard")
 
 
 def _run_local(args: argparse.Namespace) -> int:
     """Runs ``paceline serve --local``. Raises ConfigError for flags of what is not there."""
     for name in _NOT_LOCAL:
         if getattr(args, name):
-            raise ConfigError(f"{flag_of(name)} is given with --local, which has neither replicas nor gRPC")
+            raise ConfigError(f"{flag_of(name)} is given with --local, which has neither replicas nor routers")
     if args.print_environment:
         raise ConfigError("--print-environment is given with --local, which runs no Ray cluster")
-    from paceline.cli.generate import local_config
     from paceline.cli.local_service import local_of, serve_local
 
-    if args.config is not None or args.set:
-        config = read_config(args)
-        model_id = config.target_config.model_loading_config.model_id
-        serve_local(local_of(config), config.server, model_id, config.tracing)
-        return EXIT_DONE
-    own = [*_SERVER_KEYS, *_LIST_KEYS, _PAGE_KEY]
-    keys = [*own, *_FILE_KEYS.values()]
-    names = [*(key.rpartition(".")[2] for key in own), *_FILE_KEYS]
-    given = {key: value for key, name in zip(keys, names, strict=True) if (value := getattr(args, name)) is not None}
-    config = _local_service().with_overrides([_override(key, value) for key, value in given.items()])
-    with_draft = args.drafter != "none"
-    serve_local(local_config(args, with_draft), config.server, served_name(args.target), config.tracing)
+    config = read_config(args)
+    model_id = config.target_config.model_loading_config.model_id
+    serve_local(local_of(config), config.server, model_id, config.tracing)
     return EXIT_DONE
-
-
-def _local_service() -> ServiceConfig:
-    """The configuration that environment variables make. Raises ConfigError if they set what ``--local`` has not."""
-    for key in settings(list(keys_of(ServiceConfig))):
-        if key == "server.grpc_port" or key.partition(".")[0] not in ("server", "tracing"):
-            raise ConfigError(f"{variable_of(key)} is set with --local, which has neither replicas nor gRPC")
-    return ServiceConfig().with_environment()
 
 
 def served_name(target: str | None) -> str:
@@ -244,9 +261,9 @@ def served_name(target: str | None) -> str:
 def _ready(view: StartView, config: ServiceConfig) -> None:
     """Says how long the start took and what to type next."""
     view.close()
-    server, target = config.server, config.target_config.model_loading_config.model_id
+    server, target = config.server, config.target_config.model_loading_config.source
     https = server.tls is not None and server.tls.http
-    chats = server.chat_template is not None or target != EMBEDDED_TARGET  # which has no template
+    chats = server.chat_template is not None or not is_embedded(target)  # which has no template
     tell_ready(view, next_steps(server, grpc=True, https=https, chats=chats))
 
 

@@ -160,7 +160,7 @@ def _checked_address(address: str) -> str:
         return address
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16 or "/" in host:
-        raise ConfigError(f"the address is {address!r}: it must be HOST:PORT, such as localhost:9000")
+        raise ConfigError(f"the address is {address!r}: it must be HOST:PORT of gRPC, such as localhost:9000")
     return address
 
 

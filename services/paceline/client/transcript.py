@@ -155,6 +155,10 @@ class Transcript:
         return Timing(first_s - self._started_s, decode_s, num_later / decode_s if decode_s > 0 else 0.0)
 
 
+_HTTP_1 = "Failed parsing HTTP/2 (Expected SETTINGS frame"
+"""Part of the text with which gRPC tells that the other side speaks HTTP/1."""
+
+
 def explained(
     error: grpc.RpcError, address: str, timeout_s: float | None, num_tokens: int, *, closed: bool = False
 ) -> PacelineError:
@@ -168,6 +172,8 @@ def explained(
         lost = is_lost(error) and not (closed and code is grpc.StatusCode.CANCELLED)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
             found = DeadlineExceededError(f"the time limit of {timeout_s:g} s was over after {num_tokens} tokens")
+        elif _HTTP_1 in reason:
+            found = ConfigError(f"the port at {address} speaks HTTP: the service's gRPC port is needed, such as 9000")
         elif lost and num_tokens == 0:
             found = EngineError(f"the service at {address} cannot be reached: {reason}")
         elif num_tokens and (lost or isinstance(found, EngineError)):

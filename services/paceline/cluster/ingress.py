@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -29,7 +28,7 @@ from paceline.cluster.replicas import (
 )
 from paceline.config import ServiceConfig
 from paceline.config.pools import draft_name
-from paceline.errors import EngineError, NotFoundError, PacelineError
+from paceline.errors import EngineError
 from paceline.fleet.public import public
 from paceline.fleet.report import Reporter
 from paceline.metrics.access import AccessMetrics
@@ -39,22 +38,19 @@ from paceline.metrics.tracing import Tracing, trace_headers
 from paceline.router.admission import TargetInfo
 from paceline.router.elsewhere import Elsewhere, Named
 from paceline.router.pool import Lease
-from paceline.rpc.bounds import parse
-from paceline.rpc.status import to_status
+from paceline.router.public import PublicMethods, model_info
 from paceline.security.access import Access
 from paceline.security.certificates import CertificateFiles, Certificates
 from paceline.security.keys import KeyRing
-from paceline.types import MAX_DRAFT_TOKENS, Acceptance, Mode, ModelInfo, ReplicaStatus, SamplingParams, ServerInfo
+from paceline.types import ModelInfo, ReplicaStatus, SamplingParams, ServerInfo
 
 log = logging.getLogger(__name__)
 
-_HEALTH_SERVICES = ("", "paceline.v1.GenerationService")
-_HEALTH_PERIOD_S = 0.5
 _CANCEL_TIMEOUT_S = 2.0
 """Longest wait for the other routers' answer about requests to cancel; a Cancel takes at most twice as long."""
 
 
-class Ingress:
+class Ingress(PublicMethods):
     """The ingress: the public gRPC methods, health, and HTTP. Serve calls a method by its RPC's name.
 
     Serve makes replicas of ``IngressReplica``.
@@ -133,38 +129,11 @@ class Ingress:
         await self._router.start()
         self._pushers = [Pusher(self._report), Pusher(self._ask_for_drafts)]
 
-    # -- the public service --
+    # -- what the public methods ask of it --
 
-    async def Generate(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
-        """Streams the chunks of one request, then its result (generation.proto)."""
-        try:
-            metadata = grpc_context.invocation_metadata()
-            name = self._access.identify(metadata)
-            with self._access.enter(name) as charge:
-                answer = self._service.generate(request, name, charge.note, metadata)
-                async with contextlib.aclosing(answer) as responses:
-                    async for response in responses:
-                        yield response
-        except Exception as error:
-            _set_status(grpc_context, error)
-
-    async def Cancel(self, request: Any, grpc_context: Any) -> Any:
-        """Cancels a request of the caller's by its id (generation.proto). It may be with another router: all are asked.
-
-        The answer is the same for a request that does not exist and for one of another key.
-        """
-        from paceline.v1.generation_pb2 import CancelRequest, CancelResponse
-
-        try:
-            name = self._access.identify(grpc_context.invocation_metadata())
-            request_id = parse(CancelRequest, request).request_id
-            cancelled = self._service.cancel(request_id, name)
-        except PacelineError as error:
-            _set_status(grpc_context, error)
-            return CancelResponse()
-        if not cancelled and request_id:
-            cancelled = await self._elsewhere.cancel(request_id, name)
-        return CancelResponse(cancelled=cancelled)
+    async def cancel_elsewhere(self, request_id: str, owner: str) -> bool:
+        """Cancels a request that may be with another router: all are asked."""
+        return await self._elsewhere.cancel(request_id, owner)
 
     async def is_ready(self) -> bool:
         """True if a request would be served now."""
@@ -185,32 +154,17 @@ class Ingress:
     async def _cancel_at_peers(self, requests: Sequence[Named]) -> set[Named]:
         return {named for found in await self._ask_peers("cancel_these", requests) for named in found}
 
-    async def GetModelInfo(self, request: Any, grpc_context: Any) -> Any:
-        """Describes the model that is served (generation.proto)."""
-        from paceline.rpc.generation import model_info_to_proto
-        from paceline.v1.generation_pb2 import GetModelInfoResponse
-
-        try:
-            self._access.identify(grpc_context.invocation_metadata())
-        except PacelineError as error:
-            _set_status(grpc_context, error)
-            return GetModelInfoResponse()
+    async def model_info(self) -> ModelInfo:
+        """The model that is served."""
         draft, speculates = self.config.draft_config, self.config.target_setup().speculates
-        info = ModelInfo(
+        return model_info(
+            self._facts,
             model_id=self.config.target_config.model_loading_config.model_id,
             draft_model_id=None if draft is None else draft_name(draft),
-            tokenizer_fingerprint=self._facts.tokenizer.fingerprint,
-            vocab_size=self._facts.num_token_ids,
-            max_context_length=self._facts.max_model_len,
-            eos_token_ids=self._facts.eos_token_ids,
             dtype=await self._served_dtype(),
-            modes=tuple(Mode) if speculates else (Mode.PLAIN,),
-            acceptances=tuple(Acceptance),
-            max_draft_tokens=MAX_DRAFT_TOKENS if speculates else 0,
+            speculates=speculates,
             batch_invariant=_weakest(self._router.statuses().get("target", ())),
-            default_sampling=SamplingParams().with_defaults(self._facts.defaults),
         )
-        return model_info_to_proto(info)
 
     async def _served_dtype(self) -> str:
         """The default as the targets resolved it; as it is configured while none is up."""
@@ -222,20 +176,7 @@ class Ingress:
                 log.info("no target says its dtype: %s", error)
         return self._dtype or self.config.target_config.engine_kwargs.dtype
 
-    async def GetServerInfo(self, request: Any, grpc_context: Any) -> Any:
-        """Describes the state of the whole service (generation.proto)."""
-        from paceline.rpc.generation import server_info_to_proto
-        from paceline.v1.generation_pb2 import GetServerInfoResponse
-
-        try:
-            self._access.identify(grpc_context.invocation_metadata())
-            info = await self._server_info()
-        except PacelineError as error:
-            _set_status(grpc_context, error)
-            return GetServerInfoResponse()
-        return server_info_to_proto(info)
-
-    async def _server_info(self) -> ServerInfo:
+    async def server_info(self) -> ServerInfo:
         """The state of the service, as clients may see it. Raises EngineError."""
         try:
             async with asyncio.timeout(CONTROL_TIMEOUT_S):
@@ -243,52 +184,6 @@ class Ingress:
         except Exception as error:
             raise EngineError(f"the monitor does not answer: {type(error).__name__}") from error
         return public(info, self._token)
-
-    # -- health and metrics --
-
-    async def Check(self, request: Any, grpc_context: Any) -> Any:
-        """grpc.health.v1: whether a request would be served now."""
-        from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse  # type: ignore[import-untyped]
-
-        try:
-            service = parse(HealthCheckRequest, request).service
-            if service not in _HEALTH_SERVICES:
-                raise NotFoundError(f"no service {service[:60]!r}: {_HEALTH_SERVICES[1]} is served")
-        except PacelineError as error:
-            _set_status(grpc_context, error)
-            return HealthCheckResponse()
-        return self._health(service)
-
-    async def List(self, request: Any, grpc_context: Any) -> Any:
-        """grpc.health.v1: the status of every service."""
-        from grpc_health.v1.health_pb2 import HealthListResponse
-
-        return HealthListResponse(statuses={service: self._health(service) for service in _HEALTH_SERVICES})
-
-    async def Watch(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
-        """grpc.health.v1: the status now, and again whenever it changes."""
-        from grpc_health.v1.health_pb2 import HealthCheckRequest
-
-        try:
-            service = parse(HealthCheckRequest, request).service
-        except PacelineError as error:
-            _set_status(grpc_context, error)
-            return
-        last = None
-        while True:
-            now = self._health(service)
-            if now != last:
-                yield now
-            last = now
-            await asyncio.sleep(_HEALTH_PERIOD_S)
-
-    def _health(self, service: str) -> Any:
-        from grpc_health.v1.health_pb2 import HealthCheckResponse
-
-        if service not in _HEALTH_SERVICES:
-            return HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
-        serving = HealthCheckResponse.SERVING if self._router.ready else HealthCheckResponse.NOT_SERVING
-        return HealthCheckResponse(status=serving)
 
     def __serve_build_asgi_app__(self) -> Any:
         """The application of the HTTP port; Serve asks for it when the replica is made."""
@@ -305,7 +200,7 @@ class Ingress:
             server.max_message_bytes,
             metrics=self._metrics_page,
             chat=self._chat,
-            status=self._server_info,
+            status=self.server_info,
             aliases=names[1:],
             system_fingerprint=fingerprint_of(self.config.target_config.model_dump_json()),
             cors_origins=server.cors_origins,
@@ -426,16 +321,6 @@ def count_departures_as_cancelled() -> None:
         return status_of(asyncio.CancelledError() if left else exc, request_timeout_s, request_id)
 
     replica.get_grpc_response_status = status
-
-
-def _set_status(grpc_context: Any, error: Exception) -> None:
-    """Ends a call with an error. The method then has to return: on a raise Serve would drop the trailers."""
-    code, details, trailers = to_status(error)
-    if not isinstance(error, PacelineError):
-        logs.unexpected(log, error)
-    grpc_context.set_code(code)
-    grpc_context.set_details(details)
-    grpc_context.set_trailing_metadata(list(trailers))
 
 
 def model_facts(config: ServiceConfig) -> TargetInfo:

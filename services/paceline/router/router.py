@@ -255,6 +255,11 @@ class Router:
         """True if a request would be served now."""
         return bool(self._targets.open_links())
 
+    @property
+    def trouble(self) -> str:
+        """Why no request would be served now; empty if one would be."""
+        return "" if self.ready else "no target is up"
+
     def statuses(self) -> Mapping[str, list[ReplicaStatus]]:
         """Returns the latest statuses of the replicas that are up, by kind."""
         return {side.pool.name: side.statuses() for side in self._pools()}

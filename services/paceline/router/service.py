@@ -7,11 +7,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
+from typing import Protocol
 
 from paceline.errors import PacelineError
-from paceline.metrics.tracing import Tracing, trace_headers
+from paceline.metrics.tracing import RequestSpans, Tracing, trace_headers
 from paceline.router.admission import TargetInfo
-from paceline.router.router import Router
 from paceline.rpc.bounds import RequestBounds
 from paceline.rpc.generation import chunk_to_proto, complete_to_proto
 from paceline.types import Chunk, Request, RequestLimits, Result, Usage, check_request_id
@@ -20,10 +20,30 @@ from paceline.v1 import generation_pb2
 log = logging.getLogger(__name__)
 
 
+class Requests(Protocol):
+    """Who serves the requests: a ``Router``, or the pipeline of ``paceline serve --local``."""
+
+    @property
+    def info(self) -> TargetInfo: ...
+
+    @property
+    def limits(self) -> RequestLimits: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def trouble(self) -> str: ...
+
+    def generate(self, request: Request, spans: RequestSpans | None = None) -> AsyncGenerator[Chunk | Result, None]: ...
+
+    def cancel(self, request_id: str) -> bool: ...
+
+
 class GenerationService:
     """Requests over one router, for gRPC and HTTP alike. Its host turns PacelineErrors into statuses."""
 
-    def __init__(self, router: Router, tracing: Tracing | None = None) -> None:
+    def __init__(self, router: Requests, tracing: Tracing | None = None) -> None:
         """``tracing``: None: requests leave no traces."""
         self._router, self._tracing = router, tracing
         self._owners: dict[str, str] = {}  # of the requests in progress here
@@ -50,7 +70,7 @@ class GenerationService:
     @property
     def trouble(self) -> str:
         """Why no request would be served now; empty if one would be."""
-        return "" if self._router.ready else "no target is up"
+        return self._router.trouble
 
     async def generate(
         self,

@@ -56,8 +56,9 @@ class _TokenCheck(aio.ServerInterceptor):
         return await continuation(handler_call_details) if right else self._refusal
 
 
-def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """Credentials of a server that shows its newest certificate, and refuses peers without one of the same authority.
+def server_credentials(certificates: Certificates, *, internal: bool = True) -> grpc.ServerCredentials:
+    """Credentials of a server that shows its newest certificate, and refuses peers without one of the same authority;
+    a public one (``internal`` false) only if there is an authority.
 
     The files are looked at with each new connection. Streams that are open keep the certificate that they began with.
     """
@@ -68,7 +69,7 @@ def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(
         configuration(certificates.current),
         lambda: configuration(certificates.refresh()),
-        require_client_authentication=True,
+        require_client_authentication=internal or certificates.current.ca is not None,
     )
 
 
@@ -87,20 +88,25 @@ async def start_server(
     port: int = 0,
     token: str = "",
     certificates: Certificates | None = None,
+    *,
+    max_message_bytes: int = _UNLIMITED,
+    internal: bool = True,
 ) -> tuple[aio.Server, int]:
     """Starts a server; returns it and its port (0: the system chooses). Raises OSError if the address cannot be bound.
 
     ``add`` registers the servicers. Every call must carry ``token``, unless that is empty. ``certificates``: encrypt,
-    and refuse peers without a certificate.
+    and refuse peers without a certificate. ``max_message_bytes``: the longest message that is taken. ``internal``:
+    false for clients, who need no certificate unless it names their authority.
     """
     interceptors = [_TokenCheck(token)] if token else []
-    server = aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
+    options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
+    server = aio.server(options=options, interceptors=interceptors)
     add(server)
     try:
         if certificates is None:
             bound = server.add_insecure_port(f"{host}:{port}")
         else:
-            bound = server.add_secure_port(f"{host}:{port}", server_credentials(certificates))
+            bound = server.add_secure_port(f"{host}:{port}", server_credentials(certificates, internal=internal))
     except RuntimeError as error:
         raise OSError(f"{host}:{port} cannot be listened on: {error}") from error
     await server.start()

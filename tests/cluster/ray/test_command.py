@@ -89,7 +89,7 @@ def test_a_flag_that_names_a_draft_keeps_what_else_is_set_of_it(tmp_path):
     [
         (["--draft", "x", "--drafter", "ngram"], "--draft x is given with --drafter ngram"),
         (["--target", ""], "--target is empty"),
-        (["--target", "some/model"], "--target is given without --draft"),
+        (["--target", "models/some"], "model path 'models/some' does not exist"),
         (["--targets", "-1"], "num_replicas is -1"),
         (["--set", "router_config.nonsense=1"], "no such key"),
         (["--config", "/nowhere.yaml"], "cannot be read"),

@@ -17,12 +17,13 @@ Each method has one or more published formats:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
+from paceline.checkpoint.mtp import MTP_LAYER, mtp_modules
 from paceline.drafters.heads.block_formats import read_block
 from paceline.drafters.heads.eagle import Eagle, Eagle3, Eagle3Form, PEagle
 from paceline.drafters.heads.exit_adapter import read_exit
@@ -251,21 +252,6 @@ def _eagle3(reading: Reading) -> HeadForm:
     return HeadForm(module, tuple(chosen), matched, experts)
 
 
-_MTP_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
-
-
-def mtp_modules(names: Iterable[str], num_layers: int) -> set[int]:
-    """The MTP modules that names in a target's files belong to, counted from 0."""
-    found = set()
-    for name in names:
-        if name.startswith("mtp."):
-            layer = re.match(r"mtp\.layers\.(\d+)\.", name)
-            found.add(int(layer[1]) if layer else 0)
-        elif (layer := _MTP_LAYER.fullmatch(name)) and int(layer[1]) >= num_layers:
-            found.add(int(layer[1]) - num_layers)
-    return found
-
-
 def _mtp(reading: Reading) -> HeadForm:
     target, facts = reading.facts.checkpoint, reading.facts
     names = reading.files.shapes
@@ -318,7 +304,7 @@ def _mtp_rename(num_layers: int) -> Callable[[str], str | None]:
                 return qwen[key]
             found = re.fullmatch(r"mtp\.layers\.(\d+)\.(.+)", key)
             return key if found is None else f"modules_by_depth.{found[1]}.block.{found[2]}"
-        found = _MTP_LAYER.fullmatch(key)
+        found = MTP_LAYER.fullmatch(key)
         if found is None or int(found[1]) < num_layers:
             return None
         depth, name = int(found[1]) - num_layers, found[2]

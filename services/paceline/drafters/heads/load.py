@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder, read_json
+from paceline.checkpoint.mtp import mtp_modules
 from paceline.checkpoint.size import size_of
 from paceline.checkpoint.weights import WeightFiles
 from paceline.config import HeadDraftOptions
 from paceline.drafters.heads.block_formats import SINGLE
 from paceline.drafters.heads.drafter import TOP_M, HeadDrafter
-from paceline.drafters.heads.formats import READ, mtp_modules
+from paceline.drafters.heads.formats import READ
 from paceline.drafters.heads.module import Function, HeadModule
 from paceline.drafters.heads.reading import HeadForm, Reading, TargetFacts, meta_model
 from paceline.errors import ConfigError

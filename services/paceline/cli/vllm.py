@@ -1,0 +1,128 @@
+"""Flags of ``vllm serve`` in its own spelling: what each sets here, and why some are refused."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from paceline.cli.flags import field_at, flag_of, help_of
+from paceline.config import HeadOptions, ServiceConfig
+from paceline.errors import ConfigError
+from paceline.errors.refusals import explain, shown
+from paceline.logs import narrate
+
+_ENGINE = "target_config.engine_kwargs"
+_NUMBERS = {
+    "max_num_seqs": (int, "max_sessions"),
+    "max_num_batched_tokens": (int, "max_step_tokens"),
+    "gpu_memory_utilization": (float, "kv_fraction"),
+}
+"""Flags and the types and keys of what they set."""
+_MTP = ("deepseek_mtp", "glm4_moe_mtp", "ernie_mtp", "qwen3_next_mtp", "mimo_mtp", "longcat_flash_mtp")
+"""Older names of vLLM for method ``mtp``."""
+
+
+def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that ``vllm_settings`` reads."""
+    group = parser.add_argument_group("as vLLM spells them")
+    for name, (kind, key) in _NUMBERS.items():
+        help_ = f"sets {key}: {help_of(field_at(ServiceConfig, f'{_ENGINE}.{key}'))}"
+        group.add_argument(flag_of(name), type=kind, metavar="N" if kind is int else "X", help=help_)
+    help_ = "keys that clients must send; --api-keys FILE keeps them off the command line, with limits"
+    group.add_argument("--api-key", nargs="+", metavar="KEY", help=help_)
+    help_ = "prefixes are always cached; the negation is refused"
+    group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help=help_)
+    help_ = "JSON with method, model, num_speculative_tokens, prompt_lookup_max, prompt_lookup_min"
+    group.add_argument("--speculative-config", metavar="JSON", help=help_)
+    for name in ("revision", "trust_remote_code"):
+        more: dict[str, Any] = {"action": "store_true", "default": None} if name == "trust_remote_code" else {}
+        group.add_argument(flag_of(name), help="refused, with what to do instead", **more)
+
+
+def vllm_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The keys that vLLM's flags set, and their values. Raises ConfigError for a flag that is refused."""
+    if args.revision is not None:
+        how = f"hf download MODEL --revision {args.revision}"
+        raise ConfigError(f"--revision is {args.revision!r}: fetch it by `{how}`, and name the directory")
+    if args.trust_remote_code:
+        key = f"{_ENGINE}.trust_remote_code"
+        raise ConfigError(f"--trust-remote-code is given: code of a checkpoint runs only with --set {key}=true")
+    if args.enable_prefix_caching is False:
+        why = "prefixes are always cached; a request with a cache_salt of its own shares none"
+        raise ConfigError(f"--no-enable-prefix-caching is given: {why}")
+    found = {
+        f"{_ENGINE}.{key}": value for name, (_, key) in _NUMBERS.items() if (value := getattr(args, name)) is not None
+    }
+    if args.api_key is not None:
+        if args.api_keys is not None:
+            raise ConfigError("--api-key is given with --api-keys: one of them is allowed")
+        if getattr(args, "address", None) is not None:
+            raise ConfigError("--api-key is given with --address: replicas elsewhere read --api-keys FILE")
+        found["server.api_keys"] = _keys_file(args.api_key)
+    return found
+
+
+def speculation_of(text: str | None) -> tuple[dict[str, Any] | None, list[HeadOptions]] | None:
+    """``draft_config`` and heads for the JSON of ``--speculative-config``; None: there is none. Raises ConfigError."""
+    if text is None:
+        return None
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--speculative-config is {text!r}: it is no JSON ({error})") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"--speculative-config is {text!r}: a JSON object is needed")
+    given = {key: value for key, value in given.items() if value is not None}
+    method = given.pop("method", "draft_model" if "model" in given else None)
+    method = "mtp" if method in _MTP else method
+    if method in ("ngram", "suffix"):
+        return _of_text(method, given), []
+    try:
+        return None, [HeadOptions.model_validate({"method": method, **given})]
+    except ValidationError as error:
+        raise ConfigError(f"--speculative-config: {explain(error, HeadOptions)}") from None
+
+
+def _of_text(method: str, given: dict[str, Any]) -> dict[str, Any]:
+    """``draft_config`` of a method that copies text."""
+    keys = {
+        "ngram": {"prompt_lookup_max": "max_match", "prompt_lookup_min": "min_match"},
+        "suffix": {f"suffix_decoding_{key}": key for key in ("max_tree_depth", "max_spec_factor", "min_token_prob")},
+    }[method]
+    if given.pop("num_speculative_tokens", None) is not None:
+        narrate("paceline: num_speculative_tokens is said by each request here (max_draft_tokens)")
+    for key in given:
+        if key not in keys:
+            allowed = ", ".join(["method", "num_speculative_tokens", *keys])
+            raise ConfigError(
+                f"--speculative-config: {key} is {shown(given[key])} with method {method!r}: {allowed} are read"
+            )
+    return {"kind": method, "engine_kwargs": {keys[key]: value for key, value in given.items()}}
+
+
+def _keys_file(keys: Sequence[str]) -> str:
+    """A file of the digests of these keys, which is removed when this process ends. Raises ConfigError."""
+    if not all(keys):
+        raise ConfigError("--api-key is empty: a key needs at least one character")
+    entries = [
+        {"name": f"key-{i}", "sha256": hashlib.sha256(key.encode()).hexdigest()} for i, key in enumerate(keys, 1)
+    ]
+    handle, path = tempfile.mkstemp(prefix="paceline-keys-", suffix=".yaml")  # readable by this user alone
+    atexit.register(_remove, path)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        yaml.safe_dump({"keys": entries}, file)
+    return path
+
+
+def _remove(path: str) -> None:
+    if os.path.exists(path):
+        os.unlink(path)

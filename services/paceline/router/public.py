@@ -1,0 +1,179 @@
+"""The public gRPC methods over one ``GenerationService``: requests, cancellations, what is served, health.
+
+A host is given the bytes of a request and a context of the call. Ray Serve calls the methods by their RPCs' names
+(``cluster.ingress``); where there is no Ray, a server of grpc.aio does (``cli.local_grpc``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]  # no stubs
+
+from paceline import logs
+from paceline.errors import NotFoundError, PacelineError
+from paceline.router.admission import TargetInfo
+from paceline.router.service import GenerationService
+from paceline.rpc.bounds import parse
+from paceline.rpc.generation import model_info_to_proto, server_info_to_proto
+from paceline.rpc.status import to_status
+from paceline.security.access import Access
+from paceline.types import MAX_DRAFT_TOKENS, Acceptance, Mode, ModelInfo, SamplingParams, ServerInfo
+from paceline.v1.generation_pb2 import (
+    CancelRequest,
+    CancelResponse,
+    GetModelInfoResponse,
+    GetServerInfoResponse,
+)
+
+log = logging.getLogger(__name__)
+
+_HEALTH_SERVICES = ("", "paceline.v1.GenerationService")
+_HEALTH_PERIOD_S = 0.5
+
+
+class PublicMethods:
+    """The methods. A subclass sets the attributes, and says what is served."""
+
+    _service: GenerationService
+    _access: Access
+
+    async def model_info(self) -> ModelInfo:
+        """The model that is served."""
+        raise NotImplementedError
+
+    async def server_info(self) -> ServerInfo:
+        """The state of the service, as clients may see it. Raises EngineError."""
+        raise NotImplementedError
+
+    async def cancel_elsewhere(self, request_id: str, owner: str) -> bool:
+        """Cancels a request that is not here; False: nobody else serves any."""
+        return False
+
+    # -- paceline.v1.GenerationService --
+
+    async def Generate(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
+        """Streams the chunks of one request, then its result (generation.proto)."""
+        try:
+            metadata = grpc_context.invocation_metadata()
+            name = self._access.identify(metadata)
+            with self._access.enter(name) as charge:
+                answer = self._service.generate(request, name, charge.note, metadata)
+                async with contextlib.aclosing(answer) as responses:
+                    async for response in responses:
+                        yield response
+        except Exception as error:
+            _set_status(grpc_context, error)
+
+    async def Cancel(self, request: Any, grpc_context: Any) -> Any:
+        """Cancels a request of the caller's by its id (generation.proto), also one that is elsewhere.
+
+        The answer is the same for a request that does not exist and for one of another key.
+        """
+        try:
+            name = self._access.identify(grpc_context.invocation_metadata())
+            request_id = parse(CancelRequest, request).request_id
+            cancelled = self._service.cancel(request_id, name)
+        except PacelineError as error:
+            _set_status(grpc_context, error)
+            return CancelResponse()
+        if not cancelled and request_id:
+            cancelled = await self.cancel_elsewhere(request_id, name)
+        return CancelResponse(cancelled=cancelled)
+
+    async def GetModelInfo(self, request: Any, grpc_context: Any) -> Any:
+        """Describes the model that is served (generation.proto)."""
+        try:
+            self._access.identify(grpc_context.invocation_metadata())
+        except PacelineError as error:
+            _set_status(grpc_context, error)
+            return GetModelInfoResponse()
+        return model_info_to_proto(await self.model_info())
+
+    async def GetServerInfo(self, request: Any, grpc_context: Any) -> Any:
+        """Describes the state of the whole service (generation.proto)."""
+        try:
+            self._access.identify(grpc_context.invocation_metadata())
+            info = await self.server_info()
+        except PacelineError as error:
+            _set_status(grpc_context, error)
+            return GetServerInfoResponse()
+        return server_info_to_proto(info)
+
+    # -- grpc.health.v1.Health --
+
+    async def Check(self, request: Any, grpc_context: Any) -> Any:
+        """grpc.health.v1: whether a request would be served now."""
+        try:
+            service = parse(health_pb2.HealthCheckRequest, request).service
+            if service not in _HEALTH_SERVICES:
+                raise NotFoundError(f"no service {service[:60]!r}: {_HEALTH_SERVICES[1]} is served")
+        except PacelineError as error:
+            _set_status(grpc_context, error)
+            return health_pb2.HealthCheckResponse()
+        return self._health(service)
+
+    async def List(self, request: Any, grpc_context: Any) -> Any:
+        """grpc.health.v1: the status of every service."""
+        return health_pb2.HealthListResponse(statuses={name: self._health(name) for name in _HEALTH_SERVICES})
+
+    async def Watch(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
+        """grpc.health.v1: the status now, and again whenever it changes."""
+        try:
+            service = parse(health_pb2.HealthCheckRequest, request).service
+        except PacelineError as error:
+            _set_status(grpc_context, error)
+            return
+        last = None
+        while True:
+            now = self._health(service)
+            if now != last:
+                yield now
+            last = now
+            await asyncio.sleep(_HEALTH_PERIOD_S)
+
+    def _health(self, service: str) -> Any:
+        answer = health_pb2.HealthCheckResponse
+        if service not in _HEALTH_SERVICES:
+            return answer(status=answer.SERVICE_UNKNOWN)
+        return answer(status=answer.SERVING if self._service.ready else answer.NOT_SERVING)
+
+
+def model_info(
+    facts: TargetInfo,
+    *,
+    model_id: str,
+    draft_model_id: str | None,
+    dtype: str,
+    speculates: bool,
+    batch_invariant: str,
+) -> ModelInfo:
+    """The description of a model that is served. ``speculates``: sessions may be given draft tokens."""
+    return ModelInfo(
+        model_id=model_id,
+        draft_model_id=draft_model_id,
+        tokenizer_fingerprint=facts.tokenizer.fingerprint,
+        vocab_size=facts.num_token_ids,
+        max_context_length=facts.max_model_len,
+        eos_token_ids=facts.eos_token_ids,
+        dtype=dtype,
+        modes=tuple(Mode) if speculates else (Mode.PLAIN,),
+        acceptances=tuple(Acceptance),
+        max_draft_tokens=MAX_DRAFT_TOKENS if speculates else 0,
+        batch_invariant=batch_invariant,
+        default_sampling=SamplingParams().with_defaults(facts.defaults),
+    )
+
+
+def _set_status(grpc_context: Any, error: Exception) -> None:
+    """Ends a call with an error. The method then has to return: on a raise Serve would drop the trailers."""
+    code, details, trailers = to_status(error)
+    if not isinstance(error, PacelineError):
+        logs.unexpected(log, error)
+    grpc_context.set_code(code)
+    grpc_context.set_details(details)
+    grpc_context.set_trailing_metadata(list(trailers))

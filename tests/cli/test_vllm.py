@@ -1,0 +1,171 @@
+"""Commands as vLLM's users type them: the model first, flags by vLLM's names, and drafting without a draft named.
+
+Mutants: ``is_embedded`` that is always true; ``choose`` that looks at no names of weights; a flag that sets another
+key; a file of keys that holds the key itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support.models import save_pair
+
+from paceline.checkpoint.mtp import mtp_modules, weight_names
+from paceline.cli import chat, generate
+from paceline.cli.flags import take_model_argument
+from paceline.cli.generate import local_config
+from paceline.cli.main import main
+from paceline.cli.serve import add_config_flags, read_config
+from paceline.config import ServiceConfig
+from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.errors import ConfigError
+from paceline.security.keys import KeyRing
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A target without heads."""
+    return save_pair(tmp_path_factory.mktemp("models")) / "target"
+
+
+@pytest.fixture(scope="module")
+def with_mtp(folder, tmp_path_factory) -> Path:
+    """The same files, with a weight of an MTP module."""
+    other = tmp_path_factory.mktemp("mtp")
+    for file in folder.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    weights = load_file(other / "model.safetensors")
+    save_file(weights | {"mtp.fc.weight": torch.ones(2, 2)}, other / "model.safetensors", metadata={"format": "pt"})
+    return other
+
+
+def served(*flags: str) -> ServiceConfig:
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser)
+    return read_config(parser.parse_args(list(flags)))
+
+
+@pytest.mark.parametrize("how", [("{}",), ("--target", "{}"), ("--model", "{}")])
+def test_a_target_alone_drafts_by_suffixes_and_says_so(folder, capsys, how):
+    config = served(*(part.format(folder) for part in how))
+    assert config.target_config.model_loading_config.source == str(folder)
+    assert config.draft_config is None
+    assert [head.method for head in config.target_config.engine_kwargs.heads] == ["suffix"]
+    assert capsys.readouterr().err == (
+        "paceline: drafting by suffix decoding and prompt lookup; name a draft model with --draft for more\n"
+    )
+
+
+def test_a_target_with_mtp_modules_drafts_by_them(with_mtp, capsys):
+    assert mtp_modules(weight_names(with_mtp), 2) == {0}
+    config = served(str(with_mtp))
+    assert config.draft_config is None
+    assert config.target_config.engine_kwargs.heads == []  # mtp_modules: auto
+    assert "drafting by the 1 MTP module in the model's files" in capsys.readouterr().err
+
+
+def test_what_is_named_is_what_drafts(folder, capsys):
+    draft = served(str(folder), "--draft", str(DRAFT_DIR)).draft_config
+    assert draft is not None
+    assert draft.kind == "model"
+    assert served(str(folder), "--drafter", "ngram").draft_config.kind == "ngram"  # type: ignore[union-attr]
+    assert served(str(folder), "--drafter", "none").target_config.engine_kwargs.heads == []
+    lookahead = served(str(folder), "--head", "lookahead").target_config.engine_kwargs.heads
+    assert [head.method for head in lookahead] == ["lookahead"]
+    key = "target_config.engine_kwargs.heads"
+    assert served(str(folder), "--set", f"{key}=[]").target_config.engine_kwargs.heads == []
+    assert served("--max-num-seqs", "3").draft_config.kind == "model"  # type: ignore[union-attr]  # the embedded pair
+    assert served(str(TARGET_DIR)).draft_config.kind == "model"  # type: ignore[union-attr]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("flags", [("--placement", "auto"), ("--drafts", "2")])
+def test_a_draft_that_is_not_named_is_not_placed(folder, flags):
+    with pytest.raises(ConfigError, match=f"^{flags[0]} is given without --draft and --drafter"):
+        served(str(folder), *flags)
+
+
+@pytest.mark.parametrize("command", [generate, chat])
+def test_engines_in_the_process_do_the_same(folder, capsys, command):
+    parser = argparse.ArgumentParser()
+    command.add_flags(parser)
+    first = ["hi", "--target"] if command is generate else []
+    args = parser.parse_args([*first, str(folder), "--max-model-len", "77"])
+    if command is chat:
+        take_model_argument(args)
+    config = local_config(args)
+    assert (config.target.path, config.draft) == (str(folder), None)
+    assert config.target.max_model_len == 77
+    assert [head.method for head in config.target.heads] == ["suffix"]
+    assert "drafting by suffix decoding" in capsys.readouterr().err
+    assert local_config(args, with_draft=False).target.heads == []
+
+
+def test_each_flag_sets_its_key(folder, tmp_path):
+    flags = (
+        "--max-model-len 99 --max-num-seqs 5 --max-num-batched-tokens 64 --gpu-memory-utilization 0.5 --port 8100 "
+        "--host 0.0.0.0 --dtype float32 --tensor-parallel-size 2 --enable-prefix-caching --served-model-name mine yours"
+    )
+    config = served(str(folder), *flags.split())
+    engine = config.target_config.engine_kwargs
+    assert (engine.max_model_len, engine.max_sessions, engine.max_step_tokens, engine.kv_fraction) == (99, 5, 64, 0.5)
+    assert (engine.dtype, engine.tensor_parallel_size) == ("float32", 2)
+    assert (config.server.http_port, config.server.host) == (8100, "0.0.0.0")
+    assert config.server.served_model_name == ("mine", "yours")
+    assert config.target_config.model_loading_config.source == str(folder)
+
+
+def test_keys_of_the_command_line_are_kept_as_digests(folder):
+    path = Path(served("--api-key", "one", "two").server.api_keys or "")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert "one" not in path.read_text()
+    ring = KeyRing(path)
+    assert [ring.find(key) is not None for key in ("one", "two", "three", "")] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "heads"),
+    [
+        ({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 2}, "ngram", []),
+        ({"method": "suffix"}, "suffix", []),
+        ({"model": "/draft", "num_speculative_tokens": 3}, None, [("draft_model", "/draft", 3)]),
+        ({"method": "eagle3", "model": "/head", "num_speculative_tokens": 2}, None, [("eagle3", "/head", 2)]),
+        ({"method": "deepseek_mtp", "num_speculative_tokens": 1}, None, [("mtp", None, 1)]),
+    ],
+)
+def test_vllm_s_speculation_is_ours(folder, given, kind, heads):
+    config = served(str(folder), "--speculative-config", json.dumps(given))
+    assert (config.draft_config and config.draft_config.kind) == kind
+    found = config.target_config.engine_kwargs.heads
+    assert [(head.method, head.model, head.num_speculative_tokens) for head in found] == heads
+    if kind == "ngram":
+        options = config.draft_config.engine_kwargs  # type: ignore[union-attr]
+        assert (options.max_match, options.min_match) == (5, 2)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--revision", "main"), "--revision is 'main': fetch it by"),
+        (("--trust-remote-code",), "only with --set target_config.engine_kwargs.trust_remote_code=true"),
+        (("--no-enable-prefix-caching",), "prefixes are always cached"),
+        (("--api-key", ""), "--api-key is empty"),
+        (("--api-key", "a", "--api-keys", "f"), "--api-key is given with --api-keys"),
+        (("--speculative-config", "{"), "--speculative-config is '{': it is no JSON"),
+        (("--speculative-config", "[]"), "a JSON object is needed"),
+        (("--speculative-config", '{"method": "magic"}'), "--speculative-config: method is 'magic': it must be"),
+        (("--speculative-config", '{"method": "eagle3"}'), "model is null: method 'eagle3' needs"),
+        (("--speculative-config", '{"method": "ngram", "n": 1}'), "n is 1 with method 'ngram'"),
+        (("--speculative-config", '{"method": "suffix"}', "--drafter", "ngram"), "is given with --drafter"),
+        (("--gpu-memory-utilization", "1.5"), "kv_fraction is 1.5"),
+    ],
+)
+def test_what_is_refused_says_what_to_do(capsys, flags, sentence):
+    assert main(["check", *flags]) == 2
+    assert sentence in capsys.readouterr().err
