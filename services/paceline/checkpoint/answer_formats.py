@@ -55,7 +55,7 @@ def _elements(wrapper: str, begin: str, end: str, key: str, key_end: str) -> tup
     reader = ElementCalls(key, key_end)
     return (
         Region("call", rf"\s*<{wrapper}>\s*{begin}", end, reader),
-        Region("call", rf"(?P<lead>\s*){begin}", end, reader, bare=True),
+        Region("call", rf"\s*{begin}", end, reader, bare=True),
         Region("nothing", rf"\s*</{wrapper}>", behind_calls=True),
     )
 
@@ -80,26 +80,25 @@ def _dsml(wrapper: str) -> tuple[Region, ...]:
 
 
 _NAME = r"(?P<name>[\w.\-]+)"
-_BARE = r"(?P<lead>[\s;]*)"
-_JSON_START = r'(?=\{\s*"(?:name|type|function)"\s*:)'
-_LIST_START = r"(?=\[\s*[A-Za-z_][\w.]*\()"
+_JSON_START = r'(?P<body>\{)\s*"(?:name|type|function)"\s*:'
+_LIST_START = r"(?P<body>\[)\s*[A-Za-z_][\w.]*\("
 
 _TURN = r"(?:<\|start\|>assistant)?"
-_TO = r"\s*\bto=[\w.\-]+"
-_CONTENT_TYPE = r"(?:\s*(?:<\|constrain\|>)?\s*[\w.\-]+)?\s*<\|message\|>"
+_TO = r"\s{0,4}\bto=[\w.\-]+"
+_CONTENT_TYPE = r"(?:\s{0,4}(?:<\|constrain\|>)?\s{0,4}[\w.\-]+)?\s{0,4}<\|message\|>"
 _END_OF_MESSAGE = r"<\|end\|>|<\|return\|>|<\|call\|>|(?=<\|start\|>|<\|channel\|>)"
-_CALLED = rf"\s*\bto=functions\.{_NAME}"
-_MESSAGES = Region("content", rf"{_TURN}(?:{_TO})?\s*<\|channel\|>\w+(?:{_TO})?{_CONTENT_TYPE}", _END_OF_MESSAGE)
-_TO_BUILTIN = r"\s*\bto=(?!functions\.)[\w.\-]+"
+_CALLED = rf"\s{{0,4}}\bto=functions\.{_NAME}"
+_MESSAGES = Region("content", rf"{_TURN}(?:{_TO})?\s{{0,4}}<\|channel\|>\w+(?:{_TO})?{_CONTENT_TYPE}", _END_OF_MESSAGE)
+_TO_BUILTIN = r"\s{0,4}\bto=(?!functions\.)[\w.\-]+"
 _ANALYSIS = Region(
     "reasoning",
-    rf"{_TURN}(?:{_TO_BUILTIN}\s*<\|channel\|>\w+|\s*<\|channel\|>(?:analysis(?:{_TO_BUILTIN})?|commentary{_TO_BUILTIN}))"
+    rf"{_TURN}(?:{_TO_BUILTIN}\s{{0,4}}<\|channel\|>\w+|\s{{0,4}}<\|channel\|>(?:analysis(?:{_TO_BUILTIN})?|commentary{_TO_BUILTIN}))"
     rf"{_CONTENT_TYPE}",
     _END_OF_MESSAGE,
 )
 _HARMONY_CALL = Region(
     "call",
-    rf"{_TURN}(?:{_CALLED}\s*<\|channel\|>\w+|\s*<\|channel\|>\w+{_CALLED}){_CONTENT_TYPE}",
+    rf"{_TURN}(?:{_CALLED}\s{{0,4}}<\|channel\|>\w+|\s{{0,4}}<\|channel\|>\w+{_CALLED}){_CONTENT_TYPE}",
     _END_OF_MESSAGE,
     JsonArguments(),
 )
@@ -122,13 +121,16 @@ _MISTRAL = (
     Region("call", r"\s*\[TOOL_CALLS\]\s*(?=\[\s*\{)", None, JsonCalls()),
     Region(
         "call",
-        rf"\s*\[TOOL_CALLS\]\s*{_NAME}\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\])?\s*(?=\{{)",
+        rf"\s*\[TOOL_CALLS\]\s*{_NAME}\s*+(?:\[CALL_ID\]\s*+(?P<id>\w++)\s*+)?(?:\[ARGS\])?\s*+(?=\{{)",
         None,
         JsonArguments(),
     ),
 )
-_LLAMA_JSON = (Region("call", rf"{_BARE}(?:<\|python_tag\|>\s*)?{_JSON_START}", None, JsonCalls(), bare=True),)
-_PYTHONIC = (Region("call", rf"{_BARE}{_LIST_START}", None, PythonCalls(), bare=True),)
+_LLAMA_JSON = (
+    Region("call", rf"\s*(?:<\|python_tag\|>\s*)?{_JSON_START}", None, JsonCalls(), bare=True),
+    Region("nothing", r"\s*;(?=\s*\{)", behind_calls=True),
+)
+_PYTHONIC = (Region("call", rf"\s*{_LIST_START}", None, PythonCalls(), bare=True),)
 _LLAMA_PYTHONIC = (
     Region("call", rf"\s*<\|python_start\|>\s*{_LIST_START}", None, PythonCalls()),
     *_PYTHONIC,
@@ -158,7 +160,7 @@ CALLS: Mapping[str, tuple[Region, ...]] = {
     "llama4_pythonic": _LLAMA_PYTHONIC,
     "pythonic": _PYTHONIC,
     "mistral": _MISTRAL,
-    "deepseek_v3": _deepseek(r"function<｜tool▁sep｜>\s*(?P<name>[^\n]+?)\s*```json\s*", r"\s*```"),
+    "deepseek_v3": _deepseek(r"function<｜tool▁sep｜>\s*(?P<name>[\w.\-]+)\s*```json\s*", r"\s*```"),
     "deepseek_v31": _deepseek(r"(?P<name>[\w.\-]+)\s*<｜tool▁sep｜>", ""),
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),

@@ -19,6 +19,7 @@ from paceline.checkpoint.marks import Marks
 Kind = Literal["content", "reasoning", "call", "nothing"]
 _RANKS = {"call": 0, "reasoning": 1}
 """Which of two regions begins where both may, with the same text."""
+_CLOSERS = frozenset("]})")
 _KEPT_CHARS = 4096
 """Characters that were read already and are kept before the text is cut."""
 
@@ -30,7 +31,8 @@ class Region:
     kind: Kind
     """``nothing``: its text is dropped."""
     opens: str
-    """Regular expression of its beginning, whose named groups the reader gets."""
+    """Regular expression of its beginning, whose named groups the reader gets; the text of a call begins with the group
+    ``body``, if there is one, else behind it."""
     closes: str | None = None
     """Regular expression of its end. None: a call ends where its value does, ``nothing`` at once, others never."""
     reader: CallReader | None = None
@@ -236,9 +238,9 @@ class AnswerParser:
             self._at = found.end()
             if rule.region.kind == "nothing" and rule.closes is None:
                 return said
-        self._scan = found.end()
         groups = {name: text for name, text in found.groupdict().items() if text is not None}
-        self._open = _Open(rule, found.start(), found.end(), groups)
+        self._scan = body = found.start("body") if "body" in groups else found.end()
+        self._open = _Open(rule, found.start(), body, groups)
         return said
 
     def _within_text(self, ended: bool) -> list[Said] | None:
@@ -262,6 +264,9 @@ class AnswerParser:
         assert reader is not None
         try:
             if open_.rule.closes is None:
+                new, self._scan = self._text[self._scan :], len(self._text)
+                if not ended and not _CLOSERS.intersection(new) and 2 * len(new) < len(self._text) - open_.body:
+                    return None  # the value does not end here; one that is malformed is noticed as it doubles
                 length = reader.length(self._text[open_.body :])
                 if length is not None:
                     return self._called(reader, open_.body + length, open_.body + length)
@@ -273,8 +278,8 @@ class AnswerParser:
             if length is None or self._text[open_.body + length :].strip():
                 raise NoCallError("it has no end")
             return self._called(reader, open_.body + length, len(self._text))
-        except (NoCallError, UnfinishedCallError):
-            self._barred[id(open_.rule)] = max(open_.body, open_.start + 1)
+        except (NoCallError, UnfinishedCallError, RecursionError):
+            self._barred[id(open_.rule)] = max(open_.body + ("body" in open_.groups), open_.start + 1)
             self._open = None
             return []
 

@@ -11,6 +11,7 @@ import regex
 
 _FIRST, _FIRST_SILENT = 0xD800, 0xDC00
 _MAX_MARKS = _FIRST_SILENT - _FIRST
+_BLANKS = re.compile(r"^\\s\*(?![+?])")
 _META = re.compile(r"([\\.^$*+?{}\[\]|()])")
 
 
@@ -46,7 +47,8 @@ class Marks:
         """A pattern in which each mark that is a token means that token alone."""
         for text, i in self._by_text.items():
             pattern = _spelled(text).sub(f"[{chr(_FIRST + i)}{chr(_FIRST_SILENT + i)}]", pattern)
-        return regex.compile(pattern, regex.DOTALL)
+        # Blanks before a mark are taken from their first one on, which takes time in proportion to their number.
+        return regex.compile(_BLANKS.sub(r"(?:(?<!\\s)\\s*+)?", pattern), regex.DOTALL)
 
     def of_text(self, text: str) -> str:
         """A text that will be tokenized as a whole, with the marks in it as their code points."""
