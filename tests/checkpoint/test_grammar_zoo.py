@@ -16,9 +16,15 @@ import jsonschema
 import numpy as np
 import pytest
 from tests.support import zoo
+from tests.support.rings import slow
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from paceline.checkpoint.grammar import Grammars, Matcher
+from paceline.checkpoint.grammar_tokenizer import GrammarTokenizer
 from paceline.checkpoint.pieces import Pieces, bytes_at
+from paceline.checkpoint.tokenizer import JsonTokenizer, Tokenizer
+from paceline.errors import InvalidRequestError
 from paceline.types import StructuredOutput
 
 _MOST_TOKENS = 40
@@ -134,11 +140,12 @@ def _pieces(name: str) -> Pieces:
 def examine(name: str, form: Form, seed: int) -> bool:
     """Walks through one output, with drafts that it does not take; True if it came to its end."""
     random, tokenizer = Random(seed), zoo.tokenizer(name)
+    marked = tokenizer.added_tokens.keys() - {*tokenizer.eos_token_ids}
     last: tuple[int, ...] = ()
     ended = False
     for state, tokens, allowed in walk(name, form.form, random):
         ends = {*allowed} & {*tokenizer.eos_token_ids}
-        added = [i for i in allowed if i in tokenizer.added_tokens and i not in ends]
+        added = [i for i in allowed if i in marked]
         probes = [*added[:2], *random.sample(allowed, min(_PROBES, len(allowed)))]
         for probe, row in zip(probes, state.masks([(i,) for i in probes]), strict=True):
             assert probe in ends or not (row == 0xFF).all(), f"{probe} is allowed after {tokens} and cannot come"
@@ -156,8 +163,87 @@ def text_of(name: str, token_ids: tuple[int, ...]) -> str:
     return "".join(map(detokenizer.add, token_ids)) + detokenizer.flush()
 
 
-@pytest.mark.parametrize("name", zoo.EVERY)
+@pytest.mark.parametrize("name", [*zoo.MADE, "llama2", *slow(name for name in zoo.PUBLISHED if name != "llama2")])
 def test_what_a_mask_allows_can_come_and_what_comes_has_the_form(name: str) -> None:
     for mark in marks(name):
         for kind, form in forms(mark).items():
             assert any(examine(name, form, seed) for seed in range(2)) or kind == "free text", (mark, kind)
+
+
+def marks_come_as_text(name: str, mark: str) -> bool:
+    """True if the token of a mark may come where its text may. Its text may in any case."""
+    tokenizer = zoo.tokenizer(name)
+    token_id = next(i for i, (text, _) in tokenizer.added_tokens.items() if text == mark)
+    found = set()
+    for form in (StructuredOutput(choice=(f"x{mark}", "y")), StructuredOutput(regex=f"[xy]({re.escape(mark)}|z)")):
+        state = grammars(name).matcher(form, tokenizer.encode_text("\nx")[-1:])
+        allowed = {*tokens_of(state.masks([()])[0])}
+        found.add(token_id in allowed)
+        assert allowed - {token_id} or token_id in allowed
+    (whole,) = found
+    return whole
+
+
+@pytest.mark.parametrize("name", zoo.EVERY)
+def test_a_mark_is_text_unless_it_is_special(name: str) -> None:
+    """A model writes its marks as one token: it must be allowed to. A special token is in no text."""
+    added = dict(zoo.tokenizer(name).added_tokens.values())
+    for mark in marks(name):
+        assert marks_come_as_text(name, mark) is not added[mark], mark
+
+
+def unchecked(self: GrammarTokenizer, text: str) -> list[int]:
+    """Forced text as the tokenizer cuts it, into special tokens too."""
+    return self._pieces.encode_text(text, start=False)
+
+
+def with_prefix_space(self: GrammarTokenizer, text: str) -> list[int]:
+    """Forced text as the beginning of a prompt."""
+    return self._pieces.encode_text(text, start=True)
+
+
+@pytest.mark.parametrize("mutant", [unchecked, with_prefix_space])
+def test_tokens_that_are_not_the_forced_text_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, mutant: Callable[[GrammarTokenizer, str], list[int]]
+) -> None:
+    monkeypatch.setattr(GrammarTokenizer, "__call__", mutant)
+    monkeypatch.setitem(globals(), "grammars", functools.cache(grammars.__wrapped__))
+    with pytest.raises(AssertionError):
+        test_what_a_mask_allows_can_come_and_what_comes_has_the_form("special_marks")
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_tokenizer_whose_marks_are_all_of_one_kind_is_noticed(monkeypatch: pytest.MonkeyPatch, special: bool) -> None:
+    """As if whatever is written <...> were special, or nothing were."""
+    init = Pieces.__init__
+
+    def mistaken(self: Pieces, tokenizer: Any) -> None:
+        init(self, tokenizer)
+        for token_id, (text, _) in tokenizer.added_tokens.items():
+            self.pieces[token_id] = text if special else text.encode()
+
+    monkeypatch.setattr(Pieces, "__init__", mistaken)
+    monkeypatch.setitem(globals(), "grammars", functools.cache(grammars.__wrapped__))
+    with pytest.raises(AssertionError):
+        test_a_mark_is_text_unless_it_is_special("plain_marks")
+
+
+@pytest.mark.parametrize("rows", [-3, 64])
+def test_an_embedding_of_another_size_than_the_tokenizer_is_bound(rows: int) -> None:
+    """Rows without a token are never allowed, nor are tokens without a row."""
+    tokenizer = zoo.tokenizer("plain_marks")
+    size = tokenizer.vocab_size + rows
+    found = Grammars(tokenizer, size, (258,)).matcher(StructuredOutput(regex="(<think>|<pad>|</tool_call>)+"))
+    allowed = tokens_of(found.masks([()])[0])
+    written = {i for i, (text, special) in tokenizer.added_tokens.items() if not special and text != "</think>"}
+    assert {*allowed} == {i for i in (*tokenizer.encode_text("<")[:1], *written) if i < size} - {
+        i for i in written if tokenizer.added_tokens[i][0] == "<tool_call>"
+    }
+
+
+def test_a_decoder_that_joins_tokens_by_their_neighbors_is_refused() -> None:
+    backend = Backend(models.WordPiece(vocab={"a": 0, "##b": 1, "[UNK]": 2, "</s>": 3}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    grammars = Grammars(Tokenizer("words", JsonTokenizer(backend, "</s>")), 4)
+    with pytest.raises(InvalidRequestError, match="whose decoder writes each token by itself"):
+        grammars.compile(StructuredOutput(regex="a"))

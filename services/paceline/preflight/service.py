@@ -246,10 +246,10 @@ def _read_model(
     except ConfigError as error:
         findings.append(Finding.error(f"{key}.tokenizer_source", f"cannot be used: {error}"))
         return None
-    if tokenizer.vocab_size > checkpoint.vocab_size:
-        problem = (
-            f"has {tokenizer.vocab_size} tokens and its model only {checkpoint.vocab_size}: name its own tokenizer"
-        )
+    # Added tokens may lie beyond: the rows of text models end where those of images begin.
+    most = 1 + max({*tokenizer.vocab.values()} - tokenizer.added_tokens.keys(), default=-1)
+    if most > checkpoint.vocab_size:
+        problem = f"has {most} tokens and its model only {checkpoint.vocab_size}: name its own tokenizer"
         findings.append(Finding.error(f"{key}.tokenizer_source", problem))
         return None
     findings += _check_degree(pool, options.tensor_parallel_size, checkpoint)
