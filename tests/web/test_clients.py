@@ -97,3 +97,27 @@ def test_guidellms_calls_are_answered(at):
     assert done == "[DONE]"
     assert all(part["usage"] for part in parts)
     assert last["usage"]["completion_tokens"] == 6
+
+
+def test_one_path_takes_chats_and_prompts(at):
+    """SageMaker's ``/invocations``."""
+    chat = call(f"{at}/invocations", {"messages": USER, "max_tokens": 3})[2]
+    text = call(f"{at}/invocations", {"prompt": "hi", "max_tokens": 3})[2]
+    assert [chat["object"], text["object"]] == ["chat.completion", "text_completion"]
+    assert call(f"{at}/invocations", [])[0] == 400
+
+
+def test_the_tokenizer_tells_its_special_tokens(at):
+    info = call(f"{at}/tokenizer_info")[2]
+    assert info["eos_token"] == "<7>"
+    assert "tool.function.name" in info["chat_template"]
+
+
+def test_counts_in_events_begin_at_zero_and_grow(at):
+    body = {"messages": USER, "stream": True, "max_tokens": 6, "ignore_eos": True}
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    *parts, _ = events(f"{at}/v1/chat/completions", body | options)
+    counts = [part["usage"]["completion_tokens"] for part in parts]
+    assert counts[0] == 0
+    assert counts == sorted(counts)
+    assert counts[-1] == 6

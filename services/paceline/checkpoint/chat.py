@@ -58,6 +58,11 @@ class ChatTemplate:
         self.format = format
         self._readings: dict[tuple[int, bool], tuple[Tokenizer, Reading]] = {}
 
+    @property
+    def source(self) -> str:
+        """The chat template itself, the one that is taken without tools."""
+        return str(self._tokenizer.get_chat_template(self._given))
+
     @cached_property
     def variables(self) -> frozenset[str]:
         """Variables that the chat template reads."""

@@ -44,7 +44,7 @@ class JsonTokenizer:
     """The part of a transformers tokenizer that ``Tokenizer`` uses, over a ``tokenizer.json`` alone."""
 
     def __init__(self, backend: Any, eos_token: str | None) -> None:
-        self.backend_tokenizer = backend
+        self.backend_tokenizer, self.eos_token = backend, eos_token
         self.eos_token_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
 
     def __len__(self) -> int:
@@ -163,6 +163,12 @@ class Tokenizer:
             return None
         content = json.loads(backend.to_str())
         return json.dumps({**content, "padding": None, "truncation": None})
+
+    @property
+    def special_names(self) -> dict[str, str | None]:
+        """Text of the tokens that have a role: ``bos_token``, ``eos_token``, ``pad_token``, ``unk_token``."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {name: getattr(self._tokenizer, name, None) for name in names}
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -109,10 +109,12 @@ def make_app(edge: Edge) -> FastAPI:
     def caller_of(request: Request) -> str:
         return edge.access.identify(list(request.headers.items()))
 
-    async def asked(request: Request, kind: Callable[[Edge, Any, str], _A], body: type[Body]) -> tuple[Body, _A]:
-        """The body of a request, and what answers it."""
+    async def asked(
+        request: Request, kind: Callable[[Edge, Any, str], _A], body: type[Body], parsed: tuple[Any, int] | None = None
+    ) -> tuple[Body, _A]:
+        """The body of a request, and what answers it. ``parsed``: the body, if it was read already."""
         _request_id(request)
-        data, size = await _json(request, edge.max_body_bytes)
+        data, size = parsed or await _json(request, edge.max_body_bytes)
         given = read(body, data, Ignored(strict=edge.strict_fields))
         if given.model and given.model not in names:
             raise _no_model(given.model, names)
@@ -127,9 +129,14 @@ def make_app(edge: Edge) -> FastAPI:
         request.state.ignored = given.ignored.header
         return given, made
 
-    async def answer(request: Request, kind: Callable[[Edge, Any, str], Answer], body: type[Body]) -> Response:
+    async def answer(
+        request: Request,
+        kind: Callable[[Edge, Any, str], Answer],
+        body: type[Body],
+        parsed: tuple[Any, int] | None = None,
+    ) -> Response:
         caller = caller_of(request)
-        given, made = await asked(request, kind, body)
+        given, made = await asked(request, kind, body, parsed)
         requests = made.requests
         if given.stream_options is not None and given.stream_options.include_trace:
             requests = [replace(one, trace=True) for one in requests]
@@ -228,6 +235,15 @@ def make_app(edge: Edge) -> FastAPI:
         """Answers chats."""
         return await answer(request, ChatCompletion, ChatBody)
 
+    @app.post("/invocations")
+    async def invocations(request: Request) -> Response:
+        """Answers a chat or continues a prompt, whichever the body holds, by the name that SageMaker asks for."""
+        caller_of(request)
+        data, size = await _json(request, edge.max_body_bytes)
+        if isinstance(data, dict) and "messages" in data:
+            return await answer(request, ChatCompletion, ChatBody, (data, size))
+        return await answer(request, Completion, CompletionBody, (data, size))
+
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
         """Answers by items. Nothing is stored."""
@@ -244,6 +260,13 @@ def make_app(edge: Edge) -> FastAPI:
         caller_of(request)
         _, made = await asked(request, anthropic.Message, CountBody)
         return _Json({"input_tokens": made.num_prompt_tokens}, headers=_id_headers(request))
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info(request: Request) -> Response:
+        """The special tokens by their roles, and the chat template, as vLLM tells them."""
+        caller_of(request)
+        template = None if edge.chat is None else edge.chat.source
+        return _Json({**edge.service.info.tokenizer.special_names, "chat_template": template})
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:

@@ -140,11 +140,12 @@ class ChatCompletion:
 
     def take(self, i: int, item: Chunk | Result) -> Iterator[dict[str, Any]]:
         """Takes what choice ``i`` has yielded; yields the events that tell of it."""
-        self._totals.note(i, item)
         choice = self._choices[i]
         if i not in self._begun:
             self._begun.add(i)
+            self._totals.begin(i, item)
             yield self._event(i, {"role": "assistant", "content": ""}) | self._prompt_ids()
+        self._totals.note(i, item)
         if isinstance(item, Result):
             choice.result = item
             for part in self._sent(choice.speech.finish()):

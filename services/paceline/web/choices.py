@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paceline.errors import RequestCancelledError
@@ -80,6 +81,11 @@ class Totals:
         self._usage: dict[int, Usage] = {}
         self._accepted: dict[int, int] = {}
         self._drafted: dict[int, int] = {}
+
+    def begin(self, i: int, item: Chunk | Result) -> None:
+        """Records the prompt of a choice; ``item`` is the first that it yields, and is yet to be noted."""
+        assert item.usage is not None, "every chunk of a session has it"
+        self._usage[i] = replace(item.usage, completion_tokens=0)
 
     def note(self, i: int, item: Chunk | Result) -> None:
         """Takes what a choice has yielded."""
