@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar, dataclass_transform, overload
 
-from paceline.types import FinishReason, Round, SamplingParams, SpeculationParams, TopLogprobs
+from paceline.types import FinishReason, PromptLogprobs, Round, SamplingParams, SpeculationParams, TopLogprobs
 
 _T = TypeVar("_T")
 
@@ -257,6 +257,16 @@ class Outcome:
 
 
 @record
+class PromptScores:
+    """Message from the target: log probabilities of those tokens of the prompt that a step has computed. All of them
+    come before the first outcome. A target that the session was re-opened on sends them again from the first."""
+
+    session_id: str
+    epoch: int
+    logprobs: PromptLogprobs
+
+
+@record
 class InFlight:
     """Message from the target: the proposal whose verification starts now (sent before the forward)."""
 
@@ -358,5 +368,5 @@ class RelayedNodes:
 
 ToTarget = OpenSession | CloseSession | DraftState | Nodes | RelayedNodes
 ToDraft = OpenSession | CloseSession | Commit | States | Hint
-FromTarget = Outcome | InFlight | States | Hint | TreeLost | SpeculationWanted | SessionFailed
+FromTarget = Outcome | PromptScores | InFlight | States | Hint | TreeLost | SpeculationWanted | SessionFailed
 FromDraft = Nodes | RelayedNodes | SessionFailed

@@ -14,7 +14,7 @@ from collections import abc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, replace
 from operator import index
-from typing import Annotated, Any, Literal, Protocol, Self, TypedDict, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypedDict, get_args
 
 from pydantic import (
     BaseModel,
@@ -83,6 +83,31 @@ MAX_TOP_LOGPROBS = 20
 """Most likeliest tokens that can be reported for the place of a token."""
 TopLogprobs = tuple[tuple[int, float], ...]
 """Likeliest tokens of one place with their log probabilities, equal ones by their ids; forbidden ones are left out."""
+
+
+class TokenLogprob(NamedTuple):
+    """Log probability of a token of a prompt, by the target's own distribution: its logits before any processor."""
+
+    logprob: float
+    rank: int
+    """Place of the token among all, the likeliest first, from 1; equal ones by their ids."""
+    top: TopLogprobs = ()
+    """Likeliest tokens in its place, as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of tokens of a prompt that follow one another."""
+
+    position: int
+    """Index of the first of these tokens in the prompt; at least 1, since nothing precedes the first of the prompt."""
+    tokens: tuple[TokenLogprob, ...]
+
+    def after(self, position: int) -> PromptLogprobs | None:
+        """Returns the part from ``position`` on; None if that is empty."""
+        skipped = max(0, position - self.position)
+        rest = self.tokens[skipped:]
+        return PromptLogprobs(self.position + skipped, rest) if rest else None
 
 
 class LogprobsMode(enum.StrEnum):
@@ -267,8 +292,9 @@ class SamplingParams(_RequestParams):
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Keeps tokens of at least this share of the largest probability; 0 keeps every token."""
 
-    max_tokens: int = Field(default=128, ge=1, lt=MAX_TOKENS)
-    """The output ends after so many tokens. The default is lowered to what the prompt leaves of the context."""
+    max_tokens: int = Field(default=128, ge=0, lt=MAX_TOKENS)
+    """The output ends after so many tokens; 0 is allowed with ``prompt_logprobs`` only. The default is lowered to what
+    the prompt leaves of the context."""
     stop_token_ids: tuple[TokenId, ...] = ()
     """The output ends with the first of these."""
     include_stop_str_in_output: bool = False
@@ -288,8 +314,19 @@ class SamplingParams(_RequestParams):
     top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     """Likeliest tokens, with their log probabilities, that are reported for the place of each token; 0: none."""
 
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    """Likeliest tokens that are reported, with their log probabilities and its own, for the place of each token of the
+    prompt; the target's own ones, whatever ``logprobs_mode`` says. None: the prompt has no log probabilities."""
+
+    @property
+    def _shows_prompt(self) -> bool:
+        """True if the answer tells something of the prompt, so that it may have no token."""
+        return self.prompt_logprobs is not None
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if not self.max_tokens and not self._shows_prompt:
+            raise ValueError("max_tokens is 0 and prompt_logprobs is absent: without it at least 1 is allowed")
         if self.min_tokens > self.max_tokens and "max_tokens" in self.model_fields_set:  # else see ``with_defaults``
             raise ValueError(f"min_tokens is {self.min_tokens}: at most max_tokens ({self.max_tokens}) is allowed")
         if self.structured_output is not None and self.ignore_eos:
@@ -410,6 +447,7 @@ class SamplingFields(TypedDict, total=False):
     seed_scope: SeedScope | Literal["prompt", "global"]
     logprobs_mode: LogprobsMode | Literal["raw_logprobs", "processed_logprobs"]
     top_logprobs: int
+    prompt_logprobs: int | None
 
 
 def as_sampling(sampling: SamplingParams | None, fields: SamplingFields) -> SamplingParams:
@@ -888,6 +926,8 @@ class Chunk:
     """Times and tree of the round, for a request that asked for them."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
     """Likeliest tokens in the place of each token, for a request that asked for them; else ()."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Log probabilities of tokens of the prompt, in a chunk of their own before those with the tokens."""
 
     @property
     def text(self) -> str:
@@ -935,6 +975,8 @@ class Result:
     """Stop token id, end-of-sequence token id or stop string that ended the session; None if none of them did."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
     """Likeliest tokens in the place of each token, for a request that asked for them; else ()."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    """Log probability of each token of the prompt, for a request that asked for them; else (). The first has none."""
 
 
 class Generation(Protocol):

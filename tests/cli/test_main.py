@@ -70,7 +70,7 @@ def refused(capsys, *arguments):
         (["--top-p", "1.5"], ["--top-p is 1.5", "at most 1"]),
         (["--top-k", "-3"], ["--top-k is -3", "at least 0"]),
         (["--min-p", "2"], ["--min-p is 2.0", "at most 1"]),
-        (["--max-tokens", "0"], ["--max-tokens is 0", "at least 1"]),
+        (["--max-tokens", "0"], ["max_tokens is 0", "at least 1"]),
         (["--min-tokens", "9", "--max-tokens", "8"], ["min_tokens is 9", "at most max_tokens (8)"]),
         (["--seed", "-1"], ["--seed is -1", "at least 0"]),
         (["--repetition-penalty", "0"], ["--repetition-penalty is 0.0", "more than 0"]),
@@ -197,7 +197,7 @@ def test_a_prompt_argument_that_is_no_text(capsys):
     ("flags", "part"),
     [
         (["--repeats", "0"], "--repeats is 0"),
-        (["--max-tokens", "0"], "--max-tokens is 0"),
+        (["--max-tokens", "0"], "max_tokens is 0"),
         (["--max-tokens", "5000"], "fit the model's context"),
         (["--draft", "/no/such/draft"], "does not exist"),
     ],
@@ -251,6 +251,7 @@ def test_every_sampling_flag_reaches_its_field():
     args = build_parser().parse_args(f"generate x {flags} {penalties} {kinds}".split(" "))
     sampling = SamplingParams(**given(args, SamplingParams))
     others = {"structured_output", "allowed_token_ids", "logit_bias", "bad_words", "stop_token_ids"}
+    others |= {"skip_special_tokens", "prompt_logprobs"}
     assert sampling.model_dump(exclude=others) == {
         "max_tokens": 9,
         "min_tokens": 2,

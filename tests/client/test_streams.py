@@ -14,7 +14,18 @@ from paceline.errors import EngineError
 from paceline.messages import Outcome
 from paceline.router.session import Session
 from paceline.rpc import generation as api
-from paceline.types import Cause, FinishReason, Round, SamplingParams, SpeculationParams, Timing, Usage
+from paceline.types import (
+    Cause,
+    Chunk,
+    FinishReason,
+    PromptLogprobs,
+    Round,
+    SamplingParams,
+    SpeculationParams,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
 from paceline.v1 import generation_pb2 as pb
 
 
@@ -68,6 +79,36 @@ def test_the_result_is_the_one_of_the_session(server, generate, stop, matched):
     received, result = generate(server.address, [1, 2, 3], sampling, logprobs=True)
     assert received == [replace(piece, usage=None) for piece in chunks]
     assert result == session.result
+
+
+@both
+@pytest.mark.parametrize("times", [1, 2])
+def test_log_probabilities_of_the_prompt_come_once(server, generate, times):
+    """Also where a server sends them from the first again, as it does when a request is sent again."""
+    blocks = [PromptLogprobs(1, (TokenLogprob(-0.5, 1, ((4, -0.5),)),)), PromptLogprobs(2, (TokenLogprob(-2.0, 9),))]
+
+    async def script(request, context):
+        assert (request.sampling_params.prompt_logprobs, request.sampling_params.max_tokens) == (1, 0)
+        for block in blocks * times:
+            piece = Chunk((), (), (), (), None, prompt_logprobs=block)
+            message = api.chunk_to_proto(piece, prompt_tokens=3, completion_tokens=0)
+            yield pb.GenerateResponse(request_id=request.request_id, chunk=message)
+        yield complete(request, 0, finish_reason="length")
+
+    server.script = script
+    received, result = generate(server.address, [1, 2, 3], prompt_logprobs=1, max_tokens=0, seed=SEED)
+    assert [piece.prompt_logprobs for piece in received] == blocks
+    assert result.prompt_logprobs == (None, *(token for block in blocks for token in block.tokens))
+    assert (result.token_ids, result.usage.completion_tokens) == ((), 0)
+
+
+@both
+def test_a_server_that_knows_no_log_probabilities_of_prompts_is_reported(server, generate):
+    server.script = finishing()
+    with pytest.raises(EngineError, match="sent 0 log probabilities of a prompt of 3 tokens"):
+        generate(server.address, [1, 2, 3], prompt_logprobs=0)
+    _, result = generate(server.address, [1, 2, 3])
+    assert result.prompt_logprobs == ()
 
 
 def _decode(token_ids):

@@ -37,6 +37,7 @@ from paceline.types import (
     FinishReason,
     Mode,
     ModelInfo,
+    PromptLogprobs,
     Request,
     Result,
     Round,
@@ -46,6 +47,7 @@ from paceline.types import (
     SpeculationStats,
     StructuredOutput,
     Timing,
+    TokenLogprob,
     Usage,
 )
 from paceline.v1 import generation_pb2, types_pb2
@@ -240,6 +242,7 @@ def chunks(draw):
         draw(tuples(st.tuples(st.text(max_size=5), st.booleans()), 3)),
         draw(st.none() | rounds()),
         top_logprobs=draw(st.sampled_from([(), (((3, -0.5), (1, -1.5)),) * len(token_ids)])),
+        prompt_logprobs=draw(st.sampled_from([None, PromptLogprobs(3, (TokenLogprob(-0.5, 4, ((9, -0.25),)),))])),
     )
 
 
@@ -328,6 +331,7 @@ def test_the_words_of_a_complete():
         ({"token_ids": [1], "drafted": [True], "output_logprobs": [-1.0, -2.0]}, ("2 log probabilities",)),
         ({"top_logprobs": [types_pb2.TopLogprobs(token_ids=[1], logprobs=[-1.0])]}, ("0 tokens with 1 entries",)),
         ({"top_logprobs": [types_pb2.TopLogprobs(token_ids=[1])]}, ("tokens without log probabilities",)),
+        ({"prompt_logprobs": types_pb2.PromptLogprobs(logprobs=bytes(4))}, ("tokens without log probabilities",)),
     ],
 )
 def test_a_chunk_that_makes_no_sense(changes, parts):

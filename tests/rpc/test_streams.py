@@ -6,6 +6,7 @@ column left out, or put in another's place; a node without q given one; a row of
 """
 
 import math
+import struct
 from dataclasses import fields, replace
 from typing import get_args
 
@@ -49,6 +50,7 @@ from paceline.messages import (
     Nodes,
     OpenSession,
     Outcome,
+    PromptScores,
     RelayedNodes,
     SessionFailed,
     SparseDistribution,
@@ -63,10 +65,12 @@ from paceline.types import (
     MAX_DRAFT_TOKENS,
     Cause,
     FinishReason,
+    PromptLogprobs,
     ReplicaStatus,
     Round,
     SamplingParams,
     SpeculationParams,
+    TokenLogprob,
 )
 from paceline.v1 import draft_pb2, generation_pb2, target_pb2, types_pb2
 
@@ -109,6 +113,10 @@ def outcomes(draw):
     )
 
 
+floats32 = st.floats(-100, 0, width=32)
+token_logprobs = st.builds(TokenLogprob, floats32, uint31, tuples(st.tuples(uint31, floats32)))
+prompt_logprobs = st.builds(PromptLogprobs, uint31, tuples(token_logprobs).filter(bool))
+scores = st.builds(PromptScores, ids, uint64, prompt_logprobs)
 closes = st.builds(CloseSession, ids, uint64)
 draft_states = st.builds(DraftState, ids, uint64, st.booleans(), uint64, uint31)
 coupled_node = st.builds(Node, uint31, uint31, uint31, probs)
@@ -146,6 +154,7 @@ to_target = st.lists(opens() | closes | draft_states | trees | echoes, max_size=
 from_target = st.lists(outcomes(), max_size=4) | st.lists(in_flights, max_size=4)
 from_target |= st.lists(
     outcomes()
+    | scores
     | in_flights
     | st.builds(TreeLost, ids, uint64)
     | st.builds(SpeculationWanted, ids, uint64, st.booleans(), st.none() | st.integers(0, 2**32 - 1))
@@ -259,8 +268,15 @@ def test_a_replica_is_told_every_parameter():
     start = OpenSession("s", 0, (1,), 1, 5, SamplingParams(seed=5), SpeculationParams())
     proto = wire.encode_to_target([start]).commands[0].open_session
     said = {field.name for message in (proto.sampling, proto.speculation) for field, _ in message.ListFields()}
-    collections = {"allowed_token_ids", "logit_bias", "bad_words", "stop_token_ids", "structured_output"}
-    # an empty one is the default
+    collections = {
+        "allowed_token_ids",
+        "logit_bias",
+        "bad_words",
+        "stop_token_ids",
+        "structured_output",
+        "prompt_logprobs",
+    }
+    # one that is empty or absent is the default
     assert said == {*SamplingParams.model_fields, *SpeculationParams.model_fields} - collections
 
 
@@ -365,8 +381,31 @@ MALFORMED_TO_TARGET = {
     "open with too long a lookahead": open_with(speculation={"max_draft_tokens": MAX_DRAFT_TOKENS + 1}),
 }
 
+
+def scores_with(**changes):
+    columns = {"logprobs": [-1.0, -2.0], "ranks": [1, 2], "num_top": [1, 0], "top_token_ids": [3]}
+    columns |= {"top_logprobs": [-1.0], **changes}
+    session_id = columns.pop("session_id", "s")
+    packed = {
+        name: column
+        if isinstance(column, bytes)
+        else struct.pack(f"<{len(column)}{'f' if 'logprobs' in name else 'I'}", *column)
+        for name, column in columns.items()
+    }
+    logprobs = types_pb2.PromptLogprobs(position=1, **packed)
+    return target_pb2.TargetEvent(prompt_scores=target_pb2.PromptScores(session_id=session_id, logprobs=logprobs))
+
+
 MALFORMED_FROM_TARGET = {
     "nothing": target_pb2.TargetEvent(),
+    "scores without id": scores_with(session_id=""),
+    "scores of no token": scores_with(logprobs=[], ranks=[], num_top=[], top_token_ids=[], top_logprobs=[]),
+    "scores with too few ranks": scores_with(ranks=[1]),
+    "scores with more of the likeliest than they count": scores_with(num_top=[0, 0]),
+    "scores with fewer of the likeliest than they count": scores_with(num_top=[1, 1]),
+    "scores with a token without its logprob": scores_with(top_logprobs=[]),
+    "scores with a part of a number": scores_with(ranks=b"12345"),
+    "scores that are no number": scores_with(logprobs=[-1.0, float("nan")]),
     "in flight without id": target_pb2.TargetEvent(in_flight=target_pb2.InFlight(node_ids=[1])),
     "tree lost without id": target_pb2.TargetEvent(tree_lost=target_pb2.TreeLost(epoch=1)),
     "wanted without id": target_pb2.TargetEvent(speculation_wanted=target_pb2.SpeculationWanted(wanted=True)),
@@ -386,7 +425,7 @@ MALFORMED_FROM_TARGET = {
 def test_the_tables_change_what_is_valid():
     commands = [nodes_with(), nodes_with(sampled=[True, False], qs=[q([5], [1.0]), q([], [])]), open_with()]
     assert wire.decode_to_target(target_pb2.ToTarget(commands=commands))[1] == 0
-    assert wire.decode_from_target(target_pb2.FromTarget(events=[outcome_with()]))[2] == 0
+    assert wire.decode_from_target(target_pb2.FromTarget(events=[outcome_with(), scores_with()]))[2] == 0
 
 
 @pytest.mark.parametrize("command", MALFORMED_TO_TARGET.values(), ids=MALFORMED_TO_TARGET)

@@ -149,9 +149,18 @@ def test_the_tokens_are_those_of_plain_decoding_in_one_process(
     with LocalPipeline(config_of(checkpoints, target=target, draft=draft)) as pipeline:
         found = outputs(pipeline, MODES)
         rejecting = pipeline.generate("abc", SamplingParams(max_tokens=20, seed=3), _rejection()).result
+        scored = pipeline.generate(TEXTS[1], prompt_logprobs=3, max_tokens=0).result.prompt_logprobs
+        token_ids = pipeline.encode(TEXTS[1], SamplingParams())
     for mode, tokens in zip(MODES, found, strict=True):
         assert tokens == plain, mode
     assert len(rejecting.token_ids) <= 20
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / "target", dtype=torch.float32)
+    with torch.no_grad():
+        log_probs = model(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+    assert len(scored) == len(token_ids)
+    for row, token_id, one in zip(log_probs, token_ids[1:], scored[1:], strict=False):
+        assert abs(row[token_id].item() - one.logprob) < 1e-4
+        assert [value for _, value in one.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
 
 
 def _rejection() -> SpeculationParams:

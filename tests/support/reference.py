@@ -89,7 +89,8 @@ SECTIONS: list[tuple[str, str, list[Entry]]] = [
         "What comes back",
         "",
         _types(
-            *("Chunk", "Result", "Usage", "Timing", "SpeculationStats", "Round", "Cause", "FinishReason"),
+            *("Chunk", "Result", "TokenLogprob", "PromptLogprobs"),
+            *("Usage", "Timing", "SpeculationStats", "Round", "Cause", "FinishReason"),
             *("Trace", "TracedStep", "TracedNode"),
         ),
     ),

@@ -54,7 +54,7 @@ REFUSED = {
     "guided_json": [3],
     "guided_choice": ["yes", [""]],
     "structured_output": [{}, {"regex": "a", "json_object": True}],
-    "prompt_logprobs": [1],
+    "prompt_logprobs": [21, -1, True, 0.5],
     "use_beam_search": [True],
     "skip_special_tokens": ["maybe"],
     "allowed_token_ids": [[], [299999], [-1], 3, [True], [1] * 1025],

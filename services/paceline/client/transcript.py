@@ -11,7 +11,17 @@ from paceline.client.retries import Retries
 from paceline.errors import ConfigError, DeadlineExceededError, EngineError, PacelineError, RequestCancelledError
 from paceline.rpc import generation as api
 from paceline.rpc.status import from_rpc_error, is_lost, is_ours
-from paceline.types import Chunk, FinishReason, Request, Result, SpeculationStats, Timing, Usage
+from paceline.types import (
+    Chunk,
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    Result,
+    SpeculationStats,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
 from paceline.v1 import generation_pb2 as pb
 
 
@@ -36,7 +46,10 @@ class Transcript:
         self._result: Result | None = None
         self._error: PacelineError | None = None
         self._chunks: list[Chunk] = []
-        self._num_tokens = 0
+        self._num_tokens = self._num_first = 0
+        self._scores: list[TokenLogprob | None] = []  # of the prompt's tokens, if they were asked for
+        if request.sampling.prompt_logprobs is not None:
+            self._scores.append(None)
         self._prompt_tokens = 0 if isinstance(request.prompt, str) else len(request.prompt)
         self._cached_tokens = 0
         self._started_s = self._first_s = self._last_s = time.perf_counter()
@@ -47,6 +60,7 @@ class Transcript:
         try:
             if kind == "complete":
                 result = api.complete_from_proto(message.complete, self._chunks)
+                result = self._with_scores(result)
                 self._result = self._whole(result) if self.num_resumes else result
             if kind != "chunk":  # or something that only newer clients know
                 return None
@@ -56,14 +70,35 @@ class Transcript:
         except PacelineError as error:
             self.over, self._error = True, error
             return None
+        if chunk.prompt_logprobs is not None:
+            return self._feed_scores(chunk, chunk.prompt_logprobs)
         self._last_s = time.perf_counter()
         if not self._chunks:
-            self._first_s = self._last_s
+            self._first_s, self._num_first = self._last_s, len(chunk.token_ids)
             self._prompt_tokens = message.chunk.prompt_tokens
             self._cached_tokens = message.chunk.cached_tokens
         self._chunks.append(chunk)
         self._num_tokens += len(chunk.token_ids)
         return chunk
+
+    def _feed_scores(self, chunk: Chunk, logprobs: PromptLogprobs) -> Chunk | None:
+        """Takes log probabilities of the prompt, each once: a request that is sent again gets them from the first."""
+        rest = logprobs.after(len(self._scores))
+        if rest is None:
+            return None
+        self._scores += rest.tokens
+        return replace(chunk, prompt_logprobs=rest)
+
+    def _with_scores(self, result: Result) -> Result:
+        """The result with the prompt's log probabilities. Raises EngineError if an older server sent none."""
+        if self.request.sampling.prompt_logprobs is None:
+            return result
+        if len(self._scores) != result.usage.prompt_tokens:
+            reason = (
+                f"sent {len(self._scores) - 1} log probabilities of a prompt of {result.usage.prompt_tokens} tokens"
+            )
+            raise EngineError(f"the service at {self._address} {reason}")
+        return replace(result, prompt_logprobs=tuple(self._scores))
 
     def _check_count(self, theirs: int, ours: int) -> None:
         """Raises EngineError if a server counts other tokens than came: an older one begins anew instead."""
@@ -133,6 +168,7 @@ class Transcript:
             token_ids=tuple(token_id for chunk in self._chunks for token_id in chunk.token_ids),
             logprobs=tuple(logprob for chunk in self._chunks for logprob in chunk.logprobs),
             top_logprobs=tuple(place for chunk in self._chunks for place in chunk.top_logprobs),
+            prompt_logprobs=tuple(self._scores),
             finish_reason=FinishReason.ABORT,
             usage=Usage(self._prompt_tokens, self._num_tokens, self._cached_tokens),
             speculation=self._speculation(),
@@ -150,7 +186,7 @@ class Transcript:
     def _timing(self) -> Timing:
         """Times by this client's clock."""
         decode_s = self._last_s - self._first_s
-        num_later = self._num_tokens - len(self._chunks[0].token_ids) if self._chunks else 0
+        num_later = self._num_tokens - self._num_first
         first_s = self._first_s if self._chunks else time.perf_counter()
         return Timing(first_s - self._started_s, decode_s, num_later / decode_s if decode_s > 0 else 0.0)
 

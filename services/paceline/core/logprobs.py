@@ -1,4 +1,5 @@
-"""Log probabilities that the choice of tokens does not tell: the model's own, and those of the likeliest tokens."""
+"""Log probabilities that the choice of tokens does not tell: the model's own, those of the likeliest tokens, and those
+of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from torch import Tensor
 from paceline.core.deferred import upload
 from paceline.core.processors import Row
 from paceline.core.sampling import process
-from paceline.types import TopLogprobs
+from paceline.errors import EngineError
+from paceline.types import TokenLogprob, TopLogprobs
+
+_SCORED_TOGETHER = 32
+"""Rows of logits that are turned into log probabilities at once."""
 
 
 def logprobs_at(
@@ -41,6 +46,52 @@ def logprobs_at(
             of_session = log_probs[begin:end]
             values = of_session.gather(-1, upload(list(token_ids), logits.device)[:, None]).squeeze(-1).tolist()
             found[i] = tuple(values), tuple(likeliest(place, count) for place in of_session) if count else ()
+    return found
+
+
+def score(logits: Tensor, token_ids: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
+    """The log probabilities of given tokens by the model's own distribution, each with the ``count`` likeliest.
+
+    A row is looked at by itself, so the values do not depend on how many there are.
+
+    Args:
+        logits: [tokens, vocab], each row in the place of a token.
+        token_ids: one per row.
+        count: likeliest tokens of each row.
+
+    Raises:
+        EngineError: a row has no distribution.
+    """
+    found: list[TokenLogprob] = []
+    for start in range(0, len(token_ids), _SCORED_TOGETHER):
+        part = token_ids[start : start + _SCORED_TOGETHER]
+        found += _scored(logits[start : start + len(part)], part, count)
+    return tuple(found)
+
+
+def _scored(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprob]:
+    log_probs = torch.log_softmax(logits.to(torch.float32), -1)  # [tokens, vocab]
+    chosen = upload(list(token_ids), logits.device)[:, None]
+    own = log_probs.gather(-1, chosen)
+    before = torch.arange(log_probs.shape[-1], device=logits.device) < chosen
+    ranks = 1 + (log_probs > own).sum(-1) + ((log_probs == own) & before).sum(-1)
+    values = own.squeeze(-1).tolist()
+    if any(map(math.isnan, values)):
+        raise EngineError("the logits of the prompt are not finite")
+    tops = _likeliest_of_rows(log_probs, count) if count else [()] * len(values)
+    return list(map(TokenLogprob, values, ranks.tolist(), tops))
+
+
+def _likeliest_of_rows(log_probs: Tensor, count: int) -> list[TopLogprobs]:
+    """``likeliest`` of each row, by one call for all whose last place is not a tie."""
+    if count >= log_probs.shape[-1]:
+        return [likeliest(row, count) for row in log_probs]
+    values, ids = log_probs.topk(count + 1)
+    clear = ((values[:, -1] < values[:, -2]) & values[:, -2].isfinite()).tolist()
+    found: list[TopLogprobs] = []
+    for i, (own, of_row) in enumerate(zip(values[:, :-1].tolist(), ids[:, :-1].tolist(), strict=True)):
+        pairs = sorted(zip(of_row, own, strict=True), key=lambda pair: (-pair[1], pair[0]))
+        found.append(tuple(pairs) if clear[i] else likeliest(log_probs[i], count))
     return found
 
 

@@ -33,6 +33,9 @@ _BLOCK_PAGES = 512 // PAGE_SIZE
 KEY_PAGES = {1: 1, 2: 2, 3: 3, 4: 6, 5: 6, 6: 6, 7: 7, 0: 0}
 """Pages within the last 512-key block -> pages to attend over."""
 
+_MAX_SCORED_LOGITS, _LEAST_SCORED_ROWS = 2**24, 16
+"""64 MiB in float32: the logits of a long prompt are computed step by step, as its keys and values are."""
+
 QUERY_ROW_LEN = 16
 """Prefill chunks are cut into query rows of this length when they share a step with short rows."""
 
@@ -89,6 +92,11 @@ def padded_pages(num_pages: int) -> int:
 def padded_row_len(num_tokens: int, multiple: int = QUERY_MULTIPLE) -> int:
     """Smallest batch-invariant query row length that covers ``num_tokens``."""
     return -(-num_tokens // multiple) * multiple
+
+
+def most_scored_rows(vocab_size: int) -> int:
+    """Rows of logits that a step computes at most for the log probabilities of prompts."""
+    return max(_LEAST_SCORED_ROWS, _MAX_SCORED_LOGITS // vocab_size)
 
 
 @functools.lru_cache(4096)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from paceline.checkpoint.size import ModelSize
 from paceline.config import DraftOptions, DraftSetup, HeadDraftOptions, ModelOptions, SuffixOptions, TargetSetup
 from paceline.core import native
-from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_tokens
+from paceline.model.shapes import QUERY_ROW_LEN, most_scored_rows, padded_pages, padded_tokens
 from paceline.preflight.host_memory import (
     DEFAULT_SESSION_TOKENS,
     MEASURED_LEAVES,
@@ -162,7 +162,7 @@ def target_estimate(
             options.max_step_tokens,
             options.max_sessions,
             min(longest, least),
-            num_logits=options.max_sessions * (MAX_DRAFT_TOKENS + 1),
+            num_logits=max(options.max_sessions * (MAX_DRAFT_TOKENS + 1), _scored_rows(size)),
             num_copies=2,
             gathers=_gathers(options, on_gpu),
         ),
@@ -270,6 +270,10 @@ def _gathers(options: ModelOptions, on_gpu: bool) -> bool:
     if on_gpu or options.attention in ("sdpa", "triton"):
         return options.attention != "triton"
     return not native.has_avx512()
+
+
+def _scored_rows(size: ModelSize) -> int:
+    return most_scored_rows(size.vocab_size) if size.vocab_size else 0
 
 
 def _workspace_bytes(

@@ -37,6 +37,7 @@ from paceline.messages import (
     InFlight,
     OpenSession,
     Outcome,
+    PromptScores,
     SessionFailed,
     SpeculationWanted,
     States,
@@ -49,11 +50,13 @@ from paceline.types import (
     Chunk,
     FinishReason,
     Mode,
+    PromptLogprobs,
     Result,
     SamplingParams,
     SpeculationParams,
     SpeculationStats,
     Timing,
+    TokenLogprob,
     TopLogprobs,
     Usage,
     noise_key,
@@ -136,11 +139,13 @@ class Session:
         "_num_first",
         "_num_losses",
         "_num_resumed",
+        "_num_scores_wanted",
         "_opened",
         "_opened_s",
         "_prompt",
         "_queue_s",
         "_relayed",
+        "_scores",
         "_stop_prefixes",
         "_stops",
         "_target_done",
@@ -195,6 +200,8 @@ class Session:
         self.sampling = sampling.model_copy(update={"seed": self.seed})
         self.noise_key = noise_key(self.seed, sampling.seed_scope, prompt_token_ids)
         """Key of the noise on every engine that serves the session; the request's ``seed`` is what results name."""
+        if not sampling.max_tokens:  # no token is wanted, so none is drafted
+            speculation = speculation.model_copy(update={"mode": Mode.PLAIN})
         self.speculation = speculation
         self.stats = SpeculationStats()
         self.relay_stats = RelayStats()
@@ -217,7 +224,12 @@ class Session:
         self._num_losses = 0  # failures of the draft since one of its tokens was accepted
         self._relayed = False  # nodes of the draft's epoch have gone to the target
 
-        self._undigested: deque[Outcome] = deque()
+        # A broken stream that delivered tokens had delivered these before.
+        scores = sampling.prompt_logprobs is not None and not generated_token_ids
+        self._scores: list[TokenLogprob | None] = [None] if scores else []  # of the prompt's first tokens
+        self._num_scores_wanted = len(self._prompt) if scores else 0
+
+        self._undigested: deque[Outcome | PromptLogprobs] = deque()
         self._detokenizer = detokenizer or WindowDetokenizer(decode, self._prompt)
         self._stops = tuple(stop)
         self._stop_prefixes = _Prefixes(self._stops)
@@ -314,6 +326,8 @@ class Session:
                 self._on_outcome(event, actions)
         elif isinstance(event, (States, Hint)):
             self._on_aside(event, actions)
+        elif isinstance(event, PromptScores):
+            self._on_scores(event, actions)
         elif event.epoch != self._target_epoch:
             self.relay_stats.stale += 1
         elif isinstance(event, SessionFailed) and event.request_at_fault:
@@ -327,6 +341,22 @@ class Session:
         else:
             self._on_tree_lost(actions)
         return actions
+
+    def _on_scores(self, event: PromptScores, actions: Actions) -> None:
+        """Takes log probabilities of the prompt, of each token once."""
+        first, num_taken = event.logprobs.position, len(self._scores)
+        if event.epoch != self._target_epoch:
+            self.relay_stats.stale += 1
+        elif first < 1 or first + len(event.logprobs.tokens) > self._num_scores_wanted:
+            self.relay_stats.malformed += 1
+        elif first > num_taken:
+            self.relay_stats.early += 1
+            self._lose_target(actions, f"the log probability of prompt token {num_taken} is missing before {first}")
+        elif (logprobs := event.logprobs.after(num_taken)) is None:
+            self.relay_stats.repeated += 1
+        else:
+            self._scores += logprobs.tokens
+            self._undigested.append(logprobs)
 
     def _on_misplaced(self, event: Outcome | InFlight, actions: Actions) -> None:
         """Counts what is of another epoch, or belongs at a length of the context that was passed or is yet to come."""
@@ -356,6 +386,9 @@ class Session:
             self._tracer.on_in_flight(event)
 
     def _on_outcome(self, outcome: Outcome, actions: Actions) -> None:
+        if len(self._scores) < self._num_scores_wanted:
+            self._lose_target(actions, "the target sent no log probabilities of the prompt")
+            return
         if _malformed(outcome):
             self.relay_stats.malformed += 1
             self._lose_target(actions, f"a malformed outcome at {outcome.context_len}")
@@ -501,7 +534,13 @@ class Session:
         """Turns the outcomes that have arrived into chunks, and the last one into the result, too."""
         actions = Actions()
         while self._undigested and not self.finished:
-            self._digest(self._undigested.popleft(), actions)
+            event = self._undigested.popleft()
+            if isinstance(event, PromptLogprobs):
+                actions.chunks.append(Chunk((), (), (), (), None, self._usage(), prompt_logprobs=event))
+            elif not self.sampling.max_tokens:
+                self._end(actions, FinishReason.LENGTH, [])
+            else:
+                self._digest(event, actions)
         return actions
 
     def _digest(self, outcome: Outcome, actions: Actions) -> None:
@@ -634,6 +673,7 @@ class Session:
             seed=self.seed,
             matched_stop=self._matched_stop,
             top_logprobs=tuple(self._top_logprobs),
+            prompt_logprobs=tuple(self._scores),
         )
 
     def _usage(self) -> Usage:
@@ -647,13 +687,18 @@ class Session:
     def _open_message(self) -> OpenSession:
         if self._tracer is not None:
             self._tracer.on_open(len(self._history))
+        sampling = self.sampling
+        if len(self._scores) >= self._num_scores_wanted:
+            sampling = sampling.model_copy(update={"prompt_logprobs": None})
+        if not sampling.max_tokens:  # engines end a session with a token, which nobody is sent then
+            sampling = sampling.model_copy(update={"max_tokens": 1, "min_tokens": 0})
         return OpenSession(
             session_id=self.session_id,
             epoch=self._epoch,
             token_ids=tuple(self._history),
             num_prompt_tokens=len(self._prompt),
             seed=self.noise_key,
-            sampling=self.sampling,
+            sampling=sampling,
             speculation=self.speculation,
             eos_token_ids=self._eos_token_ids,
             cache_salt=self._cache_salt,

@@ -17,6 +17,7 @@ from paceline.errors import EngineError, InvalidRequestError, PromptTooLongError
 from paceline.errors.refusals import explain_parameter
 from paceline.rpc.values import (
     CAUSES,
+    read_prompt_logprobs,
     read_round,
     read_top_logprobs,
     sampling_fields,
@@ -25,6 +26,7 @@ from paceline.rpc.values import (
     speculation_to_proto,
     status_from_proto,
     status_to_proto,
+    write_prompt_logprobs,
     write_round,
     write_top_logprobs,
 )
@@ -207,6 +209,8 @@ def chunk_to_proto(
         cached_tokens=cached_tokens,
     )
     write_top_logprobs(chunk.top_logprobs, proto.top_logprobs)
+    if chunk.prompt_logprobs is not None:
+        write_prompt_logprobs(chunk.prompt_logprobs, proto.prompt_logprobs)
     for text, drafted in chunk.segments:
         proto.segments.add(text=text, drafted=drafted)
     if chunk.round is not None:
@@ -232,12 +236,15 @@ def chunk_from_proto(proto: generation_pb2.GenerateStreamChunk) -> Chunk:
         )
     try:
         top = read_top_logprobs(proto.top_logprobs)
+        of_prompt = read_prompt_logprobs(proto.prompt_logprobs) if proto.HasField("prompt_logprobs") else None
     except ValueError:
-        raise EngineError("the server sent tokens without log probabilities among top_logprobs") from None
+        raise EngineError(
+            "the server sent tokens without log probabilities among top_logprobs or prompt_logprobs"
+        ) from None
     if len(top) not in (0, len(token_ids)):
         raise EngineError(f"the server sent {len(token_ids)} tokens with {len(top)} entries of top_logprobs")
     segments = tuple((segment.text, segment.drafted) for segment in proto.segments)
-    return Chunk(token_ids, logprobs, drafted, segments, round_, top_logprobs=top)
+    return Chunk(token_ids, logprobs, drafted, segments, round_, top_logprobs=top, prompt_logprobs=of_prompt)
 
 
 def complete_to_proto(result: Result) -> generation_pb2.GenerateComplete:

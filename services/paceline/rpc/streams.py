@@ -45,6 +45,7 @@ from paceline.messages import (
     Nodes,
     OpenSession,
     Outcome,
+    PromptScores,
     RelayedNodes,
     SessionFailed,
     SparseDistribution,
@@ -56,6 +57,7 @@ from paceline.messages import (
 )
 from paceline.rpc.values import (
     CAUSES_TO_PROTO,
+    read_prompt_logprobs,
     read_round,
     read_top_logprobs,
     round_of,
@@ -65,6 +67,7 @@ from paceline.rpc.values import (
     speculation_to_proto,
     status_from_proto,
     status_to_proto,
+    write_prompt_logprobs,
     write_round,
     write_top_logprobs,
 )
@@ -167,6 +170,20 @@ def _read_outcome(proto: target_pb2.Outcome) -> Outcome | None:
     return Outcome(
         session_id, proto.epoch, proto.context_len, token_ids, logprobs, round_, finish_reason, cached_tokens, top
     )
+
+
+def _write_scores(message: PromptScores, proto: target_pb2.PromptScores) -> None:
+    proto.session_id, proto.epoch = message.session_id, message.epoch
+    write_prompt_logprobs(message.logprobs, proto.logprobs)
+
+
+def _read_scores(proto: target_pb2.PromptScores) -> PromptScores | None:
+    if not proto.session_id:
+        return None
+    try:
+        return PromptScores(proto.session_id, proto.epoch, read_prompt_logprobs(proto.logprobs))
+    except ValueError:
+        return None
 
 
 def _write_in_flight(message: InFlight, proto: target_pb2.InFlight) -> None:
@@ -475,6 +492,7 @@ _OPEN = _singly("open_session", _write_open, _read_open)
 _CLOSE = _flat("close_session", CloseSession)
 _FAILED = _singly("session_failed", _write_failed, _read_failed)
 _ECHO = _flat("echo", Echo)
+_SCORES = _singly("prompt_scores", _write_scores, _read_scores)
 _STATES = _flat("states", States, _read_states)
 _HINT = _singly("hint", _write_hint, _read_hint)
 
@@ -490,6 +508,7 @@ _FROM_TARGET = {
     Outcome: _either(
         _singly("outcome", _write_outcome, _read_outcome), _in_columns("outcomes", _write_outcomes, _read_outcomes)
     ),
+    PromptScores: _SCORES,
     InFlight: _either(
         _singly("in_flight", _write_in_flight, _read_in_flight),
         _in_columns("in_flights", _write_in_flights, _read_in_flights),

@@ -5,16 +5,21 @@ sampling and speculation parameters, rounds and replica statuses.
 from __future__ import annotations
 
 import functools
+import math
+import struct
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, islice
 from typing import Any
 
 from paceline.types import (
     Cause,
+    PromptLogprobs,
     ReplicaStatus,
     Round,
     SamplingParams,
     SpeculationParams,
     StructuredOutput,
+    TokenLogprob,
     TopLogprobs,
 )
 from paceline.v1 import types_pb2
@@ -50,6 +55,7 @@ _SAMPLING_SCALARS = (
     "seed_scope",
     "logprobs_mode",
     "top_logprobs",
+    "prompt_logprobs",
 )
 _SPECULATION_SCALARS = ("max_draft_tokens", "mode", "acceptance", "growth", "saguaro")
 _STATUS_SCALARS = (
@@ -82,6 +88,41 @@ def write_top_logprobs(places: Sequence[TopLogprobs], proto: Any) -> None:
 def read_top_logprobs(proto: Iterable[types_pb2.TopLogprobs]) -> tuple[TopLogprobs, ...]:
     """The likeliest tokens of each place. Raises ValueError if one has more tokens than log probabilities, or fewer."""
     return tuple(tuple(zip(place.token_ids, place.logprobs, strict=True)) for place in proto)
+
+
+def write_prompt_logprobs(logprobs: PromptLogprobs, proto: types_pb2.PromptLogprobs) -> None:
+    """Writes log probabilities of a prompt into ``proto``, by columns."""
+    tokens = logprobs.tokens
+    tops = list(chain.from_iterable(token.top for token in tokens))
+    proto.position = logprobs.position
+    proto.logprobs = _packed("f", [token.logprob for token in tokens])
+    proto.ranks = _packed("I", [token.rank for token in tokens])
+    proto.num_top = _packed("I", [len(token.top) for token in tokens])
+    proto.top_token_ids = _packed("I", [token_id for token_id, _ in tops])
+    proto.top_logprobs = _packed("f", [logprob for _, logprob in tops])
+
+
+def read_prompt_logprobs(proto: types_pb2.PromptLogprobs) -> PromptLogprobs:
+    """Log probabilities of a prompt. Raises ValueError for columns that do not fit together, and for no numbers."""
+    logprobs, counts = _unpacked("f", proto.logprobs), _unpacked("I", proto.num_top)
+    top = list(zip(_unpacked("I", proto.top_token_ids), _unpacked("f", proto.top_logprobs), strict=True))
+    if not logprobs or sum(counts) != len(top) or math.isnan(sum(logprobs)):
+        raise ValueError("the columns hold no token, too few of the likeliest ones, or no number")
+    rest = iter(top)
+    columns = zip(logprobs, _unpacked("I", proto.ranks), counts, strict=True)
+    tokens = tuple(TokenLogprob(logprob, rank, tuple(islice(rest, count))) for logprob, rank, count in columns)
+    return PromptLogprobs(proto.position, tokens)
+
+
+def _packed(code: str, values: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(values)}{code}", *values)
+
+
+def _unpacked(code: str, packed: bytes) -> tuple[Any, ...]:
+    """Numbers of four bytes. Raises ValueError for a part of one."""
+    if len(packed) % 4:
+        raise ValueError(f"{len(packed)} bytes hold no numbers of four bytes")
+    return struct.unpack(f"<{len(packed) // 4}{code}", packed)
 
 
 def write_round(round_: Round, proto: types_pb2.SpeculationRound) -> None:

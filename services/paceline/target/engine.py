@@ -17,11 +17,12 @@ from torch import Tensor
 
 from paceline.checkpoint.grammar import Grammars
 from paceline.core.deferred import upload
+from paceline.core.logprobs import score
 from paceline.core.native_tree import add_each
 from paceline.core.processors import Row, SamplerState
 from paceline.core.tree import FIRST, GREW, LOST, OFFERS, Producer, Proposal
 from paceline.core.verification import Verdict, decide, verify_picked
-from paceline.errors import InvalidRequestError, PacelineError
+from paceline.errors import EngineError, InvalidRequestError, PacelineError
 from paceline.messages import (
     CloseSession,
     DraftState,
@@ -30,11 +31,13 @@ from paceline.messages import (
     Nodes,
     OpenSession,
     Outcome,
+    PromptScores,
     SessionFailed,
     TreeLost,
 )
 from paceline.model.compiled.background import Compilation
 from paceline.model.runner import ModelRunner
+from paceline.model.shapes import most_scored_rows
 from paceline.model.step_plan import SequenceStep
 from paceline.target.branches import accepted_table, branches_of, page_tables, sequence_steps
 from paceline.target.control.allocation import Allocation
@@ -59,6 +62,7 @@ from paceline.types import (
     Cause,
     Execution,
     Mode,
+    PromptLogprobs,
     Round,
     SamplingParams,
     pages_for,
@@ -146,6 +150,7 @@ class TargetEngine:
             self.wait_policy,
             max_sessions=max_sessions,
             max_step_tokens=max_step_tokens,
+            max_scored_rows=most_scored_rows(runner.vocab_size),
             allocation=self.allocation,
             trial_rows=self.gate.trial_rows,
             heads=self.heads,
@@ -239,8 +244,10 @@ class TargetEngine:
         step = self._meter.decided(parts)
         self.heads.charge_guesses([part.session for part in parts if part.guess_tables], step.guess_s)
         self._held += self._commit(step, verdicts)
-        if not self._holds_outcomes:
+        if not self._holds_outcomes or forwarded.scored is not None:  # no outcome waits for what follows
             self._send_held()
+        if forwarded.scored is not None:
+            self._send(self._score(step, forwarded.scored))
         if forwarded.guessed is not None:
             self._learn_guesses(step, forwarded.guessed)
         if self.heads or self.link is not None:
@@ -522,6 +529,27 @@ class TargetEngine:
                 self._close(part.session)
                 at_fault = isinstance(verdict, InvalidRequestError)
                 messages.append(SessionFailed(part.session.session_id, part.session.epoch, str(verdict), at_fault))
+        return messages
+
+    def _score(self, step: MeasuredStep, logits: Tensor) -> list[PromptScores | SessionFailed]:
+        """Log probabilities of prompts. ``logits``: those of all rows of the parts that are scored, in order."""
+        messages: list[PromptScores | SessionFailed] = []
+        start = 0
+        for part in step.parts:
+            if not part.scores:
+                continue
+            session, rows = part.session, logits[start : start + part.num_logits]
+            start += part.num_logits
+            assert session.scored_top is not None
+            try:
+                tokens = score(rows, session.tokens[part.start + 1 : part.stop + 1], session.scored_top)
+            except EngineError as error:
+                self._close(session)
+                messages.append(SessionFailed(session.session_id, session.epoch, str(error)))
+                continue
+            session.num_scored = part.stop
+            logprobs = PromptLogprobs(part.start + 1, tokens)
+            messages.append(PromptScores(session.session_id, session.epoch, logprobs))
         return messages
 
     def _commit_round(self, step: MeasuredStep, decided: DecidedRound, heads: Heads | None) -> Outcome:

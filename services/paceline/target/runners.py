@@ -37,6 +37,8 @@ class Forwarded(NamedTuple):
     """[n, width]: hidden states for the heads, of all tokens or of those with logits; None: no head wants any."""
     guessed: Tensor | None = None
     """[branches, vocab]: logits after the guesses that rode in the step; None: there were none."""
+    scored: Tensor | None = None
+    """[rows, vocab]: logits of all rows of the parts that are scored; None: there were none."""
 
 
 class Runners:
@@ -106,10 +108,12 @@ class Runners:
                 assert features is not None
                 states.append(one.states[: _num_states(group, every_position=features.every_position)])
         guessed = [one.guessed for one in done if one.guessed is not None]
+        scored = [one.scored for one in done if one.scored is not None]
         return Forwarded(
             torch.cat([one.logits for one in done]),
             states=torch.cat(states) if states else None,
             guessed=torch.cat(guessed) if guessed else None,
+            scored=torch.cat(scored) if scored else None,
         )
 
     def close(self) -> None:
@@ -139,25 +143,30 @@ def _forward(runner: ModelRunner, parts: Sequence[Scheduled], *, wants_states: b
         own = part.sequence_steps()
         steps += own
         riding += part.riding_steps(own[0])
-    forwarded = _run(runner, parts, [*steps, *riding], len(riding), wants_states=wants_states)
-    if not riding:
+    num_scored = sum(part.num_logits for part in parts if part.scores)
+    num_further = num_scored + len(riding)
+    forwarded = _run(runner, parts, [*steps, *riding], num_further, wants_states=wants_states)
+    if not num_further:
         return forwarded
-    num_own = len(forwarded.logits) - len(riding)
-    return forwarded._replace(logits=forwarded.logits[:num_own], guessed=forwarded.logits[num_own:])
+    num_own = len(forwarded.logits) - num_further
+    decided, scored, guessed = forwarded.logits.split_with_sizes((num_own, num_scored, len(riding)))
+    return forwarded._replace(
+        logits=decided, scored=scored if num_scored else None, guessed=guessed if len(riding) else None
+    )
 
 
 def _run(
     runner: ModelRunner,
     parts: Sequence[Scheduled],
     steps: Sequence[SequenceStep],
-    num_riding: int,
+    num_further: int,
     *,
     wants_states: bool,
 ) -> Forwarded:
-    """Runs the model; the logits of the last ``num_riding`` steps come last."""
+    """Runs the model; the last ``num_further`` rows of logits decide nothing."""
     if isinstance(runner, LeadingRunner):
         rows = [row if part.session.picks else None for part in parts if part.verifies for row in part.rows()]
-        rows += [None] * num_riding
+        rows += [None] * num_further
         if any(row is not None for row in rows):
             if wants_states:
                 return Forwarded(*runner.forward_and_pick_with_states(steps, rows))

@@ -50,6 +50,9 @@ class Scheduled:
     """Tokens of a head that ride beside the session's own (``Heads.guesses``)."""
     guess_tables: tuple[Sequence[int], ...] = ()
     """Page table of each branch of these."""
+    scores: bool = False
+    """True for a part of a prompt that is told the log probability of the next token after each of its own. Such parts
+    come last in a step, and never verify."""
     num_drafted: int = field(init=False)
     """Tokens of the proposal."""
     verifies: bool = field(init=False)
@@ -63,6 +66,13 @@ class Scheduled:
     def num_tokens(self) -> int:
         """Tokens that the step computes for the session."""
         return self.stop - self.start + self.num_drafted
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits that the step computes for the session's own tokens."""
+        if self.verifies:
+            return self.num_drafted + 1
+        return self.stop - self.start if self.scores else 0
 
     @property
     def num_branches(self) -> int:
@@ -80,8 +90,7 @@ class Scheduled:
             return sequence_steps(context, self.start, proposal, self.tables)
         context += proposal.token_ids
         rows = range(self.start, self.stop + self.num_drafted)  # a token's KV row is its position
-        num_logits = self.num_drafted + 1 if self.verifies else 0
-        return [SequenceStep(context, rows, rows, self.session.pages, num_logits)]
+        return [SequenceStep(context, rows, rows, self.session.pages, self.num_logits)]
 
     def riding_steps(self, own: SequenceStep) -> list[SequenceStep]:
         """One sequence for each branch of the guesses, each with the logits after its last token. ``own``: the first
@@ -105,12 +114,14 @@ class Scheduler:
         *,
         max_sessions: int,
         max_step_tokens: int,
+        max_scored_rows: int = 16,
         allocation: Allocation | None = None,
         trial_rows: Callable[[TargetSession], int] = lambda session: 0,
         heads: Heads | None = None,
     ) -> None:
-        """``trial_rows``: draft tokens of a session that are verified whatever ``allocation`` decides. ``heads``: what
-        is asked for sessions whose draft has nothing."""
+        """``max_scored_rows``: rows of a step that tell log probabilities of prompts. ``trial_rows``: draft tokens of a
+        session that are verified whatever ``allocation`` decides. ``heads``: what is asked for sessions whose draft has
+        nothing."""
         self._cache = cache
         self._policy = policy
         self._allocation = allocation or Allocation(adaptive=False)
@@ -118,6 +129,7 @@ class Scheduler:
         self._heads = heads
         self._max_sessions = max_sessions
         self._max_step_tokens = max_step_tokens
+        self._max_scored_rows = max_scored_rows
         self.waiting: deque[TargetSession] = deque()
         self.running: list[TargetSession] = []  # oldest first
         self.num_preemptions = 0
@@ -151,7 +163,7 @@ class Scheduler:
         trees = self._allocation.offers_trees() if adaptive else self._allocation.trees
         if self._heads:
             self._heads.propose(ready, len(ready) + len(prefilling), trees=trees)
-        budget = self._max_step_tokens
+        budget, scored_budget = self._max_step_tokens, self._max_scored_rows
         wanted = self._allocate(ready, prefilling, trees=trees) if adaptive else self._merge(ready, trees=trees)
         parts: list[Scheduled] = []
         before = self.num_preemptions  # of a session that runs no longer there is nothing to take
@@ -161,8 +173,13 @@ class Scheduler:
                     budget -= self._take(parts, session, len(session.tokens), budget, wanted)
             for session in prefilling:
                 if budget > 0 and (self.num_preemptions == before or session in self.running):
-                    stop = min(session.num_tokens, session.num_computed + budget)
-                    budget -= self._take(parts, session, stop, budget, wanted)
+                    stop, scores = session.next_chunk(budget, scored_budget)
+                    if stop == session.num_computed:  # others are scored in this step
+                        continue
+                    num_taken = self._take(parts, session, stop, budget, wanted, scores=scores)
+                    budget -= num_taken
+                    scored_budget -= num_taken if scores else 0
+        parts.sort(key=_scores)
         return self._with_guesses(parts, budget) if self._heads and parts else parts
 
     def _not_waiting(self, decoding: list[TargetSession], now: float) -> list[TargetSession]:
@@ -257,7 +274,7 @@ class Scheduler:
         sessions = list(ready)
         for session in prefilling:
             missing = session.num_tokens - session.num_computed
-            if missing <= budget:
+            if missing <= budget and not session.scores_prompt:
                 sessions.append(session)  # this step ends its prefill, so that it may verify a proposal
             num_context += min(missing, budget)
             budget -= min(missing, budget)
@@ -293,7 +310,14 @@ class Scheduler:
         return {id(s): max(count, self._trial_rows(s)) for s, count in zip(decoding, counts, strict=True)}
 
     def _take(
-        self, parts: list[Scheduled], session: TargetSession, stop: int, budget: int, wanted: dict[int, int]
+        self,
+        parts: list[Scheduled],
+        session: TargetSession,
+        stop: int,
+        budget: int,
+        wanted: dict[int, int],
+        *,
+        scores: bool = False,
     ) -> int:
         """Adds the part of one session, preempting younger sessions for its pages.
 
@@ -301,6 +325,7 @@ class Scheduler:
             stop: the end of the context tokens [session.num_computed, stop) to compute.
             budget: tokens that the step may still compute.
             wanted: allocated draft tokens by ``id`` of the session; K for those without an entry.
+            scores: log probabilities of the prompt are wanted (``Scheduled.scores``).
 
         Returns:
             The number of tokens that the part uses.
@@ -339,7 +364,7 @@ class Scheduler:
                 self._preempt(victim, parts)
                 if victim is session:
                     return 0
-        part = Scheduled(session, session.num_computed, stop, proposal, num_trimmed, tables)
+        part = Scheduled(session, session.num_computed, stop, proposal, num_trimmed, tables, scores=scores)
         parts.append(part)
         return num_context + part.num_drafted
 
@@ -389,7 +414,7 @@ class Scheduler:
             if needed > self._cache.num_available and self.running:
                 session.release(self._cache)
                 return
-            session.cached_tokens = session.num_computed
+            session.cached_tokens = 0 if session.scores_prompt else session.num_computed
             self.running.append(self.waiting.popleft())
 
     def check_integrity(self, sessions: Sequence[TargetSession]) -> None:
@@ -400,6 +425,10 @@ class Scheduler:
         assert len(known) == len(sessions)
         assert not any(s.pages for s in self.waiting), "a waiting session holds no pages"
         self._cache.check_integrity([[*s.pages, *s.private_pages] for s in known])
+
+
+def _scores(part: Scheduled) -> bool:
+    return part.scores
 
 
 def offer_of(session: TargetSession, *, sent: bool = False, trees: bool = False) -> Offer:

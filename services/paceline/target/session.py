@@ -83,6 +83,7 @@ class TargetSession:
         "num_failures",
         "num_load_failures",
         "num_prompt_tokens",
+        "num_scored",
         "on_trial",
         "outcome_at",
         "pages",
@@ -93,6 +94,8 @@ class TargetSession:
         "resumed_at",
         "resumed_by_load",
         "sampler",
+        "scored_end",
+        "scored_top",
         "session_id",
         "stop_ids",
         "tokens",
@@ -142,6 +145,12 @@ class TargetSession:
         )
         self.mode = speculation.mode
         self.acceptance = speculation.acceptance
+        self.scored_top = sampling.prompt_logprobs
+        """Likeliest tokens that are reported for each token of the prompt; None: it has no log probabilities."""
+        self.scored_end = 0 if self.scored_top is None else message.num_prompt_tokens - 1
+        """Rows [0, scored_end) tell the log probability of the prompt's next token."""
+        self.num_scored = 0
+        """Rows [0, num_scored) have told it."""
         self.k = 0 if speculation.mode is Mode.PLAIN else speculation.max_draft_tokens
         self.sampler = SamplerState(
             sampling,
@@ -238,6 +247,26 @@ class TargetSession:
     def idle(self) -> bool:
         """True if the draft has announced to send nothing more before the next outcome."""
         return self.idle_context_len == len(self.tokens)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if log probabilities of the prompt are still to be computed."""
+        return self.num_scored < self.scored_end
+
+    def next_chunk(self, budget: int, scored_budget: int) -> tuple[int, bool]:
+        """The end of the next prefill chunk, and whether the log probabilities that its rows tell are wanted: those of
+        all of its rows, or of none.
+
+        Args:
+            budget: tokens that the step may still compute.
+            scored_budget: rows of them whose log probabilities may be wanted.
+        """
+        start = self.num_computed
+        if not self.scores_prompt:
+            return min(self.num_tokens, start + budget), False
+        if start < self.num_scored:  # computed again, after a preemption
+            return min(self.num_scored, start + budget), False
+        return min(self.scored_end, start + min(budget, scored_budget)), True
 
     def max_draft(self) -> int:
         """Length of the longest useful proposal: the round yields one token more than it accepts."""
@@ -366,7 +395,9 @@ class TargetSession:
         """Shares the pages that other sessions have computed of the same prefix."""
         assert not self.pages
         assert self.num_computed == 0
-        pages, self._hashes = cache.match_prefix(self.tokens, self._root)
+        # Rows that are still to be scored must be computed, and so must the last one in any case.
+        shareable = self.tokens[: self.num_scored + 1] if self.scores_prompt else self.tokens
+        pages, self._hashes = cache.match_prefix(shareable, self._root)
         self.pages = array("q", pages)
         self.num_computed = self.num_attached = len(self.pages) * PAGE_SIZE
         self.attachment += 1

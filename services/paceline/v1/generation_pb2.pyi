@@ -175,6 +175,7 @@ class GenerateStreamChunk(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """All segments in order. May lag behind the tokens: text that could be the beginning of a stop string, or of a
     character of several tokens, is withheld until it is decided.
@@ -208,6 +209,12 @@ class GenerateStreamChunk(_message.Message):
     def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopLogprobs]:
         """In the place of each token, if sampling_params.top_logprobs asks for them; else empty."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _types_pb2.PromptLogprobs:
+        """Of tokens of the prompt, if sampling_params.prompt_logprobs asks for them: in chunks of their own before those with
+        tokens, in order, none of them twice. A stream that is continued does not repeat them.
+        """
+
     def __init__(
         self,
         *,
@@ -221,13 +228,19 @@ class GenerateStreamChunk(_message.Message):
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         top_logprobs: _abc.Iterable[_types_pb2.TopLogprobs] | None = ...,
+        prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "round", b"round"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_round", b"_round", "prompt_logprobs", b"prompt_logprobs", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted", b"drafted", "output_logprobs", b"output_logprobs", "prompt_tokens", b"prompt_tokens", "round", b"round", "segments", b"segments", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_round", b"_round", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted", b"drafted", "output_logprobs", b"output_logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "round", b"round", "segments", b"segments", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__round: _TypeAlias = _typing.Literal["round"]  # noqa: Y015
     _WhichOneofArgType__round: _TypeAlias = _typing.Literal["_round", b"_round"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__round) -> _WhichOneofReturnType__round | None: ...
 
 Global___GenerateStreamChunk: _TypeAlias = GenerateStreamChunk  # noqa: Y015

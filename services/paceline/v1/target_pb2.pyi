@@ -160,6 +160,7 @@ class TargetEvent(_message.Message):
     OUTCOMES_FIELD_NUMBER: _builtins.int
     IN_FLIGHTS_FIELD_NUMBER: _builtins.int
     HINT_FIELD_NUMBER: _builtins.int
+    PROMPT_SCORES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def outcome(self) -> Global___Outcome: ...
     @_builtins.property
@@ -180,6 +181,8 @@ class TargetEvent(_message.Message):
     def in_flights(self) -> Global___InFlights: ...
     @_builtins.property
     def hint(self) -> _types_pb2.Hint: ...
+    @_builtins.property
+    def prompt_scores(self) -> Global___PromptScores: ...
     def __init__(
         self,
         *,
@@ -193,12 +196,13 @@ class TargetEvent(_message.Message):
         outcomes: Global___Outcomes | None = ...,
         in_flights: Global___InFlights | None = ...,
         hint: _types_pb2.Hint | None = ...,
+        prompt_scores: Global___PromptScores | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "hint", b"hint", "in_flight", b"in_flight", "in_flights", b"in_flights", "outcome", b"outcome", "outcomes", b"outcomes", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "states", b"states", "tree_lost", b"tree_lost"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "hint", b"hint", "in_flight", b"in_flight", "in_flights", b"in_flights", "outcome", b"outcome", "outcomes", b"outcomes", "prompt_scores", b"prompt_scores", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "states", b"states", "tree_lost", b"tree_lost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "hint", b"hint", "in_flight", b"in_flight", "in_flights", b"in_flights", "outcome", b"outcome", "outcomes", b"outcomes", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "states", b"states", "tree_lost", b"tree_lost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "event", b"event", "hint", b"hint", "in_flight", b"in_flight", "in_flights", b"in_flights", "outcome", b"outcome", "outcomes", b"outcomes", "prompt_scores", b"prompt_scores", "session_failed", b"session_failed", "speculation_wanted", b"speculation_wanted", "states", b"states", "tree_lost", b"tree_lost"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["outcome", "in_flight", "tree_lost", "session_failed", "speculation_wanted", "echo", "states", "outcomes", "in_flights", "hint"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["outcome", "in_flight", "tree_lost", "session_failed", "speculation_wanted", "echo", "states", "outcomes", "in_flights", "hint", "prompt_scores"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -361,6 +365,36 @@ class Outcomes(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Outcomes: _TypeAlias = Outcomes  # noqa: Y015
+
+@_typing.final
+class PromptScores(_message.Message):
+    """Log probabilities of the prompt, of the tokens that a step has computed; all of them come before the first outcome. Only
+    for sessions that ask for them: a router that gets an outcome before has met a target that does not know of them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    epoch: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _types_pb2.PromptLogprobs: ...
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        logprobs: _types_pb2.PromptLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "logprobs", b"logprobs", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptScores: _TypeAlias = PromptScores  # noqa: Y015
 
 @_typing.final
 class InFlight(_message.Message):

@@ -9,10 +9,10 @@ from typing import Any
 
 from paceline.checkpoint.answers import AnswerParser
 from paceline.errors import InvalidRequestError
-from paceline.types import Chunk, Request, Result
+from paceline.types import Chunk, Request, Result, TokenLogprob
 from paceline.web.calls import bound_calls
 from paceline.web.choices import Totals, metrics_of, round_of, speculation_of, with_defaults, with_seed
-from paceline.web.logprobs import token_logprobs
+from paceline.web.logprobs import prompt_entries, token_logprobs
 from paceline.web.messages import ChatBody, Tool, ToolsBody, for_template, offered, variables
 from paceline.web.service import Edge
 from paceline.web.speech import Part, Speech, ends_of
@@ -107,6 +107,8 @@ class _Choice:
     calls: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    scores: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    """Log probabilities of the prompt, if they were asked for."""
     result: Result | None = None
 
 
@@ -141,6 +143,9 @@ class ChatCompletion:
     def take(self, i: int, item: Chunk | Result) -> Iterator[dict[str, Any]]:
         """Takes what choice ``i`` has yielded; yields the events that tell of it."""
         choice = self._choices[i]
+        if isinstance(item, Chunk) and item.prompt_logprobs is not None:
+            choice.scores += item.prompt_logprobs.tokens
+            return
         if i not in self._begun:
             self._begun.add(i)
             self._totals.begin(i, item)
@@ -197,6 +202,9 @@ class ChatCompletion:
                 one["token_ids"] = choice.token_ids
             choices.append(one)
         counts = {"usage": self._totals.counts(), **self._metrics()}
+        if self._body.prompt_logprobs is not None:
+            scores, tokenizer = self._choices[0].scores, self._edge.service.info.tokenizer
+            counts["prompt_logprobs"] = prompt_entries(scores, self._asked.token_ids, tokenizer)
         return {**self._head, "object": "chat.completion", "choices": choices, **counts, **self._prompt_ids()}
 
     @property

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.checkpoint.token_text import Detokenizer
-from paceline.types import Chunk, Request, Result
+from paceline.checkpoint.tokenizer import Tokenizer
+from paceline.types import Chunk, Request, Result, TokenLogprob
 from paceline.web.choices import Totals, metrics_of, round_of, speculation_of, with_seed
-from paceline.web.logprobs import TokenColumns
+from paceline.web.logprobs import TokenColumns, echoed, prompt_entries
 from paceline.web.prompts import filling
 from paceline.web.schema import CompletionBody
 from paceline.web.service import Edge
@@ -28,6 +29,8 @@ class _Choice:
     """Tells where each of its tokens begins, then."""
     num_echoed: int = 0
     """Characters of the prompt before its text."""
+    scores: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    """Log probabilities of the prompt, if they were asked for."""
     result: Result | None = None
 
 
@@ -47,7 +50,7 @@ class Completion:
             "system_fingerprint": edge.system_fingerprint,
         }
         stop, speculation = body.stop_strings(edge.service.limits), body.speculation.params()
-        sampling = body.sampling(body.logprobs is not None, body.logprobs or 0)
+        sampling = body.sampling_of_prompts()
         self._prompts: list[str | tuple[int, ...]] = []
         ends: tuple[int, ...] = ()
         info = edge.service.info
@@ -77,31 +80,38 @@ class Completion:
         self._totals = Totals(body.n)
         self._choices = [_Choice() for _ in range(num)]
         self._begun: set[int] = set()
+        self._encoded: dict[str, tuple[int, ...]] = {}
 
     def take(self, i: int, item: Chunk | Result) -> Iterator[dict[str, Any]]:
         """Takes what choice ``i`` has yielded; yields the events that tell of it."""
         self._totals.note(i, item)
         choice = self._choices[i]
-        if isinstance(item, Result):
-            choice.result = item
-            yield self._event(self._choice(i, "", result=item))
+        if isinstance(item, Chunk) and item.prompt_logprobs is not None:
+            choice.scores += item.prompt_logprobs.tokens
             return
-        text = item.text
+        text = ""
         extra: dict[str, Any] = {}
         if i not in self._begun:
             self._begun.add(i)
-            text = self._prompt_text(i) + text if self._body.echo else text
-            extra = {"prompt_token_ids": self._prompt_ids(i)} if self._body.return_token_ids else {}
+            text = self._echo(i) if self._body.echo else ""
+            extra = {"prompt_token_ids": list(self._prompt_ids(i))} if self._body.return_token_ids else {}
+        if isinstance(item, Chunk):
+            text += item.text
+            choice.token_ids += item.token_ids
+            if self._body.return_token_ids:
+                extra["token_ids"] = list(item.token_ids)
+            options = self._body.stream_options
+            if options is not None and options.include_speculation:
+                extra["speculation"] = round_of(item)
+            self._take_logprobs(i, item)
         choice.text.append(text)
-        choice.token_ids += item.token_ids
-        if self._body.return_token_ids:
-            extra["token_ids"] = list(item.token_ids)
-        logprobs = self._take_logprobs(i, item)
-        options = self._body.stream_options
-        if options is not None and options.include_speculation:
-            extra["speculation"] = round_of(item)
+        columns = self._columns(i)
+        logprobs = None if columns is None else columns.take()
         if text or extra or logprobs:
             yield self._event(self._choice(i, text, logprobs=logprobs, extra=extra))
+        if isinstance(item, Result):
+            choice.result = item
+            yield self._event(self._choice(i, "", result=item))
 
     def finish(self) -> Iterator[dict[str, Any]]:
         """Yields the last events of a stream."""
@@ -119,7 +129,9 @@ class Completion:
         for i, choice in enumerate(self._choices):
             extra: dict[str, Any] = {}
             if self._body.return_token_ids:
-                extra = {"token_ids": choice.token_ids, "prompt_token_ids": self._prompt_ids(i)}
+                extra = {"token_ids": choice.token_ids, "prompt_token_ids": list(self._prompt_ids(i))}
+            if self._body.prompt_logprobs is not None:
+                extra["prompt_logprobs"] = prompt_entries(choice.scores, self._prompt_ids(i), self._tokenizer)
             columns = self._columns(i)
             logprobs = None if columns is None else columns.whole()
             choices.append(self._choice(i, "".join(choice.text), logprobs=logprobs, result=choice.result, extra=extra))
@@ -154,29 +166,50 @@ class Completion:
 
     def _columns(self, i: int) -> TokenColumns | None:
         """The log probabilities of a choice so far; None if they are not shown."""
-        choice, tokenizer = self._choices[i], self._edge.service.info.tokenizer
+        choice = self._choices[i]
         if choice.columns is None and self._body.logprobs is not None:
-            choice.columns = TokenColumns(tokenizer, as_ids=self._body.return_tokens_as_token_ids)
-            choice.detokenizer = tokenizer.detokenizer(self._prompt_ids(i))
+            choice.columns = TokenColumns(self._tokenizer, as_ids=self._body.return_tokens_as_token_ids)
+            choice.detokenizer = self._tokenizer.detokenizer(
+                self._prompt_ids(i), special=not self._body.skip_special_tokens
+            )
         return choice.columns
 
-    def _take_logprobs(self, i: int, chunk: Chunk) -> dict[str, Any] | None:
-        """Takes the log probabilities of a chunk; returns those that are shown with it, if any."""
+    def _take_logprobs(self, i: int, chunk: Chunk) -> None:
+        """Takes the log probabilities of a chunk, if they are shown."""
         columns = self._columns(i)
         if columns is None:
-            return None
+            return
         choice, tops = self._choices[i], chunk.top_logprobs or ((),) * len(chunk.token_ids)
         text = choice.detokenizer
         assert text is not None
         for token_id, logprob, top in zip(chunk.token_ids, chunk.logprobs, tops, strict=True):
             columns.add(token_id, logprob, top, choice.num_echoed + text.place(token_id), text)
             text.add(token_id)
-        return columns.take()
 
-    def _prompt_text(self, i: int) -> str:
-        prompt = self._prompts[i // self._body.n]
-        return prompt if isinstance(prompt, str) else self._edge.service.info.tokenizer.decode(prompt, special=True)
+    def _echo(self, i: int) -> str:
+        """The text of a choice's prompt; its tokens come first among the log probabilities, if these are shown."""
+        choice, columns, prompt = self._choices[i], self._columns(i), self._prompts[i // self._body.n]
+        if columns is None:
+            return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, special=True)
+        token_ids = self._prompt_ids(i)
+        text, offsets = echoed(self._tokenizer, prompt, token_ids)
+        choice.num_echoed = len(text)
+        for token_id, score, offset in zip(token_ids, choice.scores, offsets, strict=True):
+            if score is None:
+                columns.add(token_id, None, (), offset)
+            else:
+                columns.add(token_id, score.logprob, score.top[: self._body.logprobs], offset)
+        return text
 
-    def _prompt_ids(self, i: int) -> list[int]:
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        return self._edge.service.info.tokenizer
+
+    def _prompt_ids(self, i: int) -> Sequence[int]:
+        """The tokens of a choice's prompt."""
         prompt = self._prompts[i // self._body.n]
-        return list(self._edge.service.info.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        if not isinstance(prompt, str):
+            return prompt
+        if prompt not in self._encoded:
+            self._encoded[prompt] = self._tokenizer.encode(prompt)
+        return self._encoded[prompt]

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.checkpoint.token_text import ByteDetokenizer, Detokenizer
 from paceline.checkpoint.tokenizer import Tokenizer
-from paceline.types import Chunk
+from paceline.types import Chunk, TokenLogprob
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot hold."""
@@ -57,6 +57,24 @@ def token_logprobs(chunk: Chunk, tokenizer: Tokenizer, *, as_ids: bool = False) 
         entry(token_id, logprob) | {"top_logprobs": [entry(*other) for other in top]}
         for token_id, logprob, top in zip(chunk.token_ids, chunk.logprobs, tops, strict=True)
     ]
+
+
+def prompt_entries(
+    scores: Sequence[TokenLogprob | None], token_ids: Sequence[int], tokenizer: Tokenizer
+) -> list[dict[str, Any] | None]:
+    """vLLM's ``prompt_logprobs``: for each token of a prompt, by their ids, the likeliest in its place and itself."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": shown(logprob), "rank": rank, "decoded_token": name_of(bytes_of(tokenizer, token_id))}
+
+    found: list[dict[str, Any] | None] = []
+    for token_id, score in zip(token_ids, scores, strict=True):
+        if score is None:
+            found.append(None)
+            continue
+        own = {str(token_id): entry(token_id, score.logprob, score.rank)}
+        found.append(own | {str(other): entry(other, value, i) for i, (other, value) in enumerate(score.top, 1)})
+    return found
 
 
 class TokenColumns:
@@ -139,4 +157,7 @@ def echoed(tokenizer: Tokenizer, prompt: str | Sequence[int], token_ids: Sequenc
             if not given.startswith(name, text.num_chars):
                 continue
         parts.append(text.add(token_id))
-    return "".join(parts), offsets
+    found = "".join(parts)
+    if given is not None and found == " " + given:  # the tokenizer puts a space before a text
+        return given, [max(0, offset - 1) for offset in offsets]
+    return found, offsets

@@ -251,6 +251,7 @@ class ChatBody(ToolsBody):
     """POST /v1/chat/completions."""
 
     INERT = CHAT_INERT
+    SCORES_PROMPT = True
     RENAMED = MappingProxyType({"max_completion_tokens": "max_tokens"})
 
     messages: list[ChatMessage] = Field(min_length=1)

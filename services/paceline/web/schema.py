@@ -79,6 +79,8 @@ class Body(SamplingParams):
     """OpenAI's name of a parameter -> ours."""
     FORMS: ClassVar[tuple[str, ...]] = FORMS
     """Parameters that name the form of the output."""
+    SCORES_PROMPT: ClassVar[bool] = False
+    """True: whole answers show log probabilities of the prompt."""
 
     model: str | None = None
     """The model that is served."""
@@ -166,17 +168,26 @@ class Body(SamplingParams):
     def _streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise Fault("stream_options", "is given without stream: it is for streams only")
+        if self.prompt_logprobs is not None and not self.SCORES_PROMPT:
+            raise Fault("prompt_logprobs", f"is {self.prompt_logprobs}: it is not supported here")
+        if self.prompt_logprobs is not None and self.stream:
+            raise Fault(
+                "prompt_logprobs", f"is {self.prompt_logprobs} and stream is true: only whole answers have them"
+            )
         return self
 
-    def sampling(self, logprobs: bool, top_logprobs: int = 0) -> SamplingParams:
+    def sampling(self, logprobs: bool, top_logprobs: int = 0, prompt_logprobs: int | None = None) -> SamplingParams:
         """The sampling parameters that were given. ``logprobs``: the answer shows log probabilities, which are the raw
-        ones unless the request says otherwise; ``top_logprobs``: and so many likeliest tokens."""
+        ones unless the request says otherwise; ``top_logprobs``: and so many likeliest tokens; ``prompt_logprobs``: so
+        many for the prompt, if the request does not say it itself."""
         names = self.model_fields_set & SamplingParams.model_fields.keys()
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         if logprobs:
             given.setdefault("logprobs_mode", LogprobsMode.RAW)
         if top_logprobs:
             given["top_logprobs"] = top_logprobs
+        if prompt_logprobs is not None:
+            given["prompt_logprobs"] = prompt_logprobs
         return SamplingParams(**given)
 
     def stop_strings(self, limits: RequestLimits) -> tuple[str, ...]:
@@ -196,6 +207,7 @@ class Body(SamplingParams):
 class CompletionBody(Body):
     """POST /v1/completions."""
 
+    SCORES_PROMPT = True
     INERT = MappingProxyType(
         {
             **INERT,
@@ -210,20 +222,30 @@ class CompletionBody(Body):
     add_special_tokens: bool = True
     """The tokenizer puts its special tokens around a prompt that is text."""
     echo: bool = False
-    """The text begins with the prompt."""
+    """The text begins with the prompt, and the log probabilities with those of its tokens."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     """The log probability of each token, and of so many likeliest ones in its place."""
 
+    @property
+    def _shows_prompt(self) -> bool:
+        """True if the answer tells something of the prompt, so that it may have no token."""
+        return self.echo or self.prompt_logprobs is not None
+
     @model_validator(mode="after")
-    def _echo(self) -> Self:
+    def _logprobs(self) -> Self:
         if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
             other = "echo is true" if self.echo else "truncate_prompt_tokens is given"
             raise Fault("suffix", f"is given and {other}: one of them is allowed")
-        if self.echo and self.logprobs is not None:
-            raise Fault("echo", "is true and logprobs is given: log probabilities of the prompt are not served")
         if self.top_logprobs:
             raise Fault("top_logprobs", f"is {self.top_logprobs}: here logprobs says how many")
         return self
+
+    def sampling_of_prompts(self) -> SamplingParams:
+        """The sampling parameters, with the log probabilities of prompts that an echo shows."""
+        top = self.logprobs or 0
+        echoes = self.echo and (self.logprobs is not None or not self.max_tokens)
+        of_prompt = max(top, self.prompt_logprobs or 0) if echoes else None
+        return self.sampling(self.logprobs is not None, top, of_prompt)
 
     def prompts(self) -> list[str | tuple[int, ...]]:
         """The prompts, at least one. Raises InvalidRequestError."""

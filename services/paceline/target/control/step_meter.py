@@ -217,6 +217,8 @@ class StepMeter:
             guess_s += num_guessed * self._allocation.branch_s
         prefills = cost.known and num_decoding < num_tokens
         decoding = cost.seconds(num_decoding) / cost.seconds(num_tokens) if prefills else 1.0
+        if any(part.scores for part in parts):  # whose logits cost more than the tokens of other steps
+            decoding = 0.0
         plain_s = self._allocation.plain_s(num_verifying)
         step = MeasuredStep(parts, verifying, self._started, now, row_s, plain_s, guess_s, decoding)
         if num_context == len(parts):  # one token each; the costs above are those known before this step
