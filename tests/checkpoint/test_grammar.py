@@ -107,6 +107,36 @@ def test_what_only_describes_a_schema_changes_nothing(keyword: str) -> None:
             matcher(form, text)
 
 
+def tagged(*, required: bool, cat: str = "cat") -> dict[str, Any]:
+    """Two objects that a tag tells apart, as pydantic writes a discriminated union."""
+    parts = {
+        name: {
+            "type": "object",
+            "properties": {"kind": {"const": kind, "type": "string"}, of: {"type": "integer"}},
+            "required": ["kind"] if required else [],
+            "additionalProperties": False,
+        }
+        for name, kind, of in (("Cat", cat, "a"), ("Dog", "dog", "b"))
+    }
+    pet = {"oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}], "discriminator": {"propertyName": "kind"}}
+    return {"$defs": parts, **pet}
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_objects_that_a_tag_tells_apart_may_be_one_of_several(required: bool) -> None:
+    form = StructuredOutput(json_schema=tagged(required=required))
+    for text in ('{"kind": "cat", "a": 3}', '{"kind": "dog"}'):
+        assert EOS in tokens_of(matcher(form, text).masks([()])[0])
+    for text in ('{"kind": "cat", "b"', '{"kind": "cow"', "{}", '{"a": 3}'):
+        with pytest.raises(InvalidRequestError, match="not the beginning of one"):
+            matcher(form, text)
+
+
+def test_objects_of_one_tag_are_not_told_apart() -> None:
+    with pytest.raises(InvalidRequestError, match="oneOf constraints are not supported"):
+        json_grammars().compile(StructuredOutput(json_schema=tagged(required=True, cat="dog")))
+
+
 @pytest.mark.parametrize("name", ["plain_marks", "special_marks"])
 def test_a_lark_grammar_names_tokens_whether_they_are_special_or_not(name: str) -> None:
     tokenizer = zoo.tokenizer(name)

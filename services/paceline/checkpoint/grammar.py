@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.grammar_tokenizer import GrammarTokenizer
-from paceline.checkpoint.json_schema import WHITESPACE, read_schema, without_comments
+from paceline.checkpoint.json_schema import WHITESPACE, as_compiled, read_schema
 from paceline.checkpoint.lark import with_text_of_tokens
 from paceline.checkpoint.pieces import Pieces
 from paceline.checkpoint.structural_tag import lark_of
@@ -180,7 +180,7 @@ def _grammar_of(form: StructuredOutput, tokens: GrammarTokenizer) -> str:
             raise InvalidRequestError(f"structured_output.grammar cannot be compiled: {error}") from error
     if form.choice:
         return str(grammar_from("choice", form.text))
-    text = form.text if form.json_schema is None else json.dumps(without_comments(read_schema(form.json_schema)))
+    text = form.text if form.json_schema is None else json.dumps(as_compiled(read_schema(form.json_schema)))
     return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE}))
 
 

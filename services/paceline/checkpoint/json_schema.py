@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from paceline.errors import InvalidRequestError
 
@@ -68,21 +68,54 @@ def check_parsed(schema: Mapping[str, Any], name: str = _NAME) -> None:
     _check(schema, name, "#", 0)
 
 
-def without_comments(schema: Any) -> Any:
-    """A schema as its compiler takes it: without the keywords that only describe."""
+def as_compiled(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema as its compiler takes it: without keywords that only describe, and with ``oneOf`` of tagged objects as
+    ``anyOf``, which is the same for parts that no value has in common."""
+    return cast("dict[str, Any]", _as_compiled(schema, schema))
+
+
+def _as_compiled(schema: Any, root: Mapping[str, Any]) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     found: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword in _SCHEMA:
-            found[keyword] = without_comments(value)
+            found[keyword] = _as_compiled(value, root)
         elif keyword in _SCHEMAS and isinstance(value, list):
-            found[keyword] = [without_comments(part) for part in value]
+            tagged = None if keyword != "oneOf" or "anyOf" in schema else _tagged(value, root)
+            parts = value if tagged is None else tagged
+            found[keyword if tagged is None else "anyOf"] = [_as_compiled(part, root) for part in parts]
         elif keyword in _NAMED_SCHEMAS and isinstance(value, Mapping):
-            found[keyword] = {name: without_comments(part) for name, part in value.items()}
+            found[keyword] = {name: _as_compiled(part, root) for name, part in value.items()}
         elif not is_comment(keyword):
             found[keyword] = value
     return found
+
+
+def _tagged(parts: list[Any], root: Mapping[str, Any]) -> list[Any] | None:
+    """Objects that one of their properties, which each must then have, tells apart; None if none does."""
+    try:
+        whole = [resolved(part, root) for part in parts]
+        names = [name for name in whole[0].get("properties", ()) if all(part.get("type") == "object" for part in whole)]
+        for name in names:
+            values = [_texts_of(part.get("properties", {}).get(name, {}), root) for part in whole]
+            if all(values) and len(set().union(*values)) == sum(map(len, values)):
+                return [
+                    given
+                    if name in part.get("required", ())
+                    else {**part, "required": [*part.get("required", ()), name]}
+                    for given, part in zip(parts, whole, strict=True)
+                ]
+    except (LookupError, TypeError, AttributeError):
+        return None  # what is no schema, the compiler says
+    return None
+
+
+def _texts_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """The texts that a schema lists, if all its values are texts."""
+    given = resolved(schema, root)
+    values = [given["const"]] if "const" in given else given.get("enum", [])
+    return set(values) if all(isinstance(value, str) for value in values) else set()
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.checkpoint.json_schema import MAX_DEPTH, WHITESPACE, check_parsed, without_comments
+from paceline.checkpoint.json_schema import MAX_DEPTH, WHITESPACE, as_compiled, check_parsed
 from paceline.checkpoint.lark import quoted
 from paceline.errors import InvalidRequestError
 from paceline.errors.refusals import shown
@@ -191,7 +191,7 @@ class _Grammar:
     def _json(self, schema: Mapping[str, Any], place: str) -> str:
         check_parsed(schema, f"structured_output.structural_tag: {place}")
         return self._rule(
-            ": %json " + json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}, **without_comments(schema)})
+            ": %json " + json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}, **as_compiled(schema)})
         )
 
     def _rule(self, body: str, kind: str = "r") -> str:
