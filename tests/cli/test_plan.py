@@ -130,6 +130,10 @@ def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pyte
             "--draft-step-ms and --acceptance are needed, or --from FILE",
         ),
         ({"--slo-itl-ms": None}, "--slo-itl-ms is needed, or --cpu-cores"),
+        (
+            {"--acceptance": None, "--sessions": None, "--slo-itl-ms": None},
+            "these are needed: --acceptance (or --from FILE); --sessions or --requests-per-s; --slo-itl-ms",
+        ),
         ({"--draft": "a/c"}, "--draft a/c is given without --cpu-cores"),
         ({"--cpu-cores": "2", "--target-devices": "2"}, "--target-devices 2 is given beside --cpu-cores 2"),
         ({"--cpu-cores": "2", "--sessions": None, "--requests-per-s": "1"}, "--requests-per-s 1 is given beside"),

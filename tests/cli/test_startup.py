@@ -6,13 +6,18 @@ import io
 import json
 import logging
 import shlex
+from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
 from rich.console import Console
 
+from paceline.cli.generate import tell_unfinished
 from paceline.cli.main import build_parser
 from paceline.cli.startup import StartView, next_steps
 from paceline.config import ServerConfig, ServerTls
 from paceline.logs import BUILT, STAGES
+from paceline.types import ReplicaStatus
 
 
 class Clock:
@@ -97,3 +102,13 @@ def test_what_to_type_next_follows_the_configuration():
     assert commands(next_steps(ServerConfig(host="0.0.0.0"), grpc=False, https=False, chats=False))[0][1] == (
         "http://127.0.0.1:8000/v1/completions"
     )
+
+
+@pytest.mark.parametrize(
+    ("execution", "told"), [("compiling", True), ("compiled", False), ("eager", False), ("", False)]
+)
+def test_a_command_that_ends_before_its_models_are_compiled_says_so(capsys, execution, told):
+    replica = ReplicaStatus("draft-0", "draft", 0, 0, 0, 1, execution=execution)
+    info = SimpleNamespace(pools={"target": (replace(replica, execution="eager"),), "draft": (replica,)})
+    tell_unfinished(info)
+    assert ("--no-background-compilation compiles first" in capsys.readouterr().err) is (execution == "compiling")

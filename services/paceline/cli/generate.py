@@ -36,6 +36,7 @@ from paceline.types import (
     Result,
     Round,
     SamplingParams,
+    ServerInfo,
     SpeculationParams,
     TopLogprobs,
 )
@@ -140,6 +141,16 @@ def _run_local(args: argparse.Namespace, request: Request) -> Iterator[Generatio
     token_ids = pipeline.encode(request.prompt, request.sampling)  # refuses before a model is loaded
     with starting(pipeline, verbose=args.verbose):
         yield pipeline.generate(token_ids, request.sampling, request.speculation, request.stop)
+        tell_unfinished(pipeline.server_info())
+
+
+def tell_unfinished(info: ServerInfo) -> None:
+    """Says that a command ends before its models are compiled, so that its next start is as slow."""
+    if any(replica.execution == "compiling" for replicas in info.pools.values() for replica in replicas):
+        narrate(
+            "paceline: this ends before the models are compiled, so the next start is eager, too; "
+            "--no-background-compilation compiles first, once"
+        )
 
 
 @contextlib.contextmanager

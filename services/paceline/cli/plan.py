@@ -270,6 +270,21 @@ def _count_to(most: int) -> Callable[[str], int]:
 _count = _count_to(1_000_000)
 
 
+def _require_all(args: argparse.Namespace) -> None:
+    """Raises ConfigError that names all that lacks, if it is of more than one kind."""
+    measured_flags = ("--target-step-ms", "--draft-step-ms", "--acceptance")
+    left = [flag for flag in measured_flags if getattr(args, flag[2:].replace("-", "_")) is None]
+    lacking = []
+    if left and not args.source:
+        lacking.append(f"{', '.join(left)} (or --from FILE)")
+    if args.sessions is None and args.requests_per_s is None:
+        lacking.append("--sessions or --requests-per-s")
+    if args.slo_itl_ms is None and args.cpu_cores is None:
+        lacking.append("--slo-itl-ms (or --cpu-cores)")
+    if len(lacking) > 1:
+        raise ConfigError(f"these are needed: {'; '.join(lacking)}")
+
+
 def system_of(args: argparse.Namespace) -> tuple[System, Run]:
     """The flags, and for what they leave open the file; and what that has of layouts. Raises ConfigError."""
     found = measured.read_one(args.source, args.at_temperature, "--at-temperature") if args.source else None
@@ -426,6 +441,7 @@ def prices_of(args: argparse.Namespace, devices: Devices) -> Prices:
 def run_plan(args: argparse.Namespace) -> int:
     """Runs ``paceline plan``."""
     _check_cores(args)
+    _require_all(args)
     (system, run), wish, head = system_of(args), wish_of(args), head_of(args)
     if args.cpu_cores is not None:
         return _plan_cores(args, system, wish, run)
