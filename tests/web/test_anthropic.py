@@ -145,7 +145,8 @@ def test_a_call_whose_arguments_are_no_object_is_text(model):
     service, client = model
     service.says = '<6>{"name": "weather", "arguments": "[1]"}<8><7>'
     message = client.messages.create(**ASKED, tools=[WEATHER])
-    assert (shown(message), message.stop_reason) == (["[1]"], "end_turn")
+    (text,) = shown(message)
+    assert ("[1]" in text, message.stop_reason) == (True, "end_turn")
 
 
 ENDS = {

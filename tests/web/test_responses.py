@@ -5,12 +5,19 @@ from __future__ import annotations
 import openai
 import pytest
 from openai.types.responses import Response
+from tests.security.conftest import digest, write_keys
 from tests.support.models import letters_tokenizer
 from tests.web.chats import Scripted, called, save_chat
 from tests.web.support import MODEL, call, edge_over, served
 
 from paceline.checkpoint.chat import load_chat
+from paceline.config import ServiceConfig
+from paceline.errors import ConfigError, EngineError
+from paceline.security.keys import KeyRing
 from paceline.types import FinishReason
+from paceline.web import kept
+from paceline.web.kept import ResponseStore
+from paceline.web.responses_schema import ResponseBody
 from paceline.web.speech import Speech
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
@@ -136,6 +143,7 @@ def test_an_answer_that_was_cut_is_incomplete(model):
     service, client = model
     service.says, service.finish_reason = "so", FinishReason.LENGTH
     answer = client.responses.create(model=MODEL, input="hello", max_output_tokens=2)
+    assert answer.output[-1].status == "incomplete"
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert service.requests[0].sampling.max_tokens == 2
 
@@ -145,15 +153,38 @@ REFUSED = [
     ({"input": None}, "input is missing"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type is 'item_reference'"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0] is"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id is 'resp_1': it is not supported"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id is 'resp_1': this service keeps no responses"),
+    ({"conversation": "conv_1"}, "conversation is 'conv_1': it is not supported"),
+    ({"prompt": {"id": "pmpt_1"}}, "prompt is {'id': 'pmpt_1'}: it is not supported"),
+    ({"truncation": "middle"}, "truncation is 'middle'"),
+    ({"reasoning": {"summary": "long"}}, "reasoning.summary is 'long'"),
+    ({"max_tool_calls": 0}, "max_tool_calls is 0"),
+    ({"input": [{"type": "custom_tool_call", "call_id": "a"}]}, "input[0].type is 'custom_tool_call'"),
+    (
+        {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
+        "input[0].encrypted_content is given",
+    ),
+    ({"input": [{"type": "reasoning", "summary": [3]}]}, "input[0].summary[0] is 3"),
+    ({"input": [{"type": "reasoning", "summary": []}]}, "input holds no message"),
+    (
+        {
+            "input": [
+                {"role": "user", "content": "a"},
+                {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image"}]},
+            ]
+        },
+        "input[1].content[0] is",
+    ),
     ({"background": True}, "background is true"),
     ({"text": {"format": {"type": "grammar"}}}, "text.format is"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format is"),
     ({"text": {"verbosity": "high"}}, "text.verbosity is"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search': only 'function' is supported"),
+    ({"tools": [TOOL, {"type": "custom", "name": "patch"}]}, "tools[1].type is 'custom'"),
+    ({"tools": [{"type": "mcp", "server_label": "a"}]}, "tools[0].type is 'mcp'"),
     ({"tool_choice": "required"}, "tool_choice is 'required'"),
     ({"n": 2}, "n is 2"),
-    ({"include": ["file_search_call.results"]}, "include[0] is 'file_search_call.results'"),
+    ({"include": ["everything"]}, "include[0] is 'everything'"),
     ({"top_logprobs": 2}, "top_logprobs is 2, but include holds no 'message.output_text.logprobs'"),
     ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs is 21"),
     ({"stream": False, "stream_options": {}}, "stream_options is given"),
@@ -168,5 +199,216 @@ def test_what_is_not_served_is_refused_by_its_name(scripted, body, sentence):
 
 
 def test_habits_are_accepted(scripted):
-    habits = {"store": True, "text": {"format": {"type": "text"}}, "truncation": "disabled", "reasoning": {}}
-    assert call(f"{scripted[1]}/v1/responses", {"input": "hello"} | habits)[0] == 200
+    habits = {
+        "store": True,
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "reasoning": {"effort": None, "summary": "detailed"},
+        "include": ["reasoning.encrypted_content", "file_search_call.results"],
+        "max_tool_calls": 3,
+        "metadata": {"a": "b"},
+        "prompt_cache_key": "mine",
+        "service_tier": "auto",
+        "client_metadata": {"origin": "codex"},
+    }
+    status, _, answer = call(f"{scripted[1]}/v1/responses", {"input": "hello"} | habits)
+    assert status == 200, answer
+    shown = {name: answer[name] for name in ("metadata", "max_tool_calls", "prompt_cache_key", "previous_response_id")}
+    assert shown == {"metadata": {"a": "b"}, "max_tool_calls": 3, "prompt_cache_key": "mine"} | {
+        "previous_response_id": None
+    }
+    assert (answer["store"], answer["service_tier"]) == (False, "default")
+
+
+CODEX = {
+    "model": MODEL,
+    "instructions": "You are a coding agent.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "be careful"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "list files"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "ls"}], "encrypted_content": None},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+        {
+            "type": "message",
+            "role": "assistant",
+            "phase": "commentary",
+            "content": [{"type": "output_text", "text": "I look"}],
+        },
+        {"type": "function_call", "name": "weather", "arguments": '{"city": "rome"}', "call_id": "call_1", "id": None},
+        {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "a.py"}]},
+    ],
+    "tools": [{**TOOL, "description": "runs"}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "a-b-c",
+    "client_metadata": {"x-codex-installation-id": "1"},
+}
+"""A later turn of an agent as Codex sends it."""
+
+
+def test_an_agents_turn_is_read_and_answered(model):
+    service, client = model
+    events = list(client.responses.create(model=MODEL, stream=True, extra_body=CODEX))
+    prompt = read(service)
+    assert "<1>user<3>listfiles<2><1>assistant<3>lookcweatherarome<2><1>tool<3>apy<2>" in prompt
+    assert (prompt.count("<1>system<3>"), "becareful<2><1>user" in prompt) == (1, True)
+    summary = "".join(event.delta for event in events if event.type == "response.reasoning_summary_text.delta")
+    last = events[-1].response
+    assert summary == last.output[0].summary[0].text == last.output[0].content[0].text == "hmm"
+    assert last.reasoning.summary == "auto"
+    kinds = [event.type.removeprefix("response.") for event in events]
+    first = kinds.index("reasoning_summary_part.added")
+    assert kinds[first - 1] == "content_part.added"
+    assert kinds.count("content_part.added") == kinds.count("content_part.done") == 2
+
+
+def test_the_reasoning_of_an_agent_reaches_the_template():
+    body = ResponseBody(input=CODEX["input"])
+    assistant = next(message for message in body.messages() if message["role"] == "assistant")
+    assert assistant["reasoning_content"] == "ls"
+    assert assistant["content"] == "I look"
+    assert assistant["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "rome"}}
+
+
+def test_the_helper_that_gathers_a_stream_has_the_answer(model):
+    _, client = model
+    with client.responses.stream(model=MODEL, input="hello", tools=[TOOL], reasoning={"summary": "auto"}) as stream:
+        for _ in stream:
+            pass
+        whole = stream.get_final_response()
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+
+
+def test_tokens_are_counted_as_the_request_has_them(model):
+    service, client = model
+    asked = {"model": MODEL, "input": "hello", "instructions": "brief", "tools": [TOOL]}
+    counted = client.responses.input_tokens.count(**asked)
+    assert (counted.object, service.requests) == ("response.input_tokens", [])
+    client.responses.create(**asked)
+    assert counted.input_tokens == len(service.requests[0].prompt)
+
+
+def test_the_oldest_turns_are_left_out_if_they_may_be(model):
+    service, client = model
+    service.says = "so"
+    turns = [{"role": role, "content": "hi" * 100} for _ in range(30) for role in ("user", "assistant")]
+    turns.append({"role": "user", "content": "last"})
+    room = service.info.max_model_len
+    asked = {"model": MODEL, "input": turns, "instructions": "brief", "max_output_tokens": 100}
+    client.responses.create(**asked)
+    assert len(service.requests[-1].prompt) > room - 100
+    answer = client.responses.create(**asked, truncation="auto")
+    kept = service.requests[-1].prompt
+    assert room - 100 - 450 < len(kept) <= room - 100
+    assert answer.truncation == "auto"
+    assert read(service).startswith("<1>system<3>brief<2><1>user<3>")
+    assert "<1>user<3>last<2>" in read(service)
+    client.responses.create(**asked | {"input": turns[-3:]}, truncation="auto")
+    assert len(service.requests[-1].prompt) < 400
+
+
+def test_an_answer_that_fails_says_so_in_its_last_event(model, monkeypatch):
+    service, client = model
+
+    async def run(request, owner="", on_usage=None):
+        async for item in Scripted.run(service, request):
+            yield item
+            raise EngineError("no target is up")
+
+    monkeypatch.setattr(service, "run", run)
+    events = list(client.responses.create(model=MODEL, input="hello", stream=True))
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error.message == "no target is up"
+    assert events[-1].response.status == "failed"
+
+
+# -- responses that are kept -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keeping(tmp_path):
+    """(the script, a client for each key) of a service that keeps 20 kB for each key."""
+    service = Scripted()
+    entries = ({"name": name, "sha256": digest(name[0])} for name in ("ann", "bob"))
+    keys = KeyRing(write_keys(tmp_path / "keys.yaml", *entries))
+    edge = edge_over(service, keys=keys, chat=load_chat(str(save_chat(tmp_path))), responses=ResponseStore(20_000))
+    with served(edge) as at:
+        yield service, *(openai.OpenAI(base_url=f"{at}/v1", api_key=key, max_retries=0) for key in "ab")
+
+
+def test_a_response_follows_another_one_as_if_all_items_were_sent(keeping):
+    service, ann, _ = keeping
+    service.says = f"so{called(city='Rome')}<7>"
+    asked = {"model": MODEL, "tools": [TOOL]}
+    first = ann.responses.create(**asked, input="hello", instructions="brief")
+    output = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "sunny"}
+    second = ann.responses.create(**asked, input=[output], previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    third = list(ann.responses.create(**asked, input="bye", previous_response_id=second.id, stream=True))[-1].response
+    kept = service.requests[-1].prompt
+    hello, bye = ({"role": "user", "content": text} for text in ("hello", "bye"))
+    items = [item.model_dump(exclude_none=True) for one in (first, second) for item in one.output]
+    half = len(first.output)
+    ann.responses.create(**asked, input=[hello, *items[:half], output, *items[half:], bye], store=False)
+    assert service.requests[-1].prompt == kept
+    assert ann.responses.retrieve(third.id).model_dump() == third.model_dump()
+
+
+def test_what_is_not_kept_cannot_be_followed(keeping):
+    service, ann, bob = keeping
+    service.says = "so<7>"
+    first = ann.responses.create(model=MODEL, input="hello")
+    unkept = ann.responses.create(model=MODEL, input="hello", store=False)
+    for client, response_id in ((bob, first.id), (ann, unkept.id), (ann, "resp_x")):
+        with pytest.raises(openai.BadRequestError, match="no such response is kept") as refused:
+            client.responses.create(model=MODEL, input="a", previous_response_id=response_id)
+        assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(response_id)
+    with pytest.raises(openai.NotFoundError):
+        bob.responses.delete(first.id)
+    ann.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        ann.responses.delete(first.id)
+
+
+def test_the_oldest_responses_make_room_within_their_key(keeping):
+    service, ann, bob = keeping
+    service.says = "so<7>"
+    bobs = bob.responses.create(model=MODEL, input="hello")
+    ids = [ann.responses.create(model=MODEL, input="h" * 3000).id for _ in range(8)]
+    held = [one for one in ids if _is_kept(ann, one)]
+    assert held == ids[-len(held) :]
+    assert 2 <= len(held) < 8
+    assert _is_kept(bob, bobs.id)
+    large = ann.responses.create(model=MODEL, input="h" * 3900, instructions="b" * 30, metadata={"a": "x" * 20_000})
+    assert large.model_extra["store"] is False
+    assert not _is_kept(ann, large.id)
+    assert _is_kept(ann, ids[-1])
+
+
+def _is_kept(client, response_id):
+    try:
+        return client.responses.retrieve(response_id).id == response_id
+    except openai.NotFoundError:
+        return False
+
+
+def test_the_store_counts_too(monkeypatch):
+    monkeypatch.setattr(kept, "MAX_RESPONSES", 3)
+    store = ResponseStore(1 << 20)
+    for i in range(5):
+        assert store.put("ann", {"id": f"{i}"}, [])
+    assert [i for i in range(5) if store.get("ann", f"{i}") is not None] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("routers", [{"num_replicas": 2}, {"num_replicas": "auto"}])
+def test_several_routers_keep_no_responses(routers):
+    config = {"server": {"responses_store_bytes": 1}, "router_config": {"deployment_config": routers}}
+    with pytest.raises(ConfigError, match=r"server\.responses_store_bytes is 1 with several routers"):
+        ServiceConfig.parse(config)
+    ServiceConfig.parse({"server": {"responses_store_bytes": 1}})

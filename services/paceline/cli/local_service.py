@@ -46,6 +46,7 @@ from paceline.security.access import Access
 from paceline.security.certificates import CertificateFiles, Certificates
 from paceline.security.keys import KeyRing
 from paceline.web.app import make_app
+from paceline.web.kept import LOCAL_BYTES, ResponseStore
 from paceline.web.service import Edge, fingerprint_of
 
 log = logging.getLogger(__name__)
@@ -196,6 +197,7 @@ def local_edge(
     registry = registry or Registry()
     names = server.served_model_name or (model_id,)
     measured = Measured(pipeline, registry, model_id)
+    kept = LOCAL_BYTES if server.responses_store_bytes is None else server.responses_store_bytes
     return Edge(
         names[0],
         GenerationService(measured, tracing),
@@ -210,6 +212,7 @@ def local_edge(
         force_include_usage=server.force_include_usage,
         strict_fields=server.strict_fields,
         playground=server.playground,
+        responses=ResponseStore(kept) if kept else None,
         trace_headers=None if tracing is None else trace_headers,
     )
 

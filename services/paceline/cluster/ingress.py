@@ -188,11 +188,13 @@ class Ingress(PublicMethods):
     def __serve_build_asgi_app__(self) -> Any:
         """The application of the HTTP port; Serve asks for it when the replica is made."""
         from paceline.web.app import make_app
+        from paceline.web.kept import ResponseStore
         from paceline.web.service import Edge, fingerprint_of
 
         model_id = self.config.target_config.model_loading_config.model_id
         server = self.config.server
         names = server.served_model_name or (model_id,)
+        kept = ResponseStore(server.responses_store_bytes) if server.responses_store_bytes else None
         edge = Edge(
             names[0],
             self._service,
@@ -207,6 +209,7 @@ class Ingress(PublicMethods):
             force_include_usage=server.force_include_usage,
             strict_fields=server.strict_fields,
             playground=server.playground,
+            responses=kept,
             trace_headers=None if self.config.tracing is None else trace_headers,
         )
         return make_app(edge)

@@ -118,6 +118,10 @@ class ServerConfig(Strict):
     strict_fields: bool = False
     """Refuse a body over HTTP that holds an unknown field. Else it is ignored, logged once, and named in the header
     ``x-paceline-ignored-fields`` of the answer."""
+    responses_store_bytes: int | None = Field(default=None, ge=0)
+    """Bytes of the last responses of ``/v1/responses`` that are kept in memory for each API key, for
+    ``previous_response_id``; 0: none. None: 64 MiB with ``--local``, and 0 in a service. A router keeps its own, so a
+    service with several allows 0 alone."""
     playground: bool = True
     """Serve a page at ``/`` of the HTTP port that shows speculation at work. It asks for a key where there are keys."""
 
@@ -173,6 +177,13 @@ class ServiceConfig(Strict):
                 "name a draft model, or set draft_config to {kind: ngram}, to {kind: suffix}, or to null for plain "
                 "decoding",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_router_keeps_responses(self) -> Self:
+        deployment, kept = self.router_config.deployment_config, self.server.responses_store_bytes
+        if kept and (deployment.num_replicas == "auto" or deployment.most_replicas > 1):
+            raise Fault("server.responses_store_bytes", f"is {kept} with several routers: only 0 is allowed")
         return self
 
     @model_validator(mode="after")

@@ -142,12 +142,12 @@ class Message:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _say(self, part: Part) -> Iterator[dict[str, Any]]:
-        if part.kind == "tool_call" and (given := _object(part.text)) is not None:
+        if part.kind == "tool_call":
             yield from self._close()
             called = {"type": "tool_use", "id": part.call_id, "name": part.name}
             yield self._start(called | {"input": {}})
             yield self._delta("input_json_delta", "partial_json", part.text)
-            self._blocks[-1] = called | {"input": given}
+            self._blocks[-1] = called | {"input": json.loads(part.text)}
             yield from self._close()
             return
         kind = "thinking" if part.kind == "reasoning" else "text"
@@ -171,12 +171,3 @@ class Message:
             self._blocks[-1] = block | {"text": text}
         yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
         self._is_open = False
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    """The input of a call. None: a model has written another value, which no block of Anthropic's can hold."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None

@@ -149,7 +149,7 @@ class CountBody(ToolsBody):
             found.append({"role": "system", "content": system})
         for i, message in enumerate(self.messages):
             for turn in _turns(message, f"messages[{i}]"):
-                if found and turn["role"] == found[-1]["role"] and turn["role"] in ("user", "assistant"):
+                if found and turn["role"] == found[-1]["role"] != "tool":
                     found[-1] = _as_one(found[-1], turn)
                 else:
                     found.append(turn)

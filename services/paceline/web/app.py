@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -40,6 +41,7 @@ from paceline.web.guard import Guard, Load, allow_cors
 from paceline.web.json_text import parse
 from paceline.web.messages import ChatBody
 from paceline.web.playground import add_playground
+from paceline.web.responses_schema import ResponseBody
 from paceline.web.schema import Body, CompletionBody, StreamOptions, read
 from paceline.web.service import Edge
 from paceline.web.tokenization import DetokenizeBody, Text, TokenizeBody, Tokens
@@ -51,7 +53,7 @@ _LARGE_BODY = 1 << 16
 _REQUEST_ID = "x-request-id"
 _MAY_BE_NAMED = frozenset(
     name
-    for kind in (CompletionBody, ChatBody, responding.ResponseBody, MessageBody)
+    for kind in (CompletionBody, ChatBody, ResponseBody, MessageBody)
     for names in (kind.model_fields, kind.INERT, kind.RENAMED, kind.FORMS)
     for name in names
 )
@@ -244,10 +246,33 @@ def make_app(edge: Edge) -> FastAPI:
             return await answer(request, ChatCompletion, ChatBody, (data, size))
         return await answer(request, Completion, CompletionBody, (data, size))
 
-    @app.post("/v1/responses")
+    def respond(request: Request) -> Callable[[Edge, ResponseBody, str], responding.Response]:
+        return partial(responding.Response, owner=caller_of(request))
+
+    @app.post(responding.PATH)
     async def responses(request: Request) -> Response:
-        """Answers by items. Nothing is stored."""
-        return await answer(request, responding.Response, responding.ResponseBody)
+        """Answers by items."""
+        return await answer(request, respond(request), ResponseBody)
+
+    @app.post(f"{responding.PATH}/input_tokens")
+    async def input_tokens(request: Request) -> Response:
+        """Counts the tokens of the prompt of a response."""
+        _, made = await asked(request, respond(request), ResponseBody)
+        counted = {"object": "response.input_tokens", "input_tokens": made.num_prompt_tokens}
+        return _Json(counted, headers=_id_headers(request))
+
+    @app.get(f"{responding.PATH}/{{response_id}}")
+    async def one_response(request: Request, response_id: str) -> Response:
+        """A response that is kept."""
+        return _Json(responding.kept(edge, caller_of(request), response_id).response, headers=_id_headers(request))
+
+    @app.delete(f"{responding.PATH}/{{response_id}}")
+    async def forget_response(request: Request, response_id: str) -> Response:
+        """Forgets a response that is kept."""
+        caller = caller_of(request)
+        if edge.responses is None or not edge.responses.delete(caller, response_id):
+            raise responding.unknown(response_id)
+        return _Json({"id": response_id, "object": "response", "deleted": True}, headers=_id_headers(request))
 
     @app.post(anthropic.PATH)
     async def messages(request: Request) -> Response:

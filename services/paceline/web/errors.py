@@ -20,11 +20,26 @@ from paceline.errors import (
     UnauthenticatedError,
 )
 
+
+class ClientLeftError(RequestCancelledError):
+    """The client has closed its connection."""
+
+
+class PreviousResponseError(InvalidRequestError):
+    """A request follows a response that is not kept."""
+
+
+class UnknownResponseError(NotFoundError):
+    """A response is asked for that is not kept."""
+
+
 _CODES: dict[type[PacelineError], tuple[int, str, str | None]] = {
     PromptTooLongError: (400, "invalid_request_error", "context_length_exceeded"),
+    PreviousResponseError: (400, "invalid_request_error", "previous_response_not_found"),
     InvalidRequestError: (400, "invalid_request_error", None),
     UnauthenticatedError: (401, "authentication_error", "invalid_api_key"),
     ConfigError: (403, "permission_error", None),
+    UnknownResponseError: (404, "not_found_error", None),
     NotFoundError: (404, "not_found_error", "model_not_found"),
     ResourceExhaustedError: (429, "rate_limit_error", "rate_limit_exceeded"),
     RequestCancelledError: (499, "request_cancelled", None),
@@ -34,10 +49,6 @@ _CODES: dict[type[PacelineError], tuple[int, str, str | None]] = {
 """Error -> status, and OpenAI's ``type`` and ``code``."""
 
 _INTERNAL = "internal error; the server's log says more"
-
-
-class ClientLeftError(RequestCancelledError):
-    """The client has closed its connection."""
 
 
 def to_http(error: BaseException, names: Collection[str] = ()) -> tuple[int, dict[str, Any], dict[str, str]]:

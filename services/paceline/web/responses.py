@@ -1,128 +1,38 @@
-"""POST /v1/responses in its text part: instructions and input in, items and their events out. Nothing is stored."""
+"""POST /v1/responses: instructions and input in, items and their events out."""
 
 from __future__ import annotations
 
+import bisect
 import time
-from collections.abc import Iterator
-from types import MappingProxyType
-from typing import Any, Literal, Self
-
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from paceline.errors import InvalidRequestError
-from paceline.errors.refusals import Fault, shown
+from paceline.errors.refusals import shown
 from paceline.types import Chunk, FinishReason, Result
 from paceline.web.chat import Asked
 from paceline.web.choices import Totals, speculation_of
-from paceline.web.fields import INERT, NOTHING
-from paceline.web.forms import FORMS
+from paceline.web.errors import PreviousResponseError, UnknownResponseError
+from paceline.web.kept import Kept
 from paceline.web.logprobs import token_logprobs
-from paceline.web.messages import ChatBody, Function, Tool, ToolsBody
-from paceline.web.schema import read
+from paceline.web.responses_schema import LOGPROBS, ResponseBody
 from paceline.web.service import Edge
 from paceline.web.speech import Part
 
-_TEXT = {"format": {"type": "text"}}
-_OF_ITEMS = ("id", "status", "type")
-"""Fields of items that clients send back as they got them."""
+PATH = "/v1/responses"
 
 
-class ResponseTool(Function):
-    """A function that the answer may call."""
-
-    type: Literal["function"]
-
-
-class Reasoning(BaseModel):
-    """Options of reasoning."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    effort: str | None = None
-    """The variable ``reasoning_effort`` of the chat template."""
-    summary: Literal["auto"] | None = None
-    """There are no summaries: the reasoning itself is sent."""
+def kept(edge: Edge, owner: str, response_id: str) -> Kept:
+    """A response that is kept. Raises NotFoundError."""
+    found = None if edge.responses is None else edge.responses.get(owner, response_id)
+    if found is None:
+        raise unknown(response_id)
+    return found
 
 
-class ResponseBody(ToolsBody):
-    """POST /v1/responses."""
-
-    INERT = MappingProxyType(
-        {
-            **INERT,
-            "store": (True, False),
-            "background": (False,),
-            "truncation": ("disabled",),
-            "previous_response_id": NOTHING,
-            "conversation": NOTHING,
-            "prompt": NOTHING,
-            "max_tool_calls": NOTHING,
-        }
-    )
-    RENAMED = MappingProxyType({"max_output_tokens": "max_tokens"})
-    FORMS = ("text", *FORMS)
-
-    text: dict[str, Any] = Field(default_factory=lambda: dict(_TEXT))
-    """``format``: the form of the answer."""
-    input: str | list[dict[str, Any]] = Field(min_length=1)
-    """Input: text of the user, or items."""
-    instructions: str | None = None
-    """The system's message."""
-    tools: list[ResponseTool] = Field(default_factory=list)
-    """Functions that the answer may call."""
-    reasoning: Reasoning = Reasoning()
-    """Options of reasoning."""
-    n: int = Field(default=1, ge=1, le=1)
-    """One answer."""
-    include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list)
-    """Parts of the answer that are left out by default: the log probability of each token of its text."""
-
-    @model_validator(mode="after")
-    def _top_logprobs(self) -> Self:
-        if self.top_logprobs and not self.include:
-            asked = "include holds no 'message.output_text.logprobs', which shows them"
-            raise Fault("top_logprobs", f"is {self.top_logprobs}, but {asked}")
-        return self
-
-    def messages(self) -> list[dict[str, Any]]:
-        """The input as messages of a chat. Raises InvalidRequestError."""
-        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        found: list[dict[str, Any]] = []
-        for i, item in enumerate(items):
-            message = _message(item, i)
-            if found and _continues(found[-1], message):
-                calls = [*found[-1].get("tool_calls", ()), *message.get("tool_calls", ())]
-                found[-1] |= message | ({"tool_calls": calls} if calls else {})
-            else:
-                found.append(message)
-        try:
-            chat = read(ChatBody, {"messages": found}, self.ignored)
-        except InvalidRequestError as error:
-            raise InvalidRequestError("input" + str(error).removeprefix("messages")) from None
-        messages = [message.as_template_reads() for message in chat.messages]
-        return [{"role": "system", "content": self.instructions}, *messages] if self.instructions else messages
-
-
-def _continues(before: dict[str, Any], message: dict[str, Any]) -> bool:
-    """True for items of one answer: its reasoning, text and calls are one message of a chat."""
-    both = before.get("role") == message.get("role") == "assistant"
-    return both and not (before.keys() & message.keys() - {"role", "tool_calls"})
-
-
-def _message(item: dict[str, Any], i: int) -> dict[str, Any]:
-    match item.get("type", "message"):
-        case "message":
-            return {name: value for name, value in item.items() if name not in _OF_ITEMS}
-        case "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            return {"role": "assistant", "tool_calls": [{"id": item.get("call_id"), "function": function}]}
-        case "function_call_output":
-            return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-        case "reasoning":
-            parts = [part.get("text", "") for part in item.get("content") or () if isinstance(part, dict)]
-            return {"role": "assistant", "reasoning_content": "".join(map(str, parts))}
-    allowed = "'message', 'function_call', 'function_call_output' or 'reasoning' is allowed"
-    raise InvalidRequestError(f"input[{i}].type is {shown(item['type'])}: {allowed}")
+def unknown(response_id: str) -> UnknownResponseError:
+    """The error of an id that no response has."""
+    return UnknownResponseError(f"response_id is {shown(response_id)}: no such response is kept")
 
 
 class Response:
@@ -130,18 +40,15 @@ class Response:
 
     ends_with_done = True
 
-    def __init__(self, edge: Edge, body: ResponseBody, request_id: str) -> None:
-        """Raises InvalidRequestError for a body that can never be served."""
-        self._edge, self._body, self._id = edge, body, request_id
-        tools = [Tool(type="function", function=Function(**tool.model_dump(exclude={"type"}))) for tool in body.tools]
-        options: dict[str, Any] = {"add_generation_prompt": True}
-        if body.reasoning.effort is not None:
-            options["reasoning_effort"] = body.reasoning.effort
-        shows = bool(body.include)
-        self._asked = Asked(edge, body, body.messages(), tools, request_id, logprobs=shows, options=options)
+    def __init__(self, edge: Edge, body: ResponseBody, request_id: str, owner: str = "") -> None:
+        """``owner``: the API key of the caller. Raises InvalidRequestError for a body that can never be served."""
+        self._edge, self._body, self._id, self._owner = edge, body, request_id, owner
+        self._before = [] if body.previous_response_id is None else self._items_of(body.previous_response_id)
+        self._asked = self._fitting(body.messages(self._before))
         self.requests = self._asked.requests
         self._speech = self._asked.speech()
         self._totals, self._created = Totals(1), int(time.time())
+        self._shows_logprobs = LOGPROBS in body.include
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the last item, while text is added to it
         self._text: list[str] = []
@@ -149,6 +56,47 @@ class Response:
         self._logprobs: list[dict[str, Any]] = []  # those of the open item
         self._result: Result | None = None
         self._num_events = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._asked.token_ids)
+
+    def _items_of(self, response_id: str) -> list[dict[str, Any]]:
+        """The conversation that ends with an earlier response. Raises InvalidRequestError."""
+        name = f"previous_response_id is {shown(response_id)}"
+        if self._edge.responses is None:
+            raise InvalidRequestError(f"{name}: this service keeps no responses, send their items as input")
+        found = self._edge.responses.get(self._owner, response_id)
+        if found is None:
+            raise PreviousResponseError(f"{name}: no such response is kept")
+        return found.items
+
+    def _fitting(self, messages: list[dict[str, Any]]) -> Asked:
+        """The chat; if it may be truncated, without the oldest turns that do not fit the context."""
+        asked, body = self._ask(messages), self._body
+        if body.truncation == "disabled":
+            return asked
+        room = self._edge.service.info.max_model_len - (body.max_tokens if "max_tokens" in body.model_fields_set else 1)
+
+        def fits(one: Asked) -> bool:
+            return len(one.token_ids) <= room
+
+        head = messages[:1] if messages[0]["role"] == "system" else []
+        starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        if fits(asked) or not starts:
+            return asked
+        k = bisect.bisect_left(starts, True, key=lambda i: fits(self._ask(head + messages[i:])))
+        return asked if k == len(starts) else self._ask(head + messages[starts[k] :])
+
+    def _ask(self, messages: Sequence[dict[str, Any]]) -> Asked:
+        body = self._body
+        tools = [tool.as_chats_have_it() for tool in body.tools]
+        options: dict[str, Any] = {"add_generation_prompt": True}
+        if body.reasoning.effort is not None:
+            options["reasoning_effort"] = body.reasoning.effort
+        shows = LOGPROBS in body.include
+        return Asked(self._edge, body, messages, tools, self._id, logprobs=shows, options=options)
 
     def take(self, i: int, item: Chunk | Result) -> Iterator[dict[str, Any]]:
         """Takes what the request has yielded; yields the events that tell of it."""
@@ -160,9 +108,9 @@ class Response:
             self._result = item
             for part in self._speech.finish():
                 yield from self._say(part)
-            yield from self._close()
+            yield from self._close(cut=item.finish_reason is FinishReason.LENGTH)
         else:
-            if self._body.include:
+            if self._shows_logprobs:
                 self._entries += map(_with_bytes, token_logprobs(item, self._edge.service.info.tokenizer))
             for part in self._speech.take(item):
                 yield from self._say(part)
@@ -181,40 +129,53 @@ class Response:
         )
 
     def body(self) -> dict[str, Any]:
-        """The whole answer."""
-        result = self._result
+        """The whole answer, which is kept if it is to be."""
+        result, kept = self._result, self._edge.responses
         assert result is not None
         whole = self._whole("incomplete" if result.finish_reason is FinishReason.LENGTH else "completed")
         usage = self._totals.counts(responses=True)
         usage["output_tokens_details"]["reasoning_tokens"] = self._speech.num_reasoning_tokens
         if self._body.return_token_ids:
             whole |= {"token_ids": list(result.token_ids), "prompt_token_ids": list(self._asked.token_ids)}
-        return whole | {"usage": usage, "speculation": speculation_of(result)}
+        whole |= {"completed_at": int(time.time()), "usage": usage, "speculation": speculation_of(result)}
+        if kept is not None and self._body.store:
+            items = [*self._before, *self._body.items(), *self._output]
+            whole["store"] = kept.put(self._owner, whole | {"store": True}, items)
+        return whole
 
     def _whole(self, status: str) -> dict[str, Any]:
         body = self._body
         given = body.model_fields_set
+        reasoning = body.reasoning
         return {
             "id": f"resp_{self._id}",
             "object": "response",
             "created_at": self._created,
             "status": status,
+            "background": False,
             "model": self._edge.model_id,
             "output": list(self._output),
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
-            "metadata": {},
+            "previous_response_id": body.previous_response_id,
+            "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls,
             "temperature": body.temperature if "temperature" in given else None,
             "top_p": body.top_p if "top_p" in given else None,
             "top_logprobs": body.top_logprobs,
             "max_output_tokens": body.max_tokens if "max_tokens" in given else None,
+            "max_tool_calls": body.max_tool_calls,
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
             "tool_choice": _choice_of(body.tool_choice),
-            "tools": [tool.model_dump() for tool in body.tools],
-            "text": body.text or _TEXT,
-            "truncation": "disabled",
+            "tools": [tool.model_dump(include=_TOOL) for tool in body.tools],
+            "text": body.text,
+            "truncation": body.truncation,
+            "service_tier": "default",
             "store": False,
+            "user": body.user,
+            "safety_identifier": body.safety_identifier,
+            "prompt_cache_key": body.prompt_cache_key,
             "usage": None,
         }
 
@@ -231,8 +192,8 @@ class Response:
         self._output.append(item)
         return self._event("output_item.added", output_index=len(self._output) - 1, item=dict(item))
 
-    def _done(self) -> dict[str, Any]:
-        self._output[-1] = item = {**self._output[-1], "status": "completed"}
+    def _done(self, status: str = "completed") -> dict[str, Any]:
+        self._output[-1] = item = {**self._output[-1], "status": status}
         return self._event("output_item.done", output_index=len(self._output) - 1, item=item)
 
     def _say(self, part: Part) -> Iterator[dict[str, Any]]:
@@ -253,17 +214,22 @@ class Response:
                 yield self._of_item("content_part.added", content_index=0, part=_output_text("", []))
             else:
                 yield self._add(kind, "rs", summary=[], content=[])
+                yield self._of_item("content_part.added", content_index=0, part=_reasoning_text(""))
+                if self._body.reasoning.summarizes:
+                    yield self._of_item("reasoning_summary_part.added", summary_index=0, part=_summary_text(""))
             self._open, self._text, self._logprobs = self._output[-1], [], []
         self._text.append(part.text)
         if kind == "message":
             logprobs = [self._entries[place] for place in part.places] if self._entries else []
             self._logprobs += logprobs
             yield self._of_item("output_text.delta", content_index=0, delta=part.text, logprobs=logprobs)
-        else:
-            yield self._of_item("reasoning_text.delta", content_index=0, delta=part.text)
+            return
+        yield self._of_item("reasoning_text.delta", content_index=0, delta=part.text)
+        if self._body.reasoning.summarizes:
+            yield self._of_item("reasoning_summary_text.delta", summary_index=0, delta=part.text)
 
-    def _close(self) -> Iterator[dict[str, Any]]:
-        """Ends the item that text was added to."""
+    def _close(self, *, cut: bool = False) -> Iterator[dict[str, Any]]:
+        """Ends the item that text was added to. ``cut``: the answer was cut within it."""
         if self._open is None:
             return
         text = "".join(self._text)
@@ -273,14 +239,29 @@ class Response:
             yield self._of_item("output_text.done", content_index=0, text=text, logprobs=self._logprobs)
             yield self._of_item("content_part.done", content_index=0, part=part)
         else:
-            self._output[-1] = {**self._output[-1], "content": [{"type": "reasoning_text", "text": text}]}
+            part = _reasoning_text(text)
+            self._output[-1] = {**self._output[-1], "content": [part]}
             yield self._of_item("reasoning_text.done", content_index=0, text=text)
-        yield self._done()
+            yield self._of_item("content_part.done", content_index=0, part=part)
+            if self._body.reasoning.summarizes:
+                self._output[-1] |= {"summary": [_summary_text(text)]}
+                yield self._of_item("reasoning_summary_text.done", summary_index=0, text=text)
+                yield self._of_item("reasoning_summary_part.done", summary_index=0, part=_summary_text(text))
+        yield self._done("incomplete" if cut else "completed")
         self._open = None
 
 
+_TOOL = {"type", "name", "description", "parameters", "strict"}
+
+
 def _choice_of(choice: Any) -> Any:
-    return {"type": "function", **choice} if isinstance(choice, dict) else choice or "auto"
+    match choice:
+        case {"mode": mode, "allowed": names}:
+            tools = [{"type": "function", "name": name} for name in names]
+            return {"type": "allowed_tools", "mode": mode, "tools": tools}
+        case {"name": name}:
+            return {"type": "function", "name": name}
+    return choice or "auto"
 
 
 def _with_bytes(entry: dict[str, Any]) -> dict[str, Any]:
@@ -291,3 +272,11 @@ def _with_bytes(entry: dict[str, Any]) -> dict[str, Any]:
 
 def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _reasoning_text(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
+
+
+def _summary_text(text: str) -> dict[str, Any]:
+    return {"type": "summary_text", "text": text}

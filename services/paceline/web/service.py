@@ -12,6 +12,7 @@ from paceline.checkpoint.chat import ChatTemplate
 from paceline.router.admission import TargetInfo as TargetInfo
 from paceline.security.access import Access
 from paceline.types import Chunk, Request, RequestLimits, Result, ServerInfo, Usage
+from paceline.web.kept import ResponseStore
 
 MAX_BODY_BYTES = 16 << 20
 """Longest body of a request unless the configuration says otherwise."""
@@ -74,5 +75,7 @@ class Edge:
     """Refuse fields of bodies that are not known, which are ignored else."""
     playground: bool = True
     """Serve the page at ``/``."""
+    responses: ResponseStore | None = None
+    """Keeps the responses of ``/v1/responses``. None: none is kept."""
     trace_headers: Callable[[Iterable[tuple[str, str]]], tuple[tuple[str, str], ...]] | None = None
     """Picks the trace that a request is part of out of its headers. None: requests leave no traces."""
