@@ -247,7 +247,6 @@ REFUSED = [
     ({"top_logprobs": 5}, "top_logprobs is 5 without logprobs"),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs is 21"),
     ({"response_format": {"type": "xml"}}, "response_format is"),
-    ({"response_format": {"type": "json_object"}, "tools": [WEATHER]}, "tools are given, and so is the form"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex is given with response_format"),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos is true"),
     ({"modalities": ["audio"]}, "modalities is"),

@@ -48,6 +48,14 @@ def lark_of(text: str, specials: Mapping[str, int]) -> str:
     Raises:
         InvalidRequestError: the tag is malformed, or a format in it is not supported; it names the place.
     """
+    root, place = root_of(text)
+    grammar = _Grammar(specials)
+    start = grammar.expression(root, place, last=True)
+    return "\n".join(("%llguidance {}", f"start: {start or quoted('')}", *grammar.rules))
+
+
+def root_of(text: str) -> tuple[dict[str, Any], str]:
+    """The format of a structural tag, and its place in it. Raises as ``lark_of``."""
     try:
         tag = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -61,9 +69,7 @@ def lark_of(text: str, specials: Mapping[str, int]) -> str:
             raise _fault("#", f"is {shown(tag)}: an object with format, or with structures and triggers, is needed")
     if tag.get("type", "structural_tag") != "structural_tag":
         raise _fault("#/type", f"is {shown(tag['type'])}: only 'structural_tag' is allowed")
-    grammar = _Grammar(specials)
-    start = grammar.expression(root, place, last=True)
-    return "\n".join(("%llguidance {}", f"start: {start or quoted('')}", *grammar.rules))
+    return root, place
 
 
 def _of_structures(tag: Mapping[str, Any]) -> dict[str, Any]:

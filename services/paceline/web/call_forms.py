@@ -290,8 +290,8 @@ def frame_of(region: Region) -> Frame | None:
 def _fixed(pattern: str) -> str | None:
     """The one text that a pattern matches, but for blanks before it."""
     pattern = pattern.removeprefix(r"\s*")
-    bare = re.sub(r"\\[^\w\s]", "", pattern)  # what is left has no meaning of its own unless it is one of these
-    return None if re.search(r"[\\.^$*+?{}\[\]|()]", bare) else re.sub(r"\\([^\w\s])", r"\1", pattern)
+    bare = re.sub(r"\\\W", "", pattern)  # what is left has no meaning of its own unless it is one of these
+    return None if re.search(r"[\\.^$*+?{}\[\]|()]", bare) else re.sub(r"\\(\W)", r"\1", pattern)
 
 
 def _parameters(function: Mapping[str, Any], i: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tool calls that an answer must make, or must make in a certain form, as structural tags by the response template.
+"""Answers that must call tools, must call them in a certain form, or must have a form themselves, as structural tags.
 
 Which forms can be bound is in ``call_forms.py``; a model that writes others refuses what would bind them.
 """
@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.checkpoint.chat import ChatTemplate
+from paceline.checkpoint.json_schema import read_schema
+from paceline.checkpoint.structural_tag import root_of
 from paceline.errors import InvalidRequestError
 from paceline.errors.refusals import shown
 from paceline.types import StructuredOutput
-from paceline.web.arguments import const
+from paceline.web.arguments import Format, const, either, sequence
 from paceline.web.call_forms import SPACE, Frame, form_of_calls, frame_of
 
 
@@ -21,32 +23,39 @@ def bound_calls(
     chat: ChatTemplate,
     tools: Sequence[Mapping[str, Any]],
     choice: Any,
+    content: StructuredOutput | None = None,
     *,
     parallel: bool,
     in_reasoning: bool,
 ) -> StructuredOutput | None:
-    """The form of an answer that calls tools as it was asked to.
+    """The form of an answer that calls tools as it was asked to, or whose content has the form that was asked for.
 
     Args:
-        tools: as a chat template reads them.
+        tools: as a chat template reads them; none: nothing may be called.
         choice: ``None``, ``"auto"``, ``"required"``, or the name of a function as ``{"name": ...}``.
+        content: form of the content. Where calls are free, an answer is either calls or such content; one that must
+            call has no content, and no use for its form.
         parallel: an answer may hold several calls.
         in_reasoning: the answer begins within its reasoning.
 
     Returns:
-        None if any answer will do: calls are free, and no tool is strict.
+        None if any answer will do: calls are free, no tool is strict, and the content has no form.
 
     Raises:
-        InvalidRequestError: calls of this model have a form that cannot be bound, or the schema of a tool cannot be.
+        InvalidRequestError: calls of this model have a form that cannot be bound, or a schema cannot be.
     """
+    if not tools:
+        thought = _reasoning(chat, SPACE, in_reasoning=True) if in_reasoning else []
+        return content if content is None or not thought else _tag_of([*thought, *_formats_of(chat, content)])
     strict = any(tool["function"].get("strict") for tool in tools)
     free = choice in (None, "auto")
-    if free and not strict and parallel:
+    if free and not strict and parallel and content is None:
         return None
     form = form_of_calls(chat.format, chat.writes)
-    if form is None or (free and form.trigger is None):
+    if form is None or (free and content is None and form.trigger is None):
         asked = "parallel_tool_calls is false" if free and not strict else f"tool_choice is {shown(choice)}"
         asked = "tools hold one that is strict" if free and strict else asked
+        asked = "tools are given with a form of the answer" if free and content is not None else asked
         raise InvalidRequestError(
             f"{asked}, but this model writes calls in the form {chat.format.calls}, which cannot be bound"
             + ("" if form is None else " in free text: tool_choice 'required' or a function's name is allowed")
@@ -59,21 +68,45 @@ def bound_calls(
     ]
     one = named is not None or not parallel
     several = {"type": "tags_with_separator", "tags": tags, "separator": form.separator, "at_least_one": True}
-    calls: list[dict[str, Any]]
-    if not free:
-        texts = [const(text) if text else None for text in (form.opens, form.closes)]
-        calls = [part for part in (texts[0], several | {"stop_after_first": one}, texts[1]) if part is not None]
-    else:
+    space = [] if chat.format.calls in _UNSPACED else [SPACE]
+    if free and content is None:
         if form.opens:
-            content = several | {"stop_after_first": one}
-            tags = [{"type": "tag", "begin": form.opens, "content": content, "end": form.closes}]
-        calls = [{"type": "triggered_tags", "triggers": [form.trigger], "tags": tags, "stop_after_first": one}]
-    before = [*_reasoning(chat, in_reasoning), *(() if free or chat.format.calls in _UNSPACED else (SPACE,))]
-    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": [*before, *calls]}}
+            group = several | {"stop_after_first": one}
+            tags = [{"type": "tag", "begin": form.opens, "content": group, "end": form.closes}]
+        calls = {"type": "triggered_tags", "triggers": [form.trigger], "tags": tags, "stop_after_first": one}
+        return _tag_of([*_reasoning(chat, in_reasoning=in_reasoning), calls])
+    texts = [const(text) if text else None for text in (form.opens, form.closes)]
+    group = several | {"stop_after_first": one}
+    at_once = [*space, *(part for part in (texts[0], group, texts[1]) if part is not None)]
+    if not free or content is None:
+        return _tag_of([*_reasoning(chat, in_reasoning=in_reasoning), *at_once])
+    answer = either([sequence(*_formats_of(chat, content)), sequence(*at_once)])
+    return _tag_of([*_reasoning(chat, *space, in_reasoning=in_reasoning), answer])
+
+
+def _tag_of(elements: list[Format]) -> StructuredOutput:
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
     try:
         return StructuredOutput(structural_tag=json.dumps(tag))
     except ValueError:
         raise InvalidRequestError("tools are too long to be bound: their schemas have too many bytes") from None
+
+
+def _formats_of(chat: ChatTemplate, content: StructuredOutput) -> list[Format]:
+    """The formats of content that has a form. Raises InvalidRequestError."""
+    head = [const(_FINAL)] if chat.format.calls == "openai" else []
+    if content.choice:
+        return [*head, either([const(text) for text in content.choice])]
+    if content.regex is not None:
+        return [*head, {"type": "regex", "pattern": content.regex}]
+    if content.structural_tag is not None:
+        return [*head, root_of(content.structural_tag)[0]]
+    if content.grammar is not None:
+        raise InvalidRequestError(
+            "structured_output.grammar is given with tools, or behind reasoning that the prompt opens: there a JSON "
+            "Schema, a regular expression, choices or a structural tag are allowed"
+        )
+    return [*head, {"type": "json_schema", "json_schema": read_schema(content.text)}]
 
 
 _UNSPACED = ("openai",)
@@ -81,13 +114,17 @@ _UNSPACED = ("openai",)
 _HARMONY = Frame("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 
 
-def _reasoning(chat: ChatTemplate, in_reasoning: bool) -> list[dict[str, Any]]:
-    """The format of the reasoning before a call: none, one that has begun, or one that may come."""
+_FINAL = "<|channel|>final<|message|>"
+
+
+def _reasoning(chat: ChatTemplate, *then: Format, in_reasoning: bool) -> list[Format]:
+    """The reasoning before an answer, and ``then`` behind it: none, one that has begun, or one that may come."""
     regions = [region for region in chat.format.regions if region.kind == "reasoning"]
     frame = _HARMONY if chat.format.calls == "openai" else next(filter(None, map(frame_of, regions)), None)
     if frame is None:
         return []
     tag = {"type": "tag", "content": {"type": "any_text"}, "end": frame.end}
     if in_reasoning:
-        return [tag | {"begin": ""}]
-    return [{"type": "optional", "content": tag | {"begin": frame.begin}}]
+        return [tag | {"begin": ""}, *then]
+    thought = tag | {"begin": frame.begin}
+    return [{"type": "optional", "content": sequence(thought, *then) if then else thought}]

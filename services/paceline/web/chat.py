@@ -50,11 +50,6 @@ class Asked:
                 "tools are given, but no form is known in which this model calls them: start the service with "
                 "--tool-call-parser NAME"
             )
-        if self.tools and body.structured_output is not None:
-            raise InvalidRequestError(
-                "tools are given, and so is the form of the answer, which no call has: give one or the other, or set "
-                "tool_choice to 'none'"
-            )
         ignored = body.ignored
         messages = for_template(messages, lambda name: chat.reads_field(name, self.tools), ignored)
         options = variables(body.chat_template_kwargs, options, chat.variables, ignored)
@@ -68,11 +63,11 @@ class Asked:
         self._skips_special = body.skip_special_tokens
         self._reading = chat.reading(self._tokenizer, skips_special=self._skips_special)
         given = body.sampling(logprobs)
-        if self.tools:
-            parallel = body.parallel_tool_calls
+        if self.tools or given.structured_output is not None:
+            parallel, content = body.parallel_tool_calls, given.structured_output
             in_reasoning = chat.reading(self._tokenizer).parser(None, self._begun, fresh=self._fresh).in_reasoning
-            form = bound_calls(chat, self.tools, choice, parallel=parallel, in_reasoning=in_reasoning)
-            given = given if form is None else given.bound(form)
+            form = bound_calls(chat, self.tools or (), choice, content, parallel=parallel, in_reasoning=in_reasoning)
+            given = given if form is content or form is None else given.bound(form)
         sampling = with_defaults(given, edge.service.info.max_model_len)
         self._ends = ends_of(sampling, edge.service.info.eos_token_ids)
         self.requests = [
