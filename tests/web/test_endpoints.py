@@ -44,6 +44,9 @@ class Characters(Bytes):
     def get_vocab(self):
         return {chr(i): i for i in range(10, 256)}
 
+    def convert_ids_to_tokens(self, ids):
+        return [chr(i) for i in ids]
+
 
 @pytest.fixture(scope="module")
 def scripted():
