@@ -52,7 +52,7 @@ REFUSED = [
     (("--target", "models/somewhere"), "model path 'models/somewhere' does not exist"),
     (("models/somewhere",), "model path 'models/somewhere' does not exist"),
     (("models/one", "--target", "models/two"), "models/one is given with --target models/two"),
-    (("--device", "cuda:-1"), "--device is 'cuda:-1': it must be 'auto', 'cpu' or 'cuda', or with the"),
+    (("--device", "cuda:-1"), "engine_kwargs.device is 'cuda:-1': it must be 'auto', 'cpu' or 'cuda', or with the"),
     (("--placement", "auto", "--drafter", "suffix"), "--placement auto is given with --drafter suffix"),
     (("--placement", "auto", "--set", "target_config.engine_kwargs.adaptive=false"), "placement is 'auto' while the"),
 ]
