@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint import token_text
 from paceline.checkpoint.folder import read_json, require_no_code
 from paceline.checkpoint.hub import require_fetchable
-from paceline.checkpoint.token_text import ByteDetokenizer, Detokenizer, TokenBytes, WindowDetokenizer
+from paceline.checkpoint.token_text import ByteDetokenizer, Decode, TokenBytes, WindowDetokenizer
 from paceline.errors import ConfigError, InvalidRequestError, PromptTooLongError, TokenizerMismatchError
 
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -135,7 +136,7 @@ class Tokenizer:
             return TokenBytes({}, lambda token_id: self.decode([token_id], special=True), special)
         return TokenBytes(json.loads(backend.to_str()).get("decoder") or {}, backend.id_to_token, special)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = (), special: bool = False) -> Detokenizer:
+    def detokenizer(self, prompt_token_ids: Sequence[int] = (), special: bool = False) -> token_text.Detokenizer:
         """The text of tokens that follow a prompt, as they come; with that of special ones if ``special`` is true."""
         if self.token_bytes.exact:
             return ByteDetokenizer(self.token_bytes, prompt_token_ids, special=special)
@@ -182,6 +183,14 @@ class Tokenizer:
         added = sorted((int(i), str(token)) for i, token in self._tokenizer.added_tokens_decoder.items())
         content = json.dumps([vocab, merges, added], ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def Detokenizer(decode: Decode, prompt_token_ids: Sequence[int] = ()) -> token_text.Detokenizer:
+    """The text of tokens as they come: by their bytes if ``decode`` is that of a tokenizer, in windows otherwise."""
+    owner = getattr(decode, "__self__", None)
+    if isinstance(owner, Tokenizer):
+        return owner.detokenizer(prompt_token_ids)
+    return WindowDetokenizer(decode, prompt_token_ids)
 
 
 def encode_prompt(

@@ -25,7 +25,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.checkpoint.token_text import Decode, Detokenizer, WindowDetokenizer
+from paceline.checkpoint.token_text import Decode, Detokenizer
+from paceline.checkpoint.tokenizer import Detokenizer as text_of
 from paceline.errors import InvalidRequestError
 from paceline.messages import (
     CloseSession,
@@ -230,7 +231,7 @@ class Session:
         self._num_scores_wanted = len(self._prompt) if scores else 0
 
         self._undigested: deque[Outcome | PromptLogprobs] = deque()
-        self._detokenizer = detokenizer or WindowDetokenizer(decode, self._prompt)
+        self._detokenizer = detokenizer or text_of(decode, self._prompt)
         self._stops = tuple(stop)
         self._stop_prefixes = _Prefixes(self._stops)
         self._matched_stop: int | str | None = None
