@@ -98,7 +98,7 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
             131072,
         ),
         ({"max_position_embeddings": 163840, "rope_scaling": {"type": "yarn", **YARN}}, 163840),
-        ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "llama3", **YARN}}, 131072),
+        ({"max_position_embeddings": 8192, "rope_scaling": {"rope_type": "llama3", **YARN}}, 8192),
         ({"max_position_embeddings": 8192, "rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
         ({"max_position_embeddings": 8192, "rope_scaling": None}, 8192),
         ({}, None),
