@@ -151,7 +151,7 @@ def test_an_answer_that_was_cut_is_incomplete(model):
 REFUSED = [
     ({"input": []}, "input is []"),
     ({"input": None}, "input is missing"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type is 'item_reference'"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id is 'x': this service keeps no responses"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0] is"),
     ({"previous_response_id": "resp_1"}, "previous_response_id is 'resp_1': this service keeps no responses"),
     ({"conversation": "conv_1"}, "conversation is 'conv_1': it is not supported"),
@@ -356,6 +356,23 @@ def test_a_response_follows_another_one_as_if_all_items_were_sent(keeping):
     ann.responses.create(**asked, input=[hello, *items[:half], output, *items[half:], bye], store=False)
     assert service.requests[-1].prompt == kept
     assert ann.responses.retrieve(third.id).model_dump() == third.model_dump()
+
+
+def test_an_item_of_a_kept_response_may_be_named_instead_of_sent(keeping):
+    service, ann, bob = keeping
+    service.says = f"so{called(city='Rome')}<7>"
+    asked = {"model": MODEL, "tools": [TOOL], "store": False}
+    first = ann.responses.create(**asked | {"store": True}, input="hello")
+    output = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "sunny"}
+    sent = [item.model_dump(exclude_none=True) for item in first.output]
+    named = [{"type": "item_reference", "id": item.id} for item in first.output]
+    ann.responses.create(**asked, input=[*sent, output])
+    prompt = service.requests[-1].prompt
+    ann.responses.create(**asked, input=[*named, output])
+    assert service.requests[-1].prompt == prompt
+    for client, item_id in ((bob, first.output[0].id), (ann, "rs_x_0"), (ann, "x")):
+        with pytest.raises(openai.BadRequestError, match=r"input\[0\].id is '.*': no such item is kept"):
+            client.responses.create(**asked, input=[{"type": "item_reference", "id": item_id}, output])
 
 
 def test_what_is_not_kept_cannot_be_followed(keeping):

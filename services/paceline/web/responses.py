@@ -42,7 +42,10 @@ class Response:
 
     def __init__(self, edge: Edge, body: ResponseBody, request_id: str, owner: str = "") -> None:
         """``owner``: the API key of the caller. Raises InvalidRequestError for a body that can never be served."""
-        self._edge, self._body, self._id, self._owner = edge, body, request_id, owner
+        self._edge, self._id, self._owner = edge, request_id, owner
+        if not isinstance(body.input, str):
+            body = body.model_copy(update={"input": [self._resolved(item, i) for i, item in enumerate(body.input)]})
+        self._body = body
         self._before = [] if body.previous_response_id is None else self._items_of(body.previous_response_id)
         self._asked = self._fitting(body.messages(self._before))
         self.requests = self._asked.requests
@@ -71,6 +74,20 @@ class Response:
         if found is None:
             raise PreviousResponseError(f"{name}: no such response is kept")
         return found.items
+
+    def _resolved(self, item: dict[str, Any], i: int) -> dict[str, Any]:
+        """The item of an earlier response that a reference names; any other item as it is."""
+        if item.get("type") != "item_reference":
+            return item
+        name, item_id = f"input[{i}].id is {shown(item.get('id'))}", str(item.get("id"))
+        if self._edge.responses is None:
+            raise InvalidRequestError(f"{name}: this service keeps no responses, send the item itself")
+        request_id = item_id.partition("_")[2].rpartition("_")[0]  # as _add writes it
+        found = self._edge.responses.get(self._owner, f"resp_{request_id}")
+        for one in () if found is None else found.response["output"]:
+            if one["id"] == item_id:
+                return dict(one)
+        raise PreviousResponseError(f"{name}: no such item is kept")
 
     def _fitting(self, messages: list[dict[str, Any]]) -> Asked:
         """The chat; if it may be truncated, without the oldest turns that do not fit the context."""
