@@ -19,6 +19,9 @@ TOOLS = (
 )
 """What these tests cover does not serve: benchmark, planner, manifests, cluster files and examples."""
 
+collect_ignore = ["clients"]
+"""Run by ``make test-clients`` and ``make vllm-tests``, in an environment that does not see this package."""
+
 COLLECTED: pytest.StashKey[list[pytest.Item]] = pytest.StashKey()
 """All tests that were collected, those of other rings included."""
 

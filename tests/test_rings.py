@@ -52,6 +52,7 @@ GUARDS_ELSEWHERE = {
 
 MOST_CASES = 24
 _FORMATS = "every published format"
+_FORMS = "every form of calls and reasoning that models write"
 _TABLE = "a table of sentences, each case another one, and none takes a tenth of a second"
 _PRODUCT = "the full product; the fast and slow rings take cases that hold every pair of values"
 MANY_CASES = {
@@ -81,8 +82,15 @@ MANY_CASES = {
     "target/test_branches.py::test_rows_of_subtrees_have_the_bits_of_plain_decoding": "every kernel, family and dtype",
     "test_docs.py::test_a_page_is_true_of_the_tree": "one case per page",
     "test_layering.py::test_every_import_is_an_arrow_of_the_picture": "one case per module",
+    "checkpoint/test_answer_formats.py::test_a_cut_answer_does_not_depend_on_its_pieces_and_invents_no_call": _FORMS,
+    "checkpoint/test_answer_formats.py::test_each_form_is_read_by_tokens_and_by_text_in_whatever_pieces": _FORMS,
+    "web/test_anthropic.py::test_what_is_not_served_is_refused_by_its_name": _TABLE,
     "web/test_chat.py::test_what_is_not_served_is_refused_by_its_name": _TABLE,
+    "web/test_demanded_forms.py::test_marks_that_are_text_may_be_spelled_by_any_tokens": _FORMS,
+    "web/test_demanded_forms.py::test_what_is_demanded_is_read_back_as_valid_calls": _FORMS,
+    "web/test_errors.py::test_a_body_that_is_no_request_is_refused": _TABLE,
     "web/test_errors.py::test_what_is_not_served_is_refused_by_its_name": _TABLE,
+    "web/test_responses.py::test_what_is_not_served_is_refused_by_its_name": _TABLE,
     "web/test_same_tokens.py::test_http_gives_the_tokens_of_grpc_and_of_the_pipeline": "mixed options, a case each",
 }
 """Tests of more than MOST_CASES cases, and the reason."""

@@ -16,6 +16,7 @@ from tests.web.chats import told
 from tokenizers import Tokenizer as Backend
 
 from paceline.checkpoint.answer_formats import CALLS, format_of
+from paceline.checkpoint.answers import Reading
 from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.tokenizer import JsonTokenizer, Tokenizer
 from paceline.errors import InvalidRequestError
@@ -54,19 +55,22 @@ NAMES = sorted({*FORMS, "mistral"})
 
 
 @functools.cache
-def tokenizer(name: str) -> Tokenizer:
-    """Pieces of JSON, and the marks of a form as special tokens."""
+def tokenizer(name: str, special: bool = True) -> Tokenizer:
+    """Pieces of JSON, and the marks of a form as added tokens."""
     regions = format_of("", (), None, name, REASONING.get(name, "none")).regions
     text = "".join(pattern for one in regions for pattern in (one.opens, one.closes or "")).replace("\\", "")
     marks = dict.fromkeys(re.findall(r"(?<!\?P)<[^<>()?\n ]{3,40}>|\[[A-Z_]+\]", text))
     backend = Backend.from_str(json_tokenizer().backend_json())
-    backend.add_special_tokens(list(marks))
+    if special:
+        backend.add_special_tokens(list(marks))
+    else:  # and what spells them
+        backend.add_tokens([*marks, *sorted({c for mark in marks for c in mark if not c.isascii()})])
     return Tokenizer("marks", JsonTokenizer(backend, f"<{EOS}>"))
 
 
 @functools.cache
-def grammars(name: str) -> Grammars:
-    return Grammars(tokenizer(name), tokenizer(name).vocab_size, (EOS,))
+def grammars(name: str, special: bool = True) -> Grammars:
+    return Grammars(tokenizer(name, special), tokenizer(name, special).vocab_size, (EOS,))
 
 
 def bound(name, choice="required", *, parallel=True, tools=TOOLS, writes=()):
@@ -76,14 +80,15 @@ def bound(name, choice="required", *, parallel=True, tools=TOOLS, writes=()):
     return bound_calls(chat, tools, choice, parallel=parallel, in_reasoning=False)
 
 
-def walk(name, form, seed):
+def walk(name, form, seed, special=True):
     """Text that the form allows, drawn token by token; None if it has no end within some hundred."""
-    matcher, rng, output = grammars(name).matcher(form), random.Random(seed), []
+    made = grammars(name, special)
+    matcher, rng, output = made.matcher(form), random.Random(seed), []
     for _ in range(400):
         (mask,) = matcher.masks([tuple(output)])
-        allowed = [i for i in range(grammars(name).vocab_size) if mask[i // 8] >> i % 8 & 1]
+        allowed = [i for i in range(made.vocab_size) if mask[i // 8] >> i % 8 & 1]
         if EOS in allowed and (len(allowed) == 1 or rng.random() < 0.5):
-            return tokenizer(name).decode(output, special=True)
+            return tokenizer(name, special).decode(output, special=True)
         output.append(rng.choice([i for i in allowed if i != EOS]))
     return None
 
@@ -91,6 +96,16 @@ def walk(name, form, seed):
 def read(name, text):
     answers = format_of("", (), None, name, REASONING.get(name, "none"))
     return told(answers, text, TOOLS, added=tokenizer(name).added_tokens)
+
+
+def read_spelled(name, text):
+    """The same where no mark came as its own token: ordinary tokens have spelled them all."""
+    answers = format_of("", (), None, name, REASONING.get(name, "none"))
+    reading = Reading(answers.regions, tokenizer(name, False).added_tokens, outside=answers.outside, by_text=True)
+    parser = reading.parser(TOOLS)
+    said = [*parser.feed(text), *parser.feed("", ended=True)]
+    content = "".join(one.text for one in said if one.kind == "content")
+    return content, [(one.call.name, json.loads(one.call.arguments)) for one in said if one.call]
 
 
 def check_walks(name, form, seeds, least=1):
@@ -117,6 +132,19 @@ def test_what_is_demanded_is_read_back_as_valid_calls(name):
     named = bound(name, {"name": "now"})
     text = next(filter(None, (walk(name, named, seed) for seed in range(9))))
     assert read(name, text)[2] == [("now", {})], text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_marks_that_are_text_may_be_spelled_by_any_tokens(name):
+    """Marks that are added tokens, but not special, are text to a grammar: it lets ordinary tokens write them."""
+    texts = [text for seed in range(6) if (text := walk(name, bound(name), f"{name} {seed}", special=False))]
+    assert texts
+    for text in texts:
+        content, calls = read_spelled(name, text)
+        assert not content.strip(), text
+        for called, arguments in calls:
+            jsonschema.validate(arguments, SCHEMAS[called])
+        assert calls == read(name, text)[2] != [], text
 
 
 def test_both_forms_of_mistral_are_written():

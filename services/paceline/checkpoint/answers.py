@@ -71,12 +71,25 @@ class _Rule:
 class Reading:
     """A format, made ready for one tokenizer. Stateless."""
 
-    def __init__(self, regions: Sequence[Region], added: Mapping[int, tuple[str, bool]], *, outside: Kind) -> None:
-        """``added``: the added tokens by id, and whether each is special. ``outside``: what text outside all regions
-        is."""
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        added: Mapping[int, tuple[str, bool]],
+        *,
+        outside: Kind,
+        by_text: bool = False,
+    ) -> None:
+        """Prepares the regions.
+
+        Args:
+            regions: those of the format.
+            added: the added tokens by id, and whether each is special.
+            outside: what text outside all regions is.
+            by_text: ordinary tokens may spell the marks, too, but for special ones.
+        """
         patterns = [pattern for one in regions for pattern in (one.opens, one.closes) if pattern is not None]
         patterns += [pattern for one in regions if one.reader is not None for pattern in one.reader.patterns]
-        self.marks, self.added = Marks(added, patterns), added
+        self.marks, self.added = Marks(added, patterns, by_text=by_text), added
         self.outside: Kind = outside
         self._rules = [
             _Rule(

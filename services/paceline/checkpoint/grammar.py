@@ -135,7 +135,7 @@ class Grammars:
             return found
 
     def _compile(self, form: StructuredOutput) -> LLMatcher:
-        if (character := self._tokens.unwritable(_literals(form))) is not None:
+        if (character := self._tokens.unwritable(_literals(form, self._tokens.specials))) is not None:
             raise InvalidRequestError(
                 f"structured_output.{form.kind} holds {character!r}: no tokens of this model write it"
             )
@@ -184,14 +184,19 @@ def _grammar_of(form: StructuredOutput, tokens: GrammarTokenizer) -> str:
     return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE}))
 
 
-def _literals(form: StructuredOutput) -> str:
-    """Characters that outputs hold: all of a choice, and those of other forms that are no part of their notation."""
+def _literals(form: StructuredOutput, specials: Collection[str]) -> str:
+    """Characters of text that outputs hold: all of a choice, and those of other forms that are no part of their
+    notation. Names of special tokens in a structural tag are tokens, not text.
+    """
     if form.choice:
         return "".join(form.choice)
     text = form.text
     if form.json_schema is not None or form.structural_tag is not None:
         with contextlib.suppress(ValueError, RecursionError):  # which the checks of these forms say
             text = json.dumps(json.loads(text), ensure_ascii=False)
+    if form.structural_tag is not None:
+        for name in sorted(specials, key=len, reverse=True):
+            text = text.replace(json.dumps(name, ensure_ascii=False)[1:-1], "")
     return "".join(c for c in text if not c.isascii())
 
 

@@ -21,8 +21,17 @@ class Marks:
     A lone surrogate stands for each: a tokenizer makes text of bytes in UTF-8, which has none.
     """
 
-    def __init__(self, added: Mapping[int, tuple[str, bool]], patterns: Iterable[str]) -> None:
-        """``added``: text of each added token by its id, and whether it is special: its text is never shown."""
+    def __init__(
+        self, added: Mapping[int, tuple[str, bool]], patterns: Iterable[str], *, by_text: bool = False
+    ) -> None:
+        """Finds the marks.
+
+        Args:
+            added: text of each added token by its id, and whether it is special: its text is never shown.
+            patterns: those of the format.
+            by_text: ordinary tokens may spell a mark that is not special, too, as a grammar allows.
+        """
+        self._by_other_tokens = {text for text, special in added.values() if by_text and not special}
         source = "\0".join(patterns)
         self.chars: dict[int, str] = {}
         """The code point of a mark, by the id of its token."""
@@ -44,9 +53,12 @@ class Marks:
         self._find = re.compile("|".join(map(re.escape, self._by_text)) or "(?!)")
 
     def compile(self, pattern: str) -> Any:
-        """A pattern in which each mark that is a token means that token alone."""
+        """A pattern in which each mark that is a token means that token, and its text where ``by_text`` allows it."""
         for text, i in self._by_text.items():
-            pattern = _spelled(text).sub(f"[{chr(_FIRST + i)}{chr(_FIRST_SILENT + i)}]", pattern)
+            pattern = _spelled(text).sub(_own(i), pattern)
+        for text in self._by_other_tokens & self._by_text.keys():
+            own = _own(self._by_text[text])
+            pattern = pattern.replace(own, f"(?:{own}|{regex.escape(text)})")
         # Blanks before a mark are taken from their first one on, which takes time in proportion to their number.
         return regex.compile(_BLANKS.sub(r"(?:(?<!\\s)\\s*+)?", pattern), regex.DOTALL)
 
@@ -58,6 +70,11 @@ class Marks:
 def silent(char: str) -> str:
     """The mark of a token whose text must not be shown, because it ended the answer."""
     return chr(ord(char) - _FIRST + _FIRST_SILENT)
+
+
+def _own(i: int) -> str:
+    """A pattern of the code points of a mark."""
+    return f"[{chr(_FIRST + i)}{chr(_FIRST_SILENT + i)}]"
 
 
 def _may_be_mark(text: str) -> bool:

@@ -61,13 +61,14 @@ class Asked:
         self._begun = chat.begun(self.prompt, messages, self.tools, options)
         self._fresh = not options.get("continue_final_message")
         self._skips_special = body.skip_special_tokens
-        self._reading = chat.reading(self._tokenizer, skips_special=self._skips_special)
-        given = body.sampling(logprobs)
+        given, is_bound = body.sampling(logprobs), False
         if self.tools or given.structured_output is not None:
             parallel, content = body.parallel_tool_calls, given.structured_output
             in_reasoning = chat.reading(self._tokenizer).parser(None, self._begun, fresh=self._fresh).in_reasoning
             form = bound_calls(chat, self.tools or (), choice, content, parallel=parallel, in_reasoning=in_reasoning)
-            given = given if form is content or form is None else given.bound(form)
+            if form is not None and form is not content:
+                given, is_bound = given.bound(form), True
+        self._reading = chat.reading(self._tokenizer, skips_special=self._skips_special, by_text=is_bound)
         sampling = with_defaults(given, edge.service.info.max_model_len)
         self._ends = ends_of(sampling, edge.service.info.eos_token_ids)
         self.requests = [
