@@ -31,6 +31,7 @@ _COMMENTS = frozenset(
     {
         *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment"),
         *("discriminator", "xml", "externalDocs", "contentMediaType", "contentEncoding", "contentSchema", "$anchor"),
+        "strict",  # an option of OpenAI's tools that clients put a level too deep
     }
 )
 _EXTENSION = "x-"

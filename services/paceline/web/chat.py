@@ -171,11 +171,18 @@ class ChatCompletion:
         if extra:
             yield self._event(i, {}, extra)
 
+    def _usage(self) -> dict[str, Any]:
+        """OpenAI's ``usage`` so far, with the tokens of the reasoning among those of the answers."""
+        usage = self._totals.counts()
+        num = sum(choice.speech.num_reasoning_tokens for choice in self._choices)
+        usage["completion_tokens_details"]["reasoning_tokens"] = num
+        return usage
+
     def finish(self) -> Iterator[dict[str, Any]]:
         """Yields the last events of a stream."""
         options = self._body.stream_options
         if options is not None and options.include_usage:
-            counts = {"usage": self._totals.counts(), **self._metrics()}
+            counts = {"usage": self._usage(), **self._metrics()}
             yield {**self._head, "object": "chat.completion.chunk", "choices": [], **counts}
 
     def failure(self, status: int, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -197,7 +204,7 @@ class ChatCompletion:
             if self._body.return_token_ids:
                 one["token_ids"] = choice.token_ids
             choices.append(one)
-        counts = {"usage": self._totals.counts(), **self._metrics()}
+        counts = {"usage": self._usage(), **self._metrics()}
         if self._body.prompt_logprobs is not None:
             scores, tokenizer = self._choices[0].scores, self._edge.service.info.tokenizer
             counts["prompt_logprobs"] = prompt_entries(scores, self._asked.token_ids, tokenizer)
@@ -222,7 +229,7 @@ class ChatCompletion:
         event = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
         options = self._body.stream_options
         if options is not None and options.continuous_usage_stats:
-            event["usage"] = self._totals.counts()
+            event["usage"] = self._usage()
         elif options is not None and options.include_usage:
             event["usage"] = None
         return event
