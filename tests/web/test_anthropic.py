@@ -18,6 +18,8 @@ from paceline.checkpoint.chat import load_chat
 from paceline.errors import EngineError
 from paceline.types import FinishReason
 from paceline.web import anthropic as answering
+from paceline.web.anthropic_schema import CountBody
+from paceline.web.schema import read as read_body
 
 USER = [{"role": "user", "content": "hello"}]
 WEATHER = {"name": "weather", "description": "of a city", "input_schema": {"type": "object", "properties": {}}}
@@ -384,3 +386,10 @@ def test_a_tool_that_must_be_called_and_an_answer_that_is_parsed(real):
         assert message.stop_reason == "tool_use"
         parsed = client.messages.parse(**ASKED | {"max_tokens": 300}, output_format=Place, **short)
         assert isinstance(parsed.parsed_output, Place)
+
+
+@pytest.mark.parametrize(("disabled", "parallel"), [(True, False), (False, True), (None, True)])
+def test_parallel_calls_are_disabled_by_their_own_name(disabled, parallel):
+    choice = {"type": "any"} | ({} if disabled is None else {"disable_parallel_tool_use": disabled})
+    body = read_body(CountBody, {"messages": [{"role": "user", "content": "a"}], "tool_choice": choice})
+    assert body.parallel_tool_calls is parallel

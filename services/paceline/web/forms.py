@@ -12,9 +12,10 @@ from paceline.types import StructuredOutput
 
 _OF_VLLM = {"json": "json_schema", "json_object": "json_object", "regex": "regex", "choice": "choice"}
 _OF_VLLM |= {"grammar": "grammar", "structural_tag": "structural_tag"}
-_GUIDED = ("json", "regex", "choice", "grammar")
-FORMS = ("response_format", "structured_outputs", *(f"guided_{name}" for name in _GUIDED))
-"""Parameters of completions and chats that name a form; the last ones are vLLM's older names."""
+_ALONE = {f"guided_{name}": _OF_VLLM[name] for name in ("json", "regex", "choice", "grammar")}
+_ALONE |= {"json_schema": "json_schema", "regex": "regex", "grammar": "grammar", "ebnf": "grammar"}
+FORMS = ("response_format", "structured_outputs", *_ALONE)
+"""Parameters of completions and chats that name a form: OpenAI's, vLLM's, its older ones, SGLang's and llama.cpp's."""
 
 
 def take_form(given: dict[str, Any], names: Collection[str]) -> None:
@@ -41,17 +42,25 @@ def take_form(given: dict[str, Any], names: Collection[str]) -> None:
 
 def _reader(name: str) -> Callable[[str, Any], dict[str, Any] | None]:
     readers = {"response_format": _response_format, "structured_outputs": _structured_outputs, "text": _text}
-    return readers.get(name, lambda name, value: {_OF_VLLM[name.removeprefix("guided_")]: value})
+    return readers.get(name, lambda name, value: {_ALONE[name]: value})
 
 
 def _response_format(name: str, value: Any) -> dict[str, Any] | None:
     match value:
         case {"type": "text"}:
             return None
-        case {"type": "json_object"}:
-            return {"json_object": True}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return {"json_schema": schema}
+        case {"type": "json_schema" | "json_object" | "json", "schema": dict(schema)}:  # of llama.cpp
+            return {"json_schema": schema}
+        case {"type": "json_schema" | "json_object" | "json", "value": dict(schema)}:  # of TGI
+            return {"json_schema": schema}
+        case {"type": "regex", "value": str(regex)} | {"type": "regex", "pattern": str(regex)}:
+            return {"regex": regex}
+        case {"type": "grammar", "grammar": str(grammar)}:
+            return {"grammar": grammar}
+        case {"type": "json_object", **rest} if not rest.keys() & {"schema", "value"}:
+            return {"json_object": True}
         case {"type": "structural_tag"}:
             return {"structural_tag": value}
         case {"type": "json_schema", "json_schema": _} | {"type": "json_schema"}:
