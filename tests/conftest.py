@@ -1,4 +1,4 @@
-"""Shared by all tests: one torch thread, reproducible property tests, and the ring of the tools."""
+"""Shared by all tests: one torch thread, reproducible property tests, the tools' ring, the skip without a compiler."""
 
 import os
 
@@ -55,3 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.xdist_group(name))
     if items:
         items[0].config.stash[COLLECTED] = list(items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what needs a compiler where there is none, before its fixtures: here, so that the summary has one line."""
+    if item.get_closest_marker("compiler") is not None:
+        from tests.support.compilers import lacking  # other environments run their tests without the package
+
+        if reason := lacking(item):
+            pytest.skip(reason)

@@ -1,33 +1,36 @@
-"""Every native pass compiles where it can: its own tests are skipped where it does not."""
+"""Every native pass compiles where there is a compiler: the tests of what it computes need not ask."""
 
 from __future__ import annotations
 
-import shutil
-import sysconfig
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.support.compilers import needs_attention, needs_products
 
-from paceline.core import native, native_tree, rows
+from paceline.core import native_tree, rows
 from paceline.draft import publish
 from paceline.drafters import calibration, parts
-from paceline.model import columns
+from paceline.model import columns, layout, midway
+from paceline.model.attention import native as attention
+from paceline.model.compiled import linear, package
+from paceline.model.parallel import shared_memory
 
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, native._COMPILERS)), reason="needs a C++ compiler")
-needs_headers = pytest.mark.skipif(
-    not Path(sysconfig.get_path("include"), "Python.h").exists(), reason="needs Python's headers"
-)
+pytestmark = pytest.mark.compiler
 
 
-@needs_compiler
-@needs_headers
 @pytest.mark.parametrize("module", [columns, native_tree, parts, publish])
 def test_extensions_compile(module: ModuleType) -> None:
     assert module._passes() is not None
 
 
-@needs_compiler
-@pytest.mark.parametrize("module", [calibration, rows])
+@pytest.mark.parametrize(
+    "module",
+    [calibration, layout, midway, package, rows, shared_memory, pytest.param(linear, marks=needs_products)],
+)
 def test_libraries_compile(module: ModuleType) -> None:
     assert module._library() is not None
+
+
+@needs_attention
+def test_the_attention_compiles() -> None:
+    assert attention.unavailable() is None

@@ -25,8 +25,6 @@ from paceline.v1 import target_pb2, types_pb2
 
 VOCAB = 4
 
-needs_passes = pytest.mark.skipif(native_tree._passes() is None, reason="needs a C++ compiler and Python's headers")
-
 
 def state(tree: SpeculationTree) -> object:
     """All that a tree holds, in its order, with nodes by their ids."""
@@ -103,7 +101,7 @@ def below(tree: SpeculationTree, parent: int, nodes: list[tuple[object, ...]]) -
     return [node.node_id for node in placed]
 
 
-@needs_passes
+@pytest.mark.compiler
 @given(st.lists(ADDED | BELOW | WALKED | FOLLOWED | st.integers(1, 4), max_size=30), st.booleans(), st.integers(1, 8))
 @settings(max_examples=600, deadline=None)
 def test_native_passes_equal_their_twins(operations: list[object], rejection: bool, max_nodes: int) -> None:
@@ -124,7 +122,7 @@ def test_native_passes_equal_their_twins(operations: list[object], rejection: bo
         tree.check_integrity()
 
 
-@needs_passes
+@pytest.mark.compiler
 @given(st.lists(BELOW | BELOW | WALKED, max_size=12), st.booleans(), st.integers(4, 16))
 @settings(max_examples=200, deadline=None)
 def test_a_draft_grows_its_tree_as_without_native_passes(
@@ -140,7 +138,7 @@ def test_a_draft_grows_its_tree_as_without_native_passes(
         assert repr(state(tree)) == repr(state(twin))
 
 
-@needs_passes
+@pytest.mark.compiler
 @given(st.lists(st.lists(st.tuples(st.integers(0, 2), ADDED), max_size=6) | WALKED, max_size=8), st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_messages_for_several_trees_are_taken_as_by_their_twins(batches: list[object], rejection: bool) -> None:
@@ -161,7 +159,7 @@ def test_messages_for_several_trees_are_taken_as_by_their_twins(batches: list[ob
         assert [repr(state(tree)) for tree in trees] == [repr(state(twin)) for twin in twins]
 
 
-@needs_passes
+@pytest.mark.compiler
 def test_what_a_message_changes_is_told() -> None:
     tree = NativeTree(VOCAB, 5)
     first, other, stale = (NodeColumns([i], [p], [i], [0.5]) for i, p in ((1, 0), (2, 0), (3, 9)))
@@ -172,7 +170,7 @@ def test_what_a_message_changes_is_told() -> None:
     assert [*native_tree.add_each([tree] * 2, [stale, missing])[1]] == [LOST, GREW + LOST]
 
 
-@needs_passes
+@pytest.mark.compiler
 def test_what_is_no_native_tree_takes_no_messages() -> None:
     with pytest.raises(TypeError, match="no tree of native passes"):
         native_tree.add_each([SpeculationTree(VOCAB, 5)], [NodeColumns((), (), (), ())])
@@ -192,7 +190,7 @@ def growths(draw: st.DrawFn) -> Iterator[tuple[NodeColumns, tuple[int, ...]]]:
     return iter(messages)
 
 
-@needs_passes
+@pytest.mark.compiler
 @given(growths())
 @settings(max_examples=300, deadline=None)
 def test_a_growing_tree_is_followed_as_its_twin_is(messages: Iterator[tuple[NodeColumns, tuple[int, ...]]]) -> None:
@@ -256,7 +254,7 @@ def read_as_protobuf(packed: bytes, session_id: str = "s") -> bool:
     return True
 
 
-@needs_passes
+@pytest.mark.compiler
 @given(fitting())
 @settings(max_examples=300, deadline=None)
 def test_nodes_in_wire_form_are_read_natively(proto: types_pb2.Nodes) -> None:
@@ -264,7 +262,7 @@ def test_nodes_in_wire_form_are_read_natively(proto: types_pb2.Nodes) -> None:
     assert not read_as_protobuf(proto.SerializeToString(), "")
 
 
-@needs_passes
+@pytest.mark.compiler
 @given(WIRE | fitting(), st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255), st.integers(0, 2)), max_size=3))
 @settings(max_examples=1000, deadline=None)
 def test_whatever_is_read_natively_is_what_protobuf_reads(
@@ -278,7 +276,7 @@ def test_whatever_is_read_natively_is_what_protobuf_reads(
     read_as_protobuf(bytes(packed) * 2)
 
 
-@needs_passes
+@pytest.mark.compiler
 @given(
     st.lists(
         st.tuples(
@@ -302,7 +300,7 @@ def test_batches_are_read_as_without_a_native_reader(rows: list[tuple[str, bytes
 WRITTEN = st.tuples(*[st.integers(0, 2**32 - 1) | st.integers(0, 300)] * 3, st.floats(), st.booleans(), QS)
 
 
-@needs_passes
+@pytest.mark.compiler
 @given(st.lists(WRITTEN, max_size=4), st.booleans(), st.booleans(), st.floats() | st.sampled_from([0.0, -0.0]))
 @settings(max_examples=400, deadline=None)
 def test_nodes_are_written_as_protobuf_writes_them(
@@ -317,7 +315,7 @@ def test_nodes_are_written_as_protobuf_writes_them(
         assert repr(types_pb2.Nodes.FromString(packed).step_s) == repr(step_s)
 
 
-@needs_passes
+@pytest.mark.compiler
 @pytest.mark.parametrize(
     ("place", "value"), [(0, -1), (1, 2**32), (2, 2**70), (2, "2"), (3, 1), (3, None), (4, 1), (5, b"q")]
 )
@@ -332,7 +330,7 @@ def test_what_protobuf_would_not_take_is_not_written_natively(place: int, value:
         assert native_tree._passes().write_each([Nodes("s", 1, 7, made)]) == [None]
 
 
-@needs_passes
+@pytest.mark.compiler
 @given(st.lists(BELOW, max_size=6), st.booleans(), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_columns_of_nodes_are_those_of_their_twin(
@@ -352,7 +350,7 @@ def test_columns_of_nodes_are_those_of_their_twin(
     ]
 
 
-@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_passes)])
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.compiler)])
 @pytest.mark.parametrize(
     "proposal", [Proposal(), Proposal((3,)), Proposal((3, 1, 2)), Proposal((3, 1, 2), parents=(-1, 0, -1))]
 )
@@ -371,7 +369,7 @@ def num_nodes() -> int:
     return sum(type(each) is TreeNode for each in gc.get_objects())
 
 
-@needs_passes
+@pytest.mark.compiler
 def test_nodes_are_freed_with_their_tree() -> None:
     before = num_nodes()
     tree = NativeTree(VOCAB, 5)
@@ -383,7 +381,7 @@ def test_nodes_are_freed_with_their_tree() -> None:
     assert num_nodes() == before
 
 
-@needs_passes
+@pytest.mark.compiler
 def test_columns_of_unequal_length_are_no_nodes() -> None:
     with pytest.raises(ValueError, match="unequal length"):
         NativeTree(VOCAB, 5).add(NodeColumns([1, 2], [0], [1, 2], [0.5, 0.5]))

@@ -27,8 +27,6 @@ from paceline.model.chain import Ranked
 
 from .fakes import VOCAB, Harness, TableDrafter, open_session
 
-needs_pass = pytest.mark.skipif(publish_module._passes() is None, reason="needs a C++ compiler and Python's headers")
-
 
 class RankedDrafter(TableDrafter):
     """Ranks its candidates itself: a function of the text, with whatever a drafter might get wrong now and then."""
@@ -132,7 +130,7 @@ def grown(
     return states, harness
 
 
-@needs_pass
+@pytest.mark.compiler
 @pytest.mark.parametrize("kind", ["by the drafter", "coupled", "rejection"])
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 0.2]), st.lists(st.integers(0, 6), min_size=5, max_size=9))
 @settings(max_examples=80, deadline=None)
@@ -144,7 +142,7 @@ def test_a_tree_grows_as_it_does_one_by_one(kind: str, seed: int, harm: float, r
     assert harness.engine.stats == twin.engine.stats
 
 
-@needs_pass
+@pytest.mark.compiler
 @pytest.mark.parametrize("kind", ["by the drafter", "coupled", "rejection"])
 def test_leaves_of_the_common_case_are_left_to_nobody(kind: str) -> None:
     counts = []
@@ -167,7 +165,7 @@ def test_leaves_of_the_common_case_are_left_to_nobody(kind: str) -> None:
     assert not any(num_left for _, num_left in counts)
 
 
-@needs_pass
+@pytest.mark.compiler
 def test_what_is_no_leaf_is_refused() -> None:
     with pytest.raises(TypeError, match="pairs of a session and a node"):
         publish_module.publish([("session", "node")], [([], [])], 0.01)  # type: ignore[list-item]

@@ -179,11 +179,10 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_library", lambda: None)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("num_ranks", [1, RANKS, 5])
 def test_probabilities_without_native_code_are_the_same(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, with fewer and with more ranks than the engine-wide table has, for gaps on the edges and beyond."""
-    if module._library() is None:
-        pytest.skip("there is no compiler here")
     rng, (own, engine_wide), (of_bonus, _) = random.Random(5), tables(1, num_ranks), tables(2, num_ranks)
     tried = [random_expansion(rng, rng.choice([own, engine_wide]), of_bonus) for _ in range(2000)]
     least = 0.01
@@ -196,10 +195,9 @@ def test_probabilities_without_native_code_are_the_same(num_ranks: int, monkeypa
     assert all(bool(probs) == bool(it.gaps) for it, probs in zip(tried, found, strict=True))
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("num_ranks", [1, RANKS, 5])
 def test_calibration_without_native_code_learns_the_same(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if module._library() is None:
-        pytest.skip("there is no compiler here")
     native = tables(3, num_ranks)
     without_native(monkeypatch)
     assert [table._cells for table in native] == [table._cells for table in tables(3, num_ranks)]

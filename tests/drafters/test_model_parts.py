@@ -113,7 +113,7 @@ def listed(part: Part) -> str:
     return repr(replace(part, session=None, step=replace(part.step, positions=[*part.step.positions])))
 
 
-@pytest.mark.skipif(parts_module._passes() is None, reason="needs a C++ compiler and Python's headers")
+@pytest.mark.compiler
 def test_leaves_of_all_sessions_are_laid_out_as_session_by_session() -> None:
     rng, seen_before = random.Random(8), Counter[str]()
     for _ in range(400):
@@ -157,7 +157,7 @@ def test_leaves_of_all_sessions_are_laid_out_as_session_by_session() -> None:
     assert min(seen_before.values()) > 30
 
 
-@pytest.mark.skipif(parts_module._passes() is None, reason="needs a C++ compiler and Python's headers")
+@pytest.mark.compiler
 def test_rows_are_given_back_where_one_session_has_no_room() -> None:
     rng, own = random.Random(9), drafter()
     own._sessions = {"a": random_session(rng, own._cache), "b": random_session(rng, own._cache)}

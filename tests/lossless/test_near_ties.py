@@ -105,6 +105,7 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
 
 
+@pytest.mark.compiler
 @pytest.mark.slow
 @pytest.mark.usefixtures("_empty_cache")
 def test_no_session_of_compiled_experts_changes_in_a_batch() -> None:
@@ -115,6 +116,7 @@ def test_no_session_of_compiled_experts_changes_in_a_batch() -> None:
     check(target, prepare(noisy_copy(model, 0.05), compile=False))
 
 
+@pytest.mark.compiler
 @pytest.mark.nightly
 @pytest.mark.usefixtures("_empty_cache")
 def test_compiled_experts_that_are_not_padded_change_sessions(monkeypatch: pytest.MonkeyPatch) -> None:

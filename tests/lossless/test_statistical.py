@@ -205,15 +205,17 @@ def test_the_joint_law_with_saguaro():
 @pytest.fixture
 def alone(monkeypatch):
     """The general path is out of reach."""
-    assert native.usable(torch.zeros(1, 1), torch.float32), "there is no C++ compiler here"
+    assert native.usable(torch.zeros(1, 1), torch.float32), "its library does not compile"
     monkeypatch.setattr(verification, "process", None)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize(("log_q", "num_drafted", "saguaro"), [(Q, 1, 1.0), (Q, 3, 0.25), (OPPOSITE, 1, 1.0)])
 def test_the_joint_law_of_what_one_pass_decides(alone, log_q, num_drafted, saguaro):
     assert law_p_value(REJECTION, P, log_q, num_drafted, saguaro=saguaro, at_once=True) > FALSE_ALARM
 
 
+@pytest.mark.compiler
 def test_mutant_one_pass_with_a_q_that_the_token_was_not_drawn_from(alone, monkeypatch):
     original = native.verify
 
@@ -225,6 +227,7 @@ def test_mutant_one_pass_with_a_q_that_the_token_was_not_drawn_from(alone, monke
     assert law_p_value(REJECTION, P, Q, 1, at_once=True) < FALSE_ALARM
 
 
+@pytest.mark.compiler
 def test_mutant_one_pass_that_draws_from_p_where_a_token_was_rejected(alone, monkeypatch):
     original = native.verify
 

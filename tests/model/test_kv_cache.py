@@ -177,11 +177,12 @@ def test_pages_that_are_taken_together_are_zeroed_by_one_call() -> None:
         assert pool[taken].eq(0).all()
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_native_copies_and_zeros_are_those_of_the_operators(dtype: torch.dtype) -> None:
     """Pools of several sizes of a page, those of a head among them, and an empty one, as layers of states have."""
     caches = [KVCache([LayerSpec(1, 2, 3), LayerSpec(2, 4, 4)], 6, dtype, "cpu") for _ in range(2)]
-    assert caches[0]._native, "this machine has a compiler"
+    assert caches[0]._native, "its library does not compile"
     caches[1]._native = False
     for cache in caches:
         cache.add_layers([LayerSpec(1, 8, 8), LayerSpec(1, 4, 0)])

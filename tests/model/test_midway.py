@@ -111,6 +111,7 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
 
 
+@pytest.mark.compiler
 @pytest.mark.usefixtures("_empty_cache")
 @pytest.mark.parametrize("dtype", [*slow([torch.float32]), *nightly([torch.bfloat16])])
 def test_a_listener_hears_the_states_of_a_compiled_step(dtype: torch.dtype) -> None:
@@ -132,6 +133,7 @@ def test_a_listener_hears_the_states_of_a_compiled_step(dtype: torch.dtype) -> N
     assert told[0].dtype == dtype
 
 
+@pytest.mark.compiler
 def test_a_compiled_step_that_can_be_heard_is_one_of_its_own() -> None:
     model = smallest()
     keys = {

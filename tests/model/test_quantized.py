@@ -222,6 +222,7 @@ def test_a_target_that_verifies_otherwise_is_refused_with_a_draft(
     build.build_target_engine(unquantized, lambda events: None)
 
 
+@pytest.mark.compiler
 @pytest.mark.nightly
 def test_compiled_int8_keeps_its_bytes_and_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The artifact multiplies by int8, and all modes give the text of its own plain decoding."""

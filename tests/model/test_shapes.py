@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.compilers import needs_products
 from tests.support.models import prompt, random_model
 from tests.support.rings import nightly, slow
 from torch import Tensor
@@ -361,14 +362,15 @@ def test_a_runner_pads_by_what_it_runs() -> None:
         assert runner.shapes == Shapes.needed(native=True, promised=promised, spare_tokens=spare)
 
 
+@needs_products
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", *nightly(["gemma3"])])
 def test_a_native_model_has_equal_bits_in_steps_of_any_size(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled in bfloat16 it computes exactly the tokens of a step; verified, batched and prefilled as it decodes."""
-    if not cpu_linear.usable() or cpu_attention.unavailable() is not None:
-        pytest.skip("the native kernels are not for this machine")
+    assert cpu_linear.usable()
+    assert cpu_attention.unavailable() is None
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     runner = prepare(random_model(family, dtype=torch.bfloat16), compile=True).runner(40)
     assert runner.shapes == replace(EXACT, spare_tokens=runner.shapes.spare_tokens)

@@ -149,13 +149,13 @@ def _assert_plain(steps: list[SequenceStep], shapes: Shapes) -> None:
     assert plan.copies == tuple(pair for step in steps for pair in step.copies)
 
 
-@pytest.fixture(params=["native", "numpy"])
+@pytest.fixture(params=[pytest.param("native", marks=pytest.mark.compiler), "numpy"])
 def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways of laying out and masking."""
     if request.param == "numpy":
         monkeypatch.setattr(layout, "_library", lambda: None)
-    elif not layout.usable():
-        pytest.skip("there is no C++ compiler")
+    else:
+        assert layout.usable()
 
 
 @pytest.mark.usefixtures("passes")
@@ -164,7 +164,7 @@ def test_a_step_is_laid_out_as_it_would_be_token_by_token() -> None:
         _assert_plain(_batch(seed), SHAPES[seed % len(SHAPES)])
 
 
-@pytest.mark.skipif(columns._passes() is None, reason="needs a C++ compiler and Python's headers")
+@pytest.mark.compiler
 def test_sequences_are_gathered_as_by_python() -> None:
     """Whatever holds their numbers; trees that say token by token what they see are left to Python."""
     num_trees = 0
@@ -233,6 +233,7 @@ def test_a_layout_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch)
             _assert_plain(_batch(seed), Shapes())
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
@@ -248,8 +249,6 @@ def test_a_layout_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch)
 def test_a_native_layout_that_is_wrong_is_noticed(
     right: str, wrong: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if not layout.usable():
-        pytest.skip("there is no C++ compiler")
     text = layout._SOURCE.read_text(encoding="utf-8")
     assert right in text
     changed = tmp_path / "layout.cpp"
@@ -260,10 +259,9 @@ def test_a_native_layout_that_is_wrong_is_noticed(
     assert not all(_is_plain(_batch(seed), Shapes(spare_tokens=3)) for seed in range(48))
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_native_masks_are_those_of_torch(dtype: torch.dtype) -> None:
-    if not layout.usable():
-        pytest.skip("there is no C++ compiler")
     for seed in range(24):
         plan = StepPlan.of(_batch(seed), SCRATCH_ROW, SHAPES[seed % len(SHAPES)])
         for window in (None, 1, 50):

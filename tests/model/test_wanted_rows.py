@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.compilers import needs_products
 from tests.support.models import FAMILIES, prompt, random_model
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 from paceline.model import wanted_rows
-from paceline.model.attention import native as cpu_attention
 from paceline.model.compiled import aot
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.features import OUT, Features
@@ -128,9 +128,7 @@ def test_only_native_products_are_computed_so(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not cpu_linear.usable() or cpu_attention.unavailable() is not None, reason="needs native products and attention"
-)
+@needs_products
 def test_a_compiled_step_has_the_bits_of_one_that_computes_all_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -334,6 +334,7 @@ _LOAD = (
 )
 
 
+@pytest.mark.compiler
 @pytest.mark.nightly
 @pytest.mark.parametrize(("role", "folder"), [("target", TARGET_DIR), ("draft", DRAFT_DIR)])
 def test_a_process_with_a_compiled_model_takes_what_is_estimated(role, folder):

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from tests.model.parallel.ranks import Ranks, load
+from tests.support.compilers import needs_attention
 from tests.support.models import VOCAB, prompt, random_model
 from tests.support.rings import nightly, slow
 from transformers import MixtralConfig
 
 from paceline.core.tree import Proposal
-from paceline.model.attention import native
 from paceline.model.attention.kernels import Kernel
 from paceline.model.compiled.backend import DeviceBackend
 from paceline.model.compiled.buckets import Limits
@@ -159,7 +159,7 @@ def shifted(steps: list[SequenceStep]) -> None:
 
 KERNELS = [
     "sdpa",
-    pytest.param("native", marks=pytest.mark.skipif(native.unavailable() is not None, reason="needs AVX-512")),
+    pytest.param("native", marks=needs_attention),
 ]
 NO_TRITON = importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1"
 interpreted = pytest.mark.skipif(NO_TRITON, reason="needs triton and TRITON_INTERPRET=1")
@@ -287,6 +287,7 @@ def test_a_branch_at_a_shifted_row_is_caught_on_two_ranks(model: str, dtype: str
     assert on_two_ranks(model, dtype, 150, tmp_path, shifted)[1] > 0
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize(
     ("dtype", "num_rows"),
     [*slow([("float32", 2_000), ("bfloat16", 500)]), *nightly([(dtype, 10_000) for dtype in DTYPES])],

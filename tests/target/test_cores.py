@@ -10,20 +10,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.support.compilers import needs_products
 from tests.support.models import pair, prompt, random_model
 from tests.support.pump import Pump, Request, assert_same, plain_reference
 from tests.target.test_heads import EVERY, known, oracle, pump_with
 
-from paceline.model.compiled import linear
 from paceline.model.loading import LoadedModel, prepare
 from paceline.target.control.report import explain
 from paceline.target.cores import TargetCores
 from paceline.types import Mode, SamplingParams, SpeculationParams
 
-needed = pytest.mark.skipif(
-    not linear.usable() or len(os.sched_getaffinity(0)) < 2,
-    reason="needs two cores, AVX512-BF16 without AMX, and a C++ compiler",
-)
+two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 
 
 class Lent:
@@ -108,7 +105,8 @@ def in_a_thread(work: Callable[[], None]) -> None:
         raise errors[0]
 
 
-@needed
+@needs_products
+@two_cores
 def test_the_thread_that_takes_steps_stays_on_its_own_cores_and_gets_help_from_lent_ones() -> None:
     def work() -> None:
         allowed = sorted(os.sched_getaffinity(0))[:2]
@@ -129,7 +127,7 @@ def test_the_thread_that_takes_steps_stays_on_its_own_cores_and_gets_help_from_l
     ("dtype", "compiles", "reason"),
     [
         (torch.float32, True, "the model is in float32"),
-        pytest.param(torch.bfloat16, False, "the model is not compiled", marks=needed),
+        pytest.param(torch.bfloat16, False, "the model is not compiled", marks=[needs_products, two_cores]),
     ],
 )
 def test_where_products_cannot_be_shared_no_core_is_lent(

@@ -68,6 +68,11 @@ def extension(source: Path, name: str, purpose: str) -> ModuleType:
     return module
 
 
+def find_compiler() -> str | None:
+    """The C++ compiler of the package's sources; None: there is none."""
+    return next(filter(None, map(shutil.which, _COMPILERS)), None)
+
+
 def library_path(source: Path, digest: str) -> Path:
     """Path that the shared library of ``source`` has in the cache, whether it is there or not."""
     return cache_dir() / "operators" / f"{source.stem}-{digest}.so"
@@ -112,7 +117,7 @@ def packs_bfloat16() -> bool:
 
 
 def _compile(source: Path, path: Path, options: Sequence[str], purpose: str) -> None:
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    compiler = find_compiler()
     if compiler is None:
         raise EngineError(f"there is no C++ compiler ({', '.join(_COMPILERS)})")
     temporary = path.with_name(f"{path.stem}.{os.getpid()}.so")

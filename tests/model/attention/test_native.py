@@ -23,6 +23,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.support.compilers import needs_attention, needs_products
 from tests.support.models import prompt, random_model
 from tests.support.rings import pairs_first
 from torch import Tensor
@@ -38,6 +39,8 @@ from paceline.model.selftest import check_invariance
 from paceline.model.step_plan import SequenceStep
 from paceline.types import PAGE_SIZE, pages_for
 
+pytestmark = needs_attention
+
 POOL = 9
 DTYPES = (torch.float32, torch.bfloat16)
 ROOT = Path(__file__).parents[3]
@@ -45,8 +48,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(autouse=True)
 def _native() -> None:
-    if reason := cpu_attention.unavailable():
-        pytest.skip(reason)
+    assert cpu_attention.unavailable() is None
 
 
 @dataclass(frozen=True)
@@ -390,11 +392,10 @@ def test_little_attention_is_not_shared(share_by: ShareBy) -> None:
     assert (it.attend().double() - by_definition(it)).abs().max() < 5e-6
 
 
+@needs_products
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_bits_do_not_depend_on_threads(num_threads: int) -> None:
     """Tokens decoded, verified and prefilled, the same step often enough that helpers begin and end late."""
-    if not cpu_linear.usable():
-        pytest.skip("threads help where the native products run")
     steps = [random_inputs(n, dtype=torch.bfloat16, rows=16 // n, row_len=n * n, pages=5) for n in (1, 2, 4, 8)]
     alone = [it.attend() for it in steps]
     cpu_attention.share_by(cpu_linear.sharer())

@@ -67,6 +67,7 @@ def same_tokens(compiled: LoadedModel, eager: LoadedModel) -> None:
         assert {n: r.token_ids for n, r in results.items()} == want
 
 
+@pytest.mark.compiler
 @pytest.mark.slow
 def test_compiled_tokens_equal_eager_ones_and_the_artifact_is_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,6 +114,7 @@ CASES = [(f, dtype) for f in FAMILIES if f != "qwen3_moe" for dtype in (torch.fl
 IN_CI = [("llama", torch.float32), ("gemma2", torch.bfloat16)]
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize(("family", "dtype"), [*slow(IN_CI), *nightly(case for case in CASES if case not in IN_CI)])
 def test_compiled_families(family: str, dtype: torch.dtype) -> None:
     """fp32: eager's tokens. bf16 (which rounds differently when fused): the same in every mode, if invariant."""
@@ -128,6 +130,7 @@ def test_compiled_families(family: str, dtype: torch.dtype) -> None:
         assert "NOT batch-invariant" in str(report)
 
 
+@pytest.mark.compiler
 @pytest.mark.slow
 def test_a_compiled_step_leaves_other_threads_their_turn(tmp_path: Path) -> None:
     """Nobody is made to hand the lock over here, so the other thread runs only while a step does without it."""
@@ -161,6 +164,7 @@ def test_a_compiled_step_leaves_other_threads_their_turn(tmp_path: Path) -> None
     assert seen > 0
 
 
+@pytest.mark.compiler
 @pytest.mark.slow
 def test_a_package_that_needs_more_than_its_library_is_left_to_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -178,6 +182,7 @@ def test_a_package_that_needs_more_than_its_library_is_left_to_torch(
     assert torch.equal(*logits)
 
 
+@pytest.mark.compiler
 @pytest.mark.slow
 def test_one_call_of_a_plan_is_the_run_of_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit: chains and trees, two masks, spare tokens; and it holds no tensor once the package is gone."""
@@ -218,6 +223,7 @@ def test_one_call_of_a_plan_is_the_run_of_its_inputs(monkeypatch: pytest.MonkeyP
     assert held() is None, "a handle of the cache was not given back"
 
 
+@pytest.mark.compiler
 @pytest.mark.slow
 def test_compiled_states_are_those_of_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """By our loader and by torch's, which return two tensors then; the self-test compares their bits."""
@@ -259,6 +265,7 @@ def test_without_a_compiler_a_model_runs_eagerly_unless_it_must_be_compiled(
         load_model(Checkpoint.open(path), options.model_copy(update={"compile": True}))
 
 
+@pytest.mark.compiler
 def test_the_compiler_is_the_one_that_torch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compile_module.find_compiler() is not None
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))

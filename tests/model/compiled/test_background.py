@@ -146,6 +146,7 @@ def until_compiled(engine) -> None:
     assert engine.execution == "compiled"
 
 
+@pytest.mark.compiler
 @pytest.mark.slow
 def test_an_engine_serves_before_it_is_compiled_and_is_compiled_when_it_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.compilers import needs_products
 from tests.support.models import random_model
 from tests.support.rings import nightly
 from torch import Tensor, nn
@@ -30,7 +31,6 @@ from paceline.model.compiled.linear import PackedLinear, gated_silu, linear, pac
 from paceline.model.loading import prepare
 from paceline.model.selftest import check_invariance
 
-needed = pytest.mark.skipif(not cpu_linear.usable(), reason="needs AVX512-BF16 without AMX, and a C++ compiler")
 Product = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
 
 
@@ -70,7 +70,7 @@ def rows_alone(product: Product, tokens: int, outputs: int, inputs: int, bias: b
     return product(x, packed, added, outputs), torch.cat(alone)
 
 
-@needed
+@needs_products
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "outputs", "inputs"),
@@ -88,7 +88,7 @@ def test_products_equal_those_of_float64_but_for_rounding(tokens: int, outputs: 
     assert bool(((got - want).abs() <= 2**-8 * want.abs() + 2**-23 * (inputs + 2) * size).all())
 
 
-@needed
+@needs_products
 @settings(max_examples=25)
 @given(
     st.one_of(st.integers(1, 64), st.sampled_from([100, 512])), st.integers(1, 100), st.integers(1, 2600), st.booleans()
@@ -101,7 +101,7 @@ def test_a_row_has_the_same_bits_in_every_batch(tokens: int, outputs: int, input
 _ROWS = [1, 2, 5, 12, 13, 30, 64, 512]
 
 
-@needed
+@needs_products
 @pytest.mark.parametrize("tokens", [*_ROWS, *nightly(n for n in (*range(1, 31), 37, 56, 57, 100) if n not in _ROWS)])
 def test_every_number_of_rows_that_is_computed_together(tokens: int) -> None:
     """A sum of several panels, whose rows compete for the cache."""
@@ -109,7 +109,7 @@ def test_every_number_of_rows_that_is_computed_together(tokens: int) -> None:
     assert torch.equal(together, alone)
 
 
-@needed
+@needs_products
 @pytest.mark.parametrize("num_threads", [2, 3, 5])
 def test_no_bit_depends_on_the_number_of_threads(num_threads: int, shared: Callable[[int], None]) -> None:
     """Of them some must wait for a core, and some sleep when the next product comes."""
@@ -124,7 +124,7 @@ def test_no_bit_depends_on_the_number_of_threads(num_threads: int, shared: Calla
             assert torch.equal(linear(x, packed, bias, outputs), alone), (tokens, outputs, inputs)
 
 
-@needed
+@needs_products
 @pytest.mark.parametrize("size", [1, 16, 37, 1024])
 def test_a_gate_is_silu_times_the_other_half_with_the_same_bits_in_every_batch(
     size: int, shared: Callable[[int], None]
@@ -142,7 +142,7 @@ def test_a_gate_is_silu_times_the_other_half_with_the_same_bits_in_every_batch(
         assert torch.equal(gated_silu(x), together)
 
 
-@needed
+@needs_products
 def test_a_gate_that_is_one_is_one_operator_and_others_stay() -> None:
     """Halves in the other order, of two products, or read twice, are computed as they were."""
 
@@ -167,7 +167,7 @@ def test_a_gate_that_is_one_is_one_operator_and_others_stay() -> None:
         torch.testing.assert_close(found.float(), wanted.float(), rtol=0.03, atol=0.03)
 
 
-@needed
+@needs_products
 def test_pieces_that_are_left_out_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel with one fault: the last outputs of a piece belong to nobody."""
     source = cpu_linear._SOURCE.read_text(encoding="utf-8")
@@ -190,7 +190,7 @@ def test_pieces_that_are_left_out_are_noticed(tmp_path: Path, monkeypatch: pytes
         library.paceline_helpers(0)
 
 
-@needed
+@needs_products
 def test_threads_end_with_the_one_that_they_help_and_leave_it_where_it_may_run() -> None:
     def work() -> None:
         allowed, before = os.sched_getaffinity(0), len(os.listdir("/proc/self/task"))
@@ -212,7 +212,7 @@ def test_threads_end_with_the_one_that_they_help_and_leave_it_where_it_may_run()
     assert thread_ids() <= names
 
 
-@needed
+@needs_products
 def test_threads_of_one_core_take_turns(shared: Callable[[int], None]) -> None:
     x, packed = values(1, 1, 1024), pack(values(2, 1024, 1024))
     alone = linear(x, packed, None, 1024)
@@ -226,7 +226,7 @@ def test_threads_of_one_core_take_turns(shared: Callable[[int], None]) -> None:
     in_a_thread(work)
 
 
-@needed
+@needs_products
 def test_the_attention_of_a_compiled_step_is_shared_as_its_products_are(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int | None] = []
     monkeypatch.setattr(aot, "load_package", lambda path: path)
@@ -271,7 +271,7 @@ def test_a_replica_reserves_a_core_for_each_thread() -> None:
     assert config.target_setup().options.cpu_threads == 3
 
 
-@needed
+@needs_products
 def test_sums_that_are_split_by_the_number_of_rows_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel with one fault: panels are added up apart, and there are several only with many rows."""
     source = cpu_linear._SOURCE.read_text(encoding="utf-8")
@@ -295,7 +295,7 @@ def test_sums_that_are_split_by_the_number_of_rows_are_noticed(tmp_path: Path, m
     assert torch.allclose(together.float(), alone.float(), atol=1e-2)  # it is a fault of rounding only
 
 
-@needed
+@needs_products
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_reaches_its_own_outputs_and_no_others(value: float) -> None:
     x, weight = values(1, 14, 40).abs(), values(2, 70, 40).abs()
@@ -338,7 +338,6 @@ class Layer(nn.Module):
         return product + q.sum()
 
 
-@needed
 class Small(nn.Module):
     """Layers of two dtypes, one of them in two places."""
 
@@ -355,7 +354,7 @@ class Small(nn.Module):
         return x if x.dtype == torch.bfloat16 else self.wide(x)
 
 
-@needed
+@needs_products
 @torch.inference_mode()
 def test_layers_outside_of_compiled_steps_are_packed_once_each() -> None:
     module, x = Small().requires_grad_(False), values(4, 2, 3, 7)
@@ -377,6 +376,7 @@ def test_without_the_products_layers_stay_as_they_are(monkeypatch: pytest.Monkey
     assert type(module.first) is nn.Linear
 
 
+@needs_products
 def test_products_by_parameters_are_replaced_and_those_of_one_input_joined() -> None:
     model, x = Layer(torch.bfloat16), values(1, 6, 48)
     exported = torch.export.export(model, (x,))
@@ -388,7 +388,7 @@ def test_products_by_parameters_are_replaced_and_those_of_one_input_joined() -> 
     torch.testing.assert_close(exported.module()(x), want, rtol=0.03, atol=0.03)
 
 
-@needed
+@needs_products
 def test_products_of_other_dtypes_stay() -> None:
     assert replace_linears(torch.export.export(Layer(torch.float32), (torch.zeros(6, 48),))) == 0
 
@@ -440,7 +440,7 @@ def test_beside_amx_only_small_models_have_native_products(
     assert [cpu_linear.at_hand(size) for size in sizes[:2]] == [not small, not large]
 
 
-@needed
+@needs_products
 def test_a_package_is_made_for_the_products_that_suit_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small()
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -453,7 +453,7 @@ def test_a_package_is_made_for_the_products_that_suit_its_size(monkeypatch: pyte
     assert artifact_key(model, None) != native
 
 
-@needed
+@needs_products
 @pytest.mark.slow
 def test_a_package_holds_the_weights_once_and_calls_the_operator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: Callable[[int], None]

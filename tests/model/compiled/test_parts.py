@@ -33,6 +33,7 @@ def logits(runner: ModelRunner) -> torch.Tensor:
     return torch.cat(parts)
 
 
+@pytest.mark.compiler
 @pytest.mark.slow
 def test_parts_compute_what_they_did_in_one_variant_for_any_number_of_tokens(monkeypatch, tmp_path) -> None:
     """Two norms of unlike rank, the MLP and the rotary embedding are each compiled once; a model of the same classes

@@ -33,7 +33,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield ranks
 
 
-@pytest.fixture(params=["shared", *slow(["gloo"])])
+@pytest.fixture(params=[pytest.param("shared", marks=pytest.mark.compiler), *slow(["gloo"])])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -147,6 +147,7 @@ def test_tensors_are_gathered_in_rank_order(ranks: Ranks, transport: str) -> Non
             assert torch.equal(rows, torch.stack([torch.arange(size) + 1000 * r for r in range(ranks.degree)]))
 
 
+@pytest.mark.compiler
 def test_ranks_that_are_late_now_and_then(ranks: Ranks) -> None:
     """Two thousand sums over shared memory with pauses: no round is mixed up with another."""
     assert ranks.run(reduce_often, 2000, transport="shared") == [True] * ranks.degree
@@ -182,6 +183,7 @@ def test_other_threads_run_while_a_rank_waits(ranks: Ranks, transport: str) -> N
     assert all(count > 50 for count in ranks.run(count_while_waiting, 2.0, transport=transport)[1:])
 
 
+@pytest.mark.compiler
 @pytest.mark.slow
 def test_ranks_at_different_operations_are_told_so(tmp_path: Path) -> None:
     """Over shared memory, by the size of what they exchange."""
@@ -209,6 +211,7 @@ def test_a_killed_rank_is_told_of_and_leaves_nothing(operation: str, transport: 
         assert not {entry for entry in os.listdir("/dev/shm") if "paceline" in entry} - entries
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("make", [TorchCollectives, SharedMemoryCollectives, connect], ids=lambda make: make.__name__)
 def test_ranks_that_never_meet_are_told_so(make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one does not come."""
@@ -236,6 +239,7 @@ def test_gloo_is_used_and_said_where_there_is_no_compiler(
     assert "there is no C++ compiler (g++, c++, clang++)" in record.getMessage()
 
 
+@pytest.mark.compiler
 @pytest.mark.slow
 def test_shared_memory_is_chosen_where_all_ranks_have_it(tmp_path: Path) -> None:
     with Ranks(2, tmp_path) as ranks:
@@ -254,6 +258,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_pair(tmp_path_factory.mktemp("models")) / "target")
 
 
+@pytest.mark.compiler
 def test_ranks_on_gpus_may_load_at_different_speeds_and_wait_for_work_as_long_as_it_takes(
     checkpoint: str, tmp_path: Path
 ) -> None:
@@ -265,6 +270,7 @@ def test_ranks_on_gpus_may_load_at_different_speeds_and_wait_for_work_as_long_as
         assert all(process.is_alive() for process in ranks.processes)
 
 
+@pytest.mark.compiler
 def test_ranks_that_wait_on_their_gpus_are_ended(checkpoint: str, tmp_path: Path) -> None:
     with Ranks(2, tmp_path) as ranks:
         ranks.start(pause_and_step, checkpoint, 1.5 * LIMIT_S, timeout_s=LIMIT_S, transport="device alone")

@@ -149,6 +149,7 @@ def test_a_checkpoint_of_several_files(two: Ranks, tmp_path: Path) -> None:
         assert torch.equal(rows, same)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("family", [*slow(["llama"]), *nightly(["gemma2"])])
 def test_compiled_ranks_equal_eager_ones(family: str, two: Ranks, tmp_path: Path) -> None:
     """The exchange survives the export, and is called without the interpreter's lock; all ranks get the same bits."""
@@ -162,6 +163,7 @@ def test_compiled_ranks_equal_eager_ones(family: str, two: Ranks, tmp_path: Path
     assert same == tokens
 
 
+@pytest.mark.compiler
 @pytest.mark.slow
 def test_a_compiled_rank_is_compiled_once(two: Ranks, tmp_path: Path) -> None:
     """One package for each rank, found again by weights, configuration, degree and rank."""
@@ -171,6 +173,7 @@ def test_a_compiled_rank_is_compiled_once(two: Ranks, tmp_path: Path) -> None:
         assert len(list((tmp_path / "cache" / "compiled").glob("*.pt2"))) == 2
 
 
+@pytest.mark.compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("compile", [False, *nightly([True])], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -186,6 +189,7 @@ def test_verified_rows_have_the_bits_of_decoded_ones(
     assert said[0].startswith("batch-invariant: ")
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("degree", [*slow([2]), *nightly([4])])
 def test_tokens_are_sampled_where_their_logits_are(degree: int, tmp_path: Path) -> None:
     """Greedy and at three temperatures, 300 tokens over the ranks: as from whole rows; the same for each degree."""
@@ -201,6 +205,7 @@ def test_tokens_are_sampled_where_their_logits_are(degree: int, tmp_path: Path) 
     assert len({tuple(text) for text in texts}) == 5
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("degree", [*slow([2]), *nightly([4])])
 def test_greedy_tokens_do_not_depend_on_the_degree(degree: int, tmp_path: Path) -> None:
     config = LlamaConfig(**{**SMALL_LLAMA, "num_key_value_heads": 4})
@@ -212,6 +217,7 @@ def test_greedy_tokens_do_not_depend_on_the_degree(degree: int, tmp_path: Path) 
             assert greedy == tokens
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize(
     "compile",
     [
@@ -227,6 +233,7 @@ def test_a_rank_that_dies_while_the_engine_runs_is_told_of(compile: bool, tmp_pa
         assert ranks.result(0) == "RanksLostError: rank 0 of 2: rank 1 has died"
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("compile", [False, *slow([True])], ids=["eager", "compiled"])
 def test_states_of_the_leading_rank_are_those_of_one_process(compile: bool, two: Ranks, tmp_path: Path) -> None:
     """All boundaries, from steps that return logits and from those that draw tokens; compared by the self-test too."""

@@ -1,0 +1,38 @@
+"""The mark ``compiler``: what tests of native code and of compiled models need of the machine.
+
+``tests/conftest.py`` skips all of them where there is no compiler, in one line of the summary. Where there is one, what
+does not compile fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from paceline.core import native
+
+NEEDED = "needs a C++ compiler and Python's headers"
+_INSTRUCTIONS = {"AVX-512": native.has_avx512, "AVX512-BF16 without AMX": native.packs_bfloat16}
+
+needs_attention = pytest.mark.compiler(instructions="AVX-512")
+"""Of the native attention."""
+needs_products = pytest.mark.compiler(instructions="AVX512-BF16 without AMX")
+"""Of the native products by packed weights."""
+
+
+def lacking(item: pytest.Item) -> str | None:
+    """What a test needs by its marks and this machine does not have; None: nothing."""
+    marks = [*item.iter_markers("compiler")]
+    if marks and not has_compiler():
+        return NEEDED
+    wanted = (mark.kwargs["instructions"] for mark in marks if mark.kwargs)
+    return next((f"needs {name}" for name in wanted if not _INSTRUCTIONS[name]()), None)
+
+
+@functools.cache
+def has_compiler() -> bool:
+    """True if this machine should be able to compile the native passes."""
+    return native.find_compiler() is not None and Path(sysconfig.get_path("include"), "Python.h").exists()
