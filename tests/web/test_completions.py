@@ -158,10 +158,13 @@ def test_a_stop_string_ends_the_text_and_is_named(client, pipeline):
 
 
 def test_every_event_counts_tokens_if_asked(url):
-    body = BODY | {"prompt": "lazy", "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    options = {"continuous_usage_stats": True, "include_usage": True}
+    body = BODY | {"prompt": "lazy", "stream": True, "stream_options": options}
     counts = [event["usage"]["completion_tokens"] for event in events(f"{url}/v1/completions", body)[:-1]]
     assert counts == sorted(counts)
     assert counts[-1] == 24
+    body["stream_options"] = {"continuous_usage_stats": True}  # of a usage that is not asked for
+    assert not any("usage" in event for event in events(f"{url}/v1/completions", body)[:-1])
 
 
 def test_events_tell_drafted_text_from_the_targets_own(url):

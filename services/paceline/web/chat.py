@@ -228,10 +228,8 @@ class ChatCompletion:
         choice = {"index": i, "delta": delta, "logprobs": None, "finish_reason": None, **(extra or {})}
         event = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
         options = self._body.stream_options
-        if options is not None and options.continuous_usage_stats:
-            event["usage"] = self._usage()
-        elif options is not None and options.include_usage:
-            event["usage"] = None
+        if options is not None and options.include_usage:
+            event["usage"] = self._usage() if options.continuous_usage_stats else None
         return event
 
     def _sent(self, parts: Iterable[Part]) -> Iterator[Part]:

@@ -143,10 +143,8 @@ class Completion:
     def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
         event = {**self._head, "choices": [choice]}
         options = self._body.stream_options
-        if options is not None and options.continuous_usage_stats:
-            event["usage"] = self._totals.counts()
-        elif options is not None and options.include_usage:
-            event["usage"] = None
+        if options is not None and options.include_usage:
+            event["usage"] = self._totals.counts() if options.continuous_usage_stats else None
         return event
 
     def _choice(

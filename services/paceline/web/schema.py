@@ -46,7 +46,7 @@ class StreamOptions(BodyPart):
     include_usage: bool = False
     """A last event, without choices, holds the token counts of the whole request."""
     continuous_usage_stats: bool = False
-    """Every event holds the token counts so far (of vLLM)."""
+    """With ``include_usage``: every event holds the token counts so far (of vLLM)."""
     include_speculation: bool = False
     """Every choice of an event says which of its text was drafted, and how its round went."""
     include_trace: bool = False
