@@ -80,11 +80,14 @@ def test_a_docstring_and_a_default_give_the_help():
 
 
 MODEL = (
-    "--target --draft --drafter --head --dtype --compile --no-compile --background-compilation "
+    "--target --model --draft --drafter --head --dtype --max-model-len --compile --no-compile --background-compilation "
     "--no-background-compilation --device --tensor-parallel-size --cpu-threads --draft-device --placement"
 )
 SERVICE = f"{MODEL} --config --set --targets --drafts --routers --host --grpc-port --http-port "
-SERVICE += "--no-playground --tls-certificate --tls-key --tls-client-ca --api-keys --chat-template"
+SERVICE += "--port --no-playground --tls-certificate --tls-key --tls-client-ca --api-keys --chat-template "
+SERVICE += "--tool-call-parser --reasoning-parser --served-model-name --cors-origins --allowed-origins --max-num-seqs "
+SERVICE += "--max-num-batched-tokens --gpu-memory-utilization --api-key --enable-prefix-caching "
+SERVICE += "--no-enable-prefix-caching --speculative-config --revision --trust-remote-code"
 CONNECTION = "--tls --tls-ca --tls-certificate --tls-key --tls-server-name --api-key"
 FLAGS = {
     "generate": f"{MODEL} --json --logprobs --top-logprobs --local --verbose --address --timeout --request-id "

@@ -122,7 +122,7 @@ def refused(capsys, *arguments):
         (["--logprobs"], ["--logprobs is given without --json"]),
         (["--top-logprobs", "2"], ["--top-logprobs is 2 without --json"]),
         (["--json", "--top-logprobs", "21"], ["--top-logprobs is 21", "20"]),
-        (["--address", "localhost"], ["'localhost'", "HOST:PORT, such as localhost:9000"]),
+        (["--address", "localhost"], ["'localhost'", "HOST:PORT of gRPC, such as localhost:9000"]),
         (["--address", ""], ["''", "HOST:PORT"]),
         (["--address", "a:1", "--timeout", "0"], ["--timeout is 0:", "more than 0"]),
         (["--address", "a:1", "--timeout", "nan"], ["--timeout is nan"]),

@@ -216,7 +216,7 @@ def test_a_host_that_does_not_exist(generate):
     "address", ["", "localhost", "localhost:", ":9000", "localhost:http", "http://localhost:9000", "a:0", "a:65536"]
 )
 def test_an_address_that_is_none(kind, address):
-    with pytest.raises(ConfigError, match=r"it must be HOST:PORT, such as localhost:9000") as caught:
+    with pytest.raises(ConfigError, match=r"it must be HOST:PORT of gRPC, such as localhost:9000") as caught:
         kind(address)
     assert repr(address) in str(caught.value)
 

@@ -409,7 +409,8 @@ def test_what_load_may_bring_is_a_warning_with_the_nearest_setting(folders, monk
 
 def test_kv_fraction_needs_one_session(folders, monkeypatch):
     facts = Checkpoint.open(str(folders / "target")).size()
-    config = service(folders, "target", None, "target_config.engine_kwargs.kv_fraction=1.0")
+    settings = ["target_config.engine_kwargs.kv_fraction=1.0", "target_config.engine_kwargs.max_step_tokens=33"]
+    config = service(folders, "target", None, *settings)
     one_session = replica_bytes(facts, session_pages(MAX_LEN))
     reserved = target_estimate(config.target_setup(), facts, MAX_LEN).reserved_bytes
     with_memory(monkeypatch, one_session + reserved)
@@ -470,6 +471,7 @@ def test_a_draft_that_does_not_fit(folders, monkeypatch):
 def test_a_draft_of_which_not_one_session_fits_takes_smaller_trees(folders, monkeypatch):
     facts = Checkpoint.open(str(folders / "draft")).size()
     settings = ["target_config.engine_kwargs.max_model_len=100", "draft_config.engine_kwargs.tree_budget=4000"]
+    settings += ["target_config.engine_kwargs.max_step_tokens=33"]
     config = service(folders, "target", "draft", "target_config.engine_kwargs.max_sessions=1", *settings)
     step = draft_workspace(config, facts, 100, num_sessions=1, tree_budget=19 * 64 - 100)
     with_memory(monkeypatch, replica_bytes(facts, 20) + step)

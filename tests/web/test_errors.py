@@ -174,7 +174,7 @@ STATUSES = [
 class Failing:
     """A service that fails, before its first chunk or after it."""
 
-    ready = False
+    trouble = "no target is up"
     limits = RequestLimits()
     info = SimpleNamespace(max_model_len=100, tokenizer=SimpleNamespace())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_serializer, field_validator, model_validator
 
 from paceline.config.base import Strict
 from paceline.config.deployments import DeploymentConfig
@@ -129,6 +129,10 @@ class ServerConfig(Strict):
     @classmethod
     def _one_or_more(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+    @field_serializer("served_model_name", "cors_origins")
+    def _as_list(self, value: tuple[str, ...] | None) -> list[str] | None:
+        return None if value is None else [*value]
 
     @field_validator("served_model_name")
     @classmethod

@@ -162,7 +162,9 @@ def target_estimate(
             options.max_step_tokens,
             options.max_sessions,
             min(longest, least),
-            num_logits=max(options.max_sessions * (MAX_DRAFT_TOKENS + 1), _scored_rows(size)),
+            num_logits=max(
+                options.max_sessions * (MAX_DRAFT_TOKENS + 1), min(_scored_rows(size), options.max_step_tokens)
+            ),
             num_copies=2,
             gathers=_gathers(options, on_gpu),
         ),

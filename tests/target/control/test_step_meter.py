@@ -21,6 +21,7 @@ def part(num_drafted: int = 0, num_branches: int = 0, guesses: int = 0) -> Any:
         stop=10,
         verifies=True,
         num_drafted=num_drafted,
+        scores=False,
         tables=((),) * (num_branches + 1) if num_branches else (),
         num_branches=num_branches,
         guesses=Proposal((0,) * guesses),
