@@ -441,6 +441,7 @@ def scores_with_noise(logits, rows):
     return processed.scores.double() + noise, processed.log_probs
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("options", [{}, {"top_k": 300}, {"min_p": 0.2}], ids=["all", "top-k", "min-p"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_candidates_that_share_noise_are_the_first_of_the_whole_vocabulary(options, dtype):
@@ -457,6 +458,7 @@ def test_candidates_that_share_noise_are_the_first_of_the_whole_vocabulary(optio
     assert best_coupled(token_ids, log_q, rows, 5)[0] == first.tolist()
 
 
+@pytest.mark.compiler
 def test_the_likeliest_tokens_miss_the_targets_own_where_those_that_share_noise_do_not():
     logits = torch.randn(200, FLAT, generator=torch.Generator().manual_seed(2)) / 2
     shares = []
@@ -470,6 +472,7 @@ def test_the_likeliest_tokens_miss_the_targets_own_where_those_that_share_noise_
     assert shares[1] == 1.0
 
 
+@pytest.mark.compiler
 def test_sessions_that_share_noise_and_others_have_their_own_candidates_in_one_batch():
     logits = torch.randn(12, FLAT, generator=torch.Generator().manual_seed(6))
     options = [
@@ -491,6 +494,7 @@ def test_sessions_that_share_noise_and_others_have_their_own_candidates_in_one_b
         assert (log_q[i, width:] == -INF).all()
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("bad", [math.nan, INF])
 def test_a_row_that_is_no_distribution_has_no_candidates(bad):
     logits = torch.zeros(2, FLAT)

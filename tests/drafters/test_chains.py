@@ -183,6 +183,7 @@ def pair() -> tuple[LoadedModel, LoadedModel]:
     return prepare(model, compile=False), prepare(noisy_copy(model, 0.02), compile=False)
 
 
+@pytest.mark.compiler
 def test_a_session_alone_is_drafted_for_by_chains_and_its_text_is_the_same(pair) -> None:
     """The same tokens are proposed and accepted as token by token."""
     target, draft = pair

@@ -256,6 +256,7 @@ def test_a_compiled_target_cannot_lend_its_layers(tmp_path: Path) -> None:
     assert heads_size(TargetSetup(str(folder), eager), size, 256).weights_bytes == 0
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_tied_table_is_counted_once_unless_the_lm_head_is_packed(dtype: str, tmp_path: Path) -> None:
     config = random_model("llama").config

@@ -126,6 +126,7 @@ def test_nodes_see_exactly_their_path() -> None:
     twin.expand(("a", deepest), ("b", twin.child("b", b, 50)))
 
 
+@pytest.mark.compiler
 def test_tokens_beyond_the_candidates_are_those_of_their_own_leaf() -> None:
     """Leaves of sessions in turn, of which one asks for none: the forward has them session by session."""
     twin = Twin()
@@ -182,6 +183,7 @@ def row_of(rows: dict[str, RankingRow], leaf: Leaf) -> Row:
     return Row(rows[leaf.session_id].row.state, leaf.path)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_best_candidates_of_one_pass_are_those_that_ranking_finds(temperature: float) -> None:
     expected, none = rankings(temperature, best=False)
@@ -193,6 +195,7 @@ def test_the_best_candidates_of_one_pass_are_those_that_ranking_finds(temperatur
     assert [len(one.token_ids) for one in found] == [5, 3, 5, 0, 5, 4, 5], "one leaf had no room"
 
 
+@pytest.mark.compiler
 def test_what_one_pass_draws_by_the_rejection_rule_is_what_ranking_draws() -> None:
     expected, none = rankings(0.8, best=False, rejection=True)
     found, unread = rankings(0.8, best=True, rejection=True)

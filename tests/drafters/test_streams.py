@@ -122,6 +122,7 @@ def difference(family: str, asked: Asked) -> float:
     return worst
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("family", ["llama", "gemma3", *slow(["qwen3", "mistral", "phi3", "qwen3_moe"])])
 def test_they_say_what_rows_of_a_whole_forward_say_and_no_text_changes(family: str, tmp_path: Path) -> None:
     """Prompts in chunks, a shared prefix, preemption, sliding windows, all depths."""
