@@ -29,7 +29,6 @@ def part(num_drafted: int = 0, num_branches: int = 0, guesses: int = 0) -> Any:
     )
 
 
-@pytest.mark.compiler
 @pytest.mark.parametrize(("num_branches", "guesses"), [(0, 0), (2, 0), (0, 3), (2, 3)])
 def test_branches_are_charged_to_the_draft_tokens_or_the_guesses_that_need_them(
     num_branches: int, guesses: int
