@@ -34,7 +34,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": "[1]"}, "json_schema is not a JSON object"),
     ({"json_schema": {"type": "objekt"}}, "json_schema cannot be compiled: Invalid type: objekt"),
     ({"json_schema": {"requird": ["a"]}}, "json_schema: # has 'requird', a keyword that is not supported"),
-    ({"json_schema": {"items": {"uniqueItems": True}}}, "#/items has 'uniqueItems', a keyword that is not supported"),
+    ({"json_schema": {"items": {"contains": {}}}}, "#/items has 'contains', a keyword that is not supported"),
     ({"json_schema": {"properties": {"a": {"not": {}}}}}, "#/properties/a has 'not', a keyword that is not supported"),
     ({"json_schema": {"anyOf": [{}, {"if": {}}]}}, "#/anyOf/1 has 'if', a keyword that is not supported"),
     ({"json_schema": {"items": {"x-guidance": {}}}}, "#/items has 'x-guidance', a keyword that is not supported"),

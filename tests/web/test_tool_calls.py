@@ -156,12 +156,12 @@ def test_calls_in_another_form_are_refused(speaking, asked, sentence):
 
 
 def test_a_schema_that_cannot_be_bound_is_refused_with_its_place(at):
-    wrong = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    wrong = {"type": "object", "properties": {"a": {"type": "array", "contains": {}}}}
     one = {"type": "function", "function": {"name": "f", "parameters": wrong}}
     body = {"messages": USER, "tools": [one], "tool_choice": "required"}
     status, _, answer = call(f"{at}/v1/chat/completions", body)
     assert status == 400
-    assert answer["error"]["message"].startswith("tools[0].function.parameters: #/properties/a has 'uniqueItems'")
+    assert answer["error"]["message"].startswith("tools[0].function.parameters: #/properties/a has 'contains'")
     flat = {"type": "function", "name": "f", "parameters": wrong}
     status, _, answer = call(f"{at}/v1/responses", {"input": "hi", "tools": [flat | {"strict": True}]})
     assert status == 400, answer

@@ -34,6 +34,9 @@ _COMMENTS = frozenset(
         "strict",  # an option of OpenAI's tools that clients put a level too deep
     }
 )
+_UNENFORCED = frozenset({"uniqueItems"})
+"""Keywords that are accepted although no grammar can hold a list to them: pydantic writes one for every set, and makes
+the set itself of what comes."""
 _EXTENSION = "x-"
 _EITHER = ("anyOf", "oneOf")
 _OWN_EXTENSION = "x-guidance"
@@ -44,8 +47,8 @@ KEYWORDS = _SCHEMA | _SCHEMAS | _NAMED_SCHEMAS | _VALUES | _IDENTITY
 
 
 def is_comment(keyword: str) -> bool:
-    """True for a keyword that only describes, as pydantic and OpenAPI write many."""
-    return keyword in _COMMENTS or (keyword.startswith(_EXTENSION) and keyword != _OWN_EXTENSION)
+    """True for a keyword that binds nothing: it describes, as many of pydantic and OpenAPI do, or is not enforced."""
+    return keyword in _COMMENTS | _UNENFORCED or (keyword.startswith(_EXTENSION) and keyword != _OWN_EXTENSION)
 
 
 def read_schema(text: str) -> dict[str, Any]:
