@@ -289,3 +289,52 @@ def test_a_bound_ends_the_session_and_not_by_what_was_drafted(monkeypatch: pytes
     for position in range(ends[0] + 1):
         lenient.append(((a, b)[position * position % 3 % 2],))
     assert len(tokens_of(lenient.masks([()])[0])) >= VOCAB
+
+
+COSTLY = StructuredOutput(regex="[a-z]*a[a-z]{400}A")
+"""Its automaton grows with each output, beyond what the sessions of one grammar may share."""
+
+
+@pytest.fixture
+def costly_output(monkeypatch: pytest.MonkeyPatch) -> tuple[Grammars, list[int]]:
+    """A vocabulary whose sessions have filled the automaton that they share, and 300 tokens that the form allows."""
+    monkeypatch.setattr(grammar, "_MAX_LEXER_STATES", 1500)
+    grammars, rng, output = Grammars(json_tokenizer(), VOCAB, (EOS,)), Random(1), list[int]()
+    session = grammars.matcher(COSTLY)
+    while len(output) < 300:
+        output.append(rng.choice(sorted(tokens_of(session.masks([()])[0]) - {EOS})))
+        assert session.append((output[-1],)), session.failure
+    return grammars, output
+
+
+def test_an_output_is_taken_up_at_any_length_whatever_other_sessions_have_left(
+    costly_output: tuple[Grammars, list[int]],
+) -> None:
+    """As a target does that takes over a session, and a router for a stream that is resumed."""
+    grammars, output = costly_output
+    for length in range(0, len(output), 23):
+        again = grammars.matcher(COSTLY, output[:length])
+        (expected,) = Grammars(json_tokenizer(), VOCAB, (EOS,)).matcher(COSTLY, output[:length]).masks([()])
+        (mask,) = again.masks([()])
+        assert tokens_of(mask) == tokens_of(expected)
+        assert again.failure == ""
+
+
+def test_drafted_tokens_are_forbidden_only_where_the_mask_says_so(costly_output: tuple[Grammars, list[int]]) -> None:
+    """A row below an allowed token is never left unconstrained, as one below a forbidden token is."""
+    grammars, output = costly_output
+    again = grammars.matcher(COSTLY, output[:40])
+    suffixes = [tuple(output[40 : 40 + length]) for length in range(6)]
+    masks = again.masks([*suffixes, (*suffixes[2], EOS)])
+    for suffix, mask in zip(suffixes, masks, strict=False):
+        (alone,) = Grammars(json_tokenizer(), VOCAB, (EOS,)).matcher(COSTLY, [*output[:40], *suffix]).masks([()])
+        assert tokens_of(mask) == tokens_of(alone) != set(range(VOCAB))
+    assert tokens_of(masks[-1]) >= set(range(VOCAB)), "nothing is known below a forbidden token"
+
+
+def test_a_state_that_believes_the_library_is_caught(
+    costly_output: tuple[Grammars, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Matcher, "_allows", lambda self, token_id, place: False)
+    with pytest.raises(InvalidRequestError, match="is not the beginning"):
+        test_an_output_is_taken_up_at_any_length_whatever_other_sessions_have_left(costly_output)

@@ -243,16 +243,19 @@ class Matcher:
 
         What comes with or after the end-of-sequence token of a complete output is not looked at.
         """
-        self._known.clear()
         tokens = tuple(token_ids)
         followed = self._path[: len(tokens)] == tokens
         num_consumed = len(tokens) if followed else self._move(tokens)
+        self._known.clear()
         self._tokens += tokens
         self._path = self._path[len(tokens) :] if followed else ()
         if self._state.is_error():
-            self._restart()
-            num_consumed = len(token_ids)  # unless it fails again, which the next mask shows
-        if num_consumed < len(token_ids) and not self._ends(token_ids[num_consumed]):
+            num_lacking = self._restart()
+            if self._state.is_error():
+                return not self._lost  # the next mask tells why
+        else:
+            num_lacking = len(tokens) - num_consumed
+        if num_lacking > len(tokens) or (num_lacking and not self._ends(tokens[-num_lacking])):
             self._lost, self.failure = True, "a token came that it does not allow"
         return not self._lost
 
@@ -302,34 +305,63 @@ class Matcher:
             count = next((i for i, (a, b) in enumerate(zip(path, suffix, strict=False)) if a != b), len(suffix))
             self._state.rollback(len(path) - count)
         if count < len(suffix):
-            count += self._consume(suffix[count:])
+            count += self._consume(suffix[count:], known=suffix[:count])
         self._path = suffix[:count]
         return count
 
-    def _consume(self, token_ids: Sequence[int]) -> int:
-        """The number of tokens that were consumed; the first that was not is not allowed."""
-        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
-            known = next(i for i, token in enumerate(token_ids) if not 0 <= token < self._vocab_size)
-            token_ids = token_ids[:known]
-        return int(self._state.try_consume_tokens([*token_ids]))
+    def _consume(self, token_ids: Sequence[int], known: tuple[int, ...] | None = None) -> int:
+        """Consumes tokens until one is not allowed, or until the state is an error: the number of those consumed.
+
+        The library stops without an error where the work of all tokens exceeds the bound of one step, or the automaton
+        that sessions share is full. So a token is not allowed only where the mask says so.
+
+        Args:
+            token_ids: the tokens.
+            known: the tokens between the committed ones and these; None: the masks of these places are not kept.
+        """
+        num_in_range = next((i for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size), len(token_ids))
+        given, count = [*token_ids[:num_in_range]], 0
+        while count < len(given):
+            num_taken = int(self._state.try_consume_tokens(given[count:] if count else given))
+            count += num_taken
+            if count == len(given) or not self._allows(
+                given[count], None if known is None else (*known, *given[:count])
+            ):
+                break
+            if not num_taken:
+                self._state.consume_token(given[count])  # makes the state the error that it is
+                break
+        return count
+
+    def _allows(self, token_id: int, place: tuple[int, ...] | None) -> bool:
+        """True if the mask of the state, which is kept for ``place``, allows a token; False if there is no mask."""
+        mask = None if place is None else self._known.get(place)
+        if mask is None:
+            mask = self._numpy.empty(self._num_bytes, self._numpy.uint8)
+            self._state.unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], self._num_bytes)
+            if self._state.is_error():
+                return False
+            if place is not None:
+                self._known[place] = mask
+        return bool(mask[token_id // 8] >> (token_id % 8) & 1)
 
     def _again(self, suffix: tuple[int, ...]) -> NDArray[np.uint8]:
         """Mask of a row after a bound was exceeded, without what other rows and sessions have left in the caches.
 
         Whether it can be decided then depends on its tokens alone, as in plain decoding.
         """
-        self._restart()
+        num_lacking = self._restart()
         mask: NDArray[np.uint8] = self._numpy.full(self._num_bytes, 0xFF, self._numpy.uint8)
-        self._mask_at(mask.__array_interface__["data"][0], suffix)
-        if self._state.is_error():
+        if not num_lacking:
+            self._mask_at(mask.__array_interface__["data"][0], suffix)
+        if num_lacking or self._state.is_error():
             self.failure = _reason(self._state) or "it exceeds the bounds of a step"
             mask[:] = 0xFF if self._lenient else 0
             self._lost = self._lenient
             self._restart()
         return mask
 
-    def _restart(self) -> None:
-        """Comes to the committed tokens again from the beginning, and keeps nothing."""
+    def _restart(self) -> int:
+        """Comes to the committed tokens again, sharing nothing with other sessions: how many were not consumed."""
         self._state, self._path = self._anew(), ()
-        if self._tokens:
-            self._consume(self._tokens)
+        return len(self._tokens) - self._consume(self._tokens)
