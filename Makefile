@@ -74,7 +74,7 @@ clients: $(CLIENTS)/.made
 $(CLIENTS)/.made: tests/clients/requirements.txt tests/clients/node/package-lock.json
 	rm -rf $(CLIENTS) && $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install -q uv==0.13.9
-	$(CLIENTS)/bin/uv pip install -q --python $(CLIENTS)/bin/python --require-hashes -r tests/clients/requirements.txt
+	$(CLIENTS)/bin/uv pip install -q --python $(CLIENTS)/bin/python --no-deps --require-hashes -r tests/clients/requirements.txt
 	mkdir -p $(CLIENTS)/node && cp tests/clients/node/package*.json $(CLIENTS)/node && cd $(CLIENTS)/node && npm ci --no-audit --no-fund
 	touch $@
 

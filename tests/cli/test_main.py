@@ -371,7 +371,7 @@ def test_compiling_says_so_once_and_leaves_standard_output_alone(tmp_path):
 @pytest.mark.slow
 def test_a_model_id_that_nothing_resolves(capfd):
     sentence = refused(capfd, "generate", PROMPT, "--target", "no-such-model-anywhere", "--mode", "plain")
-    assert "'no-such-model-anywhere' could not be resolved" in sentence
+    assert "'no-such-model-anywhere' is neither a directory nor in the Hugging Face cache" in sentence
 
 
 @pytest.mark.slow

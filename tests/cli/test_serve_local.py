@@ -152,8 +152,9 @@ def test_a_renewed_certificate_is_shown_to_later_connections(tmp_path):
 @pytest.mark.parametrize(("number", "status", "quiet"), [(signal.SIGTERM, 0, []), (signal.SIGINT, 130, ["--quiet"])])
 def test_it_serves_until_a_signal(tmp_path, number, status, quiet):
     keys = write_keys(tmp_path / "keys.yaml", {"name": "alice", "sha256": digest("key-of-alice")})
-    (port,) = free_ports(1)
+    port, grpc_port = free_ports(2)
     command = [sys.executable, "-m", "paceline", "serve", "--local", "--no-compile", "--http-port", str(port)]
+    command += ["--grpc-port", str(grpc_port)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     with subprocess.Popen(
         [*command, "--api-keys", str(keys), *quiet],
@@ -164,14 +165,17 @@ def test_it_serves_until_a_signal(tmp_path, number, status, quiet):
         start_new_session=True,
     ) as server:
         try:
-            lines = [server.stdout.readline() for _ in range(2)]
+            lines = [server.stdout.readline() for _ in range(3)]
             assert lines == [
                 f"HTTP     http://127.0.0.1:{port}/v1  OpenAI-compatible\n",
+                f"gRPC     127.0.0.1:{grpc_port}\n",
                 "ready\n",
             ], server.stderr.read() if server.poll() is not None else lines
             if not quiet:
-                tried, page = (server.stdout.readline() for _ in range(2))
-                assert tried.startswith(f"try      curl http://127.0.0.1:{port}/v1/completions -H")
+                generate, curl, page = (server.stdout.readline() for _ in range(3))
+                assert generate.startswith("try      paceline generate ")
+                assert generate.endswith(f" --address 127.0.0.1:{grpc_port}\n")
+                assert curl.startswith(f"         curl http://127.0.0.1:{port}/v1/completions -H")
                 assert page == f"page     http://127.0.0.1:{port}/\n"
             with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="key-of-alice") as client:
                 (model,) = client.models.list().data

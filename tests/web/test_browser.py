@@ -81,7 +81,7 @@ def server(tmp_path_factory):
         [sys.executable, script], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
-            lines = [process.stdout.readline() for _ in range(2)]
+            lines = [process.stdout.readline() for _ in range(3)]  # HTTP, gRPC, ready
             assert lines[-1] == "ready\n", lines
             yield f"http://127.0.0.1:{port}/", process
         finally:
