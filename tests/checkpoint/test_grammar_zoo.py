@@ -16,7 +16,7 @@ import jsonschema
 import numpy as np
 import pytest
 from tests.support import zoo
-from tests.support.rings import slow
+from tests.support.rings import nightly, slow
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
@@ -163,7 +163,11 @@ def text_of(name: str, token_ids: tuple[int, ...]) -> str:
     return "".join(map(detokenizer.add, token_ids)) + detokenizer.flush()
 
 
-@pytest.mark.parametrize("name", [*zoo.MADE, "llama2", *slow(name for name in zoo.PUBLISHED if name != "llama2")])
+SLOW = ("qwen3", "deepseek_v3")
+NIGHTLY = [name for name in zoo.PUBLISHED if name not in ("llama2", *SLOW)]
+
+
+@pytest.mark.parametrize("name", [*zoo.MADE, "llama2", *slow(SLOW), *nightly(NIGHTLY)])
 def test_what_a_mask_allows_can_come_and_what_comes_has_the_form(name: str) -> None:
     for mark in marks(name):
         for kind, form in forms(mark).items():
