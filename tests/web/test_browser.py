@@ -35,7 +35,7 @@ run = {"dtype": "float32", "compile": False}
 target = TargetModel(path=resolve(EMBEDDED_TARGET), adaptive=False, max_sessions=4, **run)
 draft = DraftModel(path=resolve(EMBEDDED_DRAFT), **run)
 if __name__ == "__main__":
-    serve_local(LocalConfig(target=target, draft=draft), ServerConfig(http_port=PORT))
+    serve_local(LocalConfig(target=target, draft=draft), ServerConfig(http_port=HTTP, grpc_port=GRPC))
 """
 """``paceline serve --local`` with a draft that is always used, however slow this machine is."""
 
@@ -74,9 +74,9 @@ def browser():
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """(URL, process) of the service; the process is the parent of both engines."""
-    (port,) = free_ports(1)
+    port, grpc_port = free_ports(2)
     script = tmp_path_factory.mktemp("serve") / "serve.py"
-    script.write_text(SERVE.replace("PORT", str(port)))
+    script.write_text(SERVE.replace("HTTP", str(port)).replace("GRPC", str(grpc_port)))
     with subprocess.Popen(
         [sys.executable, script], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
