@@ -37,6 +37,7 @@ GROUPS = {
     "command": ("tests/cli/test_main.py",),
     "client": ("tests/client/",),
     "web": ("tests/web/",),
+    "image": ("tests/k8s/test_image_steps.py",),
 }
 """Tests of one group run one after the other in one process.
 

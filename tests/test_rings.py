@@ -9,11 +9,15 @@ import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.conftest import COLLECTED
 from tests.support.rings import covering_pairs
+from xdist.remote import WorkerInteractor
+from xdist.scheduler import LoadGroupScheduling
 
 TESTS = Path(__file__).parent
 RINGS = ("gpu", "ray", "nightly", "slow", "tools")
@@ -142,6 +146,16 @@ def test_a_mutant_in_another_ring_is_noticed() -> None:
     found = {name: {"nightly"}, "x.py::test_a_mutant": {"slow"}, "mutant.py::test_it": {"slow"}}
     assert unexpected_rings(found) == {name: {"nightly"}, "x.py::test_a_mutant": {"slow"}}
     assert unexpected_rings({name: {"slow"}, "x.py::test_a_mutant": {"fast"}}) == {}
+
+
+def test_tests_of_one_group_run_in_one_process(request: pytest.FixtureRequest) -> None:
+    """With pytest 9.2 or later, pytest-xdist 3.8 ignores groups: fixtures of seconds are then made in each process."""
+    item = copy(request.node)
+    item.add_marker(pytest.mark.xdist_group("of seconds"))
+    options = SimpleNamespace(getvalue=lambda name: name == "loadgroup")
+    WorkerInteractor.pytest_collection_modifyitems(None, options, [item])
+    scope = LoadGroupScheduling._split_scope(None, item.nodeid)
+    assert scope == "of seconds"
 
 
 def test_many_cases_have_a_reason(collected: list[pytest.Item]) -> None:
