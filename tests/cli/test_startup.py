@@ -111,4 +111,4 @@ def test_a_command_that_ends_before_its_models_are_compiled_says_so(capsys, exec
     replica = ReplicaStatus("draft-0", "draft", 0, 0, 0, 1, execution=execution)
     info = SimpleNamespace(pools={"target": (replace(replica, execution="eager"),), "draft": (replica,)})
     tell_unfinished(info)
-    assert ("--no-background-compilation compiles first" in capsys.readouterr().err) is (execution == "compiling")
+    assert ("are still being compiled, in the background" in capsys.readouterr().err) is (execution == "compiling")

@@ -145,11 +145,11 @@ def _run_local(args: argparse.Namespace, request: Request) -> Iterator[Generatio
 
 
 def tell_unfinished(info: ServerInfo) -> None:
-    """Says that a command ends before its models are compiled, so that its next start is as slow."""
+    """Says that a command ends before its models are compiled, which a process of its own finishes."""
     if any(replica.execution == "compiling" for replicas in info.pools.values() for replica in replicas):
         narrate(
-            "paceline: this ends before the models are compiled, so the next start is eager, too; "
-            "--no-background-compilation compiles first, once"
+            "paceline: the models are still being compiled, in the background, for a minute or two; "
+            "starts after that are faster"
         )
 
 
@@ -192,6 +192,8 @@ def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConf
         _path_of(flag_of(role), getattr(args, role), str(embedded))
         for role, embedded in zip(("target", "draft"), embedded_paths(), strict=True)
     ]
+    if args.background_compilation is None and args.compile is None:
+        args.background_compilation = "detached"  # such a command often ends sooner than its models are compiled
     options = given(args, DraftModel)
     for name in ("device", "tensor_parallel_size", "cpu_threads"):  # they are the target's
         options.pop(name, None)

@@ -37,10 +37,10 @@ class ModelOptions(Strict):
     compile: bool | Literal["auto"] = "auto"
     """On the CPU, compile ahead of time, once per machine and checkpoint (half a minute to two); on CUDA, compile what
     lies between the matrix products. ``auto``: where it can be."""
-    background_compilation: bool | Literal["auto"] = "auto"
+    background_compilation: bool | Literal["auto", "detached"] = "auto"
     """Where the model is to be compiled, serve it eagerly at once and compile it beside, in a process of low priority;
     sessions that begin afterwards are compiled. ``auto``: where ``compile`` is ``auto``, on one rank, with memory for
-    both."""
+    both. ``detached``: as ``auto``, and an engine that ends sooner leaves that process to finish."""
     device: Device = "auto"
     """``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: a GPU where there is one, else the CPU. ``cuda:N``: the GPU
     of that number and, for several ranks, those after it; not under Ray, which chooses GPUs. A draft without a number

@@ -98,7 +98,7 @@ def begins_eagerly(options: ModelOptions, checkpoint: Checkpoint, placement: Pla
                 "nothing is compiled ahead of time: use 'auto' or false"
             )
         return False
-    if wanted != "auto":
+    if isinstance(wanted, bool):
         return wanted
     if options.compile != "auto" or options.tensor_parallel_size > 1:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import subprocess
 import sys
 import time
@@ -106,6 +107,70 @@ def test_the_worker_ends_with_the_engine(monkeypatch: pytest.MonkeyPatch, caplog
     assert made.execution == "compiling"
     assert not caplog.records
     compilation(monkeypatch, "").close()
+
+
+DETACHED = CompileJob("a/model", ModelOptions(background_compilation="detached"))
+_WORKER = """
+import sys, time
+from pathlib import Path
+from paceline.model.compiled import worker
+def perform(job):
+    print("begun", file=sys.stderr, flush=True)
+    while not Path(sys.argv[1]).exists():
+        time.sleep(0.01)
+    Path(sys.argv[1]).write_text("done")
+worker.perform = perform
+worker.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_detached_worker_finishes_what_it_has_begun_after_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one does not, and neither does a second one of the same job, which waits for the first."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+
+    def started(job: CompileJob, mark: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", _WORKER, str(tmp_path / mark)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(command, start_new_session=True, **pipes)
+        pickle.dump(job, process.stdin)
+        process.stdin.flush()
+        return process
+
+    def ended(process: subprocess.Popen[bytes]) -> int:
+        process.stdin.close()
+        process.stdout.close()
+        status = process.wait(PATIENCE_S)
+        process.stderr.close()
+        return status
+
+    first = started(DETACHED, "first")
+    assert first.stderr.readline() == b"begun\n"
+    assert ended(started(DETACHED, "second")) == -9, "it waits for the first"
+    (tmp_path / "first").touch()
+    assert ended(first) == 0
+    assert (tmp_path / "first").read_text() == "done"
+    ordinary = started(JOB, "ordinary")
+    assert ordinary.stderr.readline() == b"begun\n"
+    assert ended(ordinary) == -9
+
+
+def test_an_engine_leaves_its_detached_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``close`` returns at once, and the worker runs on."""
+    made = compilation(monkeypatch, "import sys; sys.stdin.read()")
+    made._job = DETACHED
+    made.start()
+    deadline = time.monotonic() + 60
+    while made._process is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    made.close()
+    assert made._process.poll() is None
+    background._kill(made._process)
+    made.wait()
+    assert made.execution == "compiling"
 
 
 def test_a_compiled_step_that_depends_on_its_neighbors_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

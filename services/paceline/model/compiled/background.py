@@ -6,13 +6,15 @@
 
 The worker (``worker.py``) is a process of its own, of low priority and on any core: a compilation would hold up the
 interpreter of the engine for a minute. It shares nothing with the engine but the cache of compiled models, from which
-a thread of the engine's process loads the step once it is there. The worker ends with the engine. What a compiled
-step means for sessions that began eagerly is the engine's matter: it *takes* the step when it wants it.
+a thread of the engine's process loads the step once it is there. The worker ends with the engine, unless it is detached:
+then it finishes for the next start. What a compiled step means for sessions that began eagerly is the engine's matter: it
+*takes* the step when it wants it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -74,6 +76,18 @@ class CompileJob:
         return cls(source, own, features, test, all_cores(), midway)
 
 
+    @property
+    def detached(self) -> bool:
+        """True if the worker finishes after its engine has ended."""
+        return self.options.background_compilation == "detached"
+
+    @property
+    def digest(self) -> str:
+        """The same for jobs that compile the same step, wherever they run."""
+        facts = (self.source, self.options.model_dump_json(), self.features, self.midway)
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
 class Compilation:
     """One model that is being compiled. The engine's thread calls everything but ``execution``."""
 
@@ -103,10 +117,12 @@ class Compilation:
         self._thread.join()
 
     def close(self) -> None:
-        """Ends the worker. Idempotent; the last call."""
+        """Ends the worker, unless it is detached. Idempotent; the last call."""
         with self._lock:
             self._closed = True
             process = self._process
+        if self._job.detached:
+            return
         if process is not None:
             _kill(process)
         if self._thread.ident is not None:
@@ -175,7 +191,7 @@ def all_cores() -> frozenset[int]:
 
 
 def _spawn() -> subprocess.Popen[bytes]:
-    """The worker, in a process group of its own; it ends when its standard input does."""
+    """The worker, in a session of its own, which signals of a terminal do not reach."""
     path = os.pathsep.join(filter(None, sys.path))
     return subprocess.Popen(
         [sys.executable, "-m", "paceline.model.compiled.worker"],

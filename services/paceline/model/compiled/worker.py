@@ -1,7 +1,8 @@
 """The process that compiles a model beside its engine, which starts it: see ``background.py``.
 
 Reads a ``CompileJob`` from standard input, compiles into the cache, and writes one line of JSON: ``{"error": text or
-null, "test": text or null}``. It ends when standard input does, with all that it has started.
+null, "test": text or null}``. It ends when standard input does, with all that it has started. A detached one finishes
+what it has begun then: it ends only while another worker has the same job.
 """
 
 from __future__ import annotations
@@ -31,20 +32,26 @@ def main() -> None:
     result, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     job: CompileJob = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    finishes = threading.Event()
+    threading.Thread(target=_end_with_parent, args=[finishes], daemon=True).start()
     os.nice(_NICENESS)
     if job.cores and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):  # cores that went offline
             os.sched_setaffinity(0, job.cores)
     error = test = None
     try:
-        with _one_at_a_time():
+        with contextlib.ExitStack() as stack:
+            if job.detached:  # one worker for each job, however many engines end before it
+                stack.enter_context(_locked(f"{job.digest}.job"))
+                finishes.set()
+            stack.enter_context(_locked("worker"))  # many replicas do not compile side by side
             test = perform(job)
     except PacelineError as refusal:
         error = str(refusal)
     except Exception as unexpected:  # whatever the exporter and the compiler raise
         error = f"{type(unexpected).__name__}: {str(unexpected).strip().partition(chr(10))[0]}"
-    os.write(result, json.dumps({"error": error, "test": test}).encode() + b"\n")
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for it
+        os.write(result, json.dumps({"error": error, "test": test}).encode() + b"\n")
 
 
 def perform(job: CompileJob) -> str | None:
@@ -72,18 +79,19 @@ def perform(job: CompileJob) -> str | None:
 
 
 @contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Waits for other workers of this machine, so that many replicas do not compile side by side."""
+def _locked(name: str) -> Iterator[None]:
+    """Waits for the worker of this machine that holds the lock of this name, and holds it."""
     folder = cache_dir() / "compiled"
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "worker.lock").open("w") as handle:
+    with (folder / f"{name}.lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(finishes: threading.Event) -> None:
     sys.stdin.buffer.read()
-    os.killpg(0, signal.SIGKILL)
+    if not finishes.is_set():
+        os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
