@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
 import stat
 from pathlib import Path
 
@@ -15,7 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.models import save_pair
+from transformers import AutoConfig
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.mtp import mtp_modules, weight_names
 from paceline.cli import chat, generate
 from paceline.cli.flags import take_model_argument
@@ -169,3 +173,68 @@ def test_vllm_s_speculation_is_ours(folder, given, kind, heads):
 def test_what_is_refused_says_what_to_do(capsys, flags, sentence):
     assert main(["check", *flags]) == 2
     assert sentence in capsys.readouterr().err
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+def rope_of(folder: Path, *flags: str) -> tuple[dict, Checkpoint]:
+    """The config.json that a service with these flags reads, and its checkpoint."""
+    loading = served(str(folder), *flags).target_config.model_loading_config
+    assert loading.model_id == folder.name, "clients know it by the name that was typed"
+    return json.loads((Path(loading.source) / "config.json").read_text()), Checkpoint.open(loading.source)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--rope-scaling", json.dumps(YARN)),
+        ("--rope-scaling", json.dumps({"type": "yarn", "factor": 4})),
+        ("--hf-overrides", json.dumps({"rope_parameters": YARN})),
+        ("--hf-overrides", json.dumps({"rope_scaling": YARN})),
+    ],
+)
+@pytest.mark.parametrize("legacy", [False, True])
+def test_rotary_embeddings_from_outside_are_those_of_a_changed_config(folder, tmp_path, monkeypatch, flags, legacy):
+    """YaRN as model cards have it: four times the context, the base as it was; read by transformers as written."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    copy = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((copy / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    config |= {"rope_theta": 5e5} if legacy else {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    (copy / "config.json").write_text(json.dumps(config))
+    found, checkpoint = rope_of(copy, *flags)
+    longest = config["max_position_embeddings"]
+    expected = {"rope_theta": 5e5, **YARN, "original_max_position_embeddings": longest}
+    assert found["rope_parameters"] == expected
+    assert checkpoint.max_model_len == 4 * longest
+    assert checkpoint.size() == Checkpoint.open(str(copy)).size(), "the weights are linked"
+    read = AutoConfig.from_pretrained(checkpoint.location).rope_parameters
+    assert {key: read[key] for key in expected} == expected
+    assert json.loads((copy / "config.json").read_text()) == config, "the model itself is left alone"
+
+
+def test_single_numbers_of_rotary_embeddings_are_replaced_alone(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    own = json.loads((folder / "config.json").read_text())
+    found, checkpoint = rope_of(folder, "--rope-theta", "12345", "--hf-overrides", '{"max_position_embeddings": 96}')
+    assert found["rope_parameters"] == {**own["rope_parameters"], "rope_theta": 12345}
+    assert checkpoint.max_model_len == 96
+    assert rope_of(folder, "--rope-theta", "12345", "--hf-overrides", '{"max_position_embeddings": 96}')[0] == found
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--rope-scaling", "yarn"), "--rope-scaling is 'yarn': it is no JSON"),
+        (("--rope-scaling", '{"rope_type": "longrope"}'), "rope_type is 'longrope': default, linear, yarn, llama3 are"),
+        (("--rope-scaling", '{"rope_type": "yarn"}'), "factor is None with rope_type 'yarn': a number above 0"),
+        (("--rope-scaling", '{"rope_type": "linear", "factor": "x"}'), "factor is 'x' with rope_type 'linear'"),
+        (("--hf-overrides", '{"num_hidden_layers": 1}'), "--hf-overrides: num_hidden_layers is 1: rope_parameters, "),
+        (("--hf-overrides", '{"rope_scaling": 4}'), "--hf-overrides: rope_scaling is 4: an object is needed"),
+        (("--hf-overrides", '{"max_position_embeddings": 0}'), "max_position_embeddings is 0: at least 1 is needed"),
+    ],
+)
+def test_rotary_embeddings_that_cannot_be_are_refused(folder, flags, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        served(str(folder), *flags)

@@ -30,7 +30,7 @@ from paceline.cli.flags import (
     take_model_argument,
 )
 from paceline.cli.startup import StartView, next_steps, tell_ready
-from paceline.cli.vllm import add_vllm_flags, speculation_of, vllm_settings
+from paceline.cli.vllm import add_vllm_flags, speculation_of, vllm_settings, with_rope_flags
 from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import serve_environment, socket_folder
 from paceline.cluster.launch import Service
@@ -174,7 +174,7 @@ def read_config(args: argparse.Namespace) -> ServiceConfig:
     if not is_embedded(args.target) and unnamed and not names_draft:
         overrides += _at_hand(args)
     config = config.with_overrides(overrides)
-    return config.with_overrides(_further(args, config))
+    return with_rope_flags(args, config.with_overrides(_further(args, config)))
 
 
 def _speculation(args: argparse.Namespace) -> list[str]:

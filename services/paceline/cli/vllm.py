@@ -14,8 +14,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from paceline.checkpoint.overrides import with_rope
 from paceline.cli.flags import field_at, flag_of, help_of
-from paceline.config import HeadOptions, ServiceConfig
+from paceline.config import HeadOptions, ServiceConfig, cache_dir
 from paceline.errors import ConfigError
 from paceline.errors.refusals import explain, shown
 from paceline.logs import narrate
@@ -29,6 +30,8 @@ _NUMBERS = {
 """Flags and the types and keys of what they set."""
 _MTP = ("deepseek_mtp", "glm4_moe_mtp", "ernie_mtp", "qwen3_next_mtp", "mimo_mtp", "longcat_flash_mtp")
 """Older names of vLLM for method ``mtp``."""
+_OVERRIDES = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings")
+"""Keys of a checkpoint's config.json that ``--hf-overrides`` may replace."""
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +46,11 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help=help_)
     help_ = "JSON with method, model, num_speculative_tokens, prompt_lookup_max, prompt_lookup_min"
     group.add_argument("--speculative-config", metavar="JSON", help=help_)
+    help_ = 'rotary embeddings in place of the checkpoint\'s, JSON such as {"rope_type": "yarn", "factor": 4.0}'
+    group.add_argument("--rope-scaling", metavar="JSON", help=help_)
+    group.add_argument("--rope-theta", type=float, metavar="X", help="base of the rotary embeddings")
+    help_ = f"JSON with keys of config.json: {', '.join(_OVERRIDES)} are taken"
+    group.add_argument("--hf-overrides", metavar="JSON", help=help_)
     for name in ("revision", "trust_remote_code"):
         more: dict[str, Any] = {"action": "store_true", "default": None} if name == "trust_remote_code" else {}
         group.add_argument(flag_of(name), help="refused, with what to do instead", **more)
@@ -71,17 +79,56 @@ def vllm_settings(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def with_rope_flags(args: argparse.Namespace, config: ServiceConfig) -> ServiceConfig:
+    """The configuration with the rotary embeddings that flags give its target. Raises ConfigError."""
+    given = _json_object("--hf-overrides", args.hf_overrides)
+    for key, value in given.items():
+        if key not in _OVERRIDES:
+            raise ConfigError(f"--hf-overrides: {key} is {shown(value)}: {', '.join(_OVERRIDES)} are allowed")
+    rope = {**_object("rope_scaling", given), **_object("rope_parameters", given)}
+    rope |= _json_object("--rope-scaling", args.rope_scaling)
+    theta = given.get("rope_theta") if args.rope_theta is None else args.rope_theta
+    rope |= {} if theta is None else {"rope_theta": theta}
+    longest = given.get("max_position_embeddings")
+    if not rope and longest is None:
+        return config
+    if getattr(args, "address", None) is not None:
+        raise ConfigError(
+            "rotary embeddings are given with --address: replicas elsewhere read them from the config.json of the model"
+        )
+    if longest is not None and (not isinstance(longest, int) or longest < 1):
+        raise ConfigError(f"--hf-overrides: max_position_embeddings is {shown(longest)}: at least 1 is needed")
+    loading = config.target_config.model_loading_config
+    changed = with_rope(loading.source, rope, longest, cache_dir() / "checkpoints")
+    narrate(f"paceline: the target's rotary embeddings are {shown(rope)}")
+    return config.with_overrides([f"target_config.model_loading_config.model_source={json.dumps(str(changed))}"])
+
+
+def _object(key: str, given: dict[str, Any]) -> dict[str, Any]:
+    value = given.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"--hf-overrides: {key} is {shown(value)}: an object is needed")
+    return value or {}
+
+
+def _json_object(flag: str, text: str | None) -> dict[str, Any]:
+    """The object that a flag holds; {} without one. Raises ConfigError."""
+    if text is None:
+        return {}
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} is {text!r}: it is no JSON ({error})") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{flag} is {text!r}: a JSON object is needed")
+    return given
+
+
 def speculation_of(text: str | None) -> tuple[dict[str, Any] | None, list[HeadOptions]] | None:
     """``draft_config`` and heads for the JSON of ``--speculative-config``; None: there is none. Raises ConfigError."""
     if text is None:
         return None
-    try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--speculative-config is {text!r}: it is no JSON ({error})") from None
-    if not isinstance(given, dict):
-        raise ConfigError(f"--speculative-config is {text!r}: a JSON object is needed")
-    given = {key: value for key, value in given.items() if value is not None}
+    given = {key: value for key, value in _json_object("--speculative-config", text).items() if value is not None}
     method = given.pop("method", "draft_model" if "model" in given else None)
     method = "mtp" if method in _MTP else method
     if method in ("ngram", "suffix"):

@@ -6,8 +6,8 @@
 
 The worker (``worker.py``) is a process of its own, of low priority and on any core: a compilation would hold up the
 interpreter of the engine for a minute. It shares nothing with the engine but the cache of compiled models, from which
-a thread of the engine's process loads the step once it is there. The worker ends with the engine, unless it is detached:
-then it finishes for the next start. What a compiled step means for sessions that began eagerly is the engine's matter: it
+a thread of the engine's process loads the step once it is there. The worker ends with the engine; one that is detached
+finishes, for the next start. What a compiled step means for sessions that began eagerly is the engine's matter: it
 *takes* the step when it wants it.
 """
 
@@ -74,7 +74,6 @@ class CompileJob:
         """The job for a model of this process; of ``options`` those of the model. It may run on all cores."""
         own = ModelOptions(**options.model_dump(include=set(ModelOptions.model_fields)))
         return cls(source, own, features, test, all_cores(), midway)
-
 
     @property
     def detached(self) -> bool:
