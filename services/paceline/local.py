@@ -38,6 +38,7 @@ from paceline.errors import (
 )
 from paceline.messages import FromDraft, FromTarget, ToDraft, ToTarget
 from paceline.router.admission import TargetInfo
+from paceline.router.losses import Losses, poisonous
 from paceline.router.overview import Overview, drafting
 from paceline.router.relay import Outbox, Relay
 from paceline.router.session import Actions, Session
@@ -473,13 +474,23 @@ class LocalPipeline:
             for session_id, reason in outbox.refused.items():
                 self._fail(self._active[session_id], InvalidRequestError(reason))
             for session_id, reason in outbox.target_failed.items():
-                self._fail(self._active[session_id], EngineError(f"the target failed the session: {reason}"))
+                self._try_again(self._active[session_id], reason)
             self._give_draft(outbox.draft_wanted)
             for session_id in outbox.touched:  # text, after the engines have what they need
                 if generation := self._active.get(session_id):
                     actions = generation.session.digest()
                     self._send(actions)
                     self._deliver(generation, actions)
+
+    def _try_again(self, generation: LocalGeneration, reason: str) -> None:
+        """Opens a session on the target again that it has failed; ends one that it has failed twice in a row."""
+        session = generation.session
+        if generation.losses.note_lost(session.context_len):
+            self._fail(generation, poisonous(generation.losses, reason))
+            return
+        log.warning("the target failed a session: %s", reason)
+        generation.losses.note_opened(session.context_len, self._clock())
+        self._send(session.reopen_target())
 
     def _on_draft(self, messages: Sequence[FromDraft]) -> None:
         with self._lock:
@@ -607,6 +618,7 @@ class LocalGeneration:
         submitted_s: float = 0.0,
     ) -> None:
         self.session = session
+        self.losses = Losses()
         self.on_open = on_open
         """Called when its turn has come."""
         self.submitted_s = submitted_s

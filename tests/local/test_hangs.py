@@ -23,9 +23,9 @@ from tests.support.models import prompt, save_pair
 from paceline.checkpoint.files import Checkpoint
 from paceline.cli.local_service import local_edge, local_of
 from paceline.config import LocalConfig, ServerConfig, ServiceConfig, TargetModel
-from paceline.errors import EngineError
+from paceline.errors import EngineError, PoisonRequestError
 from paceline.local import LocalPipeline
-from paceline.messages import CloseSession, OpenSession
+from paceline.messages import CloseSession, OpenSession, SessionFailed
 from paceline.runtime.pulse import Pulse
 from paceline.types import Mode, SamplingParams
 from paceline.web.app import make_app
@@ -124,6 +124,36 @@ def test_a_hung_draft_is_replaced_and_its_sessions_go_on(stuck, monkeypatch):
     eventually(lambda: pipeline.num_draft_restarts >= 1 and engines["draft"] is not first and pipeline._draft_up)
     eventually(lambda: served(pipeline))
     first.go.set()
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_session_that_the_target_fails_is_opened_there_once_more(num_failures):
+    """Mutant: one that is opened again without end."""
+    opened: list[OpenSession] = []
+
+    def answer(message: Any) -> Sequence[Any]:
+        if not isinstance(message, OpenSession):
+            return []
+        opened.append(message)
+        if len(opened) <= num_failures:
+            return [SessionFailed(message.session_id, message.epoch, "no memory")]
+        return [token(message, 0, last=True)]
+
+    pipeline = LocalPipeline(
+        LocalConfig(target=TargetModel(path="scripted"), worker="thread", pin_cores=False),
+        target_factory=lambda emit: Scripted(emit, answer),
+        tokenizer=Letters(),  # type: ignore[arg-type]
+        checkpoint=Checkpoint("scripted", 64, (), 128),
+    )
+    with pipeline:
+        generation = pipeline.submit("abc", SamplingParams(max_tokens=4, seed=1))
+        if num_failures == 1:
+            assert len(generation.result.token_ids) == 1
+        else:
+            with pytest.raises(PoisonRequestError, match="2 times: it is ended, and should not be sent again"):
+                assert generation.result
+            assert not pipeline._active
+    assert len(opened) == 2
 
 
 class Counted:

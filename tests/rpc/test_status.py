@@ -13,6 +13,7 @@ from paceline.errors import (
     InvalidRequestError,
     NotFoundError,
     PacelineError,
+    PoisonRequestError,
     PromptTooLongError,
     RanksLostError,
     RequestCancelledError,
@@ -60,6 +61,7 @@ OURS = [
     (DeadlineExceededError, Code.DEADLINE_EXCEEDED),
     (RequestCancelledError, Code.CANCELLED),
     (EngineError, Code.UNAVAILABLE),
+    (PoisonRequestError, Code.INTERNAL),
     (RanksLostError, Code.UNAVAILABLE),
     (RouterStoppedError, Code.UNAVAILABLE),
 ]

@@ -12,6 +12,7 @@
     ├── DeadlineExceededError    the caller's deadline has passed (DEADLINE_EXCEEDED)
     ├── RequestCancelledError    the request was cancelled (CANCELLED)
     └── EngineError              an engine died or broke an invariant (UNAVAILABLE)
+        ├── PoisonRequestError   do not send it again: targets hung or died under it (INTERNAL)
         ├── RanksLostError       a rank of a tensor-parallel model has failed
         └── RouterStoppedError   another router can continue the stream
 
@@ -70,6 +71,10 @@ class RequestCancelledError(PacelineError):
 
 class EngineError(PacelineError, RuntimeError):
     """An engine stopped or reported a broken invariant."""
+
+
+class PoisonRequestError(EngineError):
+    """One target after another hung or died while it served the request, which no further target is given."""
 
 
 class RanksLostError(EngineError):

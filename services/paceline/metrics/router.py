@@ -8,6 +8,7 @@ from paceline.errors import (
     ConfigError,
     DeadlineExceededError,
     EngineError,
+    PoisonRequestError,
     RanksLostError,
     RequestCancelledError,
     ResourceExhaustedError,
@@ -73,6 +74,7 @@ _FROM_THE_START = {
             DeadlineExceededError,
             RequestCancelledError,
             EngineError,
+            PoisonRequestError,
             RanksLostError,
             RouterStoppedError,
         )

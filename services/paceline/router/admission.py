@@ -16,6 +16,7 @@ from paceline.errors import InvalidRequestError, PacelineError, ResourceExhauste
 from paceline.metrics.router import RouterMetrics
 from paceline.metrics.tracing import RequestSpans
 from paceline.router.link import DraftLink, TargetLink
+from paceline.router.losses import Losses
 from paceline.router.pool import Lease
 from paceline.router.retry import RetryHints
 from paceline.router.session import Session
@@ -56,8 +57,7 @@ class ActiveRequest:
     """Time when it was opened on its first target."""
     target: TargetLink | None = None
     target_lease: Lease | None = None
-    target_failures: int = 0
-    """Targets that have failed the session itself; a target that goes down is not counted."""
+    losses: Losses = field(default_factory=Losses)
     orphaned_since: float | None = None
     """Time when its target was lost; None while it has one, or waits in the queue for its first."""
     draft: DraftLink | None = None

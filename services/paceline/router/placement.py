@@ -1,4 +1,4 @@
-"""Chooses the replica that a session goes to: the links of each pool, prefix affinity and leases. No gRPC, no clock."""
+"""Chooses the replica that a session goes to: the links of each pool, prefix affinity and leases. No gRPC."""
 
 from __future__ import annotations
 
@@ -55,9 +55,16 @@ class LinkPool(Generic[AnyLink]):
         """Returns the latest status of each replica that is up."""
         return [link.status for link in self.links.values() if link.up and link.status is not None]
 
-    def choose(self, current: AnyLink | None, cached_tokens: Callable[[str], int] | None = None) -> AnyLink | None:
-        """Returns the best link but the ``current`` one; None if no replica has room."""
-        links = {link.member.replica_id: link for link in self.open_links() if link is not current and link.has_room}
+    def choose(
+        self,
+        current: AnyLink | None,
+        cached_tokens: Callable[[str], int] | None = None,
+        *,
+        without: Iterable[AnyLink] = (),
+    ) -> AnyLink | None:
+        """Returns the best link but the ``current`` one and those to do ``without``; None if no replica has room."""
+        not_these = [current, *without]
+        links = {link.member.replica_id: link for link in self.open_links() if link not in not_these and link.has_room}
         cached = {rid: cached_tokens(rid) for rid in links} if cached_tokens is not None and len(links) > 1 else None
         chosen = choose([Candidate(rid, link.load, link.max_sessions) for rid, link in links.items()], cached)
         return None if chosen is None else links[chosen.replica_id]
@@ -66,9 +73,19 @@ class LinkPool(Generic[AnyLink]):
 class Placement:
     """Chooses targets and drafts for sessions, and records where each session is."""
 
-    def __init__(self, targets: LinkPool[TargetLink], drafts: LinkPool[DraftLink] | None, router_id: str) -> None:
+    def __init__(
+        self,
+        targets: LinkPool[TargetLink],
+        drafts: LinkPool[DraftLink] | None,
+        router_id: str,
+        *,
+        trial_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """``trial_s``: time within which a target that hangs is lost."""
         self.targets, self.drafts = targets, drafts
-        self._router_id = router_id
+        self._router_id, self._trial_s, self._clock = router_id, trial_s, clock
+        self._on_trial: dict[TargetLink, ActiveRequest] = {}  # the session that each target tries
         self._prefixes = PrefixIndex()
         self._demand: Lease | None = None  # wakes a target pool that is scaled to zero
 
@@ -83,18 +100,32 @@ class Placement:
         """Returns another target for a session: by cached prefix, then by load; None if none has room.
 
         For an orphaned session while other routers hold every place, and would take each that becomes free: a target
-        at which it is the next in line.
+        at which it is the next in line. A session under which its last target was lost is on trial: a target has at
+        most one such session of this router at a time, so that one that is at fault is known, and ends no other.
         """
-        link = self.targets.choose(active.target, lambda rid: self._prefixes.match(rid, active.token_ids))
+        link = self.targets.choose(
+            active.target,
+            lambda rid: self._prefixes.match(rid, active.token_ids),
+            without=self._trying() if _suspected(active) else (),
+        )
         if link is None and active.orphaned_since is not None:
             links = self.targets.open_links()
             if not any(link.sessions for link in links):
                 return next((link for link in links if link.load == link.max_sessions), None)
         return link
 
-    def target_has_room(self) -> bool:
-        """True if some target takes one more session."""
-        return any(link.has_room for link in self.targets.open_links())
+    def _trying(self) -> list[TargetLink]:
+        """Targets that one of this router's sessions is on trial at."""
+        now = self._clock()
+        return [
+            link
+            for link, active in self._on_trial.items()
+            if active.losses.on_trial(active.session.context_len, now, self._trial_s)
+        ]
+
+    def num_free(self) -> int:
+        """Number of places at targets."""
+        return sum(max(0, link.max_sessions - link.load) for link in self.targets.open_links())
 
     def choose_draft(self, active: ActiveRequest) -> DraftLink | None:
         """Returns another draft for a session, by load; None if none has room."""
@@ -109,6 +140,9 @@ class Placement:
         """Records that a session is served by a target from now on."""
         session = active.session
         active.target = link
+        if _suspected(active):
+            self._on_trial[link] = active
+        active.losses.note_opened(session.context_len, self._clock())
         link.sessions[session.session_id] = session
         active.target_lease = self.targets.pool.lease(session.session_id, link.member.replica_id)
         self._prefixes.add(link.member.replica_id, active.token_ids)
@@ -125,6 +159,8 @@ class Placement:
         """Records that a session has left its target. Idempotent."""
         if active.target is not None:
             active.target.sessions.pop(active.session.session_id, None)
+            if self._on_trial.get(active.target) is active:
+                del self._on_trial[active.target]
         if active.target_lease is not None:
             active.target_lease.close()
         active.target = active.target_lease = None
@@ -148,6 +184,10 @@ class Placement:
         elif self._demand is not None:
             self._demand.close()
             self._demand = None
+
+
+def _suspected(active: ActiveRequest) -> bool:
+    return active.losses.suspected(active.session.context_len)
 
 
 @dataclass(frozen=True, slots=True)

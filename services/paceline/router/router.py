@@ -35,6 +35,7 @@ from paceline.metrics.tracing import RequestSpans
 from paceline.router.admission import ActiveRequest, Admission, TargetInfo
 from paceline.router.delay import DelayedLink
 from paceline.router.link import DRAFT, TARGET, DraftLink, Link, TargetLink
+from paceline.router.losses import poisonous
 from paceline.router.placement import LinkPool, Placement
 from paceline.router.pool import Member, Pool
 from paceline.router.relay import Outbox
@@ -45,8 +46,8 @@ from paceline.types import Chunk, ReplicaStatus, Request, Result, RouterView
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.1
-_MAX_TARGET_FAILURES = 2
-"""A session that this many targets have failed is itself at fault."""
+_HANGS_S = 10.0
+"""A target that is taken out of its pool in a longer step is taken out because it hangs."""
 
 
 class Router:
@@ -73,7 +74,9 @@ class Router:
         """Bounds of a request."""
         self._targets = LinkPool(targets, self._make_target_link)
         self._drafts = None if drafts is None else LinkPool(drafts, self._make_draft_link)
-        self._placement = Placement(self._targets, self._drafts, self.router_id)
+        self._placement = Placement(
+            self._targets, self._drafts, self.router_id, trial_s=2 * config.target_timeout_s, clock=clock
+        )
         self._admission = Admission(info, config, self.router_id, metrics=metrics, clock=clock)
         self._queue = self._admission.queue
         self._active: dict[str, ActiveRequest] = {}  # by request id
@@ -156,7 +159,8 @@ class Router:
         Raises:
             InvalidRequestError: the request can never be served.
             ResourceExhaustedError: the queue is full.
-            EngineError: no target is up, or several have failed the session.
+            EngineError: no target is up.
+            PoisonRequestError: one target after another hung or died under it, or failed it.
             DeadlineExceededError: the request took longer than ``request_timeout_s``.
         """
         active = await self._enter(request)
@@ -212,8 +216,13 @@ class Router:
         limit = self._config.max_queued_requests
         if request.generated_token_ids:
             limit += sum(link.max_sessions for link in self._targets.open_links())
-        if len(self._queue) >= limit and not self._placement.target_has_room():
+        if len(self._queue) >= limit and not self._has_room:
             raise self._admission.refusal(self.num_running)
+
+    @property
+    def _has_room(self) -> bool:
+        """True if a target has a place that no orphaned session waits for."""
+        return self._placement.num_free() > len(self._orphaned)
 
     def _leave(self, active: ActiveRequest) -> None:
         self._admission.leave(active)
@@ -284,8 +293,13 @@ class Router:
         self._place_orphans()
         for link in list(self._targets.links.values()):
             if self._targets.is_draining(link):
-                for session_id in list(link.sessions):
-                    self._migrate(self._by_session[session_id], "drain")
+                busy_s = 0.0 if link.status is None else link.status.busy_s
+                for active in [self._by_session[session_id] for session_id in link.sessions]:
+                    if busy_s > _HANGS_S:
+                        link.send([CloseSession(active.session.session_id, active.session.target_epoch)])
+                        self._lose(active, f"its engine has been in one step for {busy_s:.1f} s")
+                    else:
+                        self._migrate(active, "drain")
         self._place_queue()
         self._give_drafts()
         if self._drafts is not None:
@@ -301,7 +315,9 @@ class Router:
     def _place_queue(self) -> None:
         """Opens queued requests, the oldest first, where there is room that no orphaned session takes."""
         self._place_orphans()
-        while self._queue and (link := self._placement.choose_target(self._queue[0])) is not None:
+        while self._queue and self._has_room:
+            link = self._placement.choose_target(self._queue[0])
+            assert link is not None, "a target has room"
             self._open(self._queue.popleft(), link)
         self._placement.demand_target(bool(self._queue or self._orphaned))
 
@@ -388,7 +404,7 @@ class Router:
             link.most_with_drafts = None
             self._placement.forget_prefixes(link)
             for active in sorted((self._by_session[name] for name in link.sessions), key=lambda a: a.arrived_s):
-                self._orphan(active)
+                self._lose(active, link.reason)
         self._reconcile()
 
     def _on_draft_change(self, link: DraftLink) -> None:
@@ -399,7 +415,11 @@ class Router:
                 self._apply(active, active.session.on_draft_down())
         self._reconcile()
 
-    def _orphan(self, active: ActiveRequest) -> None:
+    def _lose(self, active: ActiveRequest, reason: str) -> None:
+        """Orphans a session whose target is lost, or has failed it; ends one that has lost too many."""
+        if active.losses.note_lost(active.session.context_len):
+            self._fail(active, poisonous(active.losses, reason))
+            return
         self._placement.release_target(active)
         if active not in self._orphaned:
             self._orphaned.append(active)
@@ -464,7 +484,13 @@ class Router:
         for session_id, reason in outbox.refused.items():
             self._fail(self._by_session[session_id], InvalidRequestError(reason))
         for session_id, reason in outbox.target_failed.items():
-            self._on_target_failed(self._by_session[session_id], reason)
+            active = self._by_session[session_id]
+            log.warning("a target failed a session: %s", reason, extra={"request_id": active.request.request_id})
+            self._lose(active, reason)
+            if not active.done:
+                self._migrate(active, "session_failed")
+        if self._orphaned:  # one may have waited for another's trial
+            self._place_orphans()
         for session in outbox.draft_wanted:
             self._give_draft(self._by_session[session.session_id])
         if outbox.touched and not self._touched:
@@ -499,15 +525,6 @@ class Router:
                 by_link[link].append(message)
         for link, batch in by_link.items():
             link.send(batch)
-
-    def _on_target_failed(self, active: ActiveRequest, reason: str) -> None:
-        active.target_failures += 1
-        if active.target_failures >= _MAX_TARGET_FAILURES:
-            self._fail(active, EngineError(f"the target failed the session: {reason}"))
-            return
-        log.warning("a target failed a session: %s", reason, extra={"request_id": active.request.request_id})
-        self._orphan(active)
-        self._migrate(active, "session_failed")
 
     def _apply(self, active: ActiveRequest, actions: Actions) -> None:
         """Sends a session's messages and hands its text to the client."""

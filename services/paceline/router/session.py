@@ -263,6 +263,11 @@ class Session:
         return self._epoch
 
     @property
+    def context_len(self) -> int:
+        """Length of the context: the prompt and all that targets have decided."""
+        return len(self._history)
+
+    @property
     def target_epoch(self) -> int:
         """Epoch of the last open on a target. Close the session under it before leaving a target that lives on."""
         return self._target_epoch

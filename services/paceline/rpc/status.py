@@ -21,6 +21,7 @@ from paceline.errors import (
     InvalidRequestError,
     NotFoundError,
     PacelineError,
+    PoisonRequestError,
     RequestCancelledError,
     ResourceExhaustedError,
     RouterStoppedError,
@@ -48,6 +49,7 @@ _CODES: dict[type[PacelineError], grpc.StatusCode] = {
     ResourceExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
     RequestCancelledError: grpc.StatusCode.CANCELLED,
+    PoisonRequestError: grpc.StatusCode.INTERNAL,
     EngineError: grpc.StatusCode.UNAVAILABLE,
 }
 
@@ -58,7 +60,7 @@ _NO_ROUTE = "RayServeAPIService/ListApplications"
 """Part of the text with which Serve's proxy answers, as NOT_FOUND, while it has not been told its routes yet."""
 
 _ERRORS: dict[grpc.StatusCode, type[PacelineError]] = {
-    **{code: kind for kind, code in _CODES.items()},
+    **{code: kind for kind, code in _CODES.items() if kind is not PoisonRequestError},  # which proxies do not mean
     # codes that Paceline does not send, but a proxy, Ray Serve or another server may
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
     grpc.StatusCode.ALREADY_EXISTS: InvalidRequestError,
