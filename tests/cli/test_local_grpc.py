@@ -127,7 +127,7 @@ def test_it_is_encrypted_and_asks_for_certificates_where_an_authority_is_named(p
                     client.model_info()
 
 
-def test_the_port_of_the_other_protocol_is_told(pipeline, capsys, monkeypatch):
+def test_the_port_of_the_other_protocol_is_told(pipeline, capsys, monkeypatch, tmp_path):
     server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     http_port = server.server_address[1]
@@ -139,11 +139,17 @@ def test_the_port_of_the_other_protocol_is_told(pipeline, capsys, monkeypatch):
             client.wait_ready(30)
     server.shutdown()
     server.server_close()
-    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text(
+        '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 1}}'
+    )
     with Serving(pipeline) as address:
-        assert main(["chat", "--address", address]) == 2
-    said = f"the port at http://{address} does not speak HTTP: the service's HTTP port is needed, such as 8000"
-    assert said in capsys.readouterr().err
+        said = f"the port at http://{address} does not speak HTTP: the service's HTTP port is needed, such as 8000"
+        for command in (["chat"], ["batch", "--input", str(requests), "--output", str(tmp_path / "answers")]):
+            monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+            assert main([*command, "--address", address]) == 2
+            assert said in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [requests]
 
 
 def test_a_taken_port_is_refused_if_it_was_asked_for_and_replaced_if_not(pipeline):

@@ -353,3 +353,19 @@ def test_settings_that_contradict_each_other(message):
 def test_the_configuration_is_frozen():
     with pytest.raises(ValueError, match="frozen"):
         ServiceConfig().server.grpc_port = 1
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_gpus"), [(("cuda", "cpu"), 1.0), (("cpu", "cuda"), 1.0), (("cpu", "auto"), None)]
+)
+def test_a_cascade_reserves_a_gpu_for_its_drafters(devices: tuple[str, str], num_gpus: float | None) -> None:
+    """One, which they share; what is reserved by hand stays."""
+    drafters = [{"kind": "model", "model": "/a", "options": {"device": device}} for device in devices]
+    config = {"kind": "cascade", "engine_kwargs": {"drafters": drafters}}
+    draft = ServiceConfig.parse({"draft_config": config}).draft_config
+    assert draft is not None
+    assert draft.deployment_options()["ray_actor_options"].get("num_gpus") == num_gpus
+    by_hand = {**config, "deployment_config": {"ray_actor_options": {"num_gpus": 0.5}}}
+    draft = ServiceConfig.parse({"draft_config": by_hand}).draft_config
+    assert draft is not None
+    assert draft.deployment_options()["ray_actor_options"]["num_gpus"] == 0.5

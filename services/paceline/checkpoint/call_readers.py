@@ -7,7 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 from paceline.checkpoint.json_schema import resolved, types_of
@@ -205,20 +205,40 @@ def _name_of(name: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class JsonCalls:
-    """Objects of ``name`` and ``arguments`` (or ``parameters``), or lists of them, one after the other."""
+class _TextReader:
+    """A reader that needs no expressions of its own for a tokenizer."""
 
     patterns: tuple[str, ...] = ()
     marks: Marks | None = None
 
     def prepared(self, marks: Marks) -> Self:
         """As ``CallReader`` has it."""
-        return type(self)(self.patterns, marks)
+        return replace(self, marks=marks)
+
+    def _shown(self, text: str) -> str:
+        """Text of the model as clients see it."""
+        assert self.marks is not None, "prepared comes first"
+        return text.translate(self.marks.shown)
+
+
+class _JsonReader(_TextReader):
+    """A reader of values that end where their JSON does."""
+
+    __slots__ = ()
+
+    def length(self, body: str) -> int | None:
+        """As ``PreparedReader`` has it."""
+        return _json_length(body)
+
+
+class JsonCalls(_JsonReader):
+    """Objects of ``name`` and ``arguments`` (or ``parameters``), or lists of them, one after the other."""
+
+    __slots__ = ()
 
     def read(self, body: str, groups: Mapping[str, str], known: Known) -> list[Call]:
         """As ``PreparedReader`` has it."""
-        assert self.marks is not None
-        text, at, calls = body.translate(self.marks.shown), 0, list[Call]()
+        text, at, calls = self._shown(body), 0, list[Call]()
         while text[at:].strip(" \t\r\n,;"):
             value, at = _decoded(text, at + len(text[at:]) - len(text[at:].lstrip(" \t\r\n,;")))
             calls += self._calls(value, known)
@@ -240,35 +260,20 @@ class JsonCalls:
         given = value.get("id")
         yield Call(name, _text_of(known.mended(name, arguments)), given if isinstance(given, str) else "")
 
-    def length(self, body: str) -> int | None:
-        """As ``PreparedReader`` has it."""
-        return _json_length(body)
 
-
-@dataclass(frozen=True, slots=True)
-class JsonArguments:
+class JsonArguments(_JsonReader):
     """The arguments as JSON, behind the function's name, which the beginning has named."""
 
-    patterns: tuple[str, ...] = ()
-    marks: Marks | None = None
-
-    def prepared(self, marks: Marks) -> Self:
-        """As ``CallReader`` has it."""
-        return type(self)(self.patterns, marks)
+    __slots__ = ()
 
     def read(self, body: str, groups: Mapping[str, str], known: Known) -> list[Call]:
         """As ``PreparedReader`` has it."""
-        assert self.marks is not None
-        text = body.translate(self.marks.shown)
+        text = self._shown(body)
         arguments = _loads(text) if text.strip() else None
         if isinstance(arguments, str):
             raise NoCallError("the arguments are no object")
         name = _name_of(groups.get("name"))
         return [Call(name, _text_of(known.mended(name, arguments)), groups.get("id", ""))]
-
-    def length(self, body: str) -> int | None:
-        """As ``PreparedReader`` has it."""
-        return _json_length(body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,21 +326,14 @@ class ElementCalls:
         raise NoCallError("elements have an end of their own")
 
 
-@dataclass(frozen=True, slots=True)
-class PythonCalls:
+class PythonCalls(_TextReader):
     """A list of calls as Python writes them, with arguments by name."""
 
-    patterns: tuple[str, ...] = ()
-    marks: Marks | None = None
-
-    def prepared(self, marks: Marks) -> Self:
-        """As ``CallReader`` has it."""
-        return type(self)(self.patterns, marks)
+    __slots__ = ()
 
     def read(self, body: str, groups: Mapping[str, str], known: Known) -> list[Call]:
         """As ``PreparedReader`` has it."""
-        assert self.marks is not None
-        text = body.translate(self.marks.shown).strip()
+        text = self._shown(body).strip()
         try:
             with warnings.catch_warnings(action="ignore"):  # of escapes that are JSON's
                 tree = ast.parse(text, mode="eval").body

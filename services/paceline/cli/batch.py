@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
 from paceline.cli.generate import add_engine_flags, local_config
-from paceline.cli.remote import CONNECT_S, HttpService, add_remote_flags, service_of
+from paceline.cli.remote import CONNECT_S, HttpService, add_remote_flags, require_http, service_of
 from paceline.errors import ConfigError, PacelineError
 from paceline.logs import is_quiet, narrate
 from paceline.web.batch import Batch, read_requests
@@ -48,6 +48,8 @@ def run_batch(args: argparse.Namespace) -> int:
     if concurrency < 1:
         raise ConfigError(f"--concurrency is {concurrency}: at least 1 is needed")
     requests = read_requests(args.input)
+    if service is not None:
+        require_http(service)
     batch = Batch(requests, args.output)
     if batch.num_done:
         narrate(f"{batch.num_done} of {len(requests)} were answered before")

@@ -27,7 +27,7 @@ from paceline.cli.flags import (
     take_model_argument,
 )
 from paceline.cli.generate import add_engine_flags, local_config
-from paceline.cli.remote import CONNECT_S, HttpService, add_remote_flags, service_of
+from paceline.cli.remote import CONNECT_S, HttpService, add_remote_flags, not_http, service_of
 from paceline.errors import ConfigError, EngineError, InvalidRequestError, PacelineError
 from paceline.types import Mode, SamplingParams, SpeculationParams
 
@@ -140,11 +140,10 @@ def _remote(
                     yield from _segments(line)
         except urllib.error.HTTPError as error:
             raise _as_error(error.read(), error.code) from None
-        except http.client.BadStatusLine:
-            allowed = "the service's HTTP port is needed, such as 8000"
-            raise ConfigError(f"the port at {service.url} does not speak HTTP: {allowed}") from None
-        except OSError as error:
+        except OSError as error:  # http.client.RemoteDisconnected is one
             raise EngineError(f"{service.url} cannot be reached: {getattr(error, 'reason', error)}") from error
+        except http.client.BadStatusLine:
+            raise not_http(service) from None
 
     yield answer
 

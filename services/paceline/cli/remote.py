@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import os
 import ssl
+import urllib.request
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -19,6 +21,26 @@ _OF_ENGINES = (
 _OF_SERVICES = ("api_key", "tls_ca")
 CONNECT_S = 30.0
 """Seconds within which a connection must be made."""
+
+
+def not_http(service: HttpService) -> ConfigError:
+    """The refusal of a port that answers by another protocol, such as gRPC."""
+    return ConfigError(
+        f"the port at {service.url} does not speak HTTP: the service's HTTP port is needed, such as 8000"
+    )
+
+
+def require_http(service: HttpService) -> None:
+    """Raises ConfigError for a port that answers by another protocol. One that does not answer may come back."""
+    request = urllib.request.Request(f"{service.url}/ping", headers=service.headers)
+    try:
+        urllib.request.urlopen(request, timeout=CONNECT_S, context=service.tls).close()
+    except http.client.RemoteDisconnected:
+        return
+    except http.client.BadStatusLine:
+        raise not_http(service) from None
+    except OSError:  # urllib.error.HTTPError is one
+        return
 
 
 @dataclass(frozen=True, slots=True)

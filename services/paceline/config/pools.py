@@ -53,12 +53,17 @@ class _Replicas(Strict):
 
     def deployment_options(self) -> dict[str, Any]:
         """Keyword arguments of ``serve.deployment``."""
-        return self._options(None, wants_gpu=False)
+        return self._options(None, wants_gpu=self._wants_gpu)
 
     @property
     def _engine_cpus(self) -> float:
         """Cores that Ray reserves for an engine where nothing is said."""
         return _ENGINE_CPUS
+
+    @property
+    def _wants_gpu(self) -> bool:
+        """True if Ray reserves a GPU for each rank where nothing is said."""
+        return False
 
     def _options(self, accelerator_type: str | None, *, wants_gpu: bool, num_ranks: int = 1) -> dict[str, Any]:
         group = self.placement_group_config
@@ -197,6 +202,12 @@ class CascadeDraftConfig(_Replicas):
     kind: Literal["cascade"] = "cascade"
     engine_kwargs: CascadeOptions
     deployment_config: DraftDeployment = DraftDeployment()
+
+    @property
+    def _wants_gpu(self) -> bool:
+        """Its drafters share one."""
+        options = [drafter.full_options(self.engine_kwargs) for drafter in self.engine_kwargs.drafters]
+        return any(needs_gpu(getattr(one, "device", "cpu")) for one in options)
 
 
 class HeadDraftConfig(_Replicas):

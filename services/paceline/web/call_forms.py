@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.checkpoint.answer_formats import AnswerFormat
 from paceline.checkpoint.answers import Reading, Region
@@ -20,35 +20,25 @@ _ANYTHING: Format = {"type": "any_text"}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class CallForm(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
     """How calls are written: ``opens``, then each call as a tag, ``separator`` between two, then ``closes``."""
 
-    @property
-    def opens(self) -> str:
-        """Text before the first call."""
-        ...
-
-    @property
-    def separator(self) -> str:
-        """Text between two calls."""
-        ...
-
-    @property
-    def closes(self) -> str:
-        """Text behind the last call."""
-        ...
-
-    @property
-    def trigger(self) -> str | None:
-        """Text with which a call begins in free text. None: there is none, so that only demanded calls can be bound."""
-        ...
+    opens: str = ""
+    """Text before the first call."""
+    separator: str = ""
+    """Text between two calls."""
+    closes: str = ""
+    """Text after the last call."""
+    trigger: str | None = None
+    """Text with which a call begins in free text. None: there is none, so that only demanded calls can be bound."""
 
     def tag(self, function: Mapping[str, Any], i: int, *, free: bool) -> Format:
         """The tag of a call of the i-th function. ``free``: its arguments are not bound.
 
         Raises InvalidRequestError for a function that cannot be called so.
         """
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +50,18 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class JsonForm:
+class JsonForm(CallForm):
     """Arguments as JSON, behind the name of the function."""
 
     begin: str
     """Text before the arguments; ``NAME`` stands for the name, quoted as JSON where it is between quotes."""
     end: str
-    opens: str = ""
-    separator: str = ""
-    closes: str = ""
-    trigger: str | None = None
     spaced: bool = False
     """Blanks may stand around the call."""
 
     def tag(self, function: Mapping[str, Any], i: int, *, free: bool) -> Format:
         """As ``CallForm`` has it."""
-        schema = {"type": "object"} if free else _parameters(function, i)
-        arguments = {"type": "json_schema", "json_schema": {"type": "object", **schema}}
+        arguments = _json_arguments(function, i, free=free)
         begin = self.begin.replace('"NAME"', json.dumps(function["name"])).replace("NAME", function["name"])
         if not self.spaced:
             return _tag(begin, arguments, self.end)
@@ -91,35 +76,29 @@ def _json_objects(begin: str, end: str, *, key: str = "arguments", **more: Any) 
 
 
 @dataclass(frozen=True, slots=True)
-class KimiForm:
+class KimiForm(CallForm):
     """Arguments as JSON behind the id of the call, which holds the name and counts the calls."""
 
     opens: str = "<|tool_calls_section_begin|>"
-    separator: str = ""
     closes: str = "<|tool_calls_section_end|>"
     trigger: str | None = "<|tool_calls_section_begin|>"
 
     def tag(self, function: Mapping[str, Any], i: int, *, free: bool) -> Format:
         """As ``CallForm`` has it."""
-        schema = {"type": "object"} if free else _parameters(function, i)
-        arguments = {"type": "json_schema", "json_schema": {"type": "object", **schema}}
+        arguments = _json_arguments(function, i, free=free)
         number = {"type": "regex", "pattern": "0|[1-9][0-9]?"}
         content = sequence(number, const("<|tool_call_argument_begin|>"), arguments)
         return _tag(f"<|tool_call_begin|>functions.{function['name']}:", content, "<|tool_call_end|>")
 
 
 @dataclass(frozen=True, slots=True)
-class ElementForm:
+class ElementForm(CallForm):
     """An element for each argument, within one for the function."""
 
     begin: str
     """Text before the elements; ``NAME`` stands for the function."""
     end: str
     elements: Elements
-    opens: str = ""
-    separator: str = ""
-    closes: str = ""
-    trigger: str | None = None
 
     def tag(self, function: Mapping[str, Any], i: int, *, free: bool) -> Format:
         """As ``CallForm`` has it."""
@@ -128,7 +107,7 @@ class ElementForm:
 
 
 @dataclass(frozen=True, slots=True)
-class PythonForm:
+class PythonForm(CallForm):
     """A list of calls as Python writes them."""
 
     opens: str = "["
@@ -145,12 +124,9 @@ class PythonForm:
 
 
 @dataclass(frozen=True, slots=True)
-class BareForm:
+class BareForm(CallForm):
     """Objects with bare keys and quotes of their own, behind the function's name: Gemma 4."""
 
-    opens: str = ""
-    separator: str = ""
-    closes: str = ""
     trigger: str | None = "<|tool_call>"
 
     def tag(self, function: Mapping[str, Any], i: int, *, free: bool) -> Format:
@@ -298,6 +274,12 @@ def _parameters(function: Mapping[str, Any], i: int) -> dict[str, Any]:
     schema: dict[str, Any] = function.get("parameters") or _NO_ARGUMENTS
     check_parsed(schema, _name(i))
     return schema
+
+
+def _json_arguments(function: Mapping[str, Any], i: int, *, free: bool) -> Format:
+    """The arguments of a function as JSON. Raises InvalidRequestError, which names the function's schema."""
+    schema = {"type": "object"} if free else _parameters(function, i)
+    return {"type": "json_schema", "json_schema": {"type": "object", **schema}}
 
 
 def _bound(arguments: Arguments, function: Mapping[str, Any], i: int) -> Format:
