@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,9 @@ from paceline.messages import FromDraft, FromTarget, ToDraft, ToTarget
 from paceline.router.admission import TargetInfo
 from paceline.router.losses import Losses, poisonous
 from paceline.router.overview import Overview, drafting
+from paceline.router.queue import FairQueue
 from paceline.router.relay import Outbox, Relay
+from paceline.router.retry import RetryHints
 from paceline.router.session import Actions, Session
 from paceline.runtime.pulse import Pulse
 from paceline.runtime.ranks import local_worker
@@ -95,7 +97,8 @@ class LocalPipeline:
         self._lock = threading.RLock()
         self._relay = Relay()
         self._active: dict[str, LocalGeneration] = {}
-        self._waiting: deque[LocalGeneration] = deque()
+        self._waiting: FairQueue[LocalGeneration] = FairQueue()
+        self._hints = RetryHints()
         self._num_submitted = 0
         self._running: dict[str, LocalGeneration | None] = {}  # by the request ids of ``run``
         self._failure: EngineError | None = None
@@ -210,6 +213,7 @@ class LocalPipeline:
         *,
         cache_salt: str = "",
         trace: bool = False,
+        share: str = "",
         on_open: Callable[[], None] = lambda: None,
     ) -> LocalGeneration:
         """Starts a request; it waits its turn if ``max_sessions`` are in progress.
@@ -217,7 +221,8 @@ class LocalPipeline:
         ``prompt``: text, or token ids of the target's tokenizer. ``stop``: the text ends before the first of these;
         one text is one stop string. ``on_change`` is called, by any thread, whenever there is more for the consumer.
         ``cache_salt``: cached prompts and texts that the draft learns from are shared with requests of the same salt
-        only. ``trace``: chunks hold the times and the tree of their round. ``on_open`` is called, by any thread, when
+        only. ``trace``: chunks hold the times and the tree of their round. ``share``: places are shared fairly among
+        those that have different ones; each request has its own by default. ``on_open`` is called, by any thread, when
         its turn has come.
 
         Raises InvalidRequestError for a prompt that is empty or too long, or for parameters that cannot be served,
@@ -248,8 +253,9 @@ class LocalPipeline:
                 clock=self._clock,
             )
             self._num_submitted += 1
-            generation = LocalGeneration(session, self.cancel, on_change, on_open, self._clock())
-            self._waiting.append(generation)
+            share = share or session.session_id
+            generation = LocalGeneration(session, self.cancel, on_change, on_open, self._clock(), share)
+            self._waiting.add(generation, generation.share)
             self._admit()
         return generation
 
@@ -322,7 +328,12 @@ class LocalPipeline:
         """The target model, once it is loaded."""
         eos_token_ids = self.checkpoint.eos_token_ids or self.tokenizer.eos_token_ids
         return TargetInfo(
-            self.tokenizer, self.max_model_len, eos_token_ids, self.default_sampling, self.checkpoint.vocab_size
+            self.tokenizer,
+            self.max_model_len,
+            eos_token_ids,
+            self.default_sampling,
+            self.checkpoint.vocab_size,
+            most_sequences=self.config.target.max_sessions + _ROUTER.max_queued_requests,
         )
 
     @property
@@ -384,11 +395,14 @@ class LocalPipeline:
             raise InvalidRequestError("generated_token_ids is given: only a service with routers continues a stream")
         if request.request_id in self._running:
             raise RequestInProgressError(f"request_id {request.request_id!r} is in progress: each needs its own")
-        if (num_waiting := len(self._waiting)) >= (limit := _ROUTER.max_queued_requests):
-            num_active = len(self._active)
-            raise ResourceExhaustedError(
-                f"{num_active} requests are running and {num_waiting} are queued: at most {limit} may wait"
-            )
+        share, limit = request.share or request.request_id, _ROUTER.max_queued_requests
+        with self._lock:
+            if not self._waiting.may_wait(share, limit):
+                num_active = len(self._active)
+                raise ResourceExhaustedError(
+                    f"{num_active} requests are running and {len(self._waiting)} are queued: at most {limit} may wait",
+                    retry_after_s=self._hints.refused(self._clock(), num_active),
+                )
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def on_change() -> None:
@@ -411,6 +425,7 @@ class LocalPipeline:
                 on_change,
                 cache_salt=request.cache_salt,
                 trace=request.trace,
+                share=share,
                 on_open=on_open,
             )
             self._running[request.request_id] = generation
@@ -447,7 +462,7 @@ class LocalPipeline:
                 return
             opened = generation.session.session_id in self._active
             if not opened:
-                self._waiting.remove(generation)
+                self._waiting.remove(generation, generation.share)
             actions = generation.session.cancel()
             if opened:
                 self._send(actions)
@@ -457,11 +472,12 @@ class LocalPipeline:
 
     def _admit(self) -> None:
         while self._waiting and len(self._active) < self.config.target.max_sessions:
-            generation = self._waiting.popleft()
+            generation = self._waiting.pop(Counter(active.share for active in self._active.values()))
             session = generation.session
             self._active[session.session_id] = generation
             self._relay.sessions[session.session_id] = session
-            queue_s = self._clock() - generation.submitted_s
+            generation.opened_s = self._clock()
+            queue_s = generation.opened_s - generation.submitted_s
             generation.on_open()
             self._send(session.open(self._draft_up and not self._crowded, queue_s=queue_s))
 
@@ -579,7 +595,7 @@ class LocalPipeline:
         """Ends a request by an error. A target that hangs finds that it is closed when it comes back."""
         opened = generation.session.session_id in self._active
         if not opened:
-            self._waiting.remove(generation)
+            self._waiting.remove(generation, generation.share)
         actions = generation.session.cancel()
         if opened:
             self._send(Actions(to_draft=actions.to_draft, to_target=actions.to_target if self._hung else []))
@@ -594,6 +610,8 @@ class LocalPipeline:
 
     def _forget(self, generation: LocalGeneration) -> None:
         self._overview.count(generation.session)
+        now, opened_s = self._clock(), generation.opened_s
+        self._hints.note_freed(now, None if opened_s is None else now - opened_s)
         self._active.pop(generation.session.session_id, None)
         self._relay.sessions.pop(generation.session.session_id, None)
         if self._failure is None and self._hung is None:
@@ -616,13 +634,16 @@ class LocalGeneration:
         on_change: Callable[[], None] = lambda: None,
         on_open: Callable[[], None] = lambda: None,
         submitted_s: float = 0.0,
+        share: str = "",
     ) -> None:
-        self.session = session
+        self.session, self.share = session, share
         self.losses = Losses()
         self.on_open = on_open
         """Called when its turn has come."""
         self.submitted_s = submitted_s
         """Time when it was submitted, by the pipeline's clock."""
+        self.opened_s: float | None = None
+        """Time when its turn came."""
         self._cancel, self._on_change = cancel, on_change
         self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self._done = threading.Event()

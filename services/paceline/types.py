@@ -606,6 +606,8 @@ class Request:
     """Output tokens of a stream of this request that broke: the answer goes on after them. Needs a seed."""
     cache_salt: str = field(default="", repr=False)
     """Cached prompts and texts that drafts learn from are shared with requests of the same salt only."""
+    share: str = ""
+    """Requests of one share have their fair part of the places together: those of one API key, or of one body."""
     trace: bool = False
     """Chunks hold the times and the tree of their round. Over HTTP only."""
     trace_headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)

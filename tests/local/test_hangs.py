@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx2 as httpx
@@ -137,7 +138,7 @@ def test_a_session_that_the_target_fails_is_opened_there_once_more(num_failures)
         opened.append(message)
         if len(opened) <= num_failures:
             return [SessionFailed(message.session_id, message.epoch, "no memory")]
-        return [token(message, 0, last=True)]
+        return [replace(token(message, 0, last=True), epoch=message.epoch)]
 
     pipeline = LocalPipeline(
         LocalConfig(target=TargetModel(path="scripted"), worker="thread", pin_cores=False),

@@ -344,6 +344,7 @@ def model_facts(config: ServiceConfig) -> TargetInfo:
         if config.router_config.generation_config == "auto"
         else SamplingParams(),
         vocab_size=checkpoint.vocab_size,
+        most_sequences=config.most_sequences,
     )
 
 

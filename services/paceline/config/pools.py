@@ -264,7 +264,8 @@ class RouterConfig(Strict):
     """The routers between clients and both pools."""
 
     max_queued_requests: int = Field(default=64, ge=0)
-    """Requests that one router lets wait for a target; further ones are refused with RESOURCE_EXHAUSTED."""
+    """Sequences that one router lets wait for a target; further ones are refused with RESOURCE_EXHAUSTED. When that
+    many wait, each of k API keys may still have a k-th of them waiting."""
     recovery_timeout_s: float = Field(default=30.0, gt=0)
     """Longest time without any target, after which orphaned sessions and queued requests end with UNAVAILABLE. While a
     target is up, only full, they wait for room."""

@@ -205,6 +205,15 @@ class ServiceConfig(Strict):
             require_placement(self.target_config.engine_kwargs, options, "draft_config.engine_kwargs.placement")
         return self
 
+    @property
+    def most_sequences(self) -> int | None:
+        """Sequences that run at all targets that there may be, or wait at one router. None: Serve chooses how many."""
+        target = self.target_config
+        if target.deployment_config.num_replicas == "auto":
+            return None
+        running = target.deployment_config.most_replicas * target.engine_kwargs.max_sessions
+        return running + self.router_config.max_queued_requests
+
     @classmethod
     def parse(cls, args: Mapping[str, Any]) -> Self:
         """Reads the configuration from plain data, such as the ``args`` of a Serve application. Raises ConfigError."""

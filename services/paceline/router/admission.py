@@ -18,6 +18,7 @@ from paceline.metrics.tracing import RequestSpans
 from paceline.router.link import DraftLink, TargetLink
 from paceline.router.losses import Losses
 from paceline.router.pool import Lease
+from paceline.router.queue import FairQueue
 from paceline.router.retry import RetryHints
 from paceline.router.session import Session
 from paceline.types import PAGE_SIZE, Chunk, ReplicaStatus, Request, Result, SamplingParams
@@ -37,6 +38,15 @@ class TargetInfo:
     """Sampling parameters of requests that leave them out: those that are set here."""
     vocab_size: int | None = None
     """Rows of the model's embedding, padding included: token ids are below it. None: as the tokenizer has them."""
+
+    most_sequences: int | None = None
+    """Sequences that run or wait at once, at most. None: as many as there are."""
+
+    def check_sequences(self, num_prompts: int, n: int) -> None:
+        """Raises InvalidRequestError for a body with more sequences than can ever run and wait at once."""
+        if self.most_sequences is not None and num_prompts * n > self.most_sequences:
+            what = f"n is {n}" if num_prompts == 1 else f"prompt has {num_prompts} entries and n is {n}"
+            raise InvalidRequestError(f"{what}: at most {self.most_sequences} sequences can run or wait here at once")
 
     @property
     def num_token_ids(self) -> int:
@@ -76,6 +86,11 @@ class ActiveRequest:
     """None: the request leaves no trace."""
 
     @property
+    def share(self) -> str:
+        """The name under which it has a fair part of the places."""
+        return self.request.share or self.request.request_id
+
+    @property
     def opened(self) -> bool:
         """True once it has been opened on a target."""
         return self.opened_s is not None
@@ -98,7 +113,7 @@ class Admission:
         metrics: RouterMetrics,
         clock: Callable[[], float],
     ) -> None:
-        self.queue: deque[ActiveRequest] = deque()
+        self.queue: FairQueue[ActiveRequest] = FairQueue()
         self._info, self._config, self._router_id = info, config, router_id
         self._metrics, self._clock = metrics, clock
         self._grammars = Grammars(info.tokenizer, info.num_token_ids, info.eos_token_ids)
@@ -184,15 +199,11 @@ class Admission:
 
     def enqueue(self, active: ActiveRequest) -> None:
         """Queues a request, a stream that broke and goes on before those that have not begun."""
-        at = len(self.queue)
-        if active.request.generated_token_ids:
-            at = next((i for i, other in enumerate(self.queue) if not other.request.generated_token_ids), at)
-        self.queue.insert(at, active)
+        self.queue.add(active, active.share, first=bool(active.request.generated_token_ids))
 
     def leave(self, active: ActiveRequest) -> None:
         """Removes a request from the queue, if it is there."""
-        if active in self.queue:
-            self.queue.remove(active)
+        self.queue.remove(active, active.share)
 
     def note_ended(self, active: ActiveRequest) -> None:
         """Records that a request has ended, or has left the queue, whose place is free now."""

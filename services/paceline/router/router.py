@@ -15,7 +15,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -216,7 +216,7 @@ class Router:
         limit = self._config.max_queued_requests
         if request.generated_token_ids:
             limit += sum(link.max_sessions for link in self._targets.open_links())
-        if len(self._queue) >= limit and not self._has_room:
+        if not self._has_room and not self._queue.may_wait(request.share or request.request_id, limit):
             raise self._admission.refusal(self.num_running)
 
     @property
@@ -313,12 +313,13 @@ class Router:
                 return
 
     def _place_queue(self) -> None:
-        """Opens queued requests, the oldest first, where there is room that no orphaned session takes."""
+        """Opens queued requests, in fair turns, where there is room that no orphaned session takes."""
         self._place_orphans()
         while self._queue and self._has_room:
-            link = self._placement.choose_target(self._queue[0])
+            active = self._queue.pop(Counter(a.share for a in self._active.values() if a.opened and not a.done))
+            link = self._placement.choose_target(active)
             assert link is not None, "a target has room"
-            self._open(self._queue.popleft(), link)
+            self._open(active, link)
         self._placement.demand_target(bool(self._queue or self._orphaned))
 
     def _open(self, active: ActiveRequest, link: TargetLink) -> None:

@@ -101,6 +101,7 @@ class GenerationService:
         self, request: Request, owner: str = "", on_usage: Callable[[Usage], None] = lambda _: None
     ) -> AsyncGenerator[Chunk | Result, None]:
         """Yields the chunks of a request, then its result; the arguments and errors are those of ``generate``."""
+        request = replace(request, share=owner or request.share)
         first = request.request_id not in self._owners  # the router refuses a second one of this id
         if first:
             self._owners[request.request_id] = owner

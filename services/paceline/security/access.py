@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from paceline.errors import ConfigError, ResourceExhaustedError, UnauthenticatedError
+from paceline.errors import ConfigError, InvalidRequestError, ResourceExhaustedError, UnauthenticatedError
 from paceline.security.keys import ApiKey, KeyRing
 from paceline.types import Usage
 
@@ -123,6 +123,14 @@ class Access:
             self._metrics.unauthenticated()
             raise UnauthenticatedError(_MISSING)
         return entry.name
+
+    def check_sequences(self, name: str, num: int) -> None:
+        """Raises InvalidRequestError for a body with more sequences than its key may ever have in progress."""
+        entry = None if self._keys is None else self._keys.keys.get(name)
+        if entry is not None and entry.max_requests is not None and num > entry.max_requests:
+            raise InvalidRequestError(
+                f"n makes {num} sequences of the request: at most {entry.max_requests} of this API key run at once"
+            )
 
     @contextlib.contextmanager
     def enter(self, name: str) -> Iterator[Charge]:

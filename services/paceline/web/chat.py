@@ -42,6 +42,7 @@ class Asked:
                 f"messages are given, but {edge.model_id!r} has no chat template: use /v1/completions, or start the "
                 "service with --chat-template FILE"
             )
+        edge.service.info.check_sequences(1, body.n)
         self._chat, self._tokenizer = chat, edge.service.info.tokenizer
         self.tools, choice = offered(tools, body.tool_choice)
         stop, speculation = body.stop_strings(edge.service.limits), body.speculation.params()

@@ -37,6 +37,8 @@ async def run_all(edge: Edge, caller: str, requests: Sequence[Request], receive:
     then. Leaving the generator ends them, too.
     """
     queue: asyncio.Queue[Item | BaseException] = asyncio.Queue()
+    edge.access.check_sequences(caller, len(requests))
+    requests = [replace(one, share=caller or requests[0].request_id) for one in requests]
     with contextlib.ExitStack() as stack:
         charges = [stack.enter_context(edge.access.enter(caller)) for _ in requests]
 

@@ -51,6 +51,7 @@ class Completion:
         }
         stop, speculation = body.stop_strings(edge.service.limits), body.speculation.params()
         sampling = body.sampling_of_prompts()
+        edge.service.info.check_sequences(len(body.prompts()), body.n)
         self._prompts: list[str | tuple[int, ...]] = []
         ends: tuple[int, ...] = ()
         info = edge.service.info
