@@ -150,8 +150,9 @@ def test_a_folder_that_holds_no_model(capsys, tmp_path):
     assert "is a file" in refused(capsys, "generate", PROMPT, "--draft", str(file))
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"")
-    assert "is a GGUF file, which is not supported" in refused(capsys, "generate", PROMPT, "--draft", str(gguf))
-    assert "holds a GGUF file, which is not" in refused(capsys, "generate", PROMPT, "--draft", str(tmp_path))
+    for path in (gguf, tmp_path):
+        assert "model.gguf' is cut short: it is empty" in refused(capsys, "generate", PROMPT, "--draft", str(path))
+    gguf.unlink()
     (tmp_path / "adapter_config.json").write_text("{}")
     assert "is a LoRA adapter" in refused(capsys, "generate", PROMPT, "--draft", str(tmp_path))
 

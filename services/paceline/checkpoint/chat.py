@@ -22,9 +22,9 @@ from paceline.checkpoint.answer_formats import (
     transformers_template,
 )
 from paceline.checkpoint.answers import Reading
-from paceline.checkpoint.folder import read_json, require_no_code
-from paceline.checkpoint.hub import require_fetchable
-from paceline.checkpoint.tokenizer import Tokenizer
+from paceline.checkpoint.folder import folder_of, read_json, require_no_code
+from paceline.checkpoint.hub import fetch_gguf, require_fetchable
+from paceline.checkpoint.tokenizer import Tokenizer, transformers_tokenizer
 from paceline.errors import ConfigError, InvalidRequestError
 
 Message = Mapping[str, Any]
@@ -221,17 +221,14 @@ def load_chat(
     ):
         if name is not None and name not in allowed:
             raise ConfigError(f"server.{key} is {name!r}: {', '.join(sorted(allowed))} are allowed")
-    folder = Path(path).expanduser()
+    folder = folder_of(path)
     given = None if file is None else _read(file)
-    if given is None and folder.is_dir() and not _has_template(folder):
+    if given is None and folder is not None and not _has_template(folder):
         return None
     require_fetchable(path)
+    fetch_gguf(path)
     try:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder if folder.is_dir() else path, trust_remote_code=trust_remote_code
-        )
+        tokenizer = transformers_tokenizer(path, trust_remote_code)
     except Exception as error:  # transformers raises whatever its parsers raise
         require_no_code(path, error)
         reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -248,7 +245,7 @@ def load_chat(
 
 
 def _format(
-    tokenizer: Any, given: str | None, folder: Path, tool_parser: str | None, reasoning_parser: str | None
+    tokenizer: Any, given: str | None, folder: Path | None, tool_parser: str | None, reasoning_parser: str | None
 ) -> AnswerFormat:
     """How answers are told apart: as configured, by the tokenizer's response template, by marks, or by model type."""
     response = getattr(tokenizer, "response_template", None)
@@ -259,7 +256,7 @@ def _format(
         found = format_of(template, added, response, tool_parser, reasoning_parser)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"the response template of {tokenizer.name_or_path!r} is not valid: {error}") from error
-    model_type = read_json(folder, "config.json").get("model_type")
+    model_type = None if folder is None else read_json(folder, "config.json").get("model_type")
     if found.regions or found.named or response is not None or model_type is None:
         return found
     by_type = transformers_template(model_type)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 from paceline.checkpoint.folder import (
+    folder_of,
     local_folder,
     read_json,
     read_optional_json,
@@ -23,7 +24,9 @@ from paceline.checkpoint.folder import (
     require_path,
 )
 from paceline.checkpoint.generation import not_honored, sampling_defaults
-from paceline.checkpoint.hub import require_fetchable
+from paceline.checkpoint.gguf.described import gguf_weights
+from paceline.checkpoint.gguf.weights import GgufWeights
+from paceline.checkpoint.hub import fetch_gguf, require_fetchable
 from paceline.checkpoint.size import ModelSize, WeightCounts, count_weights, model_size
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.errors import ConfigError
@@ -59,7 +62,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, source: str, trust_remote_code: bool = False) -> Self:
-        """Opens the checkpoint in a directory, or of an id, whose configuration is fetched if it is not here.
+        """Opens the checkpoint in a directory or GGUF file, or of an id, whose configuration is fetched if it is not
+        here.
 
         The architecture is judged by its name; whether transformers knows it shows when the model is loaded.
 
@@ -67,8 +71,9 @@ class Checkpoint:
             ConfigError: there is none, it is not a causal language model, or it needs code that is not trusted.
         """
         require_path(source)
-        folder = Path(source).expanduser()
-        found = cls._read(folder, source, trust_remote_code) if folder.is_dir() else None
+        fetch_gguf(source)
+        folder = folder_of(source)
+        found = None if folder is None else cls._read(folder, source, trust_remote_code)
         return replace(found or cls.ask_transformers(source, trust_remote_code), trust_remote_code=trust_remote_code)
 
     @classmethod
@@ -119,8 +124,7 @@ class Checkpoint:
         from transformers import AutoConfig, GenerationConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        folder = Path(source).expanduser()
-        location = str(folder) if folder.is_dir() else source
+        location = str(folder_of(source) or source)
         try:
             config = AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code)
         except Exception as error:  # transformers raises whatever its parsers raise
@@ -163,8 +167,13 @@ class Checkpoint:
     @property
     def location(self) -> str:
         """The directory or id under which transformers finds it."""
-        folder = Path(self.path).expanduser()
-        return str(folder) if folder.is_dir() else self.path
+        return str(folder_of(self.path) or self.path)
+
+    @property
+    def gguf(self) -> GgufWeights | None:
+        """Its weights, if they are in GGUF files. Raises ConfigError if these are gone."""
+        folder = folder_of(self.path)
+        return None if folder is None else gguf_weights(folder)
 
     def sampling_defaults(self) -> SamplingParams:
         """Sampling parameters that its generation_config.json names. Raises ConfigError for a value not allowed."""

@@ -1,17 +1,22 @@
-"""The directory of a checkpoint: where it is, and the JSON files in it."""
+"""The directory of a checkpoint: where it is, and the JSON files in it. Of a GGUF file it is one that describes it."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.gguf.described import describe, files_of
 from paceline.errors import ConfigError
 
 _NO_OWNERS = frozenset({"api", "datasets", "docs", "models", "papers", "spaces", "tasks"})
 """First parts of the hub's own paths, which no id begins with."""
+_ON_HUB = re.compile(
+    r"(?:https://)?(?:(?:hf\.co|huggingface\.co)/)?(?P<repo>[\w.-]+/[\w.-]+):(?P<file>[\w./+-]+\.gguf)"
+)
 _FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx", ".json")
 """Endings of files that people name in place of a model's directory."""
 
@@ -22,15 +27,16 @@ def require_path(path: str) -> None:
     Nothing is asked of the hub.
     """
     directory = Path(path).expanduser()
+    if files_of(directory):
+        return
     if directory.is_dir():
         if not (directory / "config.json").is_file():
             raise ConfigError(
                 f"{path!r} {_other_form(directory)}: a directory with a transformers checkpoint is needed"
             )
     elif directory.exists():
-        kind = "a GGUF file, which is not supported" if directory.suffix == ".gguf" else "a file"
-        raise ConfigError(f"{path!r} is {kind}: the directory of a transformers checkpoint is needed")
-    elif _names_a_path(path):
+        raise ConfigError(f"{path!r} is a file: a GGUF file or the directory of a transformers checkpoint is needed")
+    elif _names_a_path(path) and gguf_on_hub(path) is None:
         raise ConfigError(f"model path {path!r} does not exist{_nearest(directory)}")
 
 
@@ -57,9 +63,32 @@ def _other_form(directory: Path) -> str:
     """Description of a directory without a config.json."""
     if (directory / "adapter_config.json").is_file():
         return "is a LoRA adapter, which is not supported unless it is merged into its model"
-    if next(directory.glob("*.gguf"), None) is not None:
-        return "holds a GGUF file, which is not supported, and no config.json"
     return "holds no config.json"
+
+
+def gguf_on_hub(source: str) -> tuple[str, str] | None:
+    """Repository and file of a source such as ``owner/name:file.gguf``, with or without ``hf.co/``; None of others."""
+    match = _ON_HUB.fullmatch(source)
+    return None if match is None else (match["repo"], match["file"])
+
+
+def folder_of(source: str) -> Path | None:
+    """The directory of a checkpoint by its path: itself, or the one that describes GGUF files, which may be in the
+    hub's cache. None if there is none.
+
+    Raises ConfigError for a GGUF file that is damaged, or holds what is not read.
+    """
+    path = Path(source).expanduser()
+    if (on_hub := gguf_on_hub(source)) is not None and not path.exists():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(*on_hub)
+        if not isinstance(cached, str):
+            return None
+        path = Path(cached)
+    if files := files_of(path):
+        return describe(files)
+    return path if path.is_dir() else None
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -113,10 +142,11 @@ def local_folder(source: str, *files: str) -> Path | None:
 
     Raises ConfigError if ``source`` is neither.
     """
-    folder = Path(source).expanduser()
-    if folder.is_dir():
+    if (folder := folder_of(source)) is not None:
         return folder
     require_path(source)
+    if gguf_on_hub(source) is not None:
+        return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.checkpoint.folder import local_folder
+from paceline.checkpoint.folder import folder_of, gguf_on_hub, local_folder
+from paceline.checkpoint.gguf.header import SHARD
 from paceline.errors import ConfigError
 
 _PATIENCE_S = 5.0
@@ -31,10 +32,33 @@ def require_fetchable(source: str) -> None:
 
     transformers itself would try for half a minute.
     """
-    if Path(source).expanduser().is_dir() or local_folder(source, *_ANY) is not None:
+    if local_folder(source, *_ANY) is not None:
         return
     if (reason := why_not_fetched()) is not None:
         raise ConfigError(
             f"{source!r} is neither a directory nor in the Hugging Face cache, and cannot be fetched: {reason}; name a "
             "directory, or fetch it where there is a network"
         )
+
+
+def fetch_gguf(source: str) -> None:
+    """Fetches a GGUF file of the hub, with its shards, if ``source`` is one that is not here.
+
+    Raises ConfigError if it cannot be fetched.
+    """
+    found = gguf_on_hub(source)
+    if found is None or folder_of(source) is not None:
+        return
+    from huggingface_hub import hf_hub_download
+
+    require_fetchable(source)
+    repo, file = found
+    try:
+        if (shard := SHARD.fullmatch(Path(file).name)) is not None:
+            stem, count = file.removesuffix(Path(file).name) + shard["stem"], int(shard["count"])
+            for index in range(1, count + 1):
+                hf_hub_download(repo, f"{stem}-{index:05}-of-{count:05}.gguf")
+        hf_hub_download(repo, file)
+    except Exception as error:  # of the hub's client and whatever it speaks HTTP with
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{file!r} of {repo!r} could not be fetched: {reason}") from error

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from paceline.checkpoint.folder import read_json
+from paceline.checkpoint.gguf.described import gguf_weights
 
 MTP_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
 """Names of weights of a layer: MTP modules may be layers behind the last one."""
@@ -26,7 +27,9 @@ def mtp_modules(names: Iterable[str], num_layers: int) -> set[int]:
 
 
 def weight_names(folder: Path) -> set[str]:
-    """Names of the weights of safetensors files; none if there are no such files, or they cannot be read."""
+    """Names of the weights of safetensors or GGUF files; none if there are no such files, or they cannot be read."""
+    if (gguf := gguf_weights(folder)) is not None:
+        return set(gguf)
     index = read_json(folder, "model.safetensors.index.json").get("weight_map")
     if isinstance(index, dict):
         return set(index)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.checkpoint.folder import read_json
+from paceline.checkpoint.gguf.described import gguf_weights
 from paceline.checkpoint.quantization import weight_bytes_per_parameter
 from paceline.errors import ConfigError
 from paceline.types import PAGE_SIZE
@@ -121,6 +122,10 @@ def count_weights(folder: Path) -> WeightCounts:
     Raises:
         ConfigError: a file is missing, cut short or cannot be read.
     """
+    if (gguf := gguf_weights(folder)) is not None:  # dequantized while they are loaded
+        shapes = gguf.shapes.values()
+        whole = sum(math.prod(shape) for shape in shapes if len(shape) < 2)
+        return WeightCounts(sum(map(math.prod, shapes)), whole, 0, 0)
     try:
         index = read_json(folder, "model.safetensors.index.json").get("weight_map")
         if isinstance(index, dict):

@@ -10,12 +10,12 @@ import functools
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import token_text
-from paceline.checkpoint.folder import read_json, require_no_code
-from paceline.checkpoint.hub import require_fetchable
+from paceline.checkpoint.folder import folder_of, read_json, require_no_code
+from paceline.checkpoint.gguf.described import describes
+from paceline.checkpoint.hub import fetch_gguf, require_fetchable
 from paceline.checkpoint.token_text import ByteDetokenizer, Decode, TokenBytes, WindowDetokenizer
 from paceline.errors import ConfigError, InvalidRequestError, PromptTooLongError, TokenizerMismatchError
 
@@ -257,25 +257,32 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Tokenizer:
     ``trust_remote_code``: Python code that comes with it may run.
     """
     require_fetchable(path)
+    fetch_gguf(path)
     try:
         if (tokenizer := read_json_tokenizer(path)) is not None:
             return Tokenizer(path, tokenizer)
-        from transformers import AutoTokenizer
-
-        directory = Path(path).expanduser()
-        location = directory if directory.is_dir() else path
-        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code)
+        tokenizer, directory = transformers_tokenizer(path, trust_remote_code), folder_of(path)
         files = [name for name in tokenizer.vocab_files_names.values() if name]
-        if directory.is_dir() and files and not any((directory / name).is_file() for name in files):
+        if directory is not None and files and not any((directory / name).is_file() for name in files):
             raise ConfigError(f"it holds none of {', '.join(sorted(files))}")  # transformers makes an empty one
         return Tokenizer(path, tokenizer)
     except Exception as error:  # transformers raises whatever its parsers raise
         require_no_code(path, error)
-        folder = Path(path).expanduser()
-        if folder.is_dir() and not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        folder = None if isinstance(error, ConfigError) else folder_of(path)
+        if folder is not None and not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             error = FileNotFoundError(f"it holds no tokenizer.json or tokenizer.model ({type(error).__name__})")
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"no tokenizer could be loaded from {path!r}: {reason[0]}") from error
+
+
+def transformers_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a checkpoint as transformers reads it. Raises whatever transformers raises."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = folder_of(path)
+    if folder is not None and describes(folder):  # the files are all there is to it, whatever the model's type
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder or path, trust_remote_code=trust_remote_code)
 
 
 def read_json_tokenizer(path: str) -> JsonTokenizer | None:
@@ -284,7 +291,8 @@ def read_json_tokenizer(path: str) -> JsonTokenizer | None:
     It must name the generic fast class and bring its own post-processor, and neither it nor the settings beside it
     may add tokens, truncate or pad.
     """
-    folder = Path(path).expanduser()
+    if (folder := folder_of(path)) is None:
+        return None
     data, settings = read_json(folder, "tokenizer.json"), read_json(folder, "tokenizer_config.json")
     model_type = str(read_json(folder, "config.json").get("model_type", ""))
     special = {token.get("content") for token in data.get("added_tokens") or [] if token.get("special")}
@@ -293,7 +301,7 @@ def read_json_tokenizer(path: str) -> JsonTokenizer | None:
     if (
         settings.get("tokenizer_class") not in _GENERIC_CLASSES
         or any(settings.get(key, []) not in ([], {}) for key in _CHANGING_KEYS)
-        or model_type.startswith(_OWN_CLASS_TYPES)
+        or (model_type.startswith(_OWN_CLASS_TYPES) and not describes(folder))
         or not data.get("post_processor")
         or data.get("truncation")
         or data.get("padding")

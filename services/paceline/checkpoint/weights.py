@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.folder import read_json
+from paceline.checkpoint.gguf.described import gguf_weights
+from paceline.checkpoint.gguf.weights import GgufWeights
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,13 +23,15 @@ _STEMS = ("model", "pytorch_model", "medusa_lm_head")
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """All tensors of a checkpoint directory, in one file or in shards, as safetensors or pickled."""
+    """All tensors of a checkpoint directory, in one file or in shards, as safetensors, pickled or GGUF."""
 
     folder: Path
     files: Mapping[str, Path]
     """The file of each tensor."""
     shapes: Mapping[str, tuple[int, ...]]
     """The shape of each tensor."""
+    gguf: GgufWeights | None = None
+    """What reads them if the files are GGUF's."""
 
     @classmethod
     def open(cls, folder: Path, single: Iterable[str] = ()) -> WeightFiles:
@@ -40,6 +44,8 @@ class WeightFiles:
         Raises:
             ConfigError: there are no weights, or a file is missing, cut short, or holds anything else.
         """
+        if (gguf := gguf_weights(folder)) is not None:
+            return cls(folder, gguf.files, gguf.shapes, gguf)
         paths = _paths(folder)
         if not paths:
             raise ConfigError(
@@ -60,7 +66,9 @@ class WeightFiles:
         return cls(folder, files, shapes)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors of these names, as they are stored, on the CPU."""
+        """The tensors of these names on the CPU, as they are stored; those of GGUF files in float32."""
+        if self.gguf is not None:
+            return {name: self.gguf.read(name) for name in names}
         from safetensors import safe_open
 
         found: dict[str, Tensor] = {}

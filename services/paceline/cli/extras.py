@@ -16,7 +16,7 @@ from paceline.errors import ConfigError
 
 MODULES = {
     "embedded": (
-        *("torch", "transformers", "tokenizers", "safetensors", "numpy"),
+        *("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy"),
         *("prometheus_client", "fastapi", "uvicorn", "jinja2", "llguidance", "regex"),
     ),
     "serve": ("ray", "grpc_reflection", "cryptography"),
@@ -40,7 +40,7 @@ def extras_of(args: argparse.Namespace) -> tuple[str, ...]:
             return ("embedded",) if args.local else ("serve",)
         case "check":  # as the service that it examines
             return ("serve",)
-        case "advise" | "train-head":
+        case "advise" | "train-head" | "convert":
             return ("embedded",)
         case "bench":
             kinds = {"local": ("embedded",), "sweep": ("serve", "bench"), "report": ("bench",)}

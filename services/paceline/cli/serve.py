@@ -15,6 +15,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.folder import gguf_on_hub
 from paceline.cli.drafting import choose, is_embedded
 from paceline.cli.exit import EXIT_DONE, EXIT_INTERRUPTED
 from paceline.cli.flags import (
@@ -228,11 +229,15 @@ def _override(key: str, value: Any) -> str:
 
 
 def _loading(flag: str, value: str) -> dict[str, str]:
-    """``model_loading_config`` of a flag's value; clients know a directory by its last part. Raises ConfigError."""
+    """``model_loading_config`` of a flag's value; clients know a path by its last part. Raises ConfigError."""
     if not value:
         raise ConfigError(f"{flag} is empty: a model id or a directory is needed")
     folder = Path(value).expanduser()
-    return {"model_id": folder.resolve().name, "model_source": str(folder)} if folder.is_dir() else {"model_id": value}
+    if folder.is_dir():
+        return {"model_id": folder.resolve().name, "model_source": str(folder)}
+    if value.endswith(".gguf"):
+        return {"model_id": folder.stem, "model_source": value if gguf_on_hub(value) else str(folder)}
+    return {"model_id": value}
 
 
 _NOT_LOCAL = ("targets", "drafts", "routers", "address", "dashboard")

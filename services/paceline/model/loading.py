@@ -6,15 +6,17 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from paceline.checkpoint.files import Checkpoint, context_length
 from paceline.checkpoint.folder import require_no_code
+from paceline.checkpoint.gguf.weights import GgufWeights
 from paceline.checkpoint.size import ModelSize, gib, size_of
 from paceline.config import ModelOptions, Quantization, cache_dir
 from paceline.core.cuda import triton_unavailable
@@ -337,11 +339,17 @@ def load_pretrained(
     """
     device = device or torch.device("cpu")
     path, options = checkpoint.path, load_options(checkpoint, quantization, device)
+    loader: Any = part or AutoModelForCausalLM
+    location: str | None = checkpoint.location
+    if (gguf := checkpoint.gguf) is not None:
+        config = AutoConfig.from_pretrained(location)
+        loader, location = part or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], None
+        options |= {"config": config, "state_dict": {name: _Lazy(gguf, name, dtype) for name in gguf}}
     model: PreTrainedModel
     try:
         with BUILDING, _quiet():
-            model, info = (AutoModelForCausalLM if part is None else part).from_pretrained(
-                checkpoint.location,
+            model, info = loader.from_pretrained(
+                location,
                 dtype=dtype,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by their names
@@ -362,6 +370,16 @@ def load_pretrained(
     if quantization is not None:
         require_quantized(model, path, quantization)
     return model if model.device == device else model.to(device)
+
+
+class _Lazy:
+    """A weight of GGUF files that is dequantized when transformers asks for it."""
+
+    def __init__(self, weights: GgufWeights, name: str, dtype: torch.dtype) -> None:
+        self._read = partial(weights.read, name, dtype)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._read()[index]
 
 
 def _named(parameters: Collection[str]) -> str:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from paceline.checkpoint.gguf.weights import GgufWeights
 from paceline.errors import ConfigError
 from paceline.model.parallel.plan import ParameterShard, ShardPlan
 
@@ -51,8 +52,54 @@ class Source:
     """Place of the tensor among those joined along ``dim``."""
 
 
+class Files(Protocol):
+    """The tensors of a checkpoint by name."""
+
+    path: str
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def close(self) -> None:
+        """Gives back what has been opened."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises ConfigError if the files do not hold the tensor."""
+        ...
+
+    def copy(self, name: str, box: tuple[slice, ...], target: Tensor) -> None:
+        """Copies a box of a tensor to ``target``, which has another dtype perhaps."""
+        ...
+
+
+class GgufFiles:
+    """The tensors of GGUF files, each dequantized whole."""
+
+    def __init__(self, path: str, weights: GgufWeights, dtype: torch.dtype) -> None:
+        self.path, self._weights, self._dtype = path, weights, dtype
+        self._last: tuple[str, Tensor] | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def close(self) -> None:
+        """Forgets the last tensor."""
+        self._last = None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return self._weights.weights[name].shape
+
+    def copy(self, name: str, box: tuple[slice, ...], target: Tensor) -> None:
+        """Copies a box of a tensor to ``target``."""
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._last = name, self._weights.read(name, self._dtype)
+        target.copy_(self._last[1][box].reshape(target.shape))
+
+
 class CheckpointFiles:
-    """The tensors of a checkpoint by name. Closes what it has opened on ``close``."""
+    """The tensors of safetensors files. Closes what it has opened on ``close``."""
 
     def __init__(self, path: str) -> None:
         """Raises ConfigError if ``path`` holds no safetensors files."""
@@ -119,7 +166,7 @@ class CheckpointFiles:
 
 
 def read_shard(
-    files: CheckpointFiles,
+    files: Files,
     model: PreTrainedModel,
     plan: ShardPlan,
     dtype: torch.dtype,
@@ -162,7 +209,7 @@ def read_shard(
     return tensors
 
 
-def _sources(files: CheckpointFiles, model: PreTrainedModel, plan: ShardPlan) -> dict[str, list[Source]]:
+def _sources(files: Files, model: PreTrainedModel, plan: ShardPlan) -> dict[str, list[Source]]:
     """Checkpoint tensors that fill each parameter. Tensors that the model has no place for are left out."""
     transforms = get_model_conversion_mapping(model)
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -198,7 +245,7 @@ def _converted(tensor: str, pattern: str, converter: WeightConverter, path: str)
     raise ConfigError(f"model {path!r} stores {tensor} in a form ({kinds}) that is not read in slices: use degree 1")
 
 
-def _fill(tensor: Tensor, shard: ParameterShard, sources: list[Source], files: CheckpointFiles, name: str) -> None:
+def _fill(tensor: Tensor, shard: ParameterShard, sources: list[Source], files: Files, name: str) -> None:
     """Copies what the rank holds of each source to its place."""
     copied = 0
     for source, shape, first in _placed(sources, files):
@@ -221,7 +268,7 @@ def _fill(tensor: Tensor, shard: ParameterShard, sources: list[Source], files: C
         )
 
 
-def _placed(sources: list[Source], files: CheckpointFiles) -> Iterator[tuple[Source, tuple[int, ...], tuple[int, ...]]]:
+def _placed(sources: list[Source], files: Files) -> Iterator[tuple[Source, tuple[int, ...], tuple[int, ...]]]:
     """Each source with its shape and its first corner, in the parameter's dimensions."""
     ends: dict[int | None, int] = defaultdict(int)
     for source in sorted(sources, key=lambda s: (s.expert or 0, s.index)):

@@ -21,7 +21,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.errors import ConfigError
 from paceline.model.local_config import BUILDING, build
 from paceline.model.parallel.collectives import Collectives
-from paceline.model.parallel.load import CheckpointFiles, Progress, read_shard
+from paceline.model.parallel.load import CheckpointFiles, GgufFiles, Progress, read_shard
 from paceline.model.parallel.plan import Range, ShardPlan, plan_shards
 
 _SHARE = "_paceline_share"
@@ -58,7 +58,8 @@ def load_shard(
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"model {path!r} is quantized: only degree 1 works")
     plan = plan_shards(config, group.rank, group.degree)
-    files = CheckpointFiles(path)
+    gguf = checkpoint.gguf
+    files = CheckpointFiles(path) if gguf is None else GgufFiles(path, gguf, dtype)
     try:
         with BUILDING, no_init_weights():  # what is not written to here takes no memory
             model = build(plan.config, dtype=dtype)

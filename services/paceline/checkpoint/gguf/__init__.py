@@ -1,0 +1,5 @@
+"""GGUF files as checkpoints: a directory that describes one, and its weights as transformers names them.
+
+``header.py`` reads a file, ``config.py`` and ``tokenizer.py`` make of it what a checkpoint's directory holds,
+``described.py`` keeps that directory, ``weights.py`` dequantizes tensors while they are read.
+"""
