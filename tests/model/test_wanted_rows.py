@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from tests.support.compilers import needs_products
 from tests.support.models import FAMILIES, prompt, random_model
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
@@ -125,18 +122,3 @@ def test_only_native_products_are_computed_so(monkeypatch: pytest.MonkeyPatch) -
     assert not some(random_model(config()))
     monkeypatch.setattr(cpu_linear, "usable", lambda num_bytes: False)
     assert not some(model)
-
-
-@pytest.mark.slow
-@needs_products
-def test_a_compiled_step_has_the_bits_of_one_that_computes_all_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    wanted = prepare(random_model(config(), dtype=torch.bfloat16), compile=True)
-    monkeypatch.setattr(aot, "_wanted_rows", lambda *_: None)
-    every = prepare(random_model(config(), dtype=torch.bfloat16), compile=True)
-    assert len(list((tmp_path / "compiled").glob("*.pt2"))) == 2
-    for one, other in zip(logits_of(wanted.runner(8)), logits_of(every.runner(8)), strict=True):
-        assert torch.equal(one, other)
-    assert wanted.runner(8).shapes == every.runner(8).shapes, "all of its operators are native"

@@ -3,7 +3,8 @@
 Losslessness in bf16 rests on the first (``shapes.py``). A platform that does not hold it is told so plainly; tokens
 can then differ from plain decoding where two scores are closer than the rounding of the dtype. A recorded step that
 is not, bit for bit, the eager one is not used. Hidden states that drafters read are compared as logits are; where they
-differ, a drafter's guesses depend on the step, and the output does not.
+differ, a drafter's guesses depend on the step, and the output does not. A compiled step from which hidden states leave
+must have the logits of the one without.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ConfigError
-from paceline.model.compiled.backend import DeviceBackend, Outputs
+from paceline.model.compiled.backend import DeviceBackend, Outputs, StepFunction
+from paceline.model.kv_cache import KVCache
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep, StepArrays, StepPlan, StepShape
 from paceline.types import PAGE_SIZE, pages_for
@@ -126,6 +128,28 @@ def check_invariance(
     finally:
         runner.cache.release(pages)
         runner.cache.release(beside)
+
+
+def num_different_rows(
+    step: StepFunction, other: StepFunction, cache: KVCache, dtype: torch.dtype, window: int | None, vocab_size: int
+) -> tuple[int, int]:
+    """Compares the logits of two steps of one model on the same random tokens: rows that differ in a bit, and all rows.
+
+    A prompt, tokens decoded one by one, and a chunk that is verified; ``cache`` has room for four pages. States that
+    only one of the steps returns are left aside.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocab_size, (3 * PAGE_SIZE,), generator=generator).tolist()
+    first, last = PAGE_SIZE + 6, PAGE_SIZE + 26
+    spans = [(0, first), *((i, i + 1) for i in range(first, last)), (last, len(tokens))]
+    pages, rows = cache.allocate(pages_for(len(tokens))), []
+    try:
+        for each in (step, other):
+            runner = ModelRunner(each, cache, dtype=dtype, sliding_window=window, vocab_size=vocab_size)
+            rows.append(torch.cat([runner.forward([_chunk(tokens, *span, pages)]) for span in spans]))
+    finally:
+        cache.release(pages)
+    return int((rows[0] != rows[1]).any(-1).sum()), len(rows[0])
 
 
 def _forward(runner: ModelRunner, steps: list[SequenceStep]) -> list[_Rows]:

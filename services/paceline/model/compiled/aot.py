@@ -1,5 +1,10 @@
 """Ahead-of-time compilation of a step on CPU (AOTInductor), cached by everything that shapes the artifact.
 
+One model has several graphs: the *bare* one, and one for each choice of hidden states that leave it. All must give the
+same logits. The compiler is told to round after each operator, as eager steps do. Otherwise it would keep what it fuses
+in float32, and a state that leaves the graph, which ends a fusion, would change the bits. Each graph is compared with
+the bare one before it enters the cache.
+
 Weights are frozen into the artifact as packed oneDNN matrices: at one token per step this reaches the memory
 bandwidth where eager bf16 reaches half of it. Autotuning is off on purpose: it picks kernels by a noisy timing,
 and the packed oneDNN kernels are the ones that were measured to be batch-invariant (``shapes.py``).
@@ -37,13 +42,16 @@ from paceline.model.midway import Midway
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.model import share_of
 from paceline.model.quantized import plain_tensors
+from paceline.model.selftest import num_different_rows
 from paceline.model.states import StateTaps
-from paceline.model.step import Step
+from paceline.model.step import Step, name_of
 from paceline.model.step_plan import SequenceStep, StepPlan
 from paceline.model.wanted_rows import WantedRows
 from paceline.types import PAGE_SIZE
 
-_VERSION = 2  # raise when the traced signature or its lowering changes
+_VERSION = 3  # raise when the traced signature or its lowering changes
+COMPILER: dict[str, Any] = {"freezing": True, "max_autotune": False, "emulate_precision_casts": True}
+"""Inductor's options. The last one rounds after each operator, whatever is fused with it."""
 _COMPILE_LIMIT_S = 3600.0
 """A rank may compile this much longer than another."""
 log = logging.getLogger(__name__)
@@ -135,10 +143,12 @@ def compiled_step(
 ) -> StepFunction:
     """The compiled step of ``model``, from the cache or built now (about half a minute to two).
 
-    Of a rank, returns when all ranks have theirs.
+    Of a rank, returns when all ranks have theirs. With ``taps`` or ``midway`` the bare step is built as well, if it is
+    not in the cache, to compare the bits of both.
 
     Raises:
-        ConfigError: the ranks exchange in a way that a compiled model cannot.
+        ConfigError: the ranks exchange in a way that a compiled model cannot, or the step has other logits than the
+            bare one.
         NoCompilerError: it is not in the cache and cannot be built.
         EngineError: another rank has failed.
     """
@@ -162,6 +172,9 @@ def compiled_step(
                 left.unlink()
             temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
             _compile(model, layers, sliding_window, kernel, temporary, taps, midway)
+            if share is None and (taps is not None or midway is not None):
+                bare = compiled_step(model, layers, sliding_window, kernel, cache_dir)
+                _require_same_logits(_load(temporary, kernel), bare, model, layers, sliding_window, temporary)
             temporary.rename(path)
             log.warning("compiled %s in %.0f s", _name(model), time.perf_counter() - started)
     step = _load(path, kernel)
@@ -169,6 +182,29 @@ def compiled_step(
         return step
     share.group.barrier(timeout_s=_COMPILE_LIMIT_S)
     return _RankStep(step, share.group)
+
+
+def _require_same_logits(
+    step: StepFunction,
+    bare: StepFunction,
+    model: PreTrainedModel,
+    layers: list[LayerSpec],
+    sliding_window: int | None,
+    path: Path,
+) -> None:
+    """Compares a step's logits with the bare one's. Raises ConfigError if any differ, and removes ``path``."""
+    vocab_size = model.get_output_embeddings().out_features
+    cache = KVCache(layers, num_pages=4, dtype=model.dtype, device="cpu")
+    with torch.no_grad():
+        different, num_rows = num_different_rows(step, bare, cache, model.dtype, sliding_window, vocab_size)
+    if different:
+        path.unlink()
+        raise ConfigError(
+            f"compile is true, but the compiled step of {name_of(model)} with hidden states for hints or heads has "
+            f"other logits than without in {different} of {num_rows} rows: set compile to false, or leave hints and "
+            "heads out"
+        )
+    log.info("the compiled step of %s with hidden states has the logits of the step without", name_of(model))
 
 
 def _load(path: Path, kernel: Kernel) -> StepFunction:
@@ -249,8 +285,7 @@ def _compile(
             shims |= midway_op.compiled_shims()
         if (share := share_of(model)) is not None:
             shims |= share.group.compiled_shims() or {}
-        configs: dict[str, Any] = {"freezing": True, "max_autotune": False}
-        configs["aot_inductor.custom_ops_to_c_shims"] = shims
+        configs: dict[str, Any] = {**COMPILER, "aot_inductor.custom_ops_to_c_shims": shims}
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=configs)
 
 
