@@ -3,6 +3,10 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A third of the time in which a small model is compiled is that of optimizing what calls its kernels.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -56,6 +60,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.xdist_group(name))
     if items:
         items[0].config.stash[COLLECTED] = list(items)
+
+
+@pytest.fixture
+def compiled_steps(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Lets a test share compiled models with all others of this run that ask for it: equal ones are compiled once.
+
+    Native operators come from the cache that is kept.
+    """
+    from tests.support.compilers import load_operators
+
+    load_operators()
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled-steps"
+    monkeypatch.setenv("PACELINE_CACHE", str(folder))
+    return folder
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from paceline.core.native import packs_bfloat16
 from paceline.model import experts, loading
-from paceline.model.attention import native as cpu_attention
-from paceline.model.compiled import linear as cpu_linear
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.selftest import check_invariance
 from paceline.model.step import Step
@@ -97,17 +94,9 @@ def check(target: LoadedModel, draft: LoadedModel) -> None:
     }
 
 
-@pytest.fixture
-def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For compiled steps; operators are from the cache that is kept."""
-    cpu_attention.unavailable()
-    cpu_linear.usable()
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-
-
 @pytest.mark.compiler
-@pytest.mark.slow
-@pytest.mark.usefixtures("_empty_cache")
+@pytest.mark.nightly
+@pytest.mark.usefixtures("compiled_steps")
 def test_no_session_of_compiled_experts_changes_in_a_batch() -> None:
     """A compiled float32 mixture of experts: the same of the code that the compiler has made."""
     model = near_ties("qwen3_moe", {})
@@ -118,7 +107,7 @@ def test_no_session_of_compiled_experts_changes_in_a_batch() -> None:
 
 @pytest.mark.compiler
 @pytest.mark.nightly
-@pytest.mark.usefixtures("_empty_cache")
+@pytest.mark.usefixtures("compiled_steps")
 def test_compiled_experts_that_are_not_padded_change_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant of compiled steps."""
     if not torch.backends.mkl.is_available():

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support.models import random_model
+from tests.model.compiled.test_aot import smallest
 from tests.support.rings import nightly, slow
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from paceline.model import midway
-from paceline.model.attention import native as cpu_attention
-from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.aot import artifact_key
 from paceline.model.compiled.package import CompiledPackage
 from paceline.model.features import Features
@@ -24,16 +20,7 @@ from paceline.model.midway import heard_by
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
 
-HIDDEN, BOUNDARY = 32, 1
-
-
-def smallest() -> PreTrainedModel:
-    return random_model(
-        LlamaConfig(
-            vocab_size=64, hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-            intermediate_size=32, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
-        )
-    )  # fmt: skip
+BOUNDARY = 1
 
 
 def steps_of(runner: ModelRunner) -> list[SequenceStep]:
@@ -102,17 +89,8 @@ def test_a_hook_at_another_boundary_is_noticed(monkeypatch: pytest.MonkeyPatch) 
         check(smallest(), compile=False)
 
 
-@pytest.fixture
-def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For compiled steps; operators are from the cache that is kept."""
-    cpu_attention.unavailable()
-    cpu_linear.usable()
-    midway.key()
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-
-
 @pytest.mark.compiler
-@pytest.mark.usefixtures("_empty_cache")
+@pytest.mark.usefixtures("compiled_steps")
 @pytest.mark.parametrize("dtype", [*slow([torch.float32]), *nightly([torch.bfloat16])])
 def test_a_listener_hears_the_states_of_a_compiled_step(dtype: torch.dtype) -> None:
     """The package is still run without the interpreter's lock: torch's loader would keep it."""

@@ -150,7 +150,8 @@ def test_a_checkpoint_of_several_files(two: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("family", [*slow(["llama"]), *nightly(["gemma2"])])
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_compiled_ranks_equal_eager_ones(family: str, two: Ranks, tmp_path: Path) -> None:
     """The exchange survives the export, and is called without the interpreter's lock; all ranks get the same bits."""
     _, path = saved(FAMILIES[family](), tmp_path)
@@ -164,7 +165,7 @@ def test_compiled_ranks_equal_eager_ones(family: str, two: Ranks, tmp_path: Path
 
 
 @pytest.mark.compiler
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_compiled_rank_is_compiled_once(two: Ranks, tmp_path: Path) -> None:
     """One package for each rank, found again by weights, configuration, degree and rank."""
     _, path = saved(FAMILIES["llama"](), tmp_path / "model")
