@@ -15,14 +15,13 @@ import dataclasses
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tests.support.models import VOCAB
 from tests.support.pump import Pump
 
-from paceline.draft.engine import DraftEngine
 from paceline.drafters.model import ModelDrafter
 from paceline.messages import (
     CloseSession,
@@ -37,7 +36,7 @@ from paceline.messages import (
     SpeculationWanted,
 )
 from paceline.router.session import Session
-from paceline.target.engine import TargetEngine
+from paceline.target.heads.mounted import MountedHead
 from paceline.types import Round
 
 LINKS = ("to_target", "from_target", "to_draft", "from_draft")
@@ -55,6 +54,7 @@ class FaultyPump(Pump):
     def __init__(self, target: Any, draft: Any, *, faults: dict[tuple[str, str], float] | None = None, **options: Any):
         super().__init__(target, draft, **options)
         self.models = target, draft
+        self.pages = options.get("pages", 64)
         self.faults = faults or {}
         self.chaos = random.Random(options.get("seed", 0) + 1)
         self.injected: Counter[tuple[str, str]] = Counter()
@@ -199,18 +199,15 @@ class FaultyPump(Pump):
 
     # -- deaths ----------------------------------------------------------------------------------------------------
 
+    def heads_again(self) -> Sequence[MountedHead]:
+        """The heads of a target that takes another's place."""
+        return ()
+
     def kill_target(self, *, keeps_talking: bool = False) -> None:
         """Another takes its place and every session is re-opened; what the old one had sent may still come."""
         self._count(self.target.stats)
         old = self.target
-        self.target = TargetEngine(
-            self.models[0].runner(64),
-            self.from_target.extend,
-            max_sessions=16,
-            max_step_tokens=64,
-            max_model_len=1024,
-            clock=self.clock,
-        )
+        self.target = self._new_target(self.models[0].runner(self.pages), heads=self.heads_again())
         assert old is not self.target
         self.to_target.clear()
         if not keeps_talking:
@@ -232,9 +229,7 @@ class FaultyPump(Pump):
     def restart_draft(self) -> None:
         """Sessions that want a draft are opened on it."""
         self.drafter = ModelDrafter(self.models[1].runner(64), max_leaves=32, max_prefill_tokens=64, top_m=64)
-        self.draft = DraftEngine(
-            self.drafter, self.from_draft.extend, vocab_size=VOCAB, tree_budget=32, clock=self.clock
-        )
+        self.draft = self._new_draft(self.drafter)
         self.draft_dead = False
         for session in self.sessions.values():
             if session.wants_draft:

@@ -552,7 +552,7 @@ def _wrong_q(message):
     [
         (Mode.SEQUENTIAL, 2000, 0.16),
         *slow([(Mode.OVERLAPPED, 2000, 0.16)]),
-        *nightly([(Mode.SEQUENTIAL, 20_000, 0.06), (Mode.OVERLAPPED, 20_000, 0.06)]),
+        *nightly([(Mode.SEQUENTIAL, 50_000, 0.036), (Mode.OVERLAPPED, 50_000, 0.036)]),
     ],
 )
 def test_rejection_rule_keeps_the_law(tiny_pair, mode: Mode, num: int, tv: float) -> None:

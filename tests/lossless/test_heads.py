@@ -88,7 +88,7 @@ def sample(pair, num: int, *, adaptive: bool = True, make=draft_model) -> tuple[
     [
         (NUM, TV, True, draft_model),
         *slow([(NUM, TV, False, draft_model), (NUM, TV, False, block_head)]),
-        *nightly([(20_000, 0.06, True, draft_model)]),
+        *nightly([(50_000, 0.036, True, draft_model)]),
     ],
 )
 def test_the_rejection_rule_keeps_the_law(tiny_pair, num: int, tv: float, adaptive: bool, make) -> None:

@@ -6,6 +6,7 @@ when sessions arrive, so a run is reproducible and no test sleeps.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -103,19 +104,17 @@ class Pump:
         self.results: dict[str, Result] = {}
         self.failures: dict[str, str] = {}
         self.ticks = 0
-        self.target = TargetEngine(
-            target.runner(pages),
-            self.from_target.extend,
+        self._new_target = functools.partial(
+            TargetEngine,
+            emit=self.from_target.extend,
             max_sessions=max_sessions,
             max_step_tokens=max_step_tokens,
             max_model_len=max_model_len,
             adaptive=adaptive,
-            heads=heads,
-            link=link,
             grammars=grammars,
-            compilation=compilation,
             clock=self.clock,
         )
+        self.target = self._new_target(target.runner(pages), heads=heads, link=link, compilation=compilation)
         if link is not None:
             assert self.target.runner.features is not None
             link.bind(self.target.runner.cache, self.target.runner.features)
@@ -130,17 +129,16 @@ class Pump:
         if drafter is None and draft is not None:
             drafter = ModelDrafter(draft.runner(draft_pages), max_leaves=max_leaves, max_prefill_tokens=64, top_m=top_m)
         self.drafter = drafter
-        self.draft = None
-        if drafter is not None:
-            self.draft = DraftEngine(
-                drafter,
-                self.from_draft.extend,
-                vocab_size=target.vocab_size,
-                tree_budget=tree_budget,
-                ahead=ahead,
-                grammars=grammars,
-                clock=self.clock,
-            )
+        self._new_draft = functools.partial(
+            DraftEngine,
+            emit=self.from_draft.extend,
+            vocab_size=target.vocab_size,
+            tree_budget=tree_budget,
+            ahead=ahead,
+            grammars=grammars,
+            clock=self.clock,
+        )
+        self.draft = None if drafter is None else self._new_draft(drafter)
 
     def run(self, requests: dict[str, Request], *, arrivals: float = 0.5) -> dict[str, Result]:
         """Serves the requests to the end; ``arrivals`` is the chance of one more in each tick."""

@@ -1,0 +1,95 @@
+"""The differential fuzzer finds no difference; a mistake is found, and shrunk to the sessions that show it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from tests.lossless import fuzz
+from tests.lossless.fuzz import COMPILED, EAGER, RANKS, Ask, Case, Found, check, search
+from tests.support.rings import slow
+
+from paceline.router.session import Session
+from paceline.target import engine as target_engine
+from paceline.types import Acceptance, Mode
+
+
+@pytest.mark.parametrize(("num_cases", "longest"), [(4, 16), *slow([(25, fuzz.LONGEST_RUN)])])
+def test_random_sessions_have_the_tokens_of_plain_decoding(num_cases: int, longest: int) -> None:
+    """Of float32, bfloat16 and int8 targets; with faults, deaths, heads, subtrees and structured outputs."""
+    totals = search(num_cases, 11, longest=longest)
+    assert totals.cases >= num_cases
+    assert totals.sessions > 2 * num_cases
+
+
+@pytest.mark.compiler
+@pytest.mark.nightly
+@pytest.mark.usefixtures("compiled_steps")
+@pytest.mark.parametrize(
+    ("targets", "num_sessions"), [(EAGER, 14_000), (COMPILED, 4_000), (RANKS, 2_000)], ids=lambda value: str(value)[:20]
+)
+def test_many_random_sessions_have_the_tokens_of_plain_decoding(targets: tuple[str, ...], num_sessions: int) -> None:
+    totals, number = fuzz.Totals(), 1000
+    while totals.sessions < num_sessions:
+        search(20, number, targets, totals)
+        number += 1
+    assert all(totals.by_target[target] for target in targets)
+
+
+def _accepts_anything(patch: pytest.MonkeyPatch) -> None:
+    """The first token of a proposal is accepted as it is."""
+    decide = target_engine.decide
+
+    def mutant(logits: Any, rows: Any, proposals: Any, rules: Any) -> Any:
+        return [
+            dataclasses.replace(
+                verdict,
+                num_accepted=1,
+                token_ids=(proposal.token_ids[0], verdict.token_ids[0]),
+                logprobs=verdict.logprobs[:1] * 2,
+            )
+            if len(proposal) and not verdict.num_accepted
+            else verdict
+            for verdict, proposal in zip(decide(logits, rows, proposals, rules), proposals, strict=True)
+        ]
+
+    patch.setattr(target_engine, "decide", mutant)
+
+
+def _migrates_without_its_last_token(patch: pytest.MonkeyPatch) -> None:
+    """A session that moves to another target loses a token on the way."""
+    reopen_target = Session.reopen_target
+
+    def reopen(session: Session) -> Any:
+        if len(session._history) > len(session._prompt):
+            session._history.pop()
+        return reopen_target(session)
+
+    patch.setattr(Session, "reopen_target", reopen)
+
+
+@pytest.mark.slow
+def test_a_mistake_is_noticed_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a session or two; the message holds the command that runs it again, and without the mistake it passes."""
+    with monkeypatch.context() as patch:
+        _accepts_anything(patch)
+        with pytest.raises(Found) as caught:
+            search(60, 3, ("llama",), most=2, longest=5)
+        case = caught.value.case
+        with pytest.raises(AssertionError):
+            check(case)
+    assert sum(ask.choices for ask in case.asks) <= 2
+    assert (case.faults, case.target_dies) == ((), ())
+    command = str(caught.value).splitlines()[-1]
+    assert fuzz.main(["--case", command.partition("--case ")[2].strip("'")]) == 0
+
+
+def test_a_token_that_is_lost_in_a_migration_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ask is several sessions; those without one text are left aside."""
+    rejected = Ask(1, 20, 8, 1.0, acceptance=Acceptance.REJECTION)
+    case = Case(asks=(Ask(max_tokens=8, choices=8, temperature=1.0, mode=Mode.PLAIN), rejected), target_dies=(12, 20))
+    assert check(case) == 8
+    _migrates_without_its_last_token(monkeypatch)
+    with pytest.raises(AssertionError, match=r"^session 0\.\d: token \d is \d+ and in plain decoding \d+"):
+        check(case)
