@@ -930,6 +930,8 @@ class Chunk:
     """Likeliest tokens in the place of each token, for a request that asked for them; else ()."""
     prompt_logprobs: PromptLogprobs | None = None
     """Log probabilities of tokens of the prompt, in a chunk of their own before those with the tokens."""
+    last: bool = False
+    """No chunk follows: the result is next, at once. False in the chunks that a client receives."""
 
     @property
     def text(self) -> str:

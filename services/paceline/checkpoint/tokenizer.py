@@ -213,7 +213,7 @@ def encode_prompt(
     num_ids = tokenizer.vocab_size if vocab_size is None else vocab_size
     for wrong in (max(token_ids), min(token_ids)):
         if not 0 <= wrong < num_ids:
-            allowed = f"0 to {num_ids - 1} are allowed"
+            allowed = f"0 to {num_ids - 1} are allowed, others are out of vocabulary"
             raise InvalidRequestError(f"the prompt holds token id {wrong}: {allowed}")
     return token_ids
 

@@ -44,6 +44,8 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key", nargs="+", metavar="KEY", help=help_)
     help_ = "prefixes are always cached; the negation is refused"
     group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help=help_)
+    help_ = "sets server.force_include_usage: streams tell their token counts without being asked"
+    group.add_argument("--enable-force-include-usage", action="store_true", help=help_)
     help_ = "JSON with method, model, num_speculative_tokens, prompt_lookup_max, prompt_lookup_min"
     group.add_argument("--speculative-config", metavar="JSON", help=help_)
     help_ = 'rotary embeddings in place of the checkpoint\'s, JSON such as {"rope_type": "yarn", "factor": 4.0}'
@@ -70,6 +72,8 @@ def vllm_settings(args: argparse.Namespace) -> dict[str, Any]:
     found = {
         f"{_ENGINE}.{key}": value for name, (_, key) in _NUMBERS.items() if (value := getattr(args, name)) is not None
     }
+    if args.enable_force_include_usage:
+        found["server.force_include_usage"] = True
     if args.api_key is not None:
         if args.api_keys is not None:
             raise ConfigError("--api-key is given with --api-keys: one of them is allowed")

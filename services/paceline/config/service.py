@@ -114,7 +114,8 @@ class ServerConfig(Strict):
     """Origins of web pages that may call, such as ``https://chat.example.com``; ``*``: any. null: pages of this machine
     (localhost) while there are no keys, else none."""
     force_include_usage: bool = False
-    """Streams end with their token counts, also those that did not ask for them."""
+    """Every event of a stream holds the token counts so far, and a last one those of the request, unless its
+    ``stream_options`` say otherwise."""
     strict_fields: bool = False
     """Refuse a body over HTTP that holds an unknown field. Else it is ignored, logged once, and named in the header
     ``x-paceline-ignored-fields`` of the answer."""

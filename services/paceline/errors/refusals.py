@@ -51,6 +51,11 @@ def explain(error: ValidationError, model: type[BaseModel], elsewhere: Mapping[s
         return f"{'.'.join([*path, *filter(None, fault.key.split('.'))])} {fault.problem}"
     value = shown(first["input"])
     key = ".".join(path)
+    if first["loc"][-1] == "[key]":  # of a mapping: all its wrong keys, under which pydantic puts them
+        wrong = [d for d in details if d["loc"][-1] == "[key]" and d["loc"][:-2] == first["loc"][:-2]]
+        keys = " and ".join(shown(d["input"]) for d in wrong)
+        where = key.removesuffix(f".{first['loc'][-2]}.[key]")
+        return f"{where} has the key{'s' if len(wrong) > 1 else ''} {keys}: a key must be {_allowed(first, field)}"
     if first["type"] == "extra_forbidden":
         return f"{key} is {value}, but there is no such key: {_suggestion(model, owner, path, elsewhere or {})}"
     if first["type"] == "missing":

@@ -568,7 +568,17 @@ class Session:
         self._logprobs += logprobs
         top = outcome.top_logprobs[:num_tokens]
         self._top_logprobs += top
-        chunk = Chunk(token_ids, logprobs, drafted[:num_tokens], tuple(segments), round_, self._usage(), trace, top)
+        chunk = Chunk(
+            token_ids,
+            logprobs,
+            drafted[:num_tokens],
+            tuple(segments),
+            round_,
+            self._usage(),
+            trace,
+            top,
+            last=finish_reason is not None,
+        )
         self._text.append(chunk.text)
         actions.chunks.append(chunk)
         if finish_reason is not None:

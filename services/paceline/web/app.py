@@ -123,7 +123,9 @@ def make_app(edge: Edge) -> FastAPI:
         request_id = _request_id(request, given.request_id)
         given = given.with_word_ids(edge.service.info.tokenizer)
         if given.stream and given.stream_options is None and edge.force_include_usage:
-            given = given.model_copy(update={"stream_options": StreamOptions(include_usage=True)})
+            given = given.model_copy(
+                update={"stream_options": StreamOptions(include_usage=True, continuous_usage_stats=True)}
+            )
         named = replace(edge, model_id=given.model or edge.model_id)
         long = size > _LARGE_BODY or edge.chat is not None  # templates render and tokenize at once
         made = await asyncio.to_thread(kind, named, given, request_id) if long else kind(named, given, request_id)
@@ -273,6 +275,12 @@ def make_app(edge: Edge) -> FastAPI:
         if edge.responses is None or not edge.responses.delete(caller, response_id):
             raise responding.unknown(response_id)
         return _Json({"id": response_id, "object": "response", "deleted": True}, headers=_id_headers(request))
+
+    @app.post(f"{responding.PATH}/{{response_id}}/cancel")
+    async def cancel_response(request: Request, response_id: str) -> Response:
+        """Refuses: a response that is kept has ended."""
+        responding.kept(edge, caller_of(request), response_id)
+        raise InvalidRequestError("Cannot cancel a synchronous response.")
 
     @app.post(anthropic.PATH)
     async def messages(request: Request) -> Response:

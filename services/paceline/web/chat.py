@@ -11,7 +11,7 @@ from paceline.checkpoint.answers import AnswerParser
 from paceline.errors import InvalidRequestError
 from paceline.types import Chunk, Request, Result, TokenLogprob
 from paceline.web.calls import bound_calls
-from paceline.web.choices import Totals, metrics_of, round_of, speculation_of, with_defaults, with_seed
+from paceline.web.choices import Totals, ended, metrics_of, round_of, speculation_of, with_defaults, with_seed
 from paceline.web.logprobs import prompt_entries, token_logprobs
 from paceline.web.messages import ChatBody, Tool, ToolsBody, for_template, offered, variables
 from paceline.web.service import Edge
@@ -106,6 +106,8 @@ class _Choice:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     scores: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     """Log probabilities of the prompt, if they were asked for."""
+    last: Chunk | None = None
+    """Its last chunk, whose last event also says why the answer ends."""
     result: Result | None = None
 
 
@@ -143,17 +145,30 @@ class ChatCompletion:
         if isinstance(item, Chunk) and item.prompt_logprobs is not None:
             choice.scores += item.prompt_logprobs.tokens
             return
+        if isinstance(item, Chunk) and item.last:
+            choice.last = item
+            return
         if i not in self._begun:
             self._begun.add(i)
             self._totals.begin(i, item)
             yield self._event(i, {"role": "assistant", "content": ""}) | self._prompt_ids()
-        self._totals.note(i, item)
-        if isinstance(item, Result):
-            choice.result = item
-            for part in self._sent(choice.speech.finish()):
-                yield self._event(i, self._delta(choice, part))
-            yield self._event(i, {}, self._end(choice))
+            if echoed := self._echoed:
+                yield self._event(i, self._delta(choice, Part("content", echoed)))
+        if isinstance(item, Chunk):
+            yield from self._take_chunk(i, item)
             return
+        events = [] if choice.last is None else list(self._take_chunk(i, choice.last))
+        self._totals.note(i, item)
+        choice.result = item
+        events += [self._event(i, self._delta(choice, part)) for part in self._sent(choice.speech.finish())]
+        events = events or [self._event(i, {})]
+        ended(events[-1]["choices"][0], self._end(choice))
+        yield from events
+
+    def _take_chunk(self, i: int, item: Chunk) -> Iterator[dict[str, Any]]:
+        """Takes a chunk with tokens; yields its events."""
+        choice = self._choices[i]
+        self._totals.note(i, item)
         extra: dict[str, Any] = {}
         choice.token_ids += item.token_ids
         if self._body.return_token_ids:
@@ -201,15 +216,21 @@ class ChatCompletion:
             if choice.calls:
                 message |= {"content": said["content"] or None, **self._calls(choice.calls)}
             logprobs = {"content": choice.logprobs, "refusal": None} if self._body.logprobs else None
-            one = {"index": i, "message": message, "logprobs": logprobs, **self._end(choice)}
-            if self._body.return_token_ids:
-                one["token_ids"] = choice.token_ids
+            token_ids = choice.token_ids if self._body.return_token_ids else None
+            one = {"index": i, "message": message, "logprobs": logprobs, **self._end(choice), "token_ids": token_ids}
             choices.append(one)
-        counts = {"usage": self._usage(), **self._metrics()}
+        whole = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
+        of_prompt: dict[str, Any] = {"prompt_logprobs": None, "prompt_token_ids": None}
         if self._body.prompt_logprobs is not None:
             scores, tokenizer = self._choices[0].scores, self._edge.service.info.tokenizer
-            counts["prompt_logprobs"] = prompt_entries(scores, self._asked.token_ids, tokenizer)
-        return {**self._head, "object": "chat.completion", "choices": choices, **counts, **self._prompt_ids()}
+            of_prompt["prompt_logprobs"] = prompt_entries(scores, self._asked.token_ids, tokenizer)
+        return {**whole, **self._metrics(), **of_prompt, **self._prompt_ids()}
+
+    @property
+    def _echoed(self) -> str:
+        """The beginning of the answer that the request holds, if the answer is to show it."""
+        last = self._body.messages[-1]
+        return last.content or "" if self._body.echo and last.role == "assistant" else ""
 
     @property
     def prompt_token_ids(self) -> list[int]:

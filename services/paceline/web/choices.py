@@ -152,16 +152,32 @@ def speculation_of(result: Result) -> dict[str, Any]:
 
 
 def metrics_of(requests: Sequence[Request], results: Sequence[Result | None]) -> dict[str, Any]:
-    """vLLM's ``metrics`` of a finished answer, for tools that read acceptance by request, such as AIPerf.
+    """vLLM's ``metrics`` of a finished answer: its times, and how its proposals were accepted if any was verified.
 
-    Empty where vLLM has none: for several choices, and where no proposal was verified.
+    Empty for several choices.
     """
-    if len(results) != 1 or results[0] is None or not results[0].speculation.acceptance_histogram:
+    if len(results) != 1 or results[0] is None:
         return {}
-    stats = results[0].speculation
+    timing, num_tokens = results[0].timing, len(results[0].token_ids)
+    metrics: dict[str, Any] = {
+        "time_to_first_token_ms": timing.prefill_s * 1000,
+        "generation_time_ms": timing.decode_s * 1000,
+        "queue_time_ms": timing.queue_s * 1000,
+    }
+    if num_tokens > 1:
+        metrics["mean_itl_ms"] = timing.decode_s / (num_tokens - 1) * 1000
+    if (seconds := timing.prefill_s + timing.decode_s) > 0:
+        metrics["tokens_per_second"] = num_tokens / seconds
+    if results[0].speculation.acceptance_histogram:
+        metrics["speculative_decoding"] = _acceptance_of(requests[0], results[0])
+    return {"metrics": metrics}
+
+
+def _acceptance_of(request: Request, result: Result) -> dict[str, Any]:
+    stats = result.speculation
     histogram = stats.acceptance_histogram
-    num_steps, longest = sum(histogram.values()), max(requests[0].speculation.max_draft_tokens, *histogram)
-    speculative_decoding = {
+    num_steps, longest = sum(histogram.values()), max(request.speculation.max_draft_tokens, *histogram)
+    return {
         "mean_acceptance_length": 1 + stats.accepted / num_steps,
         "draft_acceptance_rate": stats.accepted / stats.drafted,
         "acceptance_histogram": [histogram.get(i, 0) for i in range(longest + 1)],
@@ -170,7 +186,11 @@ def metrics_of(requests: Sequence[Request], results: Sequence[Result | None]) ->
         "num_draft_tokens": stats.drafted,
         "num_spec_tokens": longest,
     }
-    return {"metrics": {"speculative_decoding": speculative_decoding}}
+
+
+def ended(choice: dict[str, Any], end: Mapping[str, Any]) -> None:
+    """Adds to a choice of an event why it ends; what is told of its last round stays."""
+    choice |= {**end, "speculation": {**choice.get("speculation", {}), **end["speculation"]}}
 
 
 def round_of(chunk: Chunk) -> dict[str, Any]:

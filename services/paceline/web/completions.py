@@ -10,7 +10,7 @@ from typing import Any
 from paceline.checkpoint.token_text import Detokenizer
 from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.types import Chunk, Request, Result, TokenLogprob
-from paceline.web.choices import Totals, metrics_of, round_of, speculation_of, with_seed
+from paceline.web.choices import Totals, ended, metrics_of, round_of, speculation_of, with_seed
 from paceline.web.logprobs import TokenColumns, echoed, prompt_entries
 from paceline.web.prompts import filling
 from paceline.web.schema import CompletionBody
@@ -31,6 +31,8 @@ class _Choice:
     """Characters of the prompt before its text."""
     scores: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     """Log probabilities of the prompt, if they were asked for."""
+    last: Chunk | None = None
+    """Its last chunk, whose event also says why the text ends."""
     result: Result | None = None
 
 
@@ -85,34 +87,48 @@ class Completion:
 
     def take(self, i: int, item: Chunk | Result) -> Iterator[dict[str, Any]]:
         """Takes what choice ``i`` has yielded; yields the events that tell of it."""
-        self._totals.note(i, item)
         choice = self._choices[i]
         if isinstance(item, Chunk) and item.prompt_logprobs is not None:
+            self._totals.note(i, item)
             choice.scores += item.prompt_logprobs.tokens
             return
-        text = ""
+        if isinstance(item, Chunk) and item.last:
+            choice.last = item
+            return
+        if isinstance(item, Chunk):
+            text, logprobs, extra = self._take_chunk(i, item)
+            if text or extra or logprobs:
+                yield self._event(self._choice(i, text, logprobs=logprobs, extra=extra))
+            return
+        text, logprobs, extra = self._take_chunk(i, choice.last)
+        self._totals.note(i, item)
+        choice.result = item
+        yield self._event(self._choice(i, text, logprobs=logprobs, result=item, extra=extra))
+
+    def _take_chunk(self, i: int, chunk: Chunk | None) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
+        """Takes a chunk with tokens; returns its text, with the echo if it is the first, and what else its event holds.
+
+        None: there is no token.
+        """
+        choice, text = self._choices[i], ""
         extra: dict[str, Any] = {}
         if i not in self._begun:
             self._begun.add(i)
             text = self._echo(i) if self._body.echo else ""
             extra = {"prompt_token_ids": list(self._prompt_ids(i))} if self._body.return_token_ids else {}
-        if isinstance(item, Chunk):
-            text += item.text
-            choice.token_ids += item.token_ids
+        if chunk is not None:
+            self._totals.note(i, chunk)
+            text += chunk.text
+            choice.token_ids += chunk.token_ids
             if self._body.return_token_ids:
-                extra["token_ids"] = list(item.token_ids)
+                extra["token_ids"] = list(chunk.token_ids)
             options = self._body.stream_options
             if options is not None and options.include_speculation:
-                extra["speculation"] = round_of(item)
-            self._take_logprobs(i, item)
+                extra["speculation"] = round_of(chunk)
+            self._take_logprobs(i, chunk)
         choice.text.append(text)
         columns = self._columns(i)
-        logprobs = None if columns is None else columns.take()
-        if text or extra or logprobs:
-            yield self._event(self._choice(i, text, logprobs=logprobs, extra=extra))
-        if isinstance(item, Result):
-            choice.result = item
-            yield self._event(self._choice(i, "", result=item))
+        return text, None if columns is None else columns.take(), extra
 
     def finish(self) -> Iterator[dict[str, Any]]:
         """Yields the last events of a stream."""
@@ -128,9 +144,9 @@ class Completion:
         """The whole answer."""
         choices = []
         for i, choice in enumerate(self._choices):
-            extra: dict[str, Any] = {}
+            extra: dict[str, Any] = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
             if self._body.return_token_ids:
-                extra = {"token_ids": choice.token_ids, "prompt_token_ids": list(self._prompt_ids(i))}
+                extra |= {"token_ids": choice.token_ids, "prompt_token_ids": list(self._prompt_ids(i))}
             if self._body.prompt_logprobs is not None:
                 extra["prompt_logprobs"] = prompt_entries(choice.scores, self._prompt_ids(i), self._tokenizer)
             columns = self._columns(i)
@@ -158,10 +174,11 @@ class Completion:
         extra: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": i, "text": text, "logprobs": logprobs, "finish_reason": None}
+        choice |= extra or {}
         if result is not None:
-            choice |= {"finish_reason": result.finish_reason.value, "stop_reason": result.matched_stop}
-            choice["speculation"] = speculation_of(result)
-        return choice | (extra or {})
+            end = {"finish_reason": result.finish_reason.value, "stop_reason": result.matched_stop}
+            ended(choice, {**end, "speculation": speculation_of(result)})
+        return choice
 
     def _columns(self, i: int) -> TokenColumns | None:
         """The log probabilities of a choice so far; None if they are not shown."""

@@ -102,7 +102,7 @@ class TokenColumns:
         Args:
             token_id: the token.
             logprob: None for the first of a prompt, which nothing precedes.
-            top: the likeliest tokens in its place; it is there, even if others are likelier.
+            top: the likeliest tokens in its place; behind the token itself, even if they are likelier.
             offset: characters before its text.
             text: that in which it is the next token (``bytes_of``).
         """
@@ -113,10 +113,9 @@ class TokenColumns:
         if logprob is None:
             self._tops.append(None)
             return
-        tops: dict[str, float] = {}
+        tops = {name: shown(logprob)}  # first, as clients of vLLM read it
         for other, value in top:
             tops.setdefault(self._name(other, text), shown(value))
-        tops.setdefault(name, shown(logprob))
         self._tops.append(tops)
 
     def _name(self, token_id: int, text: Detokenizer | None) -> str:

@@ -22,7 +22,6 @@ CHAT_INERT = MappingProxyType(
         "audio": NOTHING,
         "web_search_options": NOTHING,
         "verbosity": ("medium",),
-        "echo": (False,),
         "add_special_tokens": (False,),
         "chat_template": NOTHING,
         "chat_template_content_format": ("auto", "string"),
@@ -272,6 +271,8 @@ class ChatBody(ToolsBody):
     """The template opens an answer after the last message."""
     continue_final_message: bool = False
     """The answer continues the last message."""
+    echo: bool = False
+    """The content begins with that of the last message, if it is the assistant's."""
 
     @model_validator(mode="before")
     @classmethod

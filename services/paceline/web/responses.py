@@ -32,7 +32,7 @@ def kept(edge: Edge, owner: str, response_id: str) -> Kept:
 
 def unknown(response_id: str) -> UnknownResponseError:
     """The error of an id that no response has."""
-    return UnknownResponseError(f"response_id is {shown(response_id)}: no such response is kept")
+    return UnknownResponseError(f"Response with id {shown(response_id)} not found.")  # as OpenAI says it
 
 
 class Response:
@@ -154,6 +154,11 @@ class Response:
         usage["output_tokens_details"]["reasoning_tokens"] = self._speech.num_reasoning_tokens
         if self._body.return_token_ids:
             whole |= {"token_ids": list(result.token_ids), "prompt_token_ids": list(self._asked.token_ids)}
+        if self._body.enable_response_messages:
+            texts = self._asked.prompt, self._edge.service.info.tokenizer.decode(result.token_ids, special=True)
+            of_both = zip(texts, (self._asked.token_ids, result.token_ids), strict=True)
+            messages = [[{"type": "raw_message_tokens", "message": m, "tokens": list(t)}] for m, t in of_both]
+            whole |= dict(zip(("input_messages", "output_messages"), messages, strict=True))
         whole |= {"completed_at": int(time.time()), "usage": usage, "speculation": speculation_of(result)}
         if kept is not None and self._body.store:
             items = [*self._before, *self._body.items(), *self._output]

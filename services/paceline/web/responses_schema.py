@@ -129,6 +129,8 @@ class ResponseBody(ToolsBody):
     ] = Field(default_factory=list)
     """Parts of the answer that are left out by default: the log probability of each token of its text. The others are
     of items that no answer here holds."""
+    enable_response_messages: bool = False
+    """The response holds prompt and output as the model reads and writes them, with their token ids."""
     metadata: dict[str, Any] | None = None
     """Shown by the response."""
     user: Any = None

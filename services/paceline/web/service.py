@@ -70,7 +70,7 @@ class Edge:
     cors_origins: tuple[str, ...] | None = None
     """Origins of pages that may call, ``*`` for any. None: pages of this machine, where there are no keys."""
     force_include_usage: bool = False
-    """Streams end with their token counts unless their options say otherwise."""
+    """Streams tell their token counts in every event and at the end, unless their options say otherwise."""
     strict_fields: bool = False
     """Refuse fields of bodies that are not known, which are ignored else."""
     playground: bool = True
