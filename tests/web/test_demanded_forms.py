@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
 import re
@@ -98,14 +99,73 @@ def read(name, text):
     return told(answers, text, TOOLS, added=tokenizer(name).added_tokens)
 
 
+def pieces(name, text, cuts=()):
+    """Content, and of each call its name and the pieces of its arguments, of an answer that comes in pieces."""
+    answers = format_of("", (), None, name, REASONING.get(name, "none"))
+    reading = Reading(answers.regions, tokenizer(name).added_tokens, outside=answers.outside, bound=True)
+    parser, text = reading.parser(TOOLS), reading.marks.of_text(text)
+    edges = [0, *(cut for cut in cuts if cut < len(text)), len(text)]
+    said = [one for start, stop in itertools.pairwise(edges) for one in parser.feed(text[start:stop])]
+    said += parser.feed("", ended=True)
+    calls: list[tuple[str, list[str]]] = []
+    for one in said:
+        if one.call is not None:
+            calls.append((one.call.name, [one.call.arguments]))
+        elif one.kind == "arguments":
+            calls[-1][1].append(one.text)
+    return "".join(one.text for one in said if one.kind == "content"), calls
+
+
+WHOLE = {
+    "pythonic",
+    "llama4_pythonic",
+    "gemma4",
+    "granite",
+    "jamba",
+    "hunyuan_a13b",
+    "phi4_mini_json",
+    "mistral",
+}
+"""Forms of calls, besides those of elements, whose arguments are no JSON, or follow others in one list."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_of_json_come_in_pieces_that_say_the_same(name):
+    """Whatever the cuts, cut off or not: the pieces join to the same text, which is the arguments that were written."""
+    in_pieces = name not in WHOLE and not isinstance(FORMS.get(name), call_forms.ElementForm)
+    seen = 0
+    for seed in range(3):
+        text = walk(name, bound(name), f"{name} {seed}")
+        if text is None:
+            continue
+        rng = random.Random(seed)
+        end = len(text) if rng.random() < 0.7 else rng.randrange(len(text))
+        for written in (text, text[:end]):
+            content, whole = pieces(name, written)
+            cuts = sorted(rng.sample(range(1, len(written)), min(5, len(written) - 1))) if len(written) > 1 else []
+            for edges in (range(1, len(written)), cuts):
+                other, calls = pieces(name, written, edges)
+                assert other == content
+                assert [(one, "".join(parts)) for one, parts in calls] == [(one, "".join(p)) for one, p in whole]
+                seen += sum(len(parts) > 1 for _, parts in calls)
+        read_calls = [(one, json.loads("".join(parts))) for one, parts in pieces(name, text)[1]]
+        assert read_calls == read_spelled(name, text)[1] == read(name, text)[2]
+    assert bool(seen) is in_pieces
+
+
 def read_spelled(name, text):
     """The same where no mark came as its own token: ordinary tokens have spelled them all."""
     answers = format_of("", (), None, name, REASONING.get(name, "none"))
-    reading = Reading(answers.regions, tokenizer(name, False).added_tokens, outside=answers.outside, by_text=True)
+    reading = Reading(answers.regions, tokenizer(name, False).added_tokens, outside=answers.outside, bound=True)
     parser = reading.parser(TOOLS)
     said = [*parser.feed(text), *parser.feed("", ended=True)]
-    content = "".join(one.text for one in said if one.kind == "content")
-    return content, [(one.call.name, json.loads(one.call.arguments)) for one in said if one.call]
+    content, calls = "".join(one.text for one in said if one.kind == "content"), []
+    for one in said:
+        if one.call is not None:
+            calls.append((one.call.name, one.call.arguments))
+        elif one.kind == "arguments":
+            calls[-1] = (calls[-1][0], calls[-1][1] + one.text)
+    return content, [(one, json.loads(arguments)) for one, arguments in calls]
 
 
 def check_walks(name, form, seeds, least=1):

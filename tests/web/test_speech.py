@@ -79,7 +79,13 @@ def spoken(tokenizer, reading, token_ids, sizes, *, stop=(), end=None, **samplin
     text = {kind: "".join(part.text for part in parts if part.kind == kind) for kind in ("content", "reasoning")}
     places = [place for part in parts for place in part.places]
     assert places == sorted(set(places))
-    return *text.values(), [(part.name, part.text) for part in parts if part.kind == "tool_call"], session.result.text
+    calls = []
+    for part in parts:
+        if part.kind == "tool_call":
+            calls.append((part.name, part.text))
+        elif part.kind == "tool_arguments":
+            calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
+    return *text.values(), calls, session.result.text
 
 
 def one_by_one():
@@ -112,8 +118,12 @@ def test_what_is_said_does_not_depend_on_chunks_and_holds_no_special_token(name)
     special = [text for text, is_special in tokenizer.added_tokens.values() if is_special and len(text) > 4]
     for form in FORMATS:
         answers = format_of("", (), None, *form)
-        reading = Reading(answers.regions, tokenizer.added_tokens, outside=answers.outside)
-        for seed in range(10 if name in zoo.MADE else 3):
+        readings = [
+            Reading(answers.regions, tokenizer.added_tokens, outside=answers.outside, bound=bound)
+            for bound in (False, True)
+        ]
+        for seed in range(14 if name in zoo.MADE else 4):
+            reading = readings[seed % 2]
             rng = random.Random(f"{form} {seed}")
             ids, end = drawn(tokenizer, rng), None
             if rng.random() < 0.5:

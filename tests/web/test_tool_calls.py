@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 
 import jsonschema
 import pytest
@@ -11,6 +12,8 @@ from tests.web.chats import SHORT, of_template, told
 from tests.web.support import MODEL, call, edge_over, served
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as TEMPLATES
 
+from paceline.checkpoint.answer_formats import format_of
+from paceline.checkpoint.chat import ChatTemplate
 from paceline.errors import InvalidRequestError
 from paceline.web import chat as chats
 from paceline.web.calls import bound_calls
@@ -82,6 +85,62 @@ def test_a_call_that_is_demanded_comes_with_arguments_of_its_schema(at, more, na
             assert num_calls in (None, len(found))
             assert name in (None, found[0][0])
             assert not answer.choices[0].message.content
+
+
+def events_of(url, path, body):
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        lines = [line.removeprefix(b"data: ") for line in reply if line.startswith(b"data: {")]
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_arguments_of_a_demanded_call_are_streamed_in_pieces(speaking, cut):
+    """By all three APIs the name first, then pieces that join to the whole; also where the answer is cut off."""
+    pipeline, chat = speaking
+    hermes = ChatTemplate(chat._tokenizer, None, format_of("", (), None, "hermes", "none"))
+    asked = ASKED | {"messages": USER, "seed": 1}
+    with served(edge_over(pipeline, chat=hermes)) as url:
+        body = asked | {"tools": tools(), "tool_choice": "required"}
+        length = 200
+        if cut:
+            text = call(f"{url}/v1/chat/completions", body)[2]["choices"][0]
+            length = len(text["token_ids"]) - len("}</tool_call>") - 3
+        body |= {"max_tokens": length}
+        (choice,) = call(f"{url}/v1/chat/completions", body)[2]["choices"]
+        calls = [{"name": one["function"]["name"], "arguments": ""} for one in choice["message"]["tool_calls"]]
+        pieces = 0
+        for event in events_of(url, "/v1/chat/completions", body | {"stream": True}):
+            for delta in event["choices"][0]["delta"].get("tool_calls", ()):
+                calls[delta["index"]]["arguments"] += delta["function"]["arguments"]
+                assert ("id" in delta) is ("name" in delta["function"])
+                pieces += "id" not in delta
+        assert calls == [one["function"] for one in choice["message"]["tool_calls"]]
+        assert pieces >= len(calls)
+        assert choice["finish_reason"] == ("length" if cut else "tool_calls")
+        assert not choice["message"]["content"]
+
+        flat = [{"name": one["function"]["name"], "input_schema": one["function"]["parameters"]} for one in tools()]
+        body = asked | {"tools": flat, "tool_choice": {"type": "any"}, "max_tokens": length}
+        whole, blocks = call(f"{url}/v1/messages", body)[2]["content"], dict[int, str]()
+        for event in events_of(url, "/v1/messages", body | {"stream": True}):
+            if event["type"] == "content_block_delta":
+                at = event["index"]
+                blocks[at] = blocks.get(at, "") + event["delta"]["partial_json"]
+        assert [*blocks.values()] == [one["arguments"] for one in calls]
+        inputs = [one["input"] for one in whole]
+        assert inputs[:-1] == [json.loads(one["arguments"]) for one in calls[:-1]]
+        assert inputs[-1] == ({} if cut else json.loads(calls[-1]["arguments"]))
+
+        flat = [{"type": "function", **one["function"]} for one in tools()]
+        options = {name: value for name, value in asked.items() if name not in ("messages", "max_tokens")}
+        body = options | {"input": "hi", "tools": flat, "tool_choice": "required", "max_output_tokens": length}
+        events = events_of(url, "/v1/responses", body | {"stream": True})
+        items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert [{"name": one["name"], "arguments": one["arguments"]} for one in items] == calls
+        assert items[-1]["status"] == ("incomplete" if cut else "completed")
+        deltas = [event["delta"] for event in events if event["type"] == "response.function_call_arguments.delta"]
+        assert "".join(deltas) == "".join(one["arguments"] for one in calls)
 
 
 def test_a_form_that_gets_lost_is_noticed(at, monkeypatch):

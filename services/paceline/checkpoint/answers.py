@@ -13,10 +13,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from paceline.checkpoint.call_readers import Call, CallReader, Known, NoCallError, PreparedReader, UnfinishedCallError
+from paceline.checkpoint.call_readers import (
+    ArgumentsStream,
+    Call,
+    CallReader,
+    Known,
+    NoCallError,
+    PreparedReader,
+    UnfinishedCallError,
+)
 from paceline.checkpoint.marks import Marks
 
-Kind = Literal["content", "reasoning", "call", "nothing"]
+Kind = Literal["content", "reasoning", "call", "arguments", "nothing"]
 _RANKS = {"call": 0, "reasoning": 1}
 """Which of two regions begins where both may, with the same text."""
 _CLOSERS = frozenset("]})")
@@ -58,6 +66,7 @@ class Said:
     end: int
     """Number of code points up to its end."""
     call: Call | None = None
+    """Of kind ``call``. Texts of kind ``arguments`` that follow go on with its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,7 @@ class Reading:
         added: Mapping[int, tuple[str, bool]],
         *,
         outside: Kind,
-        by_text: bool = False,
+        bound: bool = False,
     ) -> None:
         """Prepares the regions.
 
@@ -85,12 +94,14 @@ class Reading:
             regions: those of the format.
             added: the added tokens by id, and whether each is special.
             outside: what text outside all regions is.
-            by_text: ordinary tokens may spell the marks, too, but for special ones.
+            bound: a grammar binds the answers. So ordinary tokens may spell the marks, too, but for special ones; and
+                a call that has begun is one, whose arguments are said as they come where they are JSON.
         """
         patterns = [pattern for one in regions for pattern in (one.opens, one.closes) if pattern is not None]
         patterns += [pattern for one in regions if one.reader is not None for pattern in one.reader.patterns]
-        self.marks, self.added = Marks(added, patterns, by_text=by_text), added
+        self.marks, self.added = Marks(added, patterns, by_text=bound), added
         self.outside: Kind = outside
+        self.bound = bound
         self._rules = [
             _Rule(
                 one,
@@ -124,6 +135,8 @@ class _Open:
     start: int
     body: int
     groups: dict[str, str] = field(default_factory=dict)
+    arguments: ArgumentsStream | None = None
+    """Those of a call that is said as it comes."""
 
 
 class AnswerParser:
@@ -270,9 +283,35 @@ class AnswerParser:
         return said
 
     def _within_call(self, ended: bool) -> list[Said] | None:
-        """The calls of the open region once it has ended; what is none is read again, as something else."""
+        """The calls of the open region, whole ones or as they come; what is none is read again, as something else."""
         open_ = self._open
         assert open_ is not None
+        said = self._arguments(open_)
+        whole = self._whole_calls(open_, ended)
+        if whole is None:
+            return said or None
+        if open_.arguments is not None and self._at == open_.start:  # it was cut off
+            self._at = len(self._text)
+        return [*said, *whole]
+
+    def _arguments(self, open_: _Open) -> list[Said]:
+        """The arguments that have come of a call whose answer is bound."""
+        reader, body = open_.rule.reader, self._text[open_.body :]
+        if not self._reading.bound or reader is None:
+            return []
+        if open_.arguments is None:
+            open_.arguments = reader.begun(body, open_.groups)
+            if open_.arguments is None or open_.arguments.name not in self._known:
+                open_.arguments = None
+                return []
+        stream, start = open_.arguments, self._base + open_.start
+        is_first, text = not stream.taken, stream.take(body).translate(self._reading.marks.shown)
+        if is_first:
+            return [Said("call", "", start, start, Call(stream.name, text, stream.call_id))]
+        return [Said("arguments", text, start, start)] if text else []
+
+    def _whole_calls(self, open_: _Open, ended: bool) -> list[Said] | None:
+        """The calls of the open region once it has ended."""
         reader = open_.rule.reader
         assert reader is not None
         try:
@@ -292,6 +331,8 @@ class AnswerParser:
                 raise NoCallError("it has no end")
             return self._called(reader, open_.body + length, len(self._text))
         except (NoCallError, UnfinishedCallError, RecursionError):
+            if open_.arguments is not None and not ended:  # what was said of it stays
+                return None
             self._barred[id(open_.rule)] = max(open_.body + ("body" in open_.groups), open_.start + 1)
             self._open = None
             return []
@@ -317,6 +358,7 @@ class AnswerParser:
         calls = reader.read(self._text[self._open.body : end], self._open.groups, self._known)
         if self._open.rule.region.bare and any(call.name not in self._known for call in calls):
             raise NoCallError("no such function is offered")
+        calls = calls if self._open.arguments is None else calls[1:]
         start, self._at, self._open = self._at, after, None
         self._behind_call = self._blank = True
         return [Said("call", "", self._base + start, self._base + after, call) for call in calls]

@@ -125,6 +125,46 @@ class PreparedReader(Protocol):
         """Length of the value that a text begins with; None if it has no end yet. Raises NoCallError."""
         ...
 
+    def begun(self, body: str, groups: Mapping[str, str]) -> ArgumentsStream | None:
+        """The arguments of the call that a text begins, if they are JSON and have begun."""
+        ...
+
+
+class ArgumentsStream:
+    """The arguments of a call, an object of JSON, as they come."""
+
+    def __init__(self, name: str, call_id: str, at: int) -> None:
+        """``at``: where they begin in the text of the call."""
+        self.name, self.call_id = name, call_id
+        self.taken = False
+        """True once some were taken."""
+        self._at, self._depth = at, 0
+        self._in_string = self._escaped = self._ended = False
+
+    def take(self, body: str) -> str:
+        """The arguments that have come since, of a text that grows."""
+        start = self._at
+        for found in _OF_JSON.finditer(body, start):
+            if self._ended:
+                break
+            piece, self._at = found[0], found.end()
+            if self._escaped:
+                self._escaped = False
+            elif piece == "\\":
+                self._escaped = True
+            elif piece == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string and piece in ("{", "[", "}", "]"):
+                self._depth += 1 if piece in "{[" else -1
+                self._ended = self._depth == 0
+        self.taken = True
+        return body[start : self._at]
+
+
+_OF_JSON = re.compile(r'[^"\\{}\[\]]+|["\\{}\[\]]')
+_BEGUN = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_OBJECT = re.compile(r"\s*(?=\{)")
+
 
 class CallReader(Protocol):
     """How the calls of a format are read."""
@@ -246,6 +286,11 @@ class JsonCalls(_JsonReader):
             raise NoCallError("there is no value")
         return calls
 
+    def begun(self, body: str, groups: Mapping[str, str]) -> ArgumentsStream | None:
+        """As ``PreparedReader`` has it."""
+        found = _BEGUN.match(body)
+        return None if found is None else ArgumentsStream(found[1], "", found.end())
+
     def _calls(self, value: Any, known: Known) -> Iterator[Call]:
         if isinstance(value, list):
             for one in value:
@@ -274,6 +319,11 @@ class JsonArguments(_JsonReader):
             raise NoCallError("the arguments are no object")
         name = _name_of(groups.get("name"))
         return [Call(name, _text_of(known.mended(name, arguments)), groups.get("id", ""))]
+
+    def begun(self, body: str, groups: Mapping[str, str]) -> ArgumentsStream | None:
+        """As ``PreparedReader`` has it."""
+        found, name = _OBJECT.match(body), groups.get("name", "")
+        return None if found is None else ArgumentsStream(name, groups.get("id", ""), found.end())
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +375,10 @@ class ElementCalls:
         """As ``PreparedReader`` has it."""
         raise NoCallError("elements have an end of their own")
 
+    def begun(self, body: str, groups: Mapping[str, str]) -> ArgumentsStream | None:
+        """As ``PreparedReader`` has it."""
+        return None
+
 
 class PythonCalls(_TextReader):
     """A list of calls as Python writes them, with arguments by name."""
@@ -367,6 +421,10 @@ class PythonCalls(_TextReader):
                 if depth <= 0:
                     return at + 1
             at += 1
+        return None
+
+    def begun(self, body: str, groups: Mapping[str, str]) -> ArgumentsStream | None:
+        """As ``PreparedReader`` has it."""
         return None
 
 
@@ -439,5 +497,9 @@ class TemplateCalls:
         return Call(name, _text_of(arguments))
 
     def length(self, body: str) -> int | None:
+        """As ``PreparedReader`` has it."""
+        return None
+
+    def begun(self, body: str, groups: Mapping[str, str]) -> ArgumentsStream | None:
         """As ``PreparedReader`` has it."""
         return None

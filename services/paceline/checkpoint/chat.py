@@ -78,23 +78,23 @@ class ChatTemplate:
         templates = self._tokenizer.chat_template if self._given is None else self._given
         return mark in str(templates) or any(mark == str(one) for one in self._tokenizer.added_tokens_decoder.values())
 
-    def reading(self, tokenizer: Tokenizer, *, skips_special: bool = True, by_text: bool = False) -> Reading:
+    def reading(self, tokenizer: Tokenizer, *, skips_special: bool = True, bound: bool = False) -> Reading:
         """What reads answers of a tokenizer; it is kept.
 
         Args:
             tokenizer: that of the model.
             skips_special: False: text of special tokens is shown, and all of an answer is content unless a form was
                 named.
-            by_text: a grammar writes the marks, which any tokens may spell.
+            bound: a grammar binds the answers (``Reading``).
         """
-        key = id(tokenizer), skips_special, by_text
+        key = id(tokenizer), skips_special, bound
         if key not in self._readings:
             regions, outside = self.format.regions, self.format.outside
             added = tokenizer.added_tokens
             if not skips_special:
                 regions, outside = (regions, outside) if self.format.named else ((), "content")
                 added = {token_id: (text, False) for token_id, (text, _) in added.items()}
-            self._readings[key] = tokenizer, Reading(regions, added, outside=outside, by_text=by_text)
+            self._readings[key] = tokenizer, Reading(regions, added, outside=outside, bound=bound)
         return self._readings[key][1]
 
     def begun(

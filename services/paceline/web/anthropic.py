@@ -146,9 +146,9 @@ class Message:
             yield from self._close()
             called = {"type": "tool_use", "id": part.call_id, "name": part.name}
             yield self._start(called | {"input": {}})
+        if part.kind in ("tool_call", "tool_arguments"):
+            self._text.append(part.text)
             yield self._delta("input_json_delta", "partial_json", part.text)
-            self._blocks[-1] = called | {"input": json.loads(part.text)}
-            yield from self._close()
             return
         kind = "thinking" if part.kind == "reasoning" else "text"
         if not self._is_open or self._blocks[-1]["type"] != kind:
@@ -167,7 +167,17 @@ class Message:
             signature = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
             self._blocks[-1] = block | {"thinking": text if self._shows_thoughts else "", "signature": signature}
             yield self._delta("signature_delta", "signature", signature)
+        elif block["type"] == "tool_use":
+            self._blocks[-1] = block | {"input": _input_of(text)}
         elif block["type"] == "text":
             self._blocks[-1] = block | {"text": text}
         yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
         self._is_open = False
+
+
+def _input_of(arguments: str) -> Any:
+    """The input of a call; empty if the answer was cut off within its arguments."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return {}

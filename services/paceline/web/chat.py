@@ -69,7 +69,7 @@ class Asked:
             form = bound_calls(chat, self.tools or (), choice, content, parallel=parallel, in_reasoning=in_reasoning)
             if form is not None and form is not content:
                 given, is_bound = given.bound(form), True
-        self._reading = chat.reading(self._tokenizer, skips_special=self._skips_special, by_text=is_bound)
+        self._reading = chat.reading(self._tokenizer, skips_special=self._skips_special, bound=is_bound)
         sampling = with_defaults(given, edge.service.info.max_model_len)
         self._ends = ends_of(sampling, edge.service.info.eos_token_ids)
         self.requests = [
@@ -259,6 +259,13 @@ class ChatCompletion:
 
     def _delta(self, choice: _Choice, part: Part) -> dict[str, Any]:
         """The part as a delta; it is also kept for the whole answer."""
+        if part.kind == "tool_arguments":
+            last = choice.calls[-1]["function"]
+            choice.calls[-1] = {**choice.calls[-1], "function": {**last, "arguments": last["arguments"] + part.text}}
+            more = {"arguments": part.text}
+            if self._body.functions:
+                return {"function_call": more}
+            return {"tool_calls": [{"index": len(choice.calls) - 1, "function": more}]}
         if part.kind == "tool_call":
             function = {"name": part.name, "arguments": part.text}
             call = {"id": part.call_id, "type": "function", "function": function}

@@ -223,10 +223,10 @@ class Response:
             yield from self._close()
             called = {"call_id": part.call_id, "name": part.name}
             yield self._add("function_call", "fc", **called, arguments="")
+            self._open, self._text = self._output[-1], []
+        if part.kind in ("tool_call", "tool_arguments"):
+            self._text.append(part.text)
             yield self._of_item("function_call_arguments.delta", delta=part.text)
-            self._output[-1] = {**self._output[-1], "arguments": part.text}
-            yield self._of_item("function_call_arguments.done", arguments=part.text, name=part.name)
-            yield self._done()
             return
         kind = "message" if part.kind == "content" else "reasoning"
         if self._open is None or self._open["type"] != kind:
@@ -255,7 +255,10 @@ class Response:
         if self._open is None:
             return
         text = "".join(self._text)
-        if self._open["type"] == "message":
+        if self._open["type"] == "function_call":
+            self._output[-1] = {**self._output[-1], "arguments": text}
+            yield self._of_item("function_call_arguments.done", arguments=text, name=self._open["name"])
+        elif self._open["type"] == "message":
             part = _output_text(text, self._logprobs)
             self._output[-1] = {**self._output[-1], "content": [part]}
             yield self._of_item("output_text.done", content_index=0, text=text, logprobs=self._logprobs)

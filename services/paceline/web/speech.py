@@ -17,12 +17,12 @@ from paceline.types import Chunk, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of an answer: text of the content or of the reasoning, or one whole tool call."""
+    """One part of an answer: text of the content or of the reasoning, or a tool call with what there is of it."""
 
     kind: str
-    """``content``, ``reasoning`` or ``tool_call``."""
+    """``content``, ``reasoning``, ``tool_call``, or ``tool_arguments`` that go on with the last call."""
     text: str = ""
-    """The text; of a call the JSON text of its arguments."""
+    """The text; of a call the JSON text of its arguments, or the first of it."""
     name: str = ""
     """The function that is called."""
     call_id: str = ""
@@ -139,6 +139,9 @@ class Speech:
                 call_id = one.call.call_id or self._call_id(one.call.name)
                 self._num_calls += 1
                 yield Part("tool_call", one.call.arguments, one.call.name, call_id)
+                continue
+            if one.kind == "arguments":
+                yield Part("tool_arguments", one.text)
                 continue
             if one.kind == "reasoning":
                 self.num_reasoning_tokens += len(places)
