@@ -62,6 +62,7 @@ from paceline.types import (
     as_prompt,
     as_sampling,
     as_stop_strings,
+    request_key,
 )
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class LocalPipeline:
         self._waiting: FairQueue[LocalGeneration] = FairQueue()
         self._hints = RetryHints()
         self._num_submitted = 0
-        self._running: dict[str, LocalGeneration | None] = {}  # by the request ids of ``run``
+        self._running: dict[str, LocalGeneration | None] = {}  # requests of ``run``, by Request.key
         self._failure: EngineError | None = None
         self._hung: EngineError | None = None  # until the target's step ends
         self.num_draft_restarts = 0
@@ -383,17 +384,19 @@ class LocalPipeline:
     ) -> AsyncGenerator[Chunk | Result, None]:
         """Yields the chunks of a request, then its result, as ``router.service.GenerationService.run`` does.
 
-        ``owner`` is not used: nobody cancels by id here. ``on_open`` is called, by any thread, when its turn has come.
-        Leaving the generator cancels the request.
+        ``owner``: name of the caller's API key, unless the request has it. ``on_open`` is called, by any thread, when
+        its turn has come. Leaving the generator cancels the request.
 
         Raises:
             InvalidRequestError: the request can never be served.
             ResourceExhaustedError: as many requests wait as may.
             EngineError: the target is gone.
         """
+        if owner:
+            request = request.of(owner)
         if request.generated_token_ids:
             raise InvalidRequestError("generated_token_ids is given: only a service with routers continues a stream")
-        if request.request_id in self._running:
+        if request.key in self._running:
             raise RequestInProgressError(f"request_id {request.request_id!r} is in progress: each needs its own")
         share, limit = request.share or request.request_id, _ROUTER.max_queued_requests
         with self._lock:
@@ -409,7 +412,7 @@ class LocalPipeline:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(changed.set)
 
-        self._running[request.request_id] = None  # not submitted yet
+        self._running[request.key] = None  # not submitted yet
         generation = None
         try:
             prompt: str | Sequence[int] = request.prompt
@@ -428,7 +431,7 @@ class LocalPipeline:
                 share=share,
                 on_open=on_open,
             )
-            self._running[request.request_id] = generation
+            self._running[request.key] = generation
             while True:
                 changed.clear()
                 done = generation.done
@@ -443,13 +446,13 @@ class LocalPipeline:
                     return
                 await changed.wait()
         finally:
-            del self._running[request.request_id]
+            del self._running[request.key]
             if generation is not None:
                 generation.cancel()
 
-    def cancel_request(self, request_id: str) -> bool:
-        """Ends a request of ``run`` with what has arrived; False: none of this id is in progress."""
-        generation = self._running.get(request_id)
+    def cancel_request(self, request_id: str, owner: str = "") -> bool:
+        """Ends a request of ``run`` with what has arrived; False: ``owner`` has none of this id in progress."""
+        generation = self._running.get(request_key(request_id, owner))
         if generation is None or generation.done:
             return False
         generation.cancel()

@@ -590,12 +590,17 @@ def check_request_id(request_id: str) -> None:
         raise InvalidRequestError(f"request_id has {size} characters: at most {MAX_REQUEST_ID_LEN} are allowed")
 
 
+def request_key(request_id: str, owner: str) -> str:
+    """Identifies a request among those in progress: requests of different API keys may have the same id."""
+    return f"{owner}\0{request_id}" if owner else request_id  # the name of a key holds no NUL
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A client's request."""
 
     request_id: str
-    """Unique among the requests in progress."""
+    """Unique among the requests of its ``owner`` that are in progress."""
     prompt: str | tuple[int, ...] = field(repr=False)
     """Prompt as text or as token ids."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -606,12 +611,30 @@ class Request:
     """Output tokens of a stream of this request that broke: the answer goes on after them. Needs a seed."""
     cache_salt: str = field(default="", repr=False)
     """Cached prompts and texts that drafts learn from are shared with requests of the same salt only."""
+    owner: str = ""
+    """Name of the API key of the caller; empty while the service has no keys."""
     share: str = ""
     """Requests of one share have their fair part of the places together: those of one API key, or of one body."""
     trace: bool = False
     """Chunks hold the times and the tree of their round. Over HTTP only."""
     trace_headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     """The caller's ``traceparent`` and ``tracestate`` (W3C Trace Context), where requests leave traces."""
+
+    @property
+    def key(self) -> str:
+        """Identifies the request among those in progress."""
+        return request_key(self.request_id, self.owner)
+
+    def of(self, owner: str, *, shares_cache: bool = False) -> Self:
+        """Returns this request as one of an API key. Its salt holds the key's name, unless ``shares_cache``."""
+        salt = self.cache_salt if shares_cache or not owner else _salt_of(owner, self.cache_salt)
+        return replace(self, owner=owner, cache_salt=salt, share=owner or self.share)
+
+
+def _salt_of(owner: str, salt: str) -> str:
+    """Returns the salt of a key's requests. No salt that another key can send has the same value."""
+    named = f"{owner}\0{salt}".encode()  # no two pairs are written alike: the name of a key holds no NUL
+    return hashlib.blake2b(named, digest_size=16, person=b"api key").hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 from paceline.config import RouterConfig
 from paceline.errors import InvalidRequestError
 from paceline.router.service import GenerationService
-from paceline.types import Cause, Chunk, Round, Usage
+from paceline.types import Cause, Chunk, Round, Usage, request_key
 from paceline.v1 import generation_pb2 as pb
 
 CHUNK = Chunk((1,), (0.0,), (False,), (("a", False),), Round(0, 0, Cause.START), Usage(7, 1, 0))
@@ -26,18 +26,20 @@ class Router:
         self.active, self.cancelled = set(), []
 
     async def generate(self, request, spans=None):
-        if request.request_id in self.active:
+        if request.key in self.active:
             raise InvalidRequestError("in progress")
-        self.active.add(request.request_id)
+        self.active.add(request.key)
         try:
             yield CHUNK
             await asyncio.Event().wait()
         finally:
-            self.active.remove(request.request_id)
+            self.active.remove(request.key)
 
-    def cancel(self, request_id):
-        self.cancelled.append(request_id)
-        return request_id in self.active
+    def cancel(self, request_id, owner=""):
+        key = request_key(request_id, owner)
+        if key in self.active:
+            self.cancelled.append(key)
+        return key in self.active
 
 
 def message(request_id):
@@ -62,13 +64,16 @@ def test_only_the_key_that_started_a_request_cancels_it():
     asyncio.run(test())
 
 
-def test_a_second_request_of_the_same_id_does_not_take_the_first_over():
+def test_a_request_id_is_one_of_its_key():
     async def test():
         service = GenerationService(Router())
         stream = service.generate(message("r"), "alice")
         await anext(stream)
         with pytest.raises(InvalidRequestError):
-            await anext(service.generate(message("r"), "bob"))
+            await anext(service.generate(message("r"), "alice"))
+        other = service.generate(message("r"), "bob")
+        assert (await anext(other)).request_id == "r"
+        await other.aclose()
         assert not service.cancel("r", "bob")
         assert service.cancel("r", "alice")
         await stream.aclose()
@@ -77,6 +82,8 @@ def test_a_second_request_of_the_same_id_does_not_take_the_first_over():
 
 
 def test_a_cancel_without_regard_to_the_owner_is_noticed(monkeypatch):
-    monkeypatch.setattr(GenerationService, "cancel", lambda self, request_id, owner="": self._router.cancel(request_id))
+    monkeypatch.setattr(
+        GenerationService, "cancel", lambda self, request_id, owner="": self._router.cancel(request_id, "alice")
+    )
     with pytest.raises(AssertionError):
         test_only_the_key_that_started_a_request_cancels_it()

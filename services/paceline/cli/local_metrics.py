@@ -53,9 +53,9 @@ class Measured:
         """Why no request would be served now; empty if one would be."""
         return self._pipeline.trouble
 
-    def cancel(self, request_id: str) -> bool:
-        """Ends a request with what has arrived; False: it is not here."""
-        return self._pipeline.cancel_request(request_id)
+    def cancel(self, request_id: str, owner: str = "") -> bool:
+        """Ends a request of ``owner`` with what has arrived; False: it is not here."""
+        return self._pipeline.cancel_request(request_id, owner)
 
     async def generate(
         self, request: Request, spans: RequestSpans | None = None

@@ -200,7 +200,7 @@ def local_edge(
     kept = LOCAL_BYTES if server.responses_store_bytes is None else server.responses_store_bytes
     return Edge(
         names[0],
-        GenerationService(measured, tracing),
+        GenerationService(measured, tracing, shares_cache=server.share_cache_between_keys),
         Access(keys, AccessMetrics(registry)),
         server.max_message_bytes,
         metrics=measured.page,

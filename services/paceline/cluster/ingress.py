@@ -115,7 +115,7 @@ class Ingress(PublicMethods):
         self._tracing = (
             None if tracing is None else Tracing.open(model_id, instance_id=self._replica_id, **tracing.arguments)
         )
-        self._service = GenerationService(self._router, self._tracing)
+        self._service = GenerationService(self._router, self._tracing, shares_cache=server.share_cache_between_keys)
         longest, allowed = self._service.bounds.max_message_bytes, config.server.max_message_bytes
         if longest > allowed:
             log.warning("server.max_message_bytes is %d: prompts that fit the context have up to %d", allowed, longest)

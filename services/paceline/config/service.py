@@ -99,6 +99,9 @@ class ServerConfig(Strict):
     """None: what clients send and get is not encrypted."""
     api_keys: str | None = Field(default=None, min_length=1)
     """YAML file of the API keys and their limits. None: everybody may call."""
+    share_cache_between_keys: bool = False
+    """Share cached prompts, and texts that drafts learn from, among all API keys. A caller can then find out, by
+    ``cached_tokens`` and by time, what others have asked."""
     chat_template: str | None = Field(default=None, min_length=1)
     """File of a Jinja template that makes a prompt of a chat. None: that of the target's tokenizer, if it has one."""
     tool_call_parser: ToolCallParser | None = None

@@ -103,9 +103,10 @@ class Placement:
         at which it is the next in line. A session under which its last target was lost is on trial: a target has at
         most one such session of this router at a time, so that one that is at fault is known, and ends no other.
         """
+        token_ids, salt = active.token_ids, active.request.cache_salt
         link = self.targets.choose(
             active.target,
-            lambda rid: self._prefixes.match(rid, active.token_ids),
+            lambda rid: self._prefixes.match(rid, token_ids, salt),
             without=self._trying() if _suspected(active) else (),
         )
         if link is None and active.orphaned_since is not None:
@@ -145,7 +146,7 @@ class Placement:
         active.losses.note_opened(session.context_len, self._clock())
         link.sessions[session.session_id] = session
         active.target_lease = self.targets.pool.lease(session.session_id, link.member.replica_id)
-        self._prefixes.add(link.member.replica_id, active.token_ids)
+        self._prefixes.add(link.member.replica_id, active.token_ids, active.request.cache_salt)
 
     def attach_draft(self, active: ActiveRequest, link: DraftLink) -> None:
         """Records that a session is served by a draft from now on."""
@@ -216,16 +217,19 @@ def choose(candidates: Sequence[Candidate], cached_tokens: Mapping[str, int] | N
 
 
 class PrefixIndex:
-    """Prompt prefixes that each replica has probably cached: those that were sent there, the oldest forgotten first."""
+    """Prompt prefixes that each replica has probably cached: those that were sent there, the oldest forgotten first.
+
+    Prefixes of different salts are different prefixes, as they are in the replicas' caches.
+    """
 
     def __init__(self, max_pieces: int = _REMEMBERED_PIECES) -> None:
         self._max_pieces = max_pieces
         self._pieces: dict[str, OrderedDict[int, None]] = {}
 
-    def add(self, replica_id: str, token_ids: Sequence[int]) -> None:
+    def add(self, replica_id: str, token_ids: Sequence[int], salt: str = "") -> None:
         """Records that the replica has computed this context."""
         known = self._pieces.setdefault(replica_id, OrderedDict())
-        for digest in _chain(token_ids):
+        for digest in _chain(token_ids, salt):
             known[digest] = None
             known.move_to_end(digest)
         while len(known) > self._max_pieces:
@@ -235,17 +239,17 @@ class PrefixIndex:
         """Forgets a replica: it is gone, and its cache with it."""
         self._pieces.pop(replica_id, None)
 
-    def match(self, replica_id: str, token_ids: Sequence[int]) -> int:
+    def match(self, replica_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """Returns the number of prompt tokens that the replica has probably cached."""
         known = self._pieces.get(replica_id)
         if not known:
             return 0
-        return PAGE_SIZE * sum(1 for _ in itertools.takewhile(known.__contains__, _chain(token_ids)))
+        return PAGE_SIZE * sum(1 for _ in itertools.takewhile(known.__contains__, _chain(token_ids, salt)))
 
 
-def _chain(token_ids: Sequence[int]) -> Iterable[int]:
-    """Yields one hash per full KV page; each covers the prompt from its beginning to the end of that page."""
-    digest = 0
+def _chain(token_ids: Sequence[int], salt: str) -> Iterable[int]:
+    """Yields one hash per full KV page; each covers the salt, and the prompt from its beginning to the page's end."""
+    digest = hash(salt)
     for end in range(PAGE_SIZE, len(token_ids) + 1, PAGE_SIZE):
         digest = hash((digest, tuple(token_ids[end - PAGE_SIZE : end])))  # tokens [end - PAGE_SIZE, end)
         yield digest

@@ -41,7 +41,7 @@ from paceline.router.pool import Member, Pool
 from paceline.router.relay import Outbox
 from paceline.router.session import Actions
 from paceline.security.certificates import Certificates
-from paceline.types import Chunk, ReplicaStatus, Request, Result, RouterView
+from paceline.types import Chunk, ReplicaStatus, Request, Result, RouterView, request_key
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Router:
         )
         self._admission = Admission(info, config, self.router_id, metrics=metrics, clock=clock)
         self._queue = self._admission.queue
-        self._active: dict[str, ActiveRequest] = {}  # by request id
+        self._active: dict[str, ActiveRequest] = {}  # by Request.key
         self._entering: dict[str, bool] = {}  # requests that are tokenized -> whether they were cancelled
         self._by_session: dict[str, ActiveRequest] = {}
         self._orphaned: list[ActiveRequest] = []
@@ -190,21 +190,21 @@ class Router:
     async def _enter(self, request: Request) -> ActiveRequest:
         self._require_new(request)
         self._require_room(request)  # before anything that costs those who are served
-        self._entering[request.request_id] = False
+        self._entering[request.key] = False
         try:
             active = await self._admission.prepare(request, self._targets.statuses())
         finally:
-            cancelled = self._entering.pop(request.request_id)
+            cancelled = self._entering.pop(request.key)
         if not active.session.finished and not cancelled:
             self._require_room(request)
-        self._active[request.request_id] = active
+        self._active[request.key] = active
         self._by_session[active.session.session_id] = active
         if cancelled:
-            self.cancel(request.request_id)
+            self.cancel(request.request_id, request.owner)
         return active
 
     def _require_new(self, request: Request) -> None:
-        if request.request_id in self._active or request.request_id in self._entering:
+        if request.key in self._active or request.key in self._entering:
             raise RequestInProgressError(f"request_id {request.request_id!r} is in progress: each needs its own")
 
     def _require_room(self, request: Request) -> None:
@@ -231,17 +231,18 @@ class Router:
         self._release(active)
         if dropped := active.session.relay_stats.dropped:
             self._metrics.dropped("relay", dropped)
-        del self._active[active.request.request_id]
+        del self._active[active.request.key]
         del self._by_session[active.session.session_id]
         self._admission.note_ended(active)
         self._reconcile()
 
-    def cancel(self, request_id: str) -> bool:
-        """Ends a request: its stream closes with what has arrived, finish reason ``abort``. False: not here."""
-        if request_id in self._entering:
-            self._entering[request_id] = True
+    def cancel(self, request_id: str, owner: str = "") -> bool:
+        """Ends a request of ``owner`` with what has arrived, finish reason ``abort``; False: it is not here."""
+        key = request_key(request_id, owner)
+        if key in self._entering:
+            self._entering[key] = True
             return True
-        active = self._active.get(request_id)
+        active = self._active.get(key)
         if active is None or active.done:
             return False
         self._admission.leave(active)

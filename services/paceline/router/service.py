@@ -37,16 +37,15 @@ class Requests(Protocol):
 
     def generate(self, request: Request, spans: RequestSpans | None = None) -> AsyncGenerator[Chunk | Result, None]: ...
 
-    def cancel(self, request_id: str) -> bool: ...
+    def cancel(self, request_id: str, owner: str = "") -> bool: ...
 
 
 class GenerationService:
     """Requests over one router, for gRPC and HTTP alike. Its host turns PacelineErrors into statuses."""
 
-    def __init__(self, router: Requests, tracing: Tracing | None = None) -> None:
-        """``tracing``: None: requests leave no traces."""
-        self._router, self._tracing = router, tracing
-        self._owners: dict[str, str] = {}  # of the requests in progress here
+    def __init__(self, router: Requests, tracing: Tracing | None = None, *, shares_cache: bool = False) -> None:
+        """``tracing``: None: requests leave no traces. ``shares_cache``: API keys share cached prompts and texts."""
+        self._router, self._tracing, self._shares_cache = router, tracing, shares_cache
         self.bounds = RequestBounds(
             router.limits, router.info.max_model_len, max_token_bytes=router.info.tokenizer.max_token_bytes
         )
@@ -81,9 +80,9 @@ class GenerationService:
     ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yields the responses to one request. Raises PacelineError; leaving the generator frees the session.
 
-        ``message``: the bytes of a GenerateRequest, or one that the host has parsed. ``owner``: the only one who may
-        cancel it by its id. ``on_usage`` takes the tokens so far, with each response. ``metadata``: of the call, which
-        may hold the trace that the request is part of.
+        ``message``: the bytes of a GenerateRequest, or one that the host has parsed. ``owner``: name of the caller's
+        API key; request ids and cached texts are those of a key alone. ``on_usage`` takes the tokens so far, with each
+        response. ``metadata``: of the call, which may hold the trace that the request is part of.
         """
         request, logprobs = self.bounds.read(message)
         if self._tracing is not None:
@@ -101,10 +100,7 @@ class GenerationService:
         self, request: Request, owner: str = "", on_usage: Callable[[Usage], None] = lambda _: None
     ) -> AsyncGenerator[Chunk | Result, None]:
         """Yields the chunks of a request, then its result; the arguments and errors are those of ``generate``."""
-        request = replace(request, share=owner or request.share)
-        first = request.request_id not in self._owners  # the router refuses a second one of this id
-        if first:
-            self._owners[request.request_id] = owner
+        request = request.of(owner, shares_cache=self._shares_cache)
         extra = {"request_id": request.request_id}
         started, result = time.monotonic(), None
         spans = None if self._tracing is None else self._tracing.begin(request)
@@ -125,8 +121,6 @@ class GenerationService:
         finally:
             if spans is not None:
                 spans.end()
-            if first:
-                del self._owners[request.request_id]
             reason = result.finish_reason.value if result is not None else "left"
             log.debug("request ended: %s after %.3f s", reason, time.monotonic() - started, extra=extra)
 
@@ -136,7 +130,7 @@ class GenerationService:
         Raises InvalidRequestError for what no request can have as its id.
         """
         check_request_id(request_id)
-        return self._owners.get(request_id) == owner and self._router.cancel(request_id)
+        return self._router.cancel(request_id, owner)
 
 
 def _chunk(chunk: Chunk, logprobs: bool) -> generation_pb2.GenerateStreamChunk:

@@ -23,6 +23,9 @@ ANYONE = ""
 TLS_HEADER = "paceline-tls"
 """Set by the proxy, whatever the client sent: 1 on an encrypted connection."""
 
+METRICS_OF_KEYS = "paceline_key_"
+"""Begins the names of all metrics with the label ``key``, and of no others."""
+
 _PLAIN = "this connection is not encrypted: connect by TLS"
 _MISSING = "the API key is missing or wrong: send one as `authorization: Bearer KEY`"
 _RECENT_S = 60.0
@@ -105,8 +108,11 @@ class Access:
 
     def require_encrypted(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
         """Raises ConfigError if the connection is not encrypted, and must be."""
-        if self._require_tls and (TLS_HEADER, "1") not in metadata:
+        if self._is_plain(metadata):
             raise ConfigError(_PLAIN)
+
+    def _is_plain(self, metadata: Sequence[tuple[str, str | bytes]]) -> bool:
+        return self._require_tls and (TLS_HEADER, "1") not in metadata
 
     def identify(self, metadata: Sequence[tuple[str, str | bytes]]) -> str:
         """The name of the key that a call carries.
@@ -131,6 +137,19 @@ class Access:
             raise InvalidRequestError(
                 f"n makes {num} sequences of the request: at most {entry.max_requests} of this API key run at once"
             )
+
+    def visible(self, page: str, metadata: Sequence[tuple[str, str | bytes]]) -> str:
+        """Returns a page of metrics as a caller may see it: names and amounts of keys need a key with ``metrics``."""
+        if self._may_see_keys(metadata):
+            return page
+        hidden = (METRICS_OF_KEYS, f"# HELP {METRICS_OF_KEYS}", f"# TYPE {METRICS_OF_KEYS}")
+        return "".join(line for line in page.splitlines(keepends=True) if not line.startswith(hidden))
+
+    def _may_see_keys(self, metadata: Sequence[tuple[str, str | bytes]]) -> bool:
+        if self._keys is None or self._is_plain(metadata):
+            return False
+        entry = self._keys.find(_key_in(metadata))
+        return entry is not None and entry.metrics
 
     @contextlib.contextmanager
     def enter(self, name: str) -> Iterator[Charge]:

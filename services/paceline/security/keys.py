@@ -5,6 +5,7 @@ keys:
     sha256: 0f3c...          # of the key's text; a list while a key is being replaced by another
     max_requests: 16         # at once
     tokens_per_minute: 60000 # prompt and generated
+    metrics: true            # may see the metrics of all keys
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class ApiKey(BaseModel):
-    """One name, the digests of the keys that stand for it, and its limits at each router. None: no limit."""
+    """One name, the digests of the keys that stand for it, and its limits at each router. None: no limit.
+
+    ``metrics``: its holder may see the names and amounts of all keys on the page of metrics.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 
@@ -37,6 +41,7 @@ class ApiKey(BaseModel):
     sha256: tuple[str, ...] = Field(min_length=1)
     max_requests: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
+    metrics: bool = False
 
     @model_validator(mode="before")
     @classmethod

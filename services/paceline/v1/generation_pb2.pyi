@@ -59,14 +59,14 @@ class GenerateRequest(_message.Message):
     GENERATED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Unique among the requests in progress, at most 256 characters. Empty: the server draws one; every response names it."""
+    """Unique among the caller's requests in progress, at most 256 characters. Empty: the server draws one; every response names it."""
     text: _builtins.str
     """Not empty."""
     logprobs: _builtins.bool
     """Asks for the log probability of every emitted token."""
     cache_salt: _builtins.str
-    """Cached prompts and texts that drafts learn from are shared with requests of the same salt only: a secret of a tenant
-    keeps others from finding out by time what was asked before. At most 256 characters.
+    """Cached prompts and texts that drafts learn from are shared with requests of the same API key and salt only. Without
+    keys, a secret of a tenant keeps others from finding out by time what was asked before. At most 256 characters.
     """
     @_builtins.property
     def tokenized(self) -> Global___TokenizedInput: ...

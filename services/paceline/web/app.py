@@ -178,10 +178,11 @@ def make_app(edge: Edge) -> FastAPI:
         page = edge.metrics
 
         @app.get("/metrics", response_class=PlainTextResponse)
-        async def metrics() -> Response:
-            """The metrics, for Prometheus."""
+        async def metrics(request: Request) -> Response:
+            """The metrics, for Prometheus; those of API keys for whoever may see them."""
             try:
-                return PlainTextResponse(await page(), media_type="text/plain; version=0.0.4")
+                text = edge.access.visible(await page(), list(request.headers.items()))
+                return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
             except PacelineError as error:
                 return PlainTextResponse(f"{error}\n", 503)
 
