@@ -22,7 +22,7 @@ from paceline_bench.settings import LocalSettings
 TARGET, DRAFT = map(str, embedded_paths())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_measured_on_one_core_is_what_the_plan_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A real run of the target that one thread serves."""
     monkeypatch.setattr(LocalSettings, "thread_counts", (1,))

@@ -340,9 +340,7 @@ def test_overlapped_from_standard_input_gives_the_same_text_and_says_how_it_ran(
     assert any("compile False" in line for line in log)
 
 
-@pytest.mark.parametrize(
-    "flags", [*slow([["--mode", "overlapped"]]), *nightly([["--mode", "sequential"], ["--drafter", "ngram"]])]
-)
+@pytest.mark.parametrize("flags", nightly([["--mode", "overlapped"], ["--mode", "sequential"], ["--drafter", "ngram"]]))
 def test_any_mode_gives_the_same_tokens(plain_json, flags):
     done = run("generate", PROMPT, "--max-tokens", "24", "--json", "--logprobs", "--top-logprobs", "2", *EAGER, *flags)
     assert done.returncode == 0, done.stderr
