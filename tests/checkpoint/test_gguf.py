@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from tests.support.fetch_models import model as model_file
 from tests.support.gguf_files import MODELS, write_gguf, write_letters
 from tests.support.models import EOS, VOCAB, letters_tokenizer, prompt, random_model
+from tests.support.zoo import tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -413,3 +415,40 @@ def test_ends_of_turns_that_the_template_writes_end_an_answer(files, tmp_path):
 
     path = write_gguf(tmp_path / "model.gguf", "llama", files("llama")[0], tokenizer=write)
     assert Checkpoint.open(str(path)).eos_token_ids == (EOS, 4, 8)
+
+
+@pytest.mark.nightly  # transformers' reader takes a minute for Gemma's vocabulary
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_published_files_hold_what_transformers_reads(name):
+    path = model_file(name)
+    checkpoint = Checkpoint.open(str(path))
+    read = load_pretrained(checkpoint, torch.bfloat16)
+    theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=meta_model(read.config))["tensors"]
+    ours = read.state_dict()
+    assert len(theirs) > 200
+    assert all(torch.equal(ours[key], tensor.to(torch.bfloat16)) for key, tensor in theirs.items())
+
+
+@pytest.mark.slow
+def test_a_published_model_answers_in_its_own_template():
+    path = str(model_file("smollm2"))
+    checkpoint, chat = Checkpoint.open(path), load_chat(path)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = checkpoint.tokenizer.encode(chat.render(messages, None, {"add_generation_prompt": True}))
+    said = load_pretrained(checkpoint, torch.bfloat16).generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
+    assert checkpoint.tokenizer.decode(said[0, len(ids) :].tolist()) == "The capital of France is Paris."
+
+
+@pytest.mark.slow
+def test_a_published_files_tokenizer_is_the_published_one():
+    ours, theirs = load_tokenizer(str(model_file("gemma3"))), tokenizer("gemma3")
+    texts = (
+        "Hello  world! 123 é",
+        "def f(x):\n    return x\n\n\n\n  y",
+        "日本 🎉👍🏽 a\tb",
+        "<start_of_turn>user\nhi",
+        " ",
+        "",
+    )
+    for text in texts:
+        assert ours.encode(text) == theirs.encode(text)

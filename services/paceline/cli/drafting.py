@@ -101,9 +101,11 @@ def _published(target: Checkpoint, source: str) -> HeadOptions | None:
 def _candidates(target: Checkpoint, source: str) -> Iterator[Path]:
     """Directories that may hold a head of a target: inside its own, next to it with its name, and of its card's ids."""
     assert target.folder is not None
-    folder = target.folder.resolve() if Path(source).expanduser().is_dir() else target.folder
+    path = Path(source).expanduser()
+    folder = path.resolve() if path.exists() else target.folder
+    folder = folder.parent if folder.is_file() else folder  # of a GGUF file
     yield from _folders(folder)
-    if Path(source).expanduser().is_dir():
+    if path.exists():
         name = folder.name.lower()
         yield from (one for one in _folders(folder.parent) if one != folder and _names(one, name))
     yield from _of_card(folder)
