@@ -102,7 +102,7 @@ class LocalPipeline:
         self._hints = RetryHints()
         self._num_submitted = 0
         self._running: dict[str, LocalGeneration | None] = {}  # requests of ``run``, by Request.key
-        self._failure: EngineError | None = None
+        self._failure: PacelineError | None = None
         self._hung: EngineError | None = None  # until the target's step ends
         self.num_draft_restarts = 0
         """Times that a dead draft was started again."""
@@ -562,10 +562,14 @@ class LocalPipeline:
                 self._send(session.on_draft_up())
 
     def _on_target_death(self, reason: str) -> None:
+        self.end(EngineError(reason))
+
+    def end(self, error: PacelineError) -> None:
+        """Ends all requests by an error, and all that may still come."""
         with self._lock:
-            self._failure = EngineError(reason)
+            self._failure = error
             for generation in [*self._active.values(), *self._waiting]:
-                self._fail(generation, EngineError(reason))
+                self._fail(generation, error)
 
     def _watch_engines(self) -> None:
         """Looks for engines that hang until the pipeline is stopped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import re
@@ -12,6 +13,8 @@ import ssl
 import subprocess
 import sys
 
+import grpc
+import httpx2 as httpx
 import openai
 import pytest
 from tests.security.conftest import Mounted, digest, write_keys
@@ -29,6 +32,7 @@ from paceline.metrics.access import AccessMetrics
 from paceline.metrics.catalogue import RELOAD_FAILURES
 from paceline.metrics.registry import Registry
 from paceline.security.certificates import CertificateFiles, Certificates
+from paceline.v1 import generation_pb2, generation_pb2_grpc
 
 REFUSED = [
     (("--set", "target_config.deployment_config.num_replicas=2"), "target_config.deployment_config is set with"),
@@ -195,3 +199,66 @@ def test_it_serves_until_a_signal(tmp_path, number, status, quiet):
         for stage in ("target: loading", "draft: loading", "target: testing that decoding"):
             assert re.search(rf"^paceline: {stage}.* \(\d+\.\d s\)$", told, re.MULTILINE), told
         assert re.search(r"^paceline: ready after \d+\.\d s$", told, re.MULTILINE), told
+
+
+@pytest.mark.slow
+def test_after_sigterm_streams_end_by_themselves_or_by_an_event_and_requests_are_refused(tmp_path):
+    """None of 12 streams is cut. Mutants: ``_drained`` that does not wait;
+    one that does not end what is left."""
+    port, grpc_port = free_ports(2)
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "serve",
+        "--local",
+        "--no-compile",
+        "--http-port",
+        str(port),
+        "--quiet",
+    ]
+    command += ["--grpc-port", str(grpc_port), "--set", "server.drain_timeout_s=5"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert "ready\n" in [server.stdout.readline() for _ in range(3)]
+
+            async def test():
+                async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+                    begun = [asyncio.Event() for _ in range(12)]
+
+                    async def stream(i):
+                        body = {"prompt": "def read", "stream": True, "ignore_eos": True, "seed": i}
+                        body |= {"max_tokens": 3 if i == 0 else 1000}
+                        async with client.stream("POST", "/v1/completions", json=body) as answer:
+                            lines = []
+                            async for line in answer.aiter_lines():
+                                lines += [line] if line else []
+                                begun[i].set()
+                            return lines
+
+                    tasks = [asyncio.create_task(stream(i)) for i in range(12)]
+                    await asyncio.gather(*(each.wait() for each in begun))
+                    server.terminate()
+                    health = await client.get("/health")
+                    while health.status_code == 200:
+                        health = await client.get("/health")
+                    assert (health.status_code, health.text) == (503, "the service is being stopped\n")
+                    late = await client.post("/v1/completions", json={"prompt": "def read"})
+                    assert late.status_code == 503
+                    assert 1 <= int(late.headers["retry-after"]) <= 5
+                    with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+                        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+                        with pytest.raises(grpc.RpcError) as refused:
+                            list(stub.Generate(generation_pb2.GenerateRequest(text="def read"), timeout=60))
+                    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+                    assert int(dict(refused.value.trailing_metadata())["grpc-retry-pushback-ms"]) >= 1000
+                    return await asyncio.gather(*tasks)
+
+            event = "did not end within the 5 s that the service has to stop: send it again"
+            ends = [lines[-1] for lines in asyncio.run(test())]
+            assert all(line == "data: [DONE]" or event in line for line in ends), ends
+            assert any(event in line for line in ends), "none outlasted the time to stop"
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
+        assert "Traceback" not in server.stderr.read()

@@ -249,7 +249,7 @@ def test_a_client_that_was_answered_before_waits_until_its_service_can_be_reache
     assert REACH_TIMEOUT_S - 2 < clock.now - 100 <= REACH_TIMEOUT_S
     policy, _ = retries(answered=True)
     ours = Failed(*to_status(EngineError("no target is up")))
-    assert [policy.pause_s(ours, 0) for _ in range(3)] == [0.1, 0.2, None], "it can be reached, and says no"
+    assert [policy.pause_s(ours, 0) for _ in range(3)] == [0.2, 0.2, None], "it can be reached, and says no"
     policy, _ = retries(resume=False, answered=True)
     assert [policy.pause_s(lost(), 0) for _ in range(3)] == [0.1, 0.2, None]
 

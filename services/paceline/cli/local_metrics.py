@@ -57,6 +57,10 @@ class Measured:
         """Ends a request of ``owner`` with what has arrived; False: it is not here."""
         return self._pipeline.cancel_request(request_id, owner)
 
+    def end(self, error: PacelineError) -> None:
+        """Ends all requests by an error."""
+        self._pipeline.end(error)
+
     async def generate(
         self, request: Request, spans: RequestSpans | None = None
     ) -> AsyncGenerator[Chunk | Result, None]:

@@ -11,7 +11,7 @@ import socket
 import ssl
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 
 _GOODBYE_S = 5
 _RELOAD_S = 1.0
+_SIGNAL_S = 0.1
 _TIMEOUTS = {"target_timeout_s", "draft_timeout_s"}
 """Keys of ``router_config`` that are the pipeline's where there is no router. Left out they are longer than a router's,
 which has other targets to go to."""
@@ -102,6 +103,7 @@ def serve_local(
             ),
             _Renewed(keys, certificates, AccessMetrics(registry)),
             partial(serve_grpc, public, server.host, server.grpc_port, server.max_message_bytes, certificates),
+            partial(edge.service.drain, server.drain_timeout_s),
             _addresses(server),
             lambda: tell_ready(view, steps),
         )
@@ -283,11 +285,14 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         renewed: _Renewed,
         serve_grpc: Callable[[], Awaitable[Any]],
+        drain: Callable[[], Coroutine[Any, Any, None]],
         addresses: str,
         on_ready: Callable[[], None],
     ) -> None:
         super().__init__(config)
-        self._renewed, self._serve_grpc, self._addresses, self._on_ready = renewed, serve_grpc, addresses, on_ready
+        self._renewed, self._serve_grpc, self._drain = renewed, serve_grpc, drain
+        self._addresses, self._on_ready = addresses, on_ready
+        self._num_signals = 0
         self.failure: ConfigError | None = None
         """The reason why the gRPC port could not be used, if so."""
 
@@ -302,9 +307,22 @@ class _Server(uvicorn.Server):
         task = asyncio.create_task(self._renew(), name="paceline-renewal")
         try:
             await super().main_loop()
+            await self._drained()
         finally:
             task.cancel()
             await asyncio.gather(task, grpc.stop(_GOODBYE_S), return_exceptions=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._num_signals += 1
+        super().handle_exit(sig, frame)
+
+    async def _drained(self) -> None:
+        """Serves what is in progress, and refuses what comes, until it has ended or a second signal comes."""
+        draining = asyncio.create_task(self._drain(), name="paceline-drain")
+        while not draining.done() and self._num_signals < 2:
+            await asyncio.wait([draining], timeout=_SIGNAL_S)
+        draining.cancel()
+        await asyncio.gather(draining, return_exceptions=True)
 
     async def _renew(self) -> None:
         while True:

@@ -238,7 +238,7 @@ class Patience:
             raise error
         if self._reason is None or not isinstance(error, DeadlineExceededError):  # that one says nothing new
             self._reason = error
-        pause_s = max(self._pause_s, getattr(error, "retry_after_s", 0.0))  # as a service that is full says
+        pause_s = max(self._pause_s, error.retry_after_s)
         if time.monotonic() + pause_s >= self._end_s:
             message = f"the service at {self._address} was not ready within {self._timeout_s:g} s: {self._reason}"
             raise DeadlineExceededError(message) from error

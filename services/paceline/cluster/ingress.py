@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -48,6 +48,10 @@ log = logging.getLogger(__name__)
 
 _CANCEL_TIMEOUT_S = 2.0
 """Longest wait for the other routers' answer about requests to cancel; a Cancel takes at most twice as long."""
+
+
+_LAST_WORDS_S = 2.0
+"""Time to send the errors of streams before Serve kills the replica."""
 
 
 class Ingress(PublicMethods):
@@ -111,6 +115,8 @@ class Ingress(PublicMethods):
             certificates=internal,
         )
         count_departures_as_cancelled()
+        loop = asyncio.get_running_loop()
+        note_shutdown(lambda left_s: loop.call_soon_threadsafe(self._stop_within, left_s))
         tracing = self.config.tracing
         self._tracing = (
             None if tracing is None else Tracing.open(model_id, instance_id=self._replica_id, **tracing.arguments)
@@ -228,6 +234,15 @@ class Ingress(PublicMethods):
         """Figures for autoscaling policies other than ours (``scaling``)."""
         return {"running": float(self._router.num_running), "queued": float(self._router.num_queued)}
 
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests, and returns when those in progress have ended (``GenerationService.drain``)."""
+        await self._service.drain(timeout_s)
+
+    def _stop_within(self, left_s: float) -> None:
+        """Ends by an error what would be cut without one: Serve kills the replica after ``left_s``."""
+        reason = f"this router is being stopped, and the request did not end within {left_s:g} s"
+        asyncio.get_running_loop().call_later(max(left_s / 2, left_s - _LAST_WORDS_S), self._service.end, reason)
+
     async def stop(self) -> None:
         """Fails what is in progress, gives all leases back. Idempotent."""
         self._stopped = True
@@ -324,6 +339,23 @@ def count_departures_as_cancelled() -> None:
         return status_of(asyncio.CancelledError() if left else exc, request_timeout_s, request_id)
 
     replica.get_grpc_response_status = status
+
+
+def note_shutdown(begins: Callable[[float], Any]) -> None:
+    """Has ``begins`` called with the seconds that are left when Serve begins to stop the replica of this process.
+
+    Serve tells a replica of its end when that has no requests any more, and kills it after
+    graceful_shutdown_timeout_s whether it has or not.
+    """
+    from ray.serve._private import replica
+
+    perform = replica.Replica._perform_graceful_shutdown
+
+    async def told(self: Any) -> None:
+        begins(self._deployment_config.graceful_shutdown_timeout_s)
+        await perform(self)
+
+    replica.Replica._perform_graceful_shutdown = told
 
 
 def model_facts(config: ServiceConfig) -> TargetInfo:

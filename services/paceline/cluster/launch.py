@@ -71,7 +71,7 @@ class Service:
         self._folder = socket_folder()
         self._janitor: subprocess.Popen[bytes] | None = None
         self._signals: list[int] = []
-        self._deployed = False
+        self._deployed = self._announced = False
         self._stopping: asyncio.Event | None = None
         self._status = StatusSource()
 
@@ -177,12 +177,28 @@ class Service:
         if ray.is_initialized():
             tell("stopping")
             with _quiet(), contextlib.suppress(KeyboardInterrupt):
+                self._drain()
                 self._stop_serve()
             with _quiet():
                 ray.shutdown()
         if self._janitor is not None:
             self._janitor.communicate(b"x")
             self._janitor = None
+
+    def _drain(self) -> None:
+        """Lets the requests in progress end; the routers refuse what comes meanwhile."""
+        from ray import serve
+
+        from paceline.cluster.app import APPLICATION
+
+        if not self._announced:
+            return
+        timeout_s = self.config.server.drain_timeout_s
+        try:
+            routers = serve.get_app_handle(APPLICATION).broadcast("drain", timeout_s)
+            routers.results(timeout_s=timeout_s + _GOODBYE_S, return_exceptions=True)
+        except Exception as error:  # Ray may be gone
+            log.info("the requests in progress could not be waited for: %s", error)
 
     def _stop_serve(self) -> None:
         from ray import serve
@@ -226,6 +242,7 @@ class Service:
                 signal.signal(number, self._interrupt)
 
     def _announce(self) -> None:
+        self._announced = True
         server = self.config.server
         print(f"gRPC     {server.host}:{server.grpc_port}  paceline.v1.GenerationService, reflection, health")
         scheme = "https" if server.tls is not None and server.tls.http else "http"

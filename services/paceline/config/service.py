@@ -95,6 +95,10 @@ class ServerConfig(Strict):
     """Longest gRPC message and body over HTTP, in bytes; a longer message is refused with RESOURCE_EXHAUSTED before it
     is read. It must hold the longest prompt. ``paceline serve`` sets it for gRPC; elsewhere
     RAY_SERVE_GRPC_MAX_MESSAGE_SIZE of every process does."""
+    drain_timeout_s: float = Field(default=20.0, ge=0)
+    """Time that requests in progress have to end once ``paceline serve`` is told to stop (SIGTERM, Ctrl-C); what is
+    left then ends by an error. New requests are refused meanwhile, and health says so. A second signal does not
+    wait."""
     tls: ServerTls | None = None
     """None: what clients send and get is not encrypted."""
     api_keys: str | None = Field(default=None, min_length=1)

@@ -14,7 +14,7 @@
     └── EngineError              an engine died or broke an invariant (UNAVAILABLE)
         ├── PoisonRequestError   do not send it again: targets hung or died under it (INTERNAL)
         ├── RanksLostError       a rank of a tensor-parallel model has failed
-        └── RouterStoppedError   another router can continue the stream
+        └── RouterStoppedError   another router can serve the request, or continue its stream
 
 Every message names the value that was given and what is allowed.
 """
@@ -22,6 +22,9 @@ Every message names the value that was given and what is allowed.
 
 class PacelineError(Exception):
     """Base class of every error that Paceline raises on purpose."""
+
+    retry_after_s: float = 0.0
+    """Time after which the same request may be sent again, in seconds; 0: unknown, or never."""
 
 
 class InvalidRequestError(PacelineError, ValueError):
@@ -58,7 +61,6 @@ class ResourceExhaustedError(PacelineError, RuntimeError):
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-        """Time after which to try again, in seconds; 0 if unknown."""
 
 
 class DeadlineExceededError(PacelineError, TimeoutError):
@@ -72,9 +74,13 @@ class RequestCancelledError(PacelineError):
 class EngineError(PacelineError, RuntimeError):
     """An engine stopped or reported a broken invariant."""
 
+    retry_after_s = 0.2
+
 
 class PoisonRequestError(EngineError):
     """One target after another hung or died while it served the request, which no further target is given."""
+
+    retry_after_s = 0.0
 
 
 class RanksLostError(EngineError):
@@ -82,7 +88,11 @@ class RanksLostError(EngineError):
 
 
 class RouterStoppedError(EngineError):
-    """The router was stopped while it served the stream, which another router can continue."""
+    """The service or this router is being stopped; another router, or its successor, can serve the request."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 def by_name(name: str, base: type[PacelineError] = PacelineError) -> type[PacelineError]:

@@ -81,6 +81,7 @@ class Router:
         self._queue = self._admission.queue
         self._active: dict[str, ActiveRequest] = {}  # by Request.key
         self._entering: dict[str, bool] = {}  # requests that are tokenized -> whether they were cancelled
+        self._entering_ends: dict[str, PacelineError] = {}  # of those, what ends them
         self._by_session: dict[str, ActiveRequest] = {}
         self._orphaned: list[ActiveRequest] = []
         self._touched: dict[str, ActiveRequest] = {}  # sessions to digest, by session id
@@ -134,8 +135,7 @@ class Router:
     async def stop(self) -> None:
         """Fails what is in progress and ends all streams."""
         self._tasks = None
-        for active in list(self._active.values()):
-            self._fail(active, RouterStoppedError("the router is being stopped: another one can continue the stream"))
+        self.end(RouterStoppedError("the router is being stopped: another one can continue the stream"))
         self._placement.demand_target(False)
         for side in self._pools():
             for link in side.links.values():
@@ -143,6 +143,12 @@ class Router:
         if self._main is not None:
             self._main.cancel()
             await asyncio.gather(self._main, return_exceptions=True)
+
+    def end(self, error: PacelineError) -> None:
+        """Ends all requests that are in progress by an error, also those that are still tokenized."""
+        self._entering_ends.update(dict.fromkeys(self._entering, error))
+        for active in list(self._active.values()):
+            self._fail(active, error)
 
     def _pools(self) -> Sequence[LinkPool[Any]]:
         return [self._targets] if self._drafts is None else [self._targets, self._drafts]
@@ -195,6 +201,9 @@ class Router:
             active = await self._admission.prepare(request, self._targets.statuses())
         finally:
             cancelled = self._entering.pop(request.key)
+            error = self._entering_ends.pop(request.key, None)
+        if error is not None:
+            raise error
         if not active.session.finished and not cancelled:
             self._require_room(request)
         self._active[request.key] = active

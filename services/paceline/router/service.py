@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -9,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, RouterStoppedError
 from paceline.metrics.tracing import RequestSpans, Tracing, trace_headers
 from paceline.router.admission import TargetInfo
 from paceline.rpc.bounds import RequestBounds
@@ -39,6 +40,8 @@ class Requests(Protocol):
 
     def cancel(self, request_id: str, owner: str = "") -> bool: ...
 
+    def end(self, error: PacelineError) -> None: ...
+
 
 class GenerationService:
     """Requests over one router, for gRPC and HTTP alike. Its host turns PacelineErrors into statuses."""
@@ -50,6 +53,10 @@ class GenerationService:
             router.limits, router.info.max_model_len, max_token_bytes=router.info.tokenizer.max_token_bytes
         )
         """Bounds of a request."""
+        self._num_running = 0
+        self._idle = asyncio.Event()
+        self._draining = False
+        self._stops_s = 0.0  # when what is still in progress ends by an error
 
     @property
     def info(self) -> TargetInfo:
@@ -64,12 +71,41 @@ class GenerationService:
     @property
     def ready(self) -> bool:
         """True if a request would be served now."""
-        return self._router.ready
+        return not self.trouble and self._router.ready
 
     @property
     def trouble(self) -> str:
         """Why no request would be served now; empty if one would be."""
-        return self._router.trouble
+        return "the service is being stopped" if self._draining else self._router.trouble
+
+    @property
+    def num_running(self) -> int:
+        """Requests in progress."""
+        return self._num_running
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests from now on, and returns when those in progress have ended.
+
+        Those that have not ended by themselves after ``timeout_s`` end by a RouterStoppedError.
+        """
+        self._draining, self._stops_s = True, time.monotonic() + timeout_s
+        log.info("draining: %d requests in progress have %g s to end", self._num_running, timeout_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._until_idle()
+        if self._num_running:
+            self.end(f"the request did not end within the {timeout_s:g} s that the service has to stop")
+            await self._until_idle()
+
+    def end(self, reason: str) -> None:
+        """Ends all requests in progress by an error."""
+        log.warning("%d requests are ended: %s", self._num_running, reason)
+        self._router.end(RouterStoppedError(f"{reason}: send it again"))
+
+    async def _until_idle(self) -> None:
+        while self._num_running:
+            self._idle.clear()
+            await self._idle.wait()
 
     async def generate(
         self,
@@ -100,9 +136,13 @@ class GenerationService:
         self, request: Request, owner: str = "", on_usage: Callable[[Usage], None] = lambda _: None
     ) -> AsyncGenerator[Chunk | Result, None]:
         """Yields the chunks of a request, then its result; the arguments and errors are those of ``generate``."""
+        if self._draining:
+            left_s = max(1.0, self._stops_s - time.monotonic())
+            raise RouterStoppedError("the service is being stopped: send the request again, or to another", left_s)
         request = request.of(owner, shares_cache=self._shares_cache)
         extra = {"request_id": request.request_id}
         started, result = time.monotonic(), None
+        self._num_running += 1
         spans = None if self._tracing is None else self._tracing.begin(request)
         try:
             async with contextlib.aclosing(self._router.generate(request, spans)) as items:
@@ -119,6 +159,8 @@ class GenerationService:
                 log.info("request failed: %s", type(error).__name__, extra=extra)
             raise
         finally:
+            self._num_running -= 1
+            self._idle.set()
             if spans is not None:
                 spans.end()
             reason = result.finish_reason.value if result is not None else "left"

@@ -1,7 +1,7 @@
 """Converts errors to gRPC statuses and back: the only place that knows both.
 
-A status of ours carries two trailers: ``paceline-error``, the name of the error's class, and for a
-ResourceExhaustedError ``grpc-retry-pushback-ms``. A status without the first comes from what is between
+A status of ours carries two trailers: ``paceline-error``, the name of the error's class, and where a later try can
+succeed ``grpc-retry-pushback-ms``. A status without the first comes from what is between
 client and service: gRPC itself, a proxy, Ray Serve.
 """
 
@@ -82,7 +82,7 @@ def to_status(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[s
     else:
         return grpc.StatusCode.INTERNAL, _INTERNAL_TEXT, ()
     trailers = [(ERROR_TRAILER, type(error).__name__)]
-    if isinstance(error, ResourceExhaustedError) and error.retry_after_s > 0:
+    if isinstance(error, PacelineError) and error.retry_after_s > 0:
         trailers.append((RETRY_TRAILER, str(math.ceil(error.retry_after_s * 1000))))
     return code, _shortened(str(error)), tuple(trailers)
 
@@ -94,9 +94,10 @@ def from_rpc_error(error: grpc.RpcError) -> PacelineError:
     if not is_ours(error) and _TOO_LONG in message:  # gRPC's own word for it is RESOURCE_EXHAUSTED
         return InvalidRequestError(f"the request is longer than the service accepts: {message}")
     message = message or f"the service answered {code.name} without a reason"
-    if issubclass(kind, ResourceExhaustedError):
-        return kind(message, _retry_after_s(trailers.get(RETRY_TRAILER)))
-    return kind(message)
+    failure = kind(message)
+    if is_ours(error):
+        failure.retry_after_s = _retry_after_s(trailers.get(RETRY_TRAILER))
+    return failure
 
 
 def is_lost(error: grpc.RpcError) -> bool:

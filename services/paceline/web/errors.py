@@ -68,7 +68,7 @@ def to_http(error: BaseException, names: Collection[str] = ()) -> tuple[int, dic
     headers = {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, ResourceExhaustedError) and error.retry_after_s > 0:
+    if isinstance(error, PacelineError) and error.retry_after_s > 0:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
     return status, body_of(message, kind, param, code), headers
