@@ -26,6 +26,7 @@ from typing import Self, Unpack, cast, overload
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import require_path
 from paceline.checkpoint.grammar import Grammars
+from paceline.checkpoint.grammar_trial import GrammarTrials
 from paceline.checkpoint.tokenizer import LONG_TEXT, Tokenizer, encode_prompt
 from paceline.checkpoint.vocabulary import require_tokens
 from paceline.config import DraftModel, LocalConfig, RouterConfig
@@ -141,7 +142,7 @@ class LocalPipeline:
             require_tokens(self.tokenizer, draft_tokenizer, draft.vocabulary)
         if self.config.generation_config == "auto":
             self.checkpoint.warn_of_settings()
-        self._grammars = Grammars(self.tokenizer, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids)
+        self._forms = GrammarTrials(Grammars(self.tokenizer, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids))
         self._loaded = True
 
     def start(self) -> None:
@@ -168,6 +169,8 @@ class LocalPipeline:
         for worker in (self._draft, self._target):
             if worker is not None:
                 worker.stop(timeout_s)
+        if self._loaded:
+            self._forms.close()
         for thread in (self._restart, self._watch):
             if thread is not None and thread.ident is not None:
                 thread.join(timeout_s)
@@ -236,7 +239,7 @@ class LocalPipeline:
         sampling.check_vocabulary(self.checkpoint.vocab_size)
         sampling.check_choice(self.checkpoint.vocab_size, eos_token_ids)
         if sampling.structured_output is not None:
-            self._grammars.compile(sampling.structured_output)
+            self._forms.check(sampling.structured_output)
         with self._lock:
             if (error := self._failure or self._hung) is not None:
                 raise error
@@ -419,7 +422,7 @@ class LocalPipeline:
             if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
                 prompt = await asyncio.to_thread(self.encode, prompt, request.sampling)
             if request.sampling.structured_output is not None:
-                await asyncio.to_thread(self._grammars.compile, request.sampling.structured_output)
+                await self._forms.checked(request.sampling.structured_output)
             generation = self.submit(
                 prompt,
                 request.sampling,

@@ -46,6 +46,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than maximum (3)"),
     ({"json_schema": {"oneOf": [{"type": "number"}, {"minimum": 1}]}}, "oneOf constraints are not supported"),
     ({"json_schema": nested(MAX_DEPTH + 1)}, "nested too deep: at most 64 levels"),
+    ({"json_schema": {"items": {"multipleOf": 999983}}}, "#/items/multipleOf is 999983: at most 100000 is allowed"),
+    ({"json_schema": {"multipleOf": 0.1000007}}, "#/multipleOf is 0.1000007: at most 100000 is allowed"),
+    ({"json_schema": '{"minimum": ' + "9" * 4000 + "}"}, "json_schema cannot be compiled: number out of range"),
     ({"regex": "[a-z"}, "regex cannot be compiled: at 1(8): invalid regex"),
     ({"regex": r"(a)\1"}, "backreferences are not supported"),
     ({"regex": "(?=a)b"}, "look-around, including look-ahead and look-behind, is not supported"),
@@ -158,6 +161,18 @@ def test_what_no_tokens_write_is_refused_before_the_first_token() -> None:
     for form in ({"choice": ("a", "\u4e16")}, {"regex": "a\u4e16"}, {"json_schema": {"const": "\u4e16"}}):
         with pytest.raises(InvalidRequestError, match="holds '\u4e16': no tokens of this model write it"):
             json_grammars().compile(StructuredOutput(**form))
+
+
+def test_any_number_of_choices_is_one_place_in_a_grammar() -> None:
+    form = StructuredOutput(choice=tuple(f"c{i}" for i in range(3000)))
+    state = matcher(form, "c29")
+    assert {EOS, *(json_tokenizer().encode(digit)[0] for digit in "0123456789")} <= tokens_of(state.masks([()])[0])
+    assert EOS not in tokens_of(matcher(form, "c").masks([()])[0])
+
+
+@pytest.mark.parametrize("multiple", [0.01, 1.5, -5, 86400, 10**9])
+def test_multiples_of_few_digits_are_supported(multiple: float) -> None:
+    json_grammars().compile(StructuredOutput(json_schema={"type": "number", "multipleOf": multiple}))
 
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [

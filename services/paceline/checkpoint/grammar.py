@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.grammar_tokenizer import GrammarTokenizer
 from paceline.checkpoint.json_schema import WHITESPACE, as_compiled, read_schema
-from paceline.checkpoint.lark import with_text_of_tokens
+from paceline.checkpoint.lark import quoted, with_text_of_tokens
 from paceline.checkpoint.pieces import Pieces
 from paceline.checkpoint.structural_tag import lark_of
 from paceline.checkpoint.tokenizer import Tokenizer
@@ -32,18 +34,32 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MAX_COMPILED = 64
-"""Compiled grammars that are kept: those that were used last."""
+"""Compiled grammars that are kept: those that were used last, as far as they fit ``_MAX_COMPILED_BYTES``."""
+_MAX_COMPILED_BYTES = 64 << 20
 _MAX_GRAMMAR_SYMBOLS = 200_000
-_MAX_LEXER_STATES = 50_000
+_MAX_LEXER_STATES = 10_000
 """The most states of one grammar's lexer, each of about 1 KiB: exponential automata come to their end here."""
-_MAX_ITEMS_OF_STEP = 50_000
+_MAX_ITEMS_OF_ROW = 1_000
+"""The most ways in which a parser may be within its rules at once. Its work grows with their third power: at most about
+a fifth of a second."""
+_MAX_ITEMS_OF_STEP = 10_000
 _LEXER_FUEL_OF_STEP = 200_000
 """Work of a single mask; all of it takes about 15 ms."""
 _INITIAL_LEXER_FUEL = 1_000_000
 """Work of compiling the regular expressions; all of it takes about 20 ms."""
+_FREE_S = 0.15
+"""CPU time that each session may spend in its grammar, and further time for each of its tokens: see ``Matcher``."""
+_FREE_S_PER_TOKEN = 0.005
 _MAX_REASON_CHARS = 400
 _ATTRIBUTE = re.compile(r"^[ \t]*[A-Za-z_]\w*\[[^\]\n]*\b(temperature|max_tokens)\s*=", re.MULTILINE)
 """Attributes of a Lark rule that ask for more than a form."""
+
+
+class _Compiled(NamedTuple):
+    """A grammar, and the bytes by which the process grew when it was compiled."""
+
+    prototype: LLMatcher
+    num_bytes: int
 
 
 class Grammars:
@@ -61,15 +77,18 @@ class Grammars:
         """
         self._source, self.vocab_size, self._given_eos = tokenizer, vocab_size, eos_token_ids
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutput, _Compiled] = OrderedDict()
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, vocab_size: int) -> Self:
         """Those of a checkpoint's own tokenizer, for a model of ``vocab_size`` ids; nothing is read yet."""
         return cls(lambda: checkpoint.tokenizer, vocab_size, checkpoint.eos_token_ids)
 
-    @cached_property
-    def _tokens(self) -> GrammarTokenizer:
+    def vocabulary(self) -> tuple[Tokenizer, int, list[int]]:
+        """What another process makes the same grammars from: the arguments of this class, without anything to load.
+
+        Raises InvalidRequestError if this vocabulary cannot be constrained.
+        """
         try:
             source = self._source() if callable(self._source) else self._source
         except ConfigError as error:
@@ -84,7 +103,12 @@ class Grammars:
                 f"structured_output is given, but the tokenizer {source.name!r} has no tokenizer.json form "
                 "whose decoder writes each token by itself"
             )
-        return GrammarTokenizer(Pieces(source), self.vocab_size, ends)
+        return source, self.vocab_size, ends
+
+    @cached_property
+    def _tokens(self) -> GrammarTokenizer:
+        source, vocab_size, ends = self.vocabulary()
+        return GrammarTokenizer(Pieces(source), vocab_size, ends)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -128,11 +152,18 @@ class Grammars:
         with self._lock:  # two requests with one grammar compile it once
             found = self._compiled.get(form)
             if found is None:
-                found = self._compiled[form] = self._compile(form)
-                if len(self._compiled) > _MAX_COMPILED:
-                    self._compiled.popitem(last=False)
+                before = _resident_bytes()
+                prototype = self._compile(form)
+                found = self._compiled[form] = _Compiled(prototype, max(0, _resident_bytes() - before))
+                self._forget()
             self._compiled.move_to_end(form)
-            return found
+            return found.prototype
+
+    def _forget(self) -> None:
+        """Drops the grammars that were used longest ago, as far as all together are too many or too large."""
+        size = sum(one.num_bytes for one in self._compiled.values())
+        while len(self._compiled) > 1 and (len(self._compiled) > _MAX_COMPILED or size > _MAX_COMPILED_BYTES):
+            size -= self._compiled.popitem(last=False)[1].num_bytes
 
     def _compile(self, form: StructuredOutput) -> LLMatcher:
         if (character := self._tokens.unwritable(_literals(form, self._tokens.specials))) is not None:
@@ -153,6 +184,7 @@ class Grammars:
         limits = LLParserLimits(
             initial_lexer_fuel=_INITIAL_LEXER_FUEL,
             step_lexer_fuel=_LEXER_FUEL_OF_STEP,
+            max_items_in_row=_MAX_ITEMS_OF_ROW,
             step_max_items=_MAX_ITEMS_OF_STEP,
             max_lexer_states=_MAX_LEXER_STATES,
             max_grammar_size=_MAX_GRAMMAR_SYMBOLS,
@@ -178,10 +210,22 @@ def _grammar_of(form: StructuredOutput, tokens: GrammarTokenizer) -> str:
             return str(grammar_from("grammar", with_text_of_tokens(form.grammar, tokens)))
         except Exception as error:  # whatever its converter raises
             raise InvalidRequestError(f"structured_output.grammar cannot be compiled: {error}") from error
-    if form.choice:
-        return str(grammar_from("choice", form.text))
+    if form.choice:  # a terminal: however many texts there are, the parser is in one place
+        return str(LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {' | '.join(map(quoted, form.choice))}"))
     text = form.text if form.json_schema is None else json.dumps(as_compiled(read_schema(form.json_schema)))
-    return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE}))
+    try:
+        return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE}))
+    except ValueError as error:
+        raise InvalidRequestError(f"structured_output.json_schema cannot be compiled: {error}") from None
+
+
+def _resident_bytes() -> int:
+    """Memory of this process; 0 where the platform does not tell."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _literals(form: StructuredOutput, specials: Collection[str]) -> str:
@@ -210,7 +254,11 @@ def _reason(matcher: LLMatcher) -> str:
 
 
 class Matcher:
-    """The state of one session's grammar after its committed tokens. Owned by one engine."""
+    """The state of one session's grammar after its committed tokens. Owned by one engine.
+
+    Its work has a budget of CPU time, which grows with each token. Beyond it the masks behind drafted tokens are not
+    computed, so the session is decoded plainly; a session whose committed tokens alone exceed it fails.
+    """
 
     def __init__(
         self,
@@ -236,6 +284,7 @@ class Matcher:
         """Masks of continuations of the committed tokens."""
         self._state = prototype.deep_copy()
         self._lost = False
+        self._drafted_s = self._committed_s = 0.0
         self._num_bytes = 4 * -(-vocab_size // 32)
 
     def append(self, token_ids: Sequence[int]) -> bool:
@@ -243,7 +292,12 @@ class Matcher:
 
         What comes with or after the end-of-sequence token of a complete output is not looked at.
         """
-        tokens = tuple(token_ids)
+        began = time.thread_time()
+        allowed = self._append(tuple(token_ids))
+        self._committed_s += time.thread_time() - began
+        return allowed
+
+    def _append(self, tokens: tuple[int, ...]) -> bool:
         followed = self._path[: len(tokens)] == tokens
         num_consumed = len(tokens) if followed else self._move(tokens)
         self._known.clear()
@@ -280,15 +334,33 @@ class Matcher:
             suffix = suffixes[row]
             if (known := self._known.get(suffix)) is not None:
                 masks[row] = known
-            elif self._lost:
+            elif self._lost or self._exceeds_budget(suffix):
                 masks[row] = 0xFF if self._lenient else 0
-            elif self._mask_at(place + row * num_bytes, suffix):
-                self._known[suffix] = masks[row]
-            elif self._state.is_error():
-                masks[row] = self._again(suffix)
             else:
-                masks[row] = 0xFF
+                began = time.thread_time()
+                if self._mask_at(place + row * num_bytes, suffix):
+                    self._known[suffix] = masks[row]
+                else:
+                    masks[row] = self._again(suffix) if self._state.is_error() else 0xFF
+                taken_s = time.thread_time() - began
+                if suffix:
+                    self._drafted_s += taken_s
+                else:
+                    self._committed_s += taken_s
         return masks
+
+    def _exceeds_budget(self, suffix: tuple[int, ...]) -> bool:
+        """True if no more work is done for a place; then a place behind the committed tokens fails the session."""
+        budget_s = _FREE_S + _FREE_S_PER_TOKEN * len(self._tokens)
+        if self._committed_s + self._drafted_s <= budget_s or (not suffix and self._committed_s <= budget_s):
+            return False
+        if not suffix and not self.failure:
+            self._lost = self._lenient
+            self.failure = (
+                f"its masks take {round(self._committed_s * 1000)} ms of work for {len(self._tokens)} tokens: at most "
+                f"{round(_FREE_S * 1000)} ms and {round(_FREE_S_PER_TOKEN * 1000)} ms a token are allowed"
+            )
+        return True
 
     def _mask_at(self, place: int, suffix: tuple[int, ...]) -> bool:
         """Writes a mask to a place in memory; False if there is none: the suffix is forbidden, or exceeds a bound."""

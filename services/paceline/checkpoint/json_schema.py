@@ -6,7 +6,9 @@ Refusals of values, combinations, formats and references are left to the compile
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any, cast
 
 from paceline.errors import InvalidRequestError
@@ -15,6 +17,8 @@ MAX_DEPTH = 64
 """Deepest nesting of a schema."""
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,20}"
 """Between the tokens of JSON. Bounded, for a model that begins to indent may never end."""
+MAX_MULTIPLE = 100_000
+"""Largest ``multipleOf``, in its last digit that is not 0: its automaton has a state for each remainder."""
 _NAME = "structured_output.json_schema"
 
 _SCHEMA = frozenset({"additionalProperties", "items"})
@@ -205,8 +209,17 @@ def _check(schema: Any, name: str, place: str, depth: int) -> None:
     for keyword in schema:
         if keyword not in KEYWORDS and not is_comment(keyword):
             raise InvalidRequestError(f"{name}: {place} has {keyword!r}, a keyword that is not supported")
+    if isinstance(multiple := schema.get("multipleOf"), int | float) and _digits(multiple) > MAX_MULTIPLE:
+        raise InvalidRequestError(
+            f"{name}: {place}/multipleOf is {multiple}: at most {MAX_MULTIPLE} is allowed, zeros at the end aside"
+        )
     for at, part in _parts(schema, place):
         _check(part, name, at, depth + 1)
+
+
+def _digits(number: float) -> int:
+    """The digits of a number, without zeros at either end and without its point."""
+    return int("".join(map(str, Decimal(str(number)).normalize().as_tuple().digits))) if math.isfinite(number) else 0
 
 
 def _parts(schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:

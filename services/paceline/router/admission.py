@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from paceline.checkpoint.grammar import Grammars
+from paceline.checkpoint.grammar_trial import GrammarTrials
 from paceline.checkpoint.tokenizer import LONG_TEXT, Tokenizer, encode_prompt
 from paceline.config import RouterConfig
 from paceline.errors import InvalidRequestError, PacelineError, ResourceExhaustedError
@@ -117,6 +118,7 @@ class Admission:
         self._info, self._config, self._router_id = info, config, router_id
         self._metrics, self._clock = metrics, clock
         self._grammars = Grammars(info.tokenizer, info.num_token_ids, info.eos_token_ids)
+        self._forms = GrammarTrials(self._grammars)
         self._num_sessions = 0
         self._hints = RetryHints()
         self._tokenizing = ThreadPoolExecutor(1, "paceline-tokenize")
@@ -136,7 +138,9 @@ class Admission:
             allowed = f"ids in [0, {info.num_token_ids}) are allowed"
             raise InvalidRequestError(f"generated_token_ids holds token id {max(generated)}: {allowed}")
         if (form := request.sampling.structured_output) is not None:
-            await asyncio.to_thread(self._grammars.matcher, form, generated)  # only to see that it can be made
+            await self._forms.checked(form)
+            if generated:  # only to see that they begin an output of this form
+                await asyncio.to_thread(self._grammars.matcher, form, generated)
         token_ids = await self._tokenized(request.prompt)
         rooms = [(info.max_model_len, "fit the model's context")]
         if pages := max((status.kv_pages for status in targets), default=0):
@@ -181,6 +185,10 @@ class Admission:
             )
         finally:
             self._num_tokenizing -= 1
+
+    def close(self) -> None:
+        """Ends the process in which structured outputs are tried."""
+        self._forms.close()
 
     def refusal(self, num_running: int) -> ResourceExhaustedError:
         """Returns the error of a request that comes while there is neither room at a target nor in the queue."""

@@ -137,6 +137,7 @@ class Router:
         self._tasks = None
         self.end(RouterStoppedError("the router is being stopped: another one can continue the stream"))
         self._placement.demand_target(False)
+        self._admission.close()
         for side in self._pools():
             for link in side.links.values():
                 link.stop()
