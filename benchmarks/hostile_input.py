@@ -3,7 +3,7 @@
 Streams run on one router and one target (the embedded pair) over gRPC, without Ray: clients, router, target and the
 hostile client are processes of their own. Then requests come that are far too large. Printed for each, and for as long
 a time without any: the longest gap in any stream, the status that the request got and when, and by how much the
-router's memory has grown.
+memory of router and target has grown.
 
     python benchmarks/hostile_input.py [--streams 32] [--seconds 6] [--json FILE]
 """
@@ -17,7 +17,7 @@ import json
 import multiprocessing
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -58,6 +58,12 @@ def _text(size: int) -> bytes:
     return pb.GenerateRequest(text=("def read_file(path):\n    return open(path).read()  # x\n" * (size // 50))[:size])
 
 
+def _form(**form: Any) -> Any:
+    """A request whose structured output costs much."""
+    sampling = types_pb2.SamplingParams(structured_output=types_pb2.StructuredOutput(**form), max_tokens=900)
+    return pb.GenerateRequest(text="x", sampling_params=sampling)
+
+
 ATTACKS: dict[str, Callable[[], Any]] = {
     "64 MB of text": lambda: _text(64 * 10**6),
     "12 MB of text": lambda: _text(12 * 10**6),
@@ -67,7 +73,21 @@ ATTACKS: dict[str, Callable[[], Any]] = {
     "4 million empty bad_words": lambda: pb.GenerateRequest(
         text="x", sampling_params=types_pb2.SamplingParams(bad_words=[types_pb2.TokenSequence()] * 4_000_000)
     ),
+    "multiples of two primes": lambda: _form(
+        json_schema='{"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}'
+    ),
+    "2,400 rules of GBNF": lambda: _form(
+        grammar="\n".join(["root ::= r0", *(f'r{i} ::= "a" r{i + 1}' for i in range(2400)), 'r2400 ::= "z"'])
+    ),
+    "1,800 optional properties": lambda: _form(
+        json_schema=json.dumps({"properties": {f"p{i}": {"type": "integer"} for i in range(1800)}})
+    ),
+    "a choice of 8,000": lambda: _form(choice=types_pb2.StructuredOutput.Choice(texts=[f"c{i}" for i in range(8000)])),
+    "ambiguous grammar": lambda: _form(grammar='root ::= s\ns ::= s s s s s s | [a-z ] | "0.5"'),
+    "nullable grammar": lambda: _form(grammar='start: s\ns: s s s s s s s s | a? | b?\na: s "a" s\nb: s "b" s'),
 }
+COPIES = 4
+"""So many requests with one costly form come at once."""
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -135,8 +155,10 @@ def _serve_router(pipe: Connection, address: str) -> None:
 
 
 def _attack(pipe: Connection, address: str, name: str) -> None:
-    """Sends one request; answers with its status and how long that took."""
-    data = ATTACKS[name]().SerializeToString()
+    """Sends one request, or a costly form four times at once; answers with the last status and when it came."""
+    request = ATTACKS[name]()
+    copies = COPIES if request.sampling_params.HasField("structured_output") else 1
+    data = request.SerializeToString()
     with grpc.insecure_channel(address, options=_CHANNEL) as channel:
         call = channel.unary_stream(_GENERATE)
         grpc.channel_ready_future(channel).result(30)
@@ -144,11 +166,12 @@ def _attack(pipe: Connection, address: str, name: str) -> None:
         pipe.poll(None)
         started = time.monotonic()
         status, details = "OK", ""
-        try:
-            for _ in call(data, timeout=240):
-                pass
-        except grpc.RpcError as error:
-            status, details = error.code().name, error.details()
+        for answers in [call(data, timeout=240) for _ in range(copies)]:
+            try:
+                for _ in answers:
+                    pass
+            except grpc.RpcError as error:
+                status, details = error.code().name, error.details()
         pipe.send((status, details, time.monotonic() - started))
 
 
@@ -212,6 +235,7 @@ class Measured:
     status: str
     answered_after_ms: float
     router_growth_mb: float
+    target_growth_mb: float
     details: str
 
 
@@ -221,15 +245,15 @@ def _rss_mb(pid: int) -> float:
     return found.rss_bytes / 2**20
 
 
-async def measure(address: str, router_pid: int, streams: int, seconds: float) -> list[Measured]:
+async def measure(address: str, pids: Sequence[int], streams: int, seconds: float) -> list[Measured]:
     """Attacks one after the other, each at the side of the streams."""
     load = Streams(address, streams)
     task = asyncio.create_task(load.run())
     results = []
     while load.num_chunks < 20 * streams:
         await asyncio.sleep(0.1)
-    for name in ("none", *ATTACKS, "none"):
-        before = _rss_mb(router_pid)
+    for name in (name for attack in ATTACKS for name in ("none", attack)):
+        before = [_rss_mb(pid) for pid in pids]
         with process(_attack, address, name) if name in ATTACKS else contextlib.nullcontext((None, None)) as (_, pipe):
             size = await asyncio.to_thread(pipe.recv) if pipe else 0
             await asyncio.sleep(1)  # the attacker's own start takes a core
@@ -240,11 +264,12 @@ async def measure(address: str, router_pid: int, streams: int, seconds: float) -
             status, details, answered_s = await asyncio.to_thread(pipe.recv) if pipe else ("", "", 0.0)
             took = time.monotonic() - started
             gap, chunks, failed = load.longest_s, load.num_chunks, load.num_failed
-        growth = _rss_mb(router_pid) - before
-        one = Measured(name, size, 1e3 * gap, chunks / took, failed, status, 1e3 * answered_s, growth, details[:90])
+        growth = [_rss_mb(pid) - mb for pid, mb in zip(pids, before, strict=True)]
+        one = Measured(name, size, 1e3 * gap, chunks / took, failed, status, 1e3 * answered_s, *growth, details[:90])
         print(
             f"{name}: longest gap {one.longest_gap_ms:.0f} ms, {one.chunks_per_s:.0f} chunks/s, {failed} failed;"
-            f" router {growth:+.1f} MB; {status} after {one.answered_after_ms:.0f} ms {one.details}",
+            f" router {growth[0]:+.1f} MB, target {growth[1]:+.1f} MB;"
+            f" {status} after {one.answered_after_ms:.0f} ms {one.details}",
             flush=True,
         )
         results.append(one)
@@ -261,8 +286,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results there, too")
     args = parser.parse_args()
     apply_worker_environment()
-    with process(_serve_target) as (_, target), process(_serve_router, target.recv()) as (router, pipe):
-        results = asyncio.run(measure(pipe.recv(), router.pid, args.streams, args.seconds))
+    with process(_serve_target) as (engine, target), process(_serve_router, target.recv()) as (router, pipe):
+        results = asyncio.run(measure(pipe.recv(), (router.pid, engine.pid), args.streams, args.seconds))
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n", encoding="utf-8")
 
