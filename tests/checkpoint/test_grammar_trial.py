@@ -176,6 +176,7 @@ def test_costly_drafted_tokens_are_no_longer_looked_at(clock: list[float], lenie
     masks = state.masks([(z,) * length for length in range(20)])
     assert allows(masks[0]) == allows(masks[1]) == 2
     assert allows(masks[-1]) == (8 * masks.shape[1] if lenient else 0)
+    assert state.append((z,))
     assert allows(state.masks([()])[0]) == 2
     assert not state.failure
 
