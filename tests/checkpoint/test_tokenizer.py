@@ -171,3 +171,52 @@ def test_a_prompt_of_ids_is_checked_without_a_loop():
     assert encode_prompt(DIRECT, (1, 2), 3) == (1, 2)
     with pytest.raises(PromptTooLongError, match="2 tokens: at most 1 leave"):
         encode_prompt(DIRECT, (1, 2), 2)
+
+
+HOSTILE = {
+    "a template that names no token": (
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "zz", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            }
+        },
+        "fails on it",
+    ),
+    "lists within each other": ("[" * 100_000, "recursion"),
+    "an id that is no number": ({"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}, "invalid value"),
+    "a pattern that is none": (
+        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}},
+        "unmatched parenthesis",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_with_its_fault(name, tmp_path):
+    change, fault = HOSTILE[name]
+    with pytest.raises(ConfigError, match=f"no tokenizer could be loaded from .*{fault}"):
+        load_tokenizer(str(changed(tmp_path, change)))
+
+
+def test_a_pattern_that_gives_up_on_a_text_ends_that_text_alone(tmp_path):
+    """Oniguruma stops after a number of steps, and the library panics, which is no exception to Python."""
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    byte_level = json.loads((TARGET_DIR / "tokenizer.json").read_text())["pre_tokenizer"]
+    change = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [pattern, byte_level]}}
+    tokenizer = load_tokenizer(str(changed(tmp_path, change)))
+    for encode in (tokenizer.encode, tokenizer.encode_text):
+        with pytest.raises(InvalidRequestError, match=r"the tokenizer .* fails on it .*retry-limit"):
+            encode("a" * 40 + "!")
+        assert encode("ab ab")
+
+
+def changed(folder, change):
+    """A folder with the embedded target's tokenizer, in which ``change`` stands: another file, or some of its keys."""
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(TARGET_DIR / name, folder)
+    data = json.loads((TARGET_DIR / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(change if isinstance(change, str) else json.dumps(data | change))
+    return folder

@@ -18,6 +18,7 @@ import httpx2 as httpx
 import openai
 import pytest
 from tests.security.conftest import Mounted, digest, write_keys
+from tests.support.listening import group_of, listening_sockets
 from tests.support.models import save_pair
 from tests.web.support import call, served
 
@@ -187,6 +188,8 @@ def test_it_serves_until_a_signal(tmp_path, number, status, quiet):
                 assert answer.usage.completion_tokens >= 1
                 with pytest.raises(openai.AuthenticationError):
                     client.with_options(api_key="wrong").models.list()
+            found = listening_sockets(group_of(server.pid))
+            assert found == {(server.pid, "127.0.0.1", port), (server.pid, "127.0.0.1", grpc_port)}
         finally:
             os.killpg(server.pid, number)
             assert server.wait(60) == status

@@ -6,10 +6,11 @@ Knows nothing of models or sessions. transformers is imported only for a tokeniz
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paceline.checkpoint import token_text
@@ -79,17 +80,33 @@ class Tokenizer:
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of ``text``, with whatever special tokens the tokenizer puts around a prompt.
 
-        Raises InvalidRequestError for a lone surrogate, which stands for a byte that was no text.
+        Raises InvalidRequestError for a lone surrogate, which stands for a byte that was no text, and for a text that
+        the tokenizer fails on.
         """
         _num_bytes(text)
-        return tuple(self._tokenizer.encode(text))
+        with self._explained():
+            return tuple(self._tokenizer.encode(text))
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of ``text`` alone, without special tokens around it."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is not None:
-            return list(backend.encode(text, add_special_tokens=False).ids)
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        with self._explained():
+            if backend is not None:
+                return list(backend.encode(text, add_special_tokens=False).ids)
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raises InvalidRequestError for whatever the library raises: its panics are no exceptions to Python."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise InvalidRequestError(
+                f"the text cannot be tokenized: the tokenizer {self.name!r} fails on it ({reason[0][:200]})"
+            ) from error
 
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
         """Text of ``token_ids``, spaces as they are; special tokens are left out unless ``special`` is true."""
@@ -260,12 +277,12 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Tokenizer:
     fetch_gguf(path)
     try:
         if (tokenizer := read_json_tokenizer(path)) is not None:
-            return Tokenizer(path, tokenizer)
+            return _tried(Tokenizer(path, tokenizer))
         tokenizer, directory = transformers_tokenizer(path, trust_remote_code), folder_of(path)
         files = [name for name in tokenizer.vocab_files_names.values() if name]
         if directory is not None and files and not any((directory / name).is_file() for name in files):
             raise ConfigError(f"it holds none of {', '.join(sorted(files))}")  # transformers makes an empty one
-        return Tokenizer(path, tokenizer)
+        return _tried(Tokenizer(path, tokenizer))
     except Exception as error:  # transformers raises whatever its parsers raise
         require_no_code(path, error)
         folder = None if isinstance(error, ConfigError) else folder_of(path)
@@ -273,6 +290,12 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Tokenizer:
             error = FileNotFoundError(f"it holds no tokenizer.json or tokenizer.model ({type(error).__name__})")
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"no tokenizer could be loaded from {path!r}: {reason[0]}") from error
+
+
+def _tried(tokenizer: Tokenizer) -> Tokenizer:
+    """Returns a tokenizer that can tokenize a text. Raises InvalidRequestError for one that fails on every text."""
+    tokenizer.encode("")
+    return tokenizer
 
 
 def transformers_tokenizer(path: str, trust_remote_code: bool = False) -> Any:

@@ -57,12 +57,12 @@ def run_batch(args: argparse.Namespace) -> int:
     try:
         with _local(args) if service is None else _remote(service) as client:
             asyncio.run(_run(client, batch, concurrency))
+        refused = batch.num_refused
+        batch.finish()
     except (KeyboardInterrupt, PacelineError):
         done = f"{batch.num_done} of {len(requests)} are answered"
         print(f"{done}: the same command goes on from there", file=sys.stderr)
         raise
-    refused = batch.num_refused
-    batch.finish()
     seconds = time.monotonic() - began
     errors = f", {refused} of them by an error" if refused else ""
     narrate(f"{len(requests) - before} requests answered in {seconds:.1f} s{errors}")

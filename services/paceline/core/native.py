@@ -35,14 +35,17 @@ def compiled(source: Path, digest: str, options: Sequence[str], purpose: str) ->
         purpose: the library's name in the log.
 
     Raises:
-        EngineError: there is no compiler, or it fails; with its first error.
+        EngineError: there is no compiler, or it fails, with its first error; or the cache cannot be written.
     """
     path = library_path(source, digest)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            _compile(source, path, options, purpose)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                _compile(source, path, options, purpose)
+    except OSError as error:
+        raise EngineError(f"the cache {path.parent} cannot be written: {error.strerror or error}") from error
     return path
 
 

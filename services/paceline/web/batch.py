@@ -9,6 +9,7 @@ What ``output.partial`` holds is not asked again, so an interrupted batch goes o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -118,13 +119,11 @@ class Batch:
         self._answers: dict[str, str] = {}
         if output.exists():
             raise ConfigError(f"--output is {str(output)!r}, which exists: name a file that does not")
-        try:
+        with self._writing():
             if self._partial.exists():
                 self._take_up()
             with self._partial.open("ab"):
                 pass
-        except OSError as error:
-            raise ConfigError(f"--output is {str(output)!r}: it cannot be written ({error.strerror})") from None
 
     @property
     def num_done(self) -> int:
@@ -166,10 +165,11 @@ class Batch:
 
         Raises:
             EngineError: the service did not come back in that time. What was answered is kept.
+            ConfigError: the output cannot be written.
         """
         left = iter([request for request in self._requests if request.custom_id not in self._answers])
         progress(self.num_done, len(self._requests))
-        with self._partial.open("ab") as file:
+        with self._writing(), self._partial.open("ab") as file:
 
             async def work(requests: Iterator[BatchRequest]) -> None:
                 for request in requests:
@@ -184,15 +184,29 @@ class Batch:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(concurrency):
                         group.create_task(work(left))
-            except* EngineError as errors:
+            except* (EngineError, OSError) as errors:
                 raise errors.exceptions[0] from None
 
     def finish(self) -> None:
-        """Writes all answers in the order of their requests, at once; the partial file is gone then."""
+        """Writes all answers in the order of their requests, at once; the partial file is gone then.
+
+        Raises ConfigError if the output cannot be written; the partial file is left.
+        """
         whole = self._partial.with_suffix(".whole")
-        whole.write_text("".join(self._answers[request.custom_id] + "\n" for request in self._requests))
-        os.replace(whole, self._output)
+        try:
+            with self._writing():
+                whole.write_text("".join(self._answers[request.custom_id] + "\n" for request in self._requests))
+                os.replace(whole, self._output)
+        finally:
+            whole.unlink(missing_ok=True)
         self._partial.unlink()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(f"--output is {str(self._output)!r}: it cannot be written ({error.strerror})") from None
 
 
 async def _ask(client: httpx2.AsyncClient, request: BatchRequest, patience_s: float) -> dict[str, Any]:

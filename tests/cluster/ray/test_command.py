@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import shlex
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -21,6 +19,7 @@ import pytest
 import yaml
 from tests.cluster.ray.conftest import START_S
 from tests.cluster.ray.secured import HOST, Secured
+from tests.support.listening import listening_sockets
 from tests.support.rings import nightly
 
 from paceline.cli import serve
@@ -159,22 +158,7 @@ def command_line(pid):
 
 def listening(pids):
     """What the processes listen on: (kind of the process as the documents name it, address, port)."""
-    sockets = {}
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            host, port = local.split(":")
-            words = b"".join(struct.pack("=I", int(host[i : i + 8], 16)) for i in range(0, len(host), 8))
-            address = ipaddress.ip_address(words)
-            if state == "0A":
-                sockets[f"socket:[{inode}]"] = (str(getattr(address, "ipv4_mapped", None) or address), int(port, 16))
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-                if (link := os.readlink(descriptor)) in sockets:
-                    found.add((kind_of(pid), *sockets[link]))
-    return found
+    return {(kind_of(pid), address, port) for pid, address, port in listening_sockets(pids)}
 
 
 def kind_of(pid):

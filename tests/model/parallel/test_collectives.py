@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -220,6 +221,18 @@ def test_ranks_that_never_meet_are_told_so(make, tmp_path: Path, monkeypatch: py
     options = {"device": torch.device("cpu")} if make is connect else {}
     with pytest.raises(EngineError, match=r"rank 0 of 2 could not .* \(limit 1 s\): "):
         make(FileStore(str(tmp_path / "store"), 2), 0, 2, timeout_s=1.0, **options)
+
+
+@pytest.mark.compiler
+def test_memory_that_cannot_be_had_is_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is allocated then: memory that is only promised would end a step by SIGBUS."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(EngineError, match=r"rank 0 of 2 could not map the shared memory .*No space left on device"):
+        SharedMemoryCollectives(FileStore(str(tmp_path / "store"), 2), 0, 2, timeout_s=1.0)
 
 
 def test_gloo_is_used_and_said_where_there_is_no_compiler(
