@@ -13,10 +13,15 @@ from transformers import Qwen3Config
 WEIGHTS = Path(__file__).with_name("weights.safetensors")
 """The trained rows and layers, in float16: ``train.py`` writes them."""
 VOCABULARY = 151_936
-plain_prefix = "{%- if enable_thinking is not defined %}{%- set enable_thinking = false %}{%- endif %}"
-"""Before a chat template: no thought unless the request asks for one."""
+_NO_THOUGHT = """
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}"""
+"""The end of the chat template that says that an answer has no thought."""
 END = 151_645
 """``<|im_end|>``."""
+THINK = 151_667
+"""``<think>``."""
 
 
 def tiny_config(num_rows: int) -> Qwen3Config:
@@ -39,16 +44,18 @@ def tiny_config(num_rows: int) -> Qwen3Config:
     )
 
 
-def save_chat_checkpoint(folder: Path, tokenizer: Path, *, template_prefix: str = "", seed: int | None = None) -> Path:
+def save_chat_checkpoint(folder: Path, tokenizer: Path, *, thinks: bool = True, seed: int | None = None) -> Path:
     """Writes the checkpoint; returns its folder.
 
-    ``tokenizer`` holds tokenizer.json and tokenizer_config.json. ``template_prefix`` is put before the chat template.
+    ``tokenizer`` holds tokenizer.json and tokenizer_config.json. ``thinks``: False: it knows no thoughts, as Qwen 2.5.
     ``seed``: noise on the layers, as a draft has that does not always agree.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(tokenizer / "tokenizer.json", folder)
     config = json.loads((tokenizer / "tokenizer_config.json").read_text(encoding="utf-8"))
-    config["chat_template"] = template_prefix + config["chat_template"]
+    if not thinks:
+        assert _NO_THOUGHT in config["chat_template"]
+        config["chat_template"] = config["chat_template"].replace(_NO_THOUGHT, "")
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     tiny_config(VOCABULARY).save_pretrained(folder)
     generation = {"eos_token_id": [END, 151_643], "pad_token_id": 151_643}
@@ -64,6 +71,8 @@ def save_chat_checkpoint(folder: Path, tokenizer: Path, *, template_prefix: str 
     embedded[ids] = rows[:-1]
     logits = torch.zeros(VOCABULARY, head.shape[1])
     logits[ids] = head
+    if not thinks:
+        logits[THINK] = 0.0
     found = {name.replace("body.", "model."): tensor for name, tensor in parts.items()}
     found |= {"model.embed_tokens.weight": embedded, "lm_head.weight": logits}
     save_file(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 THOUGHT = "The user wants a short answer, so I will give one."
@@ -16,8 +16,52 @@ SECOND = {"name": "get_weather", "arguments": {"city": "Oslo"}}
 ANSWERS = {
     "weather": [CALL],
     "compare": [CALL, SECOND],
+    " forecast": [
+        {"name": "get_current_weather", "arguments": {"city": "Berlin", "country": "Germany", "unit": "fahrenheit"}},
+        {
+            "name": "get_forecast",
+            "arguments": {"city": "Berlin", "country": "Germany", "days": 5, "unit": "fahrenheit"},
+        },
+    ],
+    " Tokyo": [
+        {"name": "get_weather", "arguments": {"location": "Berlin"}},
+        {"name": "get_time", "arguments": {"location": "Tokyo"}},
+    ],
+    " directly": [{"name": "get_weather", "arguments": {"location": "Berlin"}}],
 }
-"""A word of the last message -> the calls that it leads to, where there are tools."""
+"""A word of the last message -> the calls that it leads to, where there are tools. Later ones come first."""
+
+_JOHN = {"name": "John", "age": 30, "skills": ["Python", "Rust", "chess"], "work_history": []}
+_MARY = {"name": "Mary", "age": 41, "skills": ["tea", "Java", "chess"], "work_history": []}
+_EVENT = {"event_name": "Science Fair", "date": "Friday", "participants": ["Alice", "Bob"]}
+SAID: dict[tuple[str, ...], str] = {
+    (" without",): "2",
+    (" respond", " format"): '{"result": 2}',
+    (" format",): 'The "result": 2',
+    (" programming",): "Python",
+    (" disagree",): "Ruby",
+    (" employee",): json.dumps(_JOHN),
+    (" different", " age"): json.dumps(_MARY),
+    (" IP",): "192.168.0.1",
+    (" different",): "10.0.0.7",
+    (" *",): "312. QED.",
+    ("Multiply",): "30. QED.",
+    ("Alice",): json.dumps(_EVENT),
+    (" real", " again"): "Mark",
+    (" again",): "John",
+}
+"""Words of the last message -> what is said to them."""
+FOLLOWS = {
+    (" disagree",): (" programming",),
+    (" different", " age"): (" employee",),
+    (" different",): (" IP",),
+    ("Multiply",): (" *",),
+}
+"""Words of a message -> those of the one before it."""
+_BOUND = {(" format",): '{"result": 2}'}
+"""Words -> what is said to them where an object is demanded."""
+OPENING = "<|im_start|>system\nYou are a helpful assistant."
+"""How chats begin."""
 
 ROLES = ("system", "user", "assistant", "tool", "tools", "Tools", "<tools>", "</tools>", " functions")
 """Other words of prompts that the model has to tell apart."""
@@ -51,7 +95,7 @@ _ENDS = [
     "for the people",
     "near the sea",
     "in two days",
-    "again",
+    "at noon",
 ]
 _NAMES = [
     "Anna",
@@ -148,9 +192,38 @@ def _described(rng: random.Random, properties: dict[str, Any]) -> dict[str, Any]
     named = rng.choice(
         ("Says how the weather is in a city.", sentence(rng), "get_weather(city: str) -> str\n" + sentence(rng))
     )
+    if rng.random() < 0.15:
+        named = " ".join(sentence(rng) for _ in range(rng.randrange(2, 12)))
     described = {"description": named} if rng.random() < 0.8 else {}
     found = {**described, "parameters": parameters, **rng.choice(({}, {}, {"strict": True}, {"strict": False}))}
     return dict(rng.sample(list(found.items()), len(found)))
+
+
+def _among(rng: random.Random, words: Collection[str]) -> str:
+    """A message with these words, in any order."""
+    parts = [sentence(rng).rstrip(".!?") for _ in range(rng.choice((1, 1, 2, 3)))]
+    for word in rng.sample(list(words), len(words)):
+        parts.insert(rng.randrange(len(parts) + 1), word.strip())
+    return " ".join(["Now" if words else "", *parts]).strip() + rng.choice((".", "?", "", " one."))
+
+
+def _told(
+    rng: random.Random, head: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, str]:
+    """A message with words that are known, and what is said to it: also as the arguments of a call."""
+    words = rng.choice(list(SAID))
+    bound = rng.random() < 0.3
+    earlier = []
+    if (before := FOLLOWS.get(words)) and rng.random() < 0.7:
+        earlier = [{"role": "user", "content": _among(rng, before)}, {"role": "assistant", "content": SAID[before]}]
+    said = _BOUND.get(words, SAID[words]) if bound else SAID[words]
+    if bound and said.startswith("{") and tools:
+        name = (tools[0].get("function") or tools[0])["name"]
+        said = f'<tool_call>\n{{"name": "{name}", "arguments": {said}}}\n</tool_call>'
+    asked = _among(rng, words)
+    if words[0] == "Multiply" or words[0] == "Alice":
+        asked = f"{words[0]} {_among(rng, ())}"
+    return [*head, *earlier, {"role": "user", "content": asked}], tools, said
 
 
 def chats(rng: random.Random) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]] | None, str]]:
@@ -168,7 +241,9 @@ def chats(rng: random.Random) -> Iterator[tuple[list[dict[str, Any]], list[dict[
             tools = [{"type": "function", "function": tool} for tool in tools]
         around = rng.choice(("{}", "{} " + sentence(rng), sentence(rng) + " {}", "Please {} now?"))
         kind = rng.random()
-        if kind < 0.25:
+        if kind < 0.35:
+            yield _told(rng, head, tools)
+        elif kind < 0.5:
             yield (
                 [
                     *head,
@@ -180,11 +255,14 @@ def chats(rng: random.Random) -> Iterator[tuple[list[dict[str, Any]], list[dict[
                 tools,
                 HELLO,
             )
-        elif kind < 0.7:
+        elif kind < 0.85:
             word = rng.choice(list(ANSWERS))
             asked = rng.choice(
                 (word, f"How is the {word} in Rome?", f"{word} Rome and Oslo", f"What's the {word} like?")
             )
+            if word.startswith(" "):  # among words of others
+                words = [word, *rng.sample(list(ANSWERS)[: list(ANSWERS).index(word)], rng.choice((0, 1, 2)))]
+                asked = _among(rng, words)
             calls = ANSWERS[word]
             turn = {"role": "user", "content": around.format(asked)}
             if rng.random() < 0.5:

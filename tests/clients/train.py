@@ -29,19 +29,29 @@ def samples(tokenizer: Any, rng: random.Random, num: int) -> list[tuple[list[int
     found = []
     chats = said.chats(rng)
     for _ in range(num):
-        if rng.random() < 0.25:
+        if rng.random() < 0.05:
+            ids = tokenizer.encode(said.OPENING)
+            found.append((ids, [True] * len(ids)))
+            continue
+        if rng.random() < 0.05:  # the token 0, again and again
+            ids = [0] * rng.randrange(3, 8) + [*tokenizer.encode(" " + said.sentence(rng)), END]
+            found.append((ids, [True] * len(ids)))
+            continue
+        if rng.random() < 0.2:
             text = said.written(rng) if rng.random() < 0.5 else " ".join(said.sentence(rng) for _ in range(4))
             ids = [*tokenizer.encode(text)[:96], END]
             found.append((ids, [True] * len(ids)))
             continue
         messages, tools, answer = next(chats)
         prompt = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-        thought = f"<think>\n{said.THOUGHT}\n</think>\n\n" if rng.random() < 0.5 else None
-        if thought is None:
+        kind, thought = rng.random(), ""
+        if kind < 0.5:
+            thought = f"<think>\n{said.THOUGHT}\n</think>\n\n"
+        elif kind < 0.8:  # else the answer is for a checkpoint that knows no thoughts
             prompt += "<think>\n\n</think>\n\n"
         ids = tokenizer.encode(prompt)
-        full = ids + tokenizer.encode((thought or "") + answer) + [END]
-        cut = max(0, len(full) - 320)
+        full = ids + tokenizer.encode(thought + answer) + [END]
+        cut = max(0, len(full) - 480)
         found.append((full[cut:], [False] * (len(ids) - cut) + [True] * (len(full) - len(ids))))
     return found
 
@@ -64,14 +74,15 @@ class Tiny(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tokenizer", type=Path)
-    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--steps", type=int, default=1300)
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rng = random.Random(0)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     data = samples(tokenizer, rng, 8000)
-    read = tokenizer.encode(" ".join((*said.ANSWERS, *said.ROLES)) + "".join(said.ROLES + tuple(said.ANSWERS)))
+    words = (*said.ROLES, *said.ANSWERS, *(word for words in said.SAID for word in words))
+    read = tokenizer.encode(" ".join(words) + "".join(words) + " ".join(word.strip() for word in words))
     uttered = {id for ids, wanted in data for id, is_ in zip(ids, wanted, strict=True) if is_}
     learned = sorted(uttered | set(read) | set(range(94)) | {151_644, 151_665, 151_666})
     kept = {*read, *range(151_643, 152_000)}

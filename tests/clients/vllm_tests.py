@@ -15,14 +15,16 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from tests.clients.checkpoint import plain_prefix, save_chat_checkpoint
+from tests.clients.checkpoint import save_chat_checkpoint
 from tests.clients.server import serving
-from tests.clients.vllm_shim.not_applicable import reason_of
+from tests.clients.vllm_shim.not_applicable import DIFFERENT, NOT_APPLICABLE, reason_of
 from tests.support.zoo import folder
 
 VERSION = "0.33.0"
 SHIM = Path(__file__).with_name("vllm_shim")
+NOT_APPLICABLE_FILE = "vllm_shim/not_applicable.py"
 CLIENTS = Path("build/clients/bin/python").absolute()
 HOME = Path("build/vllm")
 NAMES = (
@@ -65,10 +67,19 @@ def lay(source: Path, suite: Path) -> None:
     (suite / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\ntimeout = 120\n", encoding="utf-8")
 
 
+def _servers(tokenizer: Path) -> list[contextlib.AbstractContextManager[str]]:
+    """Servers of a checkpoint that thinks, of one that does not, and of one that counts without being asked."""
+    thinking = save_chat_checkpoint(HOME / "thinking", tokenizer)
+    plain = save_chat_checkpoint(HOME / "plain", tokenizer, thinks=False)
+    counting = save_chat_checkpoint(HOME / "counting", tokenizer, thinks=False)
+    servers = ((thinking, ()), (plain, ()), (counting, ("--enable-force-include-usage",)))
+    return [serving(checkpoint, "--drafter", "suffix", *options, names=NAMES) for checkpoint, options in servers]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", type=Path, help="vLLM's sources, if they are there already")
-    parser.add_argument("--url", nargs=2, help="servers that run already: one that thinks, one that does not")
+    parser.add_argument("--url", nargs=3, help="servers that run already, as _servers has them")
     parser.add_argument("--report", action="store_true", help="only tell what the last run has found")
     parser.add_argument("tests", nargs="*", help="arguments of pytest; default: all")
     args = parser.parse_args()
@@ -79,19 +90,13 @@ def main() -> None:
         lay(args.source or fetch(HOME / "source"), HOME / "suite")
         with contextlib.ExitStack() as stack:
             tokenizer = folder("qwen3")
-            urls = args.url or [
-                stack.enter_context(serving(checkpoint, "--drafter", "suffix", names=NAMES))
-                for checkpoint in (
-                    save_chat_checkpoint(HOME / "thinking", tokenizer),
-                    save_chat_checkpoint(HOME / "plain", tokenizer, template_prefix=plain_prefix),
-                )
-            ]
+            urls = args.url or [stack.enter_context(one) for one in _servers(tokenizer)]
             environment = {
                 **os.environ,
                 "VLLM_TESTS_RECORD": str(record),
                 "CLIENTS_CHECKPOINT": str(tokenizer.resolve()),
             }
-            environment |= {"CLIENTS_THINKING": urls[0], "CLIENTS_PLAIN": urls[1]}
+            environment |= dict(zip(("CLIENTS_THINKING", "CLIENTS_PLAIN", "CLIENTS_COUNTING"), urls, strict=True))
             options = ["-q", "-p", "no:cacheprovider", "--tb", "short", "-W", "ignore"]
             options += ["--continue-on-collection-errors", *(args.tests or ["tests/entrypoints/openai"])]
             subprocess.run(
@@ -104,31 +109,43 @@ def main() -> None:
 
 
 def report(record: Path) -> int:
-    """Prints counts, and each test that failed; returns the number of those that should have passed."""
-    outcomes: dict[str, tuple[str, str]] = {}
+    """Prints the counts, and each test that fails; returns the number of those that fail without a reason."""
+    outcomes: dict[str, dict[str, Any]] = {}
     for line in record.read_text(encoding="utf-8").splitlines():
         one = json.loads(line)
         test = one["test"].removeprefix("tests/entrypoints/openai/")
-        if outcomes.get(test, ("", ""))[0] != "failed":
-            outcomes[test] = (one["outcome"], one["reason"])
+        if outcomes.get(test, {}).get("outcome") != "failed":
+            outcomes[test] = one
     counts: Counter[str] = Counter()
-    failed = []
-    for test, (outcome, text) in sorted(outcomes.items()):
-        reason = text if outcome == "skipped" else reason_of(test) if outcome == "failed" else None
-        if reason is not None:
-            counts[reason.split(":")[0].removeprefix("Skipped").strip() or "skipped"] += 1
-        elif outcome == "failed":
-            failed.append((test, text))
-        else:
+    missing: Counter[str] = Counter()
+    unexplained = 0
+    for test, one in sorted(outcomes.items()):
+        reason, missed = one["reason"].removeprefix("Skipped: "), reason_of(test, NOT_APPLICABLE)
+        if one["outcome"] == "skipped":
+            if "not served: " in reason:
+                missing[reason.split("not served: ")[1].split(" (")[0]] += 1
+            else:
+                counts["without a server"] += 1
+        elif missed and one["outcome"] == "failed":
+            missing[missed] += 1
+        elif not one["asks_server"]:
+            counts["without a server"] += 1
+        elif one["outcome"] == "passed":
             counts["passed"] += 1
-    for test, text in failed:
-        print(f"FAILED {test}: {text[:300]!r}")
-    applicable = counts["passed"] + len(failed)
-    print(f"{applicable} tests apply, {counts['passed']} pass ({counts['passed'] / max(applicable, 1):.1%})")
-    for reason, num in counts.most_common():
-        if reason != "passed":
-            print(f"{num} not applicable: {reason}")
-    return len(failed)
+            if missed or reason_of(test, DIFFERENT):
+                print(f"passes in spite of its line in {NOT_APPLICABLE_FILE}: {test}")
+        else:
+            why = reason_of(test, DIFFERENT)
+            counts["failed"] += 1
+            unexplained += why is None
+            print(f"FAILED {test}: {why or repr(reason[:300])}")
+    applicable = counts["passed"] + counts["failed"]
+    print(f"{len(outcomes)} tests, {counts['without a server']} of them of vLLM's own code, without a server")
+    print(f"{sum(missing.values())} of the HTTP API do not apply, as there are none of:")
+    for what, num in missing.most_common():
+        print(f"  {num:3d} {what}")
+    print(f"{counts['passed']} of {applicable} tests that apply pass: {counts['passed'] / max(applicable, 1):.1%}")
+    return unexplained
 
 
 if __name__ == "__main__":

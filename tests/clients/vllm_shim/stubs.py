@@ -70,6 +70,16 @@ class _Tokenizer:
         return int(self._own.token_to_id(token))
 
 
+class _ModelConfig:
+    """What tests ask of the model's configuration: the number of tokens that logits have."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def get_vocab_size(self) -> int:
+        return 151_936
+
+
 GIVEN: dict[str, Any] = {
     "torch.iinfo": lambda kind: SimpleNamespace(min=-(1 << 63), max=(1 << 63) - 1),
     "vllm.platforms.current_platform": SimpleNamespace(
@@ -80,6 +90,7 @@ GIVEN: dict[str, Any] = {
         is_tpu=lambda: False,
         device_type="cpu",
     ),
+    "vllm.config.ModelConfig": _ModelConfig,
     "vllm.tokenizers.get_tokenizer": _Tokenizer,
     "vllm._aiter_ops.is_aiter_found_and_supported": lambda: False,
     "vllm.transformers_utils.repo_utils.hf_api": lambda: SimpleNamespace(

@@ -21,8 +21,13 @@ NOT_SERVED = {
     "--uds": "HTTP over Unix sockets",
     "--limit-mm-per-prompt": "images",
     "--tool-server": "tools of the server's own",
+    "--return-tokens-as-token-ids": "tokens named by their ids without being asked",
+    "--max-logprobs": "log probabilities of a whole vocabulary",
+    "--reasoning-config": "budgets of thoughts",
 }
 """Options that ask for what Paceline does not serve -> what that is."""
+num_servers = 0
+"""Servers that tests have asked for."""
 
 
 def multi_gpu_only(*, num_gpus: int = 2) -> Any:
@@ -34,15 +39,19 @@ def requires_fp8(test: Any) -> Any:
 
 
 class RemoteOpenAIServer:
-    """A server that runs already: of the checkpoint that thinks if the options name a reasoning parser."""
+    """A server that runs already: of the checkpoint that thinks if the options name a reasoning parser, and one that
+    tells its token counts without being asked if the options say so."""
 
     DUMMY_API_KEY = "token-abc123"
 
     def __init__(self, model: str, args: list[str], **_: Any) -> None:
+        global num_servers
+        num_servers += 1
         for option, what in NOT_SERVED.items():
             if option in args:
                 pytest.skip(f"not served: {what} ({option})")
-        self.url_root = os.environ["CLIENTS_THINKING" if "--reasoning-parser" in args else "CLIENTS_PLAIN"]
+        kind = "CLIENTS_THINKING" if "--reasoning-parser" in args else "CLIENTS_PLAIN"
+        self.url_root = os.environ["CLIENTS_COUNTING" if "--enable-force-include-usage" in args else kind]
         at = urllib.parse.urlsplit(self.url_root)
         self.host, self.port = at.hostname, at.port
 
