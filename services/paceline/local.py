@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack, cast, overload
@@ -41,6 +42,7 @@ from paceline.messages import FromDraft, FromTarget, ToDraft, ToTarget
 from paceline.router.admission import TargetInfo
 from paceline.router.losses import Losses, poisonous
 from paceline.router.overview import Overview, drafting
+from paceline.router.preparation import Preparation
 from paceline.router.queue import FairQueue
 from paceline.router.relay import Outbox, Relay
 from paceline.router.retry import RetryHints
@@ -118,6 +120,7 @@ class LocalPipeline:
         self._most_with_drafts: int | None = None  # the most sessions for which the target wants drafts
         self._draft_lost_s: float | None = None  # when the draft died, until it is up again
         self._overview = Overview(clock)
+        self._preparation = Preparation()
         self._stopping = threading.Event()
         self._restart: threading.Thread | None = None
         self._pulses = Pulse(config.target_timeout_s), Pulse(config.draft_timeout_s)
@@ -420,7 +423,7 @@ class LocalPipeline:
         try:
             prompt: str | Sequence[int] = request.prompt
             if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
-                prompt = await asyncio.to_thread(self.encode, prompt, request.sampling)
+                prompt = await self._preparation.run(len(prompt), partial(self.encode, prompt, request.sampling))
             if request.sampling.structured_output is not None:
                 await self._forms.checked(request.sampling.structured_output)
             generation = self.submit(

@@ -85,9 +85,9 @@ MODEL = (
 )
 SERVICE = f"{MODEL} --config --set --targets --drafts --routers --host --grpc-port --http-port "
 SERVICE += "--port --no-playground --tls-certificate --tls-key --tls-client-ca --api-keys --chat-template "
-SERVICE += "--tool-call-parser --reasoning-parser --served-model-name --cors-origins --allowed-origins --max-num-seqs "
-SERVICE += "--max-num-batched-tokens --gpu-memory-utilization --api-key --enable-prefix-caching "
-SERVICE += "--enable-force-include-usage "
+SERVICE += "--tool-call-parser --reasoning-parser --served-model-name --cors-origins --allowed-origins "
+SERVICE += "--allowed-hosts --max-num-seqs --max-num-batched-tokens --gpu-memory-utilization --api-key "
+SERVICE += "--enable-prefix-caching --enable-force-include-usage "
 SERVICE += "--no-enable-prefix-caching --speculative-config --revision --trust-remote-code"
 CONNECTION = "--tls --tls-ca --tls-certificate --tls-key --tls-server-name --api-key"
 FLAGS = {

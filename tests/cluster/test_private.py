@@ -60,7 +60,9 @@ def test_no_token_is_made_where_none_is_asked_for(home, monkeypatch):
 
 
 # What Serve writes for HAProxy (ray/serve/_private/haproxy_templates.py), as far as it listens.
-PROXY = """frontend prometheus
+PROXY = """defaults
+    option httplog
+frontend prometheus
     bind :{metrics}
 frontend http_frontend
     bind {host}:8000
@@ -83,6 +85,7 @@ def proxied(folder, environment, host):
     assert " && exec " in script, "an HAProxy whose configuration could not be changed must not run"
     wrapper.write_text(script.partition(" && exec ")[0] + "\n")
     subprocess.run(command, check=True)
+    assert "    option httplog\n    timeout http-request 10s\n" in config.read_text()
     found = [line.split()[1:] for line in config.read_text().splitlines() if "bind" in line]
     own = {port: name for name, port in ports.items()}
     return [[address.rpartition(":")[0], own.get(address.rpartition(":")[2]), *more] for address, *more in found]

@@ -275,7 +275,7 @@ MISSPELT = [
     ("draft_config.engine_kwargs.fanout", "did you mean fan_out?"),
     ("router_config.max_queued_request", "did you mean max_queued_requests?"),
     ("log.jsn", "did you mean json?"),
-    ("server.port", "allowed are api_keys, chat_template, cors_origins, "),
+    ("server.port", "allowed are allowed_hosts, api_keys, chat_template, cors_origins, "),
     ("target_config.deployment_config.num_replica", "did you mean num_replicas?"),
     ("target_config.deployment_config.ray_actor_options.num_gpu", "did you mean num_gpus?"),
     ("target_config.deployment_config.autoscaling_config.max_replica", "did you mean max_replicas?"),

@@ -99,7 +99,7 @@ def test_a_caller_that_leaves_while_its_prompt_is_tokenized_leaves_nothing(monke
             await asyncio.wait([long])
             assert not router._active
             assert not router._entering
-            assert router._admission._num_tokenizing == 0
+            assert not router._admission.preparation.is_busy
 
     asyncio.run(asyncio.wait_for(test(), 30))
 

@@ -312,7 +312,7 @@ async def rounds(
             _, result = await collect(router, PROMPT, sampling=VICTIM)
             assert result.token_ids == plain(PROMPT, VICTIM), "the tokens of another stream have changed"
             await until(lambda: not (router._active or router._entering), patience_s, "the router holds no request")
-            await until(lambda: router._admission._num_tokenizing == 0, what="no prompt is tokenized")
+            await until(lambda: not router._admission.preparation.is_busy, what="no prompt is tokenized")
             await assert_free(target, draft)
 
         await check()

@@ -89,6 +89,9 @@ class Bytes:
     def __len__(self):
         return 5000
 
+    def get_vocab(self):
+        return {chr(i): i for i in range(10, 5000)}
+
     def encode(self, text, add_special_tokens=True):
         ids, at = [], 0
         while at < len(text):

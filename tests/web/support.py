@@ -28,9 +28,10 @@ def edge_over(service, *, keys=None, require_tls=False, **options):
 
 
 @contextlib.contextmanager
-def served(edge: Edge) -> Iterator[str]:
-    """The URL of the application while it is served."""
-    config = uvicorn.Config(make_app(edge), port=0, lifespan="off", log_config=None, timeout_graceful_shutdown=5)
+def served(edge: Edge, **options) -> Iterator[str]:
+    """The URL of the application while it is served. ``options``: those of uvicorn."""
+    options = {"lifespan": "off", "log_config": None, "timeout_graceful_shutdown": 5} | options
+    config = uvicorn.Config(make_app(edge), port=0, **options)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

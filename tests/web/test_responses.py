@@ -295,7 +295,7 @@ def test_tokens_are_counted_as_the_request_has_them(model):
 def test_the_oldest_turns_are_left_out_if_they_may_be(model):
     service, client = model
     service.says = "so"
-    turns = [{"role": role, "content": "hi" * 100} for _ in range(30) for role in ("user", "assistant")]
+    turns = [{"role": role, "content": "hi" * 100} for _ in range(20) for role in ("user", "assistant")]
     turns.append({"role": "user", "content": "last"})
     room = service.info.max_model_len
     asked = {"model": MODEL, "input": turns, "instructions": "brief", "max_output_tokens": 100}

@@ -58,6 +58,11 @@ class ChatTemplate:
         self.format = format
         self._readings: dict[tuple[int, bool, bool], tuple[Tokenizer, Reading]] = {}
 
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of rendered chats."""
+        return Tokenizer(str(getattr(self._tokenizer, "name_or_path", "")), self._tokenizer)
+
     @property
     def source(self) -> str:
         """The chat template itself, the one that is taken without tools."""
@@ -157,7 +162,7 @@ class ChatTemplate:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a rendered chat, which brings its special tokens itself."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self.tokenizer.encode_text(text))
 
 
 def _as_read(message: dict[str, Any], template: str) -> dict[str, Any]:

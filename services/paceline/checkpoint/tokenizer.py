@@ -60,9 +60,7 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with whatever special tokens belong around a prompt."""
-        if len(text) <= LONG_TEXT:
-            return list(self.backend_tokenizer.encode(text).ids)
-        return list(self.backend_tokenizer.encode_batch_fast([text])[0].ids)  # releases the interpreter lock
+        return _encoded(self.backend_tokenizer, text, special=True)
 
     def get_vocab(self) -> dict[str, int]:
         """Every token, added ones included."""
@@ -76,6 +74,9 @@ class Tokenizer:
     def __init__(self, name: str, hf_tokenizer: Any) -> None:
         self.name = name
         self._tokenizer = hf_tokenizer
+        backend = getattr(hf_tokenizer, "backend_tokenizer", None)
+        if backend is not None and backend.truncation is not None:  # of tokenizer.json
+            backend.no_truncation()
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of ``text``, with whatever special tokens the tokenizer puts around a prompt.
@@ -84,16 +85,24 @@ class Tokenizer:
         the tokenizer fails on.
         """
         _num_bytes(text)
+        backend = self._backend
         with self._explained():
-            return tuple(self._tokenizer.encode(text))
+            if backend is None or len(text) <= LONG_TEXT:
+                return tuple(self._tokenizer.encode(text))
+            return tuple(_encoded(backend, text, special=True))
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of ``text`` alone, without special tokens around it."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
         with self._explained():
-            if backend is not None:
-                return list(backend.encode(text, add_special_tokens=False).ids)
+            if self._backend is not None:
+                return _encoded(self._backend, text, special=False)
             return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    @property
+    def _backend(self) -> Any:
+        """What may be asked in the place of the whole tokenizer. None: there is none, or it would not do all of it."""
+        is_split = getattr(self._tokenizer, "split_special_tokens", False)
+        return None if is_split else getattr(self._tokenizer, "backend_tokenizer", None)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -202,6 +211,13 @@ class Tokenizer:
         return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
+def _encoded(backend: Any, text: str, *, special: bool) -> list[int]:
+    """Token ids. Long texts are tokenized without the interpreter lock, and without the places of their tokens."""
+    if len(text) <= LONG_TEXT:
+        return list(backend.encode(text, add_special_tokens=special).ids)
+    return list(backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+
+
 def Detokenizer(decode: Decode, prompt_token_ids: Sequence[int] = ()) -> token_text.Detokenizer:
     """The text of tokens as they come: by their bytes if ``decode`` is that of a tokenizer, in windows otherwise."""
     owner = getattr(decode, "__self__", None)
@@ -219,7 +235,7 @@ def encode_prompt(
     Raises InvalidRequestError for one that is empty, unknown or too long.
     """
     if isinstance(prompt, str):
-        _check_text(tokenizer, prompt, max_model_len)
+        check_text(tokenizer, prompt, max_model_len)
         token_ids = tokenizer.encode(prompt)
     else:
         _check_num_tokens(len(prompt), max_model_len)
@@ -235,6 +251,15 @@ def encode_prompt(
     return token_ids
 
 
+def encode_bounded(tokenizer: Tokenizer, text: str, max_model_len: int, *, special: bool = True) -> tuple[int, ...]:
+    """Token ids of a text, which may be somewhat longer than the context. ``special``: as ``encode`` has them.
+
+    Raises PromptTooLongError, before all of it is tokenized, for a text that is much longer.
+    """
+    check_text(tokenizer, text, max_model_len)
+    return tokenizer.encode(text) if special else tuple(tokenizer.encode_text(text))
+
+
 def _check_num_tokens(num_tokens: int, max_model_len: int, at_least: str = "") -> None:
     if num_tokens >= max_model_len:
         raise PromptTooLongError(
@@ -243,8 +268,8 @@ def _check_num_tokens(num_tokens: int, max_model_len: int, at_least: str = "") -
         )
 
 
-def _check_text(tokenizer: Tokenizer, text: str, max_model_len: int) -> None:
-    """Raises PromptTooLongError for a text that cannot fit the context, without tokenizing more of it than needed."""
+def check_text(tokenizer: Tokenizer, text: str, max_model_len: int) -> None:
+    """Raises PromptTooLongError for a text that is much longer than the context, of which it tokenizes little."""
     limit = max_model_len * tokenizer.max_token_bytes
     if (size := _num_bytes(text)) > limit:
         raise PromptTooLongError(

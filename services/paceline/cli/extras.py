@@ -17,7 +17,7 @@ from paceline.errors import ConfigError
 MODULES = {
     "embedded": (
         *("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy"),
-        *("prometheus_client", "fastapi", "uvicorn", "jinja2", "llguidance", "regex"),
+        *("prometheus_client", "fastapi", "uvicorn", "httptools", "jinja2", "llguidance", "regex"),
     ),
     "serve": ("ray", "grpc_reflection", "cryptography"),
     "quant": ("torchao",),

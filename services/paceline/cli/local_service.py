@@ -21,6 +21,7 @@ import uvicorn
 from paceline import logs
 from paceline.checkpoint.chat import load_chat
 from paceline.cli.local_grpc import LocalPublic, serve_grpc
+from paceline.cli.local_http import BoundedProtocol
 from paceline.cli.local_metrics import Measured
 from paceline.cli.startup import StartView, next_steps, tell_ready
 from paceline.config import (
@@ -94,6 +95,8 @@ def serve_local(
         one = _Server(
             uvicorn.Config(
                 make_app(edge),
+                http=BoundedProtocol,
+                ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -211,6 +214,7 @@ def local_edge(
         aliases=names[1:],
         system_fingerprint=fingerprint_of(pipeline.config.model_dump_json()),
         cors_origins=server.cors_origins,
+        allowed_hosts=server.hosts,
         force_include_usage=server.force_include_usage,
         strict_fields=server.strict_fields,
         playground=server.playground,

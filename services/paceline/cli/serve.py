@@ -58,7 +58,7 @@ _FILE_KEYS = {
 }
 """Flags that name files, and the keys that they set."""
 _PAGE_KEY = "server.playground"
-_LIST_KEYS = ("server.served_model_name", "server.cors_origins")
+_LIST_KEYS = ("server.served_model_name", "server.cors_origins", "server.allowed_hosts")
 _RUNNING = ("dtype", "compile", "background_compilation")
 """Flags of a target that are those of its draft models, too."""
 _ENGINE_KEYS = [f"target_config.engine_kwargs.{name}" for name in _RUNNING]
@@ -116,6 +116,12 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="ORIGIN",
         help="origins of web pages that may call, * for any (default: pages of this machine, none with keys)",
+    )
+    group.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        metavar="NAME",
+        help="names in the header Host, beside those of this machine, * for any (default: any unless on the loopback)",
     )
     group.add_argument(
         "--no-playground", dest="playground", action="store_const", const=False, help="serve no page at / of the port"

@@ -18,6 +18,7 @@ LONGEST_STREAM_S = 24 * 3600
 
 _DRAIN_S = 2.0
 _NUM_PORTS = 4
+_HEAD_S = 10
 _BINARY, _WRAPPER = "RAY_SERVE_HAPROXY_BINARY_PATH", "haproxy.sh"
 
 
@@ -96,14 +97,16 @@ def serve_environment(
 
 
 def _write_wrapper(folder: Path, settings: Mapping[str, str], moved: Sequence[str]) -> None:
-    """Writes what Serve runs as HAProxy, which listens where Serve's template does not let it.
+    """Writes what Serve runs as HAProxy, which listens where Serve's template does not let it, and gives clients
+    ``_HEAD_S`` for the headers of a request, where the template gives them an hour.
 
     Statistics and metrics, which have no credentials, go from all addresses to the loopback; Serve reads them by
     sockets.
     """
     pages = [settings[f"RAY_SERVE_HAPROXY_{page}_PORT"] for page in ("STATS", "METRICS")]
     inward = [f"s/^( *bind )[*]?:{port}$/\\1{LOOPBACK}:{port}/" for port in pages]
-    edits = " ".join(f"-e {shlex.quote(edit)}" for edit in (*inward, *moved))
+    in_time = f"s/^    option httplog$/&\\n    timeout http-request {_HEAD_S}s/"
+    edits = " ".join(f"-e {shlex.quote(edit)}" for edit in (*inward, *moved, in_time))
     wrapper = folder / _WRAPPER  # is called with -db -f FILE, and more
     wrapper.write_text(f'#!/bin/sh\nsed -E -i {edits} "$3" && exec {shlex.quote(_haproxy())} "$@"\n')
     wrapper.chmod(0o700)

@@ -212,6 +212,7 @@ class Ingress(PublicMethods):
             aliases=names[1:],
             system_fingerprint=fingerprint_of(self.config.target_config.model_dump_json()),
             cors_origins=server.cors_origins,
+            allowed_hosts=server.hosts,
             force_include_usage=server.force_include_usage,
             strict_fields=server.strict_fields,
             playground=server.playground,

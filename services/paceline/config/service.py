@@ -4,6 +4,7 @@ back as YAML, and cut into the slices that the monitor and the engine builders a
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +121,10 @@ class ServerConfig(Strict):
     cors_origins: tuple[str, ...] | None = None
     """Origins of web pages that may call, such as ``https://chat.example.com``; ``*``: any. null: pages of this machine
     (localhost) while there are no keys, else none."""
+    allowed_hosts: tuple[str, ...] | None = None
+    """Names by which clients may call the service in the header ``Host``, besides addresses and the names of this
+    machine. ``*.example.com``: all below it; ``*``: any. null: no more while ``host`` is the loopback, so that no web
+    page can call it by a name of its own; else any."""
     force_include_usage: bool = False
     """Every event of a stream holds the token counts so far, and a last one those of the request, unless its
     ``stream_options`` say otherwise."""
@@ -133,12 +138,12 @@ class ServerConfig(Strict):
     playground: bool = True
     """Serve a page at ``/`` of the HTTP port that shows speculation at work. It asks for a key where there are keys."""
 
-    @field_validator("served_model_name", "cors_origins", mode="before")
+    @field_validator("served_model_name", "cors_origins", "allowed_hosts", mode="before")
     @classmethod
     def _one_or_more(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
-    @field_serializer("served_model_name", "cors_origins")
+    @field_serializer("served_model_name", "cors_origins", "allowed_hosts")
     def _as_list(self, value: tuple[str, ...] | None) -> list[str] | None:
         return None if value is None else [*value]
 
@@ -149,11 +154,25 @@ class ServerConfig(Strict):
             raise Fault("", "holds '': a name has at least one character")
         return value
 
+    @property
+    def hosts(self) -> tuple[str, ...] | None:
+        """``allowed_hosts`` with its default. None: any."""
+        if self.allowed_hosts is not None:
+            return None if "*" in self.allowed_hosts else tuple(name.lower() for name in self.allowed_hosts)
+        return () if _is_loopback(self.host) else None
+
     @model_validator(mode="after")
     def _two_ports(self) -> Self:
         if self.grpc_port == self.http_port:
             raise Fault("http_port", f"is {self.http_port}, which is grpc_port too: they must differ")
         return self
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class LogConfig(Strict):

@@ -6,12 +6,11 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.grammar_trial import GrammarTrials
-from paceline.checkpoint.tokenizer import LONG_TEXT, Tokenizer, encode_prompt
+from paceline.checkpoint.tokenizer import LONG_TEXT, Tokenizer, encode_bounded, encode_prompt
 from paceline.config import RouterConfig
 from paceline.errors import InvalidRequestError, PacelineError, ResourceExhaustedError
 from paceline.metrics.router import RouterMetrics
@@ -19,6 +18,7 @@ from paceline.metrics.tracing import RequestSpans
 from paceline.router.link import DraftLink, TargetLink
 from paceline.router.losses import Losses
 from paceline.router.pool import Lease
+from paceline.router.preparation import Preparation
 from paceline.router.queue import FairQueue
 from paceline.router.retry import RetryHints
 from paceline.router.session import Session
@@ -53,6 +53,13 @@ class TargetInfo:
     def num_token_ids(self) -> int:
         """Token ids that requests may name are below it."""
         return self.tokenizer.vocab_size if self.vocab_size is None else self.vocab_size
+
+    def tokenize(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """Token ids of a text that may be somewhat longer than the context; ``special``: with those around a prompt.
+
+        Raises PromptTooLongError for one that is much longer.
+        """
+        return encode_bounded(self.tokenizer, text, self.max_model_len, special=special)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,8 +128,7 @@ class Admission:
         self._forms = GrammarTrials(self._grammars)
         self._num_sessions = 0
         self._hints = RetryHints()
-        self._tokenizing = ThreadPoolExecutor(1, "paceline-tokenize")
-        self._num_tokenizing = 0
+        self.preparation = Preparation(config.max_queued_requests, config.max_queued_requests, "long prompts")
 
     async def prepare(self, request: Request, targets: Sequence[ReplicaStatus]) -> ActiveRequest:
         """Tokenizes a request and checks it against the limits of the model and of the ``targets`` that are up.
@@ -167,24 +173,16 @@ class Admission:
         return ActiveRequest(request, session, token_ids, arrived_s)
 
     async def _tokenized(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
-        """Token ids of a prompt. Long texts wait their turn for one thread, which leaves the loop to the streams."""
+        """Token ids of a prompt. Long texts wait their turn for a thread, which leaves the loop to the streams."""
         tokenizer, max_model_len, num_ids = self._info.tokenizer, self._info.max_model_len, self._info.num_token_ids
         if not isinstance(prompt, str) or len(prompt) <= LONG_TEXT:
             return encode_prompt(tokenizer, prompt, max_model_len, num_ids)
-        if self._num_tokenizing > (limit := self._config.max_queued_requests):
-            self._metrics.rejected("queue_full")
-            raise ResourceExhaustedError(
-                f"{self._num_tokenizing} long prompts are to be tokenized: at most {limit} may wait",
-                retry_after_s=self._hints.refused(self._clock(), self._num_tokenizing),
-            )
-        self._num_tokenizing += 1
+        encode = functools.partial(encode_prompt, tokenizer, prompt, max_model_len, num_ids)
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(
-                self._tokenizing, encode_prompt, tokenizer, prompt, max_model_len, num_ids
-            )
-        finally:
-            self._num_tokenizing -= 1
+            return await self.preparation.run(len(prompt), encode)
+        except ResourceExhaustedError:
+            self._metrics.rejected("queue_full")
+            raise
 
     def close(self) -> None:
         """Ends the process in which structured outputs are tried."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, Self
@@ -144,15 +145,16 @@ class CountBody(ToolsBody):
 
     def chat(self) -> list[dict[str, Any]]:
         """The messages as a chat template reads them. Raises InvalidRequestError."""
-        found: list[dict[str, Any]] = []
+        turns: list[list[dict[str, Any]]] = []
         if system := _joined(_blocks(self.system), "system"):
-            found.append({"role": "system", "content": system})
+            turns.append([{"role": "system", "content": system}])
         for i, message in enumerate(self.messages):
             for turn in _turns(message, f"messages[{i}]"):
-                if found and turn["role"] == found[-1]["role"] != "tool":
-                    found[-1] = _as_one(found[-1], turn)
+                if turns and turn["role"] == turns[-1][0]["role"] != "tool":
+                    turns[-1].append(turn)
                 else:
-                    found.append(turn)
+                    turns.append([turn])
+        found = [_as_one(parts) for parts in turns]
         if found[-1]["role"] == "assistant" and "tool_calls" in found[-1]:
             raise InvalidRequestError("messages end with a block of type 'tool_use': the tool_result is needed")
         return found
@@ -253,7 +255,7 @@ def _of_user(blocks: Sequence[Any], place: str) -> Iterator[dict[str, Any]]:
 
 
 def _of_assistant(blocks: Sequence[Any], place: str) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    parts: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     for i, block in enumerate(blocks):
         at = f"{place}[{i}]"
         match block.get("type") if isinstance(block, dict) else None:
@@ -269,17 +271,23 @@ def _of_assistant(blocks: Sequence[Any], place: str) -> dict[str, Any]:
                 part = {"tool_calls": [{"id": _text(block, "id", at), "type": "function", "function": function}]}
             case _:
                 raise _fault(block, at, "'text', 'thinking' or 'tool_use'")
-        message = _as_one(message, part)
-    return message
+        parts.append(part)
+    return _as_one(parts)
 
 
-def _as_one(message: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Two parts of one turn."""
-    found = {**message, **more}
-    for name in found.keys() & message.keys() & more.keys() - {"role"}:
-        first, second = message[name], more[name]
-        found[name] = [*first, *second] if isinstance(first, list) else _JOINT.join(filter(None, (first, second)))
-    return found
+def _as_one(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The parts of one turn as one message."""
+    values: dict[str, list[Any]] = {}
+    for part in parts:
+        for name, value in part.items():
+            values.setdefault(name, []).append(value)
+    return {name: _in_one(name, given) for name, given in values.items()}
+
+
+def _in_one(name: str, values: list[Any]) -> Any:
+    if name == "role" or len(values) == 1:
+        return values[0]
+    return [*itertools.chain(*values)] if isinstance(values[0], list) else _JOINT.join(filter(None, values))
 
 
 def _text(block: Mapping[str, Any], name: str, place: str) -> str:

@@ -8,7 +8,6 @@ POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, and the
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -22,23 +21,23 @@ from typing import Any, Protocol, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from paceline import __version__, logs
 from paceline.errors import InvalidRequestError, NotFoundError, PacelineError
+from paceline.router.preparation import Preparation
 from paceline.types import Chunk, Result, check_request_id
 from paceline.types import Request as Generation
 from paceline.web import anthropic
 from paceline.web import responses as responding
 from paceline.web.anthropic_schema import CountBody, MessageBody
+from paceline.web.bodies import Bodies, BodyBounds
 from paceline.web.chat import ChatCompletion
 from paceline.web.choices import Item, run_all
 from paceline.web.completions import Completion
 from paceline.web.errors import ClientLeftError, body_of, to_http
 from paceline.web.fields import Ignored
-from paceline.web.guard import Guard, Load, allow_cors
-from paceline.web.json_text import parse
+from paceline.web.guard import Guard, Load, Origins, allow_cors
 from paceline.web.messages import ChatBody
 from paceline.web.playground import add_playground
 from paceline.web.responses_schema import ResponseBody
@@ -48,8 +47,8 @@ from paceline.web.tokenization import DetokenizeBody, Text, TokenizeBody, Tokens
 
 log = logging.getLogger(__name__)
 
-_LARGE_BODY = 1 << 16
-"""Bodies of more bytes are parsed in a thread."""
+_SMALL_BODY = 4096
+"""A body of so many bytes is read at once, unless a chat template is to be rendered: a millisecond or two."""
 _REQUEST_ID = "x-request-id"
 _MAY_BE_NAMED = frozenset(
     name
@@ -80,7 +79,13 @@ class Answer(Protocol):
         """Returns the last events of a stream that fails; ``body``: OpenAI's body of the error."""
 
 
-_A = TypeVar("_A")
+_A = TypeVar("_A", covariant=True)
+
+
+class _Kind(Protocol[_A]):
+    """Makes what answers a body."""
+
+    def __call__(self, edge: Edge, body: Any, request_id: str, /) -> _A: ...
 
 
 class _Json(JSONResponse):
@@ -106,41 +111,39 @@ def make_app(edge: Edge) -> FastAPI:
     """The application. It may be mounted where other paths are served, too."""
     app = FastAPI(title="Paceline", version=__version__, docs_url=None, redoc_url=None)
     started, load = int(time.time()), Load()
+    bodies, preparation = Bodies(BodyBounds.of(edge.service.info, edge.max_body_bytes)), Preparation()
     names = (edge.model_id, *edge.aliases)
 
     def caller_of(request: Request) -> str:
         return edge.access.identify(list(request.headers.items()))
 
-    async def asked(
-        request: Request, kind: Callable[[Edge, Any, str], _A], body: type[Body], parsed: tuple[Any, int] | None = None
-    ) -> tuple[Body, _A]:
-        """The body of a request, and what answers it. ``parsed``: the body, if it was read already."""
+    async def asked(request: Request, kind_of: Callable[[Any], tuple[_Kind[_A], type[Body]]]) -> tuple[Body, _A]:
+        """The body of a request, and what answers it. ``kind_of``: tells by the body what does, and its type."""
         _request_id(request)
-        data, size = parsed or await _json(request, edge.max_body_bytes)
-        given = read(body, data, Ignored(strict=edge.strict_fields))
-        if given.model and given.model not in names:
-            raise _no_model(given.model, names)
-        request_id = _request_id(request, given.request_id)
-        given = given.with_word_ids(edge.service.info.tokenizer)
-        if given.stream and given.stream_options is None and edge.force_include_usage:
-            given = given.model_copy(
-                update={"stream_options": StreamOptions(include_usage=True, continuous_usage_stats=True)}
-            )
-        named = replace(edge, model_id=given.model or edge.model_id)
-        long = size > _LARGE_BODY or edge.chat is not None  # templates render and tokenize at once
-        made = await asyncio.to_thread(kind, named, given, request_id) if long else kind(named, given, request_id)
+        data = await bodies.receive(request)
+
+        def prepare() -> tuple[Body, _A]:
+            parsed = bodies.parse(data)
+            kind, body = kind_of(parsed)
+            given = read(body, parsed, Ignored(strict=edge.strict_fields))
+            if given.model and given.model not in names:
+                raise _no_model(given.model, names)
+            request_id = _request_id(request, given.request_id)
+            given = given.with_word_ids(edge.service.info.tokenizer, edge.service.limits)
+            if given.stream and given.stream_options is None and edge.force_include_usage:
+                options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+                given = given.model_copy(update={"stream_options": options})
+            return given, kind(replace(edge, model_id=given.model or edge.model_id), given, request_id)
+
+        at_once = len(data) <= _SMALL_BODY and edge.chat is None
+        given, made = prepare() if at_once else await preparation.run(len(data), prepare)
         given.ignored.warn()
         request.state.ignored = given.ignored.header
         return given, made
 
-    async def answer(
-        request: Request,
-        kind: Callable[[Edge, Any, str], Answer],
-        body: type[Body],
-        parsed: tuple[Any, int] | None = None,
-    ) -> Response:
+    async def answer(request: Request, kind_of: Callable[[Any], tuple[_Kind[Answer], type[Body]]]) -> Response:
         caller = caller_of(request)
-        given, made = await asked(request, kind, body, parsed)
+        given, made = await asked(request, kind_of)
         requests = made.requests
         if given.stream_options is not None and given.stream_options.include_trace:
             requests = [replace(one, trace=True) for one in requests]
@@ -233,34 +236,36 @@ def make_app(edge: Edge) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """Continues prompts."""
-        return await answer(request, Completion, CompletionBody)
+        return await answer(request, lambda _: (Completion, CompletionBody))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         """Answers chats."""
-        return await answer(request, ChatCompletion, ChatBody)
+        return await answer(request, lambda _: (ChatCompletion, ChatBody))
 
     @app.post("/invocations")
     async def invocations(request: Request) -> Response:
         """Answers a chat or continues a prompt, whichever the body holds, by the name that SageMaker asks for."""
-        caller_of(request)
-        data, size = await _json(request, edge.max_body_bytes)
-        if isinstance(data, dict) and "messages" in data:
-            return await answer(request, ChatCompletion, ChatBody, (data, size))
-        return await answer(request, Completion, CompletionBody, (data, size))
 
-    def respond(request: Request) -> Callable[[Edge, ResponseBody, str], responding.Response]:
-        return partial(responding.Response, owner=caller_of(request))
+        def kind_of(body: Any) -> tuple[_Kind[Answer], type[Body]]:
+            chats = isinstance(body, dict) and "messages" in body
+            return (ChatCompletion, ChatBody) if chats else (Completion, CompletionBody)
+
+        return await answer(request, kind_of)
+
+    def respond(request: Request) -> Callable[[Any], tuple[_Kind[responding.Response], type[Body]]]:
+        kind = partial(responding.Response, owner=caller_of(request))
+        return lambda _: (kind, ResponseBody)
 
     @app.post(responding.PATH)
     async def responses(request: Request) -> Response:
         """Answers by items."""
-        return await answer(request, respond(request), ResponseBody)
+        return await answer(request, respond(request))
 
     @app.post(f"{responding.PATH}/input_tokens")
     async def input_tokens(request: Request) -> Response:
         """Counts the tokens of the prompt of a response."""
-        _, made = await asked(request, respond(request), ResponseBody)
+        _, made = await asked(request, respond(request))
         counted = {"object": "response.input_tokens", "input_tokens": made.num_prompt_tokens}
         return _Json(counted, headers=_id_headers(request))
 
@@ -286,13 +291,13 @@ def make_app(edge: Edge) -> FastAPI:
     @app.post(anthropic.PATH)
     async def messages(request: Request) -> Response:
         """Answers chats in Anthropic's words."""
-        return await answer(request, anthropic.Message, MessageBody)
+        return await answer(request, lambda _: (anthropic.Message, MessageBody))
 
     @app.post(f"{anthropic.PATH}/count_tokens")
     async def count_tokens(request: Request) -> Response:
         """Counts the tokens of a chat in Anthropic's words."""
         caller_of(request)
-        _, made = await asked(request, anthropic.Message, CountBody)
+        _, made = await asked(request, lambda _: (anthropic.Message, CountBody))
         return _Json({"input_tokens": made.num_prompt_tokens}, headers=_id_headers(request))
 
     @app.get("/tokenizer_info")
@@ -306,14 +311,14 @@ def make_app(edge: Edge) -> FastAPI:
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or a chat."""
         caller_of(request)
-        _, made = await asked(request, Tokens, TokenizeBody)
+        _, made = await asked(request, lambda _: (Tokens, TokenizeBody))
         return _Json(made.content, headers=_id_headers(request))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         caller_of(request)
-        _, made = await asked(request, Text, DetokenizeBody)
+        _, made = await asked(request, lambda _: (Text, DetokenizeBody))
         return _Json(made.content, headers=_id_headers(request))
 
     if edge.playground:
@@ -335,14 +340,16 @@ def make_app(edge: Edge) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def no_such_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path} is not served: the paths are {', '.join(sorted(_paths(app)))}"
-        if error.status_code not in (404, 405):
-            message = str(error.detail)
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            what = "path" if error.status_code == 404 else "method of this path"
+            message = f"this {what} is not served: the paths are {', '.join(sorted(set(_paths(app))))}"
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         return refusal(request, error.status_code, body_of(message, kind), error.headers or {})
 
-    app.add_middleware(Guard, refuse=refusal, load=load)
-    allow_cors(app, edge.cors_origins, edge.access.has_keys)
+    origins = Origins(edge.cors_origins, edge.access.has_keys)
+    app.add_middleware(Guard, refuse=refusal, load=load, origins=origins, hosts=edge.allowed_hosts)
+    allow_cors(app, origins)
     return app
 
 
@@ -375,28 +382,6 @@ def _request_id(request: Request, given: str | None = None) -> str:
     check_request_id(request_id)
     request.state.request_id = request_id
     return request_id
-
-
-async def _json(request: Request, max_bytes: int) -> tuple[Any, int]:
-    """The body of a request, and its bytes.
-
-    Raises InvalidRequestError for one that is no JSON, HTTPException for one that is too long, and ClientLeftError if
-    the client disconnects before its end.
-    """
-    parts, size = [], 0
-    try:
-        async for part in request.stream():
-            parts.append(part)
-            size += len(part)
-            if size > max_bytes:
-                raise HTTPException(413, f"the body has more than {max_bytes} bytes: at most so many are allowed")
-    except ClientDisconnect:
-        raise ClientLeftError("the client has left before the end of its request") from None
-    data = b"".join(parts)
-    try:
-        return (await asyncio.to_thread(parse, data) if size > _LARGE_BODY else parse(data)), size
-    except ValueError as error:
-        raise InvalidRequestError(f"the body {error}") from None
 
 
 async def _events(answer: Answer, first: Item, items: AsyncGenerator[Item, None]) -> AsyncGenerator[bytes, None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.checkpoint.answers import AnswerParser
+from paceline.checkpoint.tokenizer import encode_bounded
 from paceline.errors import InvalidRequestError
 from paceline.types import Chunk, Request, Result, TokenLogprob
 from paceline.web.calls import bound_calls
@@ -56,9 +57,10 @@ class Asked:
         options = variables(body.chat_template_kwargs, options, chat.variables, ignored)
         self.prompt = chat.render(messages, self.tools, options)
         info = edge.service.info
-        self.token_ids: tuple[int, ...] = body.cut(
-            info.tokenizer, chat.encode(self.prompt), info.max_model_len, special=False
-        )
+        prompt = body.cut(chat.tokenizer, self.prompt, info.max_model_len, special=False)
+        if isinstance(prompt, str):
+            prompt = encode_bounded(chat.tokenizer, prompt, info.max_model_len, special=False)
+        self.token_ids: tuple[int, ...] = prompt
         self._begun = chat.begun(self.prompt, messages, self.tools, options)
         self._fresh = not options.get("continue_final_message")
         self._skips_special = body.skip_special_tokens

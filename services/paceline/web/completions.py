@@ -55,6 +55,8 @@ class Completion:
         sampling = body.sampling_of_prompts()
         edge.service.info.check_sequences(len(body.prompts()), body.n)
         self._prompts: list[str | tuple[int, ...]] = []
+        self._encoded: dict[str, tuple[int, ...]] = {}
+        """The tokens of those prompts that are text, if they are shown."""
         ends: tuple[int, ...] = ()
         info = edge.service.info
         for prompt in body.prompts():
@@ -63,16 +65,18 @@ class Completion:
                 self._prompts.append(filled)
                 continue
             if isinstance(prompt, str) and not body.add_special_tokens:
-                prompt = tuple(info.tokenizer.encode_text(prompt))
-            special = body.add_special_tokens
-            self._prompts.append(body.cut(info.tokenizer, prompt, info.max_model_len, special=special))
+                prompt = info.tokenize(prompt, special=False)
+            prompt = body.cut(info.tokenizer, prompt, info.max_model_len, special=body.add_special_tokens)
+            if isinstance(prompt, str) and body.shows_tokens:
+                self._encoded[prompt] = info.tokenize(prompt)
+            self._prompts.append(prompt)
         if ends:
             sampling = sampling.model_copy(update={"stop_token_ids": (*sampling.stop_token_ids, *ends)})
         num = len(self._prompts) * body.n
         self.requests = [
             Request(
                 request_id if num == 1 else f"{request_id}-{i}",
-                self._prompts[i // body.n],
+                self._ids_of(self._prompts[i // body.n]),
                 with_seed(sampling, i % body.n),
                 speculation,
                 stop,
@@ -83,7 +87,6 @@ class Completion:
         self._totals = Totals(body.n)
         self._choices = [_Choice() for _ in range(num)]
         self._begun: set[int] = set()
-        self._encoded: dict[str, tuple[int, ...]] = {}
 
     def take(self, i: int, item: Chunk | Result) -> Iterator[dict[str, Any]]:
         """Takes what choice ``i`` has yielded; yields the events that tell of it."""
@@ -223,9 +226,9 @@ class Completion:
 
     def _prompt_ids(self, i: int) -> Sequence[int]:
         """The tokens of a choice's prompt."""
-        prompt = self._prompts[i // self._body.n]
-        if not isinstance(prompt, str):
-            return prompt
-        if prompt not in self._encoded:
-            self._encoded[prompt] = self._tokenizer.encode(prompt)
-        return self._encoded[prompt]
+        ids = self._ids_of(self._prompts[i // self._body.n])
+        assert not isinstance(ids, str), "they are shown"
+        return ids
+
+    def _ids_of(self, prompt: str | tuple[int, ...]) -> str | tuple[int, ...]:
+        return self._encoded.get(prompt, prompt) if isinstance(prompt, str) else prompt

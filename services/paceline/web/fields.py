@@ -152,6 +152,8 @@ class Ignored:
 
         ``known``: names of the parameters in this place, of which the nearest one is suggested.
         """
+        if not self._strict and (name in self._names or len(self._names) > _MAX_NAMED):  # no more are shown
+            return
         place, _, last = name.rpartition(".")
         close = difflib.get_close_matches(last[:_LONGEST_NAME], list(known), n=1, cutoff=0.8)
         if self._strict:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
 from collections import Counter
 from typing import Any, NoReturn
 
 MAX_DEPTH = 128
 """Most levels of lists and objects within each other."""
+MAX_CONTAINERS = 16384
+"""Most lists and objects of a text whose values are bounded: each costs as much as many numbers."""
 
 _TOO_DEEP = f"is nested too deeply: at most {MAX_DEPTH} levels are allowed"
 
@@ -17,14 +21,21 @@ class _NotReadError(ValueError):
     """Raised by hooks of the parser."""
 
 
-def parse(text: str | bytes) -> Any:
+def parse(text: str | bytes, max_values: int | None = None) -> Any:
     """The value of a JSON text.
 
+    ``max_values``: most values that bytes of a text may hold, and with them ``MAX_CONTAINERS``. They are counted first.
+
     Raises:
-        ValueError: it is no JSON (RFC 8259), names a key twice, is nested too deeply, or holds a lone surrogate or a
-            number that no float can hold. The message continues a sentence about the text.
+        ValueError: it is no JSON (RFC 8259), names a key twice, is nested too deeply, or holds too many values, a lone
+            surrogate or a number that no float can hold. The message continues a sentence about the text.
     """
+    if max_values is not None:
+        assert isinstance(text, bytes)
+        _check_numbers(text, max_values)
     try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
     except json.JSONDecodeError as error:
         raise ValueError(f"is no JSON: {error.msg} at {error.pos}") from None
@@ -38,6 +49,37 @@ def parse(text: str | bytes) -> Any:
         raise ValueError(_TOO_DEEP) from None
     _check(value)
     return value
+
+
+def _check_numbers(text: bytes, max_values: int) -> None:
+    """Raises ValueError for a text that holds too many values, by its brackets and commas alone.
+
+    All of it is done by searches for bytes, some milliseconds for each MiB, whatever the text is.
+    """
+    if _within(text, max_values):  # brackets and commas of strings are counted, too
+        return
+    bare = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # quotes of strings alone are left
+    outside = b"".join(bare.split(b'"', 4 * max_values)[::2])
+    if not _within(outside, max_values):
+        _check_depth(outside)
+        raise ValueError(
+            f"holds too many values: at most {max_values}, of these {MAX_CONTAINERS} lists and objects, are allowed"
+        )
+
+
+def _check_depth(text: bytes) -> None:
+    """Raises ValueError if brackets nest too deeply; those behind the first ``MAX_CONTAINERS`` are not looked at."""
+    depth = 0
+    for bracket in itertools.islice(re.finditer(rb"[\[{]|[\]}]", text), MAX_CONTAINERS):
+        depth += 1 if bracket[0] in b"[{" else -1
+        if depth > MAX_DEPTH:
+            raise ValueError(_TOO_DEEP)
+
+
+def _within(text: bytes, max_values: int) -> bool:
+    """False if a text has more values than are allowed: there is a bracket or a comma before each."""
+    num_containers = text.count(b"[") + text.count(b"{")
+    return num_containers <= MAX_CONTAINERS and num_containers + text.count(b",") <= max_values
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

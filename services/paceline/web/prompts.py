@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 
-from paceline.checkpoint.tokenizer import Tokenizer
+from paceline.checkpoint.tokenizer import Tokenizer, check_text
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.errors.refusals import shown
 
@@ -22,6 +22,8 @@ _FORMS = (
 """Marks of the tokenizers that know how to fill a gap, in the order of the prompt."""
 _ENDS = ("▁<EOT>", "<|fim_pad|>", "<fim_pad>", "<|file_sep|>", "<file_sep>", "<|file_separator|>", "<|repo_name|>")
 """Tokens after which nothing belongs into the gap."""
+_LIKELY_CHARS = 16
+"""Characters of which two tokens are made at least, most often."""
 _ODD = "\N{WHITE SMILING FACE}"
 """A text before which a tokenizer may write a space, in place of a text that must stay as it is."""
 
@@ -39,6 +41,9 @@ def filling(
     size, limit = len(before) + len(after), max_model_len * tokenizer.max_token_bytes
     if size > limit:
         raise PromptTooLongError(f"prompt and suffix have {size} characters: at most {limit} can fit the context")
+    for text in (before, after):
+        if isinstance(text, str):
+            check_text(tokenizer, text, max_model_len)
     texts = {
         _BEFORE: list(before) if not isinstance(before, str) else tokenizer.encode_text(before),
         _AFTER: _within(tokenizer, after),
@@ -84,9 +89,13 @@ def truncated(
     """
     if not isinstance(prompt, str):
         return _cut(tuple(prompt), num_tokens, side)
-    most = 2 * num_tokens * tokenizer.max_token_bytes + 64  # a cut text has other tokens at the cut alone
-    text = prompt[-most:] if side == "left" else prompt[:most]
-    ids = tokenizer.encode(text) if special else tuple(tokenizer.encode_text(text))
+    size = _LIKELY_CHARS * num_tokens + 64
+    while True:  # a cut text has other tokens at the cut alone
+        text = prompt[-size:] if side == "left" else prompt[:size]
+        ids = tokenizer.encode(text) if special else tuple(tokenizer.encode_text(text))
+        if len(ids) >= 2 * num_tokens or size >= len(prompt):
+            break
+        size *= 4
     opening = _opening(tokenizer) if special else ()
     if len(ids) <= num_tokens or ids[: len(opening)] != opening or len(opening) >= num_tokens:
         return _cut(ids, num_tokens, side)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from paceline.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.errors.refusals import shown
 from paceline.types import Chunk, FinishReason, Result
 from paceline.web.chat import Asked
@@ -91,20 +91,23 @@ class Response:
 
     def _fitting(self, messages: list[dict[str, Any]]) -> Asked:
         """The chat; if it may be truncated, without the oldest turns that do not fit the context."""
-        asked, body = self._ask(messages), self._body
+        body = self._body
         if body.truncation == "disabled":
-            return asked
+            return self._ask(messages)
         room = self._edge.service.info.max_model_len - (body.max_tokens if "max_tokens" in body.model_fields_set else 1)
 
-        def fits(one: Asked) -> bool:
-            return len(one.token_ids) <= room
+        def fits(some: list[dict[str, Any]]) -> bool:
+            try:
+                return len(self._ask(some).token_ids) <= room
+            except PromptTooLongError:
+                return False
 
         head = messages[:1] if messages[0]["role"] == "system" else []
         starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        if fits(asked) or not starts:
-            return asked
-        k = bisect.bisect_left(starts, True, key=lambda i: fits(self._ask(head + messages[i:])))
-        return asked if k == len(starts) else self._ask(head + messages[starts[k] :])
+        if not starts or fits(messages):
+            return self._ask(messages)
+        k = bisect.bisect_left(starts, True, key=lambda i: fits(head + messages[i:]))
+        return self._ask(messages if k == len(starts) else head + messages[starts[k] :])
 
     def _ask(self, messages: Sequence[dict[str, Any]]) -> Asked:
         body = self._body

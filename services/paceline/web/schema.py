@@ -5,7 +5,7 @@ A parameter is honored, or it is a field of ``fields``, which says what becomes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -112,13 +112,18 @@ class Body(SamplingParams):
 
     _ignored: Ignored = PrivateAttr(default_factory=Ignored)
 
-    def with_word_ids(self, tokenizer: Tokenizer) -> Self:
-        """This body with the tokens of ``bad_words``. Raises InvalidRequestError for a word without any."""
-        if not any(isinstance(word, str) for word in self.bad_words):
+    def with_word_ids(self, tokenizer: Tokenizer, limits: RequestLimits) -> Self:
+        """This body with the tokens of ``bad_words``. Raises InvalidRequestError for a word without any, and for more
+        than ``limits`` allow."""
+        words = [word for word in self.bad_words if isinstance(word, str)]
+        if not words:
             return self
+        self._check_lists(limits, [-(-len(word) // tokenizer.max_token_bytes) for word in words])  # tokens at least
         return self.model_copy(update={"bad_words": word_ids(tokenizer, self.bad_words)})
 
-    def cut(self, tokenizer: Tokenizer, prompt: str | Sequence[int], max_model_len: int, *, special: bool) -> Any:
+    def cut(
+        self, tokenizer: Tokenizer, prompt: str | tuple[int, ...], max_model_len: int, *, special: bool
+    ) -> str | tuple[int, ...]:
         """The prompt, cut to ``truncate_prompt_tokens``. Raises InvalidRequestError for more than the context."""
         most = self.truncate_prompt_tokens
         if most is None:
@@ -192,16 +197,18 @@ class Body(SamplingParams):
 
     def stop_strings(self, limits: RequestLimits) -> tuple[str, ...]:
         """The stop strings, once all lists are known to be short enough. Raises InvalidRequestError."""
-        stop = as_stop_strings(self.stop)
+        self._check_lists(limits, map(len, self.bad_words))
+        return as_stop_strings(self.stop)
+
+    def _check_lists(self, limits: RequestLimits, bad_words_sizes: Iterable[int]) -> None:
         limits.check(
-            stop=stop,
+            stop=as_stop_strings(self.stop),
             stop_token_ids=self.stop_token_ids,
             bad_words=self.bad_words,
-            bad_words_sizes=map(len, self.bad_words),
+            bad_words_sizes=bad_words_sizes,
             logit_bias=self.logit_bias,
             allowed_token_ids=self.allowed_token_ids or (),
         )
-        return stop
 
 
 class CompletionBody(Body):
@@ -225,6 +232,11 @@ class CompletionBody(Body):
     """The text begins with the prompt, and the log probabilities with those of its tokens."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     """The log probability of each token, and of so many likeliest ones in its place."""
+
+    @property
+    def shows_tokens(self) -> bool:
+        """True if the answer tells something of each token of the prompt."""
+        return self.logprobs is not None or self.return_token_ids or self.prompt_logprobs is not None
 
     @property
     def _shows_prompt(self) -> bool:

@@ -69,6 +69,9 @@ class Edge:
     """Names the configuration that answers come from; clients compare it."""
     cors_origins: tuple[str, ...] | None = None
     """Origins of pages that may call, ``*`` for any. None: pages of this machine, where there are no keys."""
+    allowed_hosts: tuple[str, ...] | None = None
+    """Further names of this service in the header ``Host``, beside those of this machine; ``*`` before a dot: all below
+    it. None: any name."""
     force_include_usage: bool = False
     """Streams tell their token counts in every event and at the end, unless their options say otherwise."""
     strict_fields: bool = False

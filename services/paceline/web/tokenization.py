@@ -13,6 +13,9 @@ from paceline.web.messages import ChatBody, ChatMessage
 from paceline.web.schema import Body
 from paceline.web.service import Edge
 
+_CONTEXTS = 2
+"""Contexts whose tokens are made text at once."""
+
 
 class TokenizeBody(ChatBody):
     """POST /tokenize: a text, or a chat with its options."""
@@ -51,10 +54,8 @@ class Tokens:
         info = edge.service.info
         if body.prompt is None:
             ids = ChatCompletion(edge, body, request_id).prompt_token_ids
-        elif body.add_special_tokens is False:
-            ids = info.tokenizer.encode_text(body.prompt)
         else:
-            ids = list(info.tokenizer.encode(body.prompt))
+            ids = list(info.tokenize(body.prompt, special=body.add_special_tokens is not False))
         strings = info.tokenizer.token_strings(ids) if body.return_token_strs else None
         self.content = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids, "token_strs": strings}
 
@@ -64,7 +65,9 @@ class Text:
 
     def __init__(self, edge: Edge, body: DetokenizeBody, request_id: str) -> None:
         """Raises InvalidRequestError for an id that no token has."""
-        tokenizer = edge.service.info.tokenizer
+        tokenizer, most = edge.service.info.tokenizer, _CONTEXTS * edge.service.info.max_model_len
+        if len(body.tokens) > most:
+            raise InvalidRequestError(f"tokens holds {len(body.tokens)} token ids: at most {most} are allowed")
         for wrong in (max(body.tokens, default=0), min(body.tokens, default=0)):
             if not 0 <= wrong < tokenizer.num_ids:
                 raise InvalidRequestError(f"tokens holds {wrong}: 0 to {tokenizer.num_ids - 1} are allowed")
