@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import jsonschema
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.support.models import EOS
 from tests.support.schemas import json_tokenizer
 from tests.web.chats import told
@@ -18,6 +20,7 @@ from tokenizers import Tokenizer as Backend
 
 from paceline.checkpoint.answer_formats import CALLS, format_of
 from paceline.checkpoint.answers import Reading
+from paceline.checkpoint.call_readers import ArgumentsStream
 from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.tokenizer import JsonTokenizer, Tokenizer
 from paceline.errors import InvalidRequestError
@@ -114,6 +117,22 @@ def pieces(name, text, cuts=()):
         elif one.kind == "arguments":
             calls[-1][1].append(one.text)
     return "".join(one.text for one in said if one.kind == "content"), calls
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text('{}[]"\\\\aé'),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('{}"\\\\a'), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.text('{}"\\\\a'), _JSON, max_size=3), st.text('{}[]"\\\\ ,a'), st.lists(st.integers(0, 99)))
+def test_arguments_end_with_their_object_whatever_its_strings_hold(arguments, behind, cuts):
+    written = json.dumps(arguments)
+    text = f'{{"name": "plan", "arguments": {written}{behind}'
+    stream = ArgumentsStream("plan", "call-1", text.index(written))
+    edges = sorted(min(cut + text.index(written), len(text)) for cut in cuts)
+    assert "".join(stream.take(text[:edge]) for edge in [*edges, len(text)]) == written
 
 
 WHOLE = {
