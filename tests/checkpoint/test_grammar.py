@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from random import Random
 from typing import Any, ClassVar
@@ -267,6 +268,23 @@ def test_a_state_that_went_to_and_fro_answers_as_a_new_one() -> None:
         elif random.random() < 0.1:
             state, committed = matcher(form), ()
     assert num_committed > 50
+
+
+def test_a_mask_is_that_of_its_own_place_whatever_branch_was_left() -> None:
+    """The library keeps its last mask by how far the parser has come, and a branch that was left may be as far."""
+    schema = {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}
+    form, begun = StructuredOutput(json_schema=json.dumps(schema)), '{"a'
+    quote, space, colon, digit = (json_tokenizer().encode(text)[0] for text in ('"', "\n", ":", "0"))
+    pieces = (quote, space, colon, digit)
+    paths = [path for length in (2, 3, 4) for path in itertools.product(pieces, repeat=length) if path[0] == quote]
+    paths = [path for path in paths if matcher(form, begun).append(path)]
+    assert len(paths) > 10
+    for left, taken in itertools.permutations(paths, 2):
+        state = matcher(form, begun)
+        state.masks([left])
+        assert state.append(taken)
+        (fresh,) = json_grammars().matcher(form, (*json_tokenizer().encode(begun), *taken)).masks([()])
+        assert np.array_equal(state.masks([()])[0], fresh), (left, taken)
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

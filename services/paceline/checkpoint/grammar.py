@@ -286,6 +286,7 @@ class Matcher:
         self._lost = False
         self._drafted_s = self._committed_s = 0.0
         self._num_bytes = 4 * -(-vocab_size // 32)
+        self._unused_mask = self._numpy.empty(self._num_bytes, self._numpy.uint8)
 
     def append(self, token_ids: Sequence[int]) -> bool:
         """Commits tokens; False if one of them was not allowed, after which none is.
@@ -376,6 +377,9 @@ class Matcher:
         if suffix[:count] != path:
             count = next((i for i, (a, b) in enumerate(zip(path, suffix, strict=False)) if a != b), len(suffix))
             self._state.rollback(len(path) - count)
+            if count < len(suffix):  # or the library, which keeps its last mask, may take it for another place's
+                place = self._unused_mask.__array_interface__["data"][0]
+                self._state.unsafe_compute_mask_ptr(place, self._num_bytes)
         if count < len(suffix):
             count += self._consume(suffix[count:], known=suffix[:count])
         self._path = suffix[:count]
