@@ -27,6 +27,8 @@ _VALUES_PER_TOKEN = 4
 _TOGETHER = 4
 """Bodies of the longest kind that may be on their way at once."""
 _LEAST_TOGETHER = 64 << 20
+_MOST_UNREAD = 64 << 20
+"""Bytes of a body that are read and dropped before it is refused: most clients read no answer while they send."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +65,22 @@ class Bodies:
             ClientLeftError: the client disconnects before its end.
         """
         given = request.headers.get("content-length", "")
-        if given.isdecimal() and (len(given) > 18 or int(given) > self.bounds.max_bytes):
+        if given.isdecimal() and (len(given) > 18 or int(given) > _MOST_UNREAD):
             raise self._too_long()
         parts: list[bytes] = []
-        size = 0
+        length = size = 0  # what has come, and what of it was kept
         try:
             async with asyncio.timeout(BODY_S):
                 async for part in request.stream():
+                    length += len(part)
+                    if length > self.bounds.max_bytes:
+                        parts.clear()
+                        if length > _MOST_UNREAD:
+                            break
+                        continue
                     parts.append(part)
                     size += len(part)
                     self._num_bytes += len(part)
-                    if size > self.bounds.max_bytes:
-                        raise self._too_long()
                     if self._num_bytes > self._most_bytes:
                         raise ResourceExhaustedError(
                             f"bodies of more than {self._most_bytes} bytes are on their way: no more are taken at once",
@@ -86,6 +92,8 @@ class Bodies:
             raise HTTPException(408, f"the body did not come within {BODY_S:g} s") from None
         finally:
             self._num_bytes -= size
+        if length > self.bounds.max_bytes:
+            raise self._too_long()
         return b"".join(parts)
 
     def parse(self, data: bytes) -> Any:
