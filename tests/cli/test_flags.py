@@ -88,7 +88,8 @@ SERVICE += "--port --no-playground --tls-certificate --tls-key --tls-client-ca -
 SERVICE += "--tool-call-parser --reasoning-parser --served-model-name --cors-origins --allowed-origins "
 SERVICE += "--allowed-hosts --max-num-seqs --max-num-batched-tokens --gpu-memory-utilization --api-key "
 SERVICE += "--enable-prefix-caching --enable-force-include-usage "
-SERVICE += "--no-enable-prefix-caching --speculative-config --revision --trust-remote-code"
+SERVICE += "--no-enable-prefix-caching --speculative-config --rope-scaling --rope-theta --hf-overrides --revision "
+SERVICE += "--trust-remote-code"
 CONNECTION = "--tls --tls-ca --tls-certificate --tls-key --tls-server-name --api-key"
 FLAGS = {
     "generate": f"{MODEL} --json --logprobs --top-logprobs --local --verbose --address --timeout --request-id "
@@ -131,15 +132,19 @@ def test_a_command_has_its_flags(command):
 )
 def test_a_cascade_on_the_command_line_is_that_of_a_file(text: str, drafters: list[str], rest: dict[str, Any]) -> None:
     parts = [
-        {"kind": name} if name in ("ngram", "suffix") else {"model": name, "options": {"dtype": "float32"}}
+        {"kind": name}
+        if name in ("ngram", "suffix")
+        else {"model": name, "options": {"dtype": "float32", "compile": False}}
         for name in drafters
     ]
     wanted = ServiceConfig.parse({"draft_config": {"kind": "cascade", "engine_kwargs": {"drafters": parts} | rest}})
-    found = ServiceConfig.parse({"draft_config": draft_config_of(text, {"dtype": "float32"})})
+    found = ServiceConfig.parse({"draft_config": draft_config_of(text, {"dtype": "float32", "compile": False})})
     assert found.draft_config == wanted.draft_config
     parser = argparse.ArgumentParser()
     add_model_flags(parser, ["none"])
-    pipeline = local_config(parser.parse_args(["--target", "t", "--drafter", text, "--dtype", "float32"]))
+    pipeline = local_config(
+        parser.parse_args(["--target", "t", "--drafter", text, "--dtype", "float32", "--no-compile"])
+    )
     assert wanted.draft_config is not None
     assert pipeline.draft == wanted.draft_config.engine_kwargs
 

@@ -210,7 +210,7 @@ def test_a_minute_later_the_log_says_how_many_were_left_out() -> None:
 
 HOSTS = {
     b"localhost": 200, b"LOCALHOST:80": 200, b"app.localhost": 200, b"127.0.0.1:8000": 200, b"[::1]:8000": 200,
-    b"10.1.2.3": 200, b"evil.example": 403, b"evil.example:8000": 403, b"localhost.evil.example": 403,
+    b"10.1.2.3": 200, b"gateway": 200, b"evil.example": 403, b"evil.example:8000": 403, b"localhost.evil.example": 403,
     b"127.0.0.1.evil.example": 403, b"evil.example#localhost": 403, b"": 403,
 }  # fmt: skip
 

@@ -122,8 +122,8 @@ class ServerConfig(Strict):
     """Origins of web pages that may call, such as ``https://chat.example.com``; ``*``: any. null: pages of this machine
     (localhost) while there are no keys, else none."""
     allowed_hosts: tuple[str, ...] | None = None
-    """Names by which clients may call the service in the header ``Host``, besides addresses and the names of this
-    machine. ``*.example.com``: all below it; ``*``: any. null: no more while ``host`` is the loopback, so that no web
+    """Names by which clients may call the service in the header ``Host``, besides addresses and names without
+    a dot. ``*.example.com``: all below it; ``*``: any. null: no more while ``host`` is the loopback, so that no web
     page can call it by a name of its own; else any."""
     force_include_usage: bool = False
     """Every event of a stream holds the token counts so far, and a last one those of the request, unless its

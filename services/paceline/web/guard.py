@@ -48,7 +48,7 @@ class Guard:
         if self._hosts is not None and (host := headers.get("host")) is not None and not names_us(host, self._hosts):
             return (
                 403,
-                "the header Host names another service: addresses, localhost and allowed_hosts are allowed",
+                "the header Host names another service: addresses, names without a dot and allowed_hosts are allowed",
             )
         if scope["method"] == "POST" and sent_unasked(headers, self._origins):
             return 415, "content-type is not application/json: web pages of other origins may send nothing else"
@@ -134,14 +134,15 @@ def sent_unasked(headers: Headers, origins: Origins) -> bool:
     return not origins.permit(origin) and origin.partition("://")[2] != headers.get("host")
 
 
-_HERE_NAMES = ("localhost", "*.localhost", "host.docker.internal", socket.gethostname().lower())
+_HERE_NAMES = ("*.localhost", "host.docker.internal", socket.gethostname().lower())
 """Names by which this machine calls itself; Docker's is that of the host in its containers."""
 
 
 def names_us(host: str, names: Sequence[str]) -> bool:
     """True if the header ``Host`` names this service: by an address, as this machine, or by one of ``names``.
 
-    A page whose name was bound to this machine's address after it was loaded (DNS rebinding) sends its own name.
+    A page whose name was bound to this machine's address after it was loaded (DNS rebinding) sends its own name, which
+    has a dot: there are no public names of one label. Those of local networks have one, such as ``localhost``.
     """
     name = host.rpartition(":")[0] if re.search(r":\d*$", host) and not host.endswith("]") else host
     name = name.lower().removesuffix(".")
@@ -149,6 +150,6 @@ def names_us(host: str, names: Sequence[str]) -> bool:
         ipaddress.ip_address(name[1:-1] if name.startswith("[") and name.endswith("]") else name)
         return True
     except ValueError:
-        return any(
+        return (name != "" and "." not in name) or any(
             one in ("*", name) or (one.startswith("*.") and name.endswith(one[1:])) for one in (*_HERE_NAMES, *names)
         )
