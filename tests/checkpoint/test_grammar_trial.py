@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -106,7 +107,8 @@ def test_a_machine_without_time_says_nothing_about_a_form(monkeypatch: pytest.Mo
     found.check(CHEAP)
 
 
-def test_so_many_forms_wait_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("within_a_loop", [True, False])
+def test_so_many_forms_wait_and_no_more(within_a_loop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_trial, "MAX_WAITING", 1)
     found, asked, answer = GrammarTrials(json_grammars()), threading.Event(), threading.Event()
 
@@ -116,11 +118,15 @@ def test_so_many_forms_wait_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None
         return Verdict()
 
     monkeypatch.setattr(found, "_asked", wait)
-    first = threading.Thread(target=found.check, args=(CHEAP,))
+
+    def check(form: StructuredOutput) -> None:
+        asyncio.run(found.checked(form)) if within_a_loop else found.check(form)
+
+    first = threading.Thread(target=check, args=(CHEAP,))
     first.start()
     assert asked.wait(60)
     with pytest.raises(ResourceExhaustedError, match="at most 1 may wait"):
-        found.check(StructuredOutput(regex="b"))
+        check(StructuredOutput(regex="b"))
     answer.set()
     first.join()
     found.check(StructuredOutput(regex="b"))

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
@@ -78,28 +79,40 @@ class GrammarTrials:
         """``check`` without blocking the event loop."""
         if (known := self._known(_key(form))) is not None:
             self._require(form, known)
-        else:
-            await asyncio.get_running_loop().run_in_executor(self._threads, self.check, form)
+            return
+        with self._place():
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._decide, form)
 
     def check(self, form: StructuredOutput) -> None:
         """Returns if engines may be given a form. Raises InvalidRequestError with the reason if not; and
         ResourceExhaustedError while too many others wait for their trial.
         """
-        key = _key(form)
-        if (known := self._known(key)) is None:
+        if (known := self._known(_key(form))) is not None:
+            self._require(form, known)
+            return
+        with self._place():
+            self._decide(form)
+
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        """A place among those that wait."""
+        with self._known_lock:
+            if self._num_waiting >= MAX_WAITING:
+                raise ResourceExhaustedError(
+                    f"{self._num_waiting} structured outputs are to be compiled: at most {MAX_WAITING} may wait"
+                )
+            self._num_waiting += 1
+        try:
+            yield
+        finally:
             with self._known_lock:
-                if self._num_waiting >= MAX_WAITING:
-                    raise ResourceExhaustedError(
-                        f"{self._num_waiting} structured outputs are to be compiled: at most {MAX_WAITING} may wait"
-                    )
-                self._num_waiting += 1
-            try:
-                with self._turn:
-                    known = self._known(key) or self._try(form, key)
-            finally:
-                with self._known_lock:
-                    self._num_waiting -= 1
-        self._require(form, known)
+                self._num_waiting -= 1
+
+    def _decide(self, form: StructuredOutput) -> None:
+        key = _key(form)
+        with self._turn:
+            verdict = self._known(key) or self._try(form, key)
+        self._require(form, verdict)
 
     def close(self) -> None:
         """Ends the process. Idempotent."""
