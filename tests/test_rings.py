@@ -61,9 +61,12 @@ _FORMS = "every form of calls and reasoning that models write"
 _TABLE = "a table of sentences, each case another one, and none takes a tenth of a second"
 _PRODUCT = "the full product; the fast and slow rings take cases that hold every pair of values"
 MANY_CASES = {
+    "checkpoint/test_gguf.py::test_every_number_format_that_the_package_decodes_is_read": "every format of numbers",
+    "checkpoint/test_grammar.py::test_what_cannot_be_compiled_is_refused_with_the_place": _TABLE,
     "checkpoint/test_quantization.py::test_a_gpu_with_every_package_runs_what_transformers_loads": _TABLE,
     "checkpoint/test_quantization.py::test_what_is_missing_is_named": _TABLE,
     "cli/test_main.py::test_a_mistake_is_one_sentence": _TABLE,
+    "cli/test_drafting.py::test_the_method_of_every_published_format_is_found": _FORMATS,
     "client/test_failures.py::test_every_error_arrives_as_itself": "every error through either client, early and late",
     "client/test_requests.py::test_what_cannot_be_sent_is_refused_here": _TABLE,
     "config/test_tree.py::test_a_value_that_is_not_allowed_is_named_with_its_key": _TABLE,
@@ -91,6 +94,7 @@ MANY_CASES = {
     "checkpoint/test_answer_formats.py::test_each_form_is_read_by_tokens_and_by_text_in_whatever_pieces": _FORMS,
     "web/test_anthropic.py::test_what_is_not_served_is_refused_by_its_name": _TABLE,
     "web/test_chat.py::test_what_is_not_served_is_refused_by_its_name": _TABLE,
+    "web/test_demanded_forms.py::test_arguments_of_json_come_in_pieces_that_say_the_same": _FORMS,
     "web/test_demanded_forms.py::test_marks_that_are_text_may_be_spelled_by_any_tokens": _FORMS,
     "web/test_demanded_forms.py::test_what_is_demanded_is_read_back_as_valid_calls": _FORMS,
     "web/test_errors.py::test_a_body_that_is_no_request_is_refused": _TABLE,

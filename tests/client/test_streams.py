@@ -77,7 +77,7 @@ def test_the_result_is_the_one_of_the_session(server, generate, stop, matched):
     server.script = script
     assert session.result.matched_stop == matched
     received, result = generate(server.address, [1, 2, 3], sampling, logprobs=True)
-    assert received == [replace(piece, usage=None) for piece in chunks]
+    assert received == [replace(piece, usage=None, last=False) for piece in chunks]
     assert result == session.result
 
 

@@ -342,7 +342,7 @@ def load_pretrained(
     loader: Any = part or AutoModelForCausalLM
     location: str | None = checkpoint.location
     if (gguf := checkpoint.gguf) is not None:
-        config = AutoConfig.from_pretrained(location)
+        config = AutoConfig.from_pretrained(location, trust_remote_code=False)
         loader, location = part or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], None
         options |= {"config": config, "state_dict": {name: _Lazy(gguf, name, dtype) for name in gguf}}
     model: PreTrainedModel
