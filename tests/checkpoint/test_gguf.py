@@ -136,7 +136,7 @@ def test_text_is_that_of_generate_plain_and_drafted(files, monkeypatch):
     heads = HeadOptions(method="suffix"), HeadOptions(method="draft_model", model=str(path))
     try:
         for one in (target, *(target.model_copy(update={"heads": [head]}) for head in heads)):
-            with LocalPipeline(LocalConfig(target=one, draft=None)) as pipeline:
+            with LocalPipeline(LocalConfig(target=one, draft=None, worker="thread", pin_cores=False)) as pipeline:
                 generation = pipeline.submit(ids, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
                 assert list(generation.result.token_ids) == want
     finally:

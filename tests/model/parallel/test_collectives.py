@@ -271,6 +271,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_pair(tmp_path_factory.mktemp("models")) / "target")
 
 
+@pytest.mark.nightly
 @pytest.mark.compiler
 def test_ranks_on_gpus_may_load_at_different_speeds_and_wait_for_work_as_long_as_it_takes(
     checkpoint: str, tmp_path: Path
