@@ -316,6 +316,7 @@ OTHERS = {"status", "config", "plan", "completion"}
 ARGUMENTS = {
     "generate": ["hello"],
     "batch": ["-i", "in.jsonl", "-o", "out.jsonl"],
+    "convert": ["model.gguf", "folder"],
     "train-head": ["medusa", "--out", "folder"],
 }
 

@@ -463,7 +463,7 @@ def test_a_package_holds_the_weights_once_and_calls_the_operator(
     num_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
     compiled = prepare(model, compile=True)
     (path,) = (tmp_path / "compiled").glob("*.pt2")
-    assert num_bytes < path.stat().st_size < 1.03 * num_bytes + (2 << 20)
+    assert num_bytes < path.stat().st_size < 1.03 * num_bytes + (4 << 20)  # the code, which tests do not optimize
     with zipfile.ZipFile(path) as package:
         source = "".join(package.read(n).decode() for n in package.namelist() if n.endswith(".wrapper.cpp"))
     calls = source.count("aoti_torch_cpu_packed_linear(") - 1  # one declares it
