@@ -20,6 +20,7 @@ import pytest
 from tests.security.conftest import Mounted, digest, write_keys
 from tests.support.listening import group_of, listening_sockets
 from tests.support.models import save_pair
+from tests.support.rings import nightly, slow
 from tests.web.support import call, served
 
 from paceline.cli.local_service import _Renewed, local_edge, local_of
@@ -153,8 +154,9 @@ def test_a_renewed_certificate_is_shown_to_later_connections(tmp_path):
     assert failures == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "status", "quiet"), [(signal.SIGTERM, 0, []), (signal.SIGINT, 130, ["--quiet"])])
+@pytest.mark.parametrize(
+    ("number", "status", "quiet"), [*slow([(signal.SIGTERM, 0, [])]), *nightly([(signal.SIGINT, 130, ["--quiet"])])]
+)
 def test_it_serves_until_a_signal(tmp_path, number, status, quiet):
     keys = write_keys(tmp_path / "keys.yaml", {"name": "alice", "sha256": digest("key-of-alice")})
     port, grpc_port = free_ports(2)

@@ -61,7 +61,7 @@ def test_the_service_gives_the_tokens_of_plain_decoding_in_one_process(checkpoin
 @pytest.mark.parametrize(
     ("number", "sampling"),
     [
-        pytest.param(signal.SIGKILL, SAMPLINGS[1], id="killed-sampled", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, SAMPLINGS[1], id="killed-sampled", marks=pytest.mark.nightly),
         pytest.param(signal.SIGKILL, SAMPLINGS[0], id="killed-greedy", marks=pytest.mark.nightly),
         pytest.param(signal.SIGSTOP, SAMPLINGS[0], id="hung-greedy", marks=pytest.mark.slow),
         pytest.param(signal.SIGSTOP, SAMPLINGS[1], id="hung-sampled", marks=pytest.mark.nightly),

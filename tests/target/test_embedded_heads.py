@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.rings import slow
+from tests.support.rings import nightly, slow
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import HeadOptions, TargetOptions, TargetSetup
@@ -93,7 +93,7 @@ def replayed(head: HeadDrafter, texts: list[list[int]], temperature: float) -> A
     )
 
 
-@pytest.mark.parametrize("method", slow(METHODS))
+@pytest.mark.parametrize("method", [*slow(METHODS[:1]), *nightly(METHODS[1:])])
 def test_what_a_head_brings_is_what_its_replay_says(method: str) -> None:
     engine = built(method)
     (mounted,) = engine.heads.mounted
@@ -119,7 +119,9 @@ def test_what_a_head_brings_is_what_its_replay_says(method: str) -> None:
     assert not mounted.failure
 
 
-@pytest.mark.parametrize(("method", "is_spoiled"), slow([("mtp", False), ("eagle3", False), ("mtp", True)]))
+@pytest.mark.parametrize(
+    ("method", "is_spoiled"), [*slow([("eagle3", False), ("mtp", True)]), *nightly([("mtp", False)])]
+)
 def test_prompts_from_the_prefix_cache_keep_their_acceptance(method: str, is_spoiled: bool) -> None:
     """Every round of a prompt whose first pages are cached brings what it brought when they were computed, at both
     temperatures. The mutant has lost what the head keeps there."""

@@ -494,7 +494,7 @@ def test_mutants_are_noticed(mutate: Callable[[str], str], tmp_path: Path) -> No
     assert error < 2e-2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_bfloat16_products(tmp_path: Path) -> None:
     """AVX-512 without its BF16 extension: the other instructions are attention too, and invariant."""
     different, error = in_a_process(tmp_path, lambda text: text, "-mno-avx512bf16")

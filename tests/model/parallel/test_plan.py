@@ -125,8 +125,7 @@ def test_odd_vocabularies_tied_embeddings_and_biases(two: Ranks, tmp_path: Path)
     check_equal(two, config, tmp_path, torch.float32, 1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("kv_heads", [*slow([1]), *nightly([2])])
 def test_kv_heads_that_are_fewer_than_the_ranks_are_repeated(kv_heads: int, tmp_path: Path) -> None:
     """On three ranks one KV head, on four two: neighbours hold the same one."""
     degree = {1: 3, 2: 4}[kv_heads]
