@@ -32,6 +32,7 @@ class Secured:
         self.public = Mounted(folder / "public", (HOST,))
         self.internal = Mounted(folder / "internal", ("internal.paceline",))
         entries = [{"name": name, "sha256": digest(f"key-of-{name}")} for name in ("alice", "bob")]
+        entries[0]["metrics"] = True
         self.keys = write_keys(folder / "keys.yaml", *entries)
 
     @property
@@ -102,11 +103,14 @@ class Secured:
             return json.loads(reply.read())
 
     def metrics(self, port: int, line: str, at_least: float = -math.inf) -> str:
-        """The metrics page, once it shows lines like one, of at least one value together: replicas report it later."""
+        """Alice's metrics page, once lines like one show at least a value together: replicas report it later."""
+        asked = urllib.request.Request(
+            f"https://{HOST}:{port}/metrics", headers={"Authorization": "Bearer key-of-alice"}
+        )
         context = ssl.create_default_context(cafile=str(self.public.ca))
         end = time.monotonic() + 60
         while True:
-            with urllib.request.urlopen(f"https://{HOST}:{port}/metrics", context=context) as page:
+            with urllib.request.urlopen(asked, context=context) as page:
                 text = page.read().decode()
             values = [float(shown.split()[-1]) for shown in text.splitlines() if line in shown and shown[0] != "#"]
             if values and sum(values) >= at_least:
