@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import re
 import socket
 import subprocess
 import sys
@@ -31,13 +30,15 @@ class Service:
 
     def __init__(self, streams: int) -> None:
         command = [sys.executable, "-m", "paceline", "serve", "--local", "--drafter", "none", "--no-compile"]
-        command += ["--http-port", "0", "--grpc-port", "0"]
+        with socket.socket() as http_socket, socket.socket() as grpc_socket:
+            for one in (http_socket, grpc_socket):
+                one.bind(("127.0.0.1", 0))
+            self.port, grpc_port = http_socket.getsockname()[1], grpc_socket.getsockname()[1]
+        command += ["--http-port", str(self.port), "--grpc-port", str(grpc_port)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if found := re.search(r"http://[\w.]+:(\d+)", line):
-                self.port = int(found[1])
-                break
+        if not any(line.strip() == "ready" for line in self._process.stdout):
+            raise SystemExit("the service has not started")
         threading.Thread(target=self._process.stdout.read, daemon=True).start()
         self.longest_s, self.num_chunks, self.num_failed, self._running = 0.0, 0, 0, True
         for _ in range(streams):
