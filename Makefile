@@ -51,7 +51,7 @@ $(STAMP): pyproject.toml requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install torch==2.13.0
 	$(BIN)/python -m pip install uv==0.13.9
-	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r requirements.txt
+	$(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python --no-deps --require-hashes -r requirements.txt
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps -e .
 	touch $@
 
