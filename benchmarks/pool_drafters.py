@@ -151,10 +151,8 @@ def main() -> None:
             drafts[name] = DraftModel(path=path, tree_step_tokens=16, vocabulary="shared", **RUN)
         drafts["PARD, 4 tokens at once"] = DraftModel(path=pard, tree_step_tokens=16, parallel_tokens=4, **RUN)
         drafts["the same model, one at a time"] = DraftModel(path=pard, tree_step_tokens=16, parallel_tokens=1, **RUN)
-        for arrangement, lengths in (("vertical", [4]), ("horizontal", [2])):
-            cascade = {"arrangement": arrangement, "lengths": lengths, "tree_step_tokens": 16}
-            cascade["drafters"] = [part, {"kind": "ngram"}]
-            drafts[f"{arrangement} cascade, model and n-grams"] = CascadeOptions.model_validate(cascade)
+        cascade = {"drafters": [part, {"kind": "ngram"}], "lengths": [4], "tree_step_tokens": 16}
+        drafts["vertical cascade, model and n-grams"] = CascadeOptions.model_validate(cascade)
         print(f"{'':40s} T acceptance tokens/round tokens/forward ms/draft token")
         for name, draft in drafts.items():
             for temperature in (0.0, 1.0):

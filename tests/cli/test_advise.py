@@ -39,7 +39,7 @@ def test_every_configuration_that_it_prints_is_taken_and_fits_the_devices(capsys
     names = [forecast["name"] for forecast in found["forecasts"]]
     assert found["refused"]["early exit"].startswith("target_config.engine_kwargs.tensor_parallel_size is 2 beside")
     assert {"plain", "n-grams", "suffixes", "Medusa", "MTP", "EAGLE-3", "draft model, overlapped"} < set(names)
-    assert {"cascade, vertical", "cascade, horizontal", "lookahead"} < set(names)
+    assert {"cascade, vertical", "lookahead"} < set(names)
     assert {"MTP, in the pool", "EAGLE-3, in the pool"} < set(names)
     assert found["refused"]["plugin"].startswith("what a plugin brings is known to its author alone")
     for name in names:

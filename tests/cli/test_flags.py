@@ -123,11 +123,11 @@ def test_a_command_has_its_flags(command):
 @pytest.mark.parametrize(
     ("text", "drafters", "rest"),
     [
-        ("vertical=/m/a:4,ngram", ["/m/a", "ngram"], {"arrangement": "vertical", "lengths": [4]}),
-        ("vertical=/m/a,suffix", ["/m/a", "suffix"], {"arrangement": "vertical"}),
-        ("vertical=o/a:2, o/b:3, ngram", ["o/a", "o/b", "ngram"], {"arrangement": "vertical", "lengths": [2, 3]}),
-        ("horizontal=ngram:2,c:/b", ["ngram", "c:/b"], {"arrangement": "horizontal", "lengths": [2]}),
-        ("horizontal=./ngram:1,suffix", ["./ngram", "suffix"], {"arrangement": "horizontal", "lengths": [1]}),
+        ("vertical=/m/a:4,ngram", ["/m/a", "ngram"], {"lengths": [4]}),
+        ("vertical=/m/a,suffix", ["/m/a", "suffix"], {}),
+        ("vertical=o/a:2, o/b:3, ngram", ["o/a", "o/b", "ngram"], {"lengths": [2, 3]}),
+        ("vertical=c:/b:2,ngram", ["c:/b", "ngram"], {"lengths": [2]}),
+        ("vertical=./ngram:1,suffix", ["./ngram", "suffix"], {"lengths": [1]}),
     ],
 )
 def test_a_cascade_on_the_command_line_is_that_of_a_file(text: str, drafters: list[str], rest: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ def test_target_and_draft_have_a_device_each() -> None:
         ("vertical=a:3,ngram:2", "--drafter vertical=a:3,ngram:2: ngram:2 is the last drafter"),
         ("vertical=a:3,b,ngram", "lengths has 1 entries beside 3 drafters: 2 are needed"),
         ("vertical=a:17,ngram", "lengths holds 17: 1 to 16 are allowed"),
-        ("horizontal=,ngram", "model"),
+        ("vertical=,ngram", "model"),
     ],
 )
 def test_a_cascade_that_is_none_is_refused_in_one_sentence(text: str, said: str) -> None:

@@ -92,7 +92,7 @@ SUFFIX_VALUES = GROWING_VALUES | {
 PLUGIN_VALUES = GROWING_VALUES | {"drafter": "mine", "options": {"width": 3}}
 CASCADE_VALUES = GROWING_VALUES | {
     "drafters": [{"kind": "model", "model": "m", "options": {}}, {"kind": "ngram", "model": None, "options": {}}],
-    "arrangement": "horizontal", "lengths": [3],
+    "lengths": [3],
 }  # fmt: skip
 MODELLESS = {NgramOptions: "ngram", SuffixOptions: "suffix", PluginOptions: "plugin", CascadeOptions: "cascade"}
 

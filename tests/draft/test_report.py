@@ -37,11 +37,9 @@ def built(options: Any, source: str | Path | None = None) -> tuple[DraftEngine, 
     return build_draft_engine(setup, sent.extend), sent
 
 
-def cascade(arrangement: str, *others: dict[str, Any], lengths: list[int]) -> CascadeOptions:
+def cascade(*others: dict[str, Any], lengths: list[int]) -> CascadeOptions:
     first = {"model": str(DRAFT_DIR), "options": MODEL}
-    return CascadeOptions.model_validate(
-        {"arrangement": arrangement, "drafters": [first, *others], "lengths": lengths, "tree_step_tokens": 16}
-    )
+    return CascadeOptions.model_validate({"drafters": [first, *others], "lengths": lengths, "tree_step_tokens": 16})
 
 
 @pytest.mark.parametrize(
@@ -50,15 +48,11 @@ def cascade(arrangement: str, *others: dict[str, Any], lengths: list[int]) -> Ca
         (NgramOptions(), "n-grams"),
         (SuffixOptions(), "suffixes"),
         (
-            cascade("vertical", {"kind": "ngram"}, lengths=[4]),
+            cascade({"kind": "ngram"}, lengths=[4]),
             "vertical cascade of draft model (4 guesses a leaf from n-grams)",
         ),
-        (
-            cascade("horizontal", {"kind": "suffix"}, lengths=[2]),
-            "horizontal cascade of draft model (2 positions), then suffixes",
-        ),
     ],
-    ids=["ngram", "suffix", "vertical", "horizontal"],
+    ids=["ngram", "suffix", "vertical"],
 )
 def test_each_kind_of_drafter_is_named(options: Any, description: str) -> None:
     assert built(options)[0].description == description

@@ -19,9 +19,8 @@ from paceline.config import (
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import best_coupled, draft_candidates
 from paceline.drafters import cascade
-from paceline.drafters.cascade import HorizontalDrafter, VerticalDrafter
+from paceline.drafters.cascade import VerticalDrafter
 from paceline.drafters.model import ModelDrafter
-from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.protocol import Candidates, Leaf
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import ConfigError
@@ -134,55 +133,6 @@ def test_mutants_are_caught(mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
         growth(1.0)
-
-
-def test_positions_go_to_the_drafter_of_their_depth() -> None:
-    """Two n-grams that differ in how much they match: the answer is that of the one whose turn it is."""
-    text = [5, 1, 2, 9, 4, 2, 7, 1, 2]
-    sampler = SamplerState(SamplingParams(), 1, text, vocab_size=VOCAB)
-    alone = [NgramDrafter(min_match=2, max_match=2), NgramDrafter(min_match=1, max_match=1, num_candidates=4)]
-    both = HorizontalDrafter([NgramDrafter(min_match=2, max_match=2), NgramDrafter(min_match=1, max_match=1)], [1])
-    for drafter in (*alone, both):
-        drafter.open("s", text, sampler)
-        while not drafter.ready("s"):
-            drafter.prefill()
-    for tokens in ([], [9, 4, 2]):
-        for drafter in (*alone, both):
-            drafter.advance("s", tokens, [*range(1, len(tokens) + 1)], [])
-        leaves = [Leaf("s", 0, (), ()), Leaf("s", 1, (1,), (9,)), Leaf("s", 2, (1, 2), (9, 2))]
-        answer = both.expand(leaves)
-        for i, drafter in ((0, alone[0]), (1, alone[1]), (2, alone[1])):
-            expected = drafter.expand([leaves[i]])
-            num = expected.log_q[0].isfinite().sum()
-            assert answer.log_q[i].isfinite().sum() == num
-            assert torch.equal(answer.token_ids[i, :num], expected.token_ids[0, :num])
-        both.check_integrity()
-    both.close("s")
-    both.check_integrity()
-
-
-def _one_deeper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each leaf is taken for the one below it."""
-    of = HorizontalDrafter._of
-    monkeypatch.setattr(HorizontalDrafter, "_of", lambda self, depth: of(self, depth + 1))
-
-
-def _last_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drafters take each other's positions."""
-    of = HorizontalDrafter._of
-    monkeypatch.setattr(HorizontalDrafter, "_of", lambda self, depth: len(self._lengths) - of(self, depth))
-
-
-def _first_alone_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was committed reaches the first drafter only."""
-    monkeypatch.setattr(HorizontalDrafter, "advance", lambda self, *told: self._drafters[0].advance(*told))
-
-
-@pytest.mark.parametrize("mutant", [_one_deeper, _last_first, _first_alone_learns], ids=lambda m: m.__name__.strip("_"))
-def test_mutants_of_positions_are_caught(mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_positions_go_to_the_drafter_of_their_depth()
 
 
 EMBEDDED = {"model": str(DRAFT_DIR), "options": {"dtype": "float32", "compile": False}}

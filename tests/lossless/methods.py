@@ -69,7 +69,6 @@ ROWS: dict[str, Row] = {
     "draft of another vocabulary": Row("made:other_vocabulary", least=0.25),
     "PARD": Row("made:pard", least=0.04),
     "cascade, vertical": _DRAFT,
-    "cascade, horizontal": _DRAFT,
     "n-grams": Row(None, least=0.2),
     "suffixes": Row(None, least=0.2),
     "plugin": Row(None, least=0.1),

@@ -29,12 +29,11 @@ from tests.support.vocabularies import other_vocabulary
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.vocabulary import SharedVocabulary
-from paceline.drafters.cascade import HorizontalDrafter, VerticalDrafter
+from paceline.drafters.cascade import VerticalDrafter
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.parallel import ParallelDrafter
 from paceline.drafters.protocol import Drafter
-from paceline.drafters.suffix import SuffixDrafter
 from paceline.drafters.translation import Translation
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.messages import Nodes
@@ -44,9 +43,9 @@ from paceline.types import Acceptance, Mode, Result, SamplingParams, Speculation
 assert tiny_pair  # a fixture
 
 _SIZES = {"max_leaves": 32, "max_prefill_tokens": 64, "top_m": 64}
-KINDS = ("shared vocabulary", "pard", "vertical", "horizontal")
+KINDS = ("shared vocabulary", "pard", "vertical")
 
-_LEAST = {"shared vocabulary": 0.1, "pard": 0.01, "vertical": 0.1, "horizontal": 0.1}
+_LEAST = {"shared vocabulary": 0.1, "pard": 0.01, "vertical": 0.1}
 """Share of the drafted tokens that is accepted; this PARD model was never taught what its pard token means."""
 
 
@@ -84,15 +83,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[],
         """The draft, for which n-grams guess."""
         return VerticalDrafter(draft.runner(64), guesser=NgramDrafter(), num_guesses=3, **_SIZES)
 
-    def horizontal() -> Drafter:
-        """The draft, then one of another vocabulary for which n-grams guess, then suffixes: all at once."""
-        vocabulary = SharedVocabulary(Checkpoint.open(str(TARGET_DIR)).tokenizer, Checkpoint.open(folder).tokenizer)
-        options = {"translation": Translation(vocabulary, 4096, other.vocab_size), **_SIZES}
-        second = VerticalDrafter(other.runner(64), guesser=NgramDrafter(), num_guesses=2, **options)
-        first = ModelDrafter(draft.runner(64), **_SIZES)
-        return HorizontalDrafter([first, second, SuffixDrafter()], [2, 2])
-
-    return {"shared vocabulary": shared, "pard": pard, "vertical": vertical, "horizontal": horizontal}
+    return {"shared vocabulary": shared, "pard": pard, "vertical": vertical}
 
 
 @pytest.mark.parametrize("kind", [*KINDS[:3], *slow(KINDS[3:])])
@@ -136,8 +127,6 @@ def _tiny(kind: str, draft: LoadedModel) -> Drafter:
         return ParallelDrafter(draft.runner(128), pard_token=3, tokens_per_leaf=3, **sizes)
     if kind == "vertical":
         return VerticalDrafter(draft.runner(128), guesser=NgramDrafter(), num_guesses=2, **sizes)
-    if kind == "horizontal":
-        return HorizontalDrafter([ModelDrafter(draft.runner(128), **sizes) for _ in range(2)], [1])
     return ModelDrafter(draft.runner(128), translation=Translation(_Halves(), _TINY_VOCAB, _TINY_VOCAB), **sizes)  # type: ignore[arg-type]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from paceline.drafters.at_hand import head_kind
 from paceline.drafters.catalogue import METHODS
@@ -143,22 +142,6 @@ def test_guesses_that_are_right_save_forwards_and_wrong_ones_cost_rows() -> None
     assert 7 * system.draft.seconds(8) == pytest.approx(7 / 1.75 * model.step.seconds(24))
     found = [best(where, replace(model, guesses=(4, g))).predicted.tokens_per_s for g in (0.01, 0.5, 0.9)]
     assert found[0] < best(where, model).predicted.tokens_per_s < found[1] < found[2]
-
-
-def test_positions_behind_the_first_take_no_forwards_and_have_their_own_acceptance() -> None:
-    """Horizontal: 2 positions at 0.8, then 3 at 0.5, from a simulation of what is accepted."""
-    where, model = site(1), draft(0.8, share=0.2)
-    system = advice._system(where, replace(model, further=(2, 0.5)), 5)
-    assert 5 * system.draft.seconds(8) == pytest.approx(2 * model.step.seconds(8))
-    probabilities = torch.tensor([0.8, 0.8, 0.5, 0.5, 0.5])
-    drawn = torch.rand(400_000, 5, generator=torch.Generator().manual_seed(0)) < probabilities
-    accepted = float(drawn.long().cumprod(-1).sum(-1).float().mean())
-    found = advice.equivalent(advice.expected(0.8, 2) + 0.64 * advice.expected(0.5, 3), 5)
-    assert advice.expected(found, 5) == pytest.approx(accepted, abs=0.02)
-    assert (
-        advice._system(where, replace(model, further=(2, 0.8)), 5).outcomes
-        == advice._system(where, replace(model, further=(5, 0.1)), 5).outcomes
-    )
 
 
 def test_rows_that_ride_make_the_steps_of_the_target_longer() -> None:

@@ -292,10 +292,7 @@ def _candidate(
         return found
     options = CascadeOptions(**each.method.configuration("target", each.model)["draft_config"]["engine_kwargs"])
     second = assumed(options.drafters[1].kind, args.text)[0]
-    if options.arrangement == "vertical":
-        return replace(found, guesses=(options.all_lengths[0], second))
-    # what was measured is the acceptance of all positions together
-    return replace(found, further=(options.all_lengths[0], acceptance.value if args.measure else second))
+    return replace(found, guesses=(options.all_lengths[0], second))
 
 
 def _riding_rows(each: AtHand) -> int:

@@ -24,11 +24,11 @@ from paceline.types import SamplingParams, SpeculationParams, StructuredOutput
 _ENGINE = "target_config.engine_kwargs"
 MODELLESS = ("ngram", "suffix")
 """Kinds of drafters that need neither a model nor options."""
-_CASCADES = ("vertical=", "horizontal=")
-"""Beginnings of what ``--drafter`` says of a cascade: its arrangement."""
+_CASCADE = "vertical="
+"""Beginning of what ``--drafter`` says of a cascade."""
 DRAFTER_HELP = (
-    "what proposes tokens (default: model); a cascade of several is vertical=A:N,B or horizontal=A:N,B, each the "
-    "directory or id of a draft model, ngram or suffix, N its entry in lengths"
+    "source of draft tokens (default: model). A cascade is vertical=A:N,B: A is a draft model, and B, a draft model, "
+    "ngram or suffix, guesses N tokens for each forward of A"
 )
 
 _NAMES = {"max_draft_tokens": "--draft-tokens", "path": "--target"}
@@ -209,12 +209,12 @@ class _Drafters(tuple[str, ...]):
     __slots__ = ()
 
     def __contains__(self, value: object) -> bool:
-        return super().__contains__(value) or str(value).startswith(_CASCADES)
+        return super().__contains__(value) or str(value).startswith(_CASCADE)
 
 
 def drafters(*more: str) -> Sequence[str]:
     """The names that ``--drafter`` takes; ``more``: beside drafters, such as ``none``."""
-    return _Drafters(("model", *MODELLESS, *plugin_names(), *_CASCADES, *more))
+    return _Drafters(("model", *MODELLESS, *plugin_names(), _CASCADE, *more))
 
 
 def draft_config_of(name: str | None, running: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
@@ -229,16 +229,15 @@ def draft_config_of(name: str | None, running: Mapping[str, Any] | None = None) 
     """
     if name in MODELLESS:
         return {"kind": name}
-    if name is not None and name.startswith(_CASCADES):
+    if name is not None and name.startswith(_CASCADE):
         return {"kind": "cascade", "engine_kwargs": _cascade(name, running or {})}
     return None if name in (None, "model", "none") else {"kind": "plugin", "engine_kwargs": {"drafter": name}}
 
 
 def _cascade(name: str, running: Mapping[str, Any]) -> dict[str, Any]:
-    arrangement, _, listed = name.partition("=")
     parts: list[dict[str, Any]] = []
     lengths: list[int] = []
-    *others, last = (text.strip() for text in listed.split(","))
+    *others, last = (text.strip() for text in name.removeprefix(_CASCADE).split(","))
     for text in others:
         body, colon, length = text.rpartition(":")
         has_length = bool(colon) and length.isdigit()
@@ -246,7 +245,7 @@ def _cascade(name: str, running: Mapping[str, Any]) -> dict[str, Any]:
         parts.append(_part(body if has_length else text, running))
     if last.rpartition(":")[2].isdigit() and ":" in last:
         raise ConfigError(f"--drafter {name}: {last} is the last drafter, which drafts what is left: it has no length")
-    found = {"arrangement": arrangement, "drafters": [*parts, _part(last, running)]}
+    found = {"drafters": [*parts, _part(last, running)]}
     return found | ({"lengths": lengths} if lengths else {})
 
 

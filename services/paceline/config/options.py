@@ -458,31 +458,26 @@ class CascadeOptions(Growing):
     field of this class."""
 
     drafters: list[CascadeDrafter] = Field(min_length=2, max_length=4)
-    """``vertical``: each is guessed for by the next one, so all but the last are draft models. ``horizontal``: each
-    drafts the positions behind those of the one before."""
-    arrangement: Literal["vertical", "horizontal"] = "vertical"
+    """Each verifies the guesses of the next one, so all but the last are draft models."""
     lengths: list[int] | None = None
-    """One for each drafter but the last. ``vertical``: tokens, 1 to 16, that the next one guesses for a forward of it.
-    ``horizontal``: positions, 1 to 32, that it drafts. None: 4 and 2."""
+    """Tokens, 1 to 16, that the next drafter guesses for one forward: an entry for each drafter but the last. None: 4
+    for each."""
 
     @property
     def all_lengths(self) -> tuple[int, ...]:
         """``lengths``, or the ones that stand for None."""
-        default = 4 if self.arrangement == "vertical" else 2
-        return tuple(self.lengths or [default] * (len(self.drafters) - 1))
+        return tuple(self.lengths or [4] * (len(self.drafters) - 1))
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        num, most = len(self.drafters) - 1, 16 if self.arrangement == "vertical" else MAX_DRAFT_TOKENS
+        num = len(self.drafters) - 1
         if self.lengths is not None and len(self.lengths) != num:
             raise Fault("lengths", f"has {len(self.lengths)} entries beside {num + 1} drafters: {num} are needed")
-        if wrong := [length for length in self.lengths or () if not 1 <= length <= most]:
-            raise Fault(
-                "lengths", f"holds {wrong[0]}: 1 to {most} are allowed where arrangement is {self.arrangement!r}"
-            )
+        if wrong := [length for length in self.lengths or () if not 1 <= length <= 16]:
+            raise Fault("lengths", f"holds {wrong[0]}: 1 to 16 are allowed")
         gpus: dict[str, int] = {}
         for i, drafter in enumerate(self.drafters):
-            if self.arrangement == "vertical" and i < num and drafter.kind != "model":
+            if i < num and drafter.kind != "model":
                 raise Fault(
                     f"drafters[{i}].kind", f"is {drafter.kind!r}: only a model verifies what others guess for it"
                 )

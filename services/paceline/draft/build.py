@@ -28,7 +28,7 @@ from paceline.core import native_tree, rows
 from paceline.draft import publish
 from paceline.draft.engine import DraftEngine
 from paceline.drafters import parts
-from paceline.drafters.cascade import HorizontalDrafter, VerticalDrafter
+from paceline.drafters.cascade import VerticalDrafter
 from paceline.drafters.corpus import suffix_drafter
 from paceline.drafters.heads.load import remote_plan
 from paceline.drafters.heads.remote import RemoteHead
@@ -207,23 +207,15 @@ def _cascade(setup: DraftSetup, options: CascadeOptions, target: Checkpoint) -> 
     """A cascade, which holds what all of its drafters hold. Built from the last one on."""
     made: list[_Built] = []
     for part, length in zip(reversed(setup.parts), (0, *reversed(options.all_lengths)), strict=True):
-        guesser = made[-1] if made and options.arrangement == "vertical" else None
+        guesser = made[-1] if made else None
         if isinstance(part.options, DraftOptions):
             made.append(_model_drafter(part, target, None, guesser, length, is_part=True))
         else:
             made.append(_modelless_drafter(part, part.options, target))
     max_context_len = min(each.max_context_len for each in made)
-    first, *others = drafters = made[::-1]
-    log.info("draft: a %s cascade of %s", options.arrangement, ", ".join(each.drafter.kind for each in drafters))
-    runner = next((each.runner for each in drafters if each.runner is not None), None)
-    if options.arrangement == "vertical":
-        return _Built(first.drafter, max_context_len, f"vertical cascade of {first.description}", runner)
-    described = [first.description]
-    for length, other in zip(options.all_lengths, others, strict=True):
-        described[-1] += f" ({length} positions)"
-        described.append(other.description)
-    drafter = HorizontalDrafter([each.drafter for each in drafters], options.all_lengths)
-    return _Built(drafter, max_context_len, f"horizontal cascade of {', then '.join(described)}", runner)
+    first = made[-1]
+    log.info("draft: a vertical cascade of %s", ", ".join(each.drafter.kind for each in reversed(made)))
+    return _Built(first.drafter, max_context_len, f"vertical cascade of {first.description}", first.runner)
 
 
 def _model_drafter(

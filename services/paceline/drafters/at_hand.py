@@ -119,7 +119,7 @@ def _examined(method: Method, target: Checkpoint, source: str | None, given: Hea
         if require_tokens(target.tokenizer, draft.tokenizer, vocabulary) is None and vocabulary == "shared":
             raise ConfigError(f"the draft {source!r} has the target's tokens: it needs no other vocabulary")
         at_once, _ = parallel_draft(draft, method.options.get("parallel_tokens"))
-        if at_once > 1 and method.options.get("arrangement") == "vertical":
+        if at_once > 1 and method.kind == "cascade":
             raise ConfigError(f"the draft {source!r} is a PARD model, which takes no guesses")
         drafts = draft.size()
         assert drafts is not None

@@ -1,8 +1,7 @@
-"""Cascades: several drafters that draft together (Chen et al. 2023, arXiv 2312.11462).
+"""The vertical cascade: several drafters that draft together (Chen et al. 2023, arXiv 2312.11462).
 
-*Vertical*: a smaller drafter guesses what a draft model would draft, and one forward of the model verifies the guesses,
-so that it drafts several tokens in the time of one. *Horizontal*: a larger drafter drafts the first positions, which
-are the likeliest to be used, and smaller ones those behind them.
+A smaller drafter guesses what a draft model would draft, and one forward of the model verifies the guesses, so that it
+drafts several tokens in the time of one.
 """
 
 from __future__ import annotations
@@ -127,85 +126,3 @@ def _below(leaf: Leaf, index: int, guesses: Sequence[int]) -> Leaf:
         return leaf
     ids = tuple(-(1 + 64 * index + depth) for depth in range(len(guesses)))
     return Leaf(leaf.session_id, ids[-1], (*leaf.path_ids, *ids), (*leaf.path, *guesses))
-
-
-class HorizontalDrafter:
-    """Several drafters, each for the positions behind those of the one before.
-
-    Args:
-        drafters: the first for the first positions, and so on.
-        lengths: positions of each but the last, which drafts all further ones.
-    """
-
-    kind = "cascade"
-    conditional = True
-
-    def __init__(self, drafters: Sequence[Drafter], lengths: Sequence[int]) -> None:
-        assert len(drafters) == len(lengths) + 1
-        self._drafters, self._lengths = drafters, lengths
-        self.max_leaves = min(drafter.max_leaves for drafter in drafters)
-        self.tokens_per_leaf = max(drafter.tokens_per_leaf for drafter in drafters)
-
-    def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
-        """Begins the session in all of them."""
-        for drafter in self._drafters:
-            drafter.open(session_id, token_ids, sampler, salt)
-
-    def prefill(self) -> bool:
-        """Does a chunk in each."""
-        worked = [drafter.prefill() for drafter in self._drafters]
-        return True in worked
-
-    def ready(self, session_id: str) -> bool:
-        """True once all of them are."""
-        return all(drafter.ready(session_id) for drafter in self._drafters)
-
-    def expand(self, leaves: Sequence[Leaf]) -> Candidates:
-        """Candidates of each leaf from the drafter of its position."""
-        by_drafter: dict[int, list[int]] = {}
-        for i, leaf in enumerate(leaves):
-            by_drafter.setdefault(self._of(len(leaf.path)), []).append(i)
-        parts = [(at, self._drafters[d].expand([leaves[i] for i in at])) for d, at in by_drafter.items()]
-        num = max(part.token_ids.shape[-1] for _, part in parts)
-        shape = (len(leaves), self.tokens_per_leaf, num)
-        token_ids, log_q = torch.zeros(shape, dtype=torch.int64), torch.full(shape, float("-inf"))
-        guesses: list[tuple[int, ...]] = [()] * len(leaves)
-        for at, part in parts:
-            ids, values = part.token_ids.to(token_ids.device), part.log_q.to(log_q.device, log_q.dtype)
-            if ids.ndim == 2:
-                ids, values = ids[:, None], values[:, None]
-            token_ids[at, : ids.shape[1], : ids.shape[2]] = ids
-            log_q[at, : ids.shape[1], : ids.shape[2]] = values
-            for i, guessed in zip(at, part.guesses, strict=False):
-                guesses[i] = guessed
-        if self.tokens_per_leaf == 1:
-            return Candidates(token_ids[:, 0], log_q[:, 0])
-        return Candidates(token_ids, log_q, tuple(guesses) if any(guesses) else ())
-
-    def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
-        """Extends the context of all of them."""
-        for drafter in self._drafters:
-            drafter.advance(session_id, token_ids, node_ids, kept)
-
-    def close(self, session_id: str) -> None:
-        """Ends the session in all of them."""
-        for drafter in self._drafters:
-            drafter.close(session_id)
-
-    def check_integrity(self) -> None:
-        """Asserts the invariants of each."""
-        for drafter in self._drafters:
-            drafter.check_integrity()
-
-    def shutdown(self) -> None:
-        """Releases the resources of each."""
-        for drafter in self._drafters:
-            drafter.shutdown()
-
-    def _of(self, depth: int) -> int:
-        """Index of the drafter for leaves of a depth below the anchor."""
-        for i, length in enumerate(self._lengths):
-            if depth < length:
-                return i
-            depth -= length
-        return len(self._lengths)

@@ -122,16 +122,7 @@ _PLACED: tuple[Method, ...] = (
         "cascade speculative drafting (2312.11462)",
         "any causal language model with the target's tokenizer",
         "a draft model that is slow itself: n-grams guess for it",
-        {"arrangement": "vertical", "drafters": [{"kind": "ngram"}], "lengths": [4]},
-    ),
-    Method(
-        "cascade, horizontal",
-        Place.POOL,
-        "cascade",
-        "cascade speculative drafting (2312.11462)",
-        "any causal language model with the target's tokenizer",
-        "long proposals: suffixes draft the positions behind those of a draft model",
-        {"arrangement": "horizontal", "drafters": [{"kind": "suffix"}], "lengths": [2]},
+        {"drafters": [{"kind": "ngram"}], "lengths": [4]},
     ),
     Method(
         "n-grams",

@@ -72,9 +72,6 @@ class Candidate:
     guesses: tuple[int, float] | None = None
     """(n, acceptance): each of its forwards verifies n tokens that a drafter without a model guesses (a vertical
     cascade)."""
-    further: tuple[int, float] | None = None
-    """(n, acceptance): it drafts n positions alone, and a drafter without a model those behind them (a horizontal
-    cascade)."""
     riding_rows: int = 0
     """Rows of each session that ride in each step of the target (lookahead)."""
     state_bytes: int = 0
@@ -164,21 +161,17 @@ def _system(site: Site, candidate: Candidate | None, k: int = 1) -> System:
     tokens = site.sessions * (1 + k)
     if candidate is None:
         return System(site.target, site.target, Outcomes.derived(0.0), max_step_tokens=max(256, tokens))
-    acceptance, step, path = candidate.acceptance, candidate.step, candidate.path
+    step, path = candidate.step, candidate.path
     if not candidate.apart and site.target_devices in candidate.shared:
         step, path = candidate.shared[site.target_devices], None
-    own = k if candidate.further is None else min(candidate.further[0], k)
-    forwards = 1.0 if candidate.one_pass else float(own)
+    forwards = 1.0 if candidate.one_pass else float(k)
     if candidate.guesses is not None:
         n, guessed = candidate.guesses
         forwards, step = max(1.0, forwards / (1.0 + expected(guessed, n))), step.of_rows(n + 1)
-    if candidate.further is not None:
-        behind = acceptance**own * expected(candidate.further[1], k - own)
-        acceptance = equivalent(expected(acceptance, own) + behind, k)
     system = System(
         site.target.of_rows(1 + candidate.riding_rows / (1 + k)) if candidate.riding_rows else site.target,
         step.times(forwards / k),
-        Outcomes.derived(acceptance),
+        Outcomes.derived(candidate.acceptance),
         path=path,
         link_s=site.link_s if candidate.apart else 0.0,
         max_step_tokens=max(256, tokens),

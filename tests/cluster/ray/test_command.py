@@ -63,7 +63,7 @@ def test_the_embedded_pair_keeps_its_draft_when_a_flag_changes_it():
     assert config.draft_config.model_loading_config.model_id == "paceline/embedded-draft"
     assert config.draft_config.engine_kwargs.compile is False
     assert serve.read_config(parsed("--drafter", "ngram", "--dtype", "float32")).draft_config.kind == "ngram"
-    cascade = serve.read_config(parsed("--drafter", "horizontal=a/b:1,suffix", "--dtype", "float32")).draft_config
+    cascade = serve.read_config(parsed("--drafter", "vertical=a/b:1,suffix", "--dtype", "float32")).draft_config
     assert (cascade.kind, cascade.engine_kwargs.lengths) == ("cascade", [1])
     assert cascade.engine_kwargs.drafters[0].options == {"dtype": "float32"}
     assert serve.read_config(parsed("--drafter", "none")).draft_config is None

@@ -57,7 +57,7 @@ def prompts(max_tokens: int) -> list[tuple[str, SamplingParams]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["cascade, horizontal", "EAGLE-3, in the pool"])
+@pytest.mark.parametrize("name", ["cascade, vertical", "EAGLE-3, in the pool"])
 def test_a_drafter_of_the_pool_is_served_and_the_text_is_that_of_plain_decoding(name):
     asked = prompts(24)
     with ServiceProcess(configuration(name)) as service, Client(service.address) as client:
