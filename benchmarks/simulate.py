@@ -236,11 +236,8 @@ def ways(options: argparse.Namespace) -> list[Way]:
     k = options.draft_tokens
     sequential = [SpeculationParams(mode=Mode.SEQUENTIAL, max_draft_tokens=n) for n in options.sequential_draft_tokens]
     best = SpeculationParams(max_draft_tokens=k)
-    uniform = SpeculationParams(max_draft_tokens=min(k, 4), growth="uniform")
     return [
         *(Way(f"lock step K={s.max_draft_tokens}", s) for s in sequential),
-        Way(f"uniform F=3 K={min(k, 4)}, 16 branches", uniform, 16, options.tree_budget),
-        Way(f"uniform F=3 K={min(k, 4)}, 32 branches", uniform, 32, options.tree_budget),
         Way(f"best first F=6 K={k}, 16 branches", best, 16, options.tree_budget, 6),
         Way(f"best first F=6 K={k}, 32 branches", best, 32, options.tree_budget, 6),
     ]

@@ -122,7 +122,6 @@ def make_templates(pipeline: LocalPipeline, count: int, max_tokens: int, rng: ra
             mode=rng.choice([Mode.OVERLAPPED] * 4 + [Mode.SEQUENTIAL, Mode.PLAIN]),
             acceptance=rng.choice([Acceptance.COUPLED] * 3 + [Acceptance.REJECTION]),
             max_draft_tokens=rng.choice([1, 3, 8, 8, 16]),
-            growth=rng.choice(["best_first", "best_first", "uniform", "geometric"]),
         )
         stop = rng.choice([(), (), (), ("\n\n",), ("return", "self."), (" = ", "(")])
         templates.append(Template(prompt, sampling, speculation, stop))

@@ -523,8 +523,6 @@ class SpeculationParams(_RequestParams):
     max_draft_tokens: int = Field(default=8, ge=0, le=MAX_DRAFT_TOKENS)
     """Longest proposal (K), in tokens from its first to its last; alternatives beside them do not count. 0 is plain
     decoding."""
-    growth: Literal["best_first", "uniform", "geometric"] = "best_first"
-    """Strategy by which the draft spends its tree budget (``draft/growth.py``)."""
     saguaro: float = Field(default=1.0, gt=0, le=1)
     """Rejection rule only: q of the predicted next tokens is scaled by this before sampling; 1 is off."""
 

@@ -114,7 +114,7 @@ def run_local(args: argparse.Namespace) -> int:
     shared = cores.records(settings, records, bench.shared) if bench.shared else []
     title = (
         f"{len({r.prompt for r in records})} prompts x {settings.repeats}, {settings.max_tokens} tokens each, "
-        f"{settings.sessions} at once; {settings.acceptance.value} acceptance, {settings.growth} growth, "
+        f"{settings.sessions} at once; {settings.acceptance.value} acceptance, "
         f"{settings.tree_step_tokens or 'as many as cost little more than one'} nodes per draft step; "
         f"drafter {settings.drafter}" + "".join(f", head {head}" for head in settings.heads)
     )

@@ -43,7 +43,6 @@ def add_local_flags(parser: argparse.ArgumentParser, one: Sequence[str], several
     help_ = "all are measured, the best counts (default 2,3,4,6)"
     group.add_argument("--sequential-draft-tokens", type=several(k), default=(2, 3, 4, 6), metavar="K,...", help=help_)
     group.add_argument("--acceptance", choices=[a.value for a in Acceptance], default=Acceptance.COUPLED.value)
-    group.add_argument("--growth", choices=["best_first", "uniform", "geometric"], default="best_first")
     group.add_argument("--tree-step-tokens", type=positive(1024), metavar="N")
     help_ = "also measure targets whose products so many cores share, and 1, for paceline plan --cpu-cores"
     group.add_argument("--cpu-threads", type=several(threads), default=(), metavar="N,...", help=help_)

@@ -88,11 +88,9 @@ def _producer(round_: Round) -> str:
     return "head" if round_.head else "lookup" if round_.lookup else "draft"
 
 
-def speculation(mode: Mode, draft_tokens: int, acceptance: Acceptance, growth: str) -> SpeculationParams:
+def speculation(mode: Mode, draft_tokens: int, acceptance: Acceptance) -> SpeculationParams:
     """Parameters with ``draft_tokens`` as K, which plain mode ignores."""
-    return SpeculationParams.model_validate(
-        {"mode": mode, "acceptance": acceptance, "max_draft_tokens": draft_tokens, "growth": growth}
-    )
+    return SpeculationParams(mode=mode, acceptance=acceptance, max_draft_tokens=draft_tokens)
 
 
 def run_jobs(pipeline: LocalPipeline, jobs: Sequence[Job], params: SpeculationParams) -> list[Reply]:

@@ -256,7 +256,7 @@ class LocalBench:
             mode = cores.WAYS[method.shared][0]
         else:
             mode = Mode.OVERLAPPED if method.chooses else replicas.MODES.get(method.mode) or Mode(method.mode)
-        params = speculation(mode, method.draft_tokens, self.settings.acceptance, self.settings.growth)
+        params = speculation(mode, method.draft_tokens, self.settings.acceptance)
         first_seed = self._seed(unit * len(prompts))
         jobs = [
             Job(prompt, SamplingParams(max_tokens=limit, temperature=temperature, ignore_eos=True, seed=first_seed + i))

@@ -74,7 +74,6 @@ class LocalSettings(RunSettings):
     heads: tuple[str, ...] = ()
     """``Drafting.heads``."""
     acceptance: Acceptance = Acceptance.COUPLED
-    growth: str = "best_first"
     tree_step_tokens: int | None = None
     draft_device: Device = "auto"
     """Where the draft model runs."""

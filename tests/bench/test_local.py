@@ -48,7 +48,6 @@ from paceline_bench.report.text import local_text
         (["--grow-target", "big"], "'big'"),
         (["--grow-draft=-3M"], "'-3M'"),
         (["--acceptance", "greedy"], "--acceptance"),
-        (["--growth", "tall"], "--growth"),
         (["--tree-step-tokens", "0"], "--tree-step-tokens"),
         (["--task-group", "poems"], "'poems'"),
         (["--sessions", "3", "--prompts", "4"], "multiple of --sessions"),

@@ -1,6 +1,6 @@
 """A frontier finds the places of nodes together; each alone, by its own path to the anchor, comes to the same.
 
-Mutants that must fail here: `push_below` without the token ahead; a place that is taken over from a sibling although
+Mutants that must fail here: `push_below` without the token ahead; a number that is taken over from a sibling although
 the node is in flight; one that is kept over a commit.
 """
 
@@ -11,21 +11,19 @@ import random
 import pytest
 
 from paceline.core.tree import SpeculationTree, TreeNode
-from paceline.draft.growth import BestFirst, Frontier, Growth, Sequential, geometric, uniform
+from paceline.draft.growth import BestFirst, Frontier, Growth, InTurn, Sequential
 from paceline.messages import Node
 
 VOCAB, K = 6, 4
 
 
-def place(tree: SpeculationTree, node: TreeNode, in_flight: set[int]) -> tuple[int, int]:
-    """Position and ahead of a node by the definition in ``Growth``."""
-    path = [node]
-    while path[-1] is not tree.anchor:
-        parent = path[-1].parent
-        assert parent is not None
-        path.append(parent)
-    ahead = next(i for i, at in enumerate(path) if at.node_id in in_flight or at is tree.anchor)
-    return path[ahead].position - tree.anchor.position, ahead
+def ahead_of(tree: SpeculationTree, node: TreeNode, in_flight: set[int]) -> int:
+    """How far ahead a node is by the definition in ``Growth``."""
+    ahead = 0
+    while node.node_id not in in_flight and node is not tree.anchor:
+        assert node.parent is not None
+        node, ahead = node.parent, ahead + 1
+    return ahead
 
 
 def expected(tree: SpeculationTree, frontier: Frontier, growth: Growth, in_flight: set[int]) -> list[int]:
@@ -35,9 +33,9 @@ def expected(tree: SpeculationTree, frontier: Frontier, growth: Growth, in_fligh
     longest = max([node.position - anchor.position for node in tree.nodes() if node.node_id in flying], default=0)
     keys = []
     for node in tree.nodes():
-        position, ahead = place(tree, node, flying)
+        ahead = ahead_of(tree, node, flying)
         near = frontier.reach is None or ahead <= frontier.reach.tokens
-        if not node.expanded and near and (key := growth.key(node, anchor, position, ahead, longest)) is not None:
+        if not node.expanded and near and (key := growth.key(node, anchor, ahead, longest)) is not None:
             keys.append((key, node.node_id))
     return [node_id for _, node_id in sorted(keys)]
 
@@ -48,7 +46,7 @@ def heap_of(frontier: Frontier) -> list[tuple[tuple[float, float], int, TreeNode
 
 
 @pytest.mark.parametrize(
-    "growth", [BestFirst(K, 3, 1e-3), uniform(K, 2), geometric(K, 3), Sequential(K)], ids=lambda g: type(g).__name__
+    "growth", [BestFirst(K, 3, 1e-3), InTurn(K, 3, 1e-3), Sequential(K)], ids=lambda g: type(g).__name__
 )
 def test_a_frontier_offers_what_the_definition_says(growth: Growth) -> None:
     rng = random.Random(7)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import random
 
-import pytest
-
 from paceline.core.tree import SpeculationTree, TreeNode
-from paceline.draft.growth import BestFirst, FanOut, Frontier, Growth, Reach, Sequential, geometric, uniform
+from paceline.draft.growth import BestFirst, Frontier, Growth, Reach, Sequential
 from paceline.messages import Node
 
 VOCAB = 8
@@ -107,54 +105,6 @@ def test_best_first_leaves_out_what_hardly_happens() -> None:
     assert grower.frontier.peek() is None
 
 
-@pytest.mark.parametrize("num_in_flight", [0, 1, 3])
-def test_fan_out_policies_expand_a_chain_below_each_outcome(num_in_flight: int) -> None:
-    k, growth = 3, FanOut(3, (3, 1, 2, 1), 2)
-    grower = Grower(growth)
-    order = grower.expand_all()
-    grower.fly(num_in_flight)
-    order = grower.expand_all()
-    flight = (0,) * num_in_flight
-    expected = set()
-    for position in range(num_in_flight + 1):
-        expected.add(flight[:position])
-        fan_out = growth.bonus_fan_out if position == num_in_flight else growth.fan_outs[position]
-        for token in range(fan_out):
-            if flight[position : position + 1] == (token,):
-                continue
-            for length in range(k):
-                expected.add((*flight[:position], token, *(0,) * length))
-    found = {grower.path(n) for n in grower.tree.nodes() if n.expanded}
-    before = {(0,) * d for d in range(k + 1)} | {(t, *(0,) * d) for t in range(2) for d in range(k)}
-    assert expected <= found
-    assert found <= expected | before
-    levels = [_ahead(grower.path(n), flight) for n in order]
-    assert levels == sorted(levels), "level by level"
-
-
-def test_geometric_fan_outs_beat_uniform_ones_of_the_same_sum() -> None:
-    k, acceptance, power = 6, 0.7, 1.0
-    growth = geometric(k, 4, acceptance, power)
-    fan_outs = [*growth.fan_outs, growth.bonus_fan_out]
-    weights = [acceptance**i * (1 - acceptance) for i in range(k)] + [acceptance**k]
-    assert sum(weights) == pytest.approx(1)
-    assert abs(sum(fan_outs) - 4 * (k + 1)) <= 2
-    assert fan_outs[:-1] == sorted(fan_outs[:-1], reverse=True)
-
-    def hit_rate(outs: list[int]) -> float:
-        return sum(w * (1 - f**-power) for w, f in zip(weights, outs, strict=True))
-
-    assert hit_rate(fan_outs) > hit_rate([4] * (k + 1))
-    for i in range(k + 1):
-        for j in range(k + 1):
-            other = fan_outs.copy()
-            other[i], other[j] = other[i] + 1, other[j] - 1
-            if i != j and other[j] >= 1:
-                assert hit_rate(other) < hit_rate(fan_outs) + 0.002, "near the optimum: only rounding is left"
-    assert geometric(0, 3).fan_out == 3
-    assert uniform(2, 3) == FanOut(2, (3, 3, 3), 3)
-
-
 def test_sequential_grows_one_chain_and_waits() -> None:
     grower = Grower(Sequential(4))
     assert [grower.path(n) for n in grower.expand_all()] == [(0,) * d for d in range(4)]
@@ -182,7 +132,7 @@ def test_a_tree_reaches_two_tokens_beyond_what_is_verified() -> None:
 
 
 def test_nodes_beyond_the_reach_are_not_expanded() -> None:
-    """Nor before the next commit has brought them nearer; fixed fan-outs go to K."""
+    """Nor before the next commit has brought them nearer; a chain goes to K."""
     tree = SpeculationTree(VOCAB, 1)
     frontier = Frontier(tree, BestFirst(8))
     assert frontier.reach is not None
@@ -197,4 +147,4 @@ def test_nodes_beyond_the_reach_are_not_expanded() -> None:
         assert child is not None
         frontier.push(child)
     assert len(tree) == 3, "the anchor, and two ahead, were expanded"
-    assert Frontier(SpeculationTree(VOCAB, 1), uniform(4, 2)).reach is None
+    assert Frontier(SpeculationTree(VOCAB, 1), Sequential(4)).reach is None

@@ -67,7 +67,7 @@ def state(session: DraftSession) -> object:
         (repr(tree.proposal(4)), tree._producers),
         [(key, node_id, node.node_id) for key, node_id, node in frontier._heap],
         [node.node_id for node in frontier._unwanted],
-        list(frontier._places.items()),
+        list(frontier._ahead.items()),
         [node.node_id for node in session.outbox],
         (session.next_node_id, session.changed, session.idle),
         (list(session.calibration._cells), list(session.bonus._cells)),
@@ -75,7 +75,7 @@ def state(session: DraftSession) -> object:
     )
 
 
-GROWTHS = [{"growth": "best_first"}, {"growth": "best_first"}, {"growth": "uniform"}, {"mode": "sequential"}]
+MODES = [{"mode": "overlapped"}, {"mode": "overlapped"}, {"mode": "sequential"}]
 
 
 def harmed(rankings: Sequence[Ranking], rng: random.Random, harm: float) -> list[Ranking]:
@@ -118,7 +118,7 @@ def grown(
         mock.patch.multiple(engine_module, publish=own, rank=ranks),
     ):
         for name in ("a", "b"):
-            options = given | random.Random(f"{seed} {name}").choice(GROWTHS)
+            options = given | random.Random(f"{seed} {name}").choice(MODES)
             harness.open(open_session(name, temperature=float(bool(given)), text=(1, 2, ord(name) % 7), **options))
         for number, num_steps in enumerate(rounds):
             harness.round(num_steps)

@@ -82,10 +82,7 @@ def mixed_batch(temperature: float, max_tokens: int = MAX_TOKENS) -> dict[str, R
         requests[f"{name}-{i}"] = Request(
             tokens,
             SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=1000 + i, **PROCESSORS[name]),
-            SpeculationParams(
-                max_draft_tokens=(8, 3, 1, 32)[i % 4],
-                growth=("best_first", "uniform", "geometric")[i % 3],
-            ),
+            SpeculationParams(max_draft_tokens=(8, 3, 1, 32)[i % 4]),
             eos_token_ids=(EOS,),
         )
     return requests

@@ -165,7 +165,6 @@ SPECULATION_FAULTS = [
     ({"mode": "fast"}, ("speculation.mode is 'fast'", "'plain', 'sequential' or 'overlapped'")),
     ({"mode": ""}, ("speculation.mode is ''", "'plain', 'sequential' or 'overlapped'")),
     ({"acceptance": "maybe"}, ("speculation.acceptance is 'maybe'", "'coupled' or 'rejection'")),
-    ({"growth": "wild"}, ("speculation.growth is 'wild'", "'best_first', 'uniform' or 'geometric'")),
     ({"saguaro": 0}, ("speculation.saguaro is 0.0", "more than 0 and at most 1")),
     ({"enabled": True, "mode": "plain"}, ("speculation.enabled is true", "speculation.mode is 'plain'")),
     ({"enabled": False, "mode": "overlapped"}, ("speculation.enabled is false", "mode is 'overlapped'")),

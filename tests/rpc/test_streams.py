@@ -377,7 +377,6 @@ MALFORMED_TO_TARGET = {
     "open with an empty bad word": open_with({"bad_words": [types_pb2.TokenSequence()]}),
     "open with an unknown mode": open_with(speculation={"mode": "fast"}),
     "open with an unknown acceptance": open_with(speculation={"acceptance": "maybe"}),
-    "open with an unknown growth": open_with(speculation={"growth": "wild"}),
     "open with too long a lookahead": open_with(speculation={"max_draft_tokens": MAX_DRAFT_TOKENS + 1}),
 }
 

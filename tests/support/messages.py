@@ -68,7 +68,6 @@ speculation_params = st.fixed_dictionaries(
         "mode": st.sampled_from(Mode),
         "acceptance": st.sampled_from(Acceptance),
         "max_draft_tokens": st.integers(0, MAX_DRAFT_TOKENS),
-        "growth": st.sampled_from(["best_first", "uniform", "geometric"]),
         "saguaro": st.floats(0, 1, exclude_min=True),
     },
 ).map(lambda values: SpeculationParams(**values))

@@ -30,7 +30,7 @@ from paceline.checkpoint.grammar import Grammars
 from paceline.core.processors import Grammar, SamplerState
 from paceline.core.tree import TreeNode
 from paceline.draft import hints
-from paceline.draft.growth import BestFirst, Growth, InTurn, Sequential, geometric, uniform
+from paceline.draft.growth import BestFirst, Growth, InTurn, Sequential
 from paceline.draft.overlap import Overlap
 from paceline.draft.publish import publish
 from paceline.draft.session import DraftSession
@@ -343,10 +343,6 @@ class DraftEngine:
             return Sequential(k)
         if self.overlap is not None and not self.overlap.begin():
             return InTurn(k, self._fan_out, self._min_path_prob)
-        if params.growth == "uniform":
-            return uniform(k, self._fan_out)
-        if params.growth == "geometric":
-            return geometric(k, self._fan_out)
         return BestFirst(k, self._fan_out, self._min_path_prob)
 
     def _close(self, session: DraftSession, epoch: int) -> None:

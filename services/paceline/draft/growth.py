@@ -19,9 +19,9 @@ from paceline.core.tree import SpeculationTree, TreeNode
 class Growth(Protocol):
     """Order of expansion: the least key comes first; None: not before the next commit.
 
-    ``position`` is how many tokens of the proposal in flight lie on the node's path, 0 to num_in_flight. ``ahead`` is
-    how many tokens follow those: 0 is a place where the proposal may be cut, 1 a next token of that outcome, and the
-    continuations of an outcome have ahead 2 to K + 1. So nodes of ahead <= K are worth expanding.
+    ``ahead`` is how many tokens of the node's path follow those of the proposal in flight: 0 is a place where the
+    proposal may be cut, 1 a next token of that outcome, and the continuations of an outcome have ahead 2 to K + 1. So
+    nodes of ahead <= K are worth expanding.
     """
 
     @property
@@ -34,9 +34,7 @@ class Growth(Protocol):
         """Children to publish below each expanded node."""
         ...
 
-    def key(
-        self, node: TreeNode, anchor: TreeNode, position: int, ahead: int, num_in_flight: int
-    ) -> tuple[float, float] | None:
+    def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> tuple[float, float] | None:
         """Sort key of an unexpanded node."""
         ...
 
@@ -53,9 +51,7 @@ class BestFirst:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_min_log", math.log(self.min_path_prob))
 
-    def key(
-        self, node: TreeNode, anchor: TreeNode, position: int, ahead: int, num_in_flight: int
-    ) -> tuple[float, float] | None:
+    def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> tuple[float, float] | None:
         """Path probability, for nodes near enough to serve the next proposal."""
         if ahead > self.k or node.log_path - anchor.log_path < self._min_log:
             return None
@@ -66,11 +62,9 @@ class BestFirst:
 class InTurn(BestFirst):
     """``BestFirst``, but nothing is grown while a proposal is being verified."""
 
-    def key(
-        self, node: TreeNode, anchor: TreeNode, position: int, ahead: int, num_in_flight: int
-    ) -> tuple[float, float] | None:
+    def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> tuple[float, float] | None:
         """As ``BestFirst``, while nothing is in flight."""
-        return None if num_in_flight else BestFirst.key(self, node, anchor, position, ahead, num_in_flight)
+        return None if num_in_flight else BestFirst.key(self, node, anchor, ahead, num_in_flight)
 
 
 _KEEP_REACH = 0.9
@@ -104,62 +98,13 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
-class FanOut:
-    """A fixed number of outcomes at each position, K tokens below each, level by level (2603.03251)."""
-
-    k: int
-    fan_outs: tuple[int, ...]
-    """Fan-out at positions 0 to K of the proposal in flight."""
-    bonus_fan_out: int
-    """Fan-out after its last token."""
-
-    @property
-    def fan_out(self) -> int:
-        """The largest fan-out of any position."""
-        return max(*self.fan_outs, self.bonus_fan_out)
-
-    def key(
-        self, node: TreeNode, anchor: TreeNode, position: int, ahead: int, num_in_flight: int
-    ) -> tuple[float, float] | None:
-        """Level, then path probability; below an outcome only the first child continues its chain."""
-        limit = 1
-        if ahead == 1:
-            last = position >= num_in_flight
-            limit = self.bonus_fan_out if last else self.fan_outs[min(position, len(self.fan_outs) - 1)]
-        if ahead > self.k or (ahead > 0 and node.rank >= limit):
-            return None
-        return float(ahead), -node.log_path
-
-
-def uniform(k: int, fan_out: int) -> FanOut:
-    """Fan-outs that are equal at all positions."""
-    return FanOut(k, (fan_out,) * (k + 1), fan_out)
-
-
-def geometric(k: int, fan_out: int, acceptance: float = 0.75, power: float = 1.0) -> FanOut:
-    """Fan-outs that fall geometrically with the position and rise at the bonus token, ``fan_out`` on average.
-
-    They maximize the hit rate sum_k w_k (1 - F_k^-r) for a given sum of F_k: F_k ~ w_k^(1 / (1 + r)), where
-    w_k is the probability of being cut at k: a^k (1 - a), and a^K at the end (2603.03251, geometric fan-out).
-    ``acceptance`` is a, ``power`` is r. Rounded, at least 1.
-    """
-    weights = [acceptance**i * (1 - acceptance) for i in range(k)] + [acceptance**k]
-    shares = [w ** (1 / (1 + power)) for w in weights]
-    scale = fan_out * (k + 1) / sum(shares)
-    fan_outs = tuple(max(1, round(share * scale)) for share in shares)
-    return FanOut(k, fan_outs[:-1] or fan_outs, fan_outs[-1])
-
-
-@dataclass(frozen=True, slots=True)
 class Sequential:
     """Only the chain of first choices, K long, and nothing while a proposal is being verified."""
 
     k: int
     fan_out: int = 1
 
-    def key(
-        self, node: TreeNode, anchor: TreeNode, position: int, ahead: int, num_in_flight: int
-    ) -> tuple[float, float] | None:
+    def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> tuple[float, float] | None:
         """Depth, while nothing is in flight."""
         wanted = num_in_flight == 0 and ahead < self.k and (ahead == 0 or node.rank == 0)
         return (float(ahead), 0.0) if wanted else None
@@ -169,12 +114,12 @@ class Frontier:
     """The unexpanded nodes of one tree in a policy's order. O(log n) per node, O(n) for the first use after commits."""
 
     __slots__ = (
+        "_ahead",
         "_committed",
         "_growth",
         "_heap",
         "_most_ahead",
         "_num_in_flight",
-        "_places",
         "_tree",
         "_unwanted",
         "reach",
@@ -187,8 +132,8 @@ class Frontier:
         self._tree = tree
         self._growth = growth
         self._num_in_flight = 0  # length of the longest path in flight
-        self._places: dict[int, tuple[int, int]] = {tree.anchor.node_id: (0, 0)}
-        """``_place`` of nodes that were asked for since the last commit; always of the anchor and the nodes in flight.
+        self._ahead: dict[int, int] = {tree.anchor.node_id: 0}
+        """``_ahead_of`` nodes that were asked for since the last commit; always of the anchor and the nodes in flight.
         """
         self._heap: list[tuple[tuple[float, float], int, TreeNode]] = []
         self._unwanted: list[TreeNode] = []
@@ -200,7 +145,7 @@ class Frontier:
         if self._committed is not None:
             self._unwanted.append(node)  # until the others are sorted in, too
         else:
-            self._push(node, *self._place(node))
+            self._push(node, self._ahead_of(node))
 
     def push_below(self, parent: TreeNode, nodes: Sequence[TreeNode]) -> None:
         """Adds new unexpanded children of a node of the tree, none of which is in flight."""
@@ -208,14 +153,13 @@ class Frontier:
             return
         if self._committed is not None:
             self._sort()
-        position, ahead = self._places.get(parent.node_id) or self._place(parent)
-        ahead += 1
+        ahead = self._ahead_of(parent) + 1
         if ahead > self._most_ahead:
             self._unwanted.extend(nodes)
             return
         anchor, num_in_flight, key_of = self._tree.anchor, self._num_in_flight, self._growth.key
         for node in nodes:
-            if (key := key_of(node, anchor, position, ahead, num_in_flight)) is None:
+            if (key := key_of(node, anchor, ahead, num_in_flight)) is None:
                 self._unwanted.append(node)
             else:
                 heapq.heappush(self._heap, (key, node.node_id, node))
@@ -223,7 +167,7 @@ class Frontier:
     def wants(self, node: TreeNode) -> bool:
         """True if a node, of the frontier or not, is worth expanding before the next commit."""
         self._sort()
-        return self._key(node, *self._place(node)) is not None
+        return self._key(node, self._ahead_of(node)) is not None
 
     def peek(self) -> TreeNode | None:
         """The node to expand next, None if no node is worth expanding before the next commit."""
@@ -245,25 +189,23 @@ class Frontier:
         """
         self._committed = in_flight
 
-    def _push(self, node: TreeNode, position: int, ahead: int) -> None:
-        key = self._key(node, position, ahead)
+    def _push(self, node: TreeNode, ahead: int) -> None:
+        key = self._key(node, ahead)
         if key is None:
             self._unwanted.append(node)
         else:
             heapq.heappush(self._heap, (key, node.node_id, node))
 
-    def _place(self, node: TreeNode) -> tuple[int, int]:
-        """Position and ahead of a node (``Growth``): its path up to the proposal in flight has ``ahead`` tokens, the
-        rest up to the anchor ``position`` ones. O(1) where the place of its parent is known."""
-        if (place := self._places.get(node.node_id)) is None:
-            assert node.parent is not None, "the anchor's place is known"
-            position, ahead = self._places.get(node.parent.node_id) or self._place(node.parent)
-            place = self._places[node.node_id] = position, ahead + 1
-        return place
+    def _ahead_of(self, node: TreeNode) -> int:
+        """Tokens of a node's path behind the proposal in flight, or the anchor. O(1) where its parent's are known."""
+        if (ahead := self._ahead.get(node.node_id)) is None:
+            assert node.parent is not None, "the anchor's are known"
+            ahead = self._ahead[node.node_id] = self._ahead_of(node.parent) + 1
+        return ahead
 
-    def _key(self, node: TreeNode, position: int, ahead: int) -> tuple[float, float] | None:
+    def _key(self, node: TreeNode, ahead: int) -> tuple[float, float] | None:
         if ahead <= self._most_ahead:
-            return self._growth.key(node, self._tree.anchor, position, ahead, self._num_in_flight)
+            return self._growth.key(node, self._tree.anchor, ahead, self._num_in_flight)
         return None
 
     def _reached(self) -> float:
@@ -275,13 +217,12 @@ class Frontier:
             return
         tree, num_in_flight = self._tree, 0
         anchor = tree.anchor
-        self._places = places = {anchor.node_id: (0, 0)}
+        self._ahead = known = {anchor.node_id: 0}
         for node_id in self._committed:
             found = tree.get(node_id)
             if found is not None and found is not anchor:
-                position = found.position - anchor.position
-                places[found.node_id] = position, 0
-                num_in_flight = max(num_in_flight, position)
+                known[found.node_id] = 0
+                num_in_flight = max(num_in_flight, found.position - anchor.position)
         self._committed, self._num_in_flight = None, num_in_flight
         heap: list[tuple[tuple[float, float], int, TreeNode]] = []
         unwanted: list[TreeNode] = []
@@ -290,13 +231,10 @@ class Frontier:
         for node in chain([node for _, _, node in self._heap], self._unwanted):
             if not node.alive:
                 continue
-            if (place := places.get(node.node_id)) is not None:
-                position, ahead = place
-            else:
-                assert node.parent is not None, "the anchor's place is known"
-                position, ahead = places.get(node.parent.node_id) or self._place(node.parent)
-                ahead += 1
-            key = key_of(node, anchor, position, ahead, num_in_flight) if ahead <= most_ahead else None
+            if (ahead := known.get(node.node_id)) is None:
+                assert node.parent is not None, "the anchor's are known"
+                ahead = self._ahead_of(node.parent) + 1
+            key = key_of(node, anchor, ahead, num_in_flight) if ahead <= most_ahead else None
             if key is None:
                 unwanted.append(node)
             else:

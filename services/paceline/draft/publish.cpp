@@ -31,7 +31,7 @@ struct {
 
 // Where a Frontier keeps them.
 struct {
-  Py_ssize_t committed, heap, most_ahead, places, unwanted;
+  Py_ssize_t ahead, committed, heap, most_ahead, unwanted;
 } of_frontier;
 
 // And BestFirst.
@@ -85,10 +85,10 @@ PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
         {types.session, "next_node_id", of_session.next_node_id},
         {types.session, "outbox", of_session.outbox},
         {types.session, "tree", of_session.tree},
+        {types.frontier, "_ahead", of_frontier.ahead},
         {types.frontier, "_committed", of_frontier.committed},
         {types.frontier, "_heap", of_frontier.heap},
         {types.frontier, "_most_ahead", of_frontier.most_ahead},
-        {types.frontier, "_places", of_frontier.places},
         {types.frontier, "_unwanted", of_frontier.unwanted},
         {of_growth.type, "_min_log", of_growth.min_log},
       }))
@@ -195,25 +195,20 @@ bool attachable(const Tree& tree, PyObject* parent, const Row& row, int64_t next
   return true;
 }
 
-// The second number of Frontier._place(node): how many tokens follow the proposal in flight on its path. -1 after an error.
-long ahead_of(PyObject* places, PyObject* node) {
+// Frontier._ahead_of(node). -1 after an error.
+long ahead_of(PyObject* known, PyObject* node) {
   std::vector<PyObject*> path;
-  PyObject* place;
-  while ((place = PyDict_GetItemWithError(places, slot(node, layout.node_id))) == nullptr) {
+  PyObject* found;
+  while ((found = PyDict_GetItemWithError(known, slot(node, layout.node_id))) == nullptr) {
     path.push_back(node);
     node = slot(node, layout.parent);
     if (PyErr_Occurred()) return -1;
-    if (!is_node(node)) return PyErr_SetString(PyExc_TypeError, "the anchor's place is not known"), -1;
+    if (!is_node(node)) return PyErr_SetString(PyExc_TypeError, "the anchor is not known"), -1;
   }
-  if (!PyTuple_CheckExact(place) || PyTuple_GET_SIZE(place) != 2)
-    return PyErr_SetString(PyExc_TypeError, "a place is no pair"), -1;
-  PyObject* position = PyTuple_GET_ITEM(place, 0);
-  long ahead = PyLong_AsLong(PyTuple_GET_ITEM(place, 1));
+  long ahead = PyLong_AsLong(found);
   while (!PyErr_Occurred() && !path.empty()) {
     Ref behind(PyLong_FromLong(++ahead));
-    Ref pair(behind ? PyTuple_Pack(2, position, behind.get()) : nullptr);
-    if (!pair || PyDict_SetItem(places, slot(path.back(), layout.node_id), pair.get()) < 0) return -1;
-    position = PyTuple_GET_ITEM(pair.get(), 0);  // the dict holds the pair
+    if (!behind || PyDict_SetItem(known, slot(path.back(), layout.node_id), behind.get()) < 0) return -1;
     path.pop_back();
   }
   return PyErr_Occurred() ? -1 : ahead;
@@ -226,7 +221,7 @@ bool push_below(PyObject* frontier, PyObject* growth, const Tree& tree, PyObject
     Ref done(PyObject_CallMethodObjArgs(frontier, names.push_below, parent, made, nullptr));
     return static_cast<bool>(done);
   }
-  const long ahead = ahead_of(slot(frontier, of_frontier.places), parent) + 1;
+  const long ahead = ahead_of(slot(frontier, of_frontier.ahead), parent) + 1;
   if (ahead == 0) return false;
   const double most_ahead = PyFloat_AsDouble(slot(frontier, of_frontier.most_ahead));
   const double min_log = PyFloat_AsDouble(slot(growth, of_growth.min_log));

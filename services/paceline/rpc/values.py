@@ -57,7 +57,7 @@ _SAMPLING_SCALARS = (
     "top_logprobs",
     "prompt_logprobs",
 )
-_SPECULATION_SCALARS = ("max_draft_tokens", "mode", "acceptance", "growth", "saguaro")
+_SPECULATION_SCALARS = ("max_draft_tokens", "mode", "acceptance", "saguaro")
 _STATUS_SCALARS = (
     "replica_id",
     "kind",

@@ -501,7 +501,6 @@ class SpeculationOptions(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_FIELD_NUMBER: _builtins.int
-    GROWTH_FIELD_NUMBER: _builtins.int
     SAGUARO_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """False is the same as mode "plain" and contradicts any other mode; true contradicts mode "plain". Absent: as the
@@ -513,8 +512,6 @@ class SpeculationOptions(_message.Message):
     """"plain", "sequential" or "overlapped" (default)."""
     acceptance: _builtins.str
     """"coupled" (default) or "rejection"."""
-    growth: _builtins.str
-    """How the draft spends its tree budget: "best_first" (default), "uniform" or "geometric"."""
     saguaro: _builtins.float
     """Rejection rule only: the draft's q of the predicted next tokens is scaled by this. Range (0, 1], default 1: off."""
     def __init__(
@@ -524,19 +521,16 @@ class SpeculationOptions(_message.Message):
         max_draft_tokens: _builtins.int | None = ...,
         mode: _builtins.str | None = ...,
         acceptance: _builtins.str | None = ...,
-        growth: _builtins.str | None = ...,
         saguaro: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_enabled", b"_enabled", "_growth", b"_growth", "_max_draft_tokens", b"_max_draft_tokens", "_mode", b"_mode", "_saguaro", b"_saguaro", "acceptance", b"acceptance", "enabled", b"enabled", "growth", b"growth", "max_draft_tokens", b"max_draft_tokens", "mode", b"mode", "saguaro", b"saguaro"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_enabled", b"_enabled", "_max_draft_tokens", b"_max_draft_tokens", "_mode", b"_mode", "_saguaro", b"_saguaro", "acceptance", b"acceptance", "enabled", b"enabled", "max_draft_tokens", b"max_draft_tokens", "mode", b"mode", "saguaro", b"saguaro"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_enabled", b"_enabled", "_growth", b"_growth", "_max_draft_tokens", b"_max_draft_tokens", "_mode", b"_mode", "_saguaro", b"_saguaro", "acceptance", b"acceptance", "enabled", b"enabled", "growth", b"growth", "max_draft_tokens", b"max_draft_tokens", "mode", b"mode", "saguaro", b"saguaro"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance", "_enabled", b"_enabled", "_max_draft_tokens", b"_max_draft_tokens", "_mode", b"_mode", "_saguaro", b"_saguaro", "acceptance", b"acceptance", "enabled", b"enabled", "max_draft_tokens", b"max_draft_tokens", "mode", b"mode", "saguaro", b"saguaro"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance: _TypeAlias = _typing.Literal["acceptance"]  # noqa: Y015
     _WhichOneofArgType__acceptance: _TypeAlias = _typing.Literal["_acceptance", b"_acceptance"]  # noqa: Y015
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
-    _WhichOneofReturnType__growth: _TypeAlias = _typing.Literal["growth"]  # noqa: Y015
-    _WhichOneofArgType__growth: _TypeAlias = _typing.Literal["_growth", b"_growth"]  # noqa: Y015
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
     _WhichOneofReturnType__mode: _TypeAlias = _typing.Literal["mode"]  # noqa: Y015
@@ -547,8 +541,6 @@ class SpeculationOptions(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__acceptance) -> _WhichOneofReturnType__acceptance | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__growth) -> _WhichOneofReturnType__growth | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_draft_tokens) -> _WhichOneofReturnType__max_draft_tokens | None: ...
     @_typing.overload
