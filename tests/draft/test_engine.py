@@ -28,7 +28,7 @@ from paceline.types import Cause, SamplingParams
 from .fakes import VOCAB, Harness, TableDrafter, open_session, plain
 
 
-@pytest.mark.parametrize(("temperature", "draft_steps"), itertools.product([0.0, 1.0], [0, 1, 2, 8]))
+@pytest.mark.parametrize(("temperature", "draft_steps"), [*itertools.product([0.0, 1.0], [0, 1, 2, 8])])
 def test_text_is_that_of_plain_decoding(temperature: float, draft_steps: int) -> None:
     harness = Harness()
     session = open_session(temperature=temperature)
