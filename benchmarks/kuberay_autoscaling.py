@@ -193,7 +193,9 @@ class Cluster:
         self.confine, self.as_user = confinement(service)
         self.spec = service["spec"]["rayClusterConfig"]
         for group in self.spec["workerGroupSpecs"]:
-            group["replicas"], group["idleTimeoutSeconds"] = group["minReplicas"], IDLE_S
+            group["idleTimeoutSeconds"] = IDLE_S
+            if group["groupName"] == "draft":
+                group["replicas"] = 0  # the autoscaler makes one for the replica's label
         self.variables = {name: value.replace("/cache", "/tmp/cache") for name, value in variables.items()} | {
             "PYTHONPATH": str(REPOSITORY / "services"),
             "RAY_AUTH_MODE": "token",

@@ -403,5 +403,7 @@ def dashboard(board: Board = FLEET) -> dict[str, Any]:
 
 
 def dashboard_json(board: Board = FLEET) -> str:
-    """The same as text."""
-    return json.dumps(dashboard(board), indent=1, ensure_ascii=False) + "\n"
+    """The same as text, a panel a line."""
+    model = dashboard(board)
+    panels = ",\n".join(json.dumps(panel, ensure_ascii=False) for panel in model.pop("panels"))
+    return json.dumps(model, ensure_ascii=False).removesuffix("}") + f', "panels": [\n{panels}\n]}}\n'

@@ -247,7 +247,7 @@ def test_a_lost_node_is_noticed_soon_but_not_by_a_head_that_stands_still_for_som
     _, period_ms, timeout_ms, threshold = map(int, values.split())
     assert threshold * min(period_ms, timeout_ms) >= 10_000
     assert threshold * (period_ms + timeout_ms) <= 20_000
-    lines = (CLUSTER.parent / "k8s/base/environment.env").read_text().splitlines()
+    lines = (CLUSTER.parent / "k8s/chart/files/environment.env").read_text().splitlines()
     theirs = dict(line.split("=", 1) for line in lines if line.startswith("RAY_health_check_"))
     assert [theirs[f"RAY_health_check_{name}"] for name in names] == values.split()
 

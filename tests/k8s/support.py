@@ -1,12 +1,14 @@
-"""The manifests as kustomize builds them, and where the testbed is."""
+"""The chart's renderings, each made once, and where helm and the testbed are."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,14 +16,49 @@ import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 K8S = REPOSITORY / "k8s"
+VALUES = K8S / "values"
 TESTBED = Path(os.environ.get("PACELINE_TESTBED", REPOSITORY.parent / "shared" / "testbed")).resolve()
 
+
+def _module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, K8S / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate = _module("generate")
+
 OVERLAYS = ("small", "gpu", "gpu-tp4", "gpu-two-hosts", "monitoring", "incremental-upgrade", "ha")
+"""``k8s/overlays``, which are checked in, and three more that tests look at as closely."""
 COMPONENTS = ("monitoring", "incremental-upgrade", "ha", "logs")
 SOURCES = ("model-download", "model-fill", "model-fill-s3", "model-fill-gs", "node-cache")
-"""Components that bring models to the gpu overlays: one of them at a time."""
+"""Ways of models to the pods of a target on GPUs: one of them at a time."""
+SETTINGS = {
+    "monitoring": ("monitoring.enabled=true",),
+    "incremental-upgrade": ("upgrade.incremental=true",),
+    "ha": ("ha.enabled=true",),
+    "logs": ("logs.enabled=true",),
+    "tls": ("tls.enabled=true", "apiKeys.enabled=true"),
+    "model-download": ("models.from=download",),
+    "model-fill": ("models.fill.from=hub",),
+    "model-fill-s3": ("models.fill.from=s3", "models.fill.address=s3://bucket/models"),
+    "model-fill-gs": ("models.fill.from=gs", "models.fill.address=gs://bucket/models"),
+    "node-cache": ("models.from=node-cache",),
+    "one-zone": ("nodes.zones={ZONE}",),
+    "spot-drafts": ("draft.spot=true",),
+    "pull-secret": ("image.pullSecrets={paceline-registry}",),
+    "priority": ("priorityClasses.enabled=true",),
+    "runtime-class-nvidia": ("target.runtimeClassName=nvidia", "draft.runtimeClassName=nvidia"),
+    "gateway": ("gateway.enabled=true",),
+    "cilium": ("networkPolicies.cilium=true",),
+}
+"""What a cluster has chosen -> the values that say so."""
 POOLS = ("router", "draft", "target")
 
+needs_helm = pytest.mark.skipif(generate.helm() is None, reason="helm is missing: make helm")
 needs_kubectl = pytest.mark.skipif(
     shutil.which("kubectl") is None, reason="kubectl, which builds with kustomize, is missing"
 )
@@ -33,34 +70,34 @@ Document = dict[str, Any]
 
 
 @functools.cache
-def _text(folder: Path) -> str:
-    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr, done.stderr  # deprecated fields
-    return done.stdout
-
-
-def build(folder: Path) -> list[Document]:
-    """The documents of a kustomization, fresh copies."""
+def _text(values: tuple[Path | str, ...]) -> str:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return list(yaml.load_all(_text(folder), Loader=loader))
+    return json.dumps(list(filter(None, yaml.load_all(generate.template(*values), Loader=loader))))
+
+
+def render(*values: Path | str) -> list[Document]:
+    """The documents of the chart with values: files, and settings as ``--set`` takes them. Fresh copies."""
+    documents: list[Document] = json.loads(_text(values))
+    return documents
+
+
+def values_of(name: str) -> tuple[Path | str, ...]:
+    """The values that make an overlay."""
+    if name == "gpu-tp4":
+        return (*values_of("gpu"), "target.tensorParallelSize=4")
+    if name in ("monitoring", "incremental-upgrade"):
+        return (*values_of("gpu"), *SETTINGS[name])
+    return (*generate.values_of(name), "namespace.create=true")
 
 
 def overlay(name: str) -> list[Document]:
     """The documents of an overlay."""
-    return build(K8S / "overlays" / name)
+    return render(*values_of(name))
 
 
-def compose(folder: Path, base: str, components: tuple[str, ...]) -> list[Document]:
-    """An overlay with components, as the documentation says to combine them; ``folder`` is written to."""
-    lines = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": [os.path.relpath(K8S / "overlays" / base, folder)],
-        "components": [os.path.relpath(K8S / "components" / name, folder) for name in components],
-    }
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(lines))
-    return build(folder)
+def compose(base: str, chosen: tuple[str, ...] = ()) -> list[Document]:
+    """An overlay with more of ``SETTINGS``, or with values themselves."""
+    return render(*values_of(base), *(setting for name in chosen for setting in SETTINGS.get(name, (name,))))
 
 
 def service_of(documents: list[Document]) -> Document:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.k8s.support import K8S, REPOSITORY
+from tests.k8s.support import K8S, REPOSITORY, service_of, templates_of
 from tests.k8s.test_image import stages, values
 
 from paceline import __version__
@@ -178,7 +178,9 @@ def test_its_user_is_given_the_caches_and_is_no_root(image):
 def test_it_has_what_the_manifests_ask_for(image):
     """It has no entrypoint and names no ports: KubeRay starts `ray`, whose processes import what Serve is told to."""
     assert not {name for name, _ in stages()["final"]} & {"ENTRYPOINT", "CMD", "EXPOSE"}
-    told = yaml.safe_load((K8S / "overlays" / "small" / "serve.yaml").read_text())["spec"]["serveConfigV2"]
+    documents = yaml.safe_load_all((K8S / "overlays" / "small" / "rendered.yaml").read_text())
+    service = service_of(list(documents))
+    told = service["spec"]["serveConfigV2"]
     config = yaml.safe_load(told)
     (application,) = config["applications"]
     wanted = [application["import_path"].replace(":", "."), *config["grpc_options"]["grpc_servicer_functions"]]
@@ -187,8 +189,8 @@ def test_it_has_what_the_manifests_ask_for(image):
     (image.root / "tmp" / "serve.yaml").write_text(told)
     settings = yaml.safe_load(image.shell("paceline config --config /tmp/serve.yaml"))
     assert settings["server"]["http_port"] == config["http_options"]["port"]
-    head = yaml.safe_load((K8S / "base" / "rayservice.yaml").read_text())["spec"]["rayClusterConfig"]["headGroupSpec"]
-    ports = {port["name"]: port["containerPort"] for port in head["template"]["spec"]["containers"][0]["ports"]}
+    head = templates_of(service)["head"]
+    ports = {port["name"]: port["containerPort"] for port in head["spec"]["containers"][0]["ports"]}
     assert ports["serve"] == config["http_options"]["port"]
     assert ports["serve-grpc"] == config["grpc_options"]["port"]
 

@@ -6,10 +6,10 @@ import fnmatch
 import re
 
 import pytest
-from tests.k8s.support import REPOSITORY, compose, needs_kubectl, of_kind, service_of, templates_of
+from tests.k8s.support import REPOSITORY, compose, needs_helm, of_kind, service_of, templates_of
 from tests.k8s.test_manifests import check_confinement
 
-pytestmark = needs_kubectl
+pytestmark = needs_helm
 
 WRITTEN = (
     "/tmp/ray/session_latest/logs/worker-0a1b-01000000-1234.err",  # what paceline.logs writes to standard error
@@ -30,8 +30,8 @@ def inputs(text):
             yield {key.lower(): value for key, value in lines}
 
 
-def test_a_container_beside_each_pod_shows_what_is_written_to_files(tmp_path):
-    documents = compose(tmp_path, "gpu", ("logs",))
+def test_a_container_beside_each_pod_shows_what_is_written_to_files():
+    documents = compose("gpu", ("logs",))
     maps = of_kind(documents, "ConfigMap")
     tail, udp = inputs(maps["paceline-logs"]["data"]["fluent-bit.conf"])
     patterns = tail["path"].split(",")
@@ -41,13 +41,58 @@ def test_a_container_beside_each_pod_shows_what_is_written_to_files(tmp_path):
     assert environment["RAY_SERVE_HAPROXY_LOG_TARGET"] == f"{udp['listen']}:{udp['port']}"
     assert int(udp["port"]) > 1023  # the container is nobody special
     for template in templates_of(service_of(documents)).values():
-        ray, logs = template["spec"]["containers"]
-        assert ray["name"].startswith("ray-")  # KubeRay takes the first for Ray's
+        (ray,) = template["spec"]["containers"]
+        logs = template["spec"]["initContainers"][0]  # before all others, and after Ray's end: nothing goes unsaid
+        assert (logs["name"], logs["restartPolicy"]) == ("logs", "Always")
         shared = {mount["name"]: mount["mountPath"] for mount in logs["volumeMounts"]}
         assert shared["tmp"] == "/tmp"
         assert {"name": "tmp", "mountPath": "/tmp"} in ray["volumeMounts"]
         assert logs["args"] == [f"--config={shared['logs']}/fluent-bit.conf"]
     check_confinement(documents)
+
+
+FOLDER = "/tmp/ray/session_latest/logs"
+
+
+def volumes_of_logs(service):
+    """Container of a pod of the head -> the volume that holds its logs, once KubeRay 1.7 has made the pod.
+
+    It mounts an emptyDir of its own at /tmp/ray into Ray's container and the autoscaler's, if nothing is there yet.
+    """
+    cluster = service["spec"]["rayClusterConfig"]
+    spec = cluster["headGroupSpec"]["template"]["spec"]
+    mounts = {c["name"]: list(c["volumeMounts"]) for c in (*spec["containers"], *spec.get("initContainers", ()))}
+    mounts["autoscaler"] = list(cluster["autoscalerOptions"]["volumeMounts"])
+    for name in ("ray-head", "autoscaler"):
+        if not any(mount["mountPath"] == "/tmp/ray" for mount in mounts[name]):
+            mounts[name].append({"name": "ray-logs", "mountPath": "/tmp/ray"})
+    return {
+        name: max((m for m in found if FOLDER.startswith(m["mountPath"] + "/")), key=lambda m: len(m["mountPath"]))[
+            "name"
+        ]
+        for name, found in mounts.items()
+    }
+
+
+@pytest.mark.parametrize("mutant", [None, "ray-head", "autoscaler", "logs"])
+def test_the_logs_of_the_head_are_where_the_container_reads_them(mutant):
+    service = service_of(compose("small", ("logs",)))
+    cluster = service["spec"]["rayClusterConfig"]
+    spec = cluster["headGroupSpec"]["template"]["spec"]
+    if mutant is not None:
+        (container,) = (
+            c
+            for c in (
+                *spec["containers"],
+                *spec["initContainers"],
+                cluster["autoscalerOptions"] | {"name": "autoscaler"},
+            )
+            if c["name"] == mutant
+        )
+        container["volumeMounts"][:] = [m for m in container["volumeMounts"] if m["mountPath"] != "/tmp/ray"]
+    volumes = volumes_of_logs(service)
+    assert set(volumes) == {"ray-head", "autoscaler", "logs"}
+    assert (len(set(volumes.values())) == 1) is (mutant is None), volumes
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own models
@@ -59,11 +104,10 @@ def test_haproxy_takes_the_address_of_the_logs():
 
 
 @pytest.mark.parametrize("page", ["kubernetes.md", "runbook"])
-def test_commands_of_the_pages_name_containers_that_there_are(tmp_path, page):
+def test_commands_of_the_pages_name_containers_that_there_are(page):
     containers = set(OF_KUBERAY)
     for source in ("model-download", "node-cache"):
-        (tmp_path / source).mkdir()
-        service = service_of(compose(tmp_path / source, "gpu", ("logs", source)))
+        service = service_of(compose("gpu", ("logs", source)))
         for template in templates_of(service).values():
             spec = template["spec"]
             containers |= {c["name"] for c in (*spec["containers"], *spec.get("initContainers", ()))}

@@ -6,6 +6,7 @@ import ipaddress
 import itertools
 import math
 import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -21,21 +22,24 @@ from tests.k8s.support import (
     POOLS,
     REPOSITORY,
     SOURCES,
-    build,
     compose,
+    generate,
     groups_of,
+    needs_helm,
     needs_kubectl,
     of_kind,
     overlay,
+    render,
     serve_config_of,
     service_of,
     templates_of,
+    values_of,
 )
 
 from paceline.cluster.environment import LONGEST_STREAM_S, serve_environment
 from paceline.config import ServiceConfig
 
-pytestmark = [needs_kubectl, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of Ray's own models
+pytestmark = [needs_helm, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of Ray's own models
 
 
 def args_of(service):
@@ -107,10 +111,10 @@ def test_groups_have_room_for_as_many_replicas_as_serve_may_want(name):
         most = deployment.num_replicas if scaling is None else scaling.max_replicas
         if pool == "target":  # a router's successor finds room in the group, or waits for its old one's pod
             most += math.ceil(most * (deployment.max_surge_percent or 0) / 100)
-        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
         pods = PODS_OF_A_TARGET.get(name, 1) if pool == "target" else 1
-        assert group["minReplicas"] <= least * pods, "nodes that nothing runs on"
-        assert most * pods <= group["maxReplicas"], "replicas that would wait for a node for ever"
+        assert group["minReplicas"] == 0, "Serve alone decides"
+        assert group["replicas"] == least * pods
+        assert 4 * most * pods <= group["maxReplicas"], "room for what max_replicas may become while the cluster runs"
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -137,7 +141,7 @@ def test_gpus_are_requested_where_the_engines_want_them(name, gpus):
         room = {"ephemeral-storage": resources["requests"]["ephemeral-storage"]}
         assert resources["requests"] == resources["limits"] | room
         assert groups[name]["template"]["spec"]["tolerations"]
-        assert groups[name]["template"]["spec"]["nodeSelector"]
+        assert groups[name]["template"]["spec"]["affinity"]
 
 
 # -- Serve -----------------------------------------------------------------------------------------------------------
@@ -147,33 +151,28 @@ SHAPED = {"gpu-tp4": (4, 1), "gpu-two-hosts": (8, 2)}
 """Overlays with other targets -> ranks and pods of one."""
 
 
-def cluster_file(name):
-    return (REPOSITORY / "cluster" / name).read_text()
+def expected_config(name):
+    """What ``cluster/`` says, with what an overlay changes."""
+    expected = yaml.safe_load(
+        (REPOSITORY / "cluster" / f"serve-{'small' if name == 'small' else 'gpu'}.yaml").read_text()
+    )
+    args = expected["applications"][0]["args"]
+    if name in SHAPED:
+        ranks, pods = SHAPED[name]
+        args["target_config"]["engine_kwargs"]["tensor_parallel_size"] = ranks
+        if pods > 1:
+            bundles = [{"CPU": 4, "GPU": 1}] * ranks
+            args["target_config"]["placement_group_config"] = {"strategy": "PACK", "bundles": bundles}
+    if name == "ha":
+        for pool in ("target_config", "draft_config"):
+            args[pool]["deployment_config"]["autoscaling_config"]["min_replicas"] = 2
+    return expected
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_the_serve_config_is_that_of_the_cluster_folder(name):
-    text = service_of(overlay(name))["spec"]["serveConfigV2"]
-    file = "serve-small.yaml" if name == "small" else "serve-gpu.yaml"
-    if name not in ("ha", *SHAPED):
-        for_editors, _, rest = cluster_file(file).partition("\n")
-        assert for_editors.startswith("# yaml-language-server: ")
-        assert text == rest
-        return
-    expected = yaml.safe_load(cluster_file(file))
-    if name in SHAPED:
-        target = expected["applications"][0]["args"]["target_config"]
-        target["engine_kwargs"]["tensor_parallel_size"], pods = SHAPED[name]
-        if pods > 1:
-            bundle = {"CPU": 4, "GPU": 1}
-            target["placement_group_config"] = {"strategy": "PACK", "bundles": [bundle] * SHAPED[name][0]}
-        assert yaml.safe_load(text) == expected
-        return
-    args = expected["applications"][0]["args"]
-    for pool in ("target_config", "draft_config"):
-        args[pool]["deployment_config"]["autoscaling_config"]["min_replicas"] = 2
-    del args["draft_config"]["deployment_config"]["autoscaling_config"]["initial_replicas"]
-    assert yaml.safe_load(text) == expected
+    """Two roads to a cluster, one service: values say for the pods what files of ``cluster`` say for ``ray up``."""
+    assert serve_config_of(service_of(overlay(name))) == expected_config(name)
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
@@ -184,22 +183,41 @@ def test_ray_serve_takes_the_config(name):
     assert [application.import_path for application in schema.applications] == ["paceline.app:build"]
 
 
-def test_written_files_are_what_their_sources_say(monkeypatch):
-    monkeypatch.syspath_prepend(str(K8S))
-    import generate
-
+def test_written_files_are_what_their_sources_say():
     assert generate.main(["--check"]) == 0
-    with pytest.raises(ValueError, match="it must be once"):
-        generate.redundant("            min_replicas: 1\n" * 2)
 
 
-def test_an_overlay_of_ones_own_has_the_targets_that_were_asked_for(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(K8S))
-    import generate
+@needs_kubectl
+@pytest.mark.parametrize("name", generate.OVERLAYS)
+def test_kubectl_applies_what_helm_renders(name, tmp_path):
+    """A digest of one's own, given once, is in every container that runs our image, and nothing else differs."""
+    digest = "sha256:" + "0123456789abcdef" * 4
+    shutil.copytree(K8S / "overlays", tmp_path / "overlays")
+    image = tmp_path / "overlays" / "image" / "kustomization.yaml"
+    kustomization = yaml.safe_load(image.read_text())
+    kustomization["images"] = [{"name": "registry.example.com/paceline", "newName": "own/paceline", "digest": digest}]
+    image.write_text(yaml.safe_dump(kustomization))
+    folder = tmp_path / "overlays" / name
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
+    assert not done.stderr
+    built = {(doc["kind"], doc["metadata"]["name"]): doc for doc in yaml.load_all(done.stdout, yaml.CSafeLoader)}
+    own = ("image.repository=own/paceline", f"image.digest={digest}")
+    documents = render(*values_of(name), *own)
+    assert len(built) == len(documents)
+    assert done.stdout.count(f"own/paceline@{digest}") == str(documents).count(f"own/paceline@{digest}")
+    for document in documents:
+        other = built[document["kind"], document["metadata"]["name"]]
+        assert document["kind"] in ("Namespace", "PersistentVolume") or other["metadata"].pop("namespace") == "paceline"
+        if document["kind"] == "RayService":
+            for one in (document, other):
+                one["spec"]["serveConfigV2"] = yaml.safe_load(one["spec"]["serveConfigV2"])
+        assert other == document
 
-    asked = ["--target", str(tmp_path), "--tensor-parallel-size", "16", "--gpus-per-pod", "8"]
-    assert generate.main([*asked, "--interface", "ens5", "--fabric", "vpc.amazonaws.com/efa=32"]) == 0
-    documents = build(tmp_path)
+
+def test_targets_of_another_shape_are_placed_where_they_fit():
+    """A target of 16 ranks on two hosts, with the device of a fast network, fills its pods and nothing else."""
+    values = ("target.tensorParallelSize=16", "target.podsPerReplica=2", "target.interface=ens5")
+    documents = render(*values_of("gpu"), *values, r"target.fabric.vpc\.amazonaws\.com/efa=32")
     service = service_of(documents)
     options = args_of(service).target_config.deployment_options()
     assert len(options["placement_group_bundles"]) == 16
@@ -208,17 +226,10 @@ def test_an_overlay_of_ones_own_has_the_targets_that_were_asked_for(tmp_path, mo
     assert [kind for kind, node_type in kinds.items() if fits(node_type, demand, selector)] == ["target"]
     assert not fits(kinds["target"], demand, selector, times=2)
     group = groups_of(service)["target"]
-    assert (group["minReplicas"], group["maxReplicas"]) == (
-        2,
-        10,
-    )  # two pods of each of one to four targets, and one more
+    assert group["replicas"] == 2
     assert group["template"]["spec"]["containers"][0]["resources"]["limits"]["vpc.amazonaws.com/efa"] == 32
     (data,) = (doc["data"] for name, doc in of_kind(documents, "ConfigMap").items() if "environment" in name)
     assert data["NCCL_SOCKET_IFNAME"] == data["GLOO_SOCKET_IFNAME"] == "ens5"
-    for wrong in (["--gpus-per-pod", "5"], ["--tensor-parallel-size", "1"], ["--fabric", "efa"]):
-        with pytest.raises(SystemExit):
-            generate.main([*asked, *wrong])
-        assert "it must" in capsys.readouterr().err
 
 
 def test_the_environment_is_what_the_service_needs(tmp_path):
@@ -232,7 +243,9 @@ def test_the_environment_is_what_the_service_needs(tmp_path):
     for template in templates_of(service_of(overlay("gpu"))).values():
         (source,) = template["spec"]["containers"][0]["envFrom"]
         assert source["configMapRef"]["name"] in of_kind(overlay("gpu"), "ConfigMap")
-    assert of_kind(overlay("gpu"), "ConfigMap").keys() != of_kind(overlay("small"), "ConfigMap").keys()
+    (other,) = of_kind(overlay("gpu"), "ConfigMap").values()
+    assert other["metadata"]["name"] not in of_kind(overlay("small"), "ConfigMap")
+    assert other["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}  # for pods of the cluster before
 
 
 # -- what pods may do ------------------------------------------------------------------------------------------------
@@ -251,7 +264,7 @@ def confined(container, pod):
 def pod_specs(documents):
     service = service_of(documents)
     yield from ((name, template["spec"]) for name, template in templates_of(service).items())
-    for kind in ("StatefulSet", "Deployment", "Job"):
+    for kind in ("StatefulSet", "Job"):
         yield from ((name, doc["spec"]["template"]["spec"]) for name, doc in of_kind(documents, kind).items())
 
 
@@ -310,13 +323,11 @@ def test_pods_have_probes_a_token_and_the_serve_ports(name):
         assert all(port["targetPort"] == port["name"] for port in ports.values())
 
 
-def check_streams_are_kept_whole(documents):
+def check_streams_are_kept_whole(documents, gateway="paceline-gateway"):
     """Envoy ends a stream after 15 s by default; KubeRay calls its Gateway after the RayService."""
     (policy,) = of_kind(documents, "BackendTrafficPolicy").values()
     spec, service = policy["spec"], service_of(documents)
-    assert spec["targetRefs"] == [
-        {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": service["metadata"]["name"] + "-gateway"}
-    ]
+    assert spec["targetRefs"] == [{"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": gateway}]
     assert spec["useClientProtocol"] is True  # or gRPC would go on as HTTP/1.1
     limits = spec["timeout"]["http"]
     assert limits["requestTimeout"] == limits["maxStreamDuration"] == "0s"
@@ -408,8 +419,8 @@ def test_another_order_of_leaving_is_noticed(mutant):
         check_order_of_leaving(service)
 
 
-def test_drafts_on_machines_that_may_be_taken_back_do_not_wait_for_them(tmp_path):
-    service = service_of(compose(tmp_path, "gpu", ("spot-drafts",)))
+def test_drafts_on_machines_that_may_be_taken_back_do_not_wait_for_them():
+    service = service_of(compose("gpu", ("spot-drafts",)))
     spec = groups_of(service)["draft"]["template"]["spec"]
     keys = {toleration["key"] for toleration in spec["tolerations"]}
     assert {"cloud.google.com/gke-spot", "karpenter.sh/capacity-type", "kubernetes.azure.com/scalesetpriority"} < keys
@@ -429,17 +440,23 @@ def test_machines_are_not_emptied_to_save_them(name):
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
-def test_no_pod_is_in_two_disruption_budgets_and_each_pool_in_one(name):
+def test_budgets_keep_whole_replicas_and_no_machine_waits_for_a_draft(name):
     documents = overlay(name)
     budgets = of_kind(documents, "PodDisruptionBudget")
-    expected = {"router", "draft", "target"} | ({"head"} if name != "ha" else {"redis"})
-    assert set(budgets) == expected
+    assert set(budgets) == {"router", "target"} | ({"head"} if name != "ha" else {"redis"})
+    args = args_of(service_of(documents))
     for pool, budget in budgets.items():
         if pool == "redis":
             assert budget["spec"]["selector"] == {"matchLabels": REDIS}
             continue
-        assert isinstance(budget["spec"]["minAvailable"], int)  # a RayCluster has no scale for a percentage
+        kept = budget["spec"]["minAvailable"]
+        assert isinstance(kept, int)  # a RayCluster has no scale for a percentage
         assert budget["spec"]["selector"] == {"matchLabels": {"paceline/pool": pool}}
+        if pool == "target":
+            pods = PODS_OF_A_TARGET.get(name, 1)
+            least = args.target_config.deployment_config.autoscaling_config.min_replicas
+            # of the last replica no pod; of several one pod at a time, and so one replica
+            assert kept == (pods if least == 1 else least * pods - 1)
 
 
 def test_high_availability_keeps_two_of_everything_and_its_state_outside():
@@ -447,7 +464,7 @@ def test_high_availability_keeps_two_of_everything_and_its_state_outside():
     options = service["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
     assert options["redisAddress"] == "redis://paceline-redis:6379"
     assert "paceline-redis" in of_kind(overlay("ha"), "Service")
-    assert all(group["minReplicas"] >= 2 for group in groups_of(service).values())
+    assert all(group["replicas"] >= 2 for group in groups_of(service).values())
     (spread,) = groups_of(service)["router"]["template"]["spec"]["topologySpreadConstraints"]
     assert (spread["topologyKey"], spread["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "DoNotSchedule")
     config = args_of(service)
@@ -645,8 +662,8 @@ def test_a_policy_without_one_of_them_is_noticed(mutant):
         check_names_are_resolved(documents, PODS.values())
 
 
-def test_models_are_downloaded_only_where_that_is_chosen(tmp_path):
-    documents = compose(tmp_path, "gpu", ("model-download",))
+def test_models_are_downloaded_only_where_that_is_chosen():
+    documents = compose("gpu", ("model-download",))
     policy = of_kind(documents, "NetworkPolicy")["model-download"]["spec"]
     assert policy["policyTypes"] == ["Egress"]
     assert policy["egress"][0]["ports"] == [{"protocol": "TCP", "port": 443}]
@@ -669,10 +686,10 @@ COMBINATIONS = [
 
 @pytest.mark.parametrize(("base", "components"), COMBINATIONS, ids=str)
 @pytest.mark.slow
-def test_components_combine(tmp_path, base, components):
+def test_components_combine(base, components):
     from tests.k8s.operator_rules import problems
 
-    documents = compose(tmp_path, base, components)
+    documents = compose(base, components)
     service = service_of(documents)
     assert problems(service) == []
     check_confinement(documents)
@@ -683,15 +700,12 @@ def test_components_combine(tmp_path, base, components):
     assert incremental is ("incremental-upgrade" in components)
     names = [(doc["kind"], doc["metadata"]["name"]) for doc in documents]
     assert len(set(names)) == len(names)
-    assert {doc["metadata"].get("namespace", "paceline") for doc in documents} == {"paceline"}
-    for _, spec in pod_specs(documents):
-        assert not any(container["image"] == "paceline" for container in spec.get("initContainers", ()))
 
 
 @pytest.mark.slow
-def test_components_of_clusters_of_ones_own_do_what_they_say(tmp_path):
+def test_components_of_clusters_of_ones_own_do_what_they_say():
     chosen = ("one-zone", "pull-secret", "priority", "runtime-class-nvidia")
-    documents = compose(tmp_path, "gpu", chosen)
+    documents = compose("gpu", chosen)
     classes = of_kind(documents, "PriorityClass")
     values = {}
     for name, template in templates_of(service_of(documents)).items():
@@ -724,6 +738,6 @@ def test_a_driver_that_is_too_old_is_said_before_ray_starts():
 def test_nothing_is_placed_outside_the_namespace():
     for name in OVERLAYS:
         for doc in overlay(name):
-            assert doc["kind"] == "Namespace" or doc["metadata"]["namespace"] == "paceline", doc["metadata"]
+            assert "namespace" not in doc["metadata"]  # helm's
     labels = of_kind(overlay("small"), "Namespace")["paceline"]["metadata"]["labels"]
     assert labels["pod-security.kubernetes.io/enforce"] == "restricted"

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import ray
 import yaml
-from tests.k8s.support import K8S, REPOSITORY, needs_kubectl, of_kind, overlay
+from tests.k8s.support import K8S, REPOSITORY, needs_helm, of_kind, overlay
 
 from paceline.config import ServerConfig
 from paceline.metrics import catalogue, engines  # noqa: F401  # engines declares the counters of engines
 from paceline.metrics.declaration import CATALOGUE, Kind
 from paceline.types import Cause
 
-pytestmark = needs_kubectl
+pytestmark = needs_helm
 
 PROMTOOL = shutil.which("promtool") or shutil.which("promtool", path=REPOSITORY / "build/prometheus/usr/bin")
 _MONITOR_ONLY = {catalogue.REPLICAS_UP.name}
@@ -155,7 +155,7 @@ def test_the_total_outage_is_not_told_by_the_series_that_end_with_it():
     (outage,) = (group for group in rules() if group["name"] == "paceline.outage")
     for rule in outage["rules"]:
         assert not any(selector.name in exported() for selector in selectors(rule["expr"])), rule["alert"]
-    namespace = set(of_kind(overlay("monitoring"), "Namespace"))
+    namespace = {"paceline"}
     monitors = of_kind(overlay("monitoring"), "PodMonitor")
     for rule in outage["rules"]:
         for selector in selectors(rule["expr"]):
@@ -273,7 +273,7 @@ def test_pods_are_scraped_by_ports_that_they_have():
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is missing: make promtool")
 def test_alerts_fire_when_they_should_and_only_then(tmp_path):
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": rules()}))
-    tests = (K8S / "components" / "monitoring" / "rules_test.yaml").read_text()
+    tests = (K8S / "rules_test.yaml").read_text()
     (tmp_path / "rules_test.yaml").write_text(tests)
     for command in (["check", "rules", "rules.yaml"], ["test", "rules", "rules_test.yaml"]):
         done = subprocess.run([PROMTOOL, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from tests.k8s.operator_rules import problems
-from tests.k8s.support import OVERLAYS, needs_kubectl, overlay, service_of
+from tests.k8s.support import OVERLAYS, needs_helm, overlay, service_of
 
-pytestmark = needs_kubectl
+pytestmark = needs_helm
 
 
 @pytest.mark.parametrize("name", OVERLAYS)

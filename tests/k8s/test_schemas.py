@@ -6,25 +6,27 @@ import copy
 import functools
 import sys
 import warnings
+from pathlib import Path
 
 import jsonschema
 import pytest
-import yaml
 from tests.k8s.support import (
     COMPONENTS,
-    K8S,
     OVERLAYS,
+    SETTINGS,
     SOURCES,
     TESTBED,
-    build,
+    VALUES,
     compose,
-    needs_kubectl,
+    needs_helm,
     needs_testbed,
     overlay,
+    render,
     service_of,
+    values_of,
 )
 
-pytestmark = [needs_kubectl, needs_testbed, pytest.mark.slow]
+pytestmark = [needs_helm, needs_testbed, pytest.mark.slow]
 
 
 DURATION = {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
@@ -60,6 +62,73 @@ TRAFFIC = closed(
 """The part of Envoy Gateway's BackendTrafficPolicy that is used."""
 
 
+NAMED = {"type": "array", "items": {"type": "string"}}
+
+
+def some(**properties):
+    """The schema of a list of objects that have all of these fields and no others."""
+    return {"type": "array", "minItems": 1, "items": closed(list(properties), **properties)}
+
+
+def gateway_api(kind, **spec):
+    """The part of a kind of the Gateway API, version 1, that is used."""
+    of = {
+        "apiVersion": {"const": "gateway.networking.k8s.io/v1"},
+        "kind": {"const": kind},
+        "metadata": {"type": "object"},
+    }
+    return closed([*of, "spec"], **of, spec=closed([name for name in spec if name != "hostnames"], **spec))
+
+
+TEXT, PORT = {"type": "string"}, {"type": "integer"}
+PARENT = some(name=TEXT, sectionName=TEXT)
+BACKEND = some(name=TEXT, port=PORT)
+PREFIX = closed(["type", "value"], type={"const": "PathPrefix"}, value=TEXT)
+GATEWAY_API = {
+    "Gateway": gateway_api(
+        "Gateway",
+        gatewayClassName=TEXT,
+        listeners={
+            "type": "array",
+            "items": closed(
+                ["name", "port", "protocol"],
+                name=TEXT,
+                port=PORT,
+                protocol={"enum": ["HTTP", "HTTPS"]},
+                tls=closed(["mode", "certificateRefs"], mode={"const": "Terminate"}, certificateRefs=some(name=TEXT)),
+            ),
+        },
+    ),
+    "GRPCRoute": gateway_api(
+        "GRPCRoute",
+        parentRefs=PARENT,
+        hostnames=NAMED,
+        rules=some(matches=some(method=closed(["service"], service=TEXT)), backendRefs=BACKEND),
+    ),
+    "HTTPRoute": gateway_api(
+        "HTTPRoute",
+        parentRefs=PARENT,
+        hostnames=NAMED,
+        rules=some(matches=some(path=PREFIX), timeouts=closed(["request"], request=DURATION), backendRefs=BACKEND),
+    ),
+}
+CILIUM = closed(
+    ["apiVersion", "kind", "metadata", "spec"],
+    apiVersion={"const": "cilium.io/v2"},
+    kind={"const": "CiliumNetworkPolicy"},
+    metadata={"type": "object"},
+    spec=closed(
+        ["endpointSelector", "egress"],
+        endpointSelector=closed([], matchLabels={"type": "object"}),
+        egress=some(
+            toEntities={"type": "array", "items": {"enum": ["kube-apiserver", "host", "remote-node"]}},
+            toPorts=some(ports=some(port=TEXT, protocol={"enum": ["TCP", "UDP"]})),
+        ),
+    ),
+)
+"""The part of a CiliumNetworkPolicy that is used."""
+
+
 @functools.cache
 def checker():
     """``check(document) -> [problem, ...]``, with KubeRay's and the Prometheus operator's CRDs."""
@@ -73,6 +142,9 @@ def checker():
         warnings.simplefilter("ignore", ResourceWarning)  # it leaves files to be closed by the interpreter
         crds = validate.load_crds(str(TESTBED / "crds"))
     crds["gateway.envoyproxy.io/v1alpha1", "BackendTrafficPolicy"] = jsonschema.Draft202012Validator(TRAFFIC)
+    crds["cilium.io/v2", "CiliumNetworkPolicy"] = jsonschema.Draft202012Validator(CILIUM)
+    for kind, schema in GATEWAY_API.items():
+        crds["gateway.networking.k8s.io/v1", kind] = jsonschema.Draft202012Validator(schema)
     return lambda document: validate.check(document, crds)
 
 
@@ -83,16 +155,21 @@ def test_the_documents_of_an_overlay_are_valid(name):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_the_documents_of_all_components_together_are_valid(tmp_path, source):
-    for document in compose(tmp_path, "gpu", (*COMPONENTS, source)):
+def test_the_documents_of_all_components_together_are_valid(source):
+    for document in compose("gpu", (*COMPONENTS, source)):
         assert checker()(document) == [], (document["kind"], document["metadata"]["name"])
 
 
-def test_the_documents_of_the_node_cache_and_of_storage_are_valid():
-    documents = build(K8S / "node-cache")
-    for path in (K8S / "storage").glob("*/volume.yaml"):
-        documents += yaml.safe_load_all(path.read_text())
-    for document in documents:
+MATRIX = {path.stem: path for path in sorted(VALUES.glob("*.yaml")) if path.stem not in OVERLAYS} | {
+    name: settings for name, settings in SETTINGS.items() if name not in (*COMPONENTS, *SOURCES) or name == "logs"
+}
+"""Every other file of values, and what a cluster may choose, over those of gpu."""
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_the_documents_of_all_values_are_valid(name):
+    values = MATRIX[name]
+    for document in render(*values_of("gpu"), *([values] if isinstance(values, Path) else values)):
         assert checker()(document) == [], (document["kind"], document["metadata"]["name"])
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.k8s.support import compose, groups_of, needs_kubectl, needs_testbed, of_kind, service_of
+from tests.k8s.support import compose, groups_of, needs_helm, needs_testbed, of_kind, service_of
 from tests.k8s.test_schemas import checker
 
 from paceline.config import InternalTls, ServerTls
 from paceline.security.haproxy import PROGRAM, SETTINGS
 
-pytestmark = [needs_kubectl, needs_testbed, pytest.mark.slow]
+pytestmark = [needs_helm, needs_testbed, pytest.mark.slow]
 
 BASES = ("small", "gpu", "gpu-two-hosts")
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_every_pod_has_the_files_that_haproxy_is_told_of(tmp_path, base):
-    documents = compose(tmp_path, base, ("tls",))
+def test_every_pod_has_the_files_that_haproxy_is_told_of(base):
+    documents = compose(base, ("tls",))
     for document in documents:
         assert checker()(document) == [], (document["kind"], document["metadata"]["name"])
     (environment,) = (
@@ -42,6 +42,6 @@ def test_every_pod_has_the_files_that_haproxy_is_told_of(tmp_path, base):
             assert secrets[mounts[folder]["name"]]["defaultMode"] == 0o440
 
 
-def test_without_the_component_nothing_is_encrypted(tmp_path):
-    documents = compose(tmp_path, "small", ())
+def test_without_the_component_nothing_is_encrypted():
+    documents = compose("small", ())
     assert not any(SETTINGS in found.get("data", {}) for found in of_kind(documents, "ConfigMap").values())

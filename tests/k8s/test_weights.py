@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
-import yaml
 from tests.k8s.support import (
-    K8S,
-    build,
+    VALUES,
     compose,
     groups_of,
-    needs_kubectl,
+    needs_helm,
     of_kind,
     overlay,
-    serve_config_of,
+    render,
     service_of,
     templates_of,
+    values_of,
 )
 from tests.k8s.test_manifests import args_of, check_confinement
 
-pytestmark = needs_kubectl
+pytestmark = needs_helm
 
 TARGET, DRAFT = "Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B"
 SMALL = ["*.json", "*.txt", "*.model", "*.jinja"]
@@ -90,8 +89,8 @@ def init_container(service, pool, name):
     return found
 
 
-def test_pods_download_what_their_pool_needs(tmp_path, run_script):
-    documents = compose(tmp_path, "gpu", ("model-download",))
+def test_pods_download_what_their_pool_needs(run_script):
+    documents = compose("gpu", ("model-download",))
     service = service_of(documents)
     config = args_of(service)
     assert (config.target_config.model_loading_config.source, config.draft_config.model_loading_config.source) == (
@@ -124,8 +123,8 @@ def test_the_patterns_find_what_a_router_reads():
     assert not any(fnmatch.fnmatch("model-00001-of-00014.safetensors", pattern) for pattern in SMALL)
 
 
-def test_gated_models_have_a_token_and_every_download_has_room(tmp_path):
-    service = service_of(compose(tmp_path, "gpu", ("model-download",)))
+def test_gated_models_have_a_token_and_every_download_has_room():
+    service = service_of(compose("gpu", ("model-download",)))
     for pool in NEEDED:
         fetch = init_container(service, pool, "fetch-models")
         (token,) = (entry for entry in fetch["env"] if entry["name"] == "HF_TOKEN")
@@ -147,9 +146,9 @@ def test_pods_ask_for_the_disk_that_they_use(name):
 # -- one volume for all ----------------------------------------------------------------------------------------------
 
 
-def test_a_job_fills_the_claim_from_the_hub(tmp_path, run_script):
-    documents = compose(tmp_path, "gpu", ("model-fill",))
-    job = of_kind(documents, "Job")["paceline-models"]["spec"]["template"]
+def test_a_job_fills_the_claim_from_the_hub(run_script):
+    documents = compose("gpu", ("model-fill",))
+    (job,) = (job["spec"]["template"] for job in of_kind(documents, "Job").values())
     (container,) = job["spec"]["containers"]
     calls = run_script(container["command"])
     assert {repository for repository, filename, patterns in calls if filename is patterns is None} == {TARGET, DRAFT}
@@ -165,11 +164,10 @@ def test_a_job_fills_the_claim_from_the_hub(tmp_path, run_script):
     check_confinement(documents)
 
 
-def test_jobs_fill_the_claim_from_stores_of_objects(tmp_path, run_script):
+def test_jobs_fill_the_claim_from_stores_of_objects(run_script):
     for kind in ("s3", "gs"):
-        (tmp_path / kind).mkdir()
-        documents = compose(tmp_path / kind, "gpu", (f"model-fill-{kind}",))
-        job = of_kind(documents, "Job")["paceline-models"]["spec"]["template"]["spec"]
+        documents = compose("gpu", (f"model-fill-{kind}",))
+        (job,) = (job["spec"]["template"]["spec"] for job in of_kind(documents, "Job").values())
         (container,) = job["containers"]
         calls = run_script(container["command"], PACELINE_MODELS=f"{kind}://bucket/models")
         copies = [call for call in calls if call[0] in ("s3", "storage")]
@@ -179,8 +177,7 @@ def test_jobs_fill_the_claim_from_stores_of_objects(tmp_path, run_script):
         ]
         assert all("blobs" in " ".join(call) for call in copies)  # snapshots hold them as files
         (address,) = (entry for entry in container["env"] if entry["name"] == "PACELINE_MODELS")
-        source = of_kind(documents, "ConfigMap")[address["valueFrom"]["configMapKeyRef"]["name"]]
-        assert source["data"]["address"].startswith(f"{kind}://")
+        assert address["value"] == f"{kind}://bucket/models"
         assert job["serviceAccountName"] in of_kind(documents, "ServiceAccount")
         secret = container["envFrom"][0]["secretRef"] if kind == "s3" else job["volumes"][-1]["secret"]
         assert secret == {"optional": True} | (
@@ -189,19 +186,20 @@ def test_jobs_fill_the_claim_from_stores_of_objects(tmp_path, run_script):
         check_confinement(documents)
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (K8S / "storage").iterdir()))
-def test_each_kind_of_storage_provides_a_claim_that_many_machines_read(tmp_path, name):
-    storage = os.path.relpath(K8S / "storage" / name, tmp_path)
-    lines = {"resources": [os.path.relpath(K8S / "overlays" / "gpu", tmp_path)], "components": [storage]}
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(lines | {"kind": "Kustomization"}))
-    documents = build(tmp_path)
+STORAGE = sorted(VALUES.glob("models-*.yaml"))
+
+
+@pytest.mark.parametrize("storage", STORAGE, ids=lambda path: path.stem)
+def test_each_kind_of_storage_provides_a_claim_that_many_machines_read(storage):
+    documents = render(*values_of("gpu"), storage)
     (claim,) = of_kind(documents, "PersistentVolumeClaim").values()
     (mode,) = claim["spec"]["accessModes"]
     assert mode in ("ReadWriteMany", "ReadOnlyMany")
     classes, volumes = of_kind(documents, "StorageClass"), of_kind(documents, "PersistentVolume")
+    assert bool(of_kind(documents, "Job")) is (mode == "ReadWriteMany")  # which fills it
     if claim["spec"]["storageClassName"]:
         assert claim["spec"]["storageClassName"] in classes
-        assert mode == "ReadWriteMany"  # or nothing could fill it
+        assert mode == "ReadWriteMany"
     else:
         volume = volumes[claim["spec"]["volumeName"]]["spec"]
         assert volume["accessModes"] == [mode]
@@ -216,10 +214,15 @@ def test_each_kind_of_storage_provides_a_claim_that_many_machines_read(tmp_path,
 # -- a copy on each machine ------------------------------------------------------------------------------------------
 
 
-def test_pods_find_what_a_daemonset_has_put_on_their_machine(tmp_path, run_script):
-    documents = compose(tmp_path, "gpu", ("node-cache",))
-    sets = of_kind(build(K8S / "node-cache"), "DaemonSet")
-    volume = of_kind(documents, "PersistentVolume")["paceline-models-of-the-node"]["spec"]
+def test_pods_find_what_a_daemonset_has_put_on_their_machine(run_script):
+    documents = compose("gpu", ("node-cache",))
+    sets = of_kind(documents, "DaemonSet")
+    volume = of_kind(documents, "PersistentVolume")["paceline-models"]["spec"]
+    (home,) = {doc["metadata"]["namespace"] for doc in sets.values()}  # where pods may mount a folder of the machine
+    assert (
+        of_kind(documents, "Namespace")[home]["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+        == "privileged"
+    )
     marks = {}
     for name, doc in sets.items():
         spec = doc["spec"]["template"]["spec"]
@@ -242,22 +245,46 @@ def test_pods_find_what_a_daemonset_has_put_on_their_machine(tmp_path, run_scrip
 # -- other models ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_fetched_follows_the_serve_config(monkeypatch):
-    monkeypatch.syspath_prepend(str(K8S))
-    import weights
+OTHER_MODELS = (
+    *("target.model=big", "target.source=org/big", "target.tokenizer=org/tokenizer"),
+    *("draft.model=small", "draft.source=/models/small"),
+)
 
-    args = serve_config_of(service_of(overlay("gpu")))["applications"][0]["args"]
-    assert weights.Models.of(args) == weights.Models(TARGET, DRAFT)
-    other = copy.deepcopy(args)
-    other["target_config"]["model_loading_config"] = {"model_id": "big", "model_source": "org/big"}
-    other["draft_config"]["model_loading_config"] = {"model_id": "small", "model_source": "/models/small"}
-    other["target_config"]["model_loading_config"]["tokenizer_source"] = "org/tokenizer"
-    models = weights.Models.of(other)
-    assert models == weights.Models("org/big", None, ("org/tokenizer",))
-    assert [command.split()[2] for command in models.fetches("router")] == ["org/big", "org/tokenizer"]
-    assert models.fetches("target")[-1] == "hf download org/big"
-    assert weights.Models.of(other | {"draft_config": None}).draft is None
-    for text in (weights.fetch_patch(models), *weights.fill_jobs(models).values(), weights.node_cache(models)):
-        assert "Qwen" not in text
-        assert list(yaml.safe_load_all(text))
-    assert weights.wait_patch(models) != weights.wait_patch(weights.Models(TARGET, DRAFT))  # another mark
+
+def fetches(container):
+    """The models that a script fetches, in its order."""
+    return re.findall(r"hf download (\S+)", container["command"][-1])
+
+
+def test_what_is_fetched_follows_the_models():
+    service = service_of(compose("gpu", ("model-download", *OTHER_MODELS)))
+    args = args_of(service)
+    assert args.target_config.model_loading_config.source == "org/big"
+    for pool, models in (("router", ["org/big", "org/tokenizer"]), ("target", ["org/tokenizer", "org/big"])):
+        assert fetches(init_container(service, pool, "fetch-models")) == models
+    assert fetches(init_container(service, "draft", "fetch-models")) == [
+        "org/big",
+        "org/tokenizer",
+    ]  # its own has a folder
+    for source in ("model-fill", "model-fill-s3", "model-fill-gs", "node-cache"):
+        documents = compose("gpu", (source, *OTHER_MODELS))
+        jobs = (*of_kind(documents, "Job").values(), *of_kind(documents, "DaemonSet").values())
+        assert jobs
+        assert "Qwen" not in str(jobs)
+        assert "tokenizer" in str(jobs)
+
+
+def test_another_model_has_another_mark():
+    """A pod waits for the models of its own configuration, not for those of the one before."""
+    scripts = [
+        init_container(service_of(compose("gpu", chosen)), "router", "wait-for-models")["command"][-1]
+        for chosen in (("node-cache",), ("node-cache", *OTHER_MODELS))
+    ]
+    assert scripts[0] != scripts[1]
+
+
+def test_without_a_draft_none_is_fetched():
+    service = service_of(compose("gpu", ("model-download", "draft.enabled=false")))
+    assert args_of(service).draft_config is None
+    assert set(groups_of(service)) == {"router", "target"}
+    assert fetches(init_container(service, "target", "fetch-models")) == [TARGET]
