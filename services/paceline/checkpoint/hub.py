@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.checkpoint.folder import folder_of, gguf_on_hub, local_folder
+from paceline.checkpoint.folder import folder_of, gguf_on_hub, local_folder, tagged
 from paceline.checkpoint.gguf.header import SHARD
 from paceline.errors import ConfigError
 
@@ -44,21 +44,39 @@ def require_fetchable(source: str) -> None:
 def fetch_gguf(source: str) -> None:
     """Fetches a GGUF file of the hub, with its shards, if ``source`` is one that is not here.
 
-    Raises ConfigError if it cannot be fetched.
+    Raises ConfigError if it cannot be fetched, or if a repository has no file of a number format, or several.
     """
     found = gguf_on_hub(source)
     if found is None or folder_of(source) is not None:
         return
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import HfApi, hf_hub_download
 
     require_fetchable(source)
     repo, file = found
     try:
+        if not file.endswith(".gguf"):
+            file = _file_of(repo, file, HfApi().list_repo_files(repo))
         if (shard := SHARD.fullmatch(Path(file).name)) is not None:
             stem, count = file.removesuffix(Path(file).name) + shard["stem"], int(shard["count"])
             for index in range(1, count + 1):
                 hf_hub_download(repo, f"{stem}-{index:05}-of-{count:05}.gguf")
         hf_hub_download(repo, file)
+    except ConfigError:
+        raise
     except Exception as error:  # of the hub's client and whatever it speaks HTTP with
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{file!r} of {repo!r} could not be fetched: {reason}") from error
+
+
+def _file_of(repo: str, tag: str, names: list[str]) -> str:
+    """The file of a number format in a repository. Raises ConfigError unless there is one."""
+    found = tagged(names, tag)
+    if len(found) != 1:
+        held = [name for name in names if name.endswith(".gguf")]
+        what = f"{len(found)} GGUF files" if found else "no GGUF file"
+        raise ConfigError(
+            f"{repo!r} has {what} of {tag!r}: name one of {', '.join(found or held)}"
+            if held
+            else f"{repo!r} holds no GGUF file"
+        )
+    return found[0]

@@ -28,6 +28,7 @@ from paceline.cli.flags import (
 )
 from paceline.cli.generate import add_engine_flags, local_config
 from paceline.cli.remote import CONNECT_S, HttpService, add_remote_flags, not_http, service_of
+from paceline.config import SMALL_CHAT_MODEL
 from paceline.errors import ConfigError, EngineError, InvalidRequestError, PacelineError
 from paceline.types import Mode, SamplingParams, SpeculationParams
 
@@ -52,6 +53,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run_chat(args: argparse.Namespace) -> int:
     """Runs ``paceline chat``."""
     take_model_argument(args)
+    if args.target is None and args.chat_template is None and args.address is None:
+        args.target = SMALL_CHAT_MODEL  # the embedded model has no template
     service, options = service_of(args), (given(args, SamplingParams), given(args, SpeculationParams))
     with _local(args, *options) if service is None else _remote(service, args.stop, *options) as answer:
         converse(answer, args.system)

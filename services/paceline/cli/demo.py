@@ -1,7 +1,8 @@
-"""``paceline demo``: one prompt, decoded plain and overlapped in turn; the tokens must be the same.
+"""``paceline demo``: one question, answered by plain and by speculative decoding in turn; the tokens must be the same.
 
-Starts the service, asks it over gRPC and stops it; with ``--local`` both engines run under this process instead. All
-runs use the same pair of running engines, and the modes alternate, so a machine that drifts does so for both.
+Starts the service, asks it over gRPC and stops it; with ``--local`` all engines run under this process instead. All
+runs use the same running engines, and the modes alternate, so a machine that drifts does so for both. A model without
+a chat template continues a prompt.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from paceline.cli.drafting import is_embedded
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
+from paceline.cli.flags import add_model_argument, take_model_argument
 from paceline.cli.generate import add_engine_flags, local_config, write_text
 from paceline.cli.startup import StartView
 from paceline.cli.table import table
@@ -24,30 +28,24 @@ from paceline.cluster.ports import free_ports
 from paceline.config.environment import without_settings
 from paceline.errors import EngineError, InvalidRequestError
 from paceline.logs import narrate
-from paceline.types import Generation, Mode, Result, SamplingParams, SpeculationParams
+from paceline.types import Chunk, Generation, Mode, Result, SamplingParams, SpeculationParams
 
 if TYPE_CHECKING:
+    from paceline.config import LocalConfig
     from paceline.local import LocalPipeline
 
-PROMPT = '''"""Helpers for reading configuration files."""
-
-import os
-import sys
-
-
-class ConfigReader:
-    """Read settings from a file."""
-
-    def __init__(self, filename):
-'''
+PROMPT = "def read_file(path):\n"
+"""For a model without a chat template; the embedded one writes Python."""
+QUESTION = "Write a Python function that counts the words of a text. Then show the function again with type hints."
 _MODES = (Mode.PLAIN, Mode.OVERLAPPED)
 _WARM_UP_TOKENS = 48
 _STOP_S = 60.0
 _MEANING = """\
 tokens/s    median of the runs, fastest and slowest in brackets; the tokens of the first outcome are not counted
-per step    tokens that one forward of the target yields: 1 without a draft
+per step    tokens that one forward of the target yields: 1 by plain decoding
 accepted    share of the drafted tokens that the target took
 hit rate    how often the next proposal was there when the target's step ended"""
+_FIRST = "first token {cold:.1f} s after the command began (cold), {warm:.0f} ms after the request (warm, median)"
 _SMALL_PAIR = """\
 A step of the embedded target takes a few milliseconds, hardly more than a step of its draft or a message between
 them: there is little to win here. At the cost of a larger target: paceline bench local --grow-target 150M"""
@@ -56,8 +54,9 @@ them: there is little to win here. At the cost of a larger target: paceline benc
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``paceline demo``."""
     parser.description = (
-        "Starts the service, decodes one prompt plain and overlapped, in turn, and compares tokens and speed."
+        "Starts the service, has it answer by plain and by speculative decoding in turn, and compares tokens and speed."
     )
+    add_model_argument(parser)
     add_engine_flags(parser, "run both engines under this process instead of the service")
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default 256")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="default 0: greedy")
@@ -71,36 +70,68 @@ def run_demo(args: argparse.Namespace) -> int:
     """Runs ``paceline demo``. Returns 0 if all runs gave the same tokens."""
     from paceline.local import LocalPipeline
 
+    take_model_argument(args)
     if args.repeats < 1:
         raise InvalidRequestError(f"--repeats is {args.repeats}: it must be at least 1")
+    began = time.perf_counter()
     sampling = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
     results: dict[Mode, list[Result]] = {mode: [] for mode in _MODES}
-    pipeline = LocalPipeline(local_config(args))
+    config = local_config(args)
+    pipeline = LocalPipeline(config)
     pipeline.load()
-    pipeline.encode(PROMPT, sampling)  # refuses what cannot be served before anything is started
+    shown, prompt = _prompt(config)
+    pipeline.encode(prompt, sampling)  # refuses what cannot be served before anything is started
+    cold: list[float] = []
+    warm: list[float] = []
     with _started(pipeline) if args.local else _service(args) as source:
         warm_up = SamplingParams(max_tokens=min(_WARM_UP_TOKENS, args.max_tokens))
         for mode in _MODES:
-            _ = source.generate(PROMPT, warm_up, SpeculationParams(mode=mode)).result
+            for _ in _noting_first(source.generate(prompt, warm_up, SpeculationParams(mode=mode)), began, cold):
+                pass
         for repeat in range(args.repeats):
             for mode in _MODES:
-                generation = source.generate(PROMPT, sampling, SpeculationParams(mode=mode))
+                asked = time.perf_counter()
+                generation = source.generate(prompt, sampling, SpeculationParams(mode=mode))
+                chunks = _noting_first(generation, asked, warm)
                 if repeat == 0:
                     print(f"--- {mode.value} {'-' * (68 - len(mode.value))}")
-                    sys.stdout.write(PROMPT)
-                    write_text(generation, sys.stdout)
+                    sys.stdout.write(shown)
+                    write_text(chunks, sys.stdout)
+                for _ in chunks:
+                    pass
                 results[mode].append(generation.result)
     print("-" * 73)
-    print(comparison(results))
-    if args.target is None and args.draft is None:
+    print(f"{comparison(results)}\n{_FIRST.format(cold=cold[0], warm=1000 * statistics.median(warm))}")
+    if is_embedded(args.target) and args.draft is None:
         print(f"\n{_SMALL_PAIR}\n")
     return _compare([result for mode in _MODES for result in results[mode]])
+
+
+def _prompt(config: LocalConfig) -> tuple[str, str | Sequence[int]]:
+    """What is shown of the prompt, and the prompt: a chat if the target has a template."""
+    from paceline.checkpoint.chat import load_chat
+
+    chat = load_chat(config.target.path, None, config.target.trust_remote_code)
+    if chat is None:
+        return PROMPT, PROMPT
+    text = chat.render([{"role": "user", "content": QUESTION}], None, {"add_generation_prompt": True})
+    return f"> {QUESTION}\n\n", chat.encode(text)
+
+
+def _noting_first(chunks: Iterable[Chunk], since: float, seconds: list[float]) -> Iterator[Chunk]:
+    """The chunks; when the first has come, appends the time since then to ``seconds``."""
+    for i, chunk in enumerate(chunks):
+        if i == 0:
+            seconds.append(time.perf_counter() - since)
+        yield chunk
 
 
 class _Source(Protocol):
     """The service or the one-process pipeline."""
 
-    def generate(self, prompt: str, sampling: SamplingParams, speculation: SpeculationParams, /) -> Generation: ...
+    def generate(
+        self, prompt: str | Sequence[int], sampling: SamplingParams, speculation: SpeculationParams, /
+    ) -> Generation: ...
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from paceline.config.environment import (
     wants_color,
     worker_environment,
 )
-from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelLoadingConfig
+from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, SMALL_CHAT_MODEL, ModelLoadingConfig
 from paceline.config.local import DraftModel, LocalConfig, TargetModel
 from paceline.config.options import (
     CascadeOptions,
@@ -67,6 +67,7 @@ __all__ = [
     "EMBEDDED_DRAFT",
     "EMBEDDED_TARGET",
     "MONITOR_SCALING",
+    "SMALL_CHAT_MODEL",
     "UPSCALE_DELAY_S",
     "AutoscalingConfig",
     "CascadeDraftConfig",

