@@ -27,7 +27,7 @@ from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.checkpoint.weights import WeightFiles
 from paceline.cli.main import main
 from paceline.config import HeadOptions, LocalConfig, TargetModel
-from paceline.config.loading import resolve
+from paceline.config.loading import place_of
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
 from paceline.model.loading import load_pretrained
@@ -492,7 +492,7 @@ def test_a_short_name_is_the_file_of_a_package_whose_code_is_not_run(files, tmp_
     found = Checkpoint.open("smollm2")
     assert found.path == "smollm2"
     assert {*found.gguf.files.values()} == {package / "Model.Q4_1.gguf"}
-    assert resolve("smollm2") == str(package / "Model.Q4_1.gguf")
+    assert place_of("smollm2") == package / "Model.Q4_1.gguf"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
     with pytest.raises(ConfigError, match="holds no config"):  # a path of this machine stands before a short name

@@ -65,6 +65,20 @@ return low;
 """Elements whose text has a contrast below 4.5 to what is behind it (WCAG 2.2, 1.4.3)."""
 
 
+CHANGED = """
+const fetched = window.fetch;
+window.fetch = async (path, options) => {
+  const reply = await fetched(path, options);
+  if (!(options?.body ?? "").includes('"enabled":false')) return reply;
+  const other = (part) => part.replace(/"token_ids":\\[(\\d+)/, (_, id) => `"token_ids":[${+id + 1}`);
+  const changed = new TransformStream({ transform: (part, out) => out.enqueue(other(part)) });
+  const body = reply.body.pipeThrough(new TextDecoderStream()).pipeThrough(changed);
+  return new Response(body.pipeThrough(new TextEncoderStream()), reply);
+};
+"""
+"""Changes the stream of plain decoding on its way: one token more of the vocabulary."""
+
+
 @pytest.fixture(scope="module")
 def browser():
     with chromium() as driver:
@@ -171,20 +185,7 @@ def test_two_ways_to_one_text(page):
 
 
 def test_texts_that_differ_are_said_to(page):
-    """The stream of plain decoding is changed on its way: one token more of the vocabulary."""
-    page.execute_script(
-        """
-        const fetched = window.fetch;
-        window.fetch = async (path, options) => {
-          const reply = await fetched(path, options);
-          if (!(options?.body ?? "").includes('"enabled":false')) return reply;
-          const other = (part) => part.replace(/"token_ids":\\[(\\d+)/, (_, id) => `"token_ids":[${+id + 1}`);
-          const changed = new TransformStream({ transform: (part, out) => out.enqueue(other(part)) });
-          const body = reply.body.pipeThrough(new TextDecoderStream()).pipeThrough(changed);
-          return new Response(body.pipeThrough(new TextEncoderStream()), reply);
-        };
-        """
-    )
+    page.execute_script(CHANGED)
     run(page, tokens="8")
     assert verdict(page).startswith("The texts differ at token 1.")
     assert "bad" in page.find_element(By.ID, "verdict").get_attribute("class")

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.checkpoint.gguf.described import describe, files_of
 from paceline.checkpoint.gguf.header import SHARD
-from paceline.config.loading import PACKAGED, resolve
+from paceline.config.loading import PACKAGED, place_of
 from paceline.errors import ConfigError
 
 _NO_OWNERS = frozenset({"api", "datasets", "docs", "models", "papers", "spaces", "tasks"})
@@ -28,7 +28,7 @@ def require_path(path: str) -> None:
 
     Nothing is asked of the hub.
     """
-    directory = Path(resolve(path)).expanduser()
+    directory = place_of(path)
     if files_of(directory):
         return
     if directory.is_dir():
@@ -114,7 +114,7 @@ def folder_of(source: str) -> Path | None:
 
     Raises ConfigError for a GGUF file that is damaged, or holds what is not read.
     """
-    path = Path(resolve(source)).expanduser()
+    path = place_of(source)
     if (on_hub := gguf_on_hub(source)) is not None and not path.exists():
         cached = _cached(*on_hub)
         if cached is None:

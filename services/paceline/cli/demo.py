@@ -44,7 +44,7 @@ _MEANING = """\
 tokens/s    median of the runs, fastest and slowest in brackets; the tokens of the first outcome are not counted
 per step    tokens that one forward of the target yields: 1 by plain decoding
 accepted    share of the drafted tokens that the target took
-hit rate    how often the next proposal was there when the target's step ended"""
+hit rate    how often a draft's next proposal was there when the target's step ended"""
 _FIRST = "first token {cold:.1f} s after the command began (cold), {warm:.0f} ms after the request (warm, median)"
 _SMALL_PAIR = """\
 A step of the embedded target takes a few milliseconds, hardly more than a step of its draft or a message between
@@ -101,7 +101,7 @@ def run_demo(args: argparse.Namespace) -> int:
                     pass
                 results[mode].append(generation.result)
     print("-" * 73)
-    print(f"{comparison(results)}\n{_FIRST.format(cold=cold[0], warm=1000 * statistics.median(warm))}")
+    print(f"{comparison(results, has_draft=config.draft is not None)}\n{_FIRST.format(cold=cold[0], warm=1000 * statistics.median(warm))}")
     if is_embedded(args.target) and args.draft is None:
         print(f"\n{_SMALL_PAIR}\n")
     return _compare([result for mode in _MODES for result in results[mode]])
@@ -177,7 +177,7 @@ def _service(args: argparse.Namespace) -> Iterator[_Source]:
         service.wait()
 
 
-def comparison(results: dict[Mode, list[Result]]) -> str:
+def comparison(results: dict[Mode, list[Result]], *, has_draft: bool) -> str:
     """One line per mode, the ratio of the medians, and the meaning of the columns."""
     rows = [("", "tokens/s", "per step", "accepted", "hit rate")]
     medians = []
@@ -191,7 +191,7 @@ def comparison(results: dict[Mode, list[Result]]) -> str:
         speed = f"{medians[-1]:.1f} ({min(rates):.1f} to {max(rates):.1f})"
         per_step = sum(run.usage.completion_tokens for run in runs) / max(rounds, 1)
         accepted_share = f"{accepted / drafted:.0%}" if drafted else "-"
-        hit_rate = f"{hits / (hits + misses):.0%}" if hits + misses else "-"
+        hit_rate = f"{hits / (hits + misses):.0%}" if has_draft and hits + misses else "-"
         rows.append((mode.value, speed, f"{per_step:.2f}", accepted_share, hit_rate))
     if medians[0] > 0:
         rows.append(("speed-up", f"{medians[-1] / medians[0]:.2f}", "", "", ""))

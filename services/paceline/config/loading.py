@@ -62,10 +62,14 @@ class ModelLoadingConfig(Strict):
 
 
 def resolve(name: str) -> str:
-    """A model id as a place: the directories of the embedded pair and its heads, a file of ``PACKAGED`` that is
-    installed, or the name itself. A path of this machine stands before a short name.
-    """
-    if name in PACKAGED and not Path(name).exists():
-        return str(PACKAGED[name].file or name)
+    """A model id as a place: the directories of the embedded pair and its heads, or the name itself."""
     heads = {f"paceline/embedded-{method}": str(folder) for method, folder in HEAD_DIRS.items()}
     return {EMBEDDED_TARGET: str(TARGET_DIR), EMBEDDED_DRAFT: str(DRAFT_DIR), **heads}.get(name, name)
+
+
+def place_of(source: str) -> Path:
+    """The path that a source names on this machine, where it may be missing: a short name of ``PACKAGED`` stands for
+    its file, unless there is such a path, so that it means the same on every node.
+    """
+    path = Path(source).expanduser()
+    return path if source not in PACKAGED or path.exists() else PACKAGED[source].file or path

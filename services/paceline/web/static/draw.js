@@ -43,7 +43,7 @@ const widthOf = (into) => Math.max(200, Math.floor(into.clientWidth));
 
 /** The class of a round's verification. */
 export function kindOf(round) {
-  if (round.cause === "hit") return "hit";
+  if (round.cause === "hit" || (round.cause === "own" && round.drafted)) return "hit";
   return MISSES.includes(round.cause) ? "miss" : "other";
 }
 
@@ -52,14 +52,17 @@ export function drawTimeline(into, rounds, selected) {
   const width = widthOf(into);
   const { target, draft, ticks } = layoutTimeline(rounds, width);
   if (!target.length) return empty(into, "Nothing has run yet.");
+  const drafts = document.body.dataset.drafts !== "none";
+  const bottom = drafts ? 96 : 52;
   const parts = ticks.flatMap(({ x, ms }) => {
     const label = `${ms} ms`;
     return [
-      svg("line", { x1: x, x2: x, y1: 8, y2: 96, class: "tick" }),
-      svg("text", { x: Math.min(x, width - LABEL_CHAR * label.length), y: 112, class: "tick-label" }, label),
+      svg("line", { x1: x, x2: x, y1: 8, y2: bottom, class: "tick" }),
+      svg("text", { x: Math.min(x, width - LABEL_CHAR * label.length), y: bottom + 16, class: "tick-label" }, label),
     ];
   });
-  parts.push(svg("text", { x: 0, y: 32, class: "lane" }, "target"), svg("text", { x: 0, y: 78, class: "lane" }, "draft"));
+  parts.push(svg("text", { x: 0, y: 32, class: "lane" }, "target"));
+  if (drafts) parts.push(svg("text", { x: 0, y: 78, class: "lane" }, "draft"));
   for (const { x, width: wide, round } of target) {
     const mark = round === selected ? " selected" : "";
     const group = svg("g", { class: `verification ${kindOf(round)}${mark}` });
@@ -71,7 +74,7 @@ export function drawTimeline(into, rounds, selected) {
     parts.push(titled(svg("rect", { x, y: 60, width: wide, height: 28, rx: 2, class: "step" }), `${nodes} nodes`));
   }
   const label = `Rounds ${rounds[0].number} to ${rounds.at(-1).number}: ${target.length} verifications of the target, ${draft.length} steps of the draft`;
-  picture(into, width, 118, label, ...parts);
+  picture(into, width, bottom + 22, label, ...parts);
 }
 
 /** The draft's tree at the outcome of a round. */

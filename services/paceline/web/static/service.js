@@ -51,6 +51,8 @@ function cell(name, text, className = "") {
 
 function show(status) {
   for (const [kind, up] of Object.entries(status.pools)) if (up.length) seen.add(kind);
+  const drafts = seen.has("draft") || "draft" in status.pools || status.starting.some((one) => one.kind === "draft");
+  document.body.dataset.drafts = drafts ? "some" : "none";
   const rows = rowsOf(status, seen).map(([, replica, state, sessions, kv]) => {
     const row = document.createElement("tr");
     const head = cell("th", replica);
