@@ -101,7 +101,8 @@ def run_demo(args: argparse.Namespace) -> int:
                     pass
                 results[mode].append(generation.result)
     print("-" * 73)
-    print(f"{comparison(results, has_draft=config.draft is not None)}\n{_FIRST.format(cold=cold[0], warm=1000 * statistics.median(warm))}")
+    print(comparison(results, has_draft=config.draft is not None))
+    print(_FIRST.format(cold=cold[0], warm=1000 * statistics.median(warm)))
     if is_embedded(args.target) and args.draft is None:
         print(f"\n{_SMALL_PAIR}\n")
     return _compare([result for mode in _MODES for result in results[mode]])
