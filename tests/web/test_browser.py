@@ -148,8 +148,9 @@ def origins(driver, name):
 
 def figures(driver):
     """Name -> value of the figures above the texts."""
-    groups = driver.find_elements(By.CSS_SELECTOR, "#figures > div")
-    return {group.find_element(By.TAG_NAME, "dt").text: group.find_element(By.TAG_NAME, "dd").text for group in groups}
+    words = "(name) => one.querySelector(name).innerText"
+    script = f"[...document.querySelectorAll('#figures > div')].map((one) => ['dt', 'dd'].map({words}))"
+    return dict(driver.execute_script(f"return {script}"))
 
 
 def test_two_ways_to_one_text(page):

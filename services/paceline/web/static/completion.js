@@ -1,6 +1,6 @@
 // The view of a prompt that is continued twice, overlapped and plain, and what comes of it.
 
-import { capital, onDraw, redraw, show } from "./panel.js";
+import { capital, draw, onDraw, redraw, show } from "./panel.js";
 import { asked, compared, drawnSeed, Run, salt, tokenElement } from "./run.js";
 
 const PYTHON = "def read_file(path):\n";
@@ -16,7 +16,7 @@ export function suggest(model) {
   if (!$("prompt").value) $("prompt").value = model.startsWith("paceline/embedded") ? PYTHON : PROSE;
 }
 
-function draw() {
+function drawRates() {
   for (const name of WAYS) {
     const run = runs[name];
     if (run?.rounds.tokens.length) $(`${name}-rate`).textContent = `${run.rounds.tokens.length} tokens, ${run.rate.toFixed(0)} tokens/s`;
@@ -50,7 +50,7 @@ async function run(event, { fail, refuse }) {
     $(`${name}-rate`).textContent = "";
   }
   show({ run: runs.overlapped, plain: () => runs.plain, running: () => running !== null });
-  onDraw(draw);
+  onDraw(drawRates);
   busy(true);
   $("verdict").className = "verdict";
   $("verdict").textContent = "Running …";
@@ -75,8 +75,8 @@ async function run(event, { fail, refuse }) {
   } finally {
     running.abort(); // the other stream, if one has failed
     running = null;
+    draw();
     busy(false);
-    redraw();
   }
 }
 

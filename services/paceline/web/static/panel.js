@@ -21,7 +21,7 @@ const $ = (id) => document.getElementById(id);
 const nothing = { run: { rounds: { list: [] }, result: null }, plain: () => null, running: () => false };
 let shown = nothing;
 let follow = true;
-let due = false;
+let due = null; // the timer of the next drawing
 let listener = () => {};
 
 /** Shows a run: `{run, running(), plain()}`; `plain()`: the same by plain decoding, or null. */
@@ -38,13 +38,13 @@ export function onDraw(draw) {
 
 /** Draws soon, and not for every token: service and page may share a machine, and drawing costs. */
 export function redraw() {
-  if (due) return;
-  due = true;
-  setTimeout(draw, DRAWN_MS);
+  due ??= setTimeout(draw, DRAWN_MS);
 }
 
-function draw() {
-  due = false;
+/** Draws at once. */
+export function draw() {
+  clearTimeout(due);
+  due = null;
   listener();
   drawFigures(shown.run, shown.plain());
   drawRound(shown.run.rounds.list);
