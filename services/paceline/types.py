@@ -81,8 +81,11 @@ class SeedScope(enum.StrEnum):
 
 MAX_TOP_LOGPROBS = 20
 """Most likeliest tokens that can be reported for the place of a token."""
+MAX_LOGPROB_TOKEN_IDS = 128
+"""Most tokens that a request can list, to be told their log probabilities in the place of each token."""
 TopLogprobs = tuple[tuple[int, float], ...]
-"""Likeliest tokens of one place with their log probabilities, equal ones by their ids; forbidden ones are left out."""
+"""Likeliest tokens of one place with their log probabilities, equal ones by their ids; forbidden ones are left out. Or
+the token itself and those that the request lists, in its order."""
 
 
 class TokenLogprob(NamedTuple):
@@ -313,6 +316,9 @@ class SamplingParams(_RequestParams):
     """Log probabilities before or after the processors, which change no token either way."""
     top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     """Likeliest tokens, with their log probabilities, that are reported for the place of each token; 0: none."""
+    logprob_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=MAX_LOGPROB_TOKEN_IDS)
+    """Tokens whose log probabilities are reported for the place of each token, behind that of the token itself; they
+    take the place of the likeliest ones."""
 
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     """Likeliest tokens that are reported, with their log probabilities and its own, for the place of each token of the
@@ -327,6 +333,8 @@ class SamplingParams(_RequestParams):
     def _check(self) -> Self:
         if not self.max_tokens and not self._shows_prompt:
             raise ValueError("max_tokens is 0 and prompt_logprobs is absent: without it at least 1 is allowed")
+        if not self.max_tokens and self.logprob_token_ids:
+            raise ValueError("max_tokens is 0 and logprob_token_ids is given: with it at least 1 is allowed")
         if self.min_tokens > self.max_tokens and "max_tokens" in self.model_fields_set:  # else see ``with_defaults``
             raise ValueError(f"min_tokens is {self.min_tokens}: at most max_tokens ({self.max_tokens}) is allowed")
         if self.structured_output is not None and self.ignore_eos:
@@ -379,8 +387,13 @@ class SamplingParams(_RequestParams):
 
         Raises:
             PromptTooLongError: prompt and ``max_tokens``, or prompt and ``min_tokens``, do not fit.
+            InvalidRequestError: ``logprob_token_ids`` asks for more numbers than ``top_logprobs`` could.
         """
         left = room - num_prompt_tokens
+        num_listed, most = len(self.logprob_token_ids), MAX_TOP_LOGPROBS * room
+        if num_listed * min(self.max_tokens, left) > most:
+            held = f"logprob_token_ids holds {num_listed} ids and max_tokens is {min(self.max_tokens, left)}"
+            raise InvalidRequestError(f"{held}: their product may be at most {most}")
         if self.max_tokens <= left:
             return self
         together = f"together at most {room} {what}"
@@ -398,6 +411,7 @@ class SamplingParams(_RequestParams):
             "allowed_token_ids": self.allowed_token_ids or (),
             "logit_bias": self.logit_bias,
             "stop_token_ids": self.stop_token_ids,
+            "logprob_token_ids": self.logprob_token_ids,
         }
         for field_name, token_ids in [*named.items(), *(("bad_words", words) for words in self.bad_words)]:
             if max(token_ids, default=0) >= vocab_size:
@@ -447,6 +461,7 @@ class SamplingFields(TypedDict, total=False):
     seed_scope: SeedScope | Literal["prompt", "global"]
     logprobs_mode: LogprobsMode | Literal["raw_logprobs", "processed_logprobs"]
     top_logprobs: int
+    logprob_token_ids: Sequence[int]
     prompt_logprobs: int | None
 
 

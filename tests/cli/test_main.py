@@ -252,7 +252,7 @@ def test_every_sampling_flag_reaches_its_field():
     args = build_parser().parse_args(f"generate x {flags} {penalties} {kinds}".split(" "))
     sampling = SamplingParams(**given(args, SamplingParams))
     others = {"structured_output", "allowed_token_ids", "logit_bias", "bad_words", "stop_token_ids"}
-    others |= {"skip_special_tokens", "prompt_logprobs"}
+    others |= {"skip_special_tokens", "prompt_logprobs", "logprob_token_ids"}
     assert sampling.model_dump(exclude=others) == {
         "max_tokens": 9,
         "min_tokens": 2,

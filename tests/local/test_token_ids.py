@@ -49,6 +49,7 @@ OPTIONS: dict[str, Any] = {
     "bad_words": lambda token_id: ((1, token_id),),
     "stop_token_ids": lambda token_id: (token_id,),
     "allowed_token_ids": lambda token_id: (*range(256), token_id),
+    "logprob_token_ids": lambda token_id: (token_id,),
 }
 
 

@@ -35,6 +35,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "logprobs_mode": LogprobsMode.RAW,
         "structured_output": StructuredOutput(json_object=True),
     },
+    "listed": {"logprob_token_ids": (7, 3, 7, VOCAB - 1), "temperature": 0.8, "logprobs_mode": LogprobsMode.RAW},
+    "listed, some forbidden": {"logprob_token_ids": (7, 3), "top_logprobs": 2, "temperature": 1.0, "top_k": 4},
     "none": {"temperature": 1.0},
     "only raw": {"temperature": 1.3, "logprobs_mode": LogprobsMode.RAW},
 }
@@ -90,6 +92,8 @@ def test_they_are_those_of_plain_decoding(expected: dict[str, Result], monkeypat
 
 def test_they_are_as_many_as_asked_for_and_the_chosen_token_has_its_own(expected: dict[str, Result]) -> None:
     for name, result in expected.items():
+        if name.startswith("listed"):
+            continue
         wanted = OPTIONS[name].get("top_logprobs", 0)
         assert len(result.top_logprobs) == (len(result.token_ids) if wanted else 0)
         for token_id, logprob, top in zip(result.token_ids, result.logprobs, result.top_logprobs, strict=False):
@@ -103,6 +107,18 @@ def test_they_are_as_many_as_asked_for_and_the_chosen_token_has_its_own(expected
             if name == "greedy":
                 assert top[0] == (token_id, logprob)
     assert {len(top) for top in expected["few are allowed"].top_logprobs} == {4}
+
+
+def test_listed_tokens_are_told_behind_the_token_itself(expected: dict[str, Result]) -> None:
+    """In the order of the request and once, instead of the likeliest ones."""
+    for name in ("listed", "listed, some forbidden"):
+        result, listed = expected[name], OPTIONS[name]["logprob_token_ids"]
+        assert len(result.top_logprobs) == len(result.token_ids)
+        for token_id, logprob, top in zip(result.token_ids, result.logprobs, result.top_logprobs, strict=True):
+            assert top[0] == (token_id, logprob)
+            assert [one for one, _ in top] == list(dict.fromkeys((token_id, *listed)))
+    assert all(value > -math.inf for top in expected["listed"].top_logprobs for _, value in top)
+    assert any(value == -math.inf for top in expected["listed, some forbidden"].top_logprobs for _, value in top)
 
 
 def test_rejection_reports_the_targets_distribution() -> None:
@@ -131,6 +147,11 @@ def test_a_verdict_has_the_values_of_each_row(dtype: torch.dtype) -> None:
         values = torch.log_softmax((row.float() - row.float().max()) / 0.5, -1).tolist()
         assert top == tuple(sorted(enumerate(values), key=lambda pair: (-pair[1], pair[0]))[:20])
     assert len(verdict.top_logprobs) == len(verdict.token_ids)
+    listed = SamplerState(params.model_copy(update={"logprob_token_ids": (9, 4)}), 3, [1, 2], vocab_size=VOCAB)
+    (one,) = decide(logits, [Row(listed, row.suffix) for row in rows], [Proposal(drafted)], [Acceptance.COUPLED])
+    for row, token_id, top in zip(logits, one.token_ids, one.top_logprobs, strict=False):
+        values = torch.log_softmax((row.float() - row.float().max()) / 0.5, -1).tolist()
+        assert top == tuple((i, values[i]) for i in dict.fromkeys((token_id, 9, 4)))
 
 
 def test_equal_ones_come_by_their_ids() -> None:

@@ -38,6 +38,7 @@ AT_THE_BOUND = {
     "bad_words": words(2, 3),
     "logit_bias": {1: 1.0, 2: 1.0, 3: 1.0},
     "allowed_token_ids": [1, 2],
+    "logprob_token_ids": [2**32 - 1] * 128,
 }
 OVER = [
     ({"stop": ["a"] * 3}, "sampling_params.stop has 3 strings: at most 2 are allowed"),
@@ -47,6 +48,7 @@ OVER = [
     ({"bad_words": words(3, 3)}, "sampling_params.bad_words has 6 token ids: at most 5 are allowed"),
     ({"logit_bias": dict.fromkeys(range(4), 1.0)}, "sampling_params.logit_bias has 4 entries: at most 3 are allowed"),
     ({"allowed_token_ids": [1] * 3}, "sampling_params.allowed_token_ids has 3 ids: at most 2 are allowed"),
+    ({"logprob_token_ids": [1] * 129}, "sampling_params.logprob_token_ids"),
 ]
 
 

@@ -274,6 +274,7 @@ def test_a_replica_is_told_every_parameter():
         "bad_words",
         "stop_token_ids",
         "structured_output",
+        "logprob_token_ids",
         "prompt_logprobs",
     }
     # one that is empty or absent is the default

@@ -53,6 +53,7 @@ def sampling_params(draw):
                 "min_p": probs,
                 "max_tokens": st.integers(100, 2**31 - 1),
                 "stop_token_ids": tokens,
+                "logprob_token_ids": tokens,
                 "include_stop_str_in_output": st.booleans(),
                 "ignore_eos": st.booleans(),
                 "seed": uint64,
@@ -124,6 +125,7 @@ any_sampling = st.builds(
     min_tokens=uint31,
     max_tokens=uint31,
     allowed_token_ids=columns,
+    logprob_token_ids=columns,
     logit_bias=st.dictionaries(uint31, any_double, max_size=1),
     bad_words=st.lists(st.builds(types_pb2.TokenSequence, token_ids=columns), max_size=1),
 )

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from paceline.web.anthropic_schema import CountBody, MessageBody
+from paceline.web.chat_batch import ChatBatchBody
 from paceline.web.messages import ChatBody
 from paceline.web.responses import ResponseBody
 from paceline.web.schema import Body, CompletionBody
@@ -53,6 +54,7 @@ _CHATTING = _SAMPLING | {
     "reasoning_effort": "low",
     "logprobs": True,
     "top_logprobs": 2,
+    "logprob_token_ids": [5, 6],
 }
 _ANTHROPIC = {
     "messages": [
@@ -71,6 +73,10 @@ _ANTHROPIC = {
 BODIES: dict[str, tuple[type[Body], dict[str, Any]]] = {
     "/v1/completions": (CompletionBody, _SAMPLING | {"prompt": "abc", "logprobs": 1, "echo": False, "suffix": ""}),
     "/v1/chat/completions": (ChatBody, _CHATTING),
+    "/v1/chat/completions/batch": (
+        ChatBatchBody,
+        {name: value for name, value in _CHATTING.items() if not name.startswith("stream")} | {"messages": [_CHAT] * 2},
+    ),
     "/v1/responses": (
         ResponseBody,
         {

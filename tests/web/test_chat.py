@@ -246,6 +246,8 @@ REFUSED = [
     ({"tools": [WEATHER], "tool_choice": "required", "ignore_eos": True}, "ignore_eos is true"),
     ({"top_logprobs": 5}, "top_logprobs is 5 without logprobs"),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs is 21"),
+    ({"logprob_token_ids": [5]}, "logprob_token_ids is [5] without logprobs"),
+    ({"logprob_token_ids": [5000], "logprobs": True, "prompt_logprobs": 1, "max_tokens": 0}, "max_tokens is 0"),
     ({"response_format": {"type": "xml"}}, "response_format is"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex is given with response_format"),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos is true"),

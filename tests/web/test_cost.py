@@ -31,6 +31,7 @@ CHAT = {"messages": [{"role": "user", "content": "a" * 300}] * 20}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a" * 6000, "truncate_prompt_tokens": 100},
     "/v1/chat/completions": CHAT,
+    "/v1/chat/completions/batch": {"messages": [CHAT["messages"]] * 3},
     "/invocations": CHAT,
     "/v1/responses": {"input": "a" * 6000},
     "/v1/responses/input_tokens": {"input": "a" * 6000},

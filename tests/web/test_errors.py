@@ -44,6 +44,7 @@ REFUSED = {
     "stop": [[""], 3, ["a"] * 65, "x" * 2000],
     "logprobs": [21, -1, True],
     "top_logprobs": [2],
+    "logprob_token_ids": [[5], [299999], [-1], 3, [True], [1] * 129],
     "logit_bias": [{"299999": 1}, {"a": 1}, {"5": 1e9}, [3]],
     "best_of": [2],
     "suffix": ["x"],

@@ -59,6 +59,7 @@ COMMON = {"max_tokens": 2, "temperature": 0}
 BODIES = {
     "/v1/completions": lambda text: {"prompt": text, **COMMON},
     "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}], **COMMON},
+    "/v1/chat/completions/batch": lambda text: {"messages": [[{"role": "user", "content": text}]], **COMMON},
     "/v1/responses": lambda text: {"input": text, "max_output_tokens": 16, "temperature": 0},
     "/v1/messages": lambda text: {"messages": [{"role": "user", "content": text}], **COMMON},
 }

@@ -144,3 +144,68 @@ def test_usage_may_be_told_without_being_asked_for(pipeline, chat):
             assert parts[-1]["choices"] == []
             unasked = {"stream": True, "stream_options": {"include_usage": False}}
             assert all(part.get("usage") is None for part in events(f"{at}{path}", body | LONG | unasked)[:-1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_listed_tokens_are_told_instead_of_the_likeliest(at, path, stream):
+    asked = {"logprobs": True, "top_logprobs": 5} if "chat" in path else {"logprobs": 5}
+    asked |= {"logprob_token_ids": [7, 50, 7], "return_tokens_as_token_ids": True, "max_tokens": 3, "temperature": 0}
+    if stream:
+        choices = [event["choices"][0] for event in events(f"{at}{path}", PATHS[path] | asked | {"stream": True})[:-1]]
+    else:
+        status, _, answer = call(f"{at}{path}", PATHS[path] | asked)
+        assert status == 200, answer
+        choices = answer["choices"]
+    told = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    if "chat" in path:
+        entries = [(one["token"], one["top_logprobs"]) for some in told for one in some["content"]]
+        found = [(token, [one["token"] for one in tops]) for token, tops in entries]
+    else:
+        found = [one for some in told for one in zip(some["tokens"], map(list, some["top_logprobs"]), strict=True)]
+    assert len(found) == 3
+    assert found == [(token, list(dict.fromkeys((token, "token_id:7", "token_id:50")))) for token, _ in found]
+
+
+def test_a_list_asks_for_no_more_numbers_than_the_likeliest_could(at):
+    body = {"messages": USER, "logprobs": True, "logprob_token_ids": list(range(30))}
+    status, _, answer = call(f"{at}/v1/chat/completions", body)
+    assert status == 400
+    assert answer["error"]["message"].startswith("logprob_token_ids holds 30 ids and max_tokens is ")
+    assert call(f"{at}/v1/chat/completions", body | {"max_tokens": 2})[0] == 200
+
+
+def test_several_chats_have_a_choice_each_which_they_would_have_alone(at):
+    chats = [[{"role": "user", "content": text}] for text in ("lazy", "dog", "quick brown")]
+    more = {"max_tokens": 6, "temperature": 1.0, "seed": 3, "logprobs": True, "return_token_ids": True}
+    status, _, answer = call(f"{at}/v1/chat/completions/batch", {"messages": chats} | more)
+    assert status == 200, answer
+    alone = [call(f"{at}/v1/chat/completions", {"messages": chat} | more)[2] for chat in chats]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    for choice, one in zip(answer["choices"], alone, strict=True):
+        (expected,) = one["choices"]
+        for name in ("message", "logprobs", "token_ids", "finish_reason"):
+            assert choice[name] == expected[name]
+        assert choice["prompt_token_ids"] == one["prompt_token_ids"]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert answer["usage"][name] == sum(one["usage"][name] for one in alone)
+    assert answer["object"] == "chat.completion"
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"messages": USER}, "messages[0] is {"),
+        ({"messages": []}, "messages is []"),
+        ({"messages": [USER, []]}, "messages[1] is []: at least one message is needed"),
+        ({"messages": [USER] * 129}, "it must be of at most 128 entries"),
+        ({"messages": [USER, [{"role": "user"}]]}, "messages[1][0].content is missing"),
+        ({"stream": True}, "stream is true: several chats are answered as a whole"),
+        ({"n": 2}, "n is 2"),
+        ({"messages": [USER, [{"role": "user", "content": "ab " * 9000}]]}, "the prompt has"),
+    ],
+)
+def test_a_batch_of_chats_is_refused_by_the_name_of_what_is_wrong(at, more, sentence):
+    status, _, answer = call(f"{at}/v1/chat/completions/batch", {"messages": [USER]} | more)
+    assert status == 400, answer
+    assert sentence in answer["error"]["message"]

@@ -13,7 +13,7 @@ from paceline.core.deferred import upload
 from paceline.core.processors import Row
 from paceline.core.sampling import process
 from paceline.errors import EngineError
-from paceline.types import TokenLogprob, TopLogprobs
+from paceline.types import SamplingParams, TokenLogprob, TopLogprobs
 
 _SCORED_TOGETHER = 32
 """Rows of logits that are turned into log probabilities at once."""
@@ -41,12 +41,21 @@ def logprobs_at(
         scores = chosen.to(torch.float32) if raw else process(chosen, [rows[row] for row in places]).scores
         log_probs, end = torch.log_softmax(scores, -1), 0
         for i in sessions:
-            token_ids, count = decided[i][1], states[i].params.top_logprobs
+            token_ids, params = decided[i][1], states[i].params
             begin, end = end, end + len(token_ids)
             of_session = log_probs[begin:end]
             values = of_session.gather(-1, upload(list(token_ids), logits.device)[:, None]).squeeze(-1).tolist()
-            found[i] = tuple(values), tuple(likeliest(place, count) for place in of_session) if count else ()
+            found[i] = tuple(values), _tops(of_session, token_ids, params)
     return found
+
+
+def _tops(log_probs: Tensor, token_ids: Sequence[int], params: SamplingParams) -> tuple[TopLogprobs, ...]:
+    """What is reported beside each token, ``log_probs`` [tokens, vocab] in its place; () if nothing is."""
+    if params.logprob_token_ids:
+        wanted = [list(dict.fromkeys((token_id, *params.logprob_token_ids))) for token_id in token_ids]
+        values = [row[upload(ids, row.device)].tolist() for row, ids in zip(log_probs, wanted, strict=True)]
+        return tuple(tuple(zip(ids, of_row, strict=True)) for ids, of_row in zip(wanted, values, strict=True))
+    return tuple(likeliest(place, params.top_logprobs) for place in log_probs) if params.top_logprobs else ()
 
 
 def score(logits: Tensor, token_ids: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:

@@ -237,7 +237,7 @@ class SamplerState:
     @property
     def wants_rows(self) -> bool:
         """True if log probabilities are asked for that only whole rows tell: of other tokens, or of raw logits."""
-        return self.params.top_logprobs > 0 or self.wants_raw_logprobs
+        return self.params.top_logprobs > 0 or bool(self.params.logprob_token_ids) or self.wants_raw_logprobs
 
     @property
     def edits(self) -> bool:

@@ -126,6 +126,8 @@ def _allowed(detail: ErrorDetails, field: FieldInfo | None) -> str:
         return f"text that matches {context['pattern']}"
     if kind in ("string_too_short", "too_short"):
         return "at least one " + ("character" if kind == "string_too_short" else "entry")
+    if kind in ("string_too_long", "too_long"):
+        return f"of at most {context['max_length']} " + ("characters" if kind == "string_too_long" else "entries")
     if (noun := kind.partition("_")[0]) in _NOUNS:
         of_word = " in quotes, as YAML takes on, off, yes and no for true and false"
         return _NOUNS[noun] + (of_word if noun == "string" and isinstance(detail["input"], bool) else "")

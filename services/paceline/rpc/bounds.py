@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError, Message
 
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.rpc.generation import request_from_proto
-from paceline.types import Request, RequestLimits
+from paceline.types import MAX_LOGPROB_TOKEN_IDS, Request, RequestLimits
 from paceline.v1.generation_pb2 import GenerateRequest
 
 MAX_SMALL_BYTES = 65536
@@ -60,6 +60,7 @@ class RequestBounds:
         options = limits.max_stop_strings * (4 * limits.max_stop_chars + 8) + 24 * limits.max_logit_bias
         options += 12 * limits.max_bad_words
         options += 6 * (limits.max_stop_token_ids + limits.max_bad_words_tokens + limits.max_allowed_token_ids)
+        options += 6 * MAX_LOGPROB_TOKEN_IDS
         return {
             "text": self.max_model_len * self.max_token_bytes,
             "tokenized": 6 * self.max_model_len + 16,  # a uint32 takes 5 bytes, and a tag where it is not packed

@@ -185,6 +185,7 @@ def sampling_to_proto(params: SamplingParams, names: Collection[str]) -> types_p
         logit_bias=params.logit_bias,
         bad_words=[types_pb2.TokenSequence(token_ids=words) for words in params.bad_words],
         stop_token_ids=params.stop_token_ids,
+        logprob_token_ids=params.logprob_token_ids,
         **{name: getattr(params, name) for name in _SAMPLING_SCALARS if name in names},
     )
 
@@ -200,6 +201,8 @@ def sampling_fields(proto: types_pb2.SamplingParams) -> dict[str, Any]:
         fields["bad_words"] = tuple(tuple(words.token_ids) for words in proto.bad_words)
     if proto.stop_token_ids:
         fields["stop_token_ids"] = tuple(proto.stop_token_ids)
+    if proto.logprob_token_ids:
+        fields["logprob_token_ids"] = tuple(proto.logprob_token_ids)
     if proto.HasField("structured_output"):
         fields["structured_output"] = _form_fields(proto.structured_output)
     return fields

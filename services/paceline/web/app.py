@@ -3,7 +3,7 @@
 GET  /health /ping /version /metrics     anybody
 GET  / and what its page loads           anybody, unless it is switched off
 GET  /v1/models, /v1/status,             who has a key, where there are keys
-POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, and the two that count tokens
+POST /v1/completions, /v1/chat/completions and its /batch, /v1/responses, /v1/messages, and the two that count tokens
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from paceline.web import responses as responding
 from paceline.web.anthropic_schema import CountBody, MessageBody
 from paceline.web.bodies import Bodies, BodyBounds
 from paceline.web.chat import ChatCompletion
+from paceline.web.chat_batch import ChatBatch, ChatBatchBody
 from paceline.web.choices import Item, run_all
 from paceline.web.completions import Completion
 from paceline.web.errors import ClientLeftError, body_of, to_http
@@ -242,6 +243,11 @@ def make_app(edge: Edge) -> FastAPI:
     async def chat_completions(request: Request) -> Response:
         """Answers chats."""
         return await answer(request, lambda _: (ChatCompletion, ChatBody))
+
+    @app.post("/v1/chat/completions/batch")
+    async def chat_batch(request: Request) -> Response:
+        """Answers several chats, each by a choice."""
+        return await answer(request, lambda _: (ChatBatch, ChatBatchBody))
 
     @app.post("/invocations")
     async def invocations(request: Request) -> Response:

@@ -104,7 +104,7 @@ _SAMPLERS = {
     "thinking_token_budget": (-1,),
     **_each("repetition_detection vllm_xargs kv_transfer_params ec_transfer_params logits_processors", OFF),
     **_each("logits_processor watermarking watermark return_prompt_text", OFF),
-    **_each("prompt_embeds logprob_token_ids guided_whitespace_pattern", NOTHING),
+    **_each("prompt_embeds guided_whitespace_pattern", NOTHING),
     # of SGLang
     **_each("stop_regex custom_logit_processor custom_params lora_path session_params images_config task", OFF),
     **_each("no_stop_trim return_hidden_states return_routed_experts return_meta_info input_ids", OFF),

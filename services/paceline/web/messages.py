@@ -12,7 +12,7 @@ from paceline.errors import InvalidRequestError
 from paceline.errors.refusals import Fault, shown
 from paceline.web.fields import ANY, INERT, NOTHING, OFF, BodyPart, Ignored, disregard
 from paceline.web.json_text import parse
-from paceline.web.schema import Body
+from paceline.web.schema import WITHOUT_LOGPROBS, Body
 
 CHAT_INERT = MappingProxyType(
     {
@@ -250,6 +250,7 @@ class ChatBody(ToolsBody):
     """POST /v1/chat/completions."""
 
     INERT = CHAT_INERT
+    NO_LOGPROBS = WITHOUT_LOGPROBS
     SCORES_PROMPT = True
     RENAMED = MappingProxyType({"max_completion_tokens": "max_tokens"})
 
@@ -274,6 +275,11 @@ class ChatBody(ToolsBody):
     echo: bool = False
     """The content begins with that of the last message, if it is the assistant's."""
 
+    @property
+    def shows_logprobs(self) -> bool:
+        """True if the answer shows the log probability of each token."""
+        return self.logprobs
+
     @model_validator(mode="before")
     @classmethod
     def _older_names(cls, data: Any) -> Any:
@@ -284,12 +290,6 @@ class ChatBody(ToolsBody):
         _take_functions(data)
         _take_effort(data)
         return data
-
-    @model_validator(mode="after")
-    def _shown(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise Fault("top_logprobs", f"is {self.top_logprobs} without logprobs: it is a part of what that adds")
-        return self
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:

@@ -15,7 +15,7 @@ from paceline.web.choices import Totals, speculation_of
 from paceline.web.errors import PreviousResponseError, UnknownResponseError
 from paceline.web.kept import Kept
 from paceline.web.logprobs import token_logprobs
-from paceline.web.responses_schema import LOGPROBS, ResponseBody
+from paceline.web.responses_schema import ResponseBody
 from paceline.web.service import Edge
 from paceline.web.speech import Part
 
@@ -51,7 +51,7 @@ class Response:
         self.requests = self._asked.requests
         self._speech = self._asked.speech()
         self._totals, self._created = Totals(1), int(time.time())
-        self._shows_logprobs = LOGPROBS in body.include
+        self._shows_logprobs = body.shows_logprobs
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the last item, while text is added to it
         self._text: list[str] = []
@@ -115,8 +115,7 @@ class Response:
         options: dict[str, Any] = {"add_generation_prompt": True}
         if body.reasoning.effort is not None:
             options["reasoning_effort"] = body.reasoning.effort
-        shows = LOGPROBS in body.include
-        return Asked(self._edge, body, messages, tools, self._id, logprobs=shows, options=options)
+        return Asked(self._edge, body, messages, tools, self._id, logprobs=body.shows_logprobs, options=options)
 
     def take(self, i: int, item: Chunk | Result) -> Iterator[dict[str, Any]]:
         """Takes what the request has yielded; yields the events that tell of it."""
@@ -131,7 +130,8 @@ class Response:
             yield from self._close(cut=item.finish_reason is FinishReason.LENGTH)
         else:
             if self._shows_logprobs:
-                self._entries += map(_with_bytes, token_logprobs(item, self._edge.service.info.tokenizer))
+                tokenizer, as_ids = self._edge.service.info.tokenizer, self._body.return_tokens_as_token_ids
+                self._entries += map(_with_bytes, token_logprobs(item, tokenizer, as_ids=as_ids))
             for part in self._speech.take(item):
                 yield from self._say(part)
 

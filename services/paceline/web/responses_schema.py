@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -94,6 +94,7 @@ class ResponseBody(ToolsBody):
     )
     RENAMED = MappingProxyType({"max_output_tokens": "max_tokens"})
     FORMS = ("text", *FORMS)
+    NO_LOGPROBS = f", but include holds no {LOGPROBS!r}, which shows them"
 
     text: dict[str, Any] = Field(default_factory=lambda: dict(TEXT))
     """``format``: the form of the answer."""
@@ -140,11 +141,10 @@ class ResponseBody(ToolsBody):
     prompt_cache_key: Any = None
     """Shown by the response."""
 
-    @model_validator(mode="after")
-    def _top_logprobs(self) -> Self:
-        if self.top_logprobs and LOGPROBS not in self.include:
-            raise Fault("top_logprobs", f"is {self.top_logprobs}, but include holds no {LOGPROBS!r}, which shows them")
-        return self
+    @property
+    def shows_logprobs(self) -> bool:
+        """True if the answer shows the log probability of each token."""
+        return LOGPROBS in self.include
 
     def items(self) -> list[dict[str, Any]]:
         """The input as items."""

@@ -34,6 +34,9 @@ from paceline.web.prompts import truncated, word_ids
 MAX_CHOICES = 128
 """Most choices of one request: prompts times ``n``."""
 
+WITHOUT_LOGPROBS = " without logprobs: it is a part of what that adds"
+"""Follows a parameter of log probabilities that are not asked for."""
+
 _B = TypeVar("_B", bound="Body")
 
 
@@ -79,6 +82,10 @@ class Body(SamplingParams):
     """OpenAI's name of a parameter -> ours."""
     FORMS: ClassVar[tuple[str, ...]] = FORMS
     """Parameters that name the form of the output."""
+    OF_LOGPROBS: ClassVar[tuple[str, ...]] = ("top_logprobs", "logprob_token_ids")
+    """Parameters of log probabilities, which only an answer with these shows."""
+    NO_LOGPROBS: ClassVar[str] = ": it is not supported here"
+    """Why an answer shows none."""
     SCORES_PROMPT: ClassVar[bool] = False
     """True: whole answers show log probabilities of the prompt."""
 
@@ -169,6 +176,18 @@ class Body(SamplingParams):
                 given["seed"] = seed % (MAX_SEED + 1)
         return given
 
+    @property
+    def shows_logprobs(self) -> bool:
+        """True if the answer shows the log probability of each token."""
+        return False
+
+    @model_validator(mode="after")
+    def _shows(self) -> Self:
+        for name in self.OF_LOGPROBS:
+            if (value := getattr(self, name)) and not self.shows_logprobs:
+                raise Fault(name, f"is {shown(value)}{self.NO_LOGPROBS}")
+        return self
+
     @model_validator(mode="after")
     def _streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
@@ -215,6 +234,8 @@ class CompletionBody(Body):
     """POST /v1/completions."""
 
     SCORES_PROMPT = True
+    OF_LOGPROBS = ("logprob_token_ids",)
+    NO_LOGPROBS = WITHOUT_LOGPROBS
     INERT = MappingProxyType(
         {
             **INERT,
@@ -232,6 +253,11 @@ class CompletionBody(Body):
     """The text begins with the prompt, and the log probabilities with those of its tokens."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     """The log probability of each token, and of so many likeliest ones in its place."""
+
+    @property
+    def shows_logprobs(self) -> bool:
+        """True if the answer shows the log probability of each token."""
+        return self.logprobs is not None
 
     @property
     def shows_tokens(self) -> bool:

@@ -11,8 +11,6 @@ NOT_APPLICABLE: dict[str, str] = {
     # features that docs/limits.md says are missing
     r"zephyr-lora|test_check_models$": "LoRA adapters",
     r"test_batch_completions": "beam search",
-    r"test_batched_chat_completions": "batches of chats in one request",
-    r"logprob_token_ids(?!_default)": "log probabilities of tokens that a request lists",
     r"thinking_token_budget": "budgets of thoughts",
     r"kv_transfer": "KV caches from another server",
     r"test_background": "responses in the background",
