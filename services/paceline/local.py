@@ -242,7 +242,7 @@ class LocalPipeline:
         sampling.check_vocabulary(self.checkpoint.vocab_size)
         sampling.check_choice(self.checkpoint.vocab_size, eos_token_ids)
         if sampling.structured_output is not None:
-            self._forms.check(sampling.structured_output)
+            self._forms.check(sampling.structured_output, cache_salt)
         with self._lock:
             if (error := self._failure or self._hung) is not None:
                 raise error
@@ -425,7 +425,7 @@ class LocalPipeline:
             if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
                 prompt = await self._preparation.run(len(prompt), partial(self.encode, prompt, request.sampling))
             if request.sampling.structured_output is not None:
-                await self._forms.checked(request.sampling.structured_output)
+                await self._forms.checked(request.sampling.structured_output, request.cache_salt)
             generation = self.submit(
                 prompt,
                 request.sampling,

@@ -297,6 +297,17 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: pyt
     assert compiled == ["a", "b", "c", "b"]
 
 
+def test_what_was_compiled_is_kept_for_one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time until an answer tells nobody what others have compiled."""
+    grammars, compiled = Grammars(json_tokenizer(), VOCAB, (EOS,)), []
+    make = grammars._compile
+    monkeypatch.setattr(grammars, "_compile", lambda form: (compiled.append(form.regex), make(form))[1])
+    for salt in ("", "key", "other", "key", ""):
+        grammars.matcher(StructuredOutput(regex="a"), salt=salt)
+        grammars.paced(StructuredOutput(regex="a"), salt=salt)
+    assert len(compiled) == 3
+
+
 def test_a_bound_ends_the_session_and_not_by_what_was_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The automaton of this expression doubles with every character; drafts may not use up what is the text's."""
     monkeypatch.setattr(grammar, "_MAX_LEXER_STATES", 40)

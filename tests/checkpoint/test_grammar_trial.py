@@ -66,6 +66,15 @@ def test_a_form_is_tried_once(trials: GrammarTrials, monkeypatch: pytest.MonkeyP
         trials.check(bad)
 
 
+def test_a_verdict_is_kept_for_one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, asked = GrammarTrials(json_grammars()), []
+    monkeypatch.setattr(found, "_asked", lambda form: asked.append(form) or Verdict())
+    for salt in ("", "key", "other", "key", ""):
+        found.check(CHEAP, salt)
+        asyncio.run(found.checked(CHEAP, salt))
+    assert len(asked) == 3
+
+
 def test_a_process_that_was_killed_fails_one_request(trials: GrammarTrials) -> None:
     trials.check(CHEAP)
     assert trials._process is not None
@@ -144,7 +153,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         now[0] += step[0]
         return now[0]
 
-    monkeypatch.setattr("paceline.checkpoint.grammar.time.thread_time", thread_time)
+    monkeypatch.setattr("paceline.checkpoint.grammar_matcher.time.thread_time", thread_time)
     return step
 
 
@@ -198,4 +207,4 @@ def test_compiled_grammars_are_kept_as_far_as_they_fit(monkeypatch: pytest.Monke
     grammars = Grammars(json_tokenizer(), VOCAB, (EOS,))
     for regex in "abcd":
         grammars.compile(StructuredOutput(regex=regex))
-    assert [form.regex for form in grammars._compiled] == ["c", "d"]
+    assert [form.regex for _, form in grammars._compiled] == ["c", "d"]

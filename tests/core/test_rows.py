@@ -223,6 +223,9 @@ class Allowing:
     def append(self, token_ids: Sequence[int]) -> bool:
         raise AssertionError("nothing is committed here")
 
+    def ready(self) -> bool:
+        return True
+
     def allowed(self, suffix: tuple[int, ...]) -> torch.Tensor:
         """[size] bool."""
         if suffix not in self.tables:

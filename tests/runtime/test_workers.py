@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
+from paceline.config.memory import settle
 from paceline.errors import ConfigError, EngineError
 from paceline.logs import BUILT, STAGES
 from paceline.runtime.process_worker import ProcessWorker
-from paceline.runtime.workers import ThreadWorker, settle
+from paceline.runtime.workers import ThreadWorker
 from paceline_bench.processes import read_process
 
 TIMEOUT_S = 30
@@ -283,7 +284,7 @@ def test_a_settled_process_keeps_the_memory_of_its_steps():
     """Blocks as of a step of many tokens: without ``settle`` each of them comes back from the system page by page."""
     script = """
 import ctypes, resource, sys
-from paceline.runtime.workers import settle
+from paceline.config.memory import settle
 if "settle" in sys.argv:
     settle()
 libc = ctypes.CDLL(None)

@@ -75,23 +75,27 @@ class GrammarTrials:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
-    async def checked(self, form: StructuredOutput) -> None:
+    async def checked(self, form: StructuredOutput, salt: str = "") -> None:
         """``check`` without blocking the event loop."""
-        if (known := self._known(_key(form))) is not None:
+        key = _key(form, salt)
+        if (known := self._known(key)) is not None:
             self._require(form, known)
             return
         with self._place():
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._decide, form)
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._decide, form, key)
 
-    def check(self, form: StructuredOutput) -> None:
-        """Returns if engines may be given a form. Raises InvalidRequestError with the reason if not; and
-        ResourceExhaustedError while too many others wait for their trial.
+    def check(self, form: StructuredOutput, salt: str = "") -> None:
+        """Returns if engines may be given a form. ``salt``: verdicts are kept for requests of the same one.
+
+        Raises InvalidRequestError with the reason if not; and ResourceExhaustedError while too many others wait for
+        their trial.
         """
-        if (known := self._known(_key(form))) is not None:
+        key = _key(form, salt)
+        if (known := self._known(key)) is not None:
             self._require(form, known)
             return
         with self._place():
-            self._decide(form)
+            self._decide(form, key)
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
@@ -108,8 +112,7 @@ class GrammarTrials:
             with self._known_lock:
                 self._num_waiting -= 1
 
-    def _decide(self, form: StructuredOutput) -> None:
-        key = _key(form)
+    def _decide(self, form: StructuredOutput, key: bytes) -> None:
         with self._turn:
             verdict = self._known(key) or self._try(form, key)
         self._require(form, verdict)
@@ -183,8 +186,8 @@ class GrammarTrials:
             connection.close()
 
 
-def _key(form: StructuredOutput) -> bytes:
-    return hashlib.sha256(f"{form.kind}\0{form.text}".encode()).digest()
+def _key(form: StructuredOutput, salt: str) -> bytes:
+    return hashlib.sha256("\0".join((form.kind, str(len(salt)), salt, form.text)).encode()).digest()
 
 
 def serve(descriptor: int) -> None:

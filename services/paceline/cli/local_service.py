@@ -35,6 +35,7 @@ from paceline.config import (
     TracingConfig,
 )
 from paceline.config.base import Strict
+from paceline.config.memory import settle_front
 from paceline.config.options import ModellessOptions
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
@@ -308,6 +309,7 @@ class _Server(uvicorn.Server):
             return
         print(f"{self._addresses}\nready", flush=True)
         self._on_ready()
+        settle_front()
         task = asyncio.create_task(self._renew(), name="paceline-renewal")
         try:
             await super().main_loop()

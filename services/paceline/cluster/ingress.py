@@ -27,6 +27,7 @@ from paceline.cluster.replicas import (
     replica_id,
 )
 from paceline.config import ServiceConfig
+from paceline.config.memory import settle_front
 from paceline.config.pools import draft_name
 from paceline.errors import EngineError
 from paceline.fleet.public import public
@@ -133,6 +134,7 @@ class Ingress(PublicMethods):
         self._demand: Lease | None = None
         self._decided: tuple[str, ...] = ()
         await self._router.start()
+        settle_front()
         self._pushers = [Pusher(self._report), Pusher(self._ask_for_drafts)]
 
     # -- what the public methods ask of it --

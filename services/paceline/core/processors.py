@@ -52,11 +52,17 @@ _UNIT_MASS = 2.0**44
 class Grammar(Protocol):
     """The tokens that a structured output allows after the committed ones; ``checkpoint/grammar.py`` is one."""
 
-    failure: str
-    """Reason why some place could not be decided; empty if there was none."""
+    @property
+    def failure(self) -> str:
+        """Reason why some place could not be decided; empty if there was none."""
+        ...
 
     def append(self, token_ids: Sequence[int]) -> bool:
         """Commits tokens; False if one of them was not allowed."""
+        ...
+
+    def ready(self) -> bool:
+        """False while the mask behind the committed tokens is computed elsewhere; ``masks`` would wait for it."""
         ...
 
     def masks(self, suffixes: Sequence[tuple[int, ...]]) -> native.Masks:

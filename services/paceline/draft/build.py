@@ -12,6 +12,7 @@ import torch
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.grammar import Grammars
+from paceline.checkpoint.grammar_work import MaskThread
 from paceline.checkpoint.pard import parallel_draft
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.checkpoint.vocabulary import require_tokens
@@ -297,7 +298,7 @@ def _translation(setup: DraftSetup, target: Checkpoint, draft_vocab_size: int, *
 
 
 def _engine(setup: DraftSetup, emit: Emit, target: Checkpoint, built: _Built) -> DraftEngine:
-    grammars = Grammars.of(target, target.vocab_size) if setup.runs_model else None
+    grammars = Grammars.of(target, target.vocab_size, MaskThread()) if setup.runs_model else None
     if grammars is not None:
         grammars.try_load()
     return DraftEngine(

@@ -234,6 +234,8 @@ class DraftEngine:
         first, second = (self._prefill, self._grow) if self._prefill_next else (self._grow, self._prefill)
         self._prefill_next = not self._prefill_next
         self._step_s = 0.0
+        if self._grammars is not None:
+            self._grammars.begin_step()
         worked = first() or second()
         return self._flush() or worked
 
@@ -247,6 +249,8 @@ class DraftEngine:
     def close(self) -> None:
         """Releases resources that the drafter holds outside this process. Idempotent."""
         self._drafter.shutdown()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def check_integrity(self) -> None:
         """Asserts the invariants of every session and of the drafter; O(nodes)."""
@@ -302,7 +306,7 @@ class DraftEngine:
         if form is None or self._grammars is None:
             return sampling.model_copy(update={"structured_output": None}), None
         output = message.token_ids[message.num_prompt_tokens :]
-        return sampling, self._grammars.matcher(form, output, lenient=True)
+        return sampling, self._grammars.paced(form, output, salt=message.cache_salt, lenient=True)
 
     def _check_open(self, message: OpenSession) -> None:
         """Raises if the session cannot be served; its sampler checks the sampling options."""

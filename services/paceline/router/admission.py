@@ -144,9 +144,9 @@ class Admission:
             allowed = f"ids in [0, {info.num_token_ids}) are allowed"
             raise InvalidRequestError(f"generated_token_ids holds token id {max(generated)}: {allowed}")
         if (form := request.sampling.structured_output) is not None:
-            await self._forms.checked(form)
+            await self._forms.checked(form, request.cache_salt)
             if generated:  # only to see that they begin an output of this form
-                await asyncio.to_thread(self._grammars.matcher, form, generated)
+                await asyncio.to_thread(self._grammars.matcher, form, generated, salt=request.cache_salt)
         token_ids = await self._tokenized(request.prompt)
         rooms = [(info.max_model_len, "fit the model's context")]
         if pages := max((status.kv_pages for status in targets), default=0):

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from paceline.config.memory import trim
 from paceline.errors import ResourceExhaustedError
 
 LONG_BYTES = 65536
@@ -20,6 +21,8 @@ LONG_BYTES = 65536
 MAX_SHORT, MAX_LONG = 256, 16
 """Inputs that may wait for each of the threads: some seconds of work."""
 _SMOOTHING = 0.2
+_TRIM_S = 2.0
+"""Time after the last long input until the memory that it took goes back to the system."""
 
 _T = TypeVar("_T")
 
@@ -42,6 +45,7 @@ class Preparation:
     def __init__(self, max_short: int = MAX_SHORT, max_long: int = MAX_LONG, what: str = "prompts") -> None:
         """``max_short`` and ``max_long``: how many may wait. ``what``: the word for them in errors."""
         self._short, self._long, self._what = _Lane(max_short), _Lane(max_long), what
+        self._trimming: asyncio.TimerHandle | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -64,6 +68,14 @@ class Preparation:
             return await asyncio.get_running_loop().run_in_executor(lane.thread, _timed, lane, function)
         finally:
             lane.num_waiting -= 1
+            if lane is self._long and not lane.num_waiting:
+                self._trim_later()
+
+    def _trim_later(self) -> None:
+        """Gives memory back once no long input has come for a while."""
+        if self._trimming is not None:
+            self._trimming.cancel()
+        self._trimming = asyncio.get_running_loop().call_later(_TRIM_S, self._long.thread.submit, trim)
 
 
 def _timed(lane: _Lane, function: Callable[[], _T]) -> _T:

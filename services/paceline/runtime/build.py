@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import DraftSetup, ModelOptions, TargetSetup, cache_dir
+from paceline.config.memory import settle
 from paceline.errors import EngineError, PacelineError
 from paceline.logs import STAGES
 from paceline.messages import FromDraft, FromTarget
-from paceline.runtime.workers import Emit, Engine, settle
+from paceline.runtime.workers import Emit, Engine
 from paceline.types import Rendezvous
 
 log = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ from typing import Any, Generic
 
 from paceline import logs
 from paceline.config import apply_worker_environment
+from paceline.config.memory import settle
 from paceline.errors import PacelineError, as_paceline_error, by_name
 from paceline.runtime.pipe import Channel
 from paceline.runtime.workers import (
@@ -37,7 +38,6 @@ from paceline.runtime.workers import (
     limit_torch_threads,
     pin,
     run,
-    settle,
 )
 from paceline.types import Execution
 

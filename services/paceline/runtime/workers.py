@@ -10,7 +10,6 @@ The worker's loop is the whole contract between an engine and its surroundings::
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -36,13 +35,6 @@ Emit = Callable[[Sequence[Out]], None]
 """Sends the messages of an engine."""
 
 _SWITCH_INTERVAL_S = 1e-4
-_YOUNG_OBJECTS = 20_000
-"""Objects that may be there beyond those of the last collection before the next: some megabytes."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Parameters of ``mallopt``, from malloc.h of glibc."""
-_KEPT_BYTES = 512 << 20
-_LARGEST_KEPT_BYTES = 32 << 20
-"""The largest limit that glibc takes; larger blocks go back at once."""
 
 
 class Engine(Protocol[_In]):
@@ -131,25 +123,6 @@ def pin(cores: Collection[int]) -> None:
     if cores and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):  # a core that went offline or left the cpuset
             os.sched_setaffinity(0, cores)  # 0: the calling thread
-
-
-def settle() -> None:
-    """Exempts all objects of now from garbage collection, makes it rarer, and keeps the memory that a step gives back;
-    called once an engine is built.
-
-    Libraries and models are some hundred thousand objects, and a collection during a step takes a tenth of a second
-    to go through them. A step makes thousands of objects and drops them without cycles, for which Python's own
-    limit of 700 has a collection in each. Of the tens of megabytes that a step of many tokens takes on a CPU, the C
-    library returns what lies uppermost, and the next step gets it page by page: it is told to keep ``_KEPT_BYTES``.
-    """
-    with contextlib.suppress(AttributeError):  # only glibc has it
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
-    gc.collect()
-    gc.freeze()
-    if 0 < gc.get_threshold()[0] < _YOUNG_OBJECTS:  # 0: who uses this process has turned it off
-        gc.set_threshold(_YOUNG_OBJECTS)
 
 
 def limit_torch_threads() -> None:

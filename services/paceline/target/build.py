@@ -10,6 +10,7 @@ import torch
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.grammar import Grammars
+from paceline.checkpoint.grammar_work import MaskThread
 from paceline.checkpoint.size import gib
 from paceline.config import TargetSetup
 from paceline.core import cuda, native_tree
@@ -197,7 +198,7 @@ def _compilation(setup: TargetSetup, model: LoadedModel, max_len: int, *, tests:
 
 def _grammars(checkpoint: Checkpoint, model: LoadedModel) -> Grammars:
     """The compiler of structured outputs for the model's vocabulary, with the tokenizer read."""
-    grammars = Grammars.of(checkpoint, model.vocab_size)
+    grammars = Grammars.of(checkpoint, model.vocab_size, MaskThread())
     grammars.try_load()
     return grammars
 

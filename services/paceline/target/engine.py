@@ -229,6 +229,8 @@ class TargetEngine:
             self._follow_drafts()
         self.runners.retain(session.generation for session in self._sessions.values())
         started = self._clock()
+        if self._grammars is not None:
+            self._grammars.begin_step()
         parts = self.runners.in_order(self._scheduler.schedule(started))
         if not parts:
             self._send_held()
@@ -344,6 +346,8 @@ class TargetEngine:
         self._send_held()
         self.heads.shutdown()
         self.runners.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def check_integrity(self) -> None:
         """Asserts the invariants of sessions, scheduler and pages."""
@@ -361,12 +365,15 @@ class TargetEngine:
             self._close(old)
         form, output = message.sampling.structured_output, message.token_ids[message.num_prompt_tokens :]
         try:
-            grammar = None if form is None or self._grammars is None else self._grammars.matcher(form, output)
+            device = self.runner.cache.keys[0].device
+            grammar = None
+            if form is not None and self._grammars is not None:
+                grammar = self._grammars.paced(form, output, salt=message.cache_salt, ahead=device.type == "cpu")
             session = TargetSession(
                 message,
                 vocab_size=self.runner.vocab_size,
                 max_len=self._max_model_len,
-                device=str(self.runner.cache.keys[0].device),
+                device=str(device),
                 now=self._clock(),
                 coupled=self.allocation.coupled,
                 rejection=self.allocation.rejection,

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from paceline.checkpoint.grammar_work import POLL_S
 from paceline.core.native_tree import rows_of
 from paceline.core.processors import Row
 from paceline.core.tree import NO_PROPOSAL, Producer, Proposal
@@ -158,7 +159,11 @@ class Scheduler:
         self._admit()
         decoding = [s for s in self.running if s.num_computed == len(s.tokens) - 1]
         prefilling = [s for s in self.running if s.num_computed < len(s.tokens) - 1]
-        ready = self._not_waiting(decoding, now)
+        unmasked = [s for s in decoding if s.awaits_mask()]
+        if unmasked:
+            decoding = [s for s in decoding if s not in unmasked]
+            self.wait_until = now + POLL_S
+        ready = self._not_waiting(decoding, now, others_ready=bool(prefilling))
         adaptive = self._allocation.adaptive
         trees = self._allocation.offers_trees() if adaptive else self._allocation.trees
         if self._heads:
@@ -174,6 +179,8 @@ class Scheduler:
             for session in prefilling:
                 if budget > 0 and (self.num_preemptions == before or session in self.running):
                     stop, scores = session.next_chunk(budget, scored_budget)
+                    if stop == len(session.tokens) and session.awaits_mask():
+                        stop -= 1
                     if stop == session.num_computed:  # others are scored in this step
                         continue
                     num_taken = self._take(parts, session, stop, budget, wanted, scores=scores)
@@ -182,10 +189,9 @@ class Scheduler:
         parts.sort(key=_scores)
         return self._with_guesses(parts, budget) if self._heads and parts else parts
 
-    def _not_waiting(self, decoding: list[TargetSession], now: float) -> list[TargetSession]:
-        """The sessions that step now; sets ``wait_until`` for the others."""
+    def _not_waiting(self, decoding: list[TargetSession], now: float, *, others_ready: bool) -> list[TargetSession]:
+        """The sessions that step now; sets ``wait_until`` for the others. ``others_ready``: others step in any case."""
         policy = self._policy
-        others_ready = len(decoding) < len(self.running)
         if not others_ready:
             for session in decoding:
                 if not policy.may_wait(session, others_ready=False) or session.num_ahead() >= session.max_draft():

@@ -268,6 +268,11 @@ class TargetSession:
             return min(self.num_scored, start + budget), False
         return min(self.scored_end, start + min(budget, scored_budget)), True
 
+    def awaits_mask(self) -> bool:
+        """True while its structured output computes what may come next; until then the session cannot verify."""
+        grammar = self.sampler.grammar
+        return grammar is not None and not grammar.ready()
+
     def max_draft(self) -> int:
         """Length of the longest useful proposal: the round yields one token more than it accepts."""
         left = self.max_tokens - len(self.tokens) - 1

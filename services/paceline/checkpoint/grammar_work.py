@@ -1,0 +1,173 @@
+"""Masks of structured outputs beside the steps of an engine.
+
+A step has a budget for masks, which all sessions share. A session whose masks are costly does not spend it: a thread
+of low priority computes them, while the engine runs steps of other sessions. The session waits for its own mask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from paceline.checkpoint.grammar_matcher import Matcher, StepTime
+
+CHEAP_S = 0.002
+"""A session whose last mask took more has the next one computed by the thread."""
+POLL_S = 0.001
+"""Time after which an engine without other work looks for masks again."""
+_NICENESS = 5
+"""Of the thread: a step that needs its core gets three quarters of it."""
+
+
+Submit = Callable[[Callable[[], object]], "Future[object]"]
+"""Starts a function elsewhere. Functions run one at a time, in the order in which they came."""
+
+
+class MaskThread:
+    """The thread of one engine for costly masks. It starts with the first."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(1, "paceline-masks", initializer=_yield_to_steps)
+
+    def submit(self, function: Callable[[], object]) -> Future[object]:
+        """Runs a function behind those that were submitted before."""
+        return self._threads.submit(function)
+
+    def close(self) -> None:
+        """Drops what has not begun. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _yield_to_steps() -> None:
+    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+class PacedMatcher:
+    """A session's grammar whose costly work is done outside the steps. Owned by one engine.
+
+    The engine asks ``ready`` before it schedules the session, and schedules it once that is true. A lenient one is
+    never waited for: until it is ready it allows all tokens, as a draft may.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Matcher],
+        submit: Submit,
+        step: StepTime,
+        vocab_size: int,
+        *,
+        is_made_cheaply: bool,
+        lenient: bool = False,
+        ahead: bool = True,
+    ) -> None:
+        """Begins to make the matcher.
+
+        Args:
+            make: compiles the form, and consumes the output so far.
+            submit: starts costly work.
+            step: the time that cheap work is charged to.
+            vocab_size: ids of the masks.
+            is_made_cheaply: ``make`` is called at once, and its errors are raised; else they are the ``failure``.
+            lenient: all tokens are allowed where the matcher is not ready, or fails.
+            ahead: cheap masks are computed by ``ready``; False: by ``masks``.
+        """
+        self._make, self._submit, self._step = make, submit, step
+        self._lenient, self._ahead, self._num_bytes = lenient, ahead, 4 * -(-vocab_size // 32)
+        self._tokens: list[int] = []
+        """Committed tokens that the matcher has not consumed."""
+        self._matcher: Matcher | None = None
+        self._job: Future[object] | None = None
+        self._fault = ""
+        self._last_s = 0.0
+        """What the last committed tokens and the mask behind them took."""
+        if is_made_cheaply:
+            self._matcher = make()
+        else:
+            self._start()
+
+    @property
+    def failure(self) -> str:
+        """Reason why some place could not be decided; empty if there was none."""
+        return self._fault or ("" if self._matcher is None else self._matcher.failure)
+
+    def append(self, token_ids: Sequence[int]) -> bool:
+        """Commits tokens, which are consumed before the next mask. True: what was not allowed fails there."""
+        self._tokens += token_ids
+        return True
+
+    def ready(self) -> bool:
+        """True if the mask behind the committed tokens is known, or cheap. Else it is being computed."""
+        if self._job is not None:
+            if not self._job.done():
+                return False
+            self._finish(self._job)
+        if self._is_decided:
+            return True
+        is_cheap = self._last_s <= CHEAP_S and self._matcher is not None and self._matcher.is_intact
+        if not is_cheap or self._step.is_spent:
+            self._start()
+            return False
+        if self._ahead:
+            self._run_now()
+        return True
+
+    def masks(self, suffixes: Sequence[tuple[int, ...]]) -> NDArray[np.uint8]:
+        """The masks of ``Matcher.masks``. Waits for work that has begun, unless this is lenient."""
+        import numpy
+
+        if self._lenient and not self.ready():
+            return numpy.full((len(suffixes), self._num_bytes), 0xFF, numpy.uint8)
+        if self._job is not None:
+            self._finish(self._job)
+        if not self._is_decided:
+            self._run_now()
+        if self._matcher is None or self._fault:
+            return numpy.full((len(suffixes), self._num_bytes), 0xFF if self._lenient else 0, numpy.uint8)
+        return self._matcher.masks(suffixes)
+
+    @property
+    def _is_decided(self) -> bool:
+        if self._fault:
+            return True
+        return self._matcher is not None and not self._tokens and self._matcher.is_decided
+
+    def _start(self) -> None:
+        tokens, self._tokens = self._tokens, []
+        self._job = self._submit(lambda: self._advance(tokens))
+
+    def _finish(self, job: Future[object]) -> None:
+        self._job = None
+        job.result()
+
+    def _run_now(self) -> None:
+        tokens, self._tokens = self._tokens, []
+        self._advance(tokens)
+        self._step.spent_s += self._last_s
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        """Consumes committed tokens, and finds the mask behind them."""
+        if self._matcher is None:
+            try:
+                self._matcher = self._make()
+            except PacelineError as error:
+                self._fault = str(error)
+                return
+        before = time.thread_time()
+        if tokens:
+            self._matcher.append(tokens)
+        self._matcher.masks([()])
+        self._last_s = time.thread_time() - before

@@ -1,0 +1,59 @@
+"""What a process does with its memory: what the collector goes through, and what goes back to the system."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+
+_YOUNG_OBJECTS = 20_000
+"""Objects that may be there beyond those of the last collection before the next: some megabytes."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+"""Parameters of ``mallopt``, from malloc.h of glibc."""
+_KEPT_BYTES = 512 << 20
+_LARGEST_KEPT_BYTES = 32 << 20
+"""The largest limit that glibc takes; larger blocks go back at once."""
+_NUM_ARENAS = 2
+
+
+def settle() -> None:
+    """Exempts all objects of now from garbage collection, makes it rarer, and keeps the memory that a step gives back;
+    called once an engine is built.
+
+    Libraries and models are some hundred thousand objects, and a collection during a step takes a tenth of a second
+    to go through them. A step makes thousands of objects and drops them without cycles, for which Python's own
+    limit of 700 has a collection in each. Of the tens of megabytes that a step of many tokens takes on a CPU, the C
+    library returns what lies uppermost, and the next step gets it page by page: it is told to keep ``_KEPT_BYTES``.
+    """
+    _set((_M_TRIM_THRESHOLD, _KEPT_BYTES), (_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES))
+    _exempt()
+
+
+def settle_front() -> None:
+    """Exempts all objects of now from garbage collection and makes it rarer; called once a front is built.
+
+    A body of many values has the collector go through everything, while all streams wait. Threads share few arenas
+    of memory, as each keeps what its largest body took.
+    """
+    _set((_M_ARENA_MAX, _NUM_ARENAS))
+    _exempt()
+
+
+def trim() -> None:
+    """Gives free memory back to the system. Takes some milliseconds, without the interpreter lock."""
+    with contextlib.suppress(AttributeError, OSError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _set(*parameters: tuple[int, int]) -> None:
+    with contextlib.suppress(AttributeError, OSError):  # only glibc has it
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in parameters:
+            mallopt(parameter, value)
+
+
+def _exempt() -> None:
+    gc.collect()
+    gc.freeze()
+    if 0 < gc.get_threshold()[0] < _YOUNG_OBJECTS:  # 0: who uses this process has turned it off
+        gc.set_threshold(_YOUNG_OBJECTS)
