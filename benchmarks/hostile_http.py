@@ -18,11 +18,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from paceline_bench.processes import read_process
 
 MIB = 1 << 20
 _JSON = {"content-type": "application/json"}
+_PAUSE_S = 5.0
 
 
 class Service:
@@ -116,6 +118,20 @@ class Service:
         self._process.wait(60)
 
 
+def _form(**form: Any) -> bytes:
+    """A request whose output has a costly form."""
+    return json.dumps({"prompt": "a", "max_tokens": 400, "structured_outputs": form}).encode()
+
+
+def _optional(count: int) -> dict[str, Any]:
+    """An object of so many optional properties."""
+    return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(count)}}
+
+
+def _messages(count: int) -> bytes:
+    return json.dumps({"max_tokens": 1, "messages": [{"role": "user", "content": "a"}] * count}).encode()
+
+
 ATTACKS: dict[str, Callable[[Service], str]] = {
     "16 MiB of {}": lambda s: s.post("/v1/chat/completions", b'{"messages":[' + b"{}," * (5 * MIB) + b"{}]}"),
     "4 MiB of {}": lambda s: s.post("/v1/chat/completions", b'{"messages":[' + b"{}," * MIB + b"{}]}"),
@@ -131,6 +147,16 @@ ATTACKS: dict[str, Callable[[Service], str]] = {
     "an endless header": lambda s: s.send(b"GET / HTTP/1.1\r\nx: " + b"a" * MIB, 600),
     "endless headers": lambda s: s.send(b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 10_000, 600),
     "800 idle connections": lambda s: s.idle(800),
+    "a chat of 8,000 messages": lambda s: s.post("/v1/chat/completions", _messages(8_000)),
+    "a chat of 16,000 messages": lambda s: s.post("/v1/chat/completions", _messages(16_000)),
+    "ambiguous grammar, 8 at once": lambda s: s.at_once(
+        8, "/v1/completions", _form(grammar='root ::= s\ns ::= s s s s s s | [a-z ] | "0.5"')
+    ),
+    "1,000 optional properties, 8 at once": lambda s: s.at_once(8, "/v1/completions", _form(json=_optional(1_000))),
+    "1,800 optional properties": lambda s: s.post("/v1/completions", _form(json=_optional(1_800))),
+    "multiples of two primes": lambda s: s.post(
+        "/v1/completions", _form(json={"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967)]})
+    ),
 }
 
 
@@ -155,7 +181,9 @@ def main() -> None:
                 f"{service.rss_mb:.0f} MB; {said} in {1e3 * took:.0f} ms",
                 flush=True,
             )
-    print(f"memory at the begin {first:.0f} MB, at the end {service.rss_mb:.0f} MB")
+    last = service.rss_mb
+    time.sleep(_PAUSE_S)
+    print(f"memory at the begin {first:.0f} MB, at the end {last:.0f} MB, {_PAUSE_S:g} s later {service.rss_mb:.0f} MB")
     service.stop()
 
 
