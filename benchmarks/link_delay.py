@@ -1,8 +1,8 @@
 """Cost of a slower link between router and draft: `python benchmarks/link_delay.py`.
 
 One target and one draft as replicas, and a router for each delay, all up all the time: modes and delays take turns
-request by request, in an order that rotates. `router_config.draft_link_delay_s` adds the delay to each way of the draft
-link. Overlapped decoding hides it behind verification; in lock step (pull) every round pays it twice.
+request by request, in an order that rotates. `paced.routed` adds the delay to each way of the draft link. Overlapped
+decoding hides it behind verification; in lock step (pull) every round pays it twice.
 
 Beside it what the model of `paceline plan` says, from step times, acceptance and hits of the same run.
 """

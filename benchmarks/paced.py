@@ -494,6 +494,14 @@ def in_turn(
     return begun
 
 
+def _delay(link: Any, delay_s: float) -> None:
+    """Adds ``delay_s`` to each way of a link; delays overlap and keep the order."""
+    loop = asyncio.get_running_loop()
+    queue, receive = link._queue, link._receive
+    link._queue = lambda messages: loop.call_later(delay_s, queue, list(messages))
+    link._receive = lambda *received: loop.call_later(delay_s, receive, *received)
+
+
 @contextlib.asynccontextmanager
 async def routed(
     config: LocalConfig,
@@ -506,10 +514,12 @@ async def routed(
     what it shows them."""
     info = TargetInfo(load_tokenizer(config.target.path), config.target.max_model_len or 4096, ())
     pools = StaticPool("target", members["target"]), StaticPool("draft", members["draft"])
-    settings = RouterConfig(target_timeout_s=_TIMEOUT_S, draft_timeout_s=_TIMEOUT_S, draft_link_delay_s=delay_s)
+    settings = RouterConfig(target_timeout_s=_TIMEOUT_S, draft_timeout_s=_TIMEOUT_S)
     metrics = _Metrics(Registry("router"), "paced")
     router = Router(info, *pools, settings, metrics=metrics, certificates=certificates)
     await router.start()
+    for link in router._drafts.links.values() if delay_s else ():
+        _delay(link, delay_s)
     try:
         yield router
     finally:

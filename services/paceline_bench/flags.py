@@ -61,10 +61,6 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     help_ = "requests of a unit, but at least two per session (default 8); with --prompts-file also how many of it"
     group = _add_load_flags(parser, help_)
     _add_service_loads(group)
-    help_ = "added to each way between router and draft; a service is started for each (default 0)"
-    group.add_argument(
-        "--draft-link-delay-ms", dest="delays_ms", type=several(delay), default=(0.0,), metavar="D,...", help=help_
-    )
     group = parser.add_argument_group("another server beside ours")
     group.add_argument("--endpoint", metavar="URL", help="of an OpenAI API, measured with the same load")
     _add_server_flags(group)
@@ -243,11 +239,6 @@ def threads(text: str) -> int:
 def temperature(text: str) -> float:
     """A sampling temperature."""
     return _number(text, 0, 100, "a number from 0 to 100 is needed")
-
-
-def delay(text: str) -> float:
-    """A delay in milliseconds."""
-    return _number(text, 0, 10_000, "milliseconds from 0 to 10000 are needed")
 
 
 def rate(text: str) -> float:

@@ -135,7 +135,6 @@ class UnitRecord:
     sessions: int
     """Concurrent requests; 0 in an open load."""
     temperature: float
-    delay_ms: float
     repeat: int
     wall_s: float
     """Seconds from the first submission to the last end."""
@@ -173,7 +172,6 @@ class UnitRecord:
 class ServiceFacts:
     """Resources that a service takes before it has anything to do, and the round trip to its draft."""
 
-    delay_ms: float
     start_s: float
     idle_cpu: float
     """Cores that all of its processes take together while nothing runs."""

@@ -48,10 +48,9 @@ _OVERLOAD = (ResourceExhaustedError, DeadlineExceededError)
 """Errors that a service of ours may answer to a load that is too much for it."""
 
 
-def configurations(settings: ServeSettings, delay_ms: float) -> list[Configuration]:
-    """The configurations to compare; with a delayed link without local speculation, which has no such link."""
+def configurations(settings: ServeSettings) -> list[Configuration]:
+    """The configurations to compare."""
     listed = [Configuration(place, mode) for place in settings.places for mode in settings.modes]
-    listed = [c for c in listed if not delay_ms or c.place == SERVICE or c.mode is Mode.PLAIN]
     return [*listed, *([Configuration(ENDPOINT, None)] if settings.endpoint is not None else [])]
 
 
@@ -103,23 +102,22 @@ class ServeBench:
         """Measures everything.
 
         Raises:
-            ConfigError: the prompts cannot be had, or a delay has no effect.
+            ConfigError: the prompts cannot be had.
             EngineError: a side failed.
         """
         prompts, outcome = self.prompts(), Outcome([], [])
-        for delay_ms in self.settings.delays_ms:
-            with contextlib.ExitStack() as stack:
-                if SERVICE in self.settings.places:
-                    narrate(f"starting the service, draft link delay {delay_ms:g} ms")
-                    self._service = stack.enter_context(Service(self.settings, delay_ms, self._runner))
-                    self._sides[SERVICE] = self._service
-                self._run_delay(delay_ms, prompts, outcome)
+        with contextlib.ExitStack() as stack:
+            if SERVICE in self.settings.places:
+                narrate("starting the service")
+                self._service = stack.enter_context(Service(self.settings, self._runner))
+                self._sides[SERVICE] = self._service
+            self._run_all(prompts, outcome)
         outcome.units[:] = with_identity(outcome.units)
         return outcome
 
-    def _run_delay(self, delay_ms: float, prompts: Sequence[Prompt], outcome: Outcome) -> None:
+    def _run_all(self, prompts: Sequence[Prompt], outcome: Outcome) -> None:
         settings = self.settings
-        listed = configurations(settings, delay_ms)
+        listed = configurations(settings)
         for configuration in listed:
             self._warm_up(configuration, prompts)
         if self._service is not None:
@@ -129,7 +127,7 @@ class ServeBench:
             for load, temperature in itertools.product(settings.loads, settings.temperatures):
                 first = next(turn) % len(listed)
                 for configuration in [*listed[first:], *listed[:first]]:
-                    unit = self._run_unit(configuration, prompts, load, temperature, delay_ms, repeat)
+                    unit = self._run_unit(configuration, prompts, load, temperature, repeat)
                     outcome.units.append(unit)
                     if self._service is not None:
                         self._service.process.check()
@@ -168,7 +166,6 @@ class ServeBench:
         prompts: Sequence[Prompt],
         load: Load,
         temperature: float,
-        delay_ms: float,
         repeat: int,
     ) -> UnitRecord:
         settings = self.settings
@@ -207,7 +204,6 @@ class ServeBench:
             configuration,
             load.sessions,
             temperature,
-            delay_ms,
             repeat,
             wall_s,
             tuple(requests),
@@ -260,7 +256,7 @@ def measure(settings: ServeSettings) -> Outcome:
     """Runs the whole benchmark.
 
     Raises:
-        ConfigError: the prompts cannot be had, or a delay has no effect.
+        ConfigError: the prompts cannot be had.
         EngineError: a side failed.
     """
     with ServeBench(settings) as bench:

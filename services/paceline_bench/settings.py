@@ -17,7 +17,7 @@ PARTS = ("light", "heavy", "groups", "service")
 """The parts of a sweep."""
 SERVICE_ONLY = (
     *("target", "draft", "grow_target", "grow_draft", "dtype", "compile"),
-    *("modes", "delays_ms", "draft_tokens"),
+    *("modes", "draft_tokens"),
 )
 """Fields of ``ServeSettings`` that an endpoint has no part in."""
 _WAVES = 2
@@ -111,8 +111,6 @@ class ServeSettings(RunSettings):
     """Limits in milliseconds by ``latency.LIMITED``; empty if goodput is not reported."""
     places: tuple[str, ...] = (LOCAL, SERVICE)
     endpoint: EndpointSettings | None = None
-    delays_ms: tuple[float, ...] = (0.0,)
-    """Delays added to each way between router and draft; a service is started for each."""
     draft_tokens: int = 8
 
     @property

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from paceline.config import DraftModel, LocalConfig, TargetModel
-from paceline.errors import ConfigError, EngineError
+from paceline.errors import EngineError
 from paceline.local import LocalPipeline
 from paceline.logs import narrate
 from paceline.types import ReplicaStatus, SpeculationParams
@@ -109,8 +109,8 @@ class Pipeline:
 class Service:
     """A real ``paceline serve``, and a real client of its public port. A context manager."""
 
-    def __init__(self, settings: ServeSettings, delay_ms: float, runner: asyncio.Runner) -> None:
-        self.delay_ms, self._runner = delay_ms, runner
+    def __init__(self, settings: ServeSettings, runner: asyncio.Runner) -> None:
+        self._runner = runner
         engine = {"dtype": settings.dtype, "compile": settings.compile}
         config = {
             "target_config": {
@@ -122,7 +122,6 @@ class Service:
                 "engine_kwargs": engine,
             },
             "router_config": {
-                "draft_link_delay_s": delay_ms / 1e3,
                 "max_queued_requests": settings.max_queued,
                 "generation_config": "none",
             },
@@ -152,11 +151,7 @@ class Service:
         self.process.stop()
 
     def facts(self) -> ServiceFacts:
-        """Measures an idle service for some seconds.
-
-        Raises:
-            ConfigError: the delay of the draft link has no effect.
-        """
+        """Measures an idle service for some seconds."""
         before, began = self.process.family(), time.monotonic()
         time.sleep(_IDLE_S)
         after = self.process.family()
@@ -164,14 +159,7 @@ class Service:
         rss: dict[str, int] = {}
         for process in after:
             rss[process.role] = rss.get(process.role, 0) + process.rss_bytes
-        link_s = draft_link_s(self._metrics())
-        if self.delay_ms and (link_s is None or link_s < 2 * self.delay_ms / 1e3):
-            said = "is not reported" if link_s is None else f"takes {link_s * 1e3:.2f} ms"
-            raise ConfigError(
-                f"--draft-link-delay-ms is {self.delay_ms:g}, but the round trip to the draft {said}: "
-                "router_config.draft_link_delay_s has no effect"
-            )
-        return ServiceFacts(self.delay_ms, self.start_s, idle, rss, len(after), link_s)
+        return ServiceFacts(self.start_s, idle, rss, len(after), draft_link_s(self._metrics()))
 
     def _metrics(self) -> str:
         with urllib.request.urlopen(self.process.metrics_url, timeout=10) as answer:

@@ -52,8 +52,6 @@ SERVED_PLAIN, SERVED = Configuration(SERVICE, Mode.PLAIN), Configuration(SERVICE
     [
         (["--sessions", "1,0"], "from 1 to 1024"),
         (["--sessions", "4,many"], "'many'"),
-        (["--draft-link-delay-ms", "-1"], "'-1'"),
-        (["--draft-link-delay-ms", "0,soon"], "'soon'"),
         (["--temperatures", "warm"], "'warm'"),
         (["--draft-tokens", "33"], "1 to 32"),
         (["--prompts", "0"], "at least 1"),
@@ -80,13 +78,12 @@ def test_a_bad_argument_is_one_sentence(arguments: list[str], named: str, capsys
 
 def test_what_is_compared() -> None:
     settings = ServeSettings("t", "d", sessions=(1, 64), num_prompts=10)
-    assert configurations(settings, 0.0) == [PLAIN, OVERLAPPED, SERVED_PLAIN, SERVED]
-    assert configurations(settings, 5.0) == [PLAIN, SERVED_PLAIN, SERVED]
+    assert configurations(settings) == [PLAIN, OVERLAPPED, SERVED_PLAIN, SERVED]
     assert [settings.num_requests(load) for load in settings.loads] == [10, 128]
     opened = ServeSettings("t", "d", sessions=(), rates=(2.0,), burstiness=0.5, places=())
     assert opened.loads == [Load(rate=2.0, burstiness=0.5)]
     assert [opened.num_requests(load) for load in opened.loads] == [32]
-    assert configurations(opened, 0.0) == []
+    assert configurations(opened) == []
     assert settings.max_sessions == 64
     assert replace(settings, sessions=(1,)).max_sessions == 16
 
@@ -105,7 +102,6 @@ def _unit(configuration: Configuration, wall_s: float = 2.0, **fields: Any) -> U
     values: dict[str, Any] = {
         "sessions": 2,
         "temperature": 0.0,
-        "delay_ms": 0.0,
         "repeat": 0,
         "requests": (_request(0, [1, 2, 3, 4, 5], 0.1, 0.2), _request(1, [6, 7, 8, 9, 10], 0.3, 0.2)),
         "cached_tokens": 5,
@@ -204,23 +200,22 @@ def test_open_loads_and_endpoints_are_kept_apart_and_failures_count() -> None:
 
 def test_every_request_is_held_against_the_same_one_by_plain_decoding_in_one_process() -> None:
     wrong = replace(_unit(SERVED), requests=(_request(0, [1, 2, 3, 4, 6], 0.1, 0.2), _unit(SERVED).requests[1]))
-    units = list(with_identity([wrong, _unit(PLAIN), _unit(SERVED, sessions=4), _unit(SERVED, delay_ms=5.0)]))
+    units = list(with_identity([wrong, _unit(PLAIN), _unit(SERVED, sessions=4), _unit(SERVED)]))
     found = differing(units)
     assert [(unit.configuration.name, request.unit) for unit, request in found] == [("service overlapped", 0)]
     assert all(request.identical is not None for unit in units for request in unit.requests)
     labels = {"target": ModelLabel("t", 100, 10), "draft": ModelLabel("d", 10, None)}
     text = service_text(labels, ServeSettings("t", "d"), Outcome(units, []))
     assert "7 of 8 requests" in text
-    assert "DIFFERENT: service overlapped, 2 sessions, temperature 0, delay 0 ms, repeat 0, request 0 (p0)" in text
+    assert "DIFFERENT: service overlapped, 2 sessions, temperature 0, repeat 0, request 0 (p0)" in text
 
 
 def test_the_report_has_a_row_for_each_load_and_says_what_the_service_takes() -> None:
-    units = list(with_identity([_unit(PLAIN), _unit(SERVED, target=COUNTERS), _unit(SERVED, delay_ms=5.0)]))
-    services = [ServiceFacts(0.0, 20.0, 0.05, {"target": 2**20, "ray": 2**21}, 17, 0.002)]
+    units = list(with_identity([_unit(PLAIN), _unit(SERVED, target=COUNTERS), _unit(SERVED, sessions=4)]))
+    services = [ServiceFacts(20.0, 0.05, {"target": 2**20, "ray": 2**21}, 17, 0.002)]
     labels = {"target": ModelLabel("t", 100, 10)}
-    text = service_text(labels, ServeSettings("t", "d", delays_ms=(0.0, 5.0)), Outcome(units, services))
+    text = service_text(labels, ServeSettings("t", "d"), Outcome(units, services))
     assert "0.05 cores in 17 processes, draft link 2.00 ms there and back; resident MiB: ray 2 target 1" in text
-    assert "draft link delayed by 5 ms each way" in text
     assert "grown from the embedded pair, stands in for large weights" in text
     data = json.loads(json.dumps(documents.of_service({}, labels, Outcome(units, services))))
     assert len(data["cells"]) == len(data["units"]) == 3
@@ -328,8 +323,6 @@ def test_a_tiny_run_of_everything(
         "0,1",
         "--dtype",
         "float32",
-        "--draft-link-delay-ms",
-        "3",
         "--request-rate",
         "4",
         "--goodput",
@@ -341,8 +334,8 @@ def test_a_tiny_run_of_everything(
     text = capsys.readouterr().out
     data = json.loads(file.read_text(encoding="utf-8"))
     assert set(data) == {"label", "environment", "settings", "models", "services", "cells", "other_cells", "units"}
-    assert len(data["units"]) == 3 * 3 * 2
-    assert data["services"][0]["draft_link_s"] >= 6e-3
+    assert len(data["units"]) == 4 * 3 * 2
+    assert data["services"][0]["draft_link_s"] > 0
     for unit in data["units"]:
         assert unit["wall_s"] > 0
         assert unit["target"]["tokens_emitted"] == 16 * len(unit["requests"])
@@ -352,10 +345,10 @@ def test_a_tiny_run_of_everything(
             assert sum(tokens for *_, tokens in request["rounds"]) == 16
             assert request["num_tokens"] == 16
             assert request["prefill_s"] > 0
-    for configuration in ("local plain", "service plain", "service overlapped"):
+    for configuration in ("local plain", "local overlapped", "service plain", "service overlapped"):
         assert configuration in text
-    assert len(data["cells"]) == 3 * 2 * 2
-    assert len(data["other_cells"]) == 3 * 2
+    assert len(data["cells"]) == 4 * 2 * 2
+    assert len(data["other_cells"]) == 4 * 2
     for cell in data["other_cells"]:
         assert cell["failed"] == 0
         assert cell["goodput_per_s"] == cell["requests_per_s"] > 0

@@ -1,7 +1,6 @@
 """The end of a link, and one that is made slower on purpose."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,12 +9,11 @@ import pytest
 
 from paceline.messages import Commit, Hint, States
 from paceline.router import link as link_module
-from paceline.router.delay import DelayedLink
 from paceline.router.link import DRAFT, DraftLink, Link
 from paceline.router.pool import Member
 from paceline.types import ReplicaStatus
 
-DELAY_S, BATCHES = 0.1, 100
+DELAY_S = 0.1
 
 
 async def stream(batches: Sequence[Any]) -> AsyncIterator[Any]:
@@ -23,27 +21,12 @@ async def stream(batches: Sequence[Any]) -> AsyncIterator[Any]:
         yield batch
 
 
-def test_delays_of_batches_overlap_and_keep_their_order() -> None:
-    """A hundred batches take one delay, either way, and not a hundred."""
-    heard: list[Any] = []
-
-    async def test() -> float:
-        kind = replace(DRAFT, decode=lambda batch: (batch, None, 0))
-        link = DelayedLink(
-            Member("draft-0", "127.0.0.1:1"), kind, on_messages=lambda _, messages: heard.extend(messages),
-            on_change=lambda _: None, silence_s=5.0, delay_s=DELAY_S,
-        )  # fmt: skip
-        link.up = True
-        started = time.monotonic()
-        for i in range(BATCHES):
-            link.send([i])
-        await link._read(stream([[i] for i in range(BATCHES)]))
-        while len(link._outbox) < BATCHES or len(heard) < BATCHES:
-            await asyncio.sleep(0.005)
-        assert link._outbox == heard == list(range(BATCHES))
-        return time.monotonic() - started
-
-    assert DELAY_S <= asyncio.run(test()) < BATCHES * DELAY_S
+def delay(link: Any, delay_s: float) -> None:
+    """Adds ``delay_s`` to each way of a link; delays overlap and keep the order."""
+    loop = asyncio.get_running_loop()
+    queue, receive = link._queue, link._receive
+    link._queue = lambda messages: loop.call_later(delay_s, queue, list(messages))
+    link._receive = lambda *received: loop.call_later(delay_s, receive, *received)
 
 
 def test_states_that_a_stream_is_too_slow_for_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,9 +61,9 @@ def test_a_way_longer_than_heartbeats_are_apart_is_measured() -> None:
 
     async def test() -> None:
         kind = replace(DRAFT, decode=lambda batch: (batch, status, 0))
-        link = DelayedLink(
+        link = Link(
             Member("draft-0", "127.0.0.1:1"), kind, on_messages=lambda _, messages: None,
-            on_change=lambda _: None, on_latency=latencies.append, silence_s=5.0, delay_s=DELAY_S,
+            on_change=lambda _: None, on_latency=latencies.append, silence_s=5.0,
         )  # fmt: skip
 
         async def replica() -> AsyncIterator[Any]:
@@ -89,6 +72,7 @@ def test_a_way_longer_than_heartbeats_are_apart_is_measured() -> None:
                 batch, link._outbox = link._outbox, []
                 yield batch
 
+        delay(link, DELAY_S)
         await link._read(replica())
 
     asyncio.run(test())

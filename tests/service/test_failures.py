@@ -9,6 +9,7 @@ import asyncio
 import signal
 
 import pytest
+from tests.router.test_link import delay
 from tests.service.support import Replica, collect, replicas, routed, run, tiny_pair, until
 from tests.support.rings import nightly, slow
 
@@ -359,10 +360,11 @@ def test_a_slow_link_to_the_draft_is_measured_and_changes_no_token(checkpoints, 
     config = tiny_pair(checkpoints)
 
     async def test():
-        async with routed(config, targets, drafts, draft_link_delay_s=delay_s) as (router, _, _):
+        async with routed(config, targets, drafts) as (router, _, _):
             measured = []
             (link,) = router._drafts.links.values()
             link._on_latency = measured.append
+            delay(link, delay_s)
             _, result = await collect(router, PROMPT, sampling=ONE)
             assert result.token_ids == plain(PROMPT, ONE)
             assert result.speculation.accepted > 0

@@ -279,8 +279,6 @@ class RouterConfig(Strict):
     """Source of the sampling parameters that a request leaves out. ``auto``: temperature, ``top_k``, ``top_p``,
     ``min_p``, ``repetition_penalty`` and ``max_new_tokens`` of the target's generation_config.json, if it has them.
     ``none``: the documented defaults."""
-    draft_link_delay_s: float = Field(default=0.0, ge=0, le=10)
-    """Delay added to each direction between router and drafts, for experiments with slow networks."""
     limits: RequestLimits = RequestLimits()
     deployment_config: RouterDeployment = RouterDeployment()
 

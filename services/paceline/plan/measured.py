@@ -203,7 +203,7 @@ def read_service(path: Path, like: System) -> list[Measurements]:
     """
     data = _load(path)
     try:
-        cells = [c for c in data["cells"] if c["delay_ms"] == 0.0 and c["temperature"] == 0.0]
+        cells = [c for c in data["cells"] if c["temperature"] == 0.0]
         link_s = data["services"][0]["draft_link_s"] / 2
         found = []
         for place in dict.fromkeys(c["place"] for c in cells):

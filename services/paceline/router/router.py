@@ -33,7 +33,6 @@ from paceline.messages import CloseSession, FromDraft, FromTarget, ToDraft, ToTa
 from paceline.metrics.router import RouterMetrics
 from paceline.metrics.tracing import RequestSpans
 from paceline.router.admission import ActiveRequest, Admission, TargetInfo
-from paceline.router.delay import DelayedLink
 from paceline.router.link import DRAFT, TARGET, DraftLink, Link, TargetLink
 from paceline.router.losses import poisonous
 from paceline.router.placement import LinkPool, Placement
@@ -102,18 +101,17 @@ class Router:
         )
 
     def _make_draft_link(self, member: Member) -> DraftLink:
-        options: dict[str, Any] = {
-            "on_messages": self._on_draft,
-            "on_change": self._on_draft_change,
-            "on_latency": self._metrics.draft_link,
-            "on_dropped": self._metrics.dropped,
-            "silence_s": self._config.draft_timeout_s,
-            "token": self._token,
-            "certificates": self._certificates,
-        }
-        if delay_s := self._config.draft_link_delay_s:
-            return DelayedLink(member, DRAFT, delay_s=delay_s, **options)
-        return Link(member, DRAFT, **options)
+        return Link(
+            member,
+            DRAFT,
+            on_messages=self._on_draft,
+            on_change=self._on_draft_change,
+            on_latency=self._metrics.draft_link,
+            on_dropped=self._metrics.dropped,
+            silence_s=self._config.draft_timeout_s,
+            token=self._token,
+            certificates=self._certificates,
+        )
 
     # -- life ----------------------------------------------------------------------------------------------
 

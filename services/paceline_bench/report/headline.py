@@ -67,7 +67,7 @@ def _endpoint(run: ServeRun) -> Iterator[Figure]:
 
 
 def _closed(run: ServeRun) -> list[Mapping[str, Any]]:
-    return [c for c in run.cells if not c.get("rate") and not c["delay_ms"]]
+    return [c for c in run.cells if not c.get("rate")]
 
 
 def _lowest(cells: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

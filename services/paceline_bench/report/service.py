@@ -49,8 +49,7 @@ def _loads(title: str, cells: Sequence[tuple[ServeRun, Cell]], key: str, x_label
                 ("same", f"{c['identical']['hits']}/{c['identical']['events']}" if c["identical"]["events"] else "-"),
             )
         )
-        delay = f", {c['delay_ms']:g} ms each way to the draft" if c["delay_ms"] else ""
-        panel = panels.setdefault(f"{run.label}, temperature {c['temperature']:g}{delay}", {})
+        panel = panels.setdefault(f"{run.label}, temperature {c['temperature']:g}", {})
         point = Point(c[key], c["tokens_per_s"], *c["tokens_per_s_range"])
         panel.setdefault(c["configuration"], []).append(point)
     limits = {_limits(run) for run, _ in cells} - {""}
@@ -61,7 +60,7 @@ def _loads(title: str, cells: Sequence[tuple[ServeRun, Cell]], key: str, x_label
         f"{cores}{goodput}"
     )
     drawn = plots.lines(panels, x_label, "tokens/s")
-    return Section(title, text, rows_of(rows), drawn, group=_place_columns(rows), best="tokens/s")
+    return Section(title, text, rows_of(rows), drawn, group=_PLACE_COLUMNS, best="tokens/s")
 
 
 def _limits(run: ServeRun) -> str:
@@ -76,14 +75,13 @@ def _service_latency(cells: Sequence[tuple[ServeRun, Cell]]) -> Section | None:
     lowest = min(c["temperature"] for _, c in cells)
     for run, c in cells:
         rows.append((*_service_place(run, c), *percentiles(c["latency_s"])))
-        if c["temperature"] == lowest and not c["delay_ms"]:
+        if c["temperature"] == lowest:
             by_text = {name: {str(p): v for p, v in c["latency_s"][name].items()} for name in METRICS}
             drawn.append((f"{_load(c)}: {c['configuration']}", by_text))
-    at = "" if all(run.foreign for run, _ in cells) else ", without added delay"
-    text = f"At the client, in milliseconds; the plot has the lowest temperature{at}."
+    text = "At the client, in milliseconds; the plot has the lowest temperature."
     picture = plots.percentiles(drawn, METRICS) if drawn else ""
-    title = "Latency of the service" if at else "Latency of the endpoint"
-    return Section(title, text, rows_of(rows), picture, group=_place_columns(rows))
+    title = "Latency of the endpoint" if all(run.foreign for run, _ in cells) else "Latency of the service"
+    return Section(title, text, rows_of(rows), picture, group=_PLACE_COLUMNS)
 
 
 def _service_groups(cells: Sequence[tuple[ServeRun, Cell]]) -> Section | None:
@@ -100,19 +98,17 @@ def _service_groups(cells: Sequence[tuple[ServeRun, Cell]]) -> Section | None:
         for group, found in (c.get("groups") or {}).items()
     ]
     text = "All groups are asked at once; a stream: a request's own."
-    return Section("Task groups at the service", text, rows_of(rows), group=_place_columns(rows)) if rows else None
+    return Section("Task groups at the service", text, rows_of(rows), group=_PLACE_COLUMNS) if rows else None
 
 
-def _place_columns(rows: Sequence[Row]) -> int:
-    """Number of columns before where that the tables of ``rows`` have: without the delay if there never was one."""
-    return 4 if any(dict(row)["delay ms"] != "-" for row in rows) else 3
+_PLACE_COLUMNS = 3
+"""Columns before the configuration, by which the tables are grouped."""
 
 
 def _service_place(run: ServeRun, cell: Cell) -> Row:
     return (
         ("run", run.label),
         ("T", f"{cell['temperature']:g}"),
-        ("delay ms", f"{cell['delay_ms']:g}" if cell["delay_ms"] else "-"),
         ("load", _load(cell)),
         ("where", cell["configuration"]),
     )

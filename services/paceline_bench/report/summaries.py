@@ -173,7 +173,7 @@ def against_engines(summaries: Sequence[Summary]) -> Iterator[Against]:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One configuration at one load, temperature and delay, over all of its repeats."""
+    """One configuration at one load and temperature, over all of its repeats."""
 
     configuration: str
     place: str
@@ -182,7 +182,6 @@ class Cell:
     rate: float
     burstiness: float
     temperature: float
-    delay_ms: float
     requests: int
     """Answered requests."""
     failed: int
@@ -236,11 +235,11 @@ class Cell:
 
 
 def cells_of(units: Sequence[UnitRecord], goodput: Mapping[str, float] | None = None) -> list[Cell]:
-    """One cell per delay, temperature, load and configuration; closed loads first. ``goodput``: limits in
+    """One cell per temperature, load and configuration; closed loads first. ``goodput``: limits in
     milliseconds."""
-    loads: dict[tuple[float, float, float, int], dict[Configuration, list[UnitRecord]]] = {}
+    loads: dict[tuple[float, float, int], dict[Configuration, list[UnitRecord]]] = {}
     for unit in units:
-        load = loads.setdefault((unit.delay_ms, unit.temperature, unit.rate, unit.sessions), {})
+        load = loads.setdefault((unit.temperature, unit.rate, unit.sessions), {})
         load.setdefault(unit.configuration, []).append(unit)
     order = {place: i for i, place in enumerate((LOCAL, SERVICE, ENDPOINT))}
     return [
@@ -291,7 +290,6 @@ def _cell(
         rate=first.rate,
         burstiness=first.burstiness,
         temperature=first.temperature,
-        delay_ms=first.delay_ms,
         requests=len(requests),
         failed=len(failures),
         reasons=dict(Counter(failure.reason for failure in failures)),

@@ -86,12 +86,10 @@ def service_text(labels: Mapping[str, ModelLabel], settings: ServeSettings, outc
         *(_service(facts) for facts in outcome.services),
     ]
     cells = cells_of(outcome.units, settings.goodput)
-    for delay_ms, temperature in dict.fromkeys((c.delay_ms, c.temperature) for c in cells):
-        of_it = [c for c in cells if (c.delay_ms, c.temperature) == (delay_ms, temperature)]
-        title = f"temperature {temperature:g}"
-        if len(settings.delays_ms) > 1 or delay_ms:
-            title += f", draft link delayed by {delay_ms:g} ms each way"
-        lines += ["", title, *_table(map(_cell_speed, of_it)), "", *_table(map(_cell_latency, of_it))]
+    for temperature in dict.fromkeys(c.temperature for c in cells):
+        of_it = [c for c in cells if c.temperature == temperature]
+        lines += ["", f"temperature {temperature:g}"]
+        lines += [*_table(map(_cell_speed, of_it)), "", *_table(map(_cell_latency, of_it))]
         own = [c for c in of_it if c.place != ENDPOINT]
         roles = [role for role in ("client", *ROLES) if any(role in c.cpu_s_per_token for c in own)]
         if own:
@@ -225,7 +223,7 @@ def _service(facts: ServiceFacts) -> str:
     link = "" if facts.draft_link_s is None else f", draft link {facts.draft_link_s * 1e3:.2f} ms there and back"
     megabytes = " ".join(f"{role} {size / 2**20:.0f}" for role, size in sorted(facts.rss_bytes.items()))
     return (
-        f"service with {facts.delay_ms:g} ms delay: started in {facts.start_s:.0f} s, idle it takes "
+        f"service: started in {facts.start_s:.0f} s, idle it takes "
         f"{facts.idle_cpu:.2f} cores in {facts.num_processes} processes{link}; resident MiB: {megabytes}"
     )
 
@@ -291,6 +289,6 @@ def _identity(units: Sequence[UnitRecord]) -> list[str]:
     for unit, request in wrong[:10]:
         lines.append(
             f"DIFFERENT: {unit.configuration.name}, {unit.sessions} sessions, temperature {unit.temperature:g}, "
-            f"delay {unit.delay_ms:g} ms, repeat {unit.repeat}, request {request.unit} ({request.prompt})"
+            f"repeat {unit.repeat}, request {request.unit} ({request.prompt})"
         )
     return lines
