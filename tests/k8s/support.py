@@ -40,6 +40,7 @@ SETTINGS = {
     "monitoring": ("monitoring.enabled=true",),
     "incremental-upgrade": ("upgrade.incremental=true",),
     "ha": ("ha.enabled=true",),
+    "own-redis": ("ha.enabled=true", "ha.redisAddress=rediss://redis.example.com:6380"),
     "logs": ("logs.enabled=true",),
     "tls": ("tls.enabled=true", "apiKeys.enabled=true"),
     "model-download": ("models.from=download",),

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from tests.k8s.support import compose, groups_of, needs_helm, needs_testbed, of_kind, service_of
-from tests.k8s.test_schemas import checker
+from tests.k8s.test_schemas import problems
 
 from paceline.config import InternalTls, ServerTls
 from paceline.security.haproxy import PROGRAM, SETTINGS
@@ -20,7 +20,7 @@ BASES = ("small", "gpu", "gpu-two-hosts")
 def test_every_pod_has_the_files_that_haproxy_is_told_of(base):
     documents = compose(base, ("tls",))
     for document in documents:
-        assert checker()(document) == [], (document["kind"], document["metadata"]["name"])
+        assert problems(document) == [], (document["kind"], document["metadata"]["name"])
     (environment,) = (
         found["data"] for name, found in of_kind(documents, "ConfigMap").items() if SETTINGS in found.get("data", {})
     )

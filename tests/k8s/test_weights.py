@@ -274,6 +274,16 @@ def test_what_is_fetched_follows_the_models():
         assert "tokenizer" in str(jobs)
 
 
+def test_what_a_job_does_is_in_its_name():
+    """Kubernetes refuses a change of a Job: helm has to make another."""
+    chosen = (("model-fill",), ("model-fill", *OTHER_MODELS), ("model-fill-s3",), ("model-fill", "image.tag=new"))
+    elsewhere = ("model-fill-s3", "models.fill.address=s3://other/models")
+    jobs = [of_kind(compose("gpu", values), "Job") for values in (*chosen, elsewhere, ("model-fill",))]
+    specs = {name: job["spec"] for found in jobs for name, job in found.items()}
+    assert len(specs) == len(chosen) + 1  # and the first of them once more
+    assert all(specs[name] == job["spec"] for found in jobs for name, job in found.items())
+
+
 def test_another_model_has_another_mark():
     """A pod waits for the models of its own configuration, not for those of the one before."""
     scripts = [
