@@ -1,8 +1,9 @@
-"""Products of linear layers on one core: native, oneDNN's packed ones, and what the memory gives.
+"""Products of linear layers on one core: by bfloat16, by blocks of 8 and 4 bits, oneDNN's, and what the memory gives.
 
-Each way reads ``--mib`` of weights, which no cache holds, as several layers of one shape; they take turns with a plain
-read of the same memory, and of each the fastest counts. Products of up to four tokens should take what the read takes,
-those of many what the multipliers do.
+Each way reads ``--mib`` of bfloat16 weights, which no cache holds, or those rounded, as several layers of one shape;
+they take turns with a plain read of the same memory. Of each the fastest counts, in seconds of its thread: others
+hardly disturb it. Products of up to four tokens should take what the read takes, those of many what the
+multipliers do.
 
     python benchmarks/linear.py [--shapes 20736x384 384x10368] [--tokens 1 4 16 64 512]
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from paceline.cli.table import table
 from paceline.model.compiled import linear as cpu_linear
+from paceline.model.compiled.blocks import pack_blocks, quantize
 from paceline.model.compiled.package import _large_mappings, _use_huge_pages
 
 
@@ -27,9 +29,9 @@ def fastest_s(ways: list[Callable[[], object]], seconds: float) -> list[float]:
     best, turns, end = [float("inf")] * len(ways), 0, time.perf_counter() + seconds
     while turns < 3 or time.perf_counter() < end:
         for i, way in enumerate(ways):
-            started = time.perf_counter()
+            started = time.thread_time()
             way()
-            best[i] = min(best[i], time.perf_counter() - started)
+            best[i] = min(best[i], time.thread_time() - started)
         turns += 1
     return best
 
@@ -40,11 +42,12 @@ def measured(outputs: int, inputs: int, num_tokens: list[int], mib: int, seconds
     before = set(_large_mappings())
     weights = torch.randn(layers, outputs, inputs).mul_(inputs**-0.5).bfloat16()
     packed = torch.stack([cpu_linear.pack(weight) for weight in weights])
+    blocks = {bits: torch.stack([pack_blocks(quantize(weight, bits)) for weight in weights]) for bits in (8, 4)}
     theirs = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
     for span in set(_large_mappings()) - before:
         _use_huge_pages(*span)  # as in a package
 
-    def native(x: Tensor) -> None:
+    def native(x: Tensor, packed: Tensor) -> None:
         for weight in packed:
             cpu_linear.linear(x, weight, None, outputs)
 
@@ -55,11 +58,14 @@ def measured(outputs: int, inputs: int, num_tokens: list[int], mib: int, seconds
     listed = []
     for tokens in num_tokens:
         x = torch.randn(tokens, inputs).bfloat16()
-        ways = [partial(native, x), partial(onednn, x), packed.view(-1).view(torch.int64).sum]
-        ours, other, read = fastest_s(ways, seconds)
+        ours_of = [partial(native, x, weights) for weights in (packed, blocks[8], blocks[4])]
+        ours, int8, int4, other, read = fastest_s(
+            [*ours_of, partial(onednn, x), packed.view(-1).view(torch.int64).sum], seconds
+        )
         rate, flops = packed.nbytes / ours / 1e9, 2 * tokens * weights.numel() / ours / 1e9
         times = (f"{1e3 * ours:.2f}", f"{1e3 * other:.2f}", f"{other / ours:.2f}")
-        listed.append((str(tokens), *times, f"{rate:.1f}", f"{flops:.0f}", f"{100 * read / ours:.0f} %"))
+        small = (f"{1e3 * int8:.2f}", f"{1e3 * int4:.2f}", f"{ours / int8:.2f}", f"{ours / int4:.2f}")
+        listed.append((str(tokens), *times, f"{rate:.1f}", f"{flops:.0f}", f"{100 * read / ours:.0f} %", *small))
     return listed
 
 
@@ -76,7 +82,8 @@ def main() -> None:
         raise SystemExit("the native products cannot run here: they need AVX512-BF16 without AMX, and a C++ compiler")
     for shape in args.shapes:
         outputs, inputs = map(int, shape.split("x"))
-        head = (f"{shape}, tokens", "native ms", "oneDNN ms", "oneDNN / native", "native GB/s", "GFLOP/s", "of a read")
+        native = ("bfloat16 ms", "oneDNN ms", "oneDNN / bfloat16", "GB/s", "GFLOP/s", "of a read")
+        head = (f"{shape}, tokens", *native, "int8 ms", "int4 ms", "bfloat16 / int8", "bfloat16 / int4")
         print(
             "\n".join(table([head, *measured(outputs, inputs, args.tokens, args.mib, args.seconds)])) + "\n", flush=True
         )

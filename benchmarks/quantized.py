@@ -1,12 +1,12 @@
-"""Costs and savings of int8 weights against bfloat16: memory, the artifact, and the time of a step.
+"""Weights of 4 and 8 bits against bfloat16 on one core: step times, tokens/s, memory, and the likelihood of a text.
 
-Each variant lives in a process of its own with one thread. They take turns, so that a drift of the machine's speed
-meets all of them alike.
+A GGUF file runs in bfloat16, as it is stored, and rounded again by ``quantization``; any other checkpoint in bfloat16
+and rounded. Each variant is compiled and lives in a process of its own. They take turns. Of each step the fastest
+counts, in seconds of its thread, so that other processes count little; tokens/s are of whole generations, by the clock.
 
-    python benchmarks/quantized.py [CHECKPOINT ...]
+    taskset -c 1 python benchmarks/quantized.py build/models/smollm2.gguf [--peer]
 
-Without checkpoints: the embedded target, and the 150 M parameter one that `paceline bench local --grow-target 150M`
-has grown from it, if there is one.
+``--peer``: llama.cpp on the same file, with one thread, by the package xllamacpp.
 """
 
 from __future__ import annotations
@@ -15,56 +15,108 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import json
 import logging
 import multiprocessing
-import statistics
 import time
+import urllib.request
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnContext
 from pathlib import Path
+from typing import Any
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.config import ModelOptions, apply_worker_environment, cache_dir
-from paceline.embedded import TARGET_DIR
+from paceline.config import LocalConfig, ModelOptions, TargetModel, apply_worker_environment, cache_dir
 from paceline.logs import configure
 
-VARIANTS = [(compile, quantization) for compile in (False, True) for quantization in (None, "int8")]
-CONTEXT, NUM_TOKENS, ROUNDS = 192, 32, 7
-STEPS = (1, 5, 9)
-"""Tokens of a step: a decoded one, and proposals of 4 and 8 tokens under verification."""
+CONTEXT, NUM_TOKENS, ROUNDS = 192, 48, 9
+ROWS = (1, 2, 4, 8, 16)
+"""Rows of a step: a decoded token, and tokens of a proposal under verification or of several sessions."""
+PROMPT, GENERATED = "The history of the lighthouse begins", 128
+TEXT = Path(__file__).parents[1] / "docs" / "architecture.md"
+TEXT_TOKENS = 2000
 
 
-def serve(path: str, compile: bool, quantization: str | None, pipe: Connection) -> None:
-    """Loads the variant in its own process, reports its memory, then runs a step size whenever it gets one."""
+def serve(path: str, quantization: Any, pipe: Connection) -> None:
+    """Loads a variant in its own process, tells its facts, then does what it is asked for."""
     apply_worker_environment()
     configure(logging.WARNING)
     import torch
 
+    from paceline.local import LocalPipeline
     from paceline.model.loading import load_model
     from paceline.model.selftest import check_invariance
     from paceline.model.step_plan import SequenceStep
     from paceline.types import pages_for
 
     torch.set_num_threads(1)
-    before = resident_bytes()
-    model = load_model(
-        Checkpoint.open(path), ModelOptions(dtype="bfloat16", device="cpu", compile=compile, quantization=quantization)
-    )
-    runner = model.runner(16)
-    report = check_invariance(runner)
+    before, checkpoint = resident_bytes(), Checkpoint.open(path)
+    options = {"dtype": "bfloat16", "device": "cpu", "compile": True, "quantization": quantization}
+    model = load_model(checkpoint, ModelOptions(**options))
+    runner = model.runner(pages_for(TEXT_TOKENS) + 16)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    pipe.send((resident_bytes() - before, report.holds, model.num_parameters))
-    pages = runner.cache.allocate(pages_for(CONTEXT + NUM_TOKENS))
+    resident, holds = resident_bytes() - before, check_invariance(runner).holds
+    pages = runner.cache.allocate(pages_for(max(CONTEXT + NUM_TOKENS, TEXT_TOKENS)))
+
+    def step(num_rows: int) -> float:
+        """Fastest seconds of a step behind a context."""
+        best = float("inf")
+        for start in range(CONTEXT, CONTEXT + NUM_TOKENS - num_rows + 1, num_rows):
+            span = range(start, start + num_rows)
+            started = time.thread_time()
+            runner.forward([SequenceStep([11] * num_rows, span, span, pages, num_rows)])
+            best = min(best, time.thread_time() - started)
+        return best
+
+    def likelihood() -> float:
+        """Mean log-likelihood of a token of the text, in nats."""
+        ids = checkpoint.tokenizer.encode(TEXT.read_text(encoding="utf-8"))[:TEXT_TOKENS]
+        total = 0.0
+        for start in range(0, len(ids) - 1, 250):
+            stop = min(start + 250, len(ids) - 1)
+            logits = runner.forward(
+                [SequenceStep(ids[start:stop], range(start, stop), range(start, stop), pages, stop - start)]
+            )
+            found = logits.float().log_softmax(-1)
+            total += float(found.gather(1, torch.tensor(ids[start + 1 : stop + 1])[:, None]).sum())
+        return total / (len(ids) - 1)
+
     prefill = range(CONTEXT)
+    said = likelihood()
     runner.forward([SequenceStep([7] * CONTEXT, prefill, prefill, pages, num_logits=1)])
-    while (num_tokens := pipe.recv()) is not None:
-        started, count = time.perf_counter(), 0
-        for start in range(CONTEXT, CONTEXT + NUM_TOKENS - num_tokens + 1, num_tokens):
-            span = range(start, start + num_tokens)
-            runner.forward([SequenceStep([11] * num_tokens, span, span, pages, num_tokens)])
-            count += 1
-        pipe.send((time.perf_counter() - started) / count)
+    config = LocalConfig(target=TargetModel(path=path, **options), pin_cores=False)
+    with LocalPipeline(config) as pipeline:
+        pipe.send((resident, holds, said))
+        while (asked := pipe.recv()) is not None:
+            pipe.send(generate(pipeline) if asked == 0 else step(asked))
+
+
+def generate(pipeline: Any) -> float:
+    """Tokens/s of a plain greedy generation, prompt included."""
+    started = time.perf_counter()
+    result = pipeline.generate(PROMPT, temperature=0.0, max_tokens=GENERATED, ignore_eos=True).result()
+    return len(result.token_ids) / (time.perf_counter() - started)
+
+
+def serve_peer(path: str, _: None, pipe: Connection) -> None:
+    """llama.cpp's server in this process, on one thread."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.cpuparams.n_threads, params.cpuparams_batch.n_threads = path, 2048, 1, 1
+    params.n_parallel, params.warmup = 1, True
+    server = xllamacpp.Server(params)
+    pipe.send((0, True, float("nan")))
+    body = {"prompt": PROMPT, "temperature": 0.0, "n_predict": GENERATED, "ignore_eos": True, "cache_prompt": False}
+    request = urllib.request.Request(
+        f"{server.listening_address}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    while pipe.recv() is not None:
+        started = time.perf_counter()
+        with urllib.request.urlopen(request) as answer:
+            count = json.load(answer)["tokens_predicted"]
+        pipe.send(count / (time.perf_counter() - started))
 
 
 def resident_bytes() -> int:
@@ -72,74 +124,63 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def measure(path: str) -> None:
-    """Prints the table of one checkpoint."""
+def measure(variants: dict[str, tuple[Callable[..., None], str, str | None]]) -> None:
+    """Prints the tables; the first variant is what the others are compared with."""
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
-        pipes: dict[tuple[bool, str | None], Connection] = {}
+        pipes: dict[str, Connection] = {}
         facts = {}
-        artifacts: dict[tuple[bool, str | None], int] = {}
-        for variant in VARIANTS:
-            if variant[0]:  # built by another process: what compiling takes is not what running takes
-                artifacts[variant] = build(context, path, variant)
-            pipes[variant], theirs = context.Pipe()
-            process = context.Process(target=serve, args=(path, *variant, theirs), daemon=True)
+        for name, (target, path, quantization) in variants.items():
+            pipes[name], theirs = context.Pipe()
+            process = context.Process(target=target, args=(path, quantization, theirs))
             process.start()
             stack.callback(process.join)
-            stack.callback(pipes[variant].send, None)
-            facts[variant] = pipes[variant].recv()
-        times: dict[tuple[bool, str | None], dict[int, list[float]]] = {v: {n: [] for n in STEPS} for v in VARIANTS}
+            stack.callback(pipes[name].send, None)
+            facts[name] = pipes[name].recv()
+        steps = {name: dict.fromkeys(ROWS, float("inf")) for name in variants if variants[name][0] is serve}
+        speeds = dict.fromkeys(variants, 0.0)
         for _ in range(ROUNDS):
-            for num_tokens in STEPS:
-                for variant in VARIANTS:
-                    pipes[variant].send(num_tokens)
-                    times[variant][num_tokens].append(pipes[variant].recv())
-    parameters = facts[VARIANTS[0]][2] / 1e6
+            for rows in ROWS:
+                for name, best in steps.items():
+                    pipes[name].send(rows)
+                    best[rows] = min(best[rows], pipes[name].recv())
+            for name in variants:
+                pipes[name].send(0)
+                speeds[name] = max(speeds[name], pipes[name].recv())
+    plain = next(iter(variants))
     print(
-        f"\n{parameters:.1f} M parameters, arithmetic in bfloat16, one thread, "
-        f"medians of {ROUNDS} rounds of {NUM_TOKENS} tokens"
+        f"{'':12}{'verifies':>10}{'resident':>10}{'nats/token':>12}{'tokens/s':>10}  ms of a step of "
+        + "".join(f"{n:>8}" for n in ROWS)
     )
-    head = "".join(f"{f'{n} token' + 's' * (n > 1):>10}" for n in STEPS)
-    print(f"{'':20}{'verifies':>10}{'resident':>10}{'artifact':>10}{'tokens/s':>10}   ms per step of{head}")
-    medians = {v: {n: statistics.median(t) for n, t in times[v].items()} for v in VARIANTS}
-    for variant in VARIANTS:
-        compiled, quantization = variant
-        resident, holds, _ = facts[variant]
-        size = f"{artifacts[variant] / 1e6:.0f} MB" if compiled else "-"
-        print(
-            f"{name_of(compiled):9}{quantization or 'bfloat16':11}{'same bits' if holds else 'NOT':>10}"
-            f"{resident / 1e6:7.0f} MB{size:>10}{1 / medians[variant][1]:10.1f}{'':17}"
-            + "".join(f"{1e3 * medians[variant][n]:10.2f}" for n in STEPS)
-        )
-    for compiled in (False, True):
-        ratios = (medians[compiled, None][n] / medians[compiled, "int8"][n] for n in STEPS)
-        print(f"{name_of(compiled):9}{'speed of int8 to bfloat16':68}" + "".join(f"{ratio:10.2f}" for ratio in ratios))
-
-
-def name_of(compiled: bool) -> str:
-    """Name in the tables."""
-    return "compiled" if compiled else "eager"
-
-
-def build(context: SpawnContext, path: str, variant: tuple[bool, str | None]) -> int:
-    """Compiles a variant if it is not in the cache; returns the bytes of its artifact."""
-    pipe, theirs = context.Pipe()
-    pipe.send(None)
-    process = context.Process(target=serve, args=(path, *variant, theirs))
-    process.start()
-    process.join()
-    used = max((cache_dir() / "compiled").glob("*.lock"), key=lambda lock: lock.stat().st_mtime)
-    return used.with_suffix(".pt2").stat().st_size
+    for name in variants:
+        resident, holds, said = facts[name]
+        row = f"{name:12}{'same bits' if holds else 'NOT':>10}{resident / 1e6:7.0f} MB{said:12.4f}{speeds[name]:10.1f}"
+        print(f"{row:72}" + "".join(f"{1e3 * t:8.2f}" for t in steps.get(name, {}).values()))
+    for name in list(variants)[1:]:
+        ratios = "".join(f"{steps[plain][n] / t:8.2f}" for n, t in steps.get(name, {}).items())
+        print(f"{name + ' to ' + plain:44}{speeds[name] / speeds[plain]:10.2f}{'':18}{ratios}")
 
 
 def main() -> None:
-    """One table for each checkpoint."""
+    """The tables of one checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", nargs="*")
+    parser.add_argument("checkpoint")
+    parser.add_argument("--peer", action="store_true")
     args = parser.parse_args()
-    grown = sorted((cache_dir() / "grown").glob("target-150000000-bfloat16-*"))
-    for path in args.checkpoint or [str(TARGET_DIR), *map(str, grown[-1:])]:
-        measure(path)
+    path, is_gguf = args.checkpoint, Checkpoint.open(args.checkpoint).gguf is not None
+    if is_gguf:
+        from paceline.checkpoint.gguf.convert import convert
+
+        path = str(cache_dir() / "benchmarks" / f"{Path(path).stem}-bfloat16")
+        if not Path(path).exists():
+            convert(Path(Checkpoint.open(args.checkpoint).location), Path(path), lambda done, total: None)
+    variants: dict[str, tuple[Callable[..., None], str, str | None]] = {"bfloat16": (serve, path, None)}
+    if is_gguf:
+        variants["as stored"] = (serve, args.checkpoint, None)
+    variants |= {"int8": (serve, path, "int8"), "int4": (serve, path, "int4")}
+    if args.peer:
+        variants["llama.cpp"] = (serve_peer, args.checkpoint, None)
+    measure(variants)
 
 
 if __name__ == "__main__":

@@ -106,22 +106,22 @@ def test_outliers_of_the_batch() -> None:
     assert batch_dependence({"quant_method": "torchao"}) is None
 
 
-def test_int8_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_needs_its_package_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no checkpoint that is quantized already."""
     monkeypatch.setattr(quantization, "_is_installed", lambda name: False)
+    require_quantization("int8", "m", None, "cpu")
     with pytest.raises(ConfigError) as caught:
-        require_quantization("int8", "m", None)
+        require_quantization("int8", "m", None, "cuda")
     said = "quantization is 'int8', which needs the package torchao: pip install torchao, or set quantization to null"
     assert str(caught.value) == said
     with pytest.raises(ConfigError, match="model 'm' is quantized by 'gptq' already: set quantization to null to run"):
-        require_quantization("int8", "m", "gptq")
+        require_quantization("int8", "m", "gptq", "cpu")
 
 
 def test_bytes_of_a_weight() -> None:
     """As it will run."""
-    assert [weight_bytes_per_parameter(q, d) for q in (None, "int8") for d in ("auto", "bfloat16", "float32")] == [
-        2, 2, 4, 1, 1, 1,
-    ]  # fmt: skip
+    assert [weight_bytes_per_parameter(None, dtype) for dtype in ("auto", "bfloat16", "float32")] == [2, 2, 4]
+    assert [weight_bytes_per_parameter(q, "auto") for q in ("int8", "int4")] == [34 / 32, 20 / 32]
 
 
 def test_target_and_draft_are_quantized_apart() -> None:

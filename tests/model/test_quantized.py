@@ -7,28 +7,34 @@ import tempfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
+from tests.support.compilers import load_operators
+from tests.support.gguf_files import MODELS, write_gguf
 from tests.support.models import noisy_copy, prompt, random_model, save_pair
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
 from tests.support.rings import nightly, slow
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import ModelOptions, TargetOptions, TargetSetup
 from paceline.errors import ConfigError
-from paceline.model.attention import native as cpu_attention
+from paceline.model import quantized
 from paceline.model.compiled.aot import artifact_key
+from paceline.model.compiled.blocks import pack_blocks
+from paceline.model.compiled.linear import PackedLinear
 from paceline.model.loading import LoadedModel, load_model, load_pretrained, prepare
-from paceline.model.quantized import require_whole
+from paceline.model.quantized import _torchao_config, load_options, require_whole
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import InvarianceReport, check_invariance
+from paceline.model.step import Step
 from paceline.target import build
 from paceline.types import Mode, SamplingParams
 
-torchao = pytest.importorskip("torchao")
-
+pytestmark = pytest.mark.compiler
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -54,6 +60,18 @@ def requests() -> dict[str, Request]:
     }
 
 
+@torch.no_grad()
+def logits_of(model: PreTrainedModel) -> torch.Tensor:
+    """Logits of some tokens, float32, by transformers' own attention."""
+    previous = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        found: torch.Tensor = model(torch.tensor([prompt(1, 40)])).logits.float()
+    finally:
+        model.set_attn_implementation(previous)
+    return found
+
+
 def generated(model: PreTrainedModel, tokens: list[int], length: int) -> list[int]:
     """transformers' own greedy decoding, with its own attention and cache."""
     previous = model.config._attn_implementation
@@ -68,32 +86,42 @@ def generated(model: PreTrainedModel, tokens: list[int], length: int) -> list[in
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_int8_is_what_torchao_makes_of_the_weights(dtype: torch.dtype) -> None:
-    """One scale for each output; embeddings, norms and the output layer as they were."""
-    plain, int8 = reloaded(dtype, None), reloaded(dtype, "int8")
-    for (name, weight), (_, rounded) in zip(plain.named_parameters(), int8.named_parameters(), strict=True):
-        if "proj" not in name:
-            assert torch.equal(weight, rounded)
-            continue
-        assert (rounded.qdata.dtype, rounded.scale.shape) == (torch.int8, (len(weight), 1))
-        assert ((rounded.qdata * rounded.scale - weight).abs() <= rounded.scale * 0.51).all()
-    model = prepare(int8, compile=False)
-    assert (model.quantization, model.batch_dependence) == ("torchao", None)
-    assert (model.num_parameters, model.dtype) == (prepare(plain, compile=False).num_parameters, dtype)
+def test_linear_layers_are_rounded_and_nothing_else(dtype: torch.dtype) -> None:
+    """The output layer to 8 bits in any case; embeddings and norms as they were; logits are near."""
+    plain = reloaded(dtype, None)
+    logits = logits_of(plain)
+    for quantization, allowed in (("int8", 0.1), ("int4", 0.5)):
+        model = reloaded(dtype, quantization)
+        packed = {name: part.bits for name, part in model.named_modules() if isinstance(part, PackedLinear)}
+        linears = [name for name, part in plain.named_modules() if isinstance(part, torch.nn.Linear)]
+        assert packed == {name: 8 if "lm_head" in name else int(quantization[3:]) for name in linears}
+        kept = dict(model.named_parameters())
+        assert all(torch.equal(kept[name], weight) for name, weight in plain.named_parameters() if name in kept)
+        assert [name for name, _ in plain.named_parameters() if name not in kept] == [
+            f"{name}.weight" for name in linears
+        ]
+        found = logits_of(model)
+        assert 0 < float((found - logits).norm() / logits.norm()) < allowed
+        ready = prepare(model, compile=False)
+        assert (ready.quantization, ready.batch_dependence) == (
+            {"int8": "int8", "int4": "int4 and int8"}[quantization],
+            None,
+        )
+        assert (ready.num_parameters, ready.dtype) == (prepare(plain, compile=False).num_parameters, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_verifying_gives_the_bits_of_decoding(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "quantization"), [(torch.float32, "int8"), (torch.bfloat16, "int4")], ids=str)
+def test_verifying_gives_the_bits_of_decoding(dtype: torch.dtype, quantization: str) -> None:
     """What losslessness rests on."""
-    report = check_invariance(loaded(dtype, "int8").runner(32))
+    report = check_invariance(loaded(dtype, quantization).runner(32))
     assert report.holds, report
 
 
 @pytest.mark.parametrize(
     ("target", "draft", "dtype"),
     [
-        ("int8", None, torch.float32),
-        *slow([(None, "int8", torch.float32), ("int8", "int8", torch.bfloat16)]),
+        ("int4", None, torch.bfloat16),
+        *slow([(None, "int4", torch.float32), ("int8", "int8", torch.bfloat16)]),
         *nightly([("int8", "int8", torch.float32), ("int8", None, torch.bfloat16), (None, "int8", torch.bfloat16)]),
     ],
 )
@@ -145,17 +173,83 @@ def test_verifying_with_another_copy_of_the_weights_is_caught(monkeypatch: pytes
     assert any(results[name].token_ids != r.token_ids for name, r in reference.items())
 
 
+def save_torchao(folder: Path, dtype: torch.dtype) -> Checkpoint:
+    """A checkpoint that torchao has rounded to int8."""
+    pytest.importorskip("torchao")
+    random_model("llama", dtype=dtype).save_pretrained(folder / "plain")
+    options = {"dtype": dtype, "quantization_config": _torchao_config()}
+    AutoModelForCausalLM.from_pretrained(folder / "plain", **options).save_pretrained(folder / "int8")
+    return Checkpoint.open(str(folder / "int8"))
+
+
 @pytest.mark.slow
-def test_a_checkpoint_of_torchao_loads_as_it_is(tmp_path: Path) -> None:
-    """The same text as what was quantized at loading; to quantize it again is refused."""
-    model = reloaded(torch.bfloat16, "int8")
-    model.save_pretrained(tmp_path)
-    again = load_model(Checkpoint.open(str(tmp_path)), ModelOptions(dtype="bfloat16", device="cpu", compile=False))
-    assert again.quantization == "torchao"
+def test_a_checkpoint_of_torchao_runs_as_it_is(tmp_path: Path) -> None:
+    """Drafted text is its own plain text; to quantize it again is refused."""
+    checkpoint = save_torchao(tmp_path, torch.bfloat16)
+    model = load_model(checkpoint, ModelOptions(dtype="bfloat16", device="cpu", compile=False))
+    assert model.quantization == "torchao"
     asked = requests()
-    assert_same(plain_reference(again, asked), plain_reference(prepare(model, compile=False), asked))
+    assert_same(Pump(model, loaded(torch.bfloat16, None, 0.05)).run(asked), plain_reference(model, asked))
     with pytest.raises(ConfigError, match="is quantized by 'torchao' already: set quantization to null"):
-        load_model(Checkpoint.open(str(tmp_path)), ModelOptions(quantization="int8", device="cpu"))
+        load_model(checkpoint, ModelOptions(quantization="int8", device="cpu"))
+
+
+@pytest.mark.slow
+def test_of_torchao_only_bfloat16_is_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """``auto`` runs eager and says why; ``true`` is refused with the same reason."""
+    checkpoint = save_torchao(tmp_path, torch.float32)
+    options = ModelOptions(dtype="float32", device="cpu")
+    caplog.set_level("INFO", "paceline")
+    load_model(checkpoint, options)
+    reason = "int8 weights are compiled with dtype 'bfloat16', and dtype is 'float32'"
+    assert any(record.getMessage().endswith(f"is not compiled: {reason}") for record in caplog.records)
+    with pytest.raises(ConfigError, match=f"^compile is true, but {reason}: set compile to auto or false$"):
+        load_model(checkpoint, options.model_copy(update={"compile": True}))
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", ["llama-tied", "llama-biased", "phi3"])
+def test_blocks_of_a_file_run_as_they_are_stored(
+    name: str, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 where that is fast; in float32, and elsewhere, they are dequantized while they are read."""
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    checkpoint = Checkpoint.open(str(write_gguf(tmp_path / "m.gguf", name, random_model(MODELS[name][1]()), kind)))
+    options = ModelOptions(dtype="bfloat16", device="cpu", compile=False)
+    exact, kept = (load_model(checkpoint, options.model_copy(update={"dtype": d})) for d in ("float32", "bfloat16"))
+    assert (exact.quantization, kept.quantization) == (None, "int8" if kind is Kind.Q8_0 else "int4")
+    assert kept.num_parameters == exact.num_parameters
+    models = [cast(Step, one.step).model for one in (exact, kept)]
+    logits = [logits_of(model) for model in models]
+    assert (
+        float((logits[1] - logits[0]).norm() / logits[0].norm()) < 0.1
+    )  # a wrong order of rows, or a wrong zero, makes it about 1
+    layer = models[1].get_submodule("model.layers.0.self_attn.o_proj")
+    stored = checkpoint.gguf.blocks("model.layers.0.self_attn.o_proj.weight")
+    assert isinstance(layer, PackedLinear)
+    assert torch.equal(layer.packed, pack_blocks(stored))
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    assert load_model(checkpoint, options).quantization is None
+
+
+def test_what_a_file_does_not_hold_in_blocks_can_be_rounded(tmp_path: Path) -> None:
+    """Blocks of 256 are dequantized; ``quantization`` rounds those layers, and leaves the stored blocks alone."""
+    path = write_gguf(tmp_path / "m.gguf", "llama", random_model(MODELS["llama"][1]()), Kind.BF16)
+    model = load_model(Checkpoint.open(str(path)), ModelOptions(dtype="bfloat16", device="cpu", compile=False))
+    assert model.quantization is None
+    options = ModelOptions(dtype="bfloat16", device="cpu", compile=False, quantization="int4")
+    assert load_model(Checkpoint.open(str(path)), options).quantization == "int4 and int8"
+    path = write_gguf(tmp_path / "q.gguf", "llama", random_model(MODELS["llama"][1]()), Kind.Q8_0)
+    assert load_model(Checkpoint.open(str(path)), options).quantization == "int8"
+
+
+def test_quantization_without_a_compiler_or_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint("m", 64, (2,), 64)
+    monkeypatch.setattr(quantized, "blocks_usable", lambda: False)
+    with pytest.raises(ConfigError, match=r"^quantization is 'int4', whose products need a C.. compiler"):
+        load_options(checkpoint, "int4", CPU)
+    with pytest.raises(ConfigError, match=r"^quantization is 'int4' and device is 'cuda': 'int8' and null are allowed"):
+        load_options(checkpoint, "int4", torch.device("cuda"))
 
 
 def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
@@ -163,18 +257,6 @@ def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
     random_model("gpt2").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"quantization is 'int8', and GPT2LMHeadModel .* has no linear layer"):
         load_model(Checkpoint.open(str(tmp_path)), ModelOptions(quantization="int8", device="cpu", compile=False))
-
-
-def test_only_bfloat16_is_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """``auto`` runs eager and says why; ``true`` is refused with the same reason."""
-    random_model("llama").save_pretrained(tmp_path)
-    options = ModelOptions(dtype="float32", quantization="int8", device="cpu")
-    caplog.set_level("INFO", "paceline")
-    load_model(Checkpoint.open(str(tmp_path)), options)
-    reason = "int8 weights are compiled with dtype 'bfloat16', and dtype is 'float32'"
-    assert any(record.getMessage().endswith(f"is not compiled: {reason}") for record in caplog.records)
-    with pytest.raises(ConfigError, match=f"^compile is true, but {reason}: set compile to auto or false$"):
-        load_model(Checkpoint.open(str(tmp_path)), options.model_copy(update={"compile": True}))
 
 
 def test_quantized_weights_are_not_split(tmp_path: Path) -> None:
@@ -189,9 +271,9 @@ def test_quantized_weights_are_not_split(tmp_path: Path) -> None:
 
 
 def test_artifacts_are_told_apart_by_their_weights() -> None:
-    """int8 of two models, and int8 and bfloat16 of one."""
-    models = [reloaded(torch.bfloat16, q, noise) for q in ("int8", None) for noise in (0.0, 0.05)]
-    assert len({artifact_key(model, None) for model in models}) == 4
+    """int8 of two models, and int8, int4 and bfloat16 of one."""
+    models = [reloaded(torch.bfloat16, q, noise) for q in ("int8", "int4", None) for noise in (0.0, 0.05)]
+    assert len({artifact_key(model, None) for model in models}) == 6
 
 
 @pytest.mark.parametrize(
@@ -213,7 +295,7 @@ def test_a_target_that_verifies_otherwise_is_refused_with_a_draft(
     target = TargetSetup(str(folder / "target"), options, tree_budget=256)
     with pytest.raises(ConfigError) as caught:
         build.build_target_engine(target, lambda events: None)
-    assert "is quantized by 'torchao', and speculation could change its output, for " + said in str(caught.value)
+    assert "is quantized by 'int8', and speculation could change its output, for " + said in str(caught.value)
     assert str(caught.value).endswith(
         "set draft_config to null and leave heads out for plain decoding, or use another checkpoint"
     )
@@ -223,16 +305,18 @@ def test_a_target_that_verifies_otherwise_is_refused_with_a_draft(
 
 
 @pytest.mark.compiler
-@pytest.mark.nightly
-def test_compiled_int8_keeps_its_bytes_and_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The artifact multiplies by int8, and all modes give the text of its own plain decoding."""
-    cpu_attention.unavailable()  # from the cache that is kept
+@pytest.mark.slow
+def test_compiled_blocks_keep_their_bytes_and_their_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The artifact multiplies by blocks, those of one input at once, and all modes give the text of its own plain
+    decoding."""
+    load_operators()
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    target = prepare(reloaded(torch.bfloat16, "int8"), compile=True)
+    target = prepare(reloaded(torch.bfloat16, "int4"), compile=True)
     (artifact,) = (tmp_path / "compiled").glob("*.pt2")
     with zipfile.ZipFile(artifact) as package:
         source = "".join(package.read(n).decode() for n in package.namelist() if n.endswith("wrapper.cpp"))
-    assert source.count("aoti_torch_cpu__weight_int8pack_mm(") == 2 * 7
+    assert source.count("aoti_torch_cpu_packed_linear(") - 1 == 2 * 4 + 1  # one declares it
+    assert "mkldnn" not in source
     report = check_invariance(target.runner(32))
     assert report.holds, report
     asked = requests()

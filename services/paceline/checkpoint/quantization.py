@@ -85,8 +85,8 @@ def require_method(path: str, method: str, device: str) -> None:
         _raise_missing(subject, missing, "or use another checkpoint")
 
 
-def require_quantization(quantization: str, path: str, method: str | None) -> None:
-    """Raises ConfigError in one sentence if weights cannot be quantized at loading.
+def require_quantization(quantization: str, path: str, method: str | None, device: str) -> None:
+    """Raises ConfigError in one sentence if weights cannot be quantized while they are loaded to ``device``.
 
     ``method``: what the checkpoint at ``path`` is quantized by already, if it is.
     """
@@ -96,6 +96,10 @@ def require_quantization(quantization: str, path: str, method: str | None) -> No
             f"{subject}, and model {path!r} is quantized by {method!r} already: set quantization to null to run it as "
             "it is, or name a checkpoint that is not quantized"
         )
+    if device == "cpu":
+        return
+    if quantization != "int8":
+        raise ConfigError(f"{subject} and device is {device!r}: 'int8' and null are allowed there")
     if not _is_installed("torchao"):
         _raise_missing(subject, ["torchao"], "or set quantization to null")
 
@@ -111,13 +115,13 @@ def batch_dependence(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def weight_bytes_per_parameter(quantization: str | None, dtype: str) -> int:
+def weight_bytes_per_parameter(quantization: str | None, dtype: str) -> float:
     """Bytes that a number of a linear layer takes as it will run; ``dtype`` auto counts as bfloat16, the smallest.
 
-    Embeddings and the output layer keep ``dtype``: call it with None for those.
+    Scales and minima of 32 numbers are counted. The embedding keeps ``dtype``: call it with None for that.
     """
-    if quantization == "int8":
-        return 1
+    if quantization is not None:
+        return {"int8": 34 / 32, "int4": 20 / 32}[quantization]
     return 4 if dtype == "float32" else 2
 
 

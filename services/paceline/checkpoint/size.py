@@ -94,7 +94,7 @@ def model_size(
     if quantization is not None:  # linear layers only
         tables = size.vocab_size * size.hidden_size * size.num_tables
         rounded = max(0, counts.numbers - counts.whole - tables)
-        saved += rounded * (item_bytes - weight_bytes_per_parameter(quantization, dtype))
+        saved += int(rounded * (item_bytes - weight_bytes_per_parameter(quantization, dtype)))
     return replace(size, saved_bytes=saved)
 
 

@@ -24,9 +24,9 @@ from paceline.types import MAX_DRAFT_TOKENS
 DType = Literal["auto", "float32", "bfloat16"]
 """``auto``: bfloat16 where the device multiplies it natively (AMX, AVX512-BF16, CUDA), else float32."""
 
-Quantization = Literal["int8"]
-"""``int8``: the weights of linear layers as 8-bit integers with one scale for each output, rounded while they are
-loaded; activations keep the dtype."""
+Quantization = Literal["int8", "int4"]
+"""Weights of linear layers as integers of 8 or 4 bits, rounded while they are loaded. CPUs: in blocks of 32 inputs with
+a scale each, multiplied by inputs that are rounded to 8 bits. GPUs: ``int8`` alone, with one scale for each output."""
 
 
 class ModelOptions(Strict):

@@ -38,7 +38,16 @@ from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.load import Progress
 from paceline.model.parallel.model import Share, load_shard, share_of
 from paceline.model.parallel.runner import LeadersCache, LeadingRunner, RankRunner, agreed, lead
-from paceline.model.quantized import load_options, quantization_of, require_quantized, require_whole, why_eager
+from paceline.model.quantized import (
+    keeps_blocks,
+    load_options,
+    pack_quantized,
+    parameter_counts,
+    quantization_of,
+    require_quantized,
+    require_whole,
+    why_eager,
+)
 from paceline.model.runner import ModelRunner
 from paceline.model.states import StateTaps, require_boundaries
 from paceline.model.step import Step, name_of, probe_layers
@@ -163,6 +172,8 @@ def load_model(
     can_compile = _can_compile(device, group)
     if group is None:
         model = load_pretrained(checkpoint, dtype, device, options.quantization)
+        if options.quantization is None and keeps_blocks(checkpoint, dtype, device):
+            pack_quantized(model, checkpoint.gguf, None)
     else:
         require_whole(checkpoint, options.quantization, group.degree)
         model = load_shard(checkpoint, dtype, group, progress=_progress(group))
@@ -309,7 +320,7 @@ def _why_no_parts(model: PreTrainedModel) -> str | None:
 
 def _size(model: PreTrainedModel, layers: list[LayerSpec]) -> ModelSize:
     """The size by the configuration, corrected by the parameters and the layers that there are."""
-    counts = [(p.numel(), p.dim()) for p in model.parameters()]
+    counts = parameter_counts(model)
     size = size_of(
         model.config.to_dict(),
         sum(count for count, _ in counts),
@@ -368,6 +379,8 @@ def load_pretrained(
     if part is None and (unexpected := sorted(info["unexpected_keys"])):
         log.warning("model %r: ignoring unexpected weights: %s", path, _named(unexpected))
     if quantization is not None:
+        if device.type == "cpu":
+            pack_quantized(model, gguf, quantization)
         require_quantized(model, path, quantization)
     return model if model.device == device else model.to(device)
 

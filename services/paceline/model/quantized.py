@@ -1,4 +1,8 @@
-"""Quantized weights in torch: how transformers is asked for them, and what a loaded model says of its own."""
+"""Quantized weights in torch: how they are made or kept while a model is loaded, and what it says of its own.
+
+On the CPU the linear layers of a model run by blocks of 4 or 8 bits (``compiled/blocks.py``): those that a GGUF file
+holds, or that are made of plain weights. Other checkpoints that come quantized, and int8 on GPUs, are transformers'.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.gguf.weights import GgufWeights
 from paceline.checkpoint.quantization import batch_dependence, method_of, require_method, require_quantization
 from paceline.config import Quantization
 from paceline.errors import ConfigError
+from paceline.model.compiled.blocks import OUTPUTS, quantize
+from paceline.model.compiled.linear import PackedLinear, blocks_usable, quantized_layers, replace_layers
 
+_OUTPUT_LAYER_BITS = 8
+"""Of the output layer, where others have 4: its roundings are not followed by anything that evens them out."""
 log = logging.getLogger(__name__)
 
 
@@ -28,7 +37,14 @@ def load_options(checkpoint: Checkpoint, quantization: Quantization | None, devi
     """
     method = None if checkpoint.quantization is None else method_of(checkpoint.quantization)
     if quantization is not None:
-        require_quantization(quantization, checkpoint.path, method)
+        require_quantization(quantization, checkpoint.path, method, device.type)
+        if device.type == "cpu":
+            if not blocks_usable():
+                raise ConfigError(
+                    f"quantization is {quantization!r}, whose products need a C++ compiler and an x86 processor here: "
+                    "install g++, or set quantization to null"
+                )
+            return {}
         return {"quantization_config": _torchao_config()}
     if method is None:
         return {}
@@ -54,16 +70,61 @@ def _torchao_config() -> Any:
     return TorchAoConfig(Int8WeightOnlyConfig(granularity=PerRow(), set_inductor_config=False))
 
 
+def keeps_blocks(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> bool:
+    """True if the blocks of a GGUF file are multiplied as they are stored: where that is faster than by bfloat16."""
+    fast = device.type == "cpu" and dtype == torch.bfloat16 and torch.cpu._is_vnni_supported()
+    return fast and checkpoint.gguf is not None and blocks_usable()
+
+
+def pack_quantized(model: PreTrainedModel, weights: GgufWeights | None, quantization: Quantization | None) -> None:
+    """Replaces the linear layers of a model on the CPU by quantized ones. ``blocks_usable`` comes first.
+
+    Layers whose weights are stored in blocks of 32 in a GGUF file run by these; all others are rounded as
+    ``quantization`` says, or stay as they are. The few outputs of a gate stay, too: what it chooses is not rounded.
+    """
+    output_layer = model.get_output_embeddings()
+    embedding = next((name for name, part in model.named_modules() if part is model.get_input_embeddings()), "")
+    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+
+    def make(path: str, layer: torch.nn.Linear) -> PackedLinear | None:
+        if layer.out_features < OUTPUTS:
+            return None
+        stored = None
+        if weights is not None:
+            name = embedding if layer is output_layer and tied else path
+            stored = weights.blocks(f"{name}.weight")
+        if stored is None and quantization is not None:
+            bits = _OUTPUT_LAYER_BITS if quantization == "int8" or layer is output_layer else 4
+            stored = quantize(layer.weight, bits)
+        return None if stored is None else PackedLinear(layer, stored)
+
+    replace_layers(model, make)
+    if layers := quantized_layers(model):
+        packed = sum(layer.num_weights for layer in layers)
+        num_bytes = sum(layer.packed.nbytes for layer in layers)
+        log.info("%.0f M weights of linear layers take %.0f MB in blocks", packed / 1e6, num_bytes / 1e6)
+
+
 def require_quantized(model: PreTrainedModel, path: str, quantization: Quantization) -> None:
-    """Logs how much of a model was quantized. Raises ConfigError if nothing was: its layers are none of torch's."""
-    total = model.num_parameters()
-    quantized = sum(p.numel() for p in model.parameters() if _is_composed(p))
-    if not quantized:
+    """Raises ConfigError if nothing of a model's layers was quantized: they are none of torch's."""
+    packed = [layer for layer in quantized_layers(model) if layer is not model.get_output_embeddings()]
+    if not packed and not any(_is_composed(p) for p in model.parameters()):
         raise ConfigError(
             f"quantization is {quantization!r}, and {type(model).__name__} ({path}) has no linear layer that it "
             "applies to: set quantization to null"
         )
-    log.info("model %r: %.0f %% of its parameters are %s", path, 100 * quantized / total, quantization)
+
+
+def parameter_counts(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Numbers and dimensions of each parameter, quantized ones included; of tied ones that of the embedding alone."""
+    counts = [(p.numel(), p.dim()) for p in model.parameters()]
+    tied = (
+        model.get_output_embeddings() if getattr(model.config.get_text_config(), "tie_word_embeddings", False) else None
+    )
+    for layer in quantized_layers(model):
+        counts += [] if layer is tied else [(layer.num_weights, 2)]
+        counts += [] if layer.bias is None else [(layer.bias.numel(), 1)]
+    return counts
 
 
 def quantization_of(model: PreTrainedModel) -> tuple[str | None, str | None]:
@@ -71,6 +132,8 @@ def quantization_of(model: PreTrainedModel) -> tuple[str | None, str | None]:
 
     Each is None if there is none; weights that were dequantized while they were loaded count as not quantized.
     """
+    if layers := quantized_layers(model):
+        return " and ".join(f"int{bits}" for bits in sorted({layer.bits or 0 for layer in layers})), None
     config = _quantization_config(model)
     if config is None:
         return None, None

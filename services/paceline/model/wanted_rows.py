@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError
+from paceline.model.compiled.linear import PackedLinear
 from paceline.model.features import OUT, Features
 from paceline.model.states import find_layers
 
@@ -46,7 +47,7 @@ class WantedRows:
         mlp = getattr(layers[-1], "mlp", None)
         if mlp is None or not type(mlp).__name__.endswith("MLP"):  # experts choose by token
             return None
-        products = [part for part in mlp.modules() if isinstance(part, nn.Linear)]
+        products = [part for part in mlp.modules() if isinstance(part, nn.Linear | PackedLinear)]
         return cls(mlp) if products and not any(part.out_features % _LANES for part in products) else None
 
     @contextmanager

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -267,15 +267,17 @@ def _lookahead(setup: TargetSetup, options: HeadOptions) -> MountedHead:
 def _load(setup: TargetSetup, plan: HeadPlan, model: LoadedModel) -> HeadDrafter:
     """A head that reads states. It borrows the target's tables where those are whole modules of this process."""
     embed = lm_head = None
-    if (lasting := _lasting(model)) is not None and model.share is None and model.quantization is None:
+    if (lasting := _lasting(model)) is not None and model.share is None:
         embed, lm_head = lasting.get_input_embeddings(), lasting.get_output_embeddings()
     max_leaves = MOST_LEAVES * setup.options.max_sessions
     return plan.load(model.dtype, model.device, embed=embed, lm_head=lm_head, max_leaves=max_leaves)
 
 
 def _lasting(model: LoadedModel) -> Any:
-    """The module of an eager target, whose weights others can share; None: it is compiled, or about to be."""
-    return model.step.model if isinstance(model.step, Step) and model.load_compiled is None else None
+    """The module of an eager target, whose weights others can share; None: they are quantized, or it is compiled, or
+    about to be."""
+    plain = isinstance(model.step, Step) and model.load_compiled is None and model.quantization is None
+    return cast(Step, model.step).model if plain else None
 
 
 def _warm_up(drafter: DraftModelHead, vocab_size: int, device: torch.device) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.compilers import needs_products
+from tests.support.compilers import needs_products, products_with
 from tests.support.models import random_model
 from tests.support.rings import nightly
 from torch import Tensor, nn
@@ -27,7 +27,8 @@ from paceline.model.attention import native as cpu_attention
 from paceline.model.compiled import aot
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.aot import artifact_key
-from paceline.model.compiled.linear import PackedLinear, gated_silu, linear, pack, pack_layers, replace_linears
+from paceline.model.compiled.joined import replace_linears
+from paceline.model.compiled.linear import PackedLinear, gated_silu, linear, pack, pack_layers
 from paceline.model.loading import prepare
 from paceline.model.selftest import check_invariance
 
@@ -170,13 +171,9 @@ def test_a_gate_that_is_one_is_one_operator_and_others_stay() -> None:
 @needs_products
 def test_pieces_that_are_left_out_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel with one fault: the last outputs of a piece belong to nobody."""
-    source = cpu_linear._SOURCE.read_text(encoding="utf-8")
     right = "(piece + 1) * groups / pieces)"
-    assert source.count(right) == 1
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    mutant = tmp_path / "mutant.cpp"
-    mutant.write_text(source.replace(right, "(piece + 1) * groups / pieces - 1)"), encoding="utf-8")
-    library = cpu_linear.load(mutant)
+    library = products_with(tmp_path, {"product.h": (right, right.replace("pieces)", "pieces - 1)"))})
     x, packed = values(1, 1, 1024), pack(values(2, 1024, 1024))
     alone = linear(x, packed, None, 1024)
     kept = cpu_linear.multiply(library, x, packed, None, 1024)
@@ -274,17 +271,14 @@ def test_a_replica_reserves_a_core_for_each_thread() -> None:
 @needs_products
 def test_sums_that_are_split_by_the_number_of_rows_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel with one fault: panels are added up apart, and there are several only with many rows."""
-    source = cpu_linear._SOURCE.read_text(encoding="utf-8")
-    start = "it.first ? _mm512_setzero_ps() : _mm512_loadu_ps(it.sums + r * kOutputs"
-    end = "if (it.last) {\n    narrow"
-    assert (source.count(start), source.count(end)) == (2, 1)
-    parts = "for (int r = 0; r < R && !it.first; ++r) for (int v = 0; v < 2; ++v) "
-    parts += "sums[r][v] = _mm512_add_ps(sums[r][v], _mm512_loadu_ps(it.sums + r * kOutputs + 16 * v));\n  "
-    source = source.replace(start, start.replace("it.first ?", "true ?")).replace(end, parts + end)
+    loaded = "it.first ? Floats{} : load_floats(it.sums + r * Format::kOutputs + v * kLanes);"
+    multiplied = "Format::template multiply<R>(it, sums);"
+    apart = "if (!it.first) sums[r][v] = sums[r][v] + load_floats(it.sums + r * Format::kOutputs + v * kLanes);"
+    apart = f"for (int r = 0; r < R; ++r) for (int v = 0; v < kVectors; ++v) {apart}"
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    mutant = tmp_path / "mutant.cpp"
-    mutant.write_text(source, encoding="utf-8")
-    library = cpu_linear.load(mutant)
+    header = (cpu_linear._SOURCE.parent / "product.h").read_text(encoding="utf-8")
+    right = header[header.index(loaded) : header.index(multiplied) + len(multiplied)]
+    library = products_with(tmp_path, {"product.h": (right, right.replace(loaded, "Floats{};") + apart)})
 
     def product(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         return cpu_linear.multiply(library, x, packed, bias, outputs)

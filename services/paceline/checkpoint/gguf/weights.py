@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.checkpoint.gguf.blocks import Blocks, blocks_of, is_kept
 from paceline.checkpoint.gguf.header import Header, Stored
 from paceline.errors import ConfigError
 
@@ -89,6 +90,12 @@ class Weight:
     """Number of heads whose rows are put back into halves; 0: none are."""
     minus_one: bool = False
     transposed: bool = False
+
+    def order(self) -> np.ndarray[Any, Any] | None:
+        """The rows in the order of transformers; None: they are in it."""
+        import numpy as np
+
+        return np.arange(self.shape[0]).reshape(self.heads, -1, 2).swapaxes(1, 2).reshape(-1) if self.heads else None
 
 
 def weights_of(tensors: Mapping[str, Stored], config: Mapping[str, Any], what: str) -> dict[str, Weight]:
@@ -232,12 +239,24 @@ class GgufWeights:
         if weight.expert is not None:
             per_expert = len(rows) // self._tensors.header.tensors[source].shape[0]
             rows = rows[weight.expert * per_expert :][:per_expert]
-        order = torch.arange(weight.shape[0]).view(weight.heads, -1, 2).mT.reshape(-1) if weight.heads else None
+        order = weight.order()
         if order is not None and len(weight.shape) == 1:
-            result.copy_(torch.from_numpy(self._tensors.numbers(source)).view(-1)[order])
+            result.copy_(torch.from_numpy(self._tensors.numbers(source).reshape(-1)[order]))
         else:
-            self._fill(result.view(len(rows), -1), source, rows if order is None else rows[order.numpy()])
+            self._fill(result.view(len(rows), -1), source, rows if order is None else rows[order])
         return result.sub_(1) if weight.minus_one else result
+
+    def blocks(self, name: str) -> Blocks | None:
+        """A matrix as it is stored; None: there is none of this name, or its format has to be dequantized."""
+        weight = self.weights.get(name)
+        if weight is None or len(weight.sources) > 1 or weight.expert is not None or len(weight.shape) != 2:
+            return None
+        (source,) = weight.sources
+        stored = self._tensors.header.tensors[source]
+        if not is_kept(stored.kind) or len(stored.shape) != 2 or weight.transposed or weight.minus_one:
+            return None
+        rows, order = self._tensors.rows(source), weight.order()
+        return blocks_of(stored.kind, rows if order is None else rows[order])
 
     def _join(self, result: Tensor, weight: Weight) -> None:
         """Expert by expert; of two sources the numbers take turns along the last dimension."""

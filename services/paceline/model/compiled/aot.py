@@ -35,13 +35,14 @@ from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.kernels import Kernel
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.backend import StepFunction, run_plan
+from paceline.model.compiled.joined import replace_linears
 from paceline.model.compiled.package import load_package
 from paceline.model.features import Features
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.midway import Midway
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.model import share_of
-from paceline.model.quantized import plain_tensors
+from paceline.model.quantized import parameter_counts, plain_tensors
 from paceline.model.selftest import num_different_rows
 from paceline.model.states import StateTaps
 from paceline.model.step import Step, name_of
@@ -101,6 +102,8 @@ def artifact_key(
         facts["midway"] = [midway, midway_op.key()]
     if model.dtype == torch.bfloat16:
         facts["linear"] = cpu_linear.key(cpu_linear.weights_of(model))
+    if (key := cpu_linear.blocks_key(model)) is not None:
+        facts["blocks"] = key
     if _wanted_rows(model, kernel, features) is not None:
         facts["rows"] = "wanted"
     if share is not None:
@@ -279,7 +282,8 @@ def _compile(
             step = Step(model, kernel, taps, midway, wanted)
             exported = torch.export.export(step, inputs, dynamic_shapes=shapes, strict=False)
         shims = cpu_attention.compiled_shims() if kernel == "native" else {}
-        if cpu_linear.usable(cpu_linear.weights_of(model)) and cpu_linear.replace_linears(exported):
+        plain = model.dtype == torch.bfloat16 and cpu_linear.usable(cpu_linear.weights_of(model))
+        if (plain or cpu_linear.quantized_layers(model)) and replace_linears(exported, plain=plain):
             shims |= cpu_linear.shims()
         if midway is not None:
             shims |= midway_op.compiled_shims()
@@ -320,5 +324,5 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _name(model: PreTrainedModel) -> str:
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    millions = sum(count for count, _ in parameter_counts(model)) / 1e6
     return f"{type(model).__name__} ({millions:.0f}M parameters, {str(model.dtype).removeprefix('torch.')})"

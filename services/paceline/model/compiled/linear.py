@@ -1,4 +1,4 @@
-"""Products by bfloat16 weights on the CPU, in compiled steps: as fast as the memory gives the weights.
+"""Products by bfloat16 and by quantized weights on the CPU: as fast as the memory gives the weights.
 
 oneDNN reads the weights of a step with few tokens at two thirds of a core's bandwidth. ``linear.cpp`` packs them
 into the order in which its loop reads them, once, when a model is compiled: the package holds them only so. Every
@@ -6,6 +6,9 @@ output is one sum in float32 over the inputs in their order, whatever else is co
 bits cannot depend on its neighbours. Needs AVX512-BF16. With AMX, whose products of many tokens are several times
 faster, oneDNN stays, but for small models, drafts above all, in which it takes several times as long to begin a product
 as the product itself takes; so it does without a C++ compiler.
+
+Weights of 4 and 8 bits (``blocks.py``) are another format of the same product, for every x86 processor, and for eager
+steps, too. They are fast with AVX512-VNNI.
 """
 
 from __future__ import annotations
@@ -13,27 +16,29 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import itertools
 import logging
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.export import ExportedProgram
-from torch.fx import Graph, Node
 
-from paceline.core.native import compiled, library_path, torch_options
+from paceline.checkpoint.gguf.blocks import BLOCK as BLOCK_INPUTS
+from paceline.checkpoint.gguf.blocks import Blocks
+from paceline.core.native import compiled, library_path, machine, torch_options
 from paceline.errors import EngineError
+from paceline.model.compiled.blocks import OUTPUTS, bits_of, pack_blocks
 
 BLOCK = 32
 """Outputs whose weights lie together."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_HEADERS = (_SOURCE.with_name("threads.h"), _SOURCE.parents[1] / "exponential.h")
-_OPTIONS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-pthread")
+_HEADERS = ("product.h", "bfloat16.h", "blocks.h", "threads.h", "../exponential.h")
+_AVX512 = tuple(f"-mavx512{name}" for name in ("f", "bw", "dq", "vl", "bf16", "vnni"))
+_COMMON = ("-ffp-contract=off", "-fvisibility=hidden", "-pthread")
 _SMALL_BYTES = 8 << 20
 """Weights up to which a model's products are native beside AMX, too. On one core of a Xeon with AMX a draft of 3 MiB
 takes 0.3 ms a step of one token with them and 1.6 with oneDNN's, and 1.8 and 2.0 of 32 tokens; a model of 26 MiB takes
@@ -41,6 +46,12 @@ takes 0.3 ms a step of one token with them and 1.6 with oneDNN's, and 1.8 and 2.
 _LOADING = threading.Lock()
 """Models in threads load side by side; operators are registered once."""
 log = logging.getLogger(__name__)
+
+
+def blocks_usable() -> bool:
+    """True if products by quantized weights are native on this machine; compiles the library if needed. Logs once why
+    not."""
+    return _library() is not None
 
 
 def usable(num_bytes: int | None = None) -> bool:
@@ -62,8 +73,13 @@ def weights_of(model: nn.Module) -> int:
 
 
 def key(num_bytes: int) -> str:
-    """Part of a compiled step's cache key that names the operator."""
+    """Part of a compiled step's cache key that names the operator of bfloat16 weights."""
     return _digest(_SOURCE) if usable(num_bytes) else "none"
+
+
+def blocks_key(model: nn.Module) -> str | None:
+    """As ``key`` of quantized weights; None: the model has none."""
+    return _digest(_SOURCE) if quantized_layers(model) else None
 
 
 def shims() -> dict[Any, list[str]]:
@@ -77,30 +93,6 @@ def shims() -> dict[Any, list[str]]:
     return {ours.packed_linear.default: [product], ours.gated_silu.default: [gate]}
 
 
-def replace_linears(exported: ExportedProgram) -> int:
-    """Turns every bfloat16 product by a parameter into the operator, those of one input into one; how many there were.
-    What then is the SiLU of one half of a product times the other half is an operator, too, as helpers share it.
-
-    The packing is left to the compiler, which folds what it does to constants and drops what nothing else reads.
-    ``usable`` comes first.
-    """
-    signature, graph = exported.graph_signature, exported.graph
-    constants = {*signature.inputs_to_parameters, *signature.inputs_to_buffers}
-    groups: dict[tuple[Node, bool], list[Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
-        given, weight, bias = (*node.args, None)[:3]
-        if all(part is None or _is_constant(part, constants) for part in (weight, bias)) and _is_bfloat16(given):
-            groups.setdefault((given, bias is not None), []).append(node)
-    for nodes in groups.values():
-        _join(graph, nodes)
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        node.target = torch.ops.aten.reshape.default  # what was whole may be a slice now
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.silu.default):
-        _gate(graph, node)
-    exported.graph_module.recompile()
-    return sum(map(len, groups.values()))
-
-
 def pack(weight: Tensor) -> Tensor:
     """``[N, K] -> [ceil(N / 32), ceil(K / 2), 32, 2]``, filled up with zeros."""
     outputs, inputs = weight.shape
@@ -109,22 +101,41 @@ def pack(weight: Tensor) -> Tensor:
 
 
 class PackedLinear(nn.Module):
-    """An ``nn.Linear`` in bfloat16 on the CPU, by packed weights: for layers that run outside of compiled steps."""
+    """An ``nn.Linear`` on the CPU by packed weights, bfloat16 or quantized, in compiled steps and outside of them."""
 
     packed: Tensor
     bias: Tensor | None
 
-    def __init__(self, layer: nn.Linear) -> None:
-        """Packs the weights of ``layer``. ``usable()`` comes first."""
+    def __init__(self, layer: nn.Linear, blocks: Blocks | None = None) -> None:
+        """Packs the weights of ``layer``, or ``blocks`` in their place. ``usable`` comes first, of blocks
+        ``blocks_usable``."""
         super().__init__()
-        self._outputs = len(layer.weight)
-        self.register_buffer("packed", pack(layer.weight.detach()), persistent=False)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        packed = pack(layer.weight.detach()) if blocks is None else pack_blocks(blocks)
+        self.register_buffer("packed", packed, persistent=blocks is not None)
         bias = None if layer.bias is None else layer.bias.detach().float()
-        self.register_buffer("bias", bias, persistent=False)
+        self.register_buffer("bias", bias, persistent=blocks is not None)
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of quantized weights; None: they are in bfloat16."""
+        return bits_of(self.packed) if self.packed.dtype == torch.uint8 else None
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of the layer that was packed."""
+        return self.in_features * self.out_features
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., K] -> [..., N]``."""
-        return linear(x, self.packed, self.bias, self._outputs)
+        product = torch.ops.paceline.packed_linear if torch.compiler.is_compiling() else linear
+        result: Tensor = product(x, self.packed, self.bias, self.out_features)
+        return result
+
+
+def quantized_layers(model: nn.Module) -> list[PackedLinear]:
+    """The layers of a model whose weights are of 4 or 8 bits."""
+    return [layer for layer in model.modules() if isinstance(layer, PackedLinear) and layer.bits is not None]
 
 
 def pack_layers(module: nn.Module) -> nn.Module:
@@ -132,12 +143,25 @@ def pack_layers(module: nn.Module) -> nn.Module:
     products are not usable. A layer with several places stays one."""
     if not usable():
         return module
+
+    def pack_layer(path: str, layer: nn.Linear) -> PackedLinear | None:
+        is_packed = layer.weight.dtype == torch.bfloat16 and layer.weight.device.type == "cpu"
+        return PackedLinear(layer) if is_packed else None
+
+    return replace_layers(module, pack_layer)
+
+
+def replace_layers(module: nn.Module, make: Callable[[str, nn.Linear], PackedLinear | None]) -> nn.Module:
+    """A module with each linear layer replaced by what ``make`` returns for its path, itself if it is one.
+
+    Layers for which that is None stay. A layer with several places stays one.
+    """
     made: dict[nn.Module, PackedLinear] = {}
     places = list(module.named_modules(remove_duplicate=False))
     for path, layer in places:
-        if type(layer) is not nn.Linear or layer.weight.dtype != torch.bfloat16 or layer.weight.device.type != "cpu":
+        if type(layer) is not nn.Linear or (packed := made.get(layer) or make(path, layer)) is None:
             continue
-        packed = made[layer] = made.get(layer) or PackedLinear(layer)
+        made[layer] = packed
         if not path:
             return packed
         parent, _, name = path.rpartition(".")
@@ -146,7 +170,10 @@ def pack_layers(module: nn.Module) -> nn.Module:
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """``[..., K] -> [..., outputs]`` in bfloat16, by packed weights; ``bias`` ``[outputs]`` is added in float32."""
+    """``[..., K] -> [..., outputs]`` by packed weights; ``bias`` ``[outputs]`` is added in float32.
+
+    By weights in bfloat16 (``pack``), or by blocks (``pack_blocks``) of inputs in bfloat16 or float32.
+    """
     library = _library()
     assert library is not None, "usable() comes first"
     return multiply(library, x, packed, bias, outputs)
@@ -156,14 +183,26 @@ def multiply(library: ctypes.CDLL, x: Tensor, packed: Tensor, bias: Tensor | Non
     """``linear`` by a library that was loaded."""
     x, packed = x.contiguous(), packed.contiguous()
     inputs = x.shape[-1]
-    assert x.dtype == packed.dtype == torch.bfloat16, "of bfloat16"
-    assert packed.shape == (-(-outputs // BLOCK), (inputs + 1) // 2, BLOCK, 2), "packed for these outputs and inputs"
+    if packed.dtype == torch.uint8:
+        assert x.dtype in (torch.bfloat16, torch.float32), "of bfloat16 or float32"
+        assert packed.shape[:2] == (-(-outputs // OUTPUTS), -(-inputs // BLOCK_INPUTS)), "packed for these sizes"
+    else:
+        assert x.dtype == packed.dtype == torch.bfloat16, "of bfloat16"
+        assert packed.shape == (-(-outputs // BLOCK), (inputs + 1) // 2, BLOCK, 2), (
+            "packed for these outputs and inputs"
+        )
     assert bias is None or (bias.dtype == torch.float32 and bias.shape == (outputs,)), "a bias in float32"
     bias = None if bias is None else bias.contiguous()
     y = x.new_empty(*x.shape[:-1], outputs)
-    at = [None if t is None else ctypes.c_void_p(t.data_ptr()) for t in (x, packed, bias, y)]
+    x_at, packed_at, y_at = (ctypes.c_void_p(t.data_ptr()) for t in (x, packed, y))
+    bias_at = None if bias is None else ctypes.c_void_p(bias.data_ptr())
+    step_bytes = packed[0, 0].nbytes
     size = ctypes.c_int64
-    library.paceline_linear(at[0], size(inputs), *at[1:], size(y.numel() // outputs), size(outputs), size(inputs))
+    sizes = size(y.numel() // outputs), size(outputs), size(inputs)
+    known = library.paceline_linear(
+        x_at, size(x.itemsize), size(inputs), packed_at, size(step_bytes), bias_at, y_at, *sizes
+    )
+    assert known, "a format that the library has"
     return y
 
 
@@ -221,76 +260,31 @@ def sharer() -> ctypes.c_void_p:
     return ctypes.cast(library.paceline_share, ctypes.c_void_p)
 
 
-def load(source: Path) -> ctypes.CDLL:
-    """The library of ``source``, compiled if it never was. Raises EngineError or OSError if it cannot be had."""
-    options = (*_OPTIONS, f"-I{_SOURCE.parent}", *torch_options())
-    path = compiled(source, _digest(source), options, "the products of linear layers")
-    library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled models look for its symbols
-    for function in (library.paceline_linear, library.paceline_helpers, library.paceline_gated_silu):
-        function.restype = None
+def load(source: Path, *, portable: bool = False) -> ctypes.CDLL:
+    """The library of ``source``, compiled if it never was. Raises EngineError or OSError if it cannot be had.
+
+    ``portable``: for any x86 processor, with products by quantized weights alone, which have the same bits.
+    """
+    options = (*_instructions(portable=portable), *torch_options())
+    path = compiled(source, _digest(source, portable=portable), options, "the products of linear layers")
+    library = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL if portable else ctypes.RTLD_GLOBAL)
+    library.paceline_linear.restype = ctypes.c_bool
+    library.paceline_helpers.restype = None
+    if hasattr(library, "paceline_gated_silu"):
+        library.paceline_gated_silu.restype = None
     return library
 
 
-def _is_constant(value: Any, constants: set[str]) -> bool:
-    return isinstance(value, Node) and value.name in constants and _is_bfloat16(value)
+def _instructions(*, portable: bool = False) -> tuple[str, ...]:
+    if portable:
+        return _COMMON
+    return (*(_AVX512 if has_bfloat16() else ("-march=native",)), *_COMMON)
 
 
-def _is_bfloat16(value: Any) -> bool:
-    tensor = value.meta.get("val")
-    return isinstance(tensor, Tensor) and tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
-
-
-def _join(graph: Graph, nodes: list[Node]) -> None:
-    """One product in the place of several of the same input."""
-    aten, ours = torch.ops.aten, torch.ops.paceline
-    x, sizes = nodes[0].args[0], [node.args[1].meta["val"].shape[0] for node in nodes]  # type: ignore[union-attr]
-    with graph.inserting_before(nodes[0]):
-        weight, bias = ([node.args[i] if len(node.args) > i else None for node in nodes] for i in (1, 2))
-        whole = weight[0] if len(nodes) == 1 else graph.call_function(aten.cat.default, (weight,))
-        added: Any = None
-        if bias[0] is not None:
-            joined = bias[0] if len(nodes) == 1 else graph.call_function(aten.cat.default, (bias,))
-            added = graph.call_function(aten._to_copy.default, (joined,), {"dtype": torch.float32})
-        packed = graph.call_function(ours.pack_linear.default, (whole,))
-        y = graph.call_function(ours.packed_linear.default, (x, packed, added, sum(sizes)))
-        stops = list(itertools.accumulate(sizes))
-        parts = (
-            [y]
-            if len(nodes) == 1
-            else [
-                graph.call_function(aten.slice.Tensor, (y, -1, stop - size, stop))
-                for size, stop in zip(sizes, stops, strict=True)
-            ]
-        )
-    for node, part in zip(nodes, parts, strict=True):
-        part.meta.update(node.meta)
-        node.replace_all_uses_with(part)
-        graph.erase_node(node)
-
-
-def _gate(graph: Graph, silu: Node) -> None:
-    """One operator in the place of silu(x[.., :n]) * x[.., n:] of a product x of 2 n outputs; anything else stays."""
-    aten, ours = torch.ops.aten, torch.ops.paceline
-    (gate,), users = silu.args, list(silu.users)
-    if len(users) != 1 or users[0].target is not aten.mul.Tensor or not isinstance(gate, Node):
-        return
-    others = [other for other in users[0].args if other is not silu]
-    if len(others) != 1 or not isinstance(others[0], Node):
-        return
-    halves = gate, others[0]
-    if any(half.target is not aten.slice.Tensor or len(half.users) != 1 for half in halves):
-        return
-    x, size = halves[0].args[0], silu.meta["val"].shape[-1]
-    if not isinstance(x, Node) or x.target is not ours.packed_linear.default or x.args[3] != 2 * size:
-        return
-    if [half.args for half in halves] != [(x, -1, 0, size), (x, -1, size, 2 * size)]:
-        return
-    with graph.inserting_before(users[0]):
-        gated = graph.call_function(ours.gated_silu.default, (x,))
-    gated.meta.update(users[0].meta)
-    users[0].replace_all_uses_with(gated)
-    for node in (users[0], silu, *halves):
-        graph.erase_node(node)
+@functools.cache
+def has_bfloat16() -> bool:
+    """True if the CPU multiplies bfloat16 by AVX512-BF16."""
+    return bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def _library() -> ctypes.CDLL | None:
@@ -342,8 +336,9 @@ def _register() -> None:
 
 
 @functools.cache
-def _digest(source: Path) -> str:
-    """Digest of an operator's source, its compiler options and torch's version."""
-    facts = f"{torch.__version__} {_OPTIONS} torch_cpu"
-    sources = b"".join([path.read_bytes() for path in (source, *_HEADERS)])
+def _digest(source: Path, *, portable: bool = False) -> str:
+    """Digest of an operator's source, its compiler options and torch's version; of a native build's processor, too."""
+    options = _instructions(portable=portable)
+    facts = f"{torch.__version__} {options} torch_cpu" + (machine() if "-march=native" in options else "")
+    sources = b"".join((source.parent / name).read_bytes() for name in (source.name, *_HEADERS))
     return hashlib.blake2b(sources + facts.encode(), digest_size=8).hexdigest()
