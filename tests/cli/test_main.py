@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 from tests.support.fake_service import SEED, WORDS, FakeService, Wire, endless, failing, sentence, silent
 from tests.support.rings import nightly, slow
+from tests.web.chats import save_speaking_pair
 from transformers import BertConfig, BertForMaskedLM
 
 from paceline import __version__
+from paceline.cli.demo import QUESTION
 from paceline.cli.flags import given
 from paceline.cli.generate import summary, write_text
 from paceline.cli.main import COMMANDS, build_parser, main
@@ -387,6 +389,16 @@ def test_the_demo_compares_both_modes(place):
         assert all(
             re.fullmatch(r"paceline: (target|draft): .+ \(\d+\.\d s\)", line) for line in done.stderr.splitlines()
         )
+
+
+@pytest.mark.slow
+def test_the_demo_asks_a_model_with_a_chat_template(tmp_path):
+    save_speaking_pair(tmp_path)
+    done = run("demo", str(tmp_path / "target"), "--local", "--max-tokens", "16", "--repeats", "1", *EAGER)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"> {QUESTION}\n") == 2
+    assert re.search(r"first token \d+\.\d s after the start \(cold\), \d+ ms after the request", done.stdout)
+    assert "identical in all 2 runs" in done.stdout
 
 
 def test_an_over_long_prompt_is_refused(capfd):

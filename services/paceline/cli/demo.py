@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PROMPT = "def read_file(path):\n"
 """For a model without a chat template; the embedded one writes Python."""
-QUESTION = "Write a Python function that counts the words of a text. Then show the function again with type hints."
+QUESTION = "Write a Python function that returns the larger of two numbers, with an example of its use."
 _MODES = (Mode.PLAIN, Mode.OVERLAPPED)
 _WARM_UP_TOKENS = 48
 _STOP_S = 60.0
@@ -45,7 +45,7 @@ tokens/s    median of the runs, fastest and slowest in brackets; the tokens of t
 per step    tokens that one forward of the target yields: 1 by plain decoding
 accepted    share of the drafted tokens that the target took
 hit rate    how often a draft's next proposal was there when the target's step ended"""
-_FIRST = "first token {cold:.1f} s after the command began (cold), {warm:.0f} ms after the request (warm, median)"
+_FIRST = "first token {cold:.1f} s after the start (cold), {warm:.0f} ms after the request (warm, median)"
 _SMALL_PAIR = """\
 A step of the embedded target takes a few milliseconds, hardly more than a step of its draft or a message between
 them: there is little to win here. At the cost of a larger target: paceline bench local --grow-target 150M"""
