@@ -56,7 +56,7 @@ REFUSED = {
     "target.tensorParallelSize=0": "/target/tensorParallelSize",
     "target.podsPerReplica=3": "target.podsPerReplica is 3: it must divide target.tensorParallelSize, which is 8",
     "target.maxPods=4": "target.maxPods is 4: 5 are needed",
-    "target.gpu.kinds={b17}": "gpu.kinds has b17",
+    "target.gpu.kinds={b17}": "gpu.kinds has b17: with labels of discovery it may be a100-40gb, a100-80gb, a10g, h100",
     "nodes.autoscaler=borg": "/nodes/autoscaler",
     "models.from=nowhere": "/models/from",
     "models.fill.from=s3": "models.fill.address",
@@ -81,6 +81,23 @@ def test_choices_that_exclude_each_other_are_refused():
         generate.template("gateway.enabled=true", "upgrade.incremental=true")
     with pytest.raises(ValueError, match="a job fills a volume"):
         generate.template(*GPU, "models.fill.from=hub", "models.from=download")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ("target.tensorParallelSize=2",),
+        ("target.cpus=3", "draft.cpus=2"),
+        (*GPU, "target.cpus=9"),
+        (*GPU, "target.podsPerReplica=4"),
+    ],
+    ids=lambda values: values[-1],
+)
+def test_a_pod_has_the_cores_that_ray_counts_on(values):
+    for group in groups_of(service_of(render(*values))).values():
+        resources = group["template"]["spec"]["containers"][0]["resources"]
+        assert int(group["rayStartParams"]["num-cpus"]) <= int(resources["requests"]["cpu"])
+        assert int(resources["requests"]["cpu"]) <= int(resources["limits"]["cpu"])
 
 
 def test_one_value_moves_every_time_that_depends_on_it():

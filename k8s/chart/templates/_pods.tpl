@@ -20,7 +20,7 @@
 {{- $labels := dict "paceline/gpu" $kind }}
 {{- if ne $maker "eks" }}
 {{- $labels = dig $kind $maker dict $known }}
-{{- if not $labels }}{{ fail (printf "gpu.kinds has %s: nodes of %s may be one of %s" $kind $maker (keys $known | sortAlpha | join ", ")) }}{{ end }}
+{{- if not $labels }}{{ include "paceline.unknownKind" (dict "kind" $kind "maker" $maker "known" $known) }}{{ end }}
 {{- end }}
 {{- $own := $all }}
 {{- range $key, $value := $labels }}{{ $own = append $own (dict "key" $key "operator" "In" "values" (list $value)) }}{{ end }}
@@ -33,15 +33,22 @@
 {{- if $node }}affinity: {{- toYaml (dict "nodeAffinity" $node) | nindent 2 }}{{ end }}
 {{- end }}
 
+{{- define "paceline.unknownKind" -}}
+{{- $kinds := list }}
+{{- range $kind, $labels := .known }}{{ if hasKey $labels $.maker }}{{ $kinds = append $kinds $kind }}{{ end }}{{ end }}
+{{- fail (printf "gpu.kinds has %s: with labels of %s it may be %s" .kind .maker (sortAlpha $kinds | join ", ")) }}
+{{- end }}
+
 {{/* Requests and limits of a pod's container. */}}
 {{- define "paceline.resources" -}}
 {{- $gpus := int .gpus }}
 {{- $found := deepCopy (.pool.resources | default dict) }}
 {{- if not $found }}
-{{- $amount := dict "cpu" "1" "memory" "3Gi" "ephemeral-storage" "2Gi" }}
-{{- $limits := dict "cpu" "2" "memory" "3Gi" }}
+{{- $cores := mul (.pool.cpus | default 1) (.ranks | default 1) }}
+{{- $limits := dict "cpu" (add1 $cores | toString) "memory" (printf "%dGi" (mul 3 (.ranks | default 1))) }}
+{{- $amount := merge (dict "cpu" (toString $cores) "ephemeral-storage" "2Gi") $limits }}
 {{- if $gpus }}
-{{- $limits = dict "cpu" (mul 5 $gpus | toString) "memory" (printf "%dGi" (mul 60 $gpus)) }}
+{{- $limits = dict "cpu" (mul (max 5 (add1 .pool.cpus)) $gpus | toString) "memory" (printf "%dGi" (mul 60 $gpus)) }}
 {{- $amount = merge (dict "ephemeral-storage" "20Gi") $limits }}
 {{- end }}
 {{- $found = dict "requests" $amount "limits" $limits }}
