@@ -1,15 +1,11 @@
 """Masks of structured outputs beside the steps of an engine.
 
 A step has a budget for masks, which all sessions share. A session whose masks are costly does not spend it: a thread
-of low priority computes them, while the engine runs steps of other sessions. The session waits for its own mask.
+computes them, while the engine runs steps of other sessions. The session waits for its own mask.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,8 +23,6 @@ CHEAP_S = 0.002
 """A session whose last mask took more has the next one computed by the thread."""
 POLL_S = 0.001
 """Time after which an engine without other work looks for masks again."""
-_NICENESS = 5
-"""Of the thread: a step that needs its core gets three quarters of it."""
 
 
 Submit = Callable[[Callable[[], object]], "Future[object]"]
@@ -36,10 +30,13 @@ Submit = Callable[[Callable[[], object]], "Future[object]"]
 
 
 class MaskThread:
-    """The thread of one engine for costly masks. It starts with the first."""
+    """The thread of one engine for costly masks. It starts with the first.
+
+    It has the priority of the engine: both need the interpreter lock, which a thread of less would keep for long.
+    """
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(1, "paceline-masks", initializer=_yield_to_steps)
+        self._threads = ThreadPoolExecutor(1, "paceline-masks")
 
     def submit(self, function: Callable[[], object]) -> Future[object]:
         """Runs a function behind those that were submitted before."""
@@ -48,12 +45,6 @@ class MaskThread:
     def close(self) -> None:
         """Drops what has not begun. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _yield_to_steps() -> None:
-    if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 class PacedMatcher:
