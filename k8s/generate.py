@@ -188,6 +188,7 @@ RULES: dict[str, dict[str, Any]] = {
     "models.volume": _FREE,
     "models.fill.from": {"enum": ["", "hub", "s3", "gs"]},
     "models.fill.address": {"type": "string", "pattern": "^((s3|gs)://.+)?$"},
+    "models.fill.identity": _STRINGS,
     "ha.redisAddress": {"type": "string", "pattern": "^(rediss?://.+)?$"},
     "stepSizePercent": _COUNT | {"maximum": 100},
     "maxSurgePercent": _COUNT | {"maximum": 100},

@@ -10,6 +10,7 @@ import warnings
 
 import jsonschema
 import pytest
+from tests.k8s import operator_rules
 from tests.k8s.support import (
     COMPONENTS,
     OVERLAYS,
@@ -25,6 +26,7 @@ from tests.k8s.support import (
     service_of,
     values_of,
 )
+from tests.k8s.test_manifests import check_confinement
 
 pytestmark = [needs_helm, needs_testbed, pytest.mark.slow]
 
@@ -190,7 +192,11 @@ MATRIX = (
 
 @pytest.mark.parametrize("name", MATRIX)
 def test_the_documents_of_all_values_are_valid(name):
-    for document in render(*values_of("gpu"), *MATRIX[name]):
+    """To their schemas, to the operator, and to the restricted Pod Security Standard."""
+    documents = render(*values_of("gpu"), *MATRIX[name])
+    check_confinement(documents)
+    assert operator_rules.problems(service_of(documents)) == []
+    for document in documents:
         assert problems(document) == [], (document["kind"], document["metadata"]["name"])
 
 
