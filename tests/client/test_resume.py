@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from collections import Counter
 
 import grpc
 import pytest
@@ -328,6 +329,28 @@ def test_calls_of_a_young_connection_share_it(server, client):
         next(stream)
         stream.close()
     assert len(set(peers)) == 1
+
+
+def test_a_client_of_many_streams_opens_connections_that_can_be_balanced(server, monkeypatch):
+    """Streams go where the fewest are; those that have ended leave their place."""
+    monkeypatch.setattr(connection_module, "STREAMS_PER_CONNECTION", 2)
+    monkeypatch.setattr(connection_module, "MAX_CONNECTIONS", 2)
+    peers = peers_of(server)
+    with Client(server.address) as client:
+        streams = [client.generate("hi", request_id=f"many-{i}") for i in range(6)]
+        for stream in streams:
+            next(stream)
+        assert sorted(Counter(peers).values()) == [3, 3]
+        client.model_info()
+        assert len(client._connections) == 2, "a unary call needs none of its own"
+        for stream in streams[:5]:
+            stream.close()
+            list(stream)
+        last = client.generate("hi", request_id="last")
+        next(last)
+        assert last._connection is not streams[5]._connection, "that has no stream"
+        for stream in (streams[5], last):
+            stream.close()
 
 
 def test_a_unary_call_that_was_lost_leaves_its_connection(server, client):

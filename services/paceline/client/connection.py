@@ -4,7 +4,8 @@ the age of connections, and how long to wait for a service that starts. Nothing 
 Retries: gRPC itself repeats a unary call that failed with UNAVAILABLE, twice at most; ``retries.py`` decides about
 streams. A connection is left, for new calls, when what served a call was lost, and when it is MAX_CONNECTION_AGE_S old:
 the next one is opened to an address that is looked up anew, so no client stays with machines that are being replaced.
-Streams in progress keep theirs.
+Streams in progress keep theirs. What is in front of the service balances connections, so a client with many streams
+opens several.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 INFO_TIMEOUT_S = 10.0
 MAX_CONNECTION_AGE_S = 300.0
 """New calls of a client leave a connection that is about so old."""
+STREAMS_PER_CONNECTION, MAX_CONNECTIONS = 16, 8
+"""A client whose connections have this many streams in progress each opens another one, up to this many."""
 _LONGEST_TIMEOUT_S = 1e9
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
@@ -253,6 +256,18 @@ class Connection:
         self.channel = channel
         self.stub = GenerationServiceStub(channel)
         self.until_s = time.monotonic() + random.uniform(0.9, 1.1) * MAX_CONNECTION_AGE_S
+        self._streams: WeakSet[StreamBase] = WeakSet()
+
+    def carry(self, stream: StreamBase) -> None:
+        """Counts a stream until it is over, or goes on by another connection."""
+        stream._connection = self
+        self._streams.add(stream)
+
+    def num_streams(self) -> int:
+        """Streams in progress."""
+        for stream in [one for one in self._streams if one._transcript.over or one._connection is not self]:
+            self._streams.discard(stream)
+        return len(self._streams)
 
 
 class ClientBase(Generic[StreamT]):
@@ -284,8 +299,8 @@ class ClientBase(Generic[StreamT]):
         if tls is not None and tls.server_name is not None:
             self._options.append(("grpc.ssl_target_name_override", tls.server_name))
         self._lock = threading.Lock()
-        self._current: Connection | None = None
-        self._connections: WeakSet[Connection] = WeakSet()  # the current one, and those that streams still have
+        self._current: list[Connection] = []  # those that take new calls
+        self._connections: WeakSet[Connection] = WeakSet()  # these, and those that streams still have
         self._streams: WeakSet[StreamBase] = WeakSet()
 
     def _make_channel(self) -> Any:
@@ -300,20 +315,26 @@ class ClientBase(Generic[StreamT]):
         if self._closed:
             raise ValueError("the client is closed")
 
-    def connection(self) -> Connection:
-        """The connection for a call that begins now. Raises ValueError if the client is closed."""
+    def connection(self, stream: StreamBase | None = None) -> Connection:
+        """The connection for a call, or a stream, that begins now. Raises ValueError if the client is closed."""
         with self._lock:
             self._require_open()
-            if self._current is None or time.monotonic() > self._current.until_s:
-                self._current = Connection(self._make_channel())
-                self._connections.add(self._current)
-            return self._current
+            now = time.monotonic()
+            self._current = [one for one in self._current if now <= one.until_s]
+            best = min(self._current, key=Connection.num_streams, default=None)
+            full = best is not None and stream is not None and best.num_streams() >= STREAMS_PER_CONNECTION
+            if best is None or (full and len(self._current) < MAX_CONNECTIONS):
+                best = Connection(self._make_channel())
+                self._current.append(best)
+                self._connections.add(best)
+            if stream is not None:
+                best.carry(stream)
+            return best
 
     def leave(self, connection: Connection) -> None:
-        """Makes later calls open another connection than this one."""
+        """Makes later calls use another connection than this one."""
         with self._lock:
-            if self._current is connection:
-                self._current = None
+            self._current = [one for one in self._current if one is not connection]
 
     def _failure(self, error: grpc.RpcError, connection: Connection, timeout_s: float) -> PacelineError:
         """The error to raise for a unary call that failed."""
@@ -324,7 +345,7 @@ class ClientBase(Generic[StreamT]):
     def _close(self) -> list[Any]:
         """Wakes the streams that wait to be resumed, which end; returns the channels to close."""
         with self._lock:
-            self._closed, self._current = True, None
+            self._closed, self._current = True, []
         for stream in list(self._streams):
             stream.wake()
         return [connection.channel for connection in list(self._connections)]
@@ -376,14 +397,15 @@ class StreamBase:
         self._client = client  # its channels live as long as the stream
         self._transcript = transcript
         self._call: Any = None
+        self._connection: Connection
         self._metadata = (*client.metadata, *trace_metadata())  # the caller's trace goes on when the stream is resumed
         self._begin()
 
     def _begin(self) -> None:
         """Sends the request, with what has arrived of its answer."""
-        self._connection = self._client.connection()
+        connection = self._client.connection(self)
         message, timeout_s = self._transcript.next_call()
-        self._call = self._connection.stub.Generate(message, timeout=timeout_s, metadata=self._metadata)
+        self._call = connection.stub.Generate(message, timeout=timeout_s, metadata=self._metadata)
 
     @property
     def request_id(self) -> str:
