@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -60,12 +62,23 @@ class Clock:
         self.now += seconds
 
 
-def run(timeout_s=60.0, nodes=None, streams_until=0.0, **options):
+def run(timeout_s=60.0, nodes=None, streams_until=0.0, wall=None, **options):
     clock = Clock()
     cluster = FakeCluster(*(nodes or (Node("a", "10.0.0.1"), Node("b", "10.0.0.2"))), clock=clock, **options)
     streams = {"num_streams": lambda: int(clock.now < 1000.0 + streams_until), "clock": clock, "sleep": clock.sleep}
+    streams["wall"] = wall or clock
     out = drain(cluster, "10.0.0.2", timeout_s, **streams)
     return out, cluster, clock.now - 1000.0
+
+
+@pytest.mark.parametrize("jump_s", [6 * 3600, -6 * 3600])
+def test_a_wall_clock_that_jumps_changes_no_wait(jump_s):
+    walls = iter([5000.0] + [5000.0 + jump_s] * 1000)
+    out, cluster, took = run(streams_until=20.0, gone_at=1003.0, wall=lambda: next(walls))
+    assert cluster.asked[0][3] == 5_060_000
+    assert inspect.signature(drain).parameters["clock"].default is time.monotonic
+    assert out
+    assert 20 <= took <= 22
 
 
 def test_the_node_of_this_address_is_drained_once_with_a_deadline():
@@ -137,8 +150,9 @@ def test_streams_are_counted_over_the_processes_of_this_machine_that_live(tmp_pa
         monkeypatch.setattr("os.getpid", lambda pid=pid: pid)
         local_streams.note(num_streams, folder)
     assert local_streams.count(folder) == 9
-    os.utime(folder / "12", (0, 0))  # killed: nobody writes it any more
-    assert local_streams.count(folder) == 6
+    for at_s in (0, time.time() + 6 * 3600):  # killed: nobody writes it any more, and the clock was set back meanwhile
+        os.utime(folder / "12", (at_s, at_s))
+        assert local_streams.count(folder) == 6
     local_streams.note(0, folder)
     assert local_streams.count(folder) == 2
     (folder / "14").write_text("")

@@ -48,13 +48,15 @@ def drain(
     timeout_s: float,
     *,
     num_streams: Callable[[], int] = local_streams.count,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] = time.monotonic,
+    wall: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
     """Drains the node at an IP address; True if it has left or there is none, and nothing here serves a stream.
 
-    Ray is told that the node ends after ``timeout_s``: until then it takes nothing new, and Serve replaces its replicas
-    before it stops them. A cluster that is gone (None: from the beginning) drains nothing: what runs here only ends.
+    Ray is told by the ``wall`` clock that the node ends after ``timeout_s``: until then it takes nothing new, and Serve
+    replaces its replicas before it stops them. A cluster that is gone (None: from the beginning) drains nothing: what
+    runs here only ends.
     """
     until, answered = clock() + timeout_s, clock()
     asked = waiting = False
@@ -65,7 +67,7 @@ def drain(
                 node_id = _alive(cluster, address)
                 gone = node_id is None
                 if node_id is not None and not asked:
-                    asked = _ask(cluster, node_id, until)
+                    asked = _ask(cluster, node_id, wall() + until - clock())
                 answered = clock()
             except Exception as error:  # whatever Ray's client raises when nobody answers
                 log.info("the cluster does not answer: %s", error)

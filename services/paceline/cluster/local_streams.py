@@ -33,6 +33,6 @@ def count(folder: Path = FOLDER) -> int:
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             with contextlib.suppress(OSError, ValueError):
-                if time.time() - path.stat().st_mtime < _FRESH_S:
+                if abs(time.time() - path.stat().st_mtime) < _FRESH_S:  # also where the clock was set back
                     total += int(path.read_text())
     return total
