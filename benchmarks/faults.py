@@ -6,8 +6,9 @@ A real ``paceline serve`` with two routers, two drafts and a target to spare; a 
 goes on all the time through one client, which resumes streams that break. Before each fault everything has to be
 whole, and after it until it is whole again every stream is compared with plain decoding: failed requests, answers that
 differ, tokens lost or doubled, the longest gap between two messages of a stream, and the time until all replicas serve
-again. The row ``none`` is the same without a fault. Ends only processes that it has started. Exit status 1 if an answer
-differs.
+again. ``--strangers``: that many streams of clients that know nothing of this service, each on a connection of its own,
+whose errors are counted by their status. The row ``none`` is the same without a fault. Ends only processes that it has
+started. Exit status 1 if an answer differs.
 """
 
 from __future__ import annotations
@@ -26,12 +27,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import grpc
+
 from paceline.checkpoint.files import embedded_paths
 from paceline.client import AsyncClient
 from paceline.config import LocalConfig, TargetModel
 from paceline.errors import PacelineError
 from paceline.local import LocalPipeline
 from paceline.types import Acceptance, SamplingParams, SpeculationParams
+from paceline.v1 import generation_pb2 as pb
+from paceline.v1 import types_pb2
+from paceline.v1.generation_pb2_grpc import GenerationServiceStub
 from paceline_bench.processes import Process, ServiceProcess
 from paceline_bench.prompts import held_out_prompts
 from soak import Expected, Template, expect, fault_in
@@ -60,6 +66,8 @@ class Seen:
     requests: int = 0
     failed: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    strangers: list[str] = field(default_factory=list)
+    """Status and text of each error that a stranger got."""
     gap_s: float = 0.0
     """Longest time between two messages of a stream, or before its first."""
     whole_s: float | None = None
@@ -103,6 +111,21 @@ class Streams:
             if fault is not None:
                 self.seen.wrong.append(f"template {number}: {fault}")
         self.seen.requests += 1
+
+
+async def stranger(address: str, streams: Streams, template: Template) -> None:
+    """Streams one after the other over the bare protocol, without retries."""
+    sampling = types_pb2.SamplingParams(max_tokens=template.sampling.max_tokens, ignore_eos=True)
+    request = pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=template.prompt), sampling_params=sampling)
+    async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        stub = GenerationServiceStub(channel)
+        while True:
+            try:
+                async for _ in stub.Generate(request):
+                    pass
+            except grpc.aio.AioRpcError as error:
+                streams.seen.strangers.append(f"{error.code().name} {error.details()}")
+                await asyncio.sleep(0.2)
 
 
 def role(process: Process) -> str:
@@ -170,6 +193,8 @@ async def measure(
         await client.wait_ready(120)
         faults, streams = Faults(service, client, sizes, args.pause_s), Streams(client, templates, expected)
         tasks = [group.create_task(streams.run(slot)) for slot in range(args.streams)]
+        strange = (stranger(service.address, streams, templates[n % len(templates)]) for n in range(args.strangers))
+        tasks += [group.create_task(one) for one in strange]
         for _ in range(args.repeats):
             for fault in args.faults:
                 if await faults.until_whole() is None:
@@ -214,6 +239,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="FAULT")
     parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--strangers", type=int, default=0)
     parser.add_argument("--targets", type=int, default=2)
     parser.add_argument("--drafts", type=int, default=2)
     parser.add_argument("--routers", type=int, default=2)
@@ -260,6 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = list(dict.fromkeys(seen.fault for seen in found))
     print("\n".join([HEADER, *(row([seen for seen in found if seen.fault == name]) for name in names)]))
     reasons = Counter((one.fault, text) for one in found for text in [*one.failed, *one.wrong])
+    reasons.update((one.fault, f"a stranger got {text}") for one in found for text in one.strangers)
     for (fault, text), times in reasons.items():
         print(f"{fault}: {times} times {text}")
     if args.json is not None:

@@ -1,52 +1,96 @@
-"""What hostile HTTP requests do to the streams at their side: `python benchmarks/hostile_http.py`.
+"""What hostile clients do to the streams at their side: `python benchmarks/hostile_http.py`.
 
 Eight streams run on a real `paceline serve --local` (the embedded target, eager, no draft). Attacks come one after the
-other, each before a window without any. Printed for each: the longest gap of a stream, the status and its time, and
-the memory of the process that answers HTTP.
+other, each before a window without any. Printed for each: the longest gap of a stream, the status and its time, the
+memory and the descriptors of the service, its threads, and what is left of the attack's sessions.
 
-    python benchmarks/hostile_http.py [--streams 8] [--seconds 4] [--rounds 2]
+    python benchmarks/hostile_http.py [--streams 8] [--seconds 4] [--rounds 2] [--attacks NAME ...]
+
+``--clock LIBRARY``: libfaketime.so.1 of the Debian package, by which the attack "the clock jumps" moves the service's
+wall clock. ``--descriptors N``: the service may open so many files, for the attacks that use them up.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
+import os
+import resource
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from paceline_bench.processes import read_process
+import grpc
+
+from paceline.client import Client
+from paceline.errors import PacelineError
+from paceline.v1 import generation_pb2 as pb
+from paceline.v1 import generation_pb2_grpc as rpc
+from paceline.v1 import types_pb2
+from paceline_bench.processes import family, num_descriptors
 
 MIB = 1 << 20
+LINGER = struct.pack("ii", 1, 0)
+"""SO_LINGER of a connection that is reset when it is closed."""
 _JSON = {"content-type": "application/json"}
 _PAUSE_S = 5.0
+_SHORT = b'{"prompt": "a", "max_tokens": 2}'
 
 
 class Service:
     """A service of this machine, and the streams that run on it."""
 
-    def __init__(self, streams: int) -> None:
+    def __init__(self, streams: int, clock: Path | None, descriptors: int | None) -> None:
+        """``clock``: a library that shifts the wall clock of the service. ``descriptors``: its limit of them."""
         command = [sys.executable, "-m", "paceline", "serve", "--local", "--drafter", "none", "--no-compile"]
         with socket.socket() as http_socket, socket.socket() as grpc_socket:
             for one in (http_socket, grpc_socket):
                 one.bind(("127.0.0.1", 0))
-            self.port, grpc_port = http_socket.getsockname()[1], grpc_socket.getsockname()[1]
-        command += ["--http-port", str(self.port), "--grpc-port", str(grpc_port)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert self._process.stdout is not None
-        if not any(line.strip() == "ready" for line in self._process.stdout):
-            raise SystemExit("the service has not started")
-        threading.Thread(target=self._process.stdout.read, daemon=True).start()
+            self.port, self.grpc_port = (one.getsockname()[1] for one in (http_socket, grpc_socket))
+        self._command = [*command, "--http-port", str(self.port), "--grpc-port", str(self.grpc_port)]
+        self._shift = Path(tempfile.mkdtemp(prefix="paceline-")) / "shift"
+        self._shift.write_text("+0")
+        faked = {
+            "LD_PRELOAD": str(clock),
+            "FAKETIME_TIMESTAMP_FILE": str(self._shift),
+            "FAKETIME_CACHE_DURATION": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        }
+        self.faked = clock is not None
+        self.descriptors = descriptors
+        self._environment = os.environ | (faked if self.faked else {})
+        self._process = self._start()
         self.longest_s, self.num_chunks, self.num_failed, self._running = 0.0, 0, 0, True
         for _ in range(streams):
             threading.Thread(target=self._stream, daemon=True).start()
         while self.num_chunks < 20 * streams:
             time.sleep(0.1)
+
+    def _start(self) -> subprocess.Popen[str]:
+        limit = self.descriptors
+        process = subprocess.Popen(
+            self._command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self._environment,
+            preexec_fn=None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)),
+        )
+        assert process.stdout is not None
+        if not any(line.strip() == "ready" for line in process.stdout):
+            raise SystemExit("the service has not started")
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        return process
 
     def _stream(self) -> None:
         body = json.dumps({"prompt": "def main():", "max_tokens": 400, "stream": True, "ignore_eos": True})
@@ -65,10 +109,29 @@ class Service:
 
     @property
     def rss_mb(self) -> float:
-        """Memory of the process that answers."""
-        found = read_process(self._process.pid)
-        assert found is not None
-        return found.rss_bytes / MIB
+        """Memory of all its processes."""
+        return sum(one.rss_bytes for one in family(self._process.pid)) / MIB
+
+    @property
+    def num_descriptors(self) -> int:
+        """Open descriptors of all its processes."""
+        return sum(num_descriptors(one.pid) or 0 for one in family(self._process.pid))
+
+    def left(self, streams: int) -> str:
+        """What is there beyond the well-behaved streams, once it is no more, or after ten seconds."""
+        end = time.monotonic() + 10
+        with Client(f"127.0.0.1:{self.grpc_port}") as client:
+            while True:
+                try:
+                    info = client.server_info()
+                    sessions = info.sessions_running + info.sessions_queued
+                except PacelineError as error:
+                    return f"no status: {error}"
+                if sessions <= streams or time.monotonic() > end:
+                    break
+                time.sleep(0.1)
+        threads = sum(one.threads for one in family(self._process.pid))
+        return f"{sessions} sessions, {threads} threads, {self.rss_mb:.0f} MB, {self.num_descriptors} descriptors"
 
     def post(self, path: str, body: bytes) -> str:
         """The status of a request, and the first words of its error."""
@@ -96,7 +159,7 @@ class Service:
     def idle(self, count: int) -> str:
         """A request while as many connections say nothing."""
         connections = [socket.create_connection(("127.0.0.1", self.port)) for _ in range(count)]
-        found = self.post("/v1/completions", b'{"prompt": "a", "max_tokens": 2}')
+        found = self.post("/v1/completions", _SHORT)
         for connection in connections:
             connection.close()
         return found
@@ -111,11 +174,137 @@ class Service:
             thread.join()
         return " ".join(sorted(found))
 
+    def unread(self, count: int) -> str:
+        """A request while as many streams of HTTP are never read."""
+        body = json.dumps({"prompt": "a", "max_tokens": 1500, "stream": True, "ignore_eos": True, "logprobs": 5})
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        with contextlib.ExitStack() as stack:
+            for _ in range(count):
+                one = stack.enter_context(socket.socket())
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                one.connect(("127.0.0.1", self.port))
+                one.sendall(f"{head}\r\n\r\n{body}".encode())
+            return self._beside()
+
+    def unread_grpc(self, count: int) -> str:
+        """A request while as many streams of gRPC are never read."""
+        with contextlib.ExitStack() as stack:
+            for _ in range(count):
+                stub = stack.enter_context(self._stub())
+                call = stub.Generate(_asking(1500))
+                stack.callback(call.cancel)
+            return self._beside()
+
+    def _beside(self) -> str:
+        time.sleep(3.0)
+        return f"{self.post('/v1/completions', _SHORT)}at {self.rss_mb:.0f} MB"
+
+    @contextlib.contextmanager
+    def _stub(self) -> Iterator[rpc.GenerationServiceStub]:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        with grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}", options) as channel:
+            yield rpc.GenerationServiceStub(channel)
+
+    def storm(self, count: int, times: int) -> str:
+        """Streams that are all reset once they have begun, again and again."""
+        body = json.dumps({"prompt": "def f(", "max_tokens": 1500, "stream": True, "ignore_eos": True}).encode()
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        )
+        found: Counter[str] = Counter()
+        for _ in range(times):
+            connections = [socket.create_connection(("127.0.0.1", self.port), timeout=60) for _ in range(count)]
+            for one in connections:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER)
+                one.sendall(head % len(body) + body)
+            found.update(one.recv(12).decode()[9:] for one in connections[: count // 4])
+            for one in connections:
+                one.close()
+        return f"{times} x {count} streams, of a quarter {dict(found)}"
+
+    def storm_grpc(self, count: int, times: int) -> str:
+        """Connections of gRPC that end under their streams, again and again."""
+        found: Counter[str] = Counter()
+        for _ in range(times):
+            with contextlib.ExitStack() as stack:
+                stubs = [stack.enter_context(self._stub()) for _ in range(count // 8)]
+                calls = [stub.Generate(_asking(1500)) for stub in stubs for _ in range(8)]
+                for call in calls[: count // 4]:
+                    try:
+                        next(call)
+                    except grpc.RpcError as error:
+                        found[error.code().name] += 1
+                    else:
+                        found["begun"] += 1
+        return f"{times} x {count} streams, of a quarter {dict(found)}"
+
+    def jump(self, hours: int) -> str:
+        """The service's wall clock jumps there and back, under requests with a deadline."""
+        if not self.faked:
+            return "left out: --clock is not given"
+        found = []
+        with self._stub() as stub:
+            for shift in (f"{hours:+d}h", f"{-hours:+d}h", "+0"):
+                call = stub.Generate(_asking(100), timeout=60)
+                next(call)
+                self._shift.write_text(shift)
+                time.sleep(1.5)
+                try:
+                    found.append(f"{shift} {sum(1 for _ in call) + 1} messages")
+                except grpc.RpcError as error:
+                    found.append(f"{shift} {error.code().name}")
+        return ", ".join(found)
+
+    def crowd(self, count: int) -> str:
+        """A request of a client that is connected, while others hold all descriptors, and one of a new client after."""
+        if self.descriptors is None:
+            return "left out: --descriptors is not given"
+        with self._stub() as stub, contextlib.ExitStack() as stack:
+            for _ in stub.Generate(_asking(2)):
+                pass
+            for _ in range(count):
+                one = stack.enter_context(socket.socket())
+                one.setblocking(False)
+                one.connect_ex(("127.0.0.1", self.grpc_port))
+            time.sleep(2.0)
+            full = self.num_descriptors
+            for _ in range(20):
+                answered = sum(1 for _ in stub.Generate(_asking(2), timeout=20))
+        began = time.monotonic()
+        with self._stub() as stub:
+            late = sum(1 for _ in stub.Generate(_asking(2), timeout=60, wait_for_ready=True))
+        took = time.monotonic() - began
+        return f"{full} descriptors; connected: {answered} messages; new after {took:.1f} s: {late}"
+
+    def twice(self) -> str:
+        """The same command once more."""
+        done = subprocess.run(self._command, capture_output=True, text=True, timeout=120, check=False)
+        return f"exit {done.returncode}: {(done.stderr or done.stdout).strip().splitlines()[-1][:150]}"
+
+    def killed(self) -> str:
+        """The service is killed with SIGKILL and started again at the same ports."""
+        before = family(self._process.pid)
+        self._process.kill()
+        self._process.wait()
+        time.sleep(1.0)
+        mine = {(one.pid, one.started) for one in before}
+        stay = sum((one.pid, one.started) in mine for pid in {one.pid for one in before} for one in family(pid))
+        began = time.monotonic()
+        self._process = self._start()
+        return f"{stay} processes stayed; ready again after {time.monotonic() - began:.1f} s"
+
     def stop(self) -> None:
         """Ends the streams and the service."""
         self._running = False
         self._process.terminate()
         self._process.wait(60)
+
+
+def _asking(max_tokens: int) -> pb.GenerateRequest:
+    sampling = types_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+    return pb.GenerateRequest(text="def f(", sampling_params=sampling, logprobs=True)
 
 
 def _form(**form: Any) -> bytes:
@@ -157,6 +346,14 @@ ATTACKS: dict[str, Callable[[Service], str]] = {
     "multiples of two primes": lambda s: s.post(
         "/v1/completions", _form(json={"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967)]})
     ),
+    "64 streams never read": lambda s: s.unread(64),
+    "64 gRPC streams never read": lambda s: s.unread_grpc(64),
+    "a storm of resets": lambda s: s.storm(200, 5),
+    "a storm of lost gRPC": lambda s: s.storm_grpc(200, 5),
+    "the clock jumps": lambda s: s.jump(6),
+    "gRPC takes all descriptors": lambda s: s.crowd(600),
+    "the same command again": lambda s: s.twice(),
+    "killed and started again": lambda s: s.killed(),
 }
 
 
@@ -166,11 +363,15 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a window")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS), metavar="NAME")
+    parser.add_argument("--clock", type=Path, metavar="LIBRARY")
+    parser.add_argument("--descriptors", type=int, metavar="N")
     args = parser.parse_args()
-    service = Service(args.streams)
+    service = Service(args.streams, args.clock, args.descriptors)
     first = service.rss_mb
+    chosen = {name: ATTACKS[name] for name in args.attacks}
     for _ in range(args.rounds):
-        for name, attack in ((one, call) for each in ATTACKS.items() for one, call in (("none", lambda _: ""), each)):
+        for name, attack in ((one, call) for each in chosen.items() for one, call in (("none", lambda _: ""), each)):
             service.longest_s, service.num_chunks, service.num_failed, began = 0.0, 0, 0, time.monotonic()
             said = attack(service)
             took = time.monotonic() - began
@@ -178,7 +379,7 @@ def main() -> None:
             print(
                 f"{name}: longest gap {1e3 * service.longest_s:.0f} ms, "
                 f"{service.num_chunks / (time.monotonic() - began):.0f} chunks/s, {service.num_failed} failed; "
-                f"{service.rss_mb:.0f} MB; {said} in {1e3 * took:.0f} ms",
+                f"{said} in {1e3 * took:.0f} ms; after it {service.left(args.streams)}",
                 flush=True,
             )
     last = service.rss_mb
