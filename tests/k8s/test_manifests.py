@@ -38,6 +38,7 @@ from tests.k8s.support import (
 
 from paceline.cluster.environment import LONGEST_STREAM_S, serve_environment
 from paceline.config import ServiceConfig
+from paceline.security.haproxy import PROGRAM
 
 pytestmark = [needs_helm, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of Ray's own models
 
@@ -235,11 +236,12 @@ def test_targets_of_another_shape_are_placed_where_they_fit():
 def test_the_environment_is_what_the_service_needs(tmp_path):
     """Ports and paths are a pod's own; all else that `paceline serve` sets is set."""
     data = next(iter(of_kind(overlay("small"), "ConfigMap").values()))["data"]
-    own = ("_PORT", "_LOC", "_PATH", "_BASE", "_FILE")
+    own = ("_PORT", "_LOC", "_PATH", "_BASE", "_FILE", "_BINDS")
     wanted = {name: value for name, value in serve_environment(tmp_path).items() if not name.endswith(own)}
     assert wanted
     assert {name: data.get(name) for name in wanted} == wanted
     assert int(data["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) == LONGEST_STREAM_S
+    assert data["RAY_SERVE_HAPROXY_BINARY_PATH"].endswith(f"/{PROGRAM}")
     for template in templates_of(service_of(overlay("gpu"))).values():
         (source,) = template["spec"]["containers"][0]["envFrom"]
         assert source["configMapRef"]["name"] in of_kind(overlay("gpu"), "ConfigMap")

@@ -13,7 +13,8 @@ from paceline.errors import ConfigError, ResourceExhaustedError, Unauthenticated
 from paceline.metrics.access import AccessMetrics
 from paceline.metrics.registry import Registry
 from paceline.security import keys as keys_module
-from paceline.security.access import TLS_HEADER, Access
+from paceline.security.access import Access
+from paceline.security.haproxy_config import TLS_HEADER
 from paceline.security.keys import KeyRing
 from paceline.types import Usage
 

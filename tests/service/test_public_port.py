@@ -20,12 +20,15 @@ from tests.support.letters import Letters
 from paceline.client import AsyncClient
 from paceline.config import RouterConfig
 from paceline.errors import InvalidRequestError
+from paceline.metrics.access import AccessMetrics
 from paceline.metrics.registry import Registry
 from paceline.metrics.router import RouterMetrics
 from paceline.router.admission import TargetInfo
 from paceline.router.pool import Member, StaticPool
 from paceline.router.router import Router
 from paceline.rpc.services import GENERATION, HEALTH, REFLECTION
+from paceline.security.access import Access
+from paceline.security.haproxy_config import TLS_HEADER
 from paceline.v1 import generation_pb2 as pb
 
 pytestmark = needs_ray
@@ -133,8 +136,14 @@ class Context:
     code: grpc.StatusCode | None = None
     details = ""
 
-    def invocation_metadata(self) -> tuple[()]:
-        return ()
+    def __init__(self, *metadata: tuple[str, str], security: bytes = b"insecure") -> None:
+        self._metadata, self._security = metadata, security
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._metadata
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {"transport_security_type": [self._security]}
 
     def set_code(self, code: grpc.StatusCode) -> None:
         self.code = code
@@ -181,5 +190,28 @@ def test_health_of_the_ingress() -> None:
         context = Context()
         await ingress.Cancel(b"\xff", context)
         assert context.code is grpc.StatusCode.INVALID_ARGUMENT
+        watching = ingress.Watch(good, context := Context())
+        assert (await anext(watching)).status == health_pb2.HealthCheckResponse.SERVING
+        ingress._leaving = True  # what has no end of its own would hold a router that is stopped
+        assert [answer async for answer in watching] == []
+        assert context.code is grpc.StatusCode.UNAVAILABLE
 
     asyncio.run(test())
+
+
+def test_whether_a_call_is_encrypted_is_what_its_connection_says() -> None:
+    """Serve's own proxy, which passes calls on in clear text, would pass on this header, too."""
+    from paceline.cluster.ingress import Ingress
+
+    ingress = object.__new__(Ingress)
+    ingress._access = Access(None, AccessMetrics(Registry()), require_tls=True)
+    ingress._service = SimpleNamespace(cancel=lambda request_id, name: True)  # type: ignore[assignment]
+
+    async def code(context: Context) -> grpc.StatusCode | None:
+        await ingress.Cancel(pb.CancelRequest(request_id="x").SerializeToString(), context)
+        return context.code
+
+    refused = grpc.StatusCode.FAILED_PRECONDITION
+    for security, status in ((b"insecure", refused), (b"ssl", None)):
+        for headers in ([], [(TLS_HEADER, "1")], [(TLS_HEADER, "0")]):
+            assert asyncio.run(code(Context(*headers, security=security))) is status

@@ -24,7 +24,7 @@ from paceline.errors import (
     UnauthenticatedError,
 )
 from paceline.router.admission import TargetInfo
-from paceline.security.access import TLS_HEADER
+from paceline.security.haproxy_config import TLS_HEADER
 from paceline.security.keys import KeyRing
 from paceline.types import Cause, Chunk, RequestLimits, Round, Usage
 from paceline.web import schema

@@ -41,7 +41,6 @@ seccompProfile: {type: RuntimeDefault}
 {{- $_ := set $found "RAY_SERVE_HAPROXY_LOG_TARGET" "127.0.0.1:5514" }}
 {{- end }}
 {{- if .Values.tls.enabled }}
-{{- $_ := set $found "RAY_SERVE_HAPROXY_BINARY_PATH" "/opt/paceline/bin/paceline-haproxy" }}
 {{- $_ := set $found "PACELINE_TLS" (dict "server" (include "paceline.serverTls" . | fromYaml) "internal" (include "paceline.internalTls" . | fromYaml) | toJson) }}
 {{- end }}
 {{- toYaml (mergeOverwrite $found .Values.environment) }}

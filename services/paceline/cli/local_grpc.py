@@ -40,7 +40,12 @@ class LocalPublic(PublicMethods):
 
 
 async def serve_grpc(
-    public: PublicMethods, host: str, port: int, max_message_bytes: int, certificates: Certificates | None
+    public: PublicMethods,
+    host: str,
+    port: int,
+    max_message_bytes: int,
+    certificates: Certificates | None,
+    max_age_s: float | None = None,
 ) -> Any:
     """Starts a server of the public methods, which its caller stops. Raises ConfigError if it cannot listen."""
 
@@ -51,7 +56,13 @@ async def serve_grpc(
     address = f"[{host}]" if ":" in host else host
     try:
         server, _ = await start_server(
-            add, address, port, certificates=certificates, max_message_bytes=max_message_bytes, internal=False
+            add,
+            address,
+            port,
+            certificates=certificates,
+            max_message_bytes=max_message_bytes,
+            internal=False,
+            max_age_s=max_age_s,
         )
     except OSError as error:
         raise ConfigError(f"server.grpc_port is {port}: it cannot be used on {host} ({error})") from error

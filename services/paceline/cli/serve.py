@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import signal
 from pathlib import Path
@@ -285,8 +284,7 @@ def run_serve(args: argparse.Namespace) -> int:
     if args.print_environment:
         folder = socket_folder()
         variables = serve_environment(folder)
-        os.environ.update(variables)  # the program for TLS runs the one that is named there
-        variables |= haproxy.environment(*tls_settings(read_config(args)), folder)
+        variables |= haproxy.tls_environment(*tls_settings(read_config(args)))
         for name, value in variables.items():
             print(f"export {name}={shlex.quote(value)}")
         return EXIT_DONE

@@ -1,14 +1,16 @@
 """The ports that Ray Serve opens, and TLS: what Serve itself does not offer is brought in here.
 
-    clients ── server.tls ──▶ haproxy on every node ── internal_tls ──▶ the gRPC port of each router
+    gRPC clients ══ server.tls, through haproxy ══▶ the gRPC port of a router
+    HTTP clients ── server.tls ──▶ haproxy (``security.haproxy``) ──▶ the HTTP port of a router
 
-The first is haproxy's (``security.haproxy``), the second is set up here, in each router's process.
+Without ``server.tls`` haproxy encrypts the way to a router's gRPC port by ``internal_tls``.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.config import InternalTls, ServerTls, ServiceConfig
@@ -37,10 +39,11 @@ def _settings_of_ray() -> tuple[ServerTls | None, InternalTls | None]:
         raise ConfigError(f"{haproxy.SETTINGS} is not as `paceline serve --print-environment` prints it") from error
 
 
-def encrypt_ingress(config: ServiceConfig, internal: Certificates | None) -> None:
-    """Makes the gRPC port that Serve opens next in this process ask for a certificate, if there are ``internal`` ones.
+def encrypt_ingress(config: ServiceConfig, certificates: Mapping[str, Certificates]) -> None:
+    """Makes the gRPC port that Serve opens next in this process encrypt by the ``server`` certificates, or else by the
+    ``internal`` ones, if there are any.
 
-    Raises ConfigError unless the proxies of this cluster encrypt as the configuration says.
+    Raises ConfigError unless the proxies of this cluster expect what the configuration says.
     """
     server_tls, internal_tls = tls_settings(config)
     if server_tls is None and internal_tls is None:
@@ -50,11 +53,9 @@ def encrypt_ingress(config: ServiceConfig, internal: Certificates | None) -> Non
             f"server.tls and internal_tls are not those that this Ray cluster was started with ({haproxy.SETTINGS}): "
             "start Ray with what `paceline serve --config FILE --print-environment` prints"
         )
-    if internal is None:
-        return
+    use = "server" if server_tls is not None else "internal"
+    credentials = server_credentials(certificates[use], internal=use == "internal")
     from ray.serve._private import default_impl
-
-    credentials = server_credentials(internal)
 
     def add_encrypted_address(server: Any, address: str) -> None:
         if not server.add_secure_port(address, credentials):

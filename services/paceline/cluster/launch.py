@@ -102,8 +102,7 @@ class Service:
             environment = local_environment(self._folder, server)
         else:
             environment = serve_environment(self._folder, server.max_message_bytes)
-        os.environ.update(environment)  # the program for TLS runs the one that is named there
-        environment |= haproxy.environment(*tls_settings(self.config), self._folder)
+        environment |= haproxy.tls_environment(*tls_settings(self.config))
         os.environ.update(environment)
         signal.signal(signal.SIGTERM, self._interrupt)
         import ray

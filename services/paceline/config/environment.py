@@ -29,7 +29,19 @@ _VISIBLE_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 OTHER_VARIABLES = frozenset(
     f"PACELINE_{name}"
-    for name in ("API_KEY", "CACHE", "CLONES", "HAPROXY_BINARY", "MODELS", "MOTO", "POOL", "PYTHON", "TESTBED", "TLS")
+    for name in (
+        "API_KEY",
+        "CACHE",
+        "CLONES",
+        "HAPROXY_BINARY",
+        "HAPROXY_BINDS",
+        "MODELS",
+        "MOTO",
+        "POOL",
+        "PYTHON",
+        "TESTBED",
+        "TLS",
+    )
 )
 """Variables of ours that are no key of the configuration: what processes, scripts of ``cluster/`` and tests ask for."""
 _SERVICE_LINK = re.compile(r"(\w+?_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")

@@ -100,6 +100,9 @@ class ServerConfig(Strict):
     """Time that requests in progress have to end once ``paceline serve`` is told to stop (SIGTERM, Ctrl-C); what is
     left then ends by an error. New requests are refused meanwhile, and health says so. A second signal does not
     wait."""
+    grpc_max_connection_age_s: float = Field(default=30.0, ge=0.1)
+    """Age at which a gRPC connection is told to take no new calls; its streams go on. Clients, which are balanced by
+    connection, so find routers that were added, and leave one that is stopped."""
     tls: ServerTls | None = None
     """None: what clients send and get is not encrypted."""
     api_keys: str | None = Field(default=None, min_length=1)

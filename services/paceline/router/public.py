@@ -15,13 +15,14 @@ from typing import Any
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]  # no stubs
 
 from paceline import logs
-from paceline.errors import NotFoundError, PacelineError
+from paceline.errors import NotFoundError, PacelineError, RouterStoppedError
 from paceline.router.admission import TargetInfo
 from paceline.router.service import GenerationService
 from paceline.rpc.bounds import parse
 from paceline.rpc.generation import model_info_to_proto, server_info_to_proto
 from paceline.rpc.status import to_status
 from paceline.security.access import Access
+from paceline.security.haproxy_config import TLS_HEADER
 from paceline.types import MAX_DRAFT_TOKENS, Acceptance, Mode, ModelInfo, SamplingParams, ServerInfo
 from paceline.v1.generation_pb2 import (
     CancelRequest,
@@ -41,6 +42,8 @@ class PublicMethods:
 
     _service: GenerationService
     _access: Access
+    _leaving = False
+    """Clients are sent to another router: nothing without an end of its own goes on."""
 
     async def model_info(self) -> ModelInfo:
         """The model that is served."""
@@ -59,7 +62,7 @@ class PublicMethods:
     async def Generate(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
         """Streams the chunks of one request, then its result (generation.proto)."""
         try:
-            metadata = grpc_context.invocation_metadata()
+            metadata = _metadata(grpc_context)
             name = self._access.identify(metadata)
             with self._access.enter(name) as charge:
                 answer = self._service.generate(request, name, charge.note, metadata)
@@ -75,7 +78,7 @@ class PublicMethods:
         The answer is the same for a request that does not exist and for one of another key.
         """
         try:
-            name = self._access.identify(grpc_context.invocation_metadata())
+            name = self._access.identify(_metadata(grpc_context))
             request_id = parse(CancelRequest, request).request_id
             cancelled = self._service.cancel(request_id, name)
         except PacelineError as error:
@@ -88,7 +91,7 @@ class PublicMethods:
     async def GetModelInfo(self, request: Any, grpc_context: Any) -> Any:
         """Describes the model that is served (generation.proto)."""
         try:
-            self._access.identify(grpc_context.invocation_metadata())
+            self._access.identify(_metadata(grpc_context))
         except PacelineError as error:
             _set_status(grpc_context, error)
             return GetModelInfoResponse()
@@ -97,7 +100,7 @@ class PublicMethods:
     async def GetServerInfo(self, request: Any, grpc_context: Any) -> Any:
         """Describes the state of the whole service (generation.proto)."""
         try:
-            self._access.identify(grpc_context.invocation_metadata())
+            self._access.identify(_metadata(grpc_context))
             info = await self.server_info()
         except PacelineError as error:
             _set_status(grpc_context, error)
@@ -122,19 +125,20 @@ class PublicMethods:
         return health_pb2.HealthListResponse(statuses={name: self._health(name) for name in _HEALTH_SERVICES})
 
     async def Watch(self, request: Any, grpc_context: Any) -> AsyncIterator[Any]:
-        """grpc.health.v1: the status now, and again whenever it changes."""
+        """grpc.health.v1: the status now, and again whenever it changes, until this router is stopped."""
         try:
             service = parse(health_pb2.HealthCheckRequest, request).service
         except PacelineError as error:
             _set_status(grpc_context, error)
             return
         last = None
-        while True:
+        while not self._leaving:
             now = self._health(service)
             if now != last:
                 yield now
             last = now
             await asyncio.sleep(_HEALTH_PERIOD_S)
+        _set_status(grpc_context, RouterStoppedError("this router is being stopped: watch another one"))
 
     def _health(self, service: str) -> Any:
         answer = health_pb2.HealthCheckResponse
@@ -167,6 +171,13 @@ def model_info(
         batch_invariant=batch_invariant,
         default_sampling=SamplingParams().with_defaults(facts.defaults),
     )
+
+
+def _metadata(grpc_context: Any) -> list[tuple[str, str | bytes]]:
+    """What a call says, and about encryption what its connection says."""
+    metadata = [(name, value) for name, value in grpc_context.invocation_metadata() if name != TLS_HEADER]
+    encrypted = b"ssl" in grpc_context.auth_context().get("transport_security_type", ())
+    return [*metadata, (TLS_HEADER, "1")] if encrypted else metadata
 
 
 def _set_status(grpc_context: Any, error: Exception) -> None:

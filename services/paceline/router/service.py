@@ -83,6 +83,11 @@ class GenerationService:
         """Requests in progress."""
         return self._num_running
 
+    @property
+    def draining(self) -> bool:
+        """True once no new request is taken."""
+        return self._draining
+
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests from now on, and returns when those in progress have ended.
 

@@ -32,6 +32,12 @@ CHANNEL_OPTIONS = [
 ]
 """Channel options for router-to-replica streams. Each link opens its own connection."""
 
+
+def max_age(age_s: float) -> tuple[str, int]:
+    """The option of a server whose connections of about this age (gRPC varies it by a tenth) take no new calls."""
+    return ("grpc.max_connection_age_ms", round(1000 * age_s))
+
+
 TOKEN_KEY = "paceline-token"
 
 
@@ -91,15 +97,18 @@ async def start_server(
     *,
     max_message_bytes: int = _UNLIMITED,
     internal: bool = True,
+    max_age_s: float | None = None,
 ) -> tuple[aio.Server, int]:
     """Starts a server; returns it and its port (0: the system chooses). Raises OSError if the address cannot be bound.
 
     ``add`` registers the servicers. Every call must carry ``token``, unless that is empty. ``certificates``: encrypt,
     and refuse peers without a certificate. ``max_message_bytes``: the longest message that is taken. ``internal``:
-    false for clients, who need no certificate unless it names their authority.
+    false for clients, who need no certificate unless it names their authority. ``max_age_s``: of a connection.
     """
     interceptors = [_TokenCheck(token)] if token else []
     options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
+    if max_age_s is not None:
+        options.append(max_age(max_age_s))
     server = aio.server(options=options, interceptors=interceptors)
     add(server)
     try:

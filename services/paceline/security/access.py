@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from paceline.errors import ConfigError, InvalidRequestError, ResourceExhaustedError, UnauthenticatedError
+from paceline.security.haproxy_config import TLS_HEADER
 from paceline.security.keys import ApiKey, KeyRing
 from paceline.types import Usage
 
 ANYONE = ""
 """The name of every caller while the service has no keys."""
-
-TLS_HEADER = "paceline-tls"
-"""Set by the proxy, whatever the client sent: 1 on an encrypted connection."""
 
 METRICS_OF_KEYS = "paceline_key_"
 """Begins the names of all metrics with the label ``key``, and of no others."""

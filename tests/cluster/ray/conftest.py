@@ -40,7 +40,12 @@ def config_for(pair: Path, **changes):
             "deployment_config": deployment,
         },
         "router_config": {"deployment_config": deployment | {"num_replicas": 2}, "max_queued_requests": 256},
-        "server": {"host": "127.0.0.1", "grpc_port": grpc_port, "http_port": http_port},
+        "server": {
+            "host": "127.0.0.1",
+            "grpc_port": grpc_port,
+            "http_port": http_port,
+            "grpc_max_connection_age_s": 3.0,
+        },
     } | changes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import socket
@@ -12,13 +13,21 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import grpc
 import pytest
 from tests.security.conftest import Mounted, digest, write_keys
 
 from paceline.client import Client, Tls
 from paceline.errors import EngineError, UnauthenticatedError
+from paceline.security.haproxy_config import TLS_HEADER
 from paceline.types import FinishReason
 
+INNER = (
+    "GenerationService/GetModelInfo",
+    "GenerationService/Generate",
+    "TargetService/Rounds",
+    "DraftService/Rounds",
+)
 HOST = "127.0.0.2"
 """Of the public ports, and of nothing else: the loopback, where all others are, is 127.0.0.1."""
 
@@ -91,6 +100,30 @@ class Secured:
                 assert reply.status == status
         with pytest.raises(OSError):
             urllib.request.urlopen(f"http://{HOST}:{port}/v1/models", timeout=60)
+
+    def check_inside(self, ports: set[int]) -> None:
+        """Past the public ports nobody without a key or the internal certificate is served, encrypted or not.
+
+        The header by which the proxy says that a connection is encrypted helps nobody who writes it himself.
+        """
+        authorities = [None, self.public.ca.read_bytes(), self.internal.ca.read_bytes()]
+        names = [("grpc.ssl_target_name_override", "internal.paceline")]
+        for port, authority in itertools.product(sorted(ports), authorities):
+            address = f"127.0.0.1:{port}"
+            if authority is None:
+                channel = grpc.insecure_channel(address)
+            else:
+                channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority), names)
+            with channel:
+                for method in INNER:
+                    call = channel.stream_stream(f"/paceline.v1.{method}")
+                    with pytest.raises(grpc.RpcError):
+                        list(call(iter([b""]), timeout=2, metadata=((TLS_HEADER, "1"),)))
+        for port in ports:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2) as connection:
+                head = f"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n{TLS_HEADER}: 1\r\nConnection: close\r\n\r\n"
+                connection.sendall(head.encode())
+                assert b"HTTP/1.1 200" not in connection.recv(100)
 
     def completion(self, port: int, sampling: dict) -> dict:
         """The body of a completion over HTTP."""

@@ -284,6 +284,7 @@ def test_it_serves_until_it_is_told_to_stop_and_leaves_nothing(pair, tmp_path, n
         require_heads(running, secured)
         family = require_table(running)
         assert len(family) > 6
+        secured.check_inside({port for kind, _, port in listening(family) if kind == "ray::ServeReplica"})
         sockets_of_ray = (part for pid in family for part in command_line(pid) if "/sockets/" in part)
         of_ray = Path(next(sockets_of_ray).rpartition("=")[2]).parents
         assert any(folder.stat().st_mode & 0o077 == 0 and folder.stat().st_uid == os.getuid() for folder in of_ray)

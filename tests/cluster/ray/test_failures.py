@@ -288,18 +288,64 @@ def test_a_rolling_update_of_everything_breaks_no_stream(two):
     assert two.rolled.longest_s < STEP_S + TARGET_TIMEOUT_S + SLACK_S
 
 
-def test_a_killed_router_breaks_no_stream_of_the_client(two, expected):
-    """Of which router a stream is, its proxy decides: the busiest one is killed until that has hit a stream."""
+@contextlib.asynccontextmanager
+async def strangers(app, num):
+    """Streams without end of clients that know nothing of this service, each on a connection of its own; gives the
+    errors that they get."""
+    errors, stopping = [], False
 
     async def run():
-        async with Traffic(two, expected, resuming=True) as traffic:
-            while not traffic.num_resumes:
+        async with stub_of(app) as stub:
+            while not stopping:
+                try:
+                    await collect(stub.Generate(request(PROMPTS[0], NUM_TOKENS)))
+                except grpc.aio.AioRpcError as error:
+                    errors.append(error)
+                    await asyncio.sleep(0.2)
+
+    tasks = [asyncio.create_task(run()) for _ in range(num)]
+    try:
+        yield errors
+    finally:
+        stopping = True
+        await asyncio.gather(*tasks)
+
+
+def test_a_killed_router_breaks_no_stream_of_the_client_and_is_unavailable_to_others(two, expected):
+    """Of which router a connection is, its proxy decides: the busiest one is killed until that has hit both kinds."""
+
+    async def run():
+        async with strangers(two, 4) as errors, Traffic(two, expected, resuming=True) as traffic:
+            while not (traffic.num_resumes and errors):
                 pid = await busiest(two, "router")
                 os.kill(pid, signal.SIGKILL)
                 await replaced(two, "router", pid)
                 await settled(two, target=2)
-        report(f"router killed, {traffic.num_resumes} streams resumed", traffic)
+        report(f"router killed, {traffic.num_resumes} streams resumed, {len(errors)} of others broken", traffic)
+        assert {error.code() for error in errors} == {grpc.StatusCode.UNAVAILABLE}, errors
         await assert_all_free(two)
+
+    finish(run())
+
+
+def test_a_router_that_is_stopped_sends_its_clients_to_the_other_while_their_streams_go_on(two, expected):
+    """Each connection has a stream at all times, so that a router which kept its connections would never be idle."""
+
+    async def run():
+        async with contextlib.AsyncExitStack() as stack:
+            errors = [await stack.enter_async_context(strangers(two, 2)) for _ in range(2)]
+            await until(lambda: busy(two), 30, "both routers have streams")
+            await two.scale("Router", 1)
+            await until(lambda: only_one(two), LIMIT_S / 3, "the router that is stopped has ended")
+        assert errors == [[], []]
+        await two.scale("Router", 2)
+        await settled(two, target=2)
+
+    async def busy(app):
+        return all(await app.ask("Router", "num_requests"))
+
+    async def only_one(app):
+        return await app.states("Router") == {"RUNNING": 1}
 
     finish(run())
 
