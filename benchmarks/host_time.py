@@ -54,7 +54,7 @@ from paceline.model.compiled.backend import DeviceBackend
 from paceline.model.compiled.buckets import Limits
 from paceline.model.runner import ModelRunner
 from paceline.router.session import Session
-from paceline.runtime.workers import settle
+from paceline.config.memory import settle
 from paceline.target import engine as target_engine
 from paceline.target.build import build_target_engine
 from paceline.target.engine import TargetEngine

@@ -58,6 +58,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, folders in GROUPS.items():
             if item.nodeid.startswith(folders):
                 item.add_marker(pytest.mark.xdist_group(name))
+    if addresses := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"{addresses[0]}: its id is another one in each process: give its parameters ids")
     if items:
         items[0].config.stash[COLLECTED] = list(items)
 

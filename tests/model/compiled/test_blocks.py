@@ -139,7 +139,7 @@ def whole_steps(x: Array) -> tuple[Array, Array]:
 @pytest.mark.parametrize(
     "mistake",
     [{"reverse": True}, {"fused": True}, *({"rounded": how} for how in (float16_scales, whole_rows, whole_steps))],
-    ids=str,
+    ids=["reverse", "fused", "float16 scales", "whole rows", "whole steps"],
 )
 def test_a_mistake_of_a_rounding_is_noticed(mistake: dict[str, Any]) -> None:
     """What the bits are compared with would find another order, another rounding, and scales of other numbers."""
