@@ -44,6 +44,7 @@ from torch import Tensor
 
 from paceline.cli.table import table
 from paceline.config import DraftModel, LocalConfig, TargetModel
+from paceline.config.memory import settle
 from paceline.draft import engine as draft_engine
 from paceline.draft.build import build_draft_engine
 from paceline.draft.engine import DraftEngine
@@ -54,7 +55,6 @@ from paceline.model.compiled.backend import DeviceBackend
 from paceline.model.compiled.buckets import Limits
 from paceline.model.runner import ModelRunner
 from paceline.router.session import Session
-from paceline.config.memory import settle
 from paceline.target import engine as target_engine
 from paceline.target.build import build_target_engine
 from paceline.target.engine import TargetEngine

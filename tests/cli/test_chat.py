@@ -11,6 +11,7 @@ from tests.web.support import edge_over, served
 from paceline.checkpoint.chat import load_chat
 from paceline.cli.chat import converse
 from paceline.cli.main import main
+from paceline.embedded import TARGET_DIR
 from paceline.errors import InvalidRequestError
 
 
@@ -84,7 +85,7 @@ def test_engines_of_this_machine_answer(monkeypatch, capsys, tmp_path):
         (("--address", "localhost"), "http://HOST:PORT"),
         (("--address", "http://localhost:1", "--target", "x"), "--target is given with --address"),
         (("--api-key", "x"), "--api-key is given without --address"),
-        ((), "the target has no chat template"),
+        (("--target", str(TARGET_DIR)), "the target has no chat template"),
         (("--chat-template", "nowhere"), "it cannot be read"),
     ],
 )

@@ -401,17 +401,19 @@ def test_more_sessions_than_fit_take_no_more_than_is_estimated(tmp_path):
     assert small["preemptions"] > 0 == large["preemptions"]
 
 
-def test_int8_takes_a_byte_for_each_number_of_a_linear_layer(tmp_path):
-    """Tables and norms keep the dtype; weights that come in other formats count as they are stored."""
+def test_int8_takes_a_byte_for_each_number_of_a_linear_layer_and_a_scale_for_each_block(tmp_path):
+    """A block of 32 numbers has a scale of two bytes. Tables and norms keep the dtype.
+
+    Weights that come in other formats count as they are stored.
+    """
     model = random_model("llama")
     model.save_pretrained(tmp_path / "plain")
     plain = Checkpoint.open(str(tmp_path / "plain")).size()
     linear = sum(
         m.weight.numel() for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"
     )
-    assert (
-        Checkpoint.open(str(tmp_path / "plain")).size(quantization="int8").weights_bytes == plain.weights_bytes - linear
-    )
+    rounded = Checkpoint.open(str(tmp_path / "plain")).size(quantization="int8")
+    assert rounded.weights_bytes == plain.weights_bytes - linear + linear // 32 * 2
     stored = {name: p.to(torch.int8) if p.dim() == 2 else p for name, p in model.state_dict().items()}
     (tmp_path / "stored").mkdir()
     save_file(stored, tmp_path / "stored" / "model.safetensors")

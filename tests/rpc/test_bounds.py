@@ -38,7 +38,7 @@ AT_THE_BOUND = {
     "bad_words": words(2, 3),
     "logit_bias": {1: 1.0, 2: 1.0, 3: 1.0},
     "allowed_token_ids": [1, 2],
-    "logprob_token_ids": [2**32 - 1] * 128,
+    "logprob_token_ids": [2**31 - 1] * 128,
 }
 OVER = [
     ({"stop": ["a"] * 3}, "sampling_params.stop has 3 strings: at most 2 are allowed"),
