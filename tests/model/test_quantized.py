@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -61,28 +62,21 @@ def requests() -> dict[str, Request]:
 
 
 @torch.no_grad()
-def logits_of(model: PreTrainedModel) -> torch.Tensor:
+def logits_of(model: PreTrainedModel, token_ids: Sequence[int] | None = None) -> torch.Tensor:
     """Logits of some tokens, float32, by transformers' own attention."""
     previous = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     try:
-        found: torch.Tensor = model(torch.tensor([prompt(1, 40)])).logits.float()
+        found: torch.Tensor = model(torch.tensor([token_ids or prompt(1, 40)])).logits.float()
     finally:
         model.set_attn_implementation(previous)
     return found
 
 
-def generated(model: PreTrainedModel, tokens: list[int], length: int) -> list[int]:
-    """transformers' own greedy decoding, with its own attention and cache."""
-    previous = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
-        out = model.generate(
-            torch.tensor([tokens]), max_new_tokens=length, do_sample=False, pad_token_id=0, eos_token_id=None
-        )
-    finally:
-        model.set_attn_implementation(previous)
-    return out[0, len(tokens) :].tolist()
+def gap(model: PreTrainedModel, asked: Sequence[int], answer: Sequence[int]) -> float:
+    """How far below the largest logit the tokens of a greedy answer are at most."""
+    rows = logits_of(model, [*asked, *answer])[0, len(asked) - 1 : -1]
+    return float((rows.max(-1).values - rows[torch.arange(len(answer)), torch.tensor(answer)]).max())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -138,15 +132,18 @@ def test_every_mode_gives_the_text_of_the_target_itself(target: str, draft: str,
 
 
 @pytest.mark.slow
-def test_greedy_equals_generate_of_the_same_quantized_model() -> None:
-    """In float32, where two orders of one sum do not change the text; the model that is not quantized says else."""
-    model = reloaded(torch.float32, "int8")
-    want = {name: generated(model, list(r.prompt), 24) for name, r in requests().items()}
+def test_greedy_tokens_are_the_likeliest_of_transformers_own_forward() -> None:
+    """Of the same quantized model; those that are not quantized, or to fewer bits, say else.
+
+    Not to the bit: another order of a sum in attention may round an input of a product to the next of 256 numbers.
+    """
     greedy = {n: Request(r.prompt, SamplingParams(temperature=0.0, max_tokens=24)) for n, r in requests().items()}
-    results = Pump(prepare(model, compile=False), loaded(torch.float32, None, 0.05)).run(greedy)
-    assert {name: list(r.token_ids) for name, r in results.items()} == want
-    other = reloaded(torch.float32, None)
-    assert want != {name: generated(other, list(r.prompt), 24) for name, r in requests().items()}
+    results = Pump(loaded(torch.float32, "int8"), loaded(torch.float32, None, 0.05)).run(greedy)
+    gaps = {}
+    for quantization in ("int8", None, "int4"):
+        model = reloaded(torch.float32, quantization)
+        gaps[quantization] = max(gap(model, greedy[name].prompt, r.token_ids) for name, r in results.items())
+    assert gaps["int8"] < 0.02 < gaps[None] < gaps["int4"], gaps
 
 
 @pytest.mark.slow
