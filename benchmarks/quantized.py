@@ -4,7 +4,7 @@ A GGUF file runs in bfloat16, as it is stored, and rounded again by ``quantizati
 and rounded. Each variant is compiled and lives in a process of its own. They take turns. Of each step the fastest
 counts, in seconds of its thread, so that other processes count little; tokens/s are of whole generations, by the clock.
 
-    taskset -c 1 python benchmarks/quantized.py build/models/smollm2.gguf [--peer]
+    taskset -c 1 python benchmarks/quantized.py FILE.gguf [--peer]
 
 ``--peer``: llama.cpp on the same file, with one thread, by the package xllamacpp.
 """
