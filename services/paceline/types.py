@@ -6,8 +6,10 @@ Plain data: no tensors, no Ray, no protobuf. The messages between routers and re
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import json
+import logging
 import math
 import struct
 from collections import abc
@@ -528,6 +530,12 @@ class RequestLimits(_Params, strict=True):
                 raise InvalidRequestError(f"{where}stop[{i}] has {count} characters: at most {limit} are allowed")
 
 
+@functools.cache
+def warn_of_growth() -> None:
+    """Logs once that requests name ``growth``."""
+    logging.getLogger(__name__).warning("speculation.growth has no effect: drafts grow best first. Leave it out.")
+
+
 class SpeculationParams(_RequestParams):
     """Speculation of one session."""
 
@@ -540,6 +548,15 @@ class SpeculationParams(_RequestParams):
     decoding."""
     saguaro: float = Field(default=1.0, gt=0, le=1)
     """Rejection rule only: q of the predicted next tokens is scaled by this before sampling; 1 is off."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_growth(cls, values: Any) -> Any:
+        """Clients of earlier versions name the ``growth`` of trees, which changes no text. It is always best first."""
+        if isinstance(values, Mapping) and values.get("growth") in ("best_first", "uniform", "geometric"):
+            warn_of_growth()
+            return {name: value for name, value in values.items() if name != "growth"}
+        return values
 
 
 def speculation_arguments(fields: Mapping[str, Any], enabled: bool | None) -> dict[str, Any]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import random
 
+import pytest
+
 from paceline.core.tree import SpeculationTree, TreeNode
 from paceline.draft.growth import BestFirst, Frontier, Growth, Reach, Sequential
 from paceline.messages import Node
+from paceline.types import SpeculationParams, warn_of_growth
 
 VOCAB = 8
 
@@ -148,3 +151,14 @@ def test_nodes_beyond_the_reach_are_not_expanded() -> None:
         frontier.push(child)
     assert len(tree) == 3, "the anchor, and two ahead, were expanded"
     assert Frontier(SpeculationTree(VOCAB, 1), Sequential(4)).reach is None
+
+
+def test_a_request_that_names_the_growth_of_earlier_versions_is_served(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_growth.cache_clear()
+    for growth in ("uniform", "geometric", "best_first"):
+        assert SpeculationParams.model_validate({"growth": growth, "max_draft_tokens": 3}) == SpeculationParams(
+            max_draft_tokens=3
+        )
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["speculation.growth has no effect"]
+    with pytest.raises(ValueError, match="growth"):
+        SpeculationParams.model_validate({"growth": "sideways"})
