@@ -21,6 +21,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from paceline.checkpoint import hub
 from paceline.checkpoint.chat import load_chat
 from paceline.checkpoint.files import Checkpoint, context_length
+from paceline.checkpoint.generation import not_honored
 from paceline.checkpoint.gguf import described
 from paceline.checkpoint.gguf.header import is_decoded
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
@@ -110,6 +111,22 @@ def test_every_number_format_that_the_package_decodes_is_read(tmp_path, kind):
     expected = torch.from_numpy(np.array(gguf.quants.dequantize(blocks, kind)))
     assert read.isfinite().all()
     assert torch.equal(read, expected)
+
+
+def test_sampling_parameters_of_a_file_are_its_defaults(tmp_path):
+    def put(writer):
+        writer.add_sampling_temp(0.6)
+        writer.add_sampling_top_k(20)
+        writer.add_sampling_top_p(0.95)
+        writer.add_sampling_min_p(0.0)
+        writer.add_sampling_penalty_repeat(1.05)
+        writer.add_sampling_mirostat(2)
+
+    path = write_gguf(tmp_path / "model.gguf", "llama", random_model(MODELS["llama"][1]()), change=put)
+    checkpoint = Checkpoint.open(str(path))
+    want = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05)
+    assert checkpoint.sampling_defaults() == want
+    assert not_honored(checkpoint.generation_config) == ["mirostat is 2"]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3moe", "gemma3", "phi3"])
@@ -493,6 +510,8 @@ def test_a_short_name_is_the_file_of_a_package_whose_code_is_not_run(files, tmp_
     assert found.path == "smollm2"
     assert {*found.gguf.files.values()} == {package / "Model.Q4_1.gguf"}
     assert place_of("smollm2") == package / "Model.Q4_1.gguf"
+    assert found.sampling_defaults() == SamplingParams(temperature=0.2, top_p=0.9)
+    assert Checkpoint.open(str(path)).sampling_defaults() == SamplingParams()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
     with pytest.raises(ConfigError, match="holds no config"):  # a path of this machine stands before a short name

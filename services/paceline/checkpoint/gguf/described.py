@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -21,11 +21,12 @@ from paceline.checkpoint.gguf.header import SHARD, Header, Stored, read_header
 from paceline.checkpoint.gguf.tokenizer import end_token_ids, tokenizer_files
 from paceline.checkpoint.gguf.weights import GgufTensors, GgufWeights
 from paceline.config import cache_dir
+from paceline.config.loading import packaged_sampling
 from paceline.errors import ConfigError
 
 INDEX = "gguf.json"
 """The file that says where the GGUF files and their tensors are."""
-_FORMAT = 1
+_FORMAT = 2
 """Goes up whenever the directory would be made otherwise of the same files."""
 
 
@@ -107,7 +108,8 @@ def _write(folder: Path, header: Header) -> None:
     settings["model_max_length"] = config["max_position_embeddings"]
     ends = [one for one in end_token_ids(header.metadata) if one < config["vocab_size"]]
     roles = {f"{role}_token_id": config[f"{role}_token_id"] for role in ("bos", "pad")}
-    generation = {"eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None, **roles}
+    sampling = _sampling(header.metadata) or packaged_sampling(header.files[0])
+    generation = {"eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None, **roles, **sampling}
     index = {
         "files": [str(one) for one in header.files],
         "tensors": {name: list(asdict(stored).values()) for name, stored in header.tensors.items()},
@@ -122,6 +124,21 @@ def _write(folder: Path, header: Header) -> None:
     for name, text in texts.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
+
+
+_SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+"""Keys of ``general.sampling`` whose names in generation_config.json are other ones."""
+
+
+def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling parameters that a file names. Zeros other than the temperature's turn something off that is off."""
+    found = {}
+    for key, value in metadata.items():
+        name = key.removeprefix("general.sampling.")
+        if name != key and (value or name == "temp"):
+            written = float(f"{value:.7g}") if isinstance(value, float) else value  # stored in 32 bits
+            found[_SAMPLING.get(name, name)] = written
+    return found
 
 
 def describes(folder: Path) -> bool:
