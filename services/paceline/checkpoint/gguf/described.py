@@ -108,7 +108,9 @@ def _write(folder: Path, header: Header) -> None:
     settings["model_max_length"] = config["max_position_embeddings"]
     ends = [one for one in end_token_ids(header.metadata) if one < config["vocab_size"]]
     roles = {f"{role}_token_id": config[f"{role}_token_id"] for role in ("bos", "pad")}
-    sampling = _sampling(header.metadata) or packaged_sampling(header.files[0])
+    sampling = _sampling(header.metadata) or dict(packaged_sampling(header.files[0]))
+    if sampling:
+        sampling["do_sample"] = sampling.get("temperature") != 0
     generation = {"eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None, **roles, **sampling}
     index = {
         "files": [str(one) for one in header.files],
