@@ -95,7 +95,7 @@ def serve(path: str, quantization: Any, pipe: Connection) -> None:
 def generate(pipeline: Any) -> float:
     """Tokens/s of a plain greedy generation, prompt included."""
     started = time.perf_counter()
-    result = pipeline.generate(PROMPT, temperature=0.0, max_tokens=GENERATED, ignore_eos=True).result()
+    result = pipeline.generate(PROMPT, temperature=0.0, max_tokens=GENERATED, ignore_eos=True).result
     return len(result.token_ids) / (time.perf_counter() - started)
 
 
