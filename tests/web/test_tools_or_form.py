@@ -203,7 +203,7 @@ def test_a_form_that_lets_text_through_is_noticed(speaking, monkeypatch):
 def test_a_grammar_beside_tools_is_refused(at, speaking):
     body = {"messages": USER, "tools": [TOOL], "structured_outputs": {"grammar": 'root ::= "a"'}}
     status, _, answer = call(f"{at}/v1/chat/completions", body)
-    assert (status, answer["error"]["message"][:35]) == (400, "structured_output.grammar is given ")
+    assert (status, answer["error"]["message"][:36]) == (400, "structured_outputs.grammar is given ")
     wrong = {"type": "json_schema", "json_schema": {"schema": {"items": {"not": {}}}}}
     status, _, answer = call(f"{at}/v1/chat/completions", body | {"structured_outputs": None, "response_format": wrong})
     assert (status, "#/items has 'not'" in answer["error"]["message"]) == (400, True)

@@ -20,11 +20,13 @@ _NOUNS = {
     "bool": "true or false",
     "string": "text",
     "list": "a list",
+    "tuple": "a list",
     "dict": "a mapping of keys",
     "mapping": "a mapping of keys",
     "model": "a mapping of keys",
     "none": "null",
 }
+_IN_YAML = " in quotes, as YAML takes on, off, yes and no for true and false"
 _LONGEST_VALUE = 60
 
 
@@ -45,6 +47,9 @@ def explain(error: ValidationError, model: type[BaseModel], elsewhere: Mapping[s
     """
     details = error.errors(include_url=False)
     first = next((d for d in details if d["type"] == "extra_forbidden"), details[0])
+    if isinstance(first["input"], list):  # one of its items may be what is wrong
+        place = ".".join(_locate(model, first)[0])
+        first = next((d for d in details if ".".join(_locate(model, d)[0]).startswith(f"{place}[")), first)
     path, owner, field = _locate(model, first)
     fault = first.get("ctx", {}).get("error")
     if isinstance(fault, Fault):
@@ -71,7 +76,9 @@ def explain(error: ValidationError, model: type[BaseModel], elsewhere: Mapping[s
 def explain_parameter(error: ValidationError, model: type[BaseModel]) -> str:
     """One sentence for the first mistake in the parameters of a request; rules about several of them are quoted."""
     fault = error.errors(include_url=False)[0].get("ctx", {}).get("error")
-    return str(fault) if fault is not None else explain(error, model).replace("Input should be ", "")
+    if fault is not None:
+        return str(fault)
+    return explain(error, model).replace("Input should be ", "").replace(_IN_YAML, "")
 
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -129,8 +136,7 @@ def _allowed(detail: ErrorDetails, field: FieldInfo | None) -> str:
     if kind in ("string_too_long", "too_long"):
         return f"of at most {context['max_length']} " + ("characters" if kind == "string_too_long" else "entries")
     if (noun := kind.partition("_")[0]) in _NOUNS:
-        of_word = " in quotes, as YAML takes on, off, yes and no for true and false"
-        return _NOUNS[noun] + (of_word if noun == "string" and isinstance(detail["input"], bool) else "")
+        return _NOUNS[noun] + (_IN_YAML if noun == "string" and isinstance(detail["input"], bool) else "")
     if kind == "union_tag_not_found":
         return _NOUNS["model"]
     bounds = [] if field is None else bounds_of(field)

@@ -121,6 +121,14 @@ class CountBody(ToolsBody):
     n: int = Field(default=1, ge=1, le=1)
     """One answer."""
 
+    @classmethod
+    def spelling(cls, data: Mapping[str, Any]) -> dict[str, str]:
+        """Our names of parameters -> those by which a body has them, which refusals then use."""
+        config = data.get("output_config")
+        has_form = isinstance(config, dict) and config.get("format") is not None
+        form = "output_config.format" if has_form else "output_format" if "output_format" in data else ""
+        return super().spelling(data) | ({"structured_output.json_schema": form} if form else {})
+
     @model_validator(mode="before")
     @classmethod
     def _by_our_names(cls, data: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from paceline import __version__, logs
@@ -126,6 +127,7 @@ def make_app(edge: Edge) -> FastAPI:
         def prepare() -> tuple[Body, _A]:
             parsed = bodies.parse(data)
             kind, body = kind_of(parsed)
+            request.state.spelling = body.spelling(parsed) if isinstance(parsed, dict) else {}
             given = read(body, parsed, Ignored(strict=edge.strict_fields))
             if given.model and given.model not in names:
                 raise _no_model(given.model, names)
@@ -340,18 +342,21 @@ def make_app(edge: Edge) -> FastAPI:
     async def refused(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientLeftError):
             return Response(status_code=499)
-        status, body, headers = to_http(error, _MAY_BE_NAMED)
+        status, body, headers = to_http(error, _MAY_BE_NAMED, getattr(request.state, "spelling", {}))
         return refusal(request, status, body, headers)
 
     @app.exception_handler(HTTPException)
     async def no_such_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = str(error.detail)
-        if error.status_code in (404, 405):
-            what = "path" if error.status_code == 404 else "method of this path"
-            message = f"this {what} is not served: the paths are {', '.join(sorted(set(_paths(app))))}"
+        message, headers = str(error.detail), error.headers or {}
+        if error.status_code == 404:
+            message = f"this path is not served: the paths are {', '.join(sorted(set(_paths(app))))}"
+        if error.status_code == 405:
+            methods = sorted(_methods(app, request.scope))
+            message = f"the method is {request.method}: {' or '.join(methods)} is allowed"
+            headers = {**headers, "Allow": ", ".join(methods)}
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        return refusal(request, error.status_code, body_of(message, kind), error.headers or {})
+        return refusal(request, error.status_code, body_of(message, kind), headers)
 
     origins = Origins(edge.cors_origins, edge.access.has_keys)
     app.add_middleware(Guard, refuse=refusal, load=load, origins=origins, hosts=edge.allowed_hosts)
@@ -361,6 +366,12 @@ def make_app(edge: Edge) -> FastAPI:
 
 def _paths(app: FastAPI) -> Iterator[str]:
     return (route.path for route in app.routes if hasattr(route, "path"))
+
+
+def _methods(app: FastAPI, scope: Scope) -> set[str]:
+    """The methods that the path of a request has."""
+    routes = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE]
+    return {method for route in routes for method in route.methods or ()}
 
 
 def _no_model(name: str, names: Sequence[str]) -> NotFoundError:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from paceline.errors import (
@@ -53,16 +54,23 @@ _CODES: dict[type[PacelineError], tuple[int, str, str | None]] = {
 _INTERNAL = "internal error; the server's log says more"
 
 
-def to_http(error: BaseException, names: Collection[str] = ()) -> tuple[int, dict[str, Any], dict[str, str]]:
+def to_http(
+    error: BaseException, names: Collection[str] = (), spelling: Mapping[str, str] = MappingProxyType({})
+) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Returns the status, body and headers of an error.
 
-    ``names``: parameters of the request; ``param`` is the one that the message begins with. An error that is none of
+    ``names``: parameters of the request; ``param`` is the one that the message begins with. ``spelling``: our names of
+    parameters -> those that the request has for them, with which the message begins instead. An error that is none of
     ours becomes a 500 whose text shows nothing of it: log it where it is caught.
     """
     status, kind, code = next(
         (_CODES[base] for base in type(error).__mro__ if base in _CODES), (500, "server_error", None)
     )
     message = str(error) if isinstance(error, PacelineError) else _INTERNAL
+    for ours, theirs in spelling.items():
+        if re.match(rf"{re.escape(ours)}(?![a-z_])", message):
+            message = theirs + message[len(ours) :]
+            break
     found = re.match(r"[a-z_]+", message)
     param = found.group() if found is not None and found.group() in names else None
     headers = {}

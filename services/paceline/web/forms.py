@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -38,6 +38,19 @@ def take_form(given: dict[str, Any], names: Collection[str]) -> None:
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         raise Fault(name, f"is not a form: {detail.get('ctx', {}).get('error', detail['msg'])}") from None
+
+
+def spelling(data: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
+    """Our name of a form of the output -> where a body has it by one of ``names``."""
+    found: dict[str, str] = {}
+    for name in [name for name in names if data.get(name) is not None]:
+        if name in _ALONE:
+            found[_ALONE[name]] = name
+        elif name == "structured_outputs":
+            found |= {ours: f"{name}.{theirs}" for theirs, ours in _OF_VLLM.items()}
+        else:
+            found |= dict.fromkeys(_OF_VLLM.values(), "text.format" if name == "text" else name)
+    return {f"structured_output.{kind}": place for kind, place in found.items()}
 
 
 def _reader(name: str) -> Callable[[str, Any], dict[str, Any] | None]:

@@ -13,7 +13,7 @@ from paceline.errors import InvalidRequestError
 from paceline.errors.refusals import Fault, shown
 from paceline.web.fields import ANY, INERT, NOTHING, BodyPart
 from paceline.web.forms import FORMS
-from paceline.web.messages import ChatBody, Function, Tool, ToolsBody
+from paceline.web.messages import ChatBody, ChatMessage, Function, Tool, ToolsBody
 from paceline.web.schema import read
 
 TEXT = {"format": {"type": "text"}}
@@ -154,27 +154,22 @@ class ResponseBody(ToolsBody):
 
     def messages(self, before: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         """The input as messages of a chat, behind the items ``before``. Raises InvalidRequestError."""
-        found: list[dict[str, Any]] = []
-        places: list[int] = []
+        found: list[ChatMessage] = []
         for i, item in enumerate([*before, *self.items()], -len(before)):
             message = _message(item, i)
             if not message:
                 continue
-            if found and _continues(found[-1], message):
-                calls = [*found[-1].get("tool_calls", ()), *message.get("tool_calls", ())]
-                found[-1] |= message | ({"tool_calls": calls} if calls else {})
-            else:
-                found.append(message)
-                places.append(i)
-        if not found:
-            raise InvalidRequestError("input holds no message: at least one is needed")
-        messages = []
-        for i, message in zip(places, found, strict=True):
             try:
-                (read_one,) = read(ChatBody, {"messages": [message]}, self.ignored).messages
+                (one,) = read(ChatBody, {"messages": [message]}, self.ignored).messages
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"input[{i}]" + str(error).removeprefix("messages[0]")) from None
-            messages.append(read_one.as_template_reads())
+            if found and _continues(found[-1], one):
+                found[-1] = _joined(found[-1], one)
+            else:
+                found.append(one)
+        if not found:
+            raise InvalidRequestError("input holds no message: at least one is needed")
+        messages = [one.as_template_reads() for one in found]
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         return _with_one_head(messages)
@@ -189,10 +184,17 @@ def _with_one_head(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": content}, *messages[len(heads) :]]
 
 
-def _continues(before: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+def _continues(before: ChatMessage, message: ChatMessage) -> bool:
     """True for items of one answer: its reasoning, text and calls are one message of a chat."""
-    both = before.get("role") == message.get("role") == "assistant"
-    return both and not (before.keys() & message.keys() - {"role", "tool_calls"})
+    both = before.role == message.role == "assistant"
+    return both and not (before.model_fields_set & message.model_fields_set - {"role", "tool_calls"})
+
+
+def _joined(before: ChatMessage, message: ChatMessage) -> ChatMessage:
+    """One message of the parts of two."""
+    given = {name: getattr(message, name) for name in message.model_fields_set}
+    calls = [*(before.tool_calls or ()), *(message.tool_calls or ())]
+    return before.model_copy(update=given | ({"tool_calls": calls} if calls else {}))
 
 
 def _message(item: Mapping[str, Any], i: int) -> dict[str, Any]:
@@ -216,8 +218,10 @@ def _message(item: Mapping[str, Any], i: int) -> dict[str, Any]:
 
 def _thought(item: Mapping[str, Any], name: str, i: int) -> str:
     """The text of the parts of some reasoning."""
-    texts = []
-    for j, part in enumerate(item.get(name) or ()):
+    texts, parts = [], item.get(name) or []
+    if not isinstance(parts, list):
+        raise InvalidRequestError(f"input[{i}].{name} is {shown(parts)}: a list of parts with text is needed")
+    for j, part in enumerate(parts):
         if not isinstance(part, dict) or not isinstance(text := part.get("text"), str):
             raise InvalidRequestError(f"input[{i}].{name}[{j}] is {shown(part)}: a part with text is needed")
         texts.append(text)

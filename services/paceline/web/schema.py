@@ -28,7 +28,7 @@ from paceline.types import (
     speculation_arguments,
 )
 from paceline.web.fields import ANY, INERT, OFF, BodyPart, Ignored, Values, check
-from paceline.web.forms import FORMS, take_form
+from paceline.web.forms import FORMS, spelling, take_form
 from paceline.web.prompts import truncated, word_ids
 
 MAX_CHOICES = 128
@@ -147,6 +147,12 @@ class Body(SamplingParams):
         """The fields of this request that are ignored."""
         return self._ignored
 
+    @classmethod
+    def spelling(cls, data: Mapping[str, Any]) -> dict[str, str]:
+        """Our names of parameters -> those by which a body has them, which refusals then use."""
+        renamed = {ours: name for name, ours in cls.RENAMED.items() if name in data and ours not in data}
+        return renamed | spelling(data, cls.FORMS)
+
     @model_validator(mode="before")
     @classmethod
     def _habits(cls, data: Any, info: ValidationInfo) -> Any:
@@ -155,14 +161,16 @@ class Body(SamplingParams):
             return data
         ignored = info.context if isinstance(info.context, Ignored) else Ignored()
         given: dict[str, Any] = {}
+        names: dict[str, str] = {}
         for name, value in data.items():
             ours = cls.RENAMED.get(name, name)
             if value is None:
                 continue
             if ours in cls.model_fields or ours in cls.FORMS:
                 if ours in given and given[ours] != value:
-                    raise Fault(name, f"is {shown(value)} and {ours} is {shown(given[ours])}: one of them is enough")
-                given[ours] = value
+                    other = f"{names[ours]} is {shown(given[ours])}"
+                    raise Fault(name, f"is {shown(value)} and {other}: one of them is enough")
+                given[ours], names[ours] = value, name
             elif name in cls.INERT:
                 check(name, value, cls.INERT[name], ignored)
             else:
