@@ -136,6 +136,27 @@ def test_an_answer_is_what_its_parts_are(speaking_chats, template, says, more, w
         assert message_of(at, service, says, {"messages": USER, **more}, step) == wanted
 
 
+@pytest.mark.parametrize("stop", ['"f"', '"arguments"', '{"a"', '"x', '"}', "}}", "}\n", "</tool", "STOP"])
+def test_a_call_that_a_stop_string_cuts_is_no_whole_call(speaking_chats, stop):
+    """Also one of which a demanded answer has sent its name and the first of its arguments."""
+    service, at = speaking_chats["plain"]
+    service.says, service.step = f"{CALL}STOP", 2
+    body = {"messages": USER, "tools": TOOLS, "tool_choice": "required", "stop": stop}
+    choice = call(at, body)[2]["choices"][0]
+    calls = choice["message"].get("tool_calls", [])
+    whole = stop in ("</tool", "STOP")
+    assert len(calls) == (stop not in ('"f"', '"arguments"', '{"a"'))
+    assert choice["finish_reason"] == ("tool_calls" if whole else "stop")
+    assert [e["choices"][0]["finish_reason"] for e in events(at, body | {"stream": True})[:-1]][-1] == (
+        choice["finish_reason"]
+    )
+    items = {"input": "a", "tools": [{"type": "function", **TOOLS[0]["function"]}], "tool_choice": "required"}
+    answer = call(at.replace("chat/completions", "responses"), items | {"stop": stop})[2]
+    said = [(one["arguments"], one["status"]) for one in answer["output"] if one["type"] == "function_call"]
+    states = ["completed" if whole else "incomplete"] * len(calls)
+    assert said == [(one["function"]["arguments"], state) for one, state in zip(calls, states, strict=True)]
+
+
 CONTINUED = [
     ("<think>\nhalf", " of it</think>so", ("so", " of it", [])),
     ('<tool_call>\n{"name": "f", "argu', 'ments": {"a": "x"}}\n</tool_call>', ("", "", [("f", {"a": "x"})])),

@@ -154,6 +154,8 @@ class AnswerParser:
         self._behind_call = False
         self._blank = True  # nothing but blanks outside calls since the beginning, or the last call
         self._implied: _Rule | None = None
+        self.cuts_call = False
+        """True once an answer has ended within a call of which something was said."""
         for _ in self._run(ended=False):
             pass
         opened = any(r.region.kind == "reasoning" and r.opens.search(begun) for r in rules)
@@ -291,7 +293,7 @@ class AnswerParser:
         if whole is None:
             return said or None
         if open_.arguments is not None and self._at == open_.start:  # it was cut off
-            self._at = len(self._text)
+            self._at, self.cuts_call = len(self._text), True
         return [*said, *whole]
 
     def _arguments(self, open_: _Open) -> list[Said]:

@@ -281,9 +281,10 @@ class ChatCompletion:
     def _end(self, choice: _Choice) -> dict[str, Any]:
         result = choice.result
         assert result is not None
-        reason, called = result.finish_reason.value, "function_call" if self._body.functions else "tool_calls"
+        reason, calls = result.finish_reason.value, choice.calls and not choice.speech.cuts_call
+        called = "function_call" if self._body.functions else "tool_calls"
         return {
-            "finish_reason": called if choice.calls and reason == "stop" else reason,
+            "finish_reason": called if calls and reason == "stop" else reason,
             "stop_reason": result.matched_stop,
             "speculation": speculation_of(result),
         }

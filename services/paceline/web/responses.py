@@ -127,7 +127,7 @@ class Response:
             self._result = item
             for part in self._speech.finish():
                 yield from self._say(part)
-            yield from self._close(cut=item.finish_reason is FinishReason.LENGTH)
+            yield from self._close(cut=item.finish_reason is FinishReason.LENGTH or self._speech.cuts_call)
         else:
             if self._shows_logprobs:
                 tokenizer, as_ids = self._edge.service.info.tokenizer, self._body.return_tokens_as_token_ids

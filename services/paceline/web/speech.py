@@ -92,6 +92,11 @@ class Speech:
         self._pieces.append(_Piece(text := self._detokenizer.flush(), text, None))
         yield from self._parts([*self._read(), *self._parser.feed("", ended=True)])
 
+    @property
+    def cuts_call(self) -> bool:
+        """True if the answer has ended within its last call."""
+        return self._parser.cuts_call
+
     def _add(self, token_id: int) -> None:
         place, self._num_tokens = self._num_tokens, self._num_tokens + 1
         mark = self._marks.chars.get(token_id)
