@@ -11,6 +11,7 @@ import random
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -244,6 +245,29 @@ def test_the_self_test_notices_that_prefill_leaves_other_keys_than_decoding() ->
     runner._step = changed
     report = check_invariance(runner)
     assert not report.holds
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"also": ()},  # the second branch has no row of what both share
+        {"copies": ()},  # and none of the context in the page that it leaves
+    ],
+    ids=["shared_rows", "copied_page"],
+)
+def test_the_self_test_notices_wrong_branches(mistake: dict[str, Any]) -> None:
+    """A model whose chunks are right, and whose trees are not."""
+    runner = make(torch.float32, pages=8)
+    assert "branches of a tree" in str(check_invariance(runner))
+    forward = runner.forward
+
+    def wrong(steps):
+        return forward([replace(step, **mistake) for step in steps])
+
+    runner.forward = wrong
+    report = check_invariance(runner)
+    assert not report.holds
+    assert runner.cache.num_used == 0
 
 
 WITHOUT = {

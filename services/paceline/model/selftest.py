@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from paceline.errors import ConfigError
 from paceline.model.compiled.backend import DeviceBackend, Outputs, StepFunction
-from paceline.model.kv_cache import KVCache
+from paceline.model.kv_cache import KVCache, flat_rows
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep, StepArrays, StepPlan, StepShape
 from paceline.types import PAGE_SIZE, pages_for
@@ -26,6 +26,8 @@ from paceline.types import PAGE_SIZE, pages_for
 _CHUNKS = (2, 5, 9, 17, 33)
 _NUM_TOKENS = 96
 _MAX_STEP_TOKENS = 256
+_BRANCH, _SHARED = 8, 2
+"""Tokens of each of two branches that are verified in one step, and how many of them both share."""
 _LAST = 5
 """Tokens that are decoded, and verified, at the end of each long context."""
 _FIRST_CONTEXT, _GROWTH = 1000, 4
@@ -52,6 +54,8 @@ class InvarianceReport:
     """Positions of the longest context that was compared."""
     num_states_different: int = 0
     """Rows whose hidden states differ, of a model that returns them."""
+    has_branches: bool = False
+    """True if branches of a tree were among what was compared."""
 
     @property
     def holds(self) -> bool:
@@ -73,6 +77,7 @@ class InvarianceReport:
 
     def __str__(self) -> str:
         reach = f"steps of up to {self.max_step_tokens} tokens, contexts of up to {self.max_context}"
+        reach += ", branches of a tree" if self.has_branches else ""
         if self.num_states_different:
             reach += f"; the hidden states of {self.num_states_different} rows differ, which drafters alone notice"
         if self.holds:
@@ -89,8 +94,9 @@ def check_invariance(
 ) -> InvarianceReport:
     """Decodes random tokens one by one; then computes them in other ways and compares the bits.
 
-    In chunks, alone and beside others; in a step of ``max_step_tokens``; by prefill, as a session that is resumed; and
-    a few at the end of ever longer contexts, up to ``max_len`` or until these have taken as long as all before them.
+    In chunks, alone and beside others; in a step of ``max_step_tokens``; by prefill, as a session that is resumed; a
+    few at the end of ever longer contexts, up to ``max_len`` or until these have taken as long as all before them; and
+    as two branches of a tree, if the cache has two pages for them.
     Starts at a context that crosses the 256-key boundary, if the cache and ``max_len`` positions have room for it.
     Leaves the KV cache without references.
 
@@ -124,6 +130,7 @@ def check_invariance(
         _check_prefill(report, runner, tokens, start, decoded, max_step_tokens)
         longest = min(max_len or 1 << 20, available * PAGE_SIZE)
         _check_long_contexts(report, runner, tokens, (pages, beside), longest, time.perf_counter() - started)
+        _check_branches(report, runner, tokens, start, pages, decoded)
         return report
     finally:
         runner.cache.release(pages)
@@ -260,6 +267,42 @@ def _check_long_contexts(
         took_s = time.perf_counter() - started
         spent_s += took_s
         length *= _GROWTH
+
+
+def _check_branches(
+    report: InvarianceReport,
+    runner: ModelRunner,
+    tokens: list[int],
+    start: int,
+    pages: list[int],
+    decoded: _Rows,
+) -> None:
+    """Verifies two branches in one step, as ``target/branches.py`` lays them out, and a token behind each.
+
+    They leave each other within a page and end in the next one. Their rows hold other tokens before, so that a row
+    which the step does not write is noticed.
+    """
+    first = start + PAGE_SIZE - _BRANCH // 2
+    fork, stop, split = first // PAGE_SIZE, first + _BRANCH, first + _SHARED
+    if stop >= len(tokens) or runner.cache.num_available < 2:
+        return
+    private = runner.cache.allocate(2)
+    try:
+        table, other = [*pages[:fork], *private], [(token + 1) % runner.vocab_size for token in tokens]
+        alone = [_chunk(other, at, at + 1, table) for at in range(split, stop + 1)]
+        alone[0] = replace(alone[0], copies=[(pages[fork], private[0])])
+        expected = _decode(runner, alone)
+        noise = [(token + 2) % runner.vocab_size for token in tokens]
+        runner.forward([_chunk(noise, first, stop + 1, each, num_logits=1) for each in (pages, table)])
+        ours = replace(_chunk(tokens, first, stop, pages), also=[*enumerate(flat_rows(table, first, split))])
+        steps = [ours, _chunk(other, split, stop, table)]
+        _compare(report, runner, steps, 1, expected)
+        _compare(report, runner, steps, 0, _from(decoded, first - start))
+        _compare(report, runner, [_chunk(tokens, stop, stop + 1, pages)], 0, _from(decoded, stop - start))
+        _compare(report, runner, [_chunk(other, stop, stop + 1, table)], 0, _from(expected, stop - split))
+        report.has_branches = True
+    finally:
+        runner.cache.release(private)
 
 
 def check_replay(runner: ModelRunner, max_len: int | None = None) -> list[StepShape]:
