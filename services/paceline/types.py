@@ -574,7 +574,7 @@ def speculation_arguments(fields: Mapping[str, Any], enabled: bool | None) -> di
     if enabled is False:
         if mode not in (None, Mode.PLAIN):
             raise InvalidRequestError(
-                f"speculation.enabled is false and speculation.mode is {mode!r}: with false the mode must be 'plain' or"
+                f"speculation.enabled is false and speculation.mode is '{mode}': with false the mode must be 'plain' or"
                 " absent"
             )
         arguments["mode"] = Mode.PLAIN

@@ -169,6 +169,12 @@ BY_THEIR_NAMES = [
     ),
     ("completions", {"prompt": "a", "guided_regex": "("}, "guided_regex cannot be compiled"),
     ("completions", {"prompt": "a", "bad_words": 3}, "bad_words is 3: it must be a list"),
+    ("completions", {"prompt": "a", "truncate_prompt_tokens": -1, "max_tokens": 9999}, "max_tokens is 9999: at most "),
+    (
+        "completions",
+        {"prompt": "a", "speculation": {"enabled": False, "mode": "sequential"}},
+        "speculation.enabled is false and speculation.mode is 'sequential': with false the mode must be 'plain'",
+    ),
 ]
 
 

@@ -137,6 +137,9 @@ class Body(SamplingParams):
             return prompt
         if most == -1:
             most = max_model_len - (self.max_tokens if "max_tokens" in self.model_fields_set else 1)
+            if most < 1:
+                allowed = f"at most {max_model_len - 1} leave room for the prompt"
+                raise InvalidRequestError(f"max_tokens is {self.max_tokens}: {allowed}")
         if not 0 < most <= max_model_len:
             allowed = f"1 to {max_model_len}, the context, is allowed, or -1"
             raise InvalidRequestError(f"truncate_prompt_tokens is {self.truncate_prompt_tokens}: {allowed}")
