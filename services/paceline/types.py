@@ -678,24 +678,23 @@ class Round:
     cause: Cause
     """Origin of the round's proposal, or the reason why the draft had none."""
     lookup_drafted: int = 0
-    """Tokens of the proposal that the target alone has looked up in its own text; they follow the draft's and the
-    heads'."""
+    """Tokens of the proposal that the target looked up in the session's own text: all or none."""
     lookup_accepted: int = 0
-    """Those of them that were accepted: the last ones of the accepted tokens."""
+    """Accepted tokens that were looked up."""
     head_drafted: int = 0
-    """Tokens of the proposal that a head of the target made, and its draft had not."""
+    """Tokens of the proposal that a head of the target made: all or none."""
     head_accepted: int = 0
-    """Those of them that were accepted: behind the accepted ones of the draft."""
+    """Accepted tokens of a head."""
 
     @property
     def lookup(self) -> bool:
-        """True if the target looked the whole proposal up in its own text, for lack of a draft's."""
-        return 0 < self.lookup_drafted == self.num_drafted
+        """True if the target looked the proposal up in the session's own text."""
+        return self.lookup_drafted > 0
 
     @property
     def head(self) -> bool:
-        """True if a head of the target made the proposal, alone or with lookups beside, for lack of a draft's."""
-        return self.head_drafted > 0 and self.head_drafted + self.lookup_drafted == self.num_drafted
+        """True if a head of the target made the proposal."""
+        return self.head_drafted > 0
 
 
 Execution = Literal["eager", "compiling", "compiled", "failed", ""]
@@ -883,14 +882,13 @@ class SpeculationStats:
     acceptance_histogram: dict[int, int] = field(default_factory=dict)
     """Rounds with a proposal, by the number of its tokens that were accepted."""
     lookup_drafted: int = 0
-    """The part of ``drafted`` that only the target's own text had."""
+    """The part of ``drafted`` that was looked up in the session's own text."""
     lookup_accepted: int = 0
-    """The part of ``accepted`` that only the target's own text had."""
+    """The part of ``accepted`` that was looked up in the session's own text."""
     head_drafted: int = 0
-    """The part of ``drafted`` that heads of the target made and its draft had not; what is neither theirs nor looked up
-    is the draft's."""
+    """The part of ``drafted`` that heads of the target made."""
     head_accepted: int = 0
-    """The part of ``accepted`` that heads of the target made and its draft had not."""
+    """The part of ``accepted`` that heads of the target made."""
 
     def add(self, round_: Round) -> None:
         """Counts one round."""

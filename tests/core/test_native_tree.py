@@ -41,8 +41,7 @@ def state(tree: SpeculationTree) -> object:
         (node_id, [(slot, value(slot, getattr(node, slot))) for slot in TreeNode.__slots__])
         for node_id, node in tree._nodes.items()
     ]
-    aliases = [(alias, node.node_id) for alias, node in tree._aliases.items()]
-    return nodes, aliases, tree.suffix, tree.anchor.node_id, tree._producers, tree.context_len
+    return nodes, tree.suffix, tree.anchor.node_id, tree.context_len
 
 
 EVEN = SparseDistribution.of((0, 1, 2, 3), (0.25, 0.25, 0.25, 0.25))
@@ -77,10 +76,7 @@ def columns(rows: list[tuple[int, int, int, float, bool, SparseDistribution | No
     return NodeColumns(node_ids, parent_ids, token_ids, probs, *(() if plain else (sampled, qs)))
 
 
-ADDED = st.tuples(
-    st.builds(columns, st.lists(NODES, max_size=6), st.booleans()),
-    st.sampled_from([Producer.DRAFT, Producer.DRAFT, Producer.DRAFT, Producer.HEAD]),
-)
+ADDED = st.builds(columns, st.lists(NODES, max_size=6), st.booleans())
 WALKED = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3).map(tuple)
 FOLLOWED = st.lists(st.integers(0, VOCAB - 1), max_size=3)
 FITTING = st.tuples(
@@ -102,11 +98,18 @@ def below(tree: SpeculationTree, parent: int, nodes: list[tuple[object, ...]]) -
 
 
 @pytest.mark.compiler
-@given(st.lists(ADDED | BELOW | WALKED | FOLLOWED | st.integers(1, 4), max_size=30), st.booleans(), st.integers(1, 8))
+@given(
+    st.lists(ADDED | BELOW | WALKED | FOLLOWED | st.integers(1, 4), max_size=30),
+    st.booleans(),
+    st.integers(1, 8),
+    st.sampled_from([Producer.DRAFT, Producer.DRAFT, Producer.HEAD]),
+)
 @settings(max_examples=600, deadline=None)
-def test_native_passes_equal_their_twins(operations: list[object], rejection: bool, max_nodes: int) -> None:
-    twin = SpeculationTree(VOCAB, 5, rejection=rejection, max_nodes=max_nodes)
-    tree = NativeTree(VOCAB, 5, rejection=rejection, max_nodes=max_nodes)
+def test_native_passes_equal_their_twins(
+    operations: list[object], rejection: bool, max_nodes: int, producer: Producer
+) -> None:
+    twin = SpeculationTree(VOCAB, 5, rejection=rejection, max_nodes=max_nodes, producer=producer)
+    tree = NativeTree(VOCAB, 5, rejection=rejection, max_nodes=max_nodes, producer=producer)
     for operation in operations:
         if isinstance(operation, int):
             assert repr(tree.proposal(operation)) == repr(twin.proposal(operation))
@@ -114,8 +117,8 @@ def test_native_passes_equal_their_twins(operations: list[object], rejection: bo
             assert below(tree, **operation) == below(twin, **operation)
         elif isinstance(operation, list):
             assert tree.follow(operation) is twin.follow(operation)
-        elif isinstance(operation[1:2], tuple) and isinstance(operation[0], NodeColumns):  # type: ignore[index]
-            assert tree.add(*operation) == twin.add(*operation)  # type: ignore[misc]
+        elif isinstance(operation, NodeColumns):
+            assert tree.add(operation) == twin.add(operation)
         else:
             assert tree.walk(operation) == twin.walk(operation)  # type: ignore[arg-type]
         assert repr(state(tree)) == repr(state(twin))
@@ -152,7 +155,7 @@ def test_messages_for_several_trees_are_taken_as_by_their_twins(batches: list[ob
         assert isinstance(batch, list)
         at, nodes = (
             [which for which, _ in batch],
-            [message if which else tuple(message) for which, (message, _) in batch],
+            [message if which else tuple(message) for which, message in batch],
         )
         added = native_tree.add_each([trees[which] for which in at], nodes)
         assert added == add_each([twins[which] for which in at], nodes)

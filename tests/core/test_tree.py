@@ -208,43 +208,21 @@ def test_a_proposal_is_the_best_path_and_can_be_cut() -> None:
     assert proposal.first(-1) == proposal.first(0) == Proposal()
 
 
-def test_a_second_producer_of_a_token_is_an_alias() -> None:
-    tree, first = grown(), Producer.HEAD.first_id
-    nodes = [Node(first, 0, 1, 0.7), Node(first + 1, first, 2, 0.4), Node(first + 2, 3, 2, 0.2)]
-    assert tree.add(nodes, Producer.HEAD) == Added(added=3)
-    tree.check_integrity()
-    node = tree.get(first)
-    assert node is tree.get(2)
-    assert node is not None
-    assert (node.node_id, node.aliases, node.prob) == (2, (first,), 0.7)
-    assert node.claims == ((Producer.DRAFT, 0.3), (Producer.HEAD, 0.7))
-    assert node.expected((1.0, 0.4)) == 0.3
-    assert node.expected((3.0, 2.0)) == 1.0
-    assert tree.proposal(2).node_ids == (2, first + 1), "the larger claim leads"
-    assert tree.add([Node(5, first + 1, 0, 0.5)]) == Added(added=1), "the draft builds on what others added"
-    assert tree.add([Node(6, first, 2, 0.5)]) == Added(added=1)
-    assert tree.walk((1,)).node_ids == (2,)
-    assert tree.get(first) is tree.anchor
-    tree.check_integrity()
-    assert tree.walk((2, 0)).node_ids == (first + 1, 5)
-    assert tree.get(first) is tree.get(6) is None
-    tree.check_integrity()
-
-
 @pytest.mark.parametrize(
     "node",
     [
         Node(7, 0, 2, 0.5),
-        Node(Producer.HEAD.first_id, 0, 2, 0.5),
-        Node(Producer.LOOKUP.first_id, Producer.LOOKUP.first_id, 2, 0.5),
+        Node(Producer.LOOKUP.first_id, 0, 2, 0.5),
+        Node(Producer.HEAD.first_id, Producer.HEAD.first_id, 2, 0.5),
         Node((9 << 28) + 1, 0, 2, 0.5),
-        Node(Producer.LOOKUP.first_id + 5, 0, 0, 0.5),
+        Node(Producer.HEAD.first_id + 5, 0, 0, 0.5),
     ],
 )
 def test_a_producer_has_ids_of_its_own_and_predicts_a_token_once(node: Node) -> None:
-    tree, first = grown(), Producer.LOOKUP.first_id
-    assert tree.add([Node(first, 0, 0, 0.5)], Producer.LOOKUP) == Added(added=1)
-    assert tree.add([node], Producer.LOOKUP) == Added(invalid=1)
+    tree = SpeculationTree(VOCAB, 1, producer=Producer.HEAD)
+    assert tree.add([Node(Producer.HEAD.first_id, 0, 0, 0.5)]) == Added(added=1)
+    assert tree.add([node]) == Added(invalid=1)
+    assert tree.proposal(2).producer is Producer.HEAD
     tree.check_integrity()
 
 
@@ -285,12 +263,6 @@ def test_nodes_below_one_parent_are_attached_as_one_by_one(rejection: bool) -> N
 def described(node: TreeNode) -> tuple[object, ...]:
     best = None if node.best is None else node.best.node_id
     return node.node_id, node.token_id, node.prob, node.log_path, node.rank, node.position, node.sampled, node.q, best
-
-
-def test_under_the_rejection_rule_there_is_one_producer() -> None:
-    tree = SpeculationTree(VOCAB, 1, rejection=True)
-    assert tree.add([Node(1, 0, 0, 0.5, q=SparseDistribution.of((0,), (1.0,)))]) == Added(added=1)
-    assert tree.add([Node(Producer.HEAD.first_id, 0, 0, 0.9)], Producer.HEAD) == Added(invalid=1)
 
 
 SUBTREE = Proposal((5, 6, 7, 6, 8, 5), parents=(-1, 0, 1, -1, 3, 3))

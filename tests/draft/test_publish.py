@@ -64,7 +64,7 @@ def state(session: DraftSession) -> object:
     tree, frontier = session.tree, session.frontier
     return (
         [place(node) for node in tree.nodes()],
-        (repr(tree.proposal(4)), tree._producers),
+        repr(tree.proposal(4)),
         [(key, node_id, node.node_id) for key, node_id, node in frontier._heap],
         [node.node_id for node in frontier._unwanted],
         list(frontier._ahead.items()),

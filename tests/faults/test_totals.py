@@ -15,12 +15,12 @@ from tests.faults.runs import requests
 from tests.support.models import pair
 from tests.support.pump import Request, assert_same
 
-from paceline.core.tree import Producer, Proposal
 from paceline.messages import Outcome
 from paceline.router.relay import Outbox
 from paceline.router.session import Session
 from paceline.rpc import generation as api
-from paceline.types import Cause, Chunk, FinishReason, Mode, Result, SpeculationStats
+from paceline.target import engine
+from paceline.types import Cause, Chunk, FinishReason, Mode, Result, Round, SpeculationStats
 
 _LINKS = [(link, kind) for link in ("from_target", "to_target") for kind in ("drop", "duplicate", "replay")]
 
@@ -198,7 +198,7 @@ def _reopening_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _lookups_pass_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target does not say that it looked a proposal up."""
-    monkeypatch.setattr(Proposal, "makers", lambda self: [Producer.DRAFT] * len(self))
+    monkeypatch.setattr(engine, "_round", lambda part, cause, num: Round(part.num_drafted, num, cause))
 
 
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [

@@ -108,9 +108,9 @@ def test_a_head_is_asked_for_nothing_that_could_not_pay(monkeypatch: pytest.Monk
     widest: set[int] = set()
     ask = Asking.ask
 
-    def asked(self, mounted, alone, beside, *rest, **named):
-        widest.add(len(alone) + len(beside))
-        ask(self, mounted, alone, beside, *rest, **named)
+    def asked(self, mounted, sessions, *rest, **named):
+        widest.add(len(sessions))
+        ask(self, mounted, sessions, *rest, **named)
 
     monkeypatch.setattr(Asking, "ask", asked)
     assert_same(pump.run(requests), reference)

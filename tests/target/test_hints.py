@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import HintOptions, LocalConfig, ServiceConfig, TargetOptions, TargetSetup
 from paceline.core.noise import Stream, gumbel_at, seed_bits
+from paceline.core.tree import Producer, Proposal
 from paceline.drafters.heads.exit_adapter import ExitAdapter
 from paceline.drafters.heads.lent import Continued, layers_from, lend
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
@@ -250,10 +251,10 @@ def test_tokens_of_other_producers_are_no_places() -> None:
     wire = Wire()
     wire.run({"s0": requests_of(0.0)["s0"]})
     session: Any = type("Session", (), {"sampler": None})
-    node_ids = (5, (1 << 28) + 1, 6)
-    proposal: Any = type("Proposal", (), {"node_ids": node_ids, "token_ids": (1, 2, 3)})
-    part: Any = type("Part", (), {"session": session, "proposal": proposal})
-    assert hints_module._places(part) == {0: 0, 1: 5, 3: 6}
+    for producer, places in ((Producer.DRAFT, {0: 0, 1: 5, 2: 6}), (Producer.HEAD, {0: 0})):
+        proposal = Proposal((1, 2), (None,) * 2, (0.5, 0.5), (5, 6), producer=producer)
+        part: Any = type("Part", (), {"session": session, "proposal": proposal})
+        assert hints_module._places(part) == places
 
 
 def test_a_step_of_two_models_tells_each_sessions_own(monkeypatch: pytest.MonkeyPatch) -> None:

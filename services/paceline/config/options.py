@@ -283,11 +283,10 @@ class TargetOptions(ModelOptions):
     ``require``: and refuse to start then; ``off``: start sooner, and promise nothing."""
     adaptive: bool = True
     """Use as many draft tokens per step as pay by measured times, and no draft where none do. False: always as many as
-    a request allows, and those of a head besides."""
+    a request allows."""
     tree_verification: Literal["auto", "off"] = "auto"
-    """Verify alternative tokens beside the likeliest one of a position. ``auto``: with ``adaptive``, where measured
-    times say that they pay, without it only those of a head beside a draft's; ``off``: chains only. Sessions under the
-    rejection rule have chains in any case."""
+    """Verify alternative tokens in addition to the likeliest one of a position. ``auto``: with ``adaptive``, where
+    measured times say that they pay; ``off``: chains only. Sessions under the rejection rule always have chains."""
     kv_pages: int | None = Field(default=None, ge=1)
     """KV pages of 64 tokens. None: kv_fraction, else enough for max_sessions at 1024 positions, or one at
     max_model_len."""

@@ -18,7 +18,7 @@ from paceline.core import rows, tree
 from paceline.core.native import extension
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sparse import TOLERANCE
-from paceline.core.tree import NO_PROPOSAL, Added, Producer, Proposal, Refusal, SpeculationTree, TreeNode, Walk
+from paceline.core.tree import NO_PROPOSAL, Added, Proposal, Refusal, SpeculationTree, TreeNode, Walk
 from paceline.errors import EngineError
 from paceline.messages import MAX_STEP_S, Node, NodeColumns, Nodes, SparseDistribution
 from paceline.types import Cause
@@ -52,14 +52,12 @@ def columns_of(nodes: list[TreeNode]) -> NodeColumns:
     return NodeColumns(node_ids, parent_ids, token_ids, probs, () if all(sampled) else sampled, qs if any(qs) else ())
 
 
-def add_each(
-    trees: Sequence[SpeculationTree], nodes: Sequence[Sequence[Node]], producer: Producer = Producer.DRAFT
-) -> tuple[Added, bytes]:
+def add_each(trees: Sequence[SpeculationTree], nodes: Sequence[Sequence[Node]]) -> tuple[Added, bytes]:
     """Attaches the nodes of several messages as ``tree.add_each`` does, to trees of ``new_tree``."""
     passes = _passes()
     if passes is None:
-        return tree.add_each(trees, nodes, producer)
-    added: tuple[Added, bytes] = passes.add_each(trees, nodes, producer)
+        return tree.add_each(trees, nodes)
+    added: tuple[Added, bytes] = passes.add_each(trees, nodes)
     return added
 
 
@@ -77,16 +75,16 @@ class NativeTree(SpeculationTree):
 
     __slots__ = ()
 
-    def add(self, nodes: Iterable[Node], producer: Producer = Producer.DRAFT) -> Added:
+    def add(self, nodes: Iterable[Node]) -> Added:
         """Attaches nodes as ``SpeculationTree.add`` does; those of ``NodeColumns`` without making ``Node`` objects."""
         if isinstance(nodes, NodeColumns):
-            added: Added = _passes().add(self, nodes, producer)
+            added: Added = _passes().add(self, nodes)
             return added
-        return super().add(nodes, producer)
+        return super().add(nodes)
 
     def attach_below(self, parent: TreeNode, nodes: Sequence[Node]) -> list[TreeNode]:
-        """Attaches nodes of the draft below one of the tree as ``SpeculationTree.attach_below`` does."""
-        placed: list[TreeNode] | None = _passes().attach_below(self, parent, nodes, Producer.DRAFT)
+        """Attaches nodes below one of the tree as ``SpeculationTree.attach_below`` does."""
+        placed: list[TreeNode] | None = _passes().attach_below(self, parent, nodes)
         return super().attach_below(parent, nodes) if placed is None else placed
 
     def walk(self, token_ids: Sequence[int]) -> Walk:

@@ -49,7 +49,7 @@ struct {
 struct {
   PyTypeObject* type;
   PyObject* none;  // NO_PROPOSAL
-  Py_ssize_t token_ids, qs, probs, node_ids, parents, claims, producer;
+  Py_ssize_t token_ids, qs, probs, node_ids, parents, producer;
 } proposals;
 
 PyObject* empty_tuple;
@@ -107,7 +107,6 @@ PyObject* prepare_walks(PyObject*, PyObject* const* arguments, Py_ssize_t count)
         {proposals.type, "probs", proposals.probs},
         {proposals.type, "node_ids", proposals.node_ids},
         {proposals.type, "parents", proposals.parents},
-        {proposals.type, "claims", proposals.claims},
         {proposals.type, "producer", proposals.producer},
       }))
     return nullptr;
@@ -147,11 +146,10 @@ struct Counts {
 };
 
 // Attaches the nodes of NodeColumns and counts them. False after an error.
-bool add_columns(const Tree& tree, PyObject* columns, PyObject* producer, Counts& counts) {
-  int64_t vocab_size = 0, max_nodes = 0, rejection = 0;
-  const int64_t maker = PyLong_AsLongLong(producer);
-  if (PyErr_Occurred() || !tree.valid() || !tree.number(of_tree.vocab_size, vocab_size) ||
-      !tree.number(of_tree.max_nodes, max_nodes) || !tree.number(of_tree.rejection, rejection))
+bool add_columns(const Tree& tree, PyObject* columns, Counts& counts) {
+  int64_t vocab_size = 0, max_nodes = 0, rejection = 0, maker = 0;
+  if (!tree.valid() || !tree.number(of_tree.vocab_size, vocab_size) || !tree.number(of_tree.max_nodes, max_nodes) ||
+      !tree.number(of_tree.rejection, rejection) || !tree.number(of_tree.producer, maker))
     return false;
   PyObject* ids = slot(columns, of_message.columns[0]);
   const Py_ssize_t size = PyObject_Size(ids == nullptr ? Py_None : ids);
@@ -160,13 +158,13 @@ bool add_columns(const Tree& tree, PyObject* columns, PyObject* producer, Counts
       !token_ids.read(columns, 2, size, false) || !probs.read(columns, 3, size, false) ||
       !sampled.read(columns, 4, size, true) || !qs.read(columns, 5, size, true))
     return false;
-  bool told = false;  // that nodes have changed, and who has made them
+  bool told = false;  // that nodes have changed
   for (Py_ssize_t i = 0; i < size; ++i) {
     PyObject* flag = sampled.items == nullptr ? Py_True : sampled.items[i];
     PyObject* q = qs.items == nullptr ? Py_None : qs.items[i];
     PyObject* prob = probs.items[i];
     int64_t node_id = 0, parent_id = 0, token_id = 0;
-    if (tree.plain() && read_int(node_ids.items[i], node_id) && read_int(parent_ids.items[i], parent_id) &&
+    if (!tree.lost() && read_int(node_ids.items[i], node_id) && read_int(parent_ids.items[i], parent_id) &&
         read_int(token_ids.items[i], token_id) && PyFloat_CheckExact(prob) && PyBool_Check(flag) &&
         node_id >> kProducerShift == maker && parent_id < node_id && token_id >= 0 && token_id < vocab_size &&
         PyDict_GET_SIZE(tree.nodes) <= max_nodes) {
@@ -179,18 +177,16 @@ bool add_columns(const Tree& tree, PyObject* columns, PyObject* producer, Counts
            (slot(parent, layout.best) == Py_None && drawable(q, token_id, vocab_size)))) {
         if (!told) {
           tree.changed();
-          PyObject* known = slot(tree.self, of_tree.producers);
-          if (PySet_Add(known == nullptr ? Py_None : known, producer) < 0) return false;
           told = true;
         }
-        if (!grow(tree, parent, producer, node_ids.items[i], token_ids.items[i], prob, flag, q)) return false;
+        if (!grow(tree, parent, node_ids.items[i], token_ids.items[i], prob, flag, q)) return false;
         ++counts.added;
         continue;
       }
       if (PyErr_Occurred()) return false;
     }
     Ref node(PySequence_GetItem(columns, i));
-    Ref result(node ? PyObject_CallMethodObjArgs(tree.self, names.attach, node.get(), producer, nullptr) : nullptr);
+    Ref result(node ? PyObject_CallMethodOneArg(tree.self, names.attach, node.get()) : nullptr);
     if (!result) return false;
     counts.added += is_node(result.get());
     counts.stale += result.get() == refused_stale;
@@ -202,12 +198,12 @@ bool add_columns(const Tree& tree, PyObject* columns, PyObject* producer, Counts
 
 bool is_columns(PyObject* nodes) { return PyObject_TypeCheck(nodes, of_message.columns_type); }
 
-// add(tree, columns, producer) -> Added. SpeculationTree.add.
+// add(tree, columns) -> Added. SpeculationTree.add.
 PyObject* add(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 3 || !is_columns(arguments[1]))
-    return PyErr_Format(PyExc_TypeError, "add takes a tree, columns of nodes and their producer");
+  if (count != 2 || !is_columns(arguments[1]))
+    return PyErr_Format(PyExc_TypeError, "add takes a tree and columns of nodes");
   Counts counts;
-  if (!add_columns(Tree(arguments[0]), arguments[1], arguments[2], counts)) return nullptr;
+  if (!add_columns(Tree(arguments[0]), arguments[1], counts)) return nullptr;
   return counts.object(counts.added + counts.stale + counts.invalid + counts.dropped);
 }
 
@@ -233,11 +229,11 @@ bool add_others(const Tree& tree, PyObject* nodes, Counts& counts) {
 // As in tree.py.
 constexpr char kGrew = 1, kOffers = 2, kFirst = 4, kLost = 8;
 
-// add_each(trees, nodes, producer) -> Added of all, and a byte for each. tree.add_each, by lists of equal length.
+// add_each(trees, nodes) -> Added of all, and a byte for each. tree.add_each, by lists of equal length.
 PyObject* add_each(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 3 || !PyList_CheckExact(arguments[0]) || !PyList_CheckExact(arguments[1]) ||
+  if (count != 2 || !PyList_CheckExact(arguments[0]) || !PyList_CheckExact(arguments[1]) ||
       PyList_GET_SIZE(arguments[0]) != PyList_GET_SIZE(arguments[1]))
-    return PyErr_Format(PyExc_TypeError, "add_each takes two lists of equal length and a producer");
+    return PyErr_Format(PyExc_TypeError, "add_each takes two lists of equal length");
   const Py_ssize_t size = PyList_GET_SIZE(arguments[0]);
   Ref effects(PyBytes_FromStringAndSize(nullptr, size));
   if (!effects) return nullptr;
@@ -248,7 +244,7 @@ PyObject* add_each(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (!tree.valid()) return nullptr;
     const Py_ssize_t before = counts.added;
     const bool offered = tree.offers();
-    if (!(is_columns(nodes) ? add_columns(tree, nodes, arguments[2], counts) : add_others(tree, nodes, counts)))
+    if (!(is_columns(nodes) ? add_columns(tree, nodes, counts) : add_others(tree, nodes, counts)))
       return nullptr;
     const bool offers = tree.offers();
     PyBytes_AS_STRING(effects.get())[i] = static_cast<char>((counts.added > before ? kGrew : 0) | (offers ? kOffers : 0) |
@@ -258,12 +254,12 @@ PyObject* add_each(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   return added ? PyTuple_Pack(2, added.get(), effects.get()) : nullptr;
 }
 
-// True if Nodes of the draft can be attached below a node of the tree, in order, and nothing has to be asked about any.
+// True if Nodes can be attached below a node of the tree, in order, and nothing has to be asked about any.
 bool attachable(const Tree& tree, PyObject* parent, PyObject* nodes) {
-  int64_t vocab_size = 0, max_nodes = 0, rejection = 0, parent_id = 0;
+  int64_t vocab_size = 0, max_nodes = 0, rejection = 0, maker = 0, parent_id = 0;
   if (!tree.number(of_tree.vocab_size, vocab_size) || !tree.number(of_tree.max_nodes, max_nodes) ||
-      !tree.number(of_tree.rejection, rejection) || !is_node(parent) || !tree.plain() ||
-      !read_int(slot(parent, layout.node_id), parent_id))
+      !tree.number(of_tree.rejection, rejection) || !tree.number(of_tree.producer, maker) || !is_node(parent) ||
+      tree.lost() || !read_int(slot(parent, layout.node_id), parent_id))
     return false;
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(nodes);
   if (PyDict_GET_SIZE(tree.nodes) + size > max_nodes) return false;
@@ -280,7 +276,7 @@ bool attachable(const Tree& tree, PyObject* parent, PyObject* nodes) {
     PyObject *prob = slot(node, of_node.prob), *flag = slot(node, of_node.sampled);
     int64_t node_id = 0, token_id = 0;
     if (!read_int(slot(node, of_node.node_id), node_id) || !read_int(slot(node, of_node.token_id), token_id) ||
-        !PyFloat_CheckExact(prob) || !PyBool_Check(flag) || node_id <= parent_id || node_id >> kProducerShift != 0 ||
+        !PyFloat_CheckExact(prob) || !PyBool_Check(flag) || node_id <= parent_id || node_id >> kProducerShift != maker ||
         token_id < 0 || token_id >= vocab_size || !fresh(ids, node_id) || !fresh(tokens, token_id) ||
         PyDict_Contains(tree.nodes, slot(node, of_node.node_id)) != 0 ||
         PyDict_Contains(slot(parent, layout.children), slot(node, of_node.token_id)) != 0)
@@ -293,10 +289,10 @@ bool attachable(const Tree& tree, PyObject* parent, PyObject* nodes) {
   return true;
 }
 
-// attach_below(tree, parent, nodes, producer) -> the nodes that Nodes of the draft become below one of the tree, in order;
+// attach_below(tree, parent, nodes) -> the nodes that Nodes become below one of the tree, in order;
 // None, and nothing is done, if there is more than the plain case. SpeculationTree.attach_below.
 PyObject* attach_below(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 4) return PyErr_Format(PyExc_TypeError, "attach_below takes 4 arguments, not %zd", count);
+  if (count != 3) return PyErr_Format(PyExc_TypeError, "attach_below takes 3 arguments, not %zd", count);
   const Tree tree(arguments[0]);
   PyObject* parent = arguments[1];
   Ref nodes(PySequence_Fast(arguments[2], "nodes are no sequence"));
@@ -305,14 +301,10 @@ PyObject* attach_below(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(nodes.get());
   Ref placed(PyList_New(size));
   if (!placed) return nullptr;
-  if (size > 0) {
-    tree.changed();
-    PyObject* known = slot(tree.self, of_tree.producers);
-    if (PySet_Add(known == nullptr ? Py_None : known, arguments[3]) < 0) return nullptr;
-  }
+  if (size > 0) tree.changed();
   for (Py_ssize_t i = 0; i < size; ++i) {
     PyObject* node = PySequence_Fast_GET_ITEM(nodes.get(), i);
-    PyObject* child = grow(tree, parent, arguments[3], slot(node, of_node.node_id), slot(node, of_node.token_id),
+    PyObject* child = grow(tree, parent, slot(node, of_node.node_id), slot(node, of_node.token_id),
                            slot(node, of_node.prob), slot(node, of_node.sampled), slot(node, of_node.q));
     if (child == nullptr) return nullptr;
     PyList_SET_ITEM(placed.get(), i, Py_NewRef(child));
@@ -377,7 +369,7 @@ PyObject* descend(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   Ref tokens(PySequence_Fast(arguments[1], "tokens are no sequence"));
   if (!tokens || !tree.valid()) return nullptr;
   Ref anchor(Py_NewRef(tree.anchor()));
-  if (!tree.plain()) return Py_NewRef(empty_tuple);
+  if (tree.lost()) return Py_NewRef(empty_tuple);
   std::vector<PyObject*> path;
   if (!find_path(anchor.get(), tokens.get(), path)) return nullptr;
   if (path.empty()) return Py_NewRef(empty_tuple);
@@ -398,7 +390,7 @@ PyObject* follow(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   Ref tokens(PySequence_Fast(arguments[1], "tokens are no sequence"));
   if (!tokens || !tree.valid()) return nullptr;
   Ref anchor(Py_NewRef(tree.anchor()));
-  if (!tree.plain()) Py_RETURN_NONE;
+  if (tree.lost()) Py_RETURN_NONE;
   std::vector<PyObject*> path;
   if (!find_path(anchor.get(), tokens.get(), path)) return nullptr;
   tree.changed();
@@ -428,35 +420,26 @@ PyObject* best_path(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   const Py_ssize_t most = PyLong_AsSsize_t(arguments[1]);
   const Tree tree(arguments[0]);
   if (PyErr_Occurred() || !tree.valid()) return nullptr;
-  PyObject* producers = slot(tree.self, of_tree.producers);
-  if (producers == nullptr || !PySet_Check(producers))
-    return PyErr_Format(PyExc_TypeError, "the producers of a tree are no set");
   std::vector<PyObject*> path;
   for (PyObject* node = slot(tree.anchor(), layout.best); is_node(node) && static_cast<Py_ssize_t>(path.size()) < most;
        node = slot(node, layout.best))
     path.push_back(node);
   if (path.empty()) return Py_NewRef(proposals.none);
-  PyObject* claims = slot(path[0], layout.claims);
-  PyObject* claim = PyTuple_CheckExact(claims) && PyTuple_GET_SIZE(claims) ? PyTuple_GET_ITEM(claims, 0) : Py_None;
-  if (!PyTuple_CheckExact(claim) || PyTuple_GET_SIZE(claim) == 0)
-    return PyErr_Format(PyExc_TypeError, "a node without claims");
   Ref proposal(PyType_GenericAlloc(proposals.type, 0));
   if (!proposal) return nullptr;
   put(proposal.get(), proposals.parents, Py_NewRef(empty_tuple));
-  put(proposal.get(), proposals.claims, Py_NewRef(empty_tuple));
-  put(proposal.get(), proposals.producer, Py_NewRef(PyTuple_GET_ITEM(claim, 0)));
+  put(proposal.get(), proposals.producer, Py_NewRef(slot(tree.self, of_tree.producer)));
   const Py_ssize_t columns[][2] = {{proposals.token_ids, layout.token_id},
                                    {proposals.qs, layout.q},
                                    {proposals.probs, layout.prob},
-                                   {proposals.node_ids, layout.node_id},
-                                   {proposals.claims, layout.claims}};
+                                   {proposals.node_ids, layout.node_id}};
   const Py_ssize_t size = static_cast<Py_ssize_t>(path.size());
-  for (int column = 0; column < (PySet_GET_SIZE(producers) > 1 ? 5 : 4); ++column) {
+  for (const auto& column : columns) {
     PyObject* values = PyTuple_New(size);
     if (values == nullptr) return nullptr;
-    put(proposal.get(), columns[column][0], values);
+    put(proposal.get(), column[0], values);
     for (Py_ssize_t i = 0; i < size; ++i)
-      PyTuple_SET_ITEM(values, i, Py_NewRef(slot(path[static_cast<size_t>(i)], columns[column][1])));
+      PyTuple_SET_ITEM(values, i, Py_NewRef(slot(path[static_cast<size_t>(i)], column[1])));
   }
   return proposal.release();
 }

@@ -20,14 +20,14 @@ struct Layout {
   PyTypeObject* type = nullptr;
   PyObject* prototype = nullptr;
   std::vector<Py_ssize_t> slots;
-  Py_ssize_t alive, best, bonus, children, claims, expanded, gaps, log_path, node_id, parent, parent_id, position, prob, q,
+  Py_ssize_t alive, best, bonus, children, expanded, gaps, log_path, node_id, parent, parent_id, position, prob, q,
       rank, sampled, token_id;
 } layout;
 
 // Where a tree keeps its attributes.
 struct TreeLayout {
   PyTypeObject* type = nullptr;
-  Py_ssize_t aliases, anchor, best_limit, max_nodes, nodes, producers, rejection, suffix, vocab_size;
+  Py_ssize_t anchor, best_limit, max_nodes, nodes, producer, rejection, suffix, vocab_size;
 } of_tree;
 
 PyObject *minus_one, *packed_ids, *packed_probs;
@@ -73,7 +73,6 @@ bool prepare_tree(PyObject* prototype, PyObject* tree_type, PyObject* address, P
         {layout.type, "best", layout.best},
         {layout.type, "bonus", layout.bonus},
         {layout.type, "children", layout.children},
-        {layout.type, "claims", layout.claims},
         {layout.type, "expanded", layout.expanded},
         {layout.type, "gaps", layout.gaps},
         {layout.type, "log_path", layout.log_path},
@@ -86,12 +85,11 @@ bool prepare_tree(PyObject* prototype, PyObject* tree_type, PyObject* address, P
         {layout.type, "rank", layout.rank},
         {layout.type, "sampled", layout.sampled},
         {layout.type, "token_id", layout.token_id},
-        {of_tree.type, "_aliases", of_tree.aliases},
         {of_tree.type, "_anchor", of_tree.anchor},
         {of_tree.type, "_best_limit", of_tree.best_limit},
         {of_tree.type, "_max_nodes", of_tree.max_nodes},
         {of_tree.type, "_nodes", of_tree.nodes},
-        {of_tree.type, "_producers", of_tree.producers},
+        {of_tree.type, "_producer", of_tree.producer},
         {of_tree.type, "_rejection", of_tree.rejection},
         {of_tree.type, "_suffix", of_tree.suffix},
         {of_tree.type, "_vocab_size", of_tree.vocab_size},
@@ -126,17 +124,15 @@ inline bool read_int(PyObject* object, int64_t& value) {
 // A NativeTree, whose dicts and whose suffix stay the same objects as long as it lives.
 struct Tree {
   PyObject* self;
-  PyObject *nodes = nullptr, *aliases = nullptr, *suffix = nullptr;
+  PyObject *nodes = nullptr, *suffix = nullptr;
 
   explicit Tree(PyObject* tree) : self(tree) {
     if (!PyObject_TypeCheck(tree, of_tree.type)) return;
-    nodes = slot(tree, of_tree.nodes), aliases = slot(tree, of_tree.aliases), suffix = slot(tree, of_tree.suffix);
+    nodes = slot(tree, of_tree.nodes), suffix = slot(tree, of_tree.suffix);
   }
   // False, with an error, if it is none.
   bool valid() const {
-    if (nodes != nullptr && aliases != nullptr && suffix != nullptr && anchor() != nullptr &&
-        PyDict_CheckExact(nodes) && PyDict_CheckExact(aliases))
-      return true;
+    if (nodes != nullptr && suffix != nullptr && anchor() != nullptr && PyDict_CheckExact(nodes)) return true;
     PyErr_SetString(PyExc_TypeError, "this is no tree of native passes");
     return false;
   }
@@ -153,18 +149,14 @@ struct Tree {
   bool offers() const { return slot(anchor(), layout.best) != Py_None; }
   // Forgets the best path, which was that of other nodes.
   void changed() const { put(self, of_tree.best_limit, Py_NewRef(minus_one)); }
-  // True if the plain cases below apply: it is not lost and no node has an alias.
-  bool plain() const { return PyDict_GET_SIZE(aliases) == 0 && !lost(); }
 };
 
-// Makes one node below its parent, which its producer claims; the tree holds it. Null after an error.
-PyObject* grow(const Tree& tree, PyObject* parent, PyObject* producer, PyObject* node_id, PyObject* token_id,
-               PyObject* prob, PyObject* sampled, PyObject* q) {
-  Ref claim(PyTuple_Pack(2, producer, prob));
-  Ref claims(claim ? PyTuple_Pack(1, claim.get()) : nullptr);
+// Makes one node below its parent; the tree holds it. Null after an error.
+PyObject* grow(const Tree& tree, PyObject* parent, PyObject* node_id, PyObject* token_id, PyObject* prob,
+               PyObject* sampled, PyObject* q) {
   Ref child(PyType_GenericAlloc(layout.type, 0));
   Ref children(PyDict_New());
-  if (!claims || !child || !children) return nullptr;
+  if (!child || !children) return nullptr;
   const double p = PyFloat_AS_DOUBLE(prob);
   PyObject* node = child.get();
   PyObject* siblings = slot(parent, layout.children);
@@ -172,7 +164,6 @@ PyObject* grow(const Tree& tree, PyObject* parent, PyObject* producer, PyObject*
   put(node, layout.node_id, Py_NewRef(node_id));
   put(node, layout.token_id, Py_NewRef(token_id));
   put(node, layout.prob, Py_NewRef(prob));
-  put(node, layout.claims, claims.release());
   put(node, layout.sampled, Py_NewRef(sampled));
   put(node, layout.q, Py_NewRef(q));
   put(node, layout.parent, Py_NewRef(parent));

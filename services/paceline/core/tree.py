@@ -15,8 +15,7 @@ Within an epoch every message must arrive, in order, or the two copies may diffe
 ``lost`` after nodes of an equal context length have arrived has missed some, and its session has to be re-opened.
 Wrong or missing nodes cost time, never correctness: the target verifies whatever is proposed.
 
-Several producers may add to one tree. A node's id says which one made it; where a second one predicts a token that is
-there already, its id becomes an *alias* of the node, which keeps what each of them claimed.
+Each producer has trees of its own. A node's id says which one made it.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ MAX_NODES = 4096
 _LEAST_PROB = 1e-9
 _LEAST_LOG = math.log(_LEAST_PROB)
 _PRODUCER_SHIFT = 28
-_END_OF_DRAFT = 1 << _PRODUCER_SHIFT
-"""The first id that is none of the draft's."""
 
 
 class Producer(IntEnum):
@@ -60,20 +57,14 @@ class Producer(IntEnum):
         return Producer(node_id >> _PRODUCER_SHIFT)
 
 
-Claims = tuple[tuple[Producer, float], ...]
-"""Probabilities that producers claim for one node, each before its calibration at the target."""
-
-
 class TreeNode:
     """A node in place: its neighbors, and the marks that the draft keeps on it."""
 
     __slots__ = (
-        "aliases",
         "alive",
         "best",
         "bonus",
         "children",
-        "claims",
         "expanded",
         "gaps",
         "log_path",
@@ -88,14 +79,11 @@ class TreeNode:
         "token_id",
     )
 
-    def __init__(self, node: Node, parent: TreeNode | None, position: int, producer: Producer = Producer.DRAFT) -> None:
+    def __init__(self, node: Node, parent: TreeNode | None, position: int) -> None:
         self.node_id = node.node_id
-        self.aliases: tuple[int, ...] = ()
-        """Ids that other producers gave it."""
         self.token_id = node.token_id
         self.prob = prob = node.prob
-        """The largest of its claims."""
-        self.claims: Claims = ((producer, prob),)
+        """Probability of its token given its parent, before its calibration at the target."""
         self.sampled = node.sampled
         self.q = node.q
         self.parent = parent
@@ -127,13 +115,6 @@ class TreeNode:
             node.log_path += by
             below += node.children.values()
 
-    def expected(self, factors: Sequence[float]) -> float:
-        """Probability of its token given its parent: the largest claim after each producer's factor, at most 1."""
-        if len(self.claims) == 1:
-            ((producer, prob),) = self.claims
-            return min(1.0, factors[producer] * prob)
-        return min(1.0, max([factors[producer] * prob for producer, prob in self.claims]))
-
 
 @record
 class Proposal:
@@ -150,16 +131,13 @@ class Proposal:
     qs: tuple[SparseDistribution | None, ...] = ()
     """Rejection rule: the distribution each token was drawn from, given those before it."""
     probs: tuple[float, ...] = ()
-    """Expected probability that the target accepts each token, given that it accepted those before it."""
+    """Probability of each token given those before it, before its calibration at the target."""
     node_ids: tuple[int, ...] = ()
-    """The nodes, one per token, of any producer; () if the tokens do not come from a tree."""
+    """The nodes, one per token; () if the tokens do not come from a tree."""
     parents: tuple[int, ...] = ()
     """Index of each token's parent, -1 for the context; (): a chain. Siblings differ in their tokens."""
-    claims: tuple[Claims, ...] = ()
-    """Claims of each node's producers for it; () if one producer alone claims the nodes of a chain, with ``probs``,
-    or the tokens do not come from a tree."""
     producer: Producer = Producer.DRAFT
-    """The maker of tokens that have no claims."""
+    """The maker of all tokens."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -171,16 +149,8 @@ class Proposal:
 
     @property
     def draft_ids(self) -> tuple[int, ...]:
-        """Ids of the nodes that the draft made, the only ones that it knows."""
-        if self.node_ids and max(self.node_ids) >> _PRODUCER_SHIFT:
-            return tuple([node_id for node_id in self.node_ids if not node_id >> _PRODUCER_SHIFT])
-        return self.node_ids
-
-    def makers(self) -> list[Producer]:
-        """The producer of each token: where several have it, the draft before a head, a head before a lookup."""
-        if not self.claims:
-            return [self.producer] * len(self.token_ids)
-        return [claims[0][0] if len(claims) == 1 else min(claims)[0] for claims in self.claims]
+        """Ids of the nodes if the draft made them, the only ones that it knows."""
+        return self.node_ids if self.producer is Producer.DRAFT else ()
 
     def first(self, num_tokens: int) -> Proposal:
         """The proposal cut after its first ``num_tokens`` tokens."""
@@ -190,8 +160,7 @@ class Proposal:
         parents = self.parents[:n]
         if all(parent == i - 1 for i, parent in enumerate(parents)):
             parents = ()
-        nodes, claims = self.node_ids[:n], self.claims[:n]
-        return Proposal(self.token_ids[:n], self.qs[:n], self.probs[:n], nodes, parents, claims, self.producer)
+        return Proposal(self.token_ids[:n], self.qs[:n], self.probs[:n], self.node_ids[:n], parents, self.producer)
 
     def parent(self, index: int) -> int:
         """Index of the token that a token follows; -1: it follows the context."""
@@ -282,7 +251,7 @@ class Added:
     """Counts of the nodes of one message by what became of them."""
 
     added: int = 0
-    """Nodes that the tree has now, aliases included."""
+    """Nodes that the tree has now."""
     stale: int = 0
     """Nodes refused as ``Refusal.STALE``."""
     invalid: int = 0
@@ -308,33 +277,38 @@ class SpeculationTree:
     """One session's tree on either side. Node 0 is the last token of the context it was opened with.
 
     ``context_len`` is the length of that context. ``rejection`` is the rejection rule at temperature > 0: every
-    sampled node needs a q that it can have been drawn from, and a parent has at most one sampled child.
+    sampled node needs a q that it can have been drawn from, and a parent has at most one sampled child. ``producer``
+    makes all nodes.
     """
 
     __slots__ = (
-        "_aliases",
         "_anchor",
         "_best_limit",
         "_best_path",
         "_max_nodes",
         "_nodes",
-        "_producers",
+        "_producer",
         "_rejection",
         "_suffix",
         "_vocab_size",
     )
 
     def __init__(
-        self, vocab_size: int, context_len: int, *, rejection: bool = False, max_nodes: int = MAX_NODES
+        self,
+        vocab_size: int,
+        context_len: int,
+        *,
+        rejection: bool = False,
+        max_nodes: int = MAX_NODES,
+        producer: Producer = Producer.DRAFT,
     ) -> None:
         self._vocab_size = vocab_size
         self._rejection = rejection
         self._max_nodes = max_nodes
+        self._producer = producer
         self._anchor = TreeNode(Node(0, -1, 0, 1.0, sampled=False), None, context_len - 1)
         self._nodes = {0: self._anchor}
-        self._aliases: dict[int, TreeNode] = {}
         self._suffix: deque[int] = deque()
-        self._producers: set[Producer] = set()  # the makers of all nodes so far
         self._best_path, self._best_limit = NO_PROPOSAL, -1  # the proposal of that many tokens; -1: nodes have changed
 
     def __len__(self) -> int:
@@ -362,18 +336,18 @@ class SpeculationTree:
         return self._anchor.position + 1 + len(self._suffix)
 
     def get(self, node_id: int) -> TreeNode | None:
-        """The node if it is the anchor or below it, else None; by its id or an alias."""
-        return self._nodes.get(node_id) or self._aliases.get(node_id)
+        """The node if it is the anchor or below it, else None."""
+        return self._nodes.get(node_id)
 
     def nodes(self) -> Iterator[TreeNode]:
         """The anchor and everything below, parents before children."""
         return iter(self._nodes.values())
 
-    def add(self, nodes: Iterable[Node], producer: Producer = Producer.DRAFT) -> Added:
-        """Attaches the valid nodes of one producer (parents first) and counts the rejected ones. Never raises."""
+    def add(self, nodes: Iterable[Node]) -> Added:
+        """Attaches the valid nodes (parents first) and counts the rejected ones. Never raises."""
         added = stale = invalid = dropped = 0
         for node in nodes:
-            result = self.attach(node, producer)
+            result = self.attach(node)
             if isinstance(result, TreeNode):
                 added += 1
             elif result is Refusal.STALE:
@@ -384,26 +358,18 @@ class SpeculationTree:
                 dropped += 1
         return Added(added, stale, invalid, dropped)
 
-    def attach(self, node: Node, producer: Producer = Producer.DRAFT) -> TreeNode | Refusal:
-        """Attaches one node of a producer and returns it in its place, or the reason why not. Never raises.
-
-        A token that another producer has predicted before is no second node: the new id becomes an alias of it.
-        """
+    def attach(self, node: Node) -> TreeNode | Refusal:
+        """Attaches one node and returns it in its place, or the reason why not. Never raises."""
         token_id = node.token_id
-        parent = self._nodes.get(node.parent_id) or self._aliases.get(node.parent_id)
+        parent = self._nodes.get(node.parent_id)
         if parent is None or (self._suffix and token_id != self._suffix[0]):
             return Refusal.STALE
-        first = parent.children.get(token_id)
-        if not self._valid(node, parent, first, producer):
+        if not self._valid(node, parent):
             return Refusal.INVALID
-        if len(self._nodes) + len(self._aliases) > self._max_nodes:
+        if len(self._nodes) > self._max_nodes:
             return Refusal.DROPPED
         self._best_limit = -1
-        self._producers.add(producer)
-        if first is not None:
-            self._join(first, node, producer)
-            return first
-        child = TreeNode(node, parent, parent.position + 1, producer)
+        child = TreeNode(node, parent, parent.position + 1)
         self._nodes[node.node_id] = parent.children[token_id] = child
         if node.sampled and (parent.best is None or node.prob > parent.best.prob):
             parent.best = child
@@ -413,16 +379,17 @@ class SpeculationTree:
         return child
 
     def attach_below(self, parent: TreeNode, nodes: Sequence[Node]) -> list[TreeNode]:
-        """``attach`` of nodes of the draft below one node of the tree, in order: those that were attached, in place."""
+        """``attach`` of nodes below one node of the tree, in order: those that were attached, in place."""
         placed = []
         held, siblings, vocab_size = self._nodes, parent.children, self._vocab_size
-        room = self._max_nodes - len(held) - len(self._aliases)
+        room = self._max_nodes - len(held)
         plain = not self._suffix and len(nodes) <= room
         for node in nodes:
             node_id, token_id, prob = node.node_id, node.token_id, node.prob
             if (
                 plain
-                and parent.node_id < node_id < _END_OF_DRAFT
+                and parent.node_id < node_id
+                and node_id >> _PRODUCER_SHIFT == self._producer
                 and node_id not in held
                 and token_id not in siblings
                 and 0 <= token_id < vocab_size
@@ -438,7 +405,6 @@ class SpeculationTree:
                 placed.append(other)
         if placed:
             self._best_limit = -1
-            self._producers.add(Producer.DRAFT)
         return placed
 
     def walk(self, token_ids: Sequence[int]) -> Walk:
@@ -491,8 +457,7 @@ class SpeculationTree:
             qs=tuple([n.q for n in path]),
             probs=tuple([n.prob for n in path]),
             node_ids=tuple([n.node_id for n in path]),
-            claims=tuple([n.claims for n in path]) if len(self._producers) > 1 else (),
-            producer=path[0].claims[0][0],
+            producer=self._producer,
         )
 
     def check_integrity(self) -> None:
@@ -514,23 +479,17 @@ class SpeculationTree:
                 assert child.parent is node
                 assert child.token_id == token_id
                 assert child.position == node.position + 1
-                assert child.prob == max(prob for _, prob in child.claims)
                 stack.append(child)
-            assert all(self._aliases[alias] is node for alias in node.aliases)
         assert reached == len(self._nodes), "a node is not reachable from the anchor"
-        assert sum(len(node.aliases) for node in self._nodes.values()) == len(self._aliases), "an alias has no node"
-        assert not self._nodes.keys() & self._aliases.keys(), "an id names two nodes"
 
-    def _valid(self, node: Node, parent: TreeNode, first: TreeNode | None, producer: Producer) -> bool:
+    def _valid(self, node: Node, parent: TreeNode) -> bool:
         node_id = node.node_id
-        if node_id >> _PRODUCER_SHIFT != producer or node_id in self._nodes or node_id in self._aliases:
-            return False
-        if node.parent_id >= node_id and node.parent_id >> _PRODUCER_SHIFT == producer:
+        if node_id >> _PRODUCER_SHIFT != self._producer or node_id in self._nodes or node.parent_id >= node_id:
             return False
         if not (0 <= node.token_id < self._vocab_size and 0.0 <= node.prob <= 1.0):  # False for NaN
             return False
-        if first is not None and (self._rejection or any(other == producer for other, _ in first.claims)):
-            return False  # a producer predicts a token once; under the rejection rule there is one producer
+        if node.token_id in parent.children:
+            return False
         return self._can_have_been_drawn(node, parent)
 
     def _can_have_been_drawn(self, node: Node, parent: TreeNode) -> bool:
@@ -541,22 +500,8 @@ class SpeculationTree:
 
         return parent.best is None and node.q is not None and drawable(node.q, node.token_id, self._vocab_size)
 
-    def _join(self, first: TreeNode, node: Node, producer: Producer) -> None:
-        """Makes a node of another producer an alias of the one that predicted its token first."""
-        self._aliases[node.node_id] = first
-        first.aliases += (node.node_id,)
-        first.claims += ((producer, node.prob),)
-        first.sampled = first.sampled or node.sampled
-        first.prob = max(first.prob, node.prob)
-        parent = first.parent
-        assert parent is not None
-        if first.sampled and (parent.best is None or first.prob > parent.best.prob):
-            parent.best = first
-
     def _forget(self, node: TreeNode) -> None:
         del self._nodes[node.node_id]
-        for alias in node.aliases:
-            del self._aliases[alias]
         node.alive = False
 
     def _move(self, child: TreeNode) -> None:
@@ -581,9 +526,7 @@ GREW, OFFERS, FIRST, LOST = 1, 2, 4, 8
 lost."""
 
 
-def add_each(
-    trees: Sequence[SpeculationTree], nodes: Sequence[Iterable[Node]], producer: Producer = Producer.DRAFT
-) -> tuple[Added, bytes]:
+def add_each(trees: Sequence[SpeculationTree], nodes: Sequence[Iterable[Node]]) -> tuple[Added, bytes]:
     """Attaches the nodes of several messages in order, each to its tree (``SpeculationTree.add``).
 
     Returns:
@@ -592,7 +535,7 @@ def add_each(
     counts, effects = [0, 0, 0, 0], bytearray()
     for tree, message in zip(trees, nodes, strict=True):
         offered = tree.anchor.best is not None
-        one = tree.add(message, producer)
+        one = tree.add(message)
         counts = [a + b for a, b in zip(counts, (one.added, one.stale, one.invalid, one.dropped), strict=True)]
         effect = GREW if one.added else 0
         if tree.anchor.best is not None:

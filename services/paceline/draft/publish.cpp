@@ -49,26 +49,25 @@ struct Names {
   PyObject *address, *fan_out, *place, *push_below;
 } names;
 
-PyObject *draft, *push, *zero;
+PyObject *push, *zero;
 Expect expect;
 double end_share;  // END_SHARE of session.py
 
 // prepare(prototype, tree_type, session_type, frontier_type, growth_type, ranking_type, expect, probability, tolerance,
-// end_share, producer, heappush): a TreeNode without parent and children, as its constructor makes it; NativeTree,
+// end_share, heappush): a TreeNode without parent and children, as its constructor makes it; NativeTree,
 // DraftSession, Frontier, BestFirst and Ranking; the addresses of paceline_expect and paceline_probability, and the
-// tolerance of the latter; session.END_SHARE; Producer.DRAFT; and heapq.heappush.
+// tolerance of the latter; session.END_SHARE; and heapq.heappush.
 PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  bool types_come = count == 12;
+  bool types_come = count == 11;
   for (int i = 1; types_come && i <= 5; ++i) types_come = PyType_Check(arguments[i]);
-  if (!types_come) return PyErr_Format(PyExc_TypeError, "prepare takes 12 arguments, the second to the sixth of them types");
+  if (!types_come) return PyErr_Format(PyExc_TypeError, "prepare takes 11 arguments, the second to the sixth of them types");
   types.session = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[2]));
   types.frontier = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[3]));
   of_growth.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[4]));
   of_ranking.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[5]));
   expect = reinterpret_cast<Expect>(PyLong_AsVoidPtr(arguments[6]));
   end_share = PyFloat_AsDouble(arguments[9]);
-  draft = Py_NewRef(arguments[10]);
-  push = Py_NewRef(arguments[11]);
+  push = Py_NewRef(arguments[10]);
   if (PyErr_Occurred() || !prepare_tree(arguments[0], arguments[1], arguments[7], arguments[8])) return nullptr;
   if (!find({
         {of_ranking.type, "bonus", of_ranking.bonus},
@@ -267,7 +266,7 @@ Done publish_leaf(PyObject* session, PyObject* parent, PyObject* ranked, double 
       Py_TYPE(frontier) != types.frontier)
     return left;
   if (!tree.valid()) return failed;
-  if (!tree.plain() || !read_int(slot(session, of_session.next_node_id), next_id)) return left;
+  if (tree.lost() || !read_int(slot(session, of_session.next_node_id), next_id)) return left;
   PyObject* growth = slot(session, of_session.growth);
   if (Py_TYPE(ranked) == of_ranking.type) {
     if (!row.read(ranked)) return left;
@@ -291,17 +290,14 @@ Done publish_leaf(PyObject* session, PyObject* parent, PyObject* ranked, double 
   put(parent, layout.bonus, bonus.release());
   put(session, of_session.changed, Py_NewRef(Py_True));
   put(session, of_session.next_node_id, following.release());
-  if (size > 0) {
-    tree.changed();
-    if (PySet_Add(slot(tree.self, of_tree.producers), draft) < 0) return failed;
-  }
+  if (size > 0) tree.changed();
   PyObject* outbox = slot(session, of_session.outbox);
   for (Py_ssize_t i = 0; i < size; ++i) {
     const Child& child = row.children[static_cast<size_t>(i)];
     Ref node_id(PyLong_FromLongLong(next_id + i)), prob(PyFloat_FromDouble(child.prob));
     if (!node_id || !prob) return failed;
     const bool drawn = i == 0 || row.q == Py_None;
-    PyObject* node = grow(tree, parent, draft, node_id.get(), child.token_id, prob.get(), drawn ? Py_True : Py_False,
+    PyObject* node = grow(tree, parent, node_id.get(), child.token_id, prob.get(), drawn ? Py_True : Py_False,
                           drawn ? row.q : Py_None);
     if (node == nullptr || PyList_Append(outbox, node) < 0) return failed;
     PyList_SET_ITEM(made.get(), i, Py_NewRef(node));

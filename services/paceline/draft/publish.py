@@ -17,7 +17,7 @@ from paceline.core import rows
 from paceline.core.native import extension
 from paceline.core.native_tree import NativeTree
 from paceline.core.sparse import TOLERANCE
-from paceline.core.tree import Producer, TreeNode
+from paceline.core.tree import TreeNode
 from paceline.draft.growth import BestFirst, Frontier
 from paceline.draft.session import END_SHARE, DraftSession
 from paceline.drafters import calibration
@@ -60,7 +60,7 @@ def _passes() -> Any:
         prototype = TreeNode(Node(0, -1, 0, 1.0), None, 0)
         types = NativeTree, DraftSession, Frontier, BestFirst, Ranking
         probability = (rows.addresses("paceline_probability") or [0])[0]
-        passes.prepare(prototype, *types, expect, probability, TOLERANCE, END_SHARE, Producer.DRAFT, heapq.heappush)
+        passes.prepare(prototype, *types, expect, probability, TOLERANCE, END_SHARE, heapq.heappush)
     except (EngineError, ImportError, TypeError) as error:
         log.warning("nodes are published by Python, which is slower: %s", error)
         return None

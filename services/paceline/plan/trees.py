@@ -5,8 +5,8 @@ own. A step of a draft expands the likeliest nodes of all its sessions (``draft/
 target verifies of each session the nodes that pay (``target/control/allocation.py``), under the coupled rule siblings
 among these, or waits while all of its sessions would (``target/control/waiting.py``). Probabilities are the means that
 ``Outcomes`` has: of a node's children the first is the next token of the text with probability a, and the others share
-the rest. A draft sends the nodes of several steps together. Beside them a target verifies now and then what it finds in
-a session's own text (``System.lookup_share``), and waits for no first node then.
+the rest. A draft sends the nodes of several steps together. Where it has none a target verifies now and then what it
+finds in a session's own text (``System.lookup_share``), and waits for no first node then.
 
 A path by one call (``System.path``) is left out: each token takes a step.
 """
@@ -77,7 +77,7 @@ class Offer(SubtreeOffer):
 
     def __init__(self, anchor: Node, depth: int, probs: list[float], now: float) -> None:
         """``probs``: of the children that may be verified, by rank."""
-        super().__init__(anchor, depth, ())  # type: ignore[arg-type]  # of a node it takes no more than there is
+        super().__init__(anchor, depth, 1.0)  # type: ignore[arg-type]  # of a node it takes no more than there is
         self._each, self._now = probs, now
 
     def _children(self, node: Node) -> list[tuple[float, Node]]:
@@ -316,7 +316,9 @@ class TreeSimulation(Simulation):
         for session, offer, number in zip(batch, offers, counts, strict=True):
             self._of[session].verify(offer.first(number))
             session.in_flight = number
-            rows += max(number, session.looked_up)
+            if number:
+                session.looked_up = 0
+            rows += number or session.looked_up
             if session.draft is not None and not session.draft.busy:  # there is more to expand now
                 self._push(now + self._link_s(), DRAFT_WAKES, session.draft)
         return rows

@@ -104,7 +104,7 @@ class TargetEngine:
             max_step_tokens: tokens computed in one step.
             max_model_len: tokens of a session's context, prompt and output together.
             adaptive: verify as many draft tokens per step as pay, and pause drafting where none do; False: always K.
-            trees: verify siblings, with ``adaptive`` where they pay, else a head's beside a draft's; False: chains.
+            trees: with ``adaptive``, verify siblings where they pay; False: chains.
             batch_invariant: whether the model gave the same bits however its tokens were batched.
             heads: what proposes tokens where a session's draft has none, with ``trees`` beside it too; the first that
                 is ready is asked.
@@ -378,7 +378,6 @@ class TargetEngine:
                 coupled=self.allocation.coupled,
                 rejection=self.allocation.rejection,
                 lookups=self._lookups,
-                inside=(self.allocation.heads, self.allocation.lookups),
                 grammar=grammar,
                 generation=generation,
             )
@@ -578,7 +577,7 @@ class TargetEngine:
             part.stop,
             token_ids,
             logprobs,
-            _round(part, session.cause, token_ids, num_accepted),
+            _round(part, session.cause, num_accepted),
             finish_reason,
             session.cached_tokens if session.cause is Cause.START else 0,
             top_logprobs,
@@ -697,25 +696,17 @@ def _cause(part: Scheduled) -> Cause:
     return session.cause
 
 
-def _round(part: Scheduled, cause: Cause, token_ids: Sequence[int], num_accepted: int) -> Round:
-    """The effect of a step on one session; the first ``num_accepted`` of its ``token_ids`` are of its proposal."""
-    num_drafted, proposal = part.num_drafted, part.proposal
-    if proposal.producer is Producer.DRAFT and not proposal.claims:
-        return _drafted(num_drafted, num_accepted, cause)
-    makers = proposal.makers()
-    used = [makers[index] for index in proposal.along(token_ids[:num_accepted])]
-    return Round(
-        num_drafted,
-        num_accepted,
-        cause,
-        lookup_drafted=makers.count(Producer.LOOKUP),
-        lookup_accepted=used.count(Producer.LOOKUP),
-        head_drafted=makers.count(Producer.HEAD),
-        head_accepted=used.count(Producer.HEAD),
-    )
+def _round(part: Scheduled, cause: Cause, num_accepted: int) -> Round:
+    """The effect of a step on one session, which has emitted ``num_accepted`` tokens of its proposal."""
+    num_drafted, producer = part.num_drafted, part.proposal.producer
+    if producer is Producer.LOOKUP:
+        return _made(num_drafted, num_accepted, cause, lookup_drafted=num_drafted, lookup_accepted=num_accepted)
+    if producer is Producer.HEAD:
+        return _made(num_drafted, num_accepted, cause, head_drafted=num_drafted, head_accepted=num_accepted)
+    return _made(num_drafted, num_accepted, cause)
 
 
-_drafted = functools.lru_cache(1024)(Round)  # there are few different ones, and one of each session in a step
+_made = functools.lru_cache(1024)(Round)  # there are few different ones, and one of each session in a step
 
 
 def _decide(logits: Tensor, parts: Sequence[Scheduled]) -> list[Verdict | PacelineError]:

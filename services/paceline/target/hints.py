@@ -21,7 +21,6 @@ from paceline.config import HintOptions
 from paceline.core.deferred import upload
 from paceline.core.processors import Row
 from paceline.core.sampling import draft_candidates
-from paceline.core.tree import Producer
 from paceline.messages import Hint
 from paceline.target.scheduler import Scheduled
 from paceline.target.session import TargetSession
@@ -82,5 +81,4 @@ def _wanted(session: TargetSession) -> bool:
 
 def _places(part: Scheduled) -> dict[int, int]:
     """The draft's node of the token before each row of a part, without those that it does not know."""
-    nodes = {row: i for row, i in enumerate(part.proposal.node_ids, 1) if Producer.of(i) is Producer.DRAFT}
-    return {0: 0, **nodes}
+    return {0: 0, **dict(enumerate(part.proposal.draft_ids, 1))}

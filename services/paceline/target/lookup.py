@@ -10,8 +10,6 @@ after it as matches longer by one. Every prediction is compared with the tokens 
 not, so learning these shares costs no verification. The text is only followed when a proposal is asked for: where none
 could pay, nothing is spent on it.
 
-Where a step verifies siblings they are a branch beside what a draft or a head has.
-
 For the coupled rule and greedy decoding only, where what is proposed can change nothing but the time. Under the
 rejection rule such a token is drawn from a point mass: it would be accepted with p(x) alone, and it could replace the
 draft's only where the choice between the two depends on nothing that was drawn, but a match does.
@@ -24,9 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.core.statistics import DecayingRatio
-from paceline.core.tree import NO_PROPOSAL, Producer, Proposal, TreeNode
+from paceline.core.tree import NO_PROPOSAL, Producer, Proposal
 from paceline.drafters.ngram import NgramIndex
-from paceline.messages import Node
 
 SHORTEST, LONGEST = 2, 8
 """Tokens of a match. Longer ones count as the longest."""
@@ -95,21 +92,6 @@ class Lookup:
         if self._proposal is None or self._limit < num_tokens:
             self._proposal, self._limit = self._predicted(num_tokens), num_tokens
         return self._proposal.first(num_tokens)
-
-    def anchor(self, num_tokens: int) -> TreeNode | None:
-        """The root of a tree that is ``proposal``; None if that is empty."""
-        proposal = self.proposal(num_tokens)
-        if not len(proposal):
-            return None
-        position, first_id = len(self._tokens) - 1, Producer.LOOKUP.first_id
-        root = TreeNode(Node(first_id - 1, -1, self._tokens[-1], 1.0), None, position, Producer.LOOKUP)
-        node = root
-        for i, (token_id, prob) in enumerate(zip(proposal.token_ids, proposal.probs, strict=True)):
-            made = Node(first_id + i, node.node_id, token_id, prob)
-            child = TreeNode(made, node, position + 1 + i, Producer.LOOKUP)
-            node.children[token_id] = node.best = child
-            node = child
-        return root
 
     def _predicted(self, num_tokens: int) -> Proposal:
         period = len(self._tokens) - self._at  # tokens [_at, len) are known; beyond them the prediction repeats

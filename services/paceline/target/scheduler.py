@@ -21,7 +21,7 @@ from paceline.model.kv_cache import KVCache
 from paceline.model.step_plan import SequenceStep
 from paceline.target.branches import branches_of, page_tables, riding_steps, riding_tables, sequence_steps
 from paceline.target.control.allocation import Allocation, Offer, blind_offer, expected_tokens, offer
-from paceline.target.control.subtree import MAX_TREE_TOKENS, SubtreeOffer
+from paceline.target.control.subtree import SubtreeOffer
 from paceline.target.control.waiting import WaitPolicy
 from paceline.target.heads.driver import Heads
 from paceline.target.session import TargetSession
@@ -169,7 +169,7 @@ class Scheduler:
         if self._heads:
             self._heads.propose(ready, len(ready) + len(prefilling), trees=trees)
         budget, scored_budget = self._max_step_tokens, self._max_scored_rows
-        wanted = self._allocate(ready, prefilling, trees=trees) if adaptive else self._merge(ready, trees=trees)
+        wanted = self._allocate(ready, prefilling, trees=trees) if adaptive else {}
         parts: list[Scheduled] = []
         before = self.num_preemptions  # of a session that runs no longer there is nothing to take
         with self._cache.clearing_at_once:
@@ -254,16 +254,6 @@ class Scheduler:
         looked_up = session.looked_up(session.k).probs
         headed, seconds = self._heads.expected(session, num_sessions) if self._heads else ([], 0.0)
         return (headed, seconds) if expected_tokens(headed) > expected_tokens(looked_up) else (looked_up, 0.0)
-
-    def _merge(self, ready: list[TargetSession], *, trees: bool) -> dict[int, int]:
-        """Draft tokens of the sessions that have both a draft's and a head's, without regard to what they cost: as many
-        nodes of the one tree as the two chains have."""
-        wanted: dict[int, int] = {}
-        for session in ready:
-            if trees and session.head_anchor is not None and (drafted := len(session.drafted(session.k))):
-                self._subtrees[id(session)] = session.subtree()
-                wanted[id(session)] = min(MAX_TREE_TOKENS, drafted + len(session.headed))
-        return wanted
 
     def _allocate(self, ready: list[TargetSession], prefilling: list[TargetSession], *, trees: bool) -> dict[int, int]:
         """Draft tokens for a step of these sessions, by ``id`` of the session; ``trees``: siblings may be verified."""
@@ -458,7 +448,7 @@ def offer_of(session: TargetSession, *, sent: bool = False, trees: bool = False)
 def _offer_of_fallback(session: TargetSession, *, trees: bool) -> Offer:
     """``offer_of`` a session whose draft has nothing: what the target has itself."""
     proposal = session.fallback(session.k)
-    if proposal.producer is Producer.LOOKUP and not (trees and session.head_anchor is not None):
+    if proposal.producer is Producer.LOOKUP:
         return proposal.probs
     if session.head_hits is None:
         return ()

@@ -10,11 +10,11 @@ from itertools import islice
 from paceline.core.native_tree import new_tree
 from paceline.core.processors import Grammar, SamplerState
 from paceline.core.statistics import DecayingRatio
-from paceline.core.tree import NO_PROPOSAL, Producer, Proposal, TreeNode
+from paceline.core.tree import NO_PROPOSAL, Proposal, TreeNode
 from paceline.messages import OpenSession
 from paceline.model.kv_cache import KVCache, flat_rows, page_hash, root_hash
 from paceline.target.control.allocation import AcceptanceHistory, expected_tokens
-from paceline.target.control.subtree import MergedOffer, SubtreeOffer
+from paceline.target.control.subtree import SubtreeOffer
 from paceline.target.lookup import Lookup
 from paceline.types import PAGE_SIZE, Acceptance, Cause, FinishReason, Mode, pages_for
 
@@ -69,7 +69,6 @@ class TargetSession:
         "head_depth",
         "head_hits",
         "headed",
-        "histories",
         "hits",
         "idle_context_len",
         "k",
@@ -116,7 +115,6 @@ class TargetSession:
         coupled: AcceptanceHistory | None = None,
         rejection: AcceptanceHistory | None = None,
         lookups: Sequence[DecayingRatio] | None = None,
-        inside: Sequence[AcceptanceHistory] | None = None,
         grammar: Grammar | None = None,
         generation: int = 0,
     ) -> None:
@@ -125,7 +123,6 @@ class TargetSession:
         Args:
             max_len: bound of the context in tokens.
             coupled, rejection: the engine's acceptance history under each rule.
-            inside: that of heads and of lookups, whose nodes come from within the target.
             lookups: the engine's shares of right prompt lookups (``lookup.py``); None: no such proposals.
             grammar: that of its structured output, after the output so far.
             generation: of the runner that steps it from its first token to its last (``runners.py``).
@@ -215,9 +212,7 @@ class TargetSession:
         """Time at which it began to wait for its draft in this round."""
         # The worth of drafting, and the state of its pauses.
         self.hits = AcceptanceHistory((rejection if self.rejection else coupled) or AcceptanceHistory())
-        within = inside or (AcceptanceHistory(), AcceptanceHistory())
-        self.histories = (self.hits, *(AcceptanceHistory(history) for history in within))
-        """Acceptance of each producer's tokens, by its number: they are calibrated one by one."""
+        """Acceptance of the draft's tokens."""
         self.account = Account()
         self.paused = False
         """Drafting does not pay now: plain rounds until it is resumed."""
@@ -324,24 +319,12 @@ class TargetSession:
         """Proposes at most ``limit`` tokens of the prompt-lookup continuation, which has no nodes."""
         return NO_PROPOSAL if self.lookup is None else self.lookup.proposal(min(self.max_draft(), limit))
 
-    def factors(self) -> tuple[float, ...]:
-        """Factors, by number of the producer, that turn its claims into probabilities of being accepted."""
-        factors = [history.correction() for history in self.histories]
-        if self.head_hits is not None:
-            factors[Producer.HEAD] = self.head_hits.correction()
-        return tuple(factors)
-
     def subtree(self) -> SubtreeOffer:
-        """All nodes that may be proposed now: the draft's, a head's and the prompt-lookup continuation, as one tree."""
-        anchors = [self.tree.anchor] if self.tree.anchor.best is not None and not self.paused else []
-        if self.head_anchor is not None:
-            anchors.append(self.head_anchor)
+        """The nodes that may be proposed now: the draft's, or for lack of those a head's."""
         most = self.max_draft()
-        if self.lookup is not None and (looked_up := self.lookup.anchor(most)) is not None:
-            anchors.append(looked_up)
-        if len(anchors) > 1:
-            return MergedOffer(anchors, most, self.factors())
-        return SubtreeOffer(anchors[0] if anchors else self.tree.anchor, most, self.factors())
+        if self.head_anchor is not None and self.head_hits is not None and not len(self.drafted(1)):
+            return SubtreeOffer(self.head_anchor, most, self.head_hits.correction())
+        return SubtreeOffer(self.tree.anchor, most, self.hits.correction())
 
     def num_ahead(self) -> int:
         """Length of the best path below the anchor, up to K."""

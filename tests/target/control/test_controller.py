@@ -14,7 +14,6 @@ from paceline.core.statistics import DecayingHistogram, RateSample
 from paceline.draft.growth import Reach
 from paceline.target.control.load_trials import LoadTrials, certain_margin
 from paceline.target.control.report import ControlReport, explain, measures
-from paceline.target.heads.driver import Heads
 
 _DRAFTS = {
     "light": {"acceptance": 0.8, "draft_step_s": 0.001},
@@ -56,7 +55,6 @@ def test_drafts_give_way_to_a_head_that_is_faster_without_them(
 ) -> None:
     """The head backs up drafts on their misses, and drafts alone where they are off: whichever is faster stays."""
     options = {"acceptance": 0.5, "cost": gpu_cost, "branch_s": 0.0002, "calibrate": True, "head": (0.75, step_s)}
-    monkeypatch.setattr(Heads, "_may_join", lambda self, session: False)
     chosen = Simulation(**options).run(12.0).target.stats.tokens_emitted
     monkeypatch.setattr(LoadTrials, "_is_open", lambda *_: False)
     assert chosen >= least * Simulation(**options).run(12.0).target.stats.tokens_emitted

@@ -47,24 +47,11 @@ def test_leaves_are_expanded_while_each_brings_more_than_its_time() -> None:
     assert HeadGate(adaptive=False).most_leaves([0.0], PLAIN) == 1
 
 
-def test_beside_others_leaves_cost_the_time_that_they_add_at_all_depths() -> None:
-    gate = HeadGate()
-    assert gate.pays_beside(0.01, 1, PLAIN, depths=4, others=0), "nothing was measured: it is found out"
-    for _ in range(60):
-        for first in (True, False):
-            gate.observe_depth(1, 0.002, first=first)
-            gate.observe_depth(2, 0.003, first=first)
-    assert not gate.pays_beside(0.7, 1, PLAIN, depths=4, others=0)
-    assert gate.pays_beside(0.9, 1, PLAIN, depths=4, others=0)
-    assert gate.pays_beside(0.5, 1, PLAIN, depths=4, others=1)
-    assert not gate.pays_beside(0.3, 1, PLAIN, depths=4, others=1)
-
-
 def test_a_head_that_is_not_expected_to_pay_is_tried_ever_more_rarely() -> None:
     gate, asked = HeadGate(), []
     for step in range(10_000):
         now = 0.02 * step
-        if gate.alone.try_anyway(now):
+        if gate.trials.try_anyway(now):
             asked.append(now)
     starts = [a for a, b in zip(asked, [-1.0, *asked], strict=False) if a - b > 1.0]
     pauses = [b - a for a, b in itertools.pairwise(starts)]

@@ -287,8 +287,7 @@ class Allocation:
     rejection: AcceptanceHistory = field(default_factory=AcceptanceHistory)
     """Acceptance of the draft's tokens in all sessions, by rule."""
     heads: AcceptanceHistory = field(default_factory=AcceptanceHistory)
-    lookups: AcceptanceHistory = field(default_factory=AcceptanceHistory)
-    """Acceptance of the nodes that come from within the target, by producer."""
+    """Acceptance of the tokens of heads in all sessions."""
     branch_prior_s: float = 0.0
     """Seconds of a branch beyond its rows, as measured before the first session."""
     branch: DecayingRatio = field(default_factory=lambda: DecayingRatio(_BRANCH_KEEP, _BRANCH_WEIGHT))

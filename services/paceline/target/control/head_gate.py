@@ -6,8 +6,7 @@ tokens so far and b the tokens expected without it (prompt lookup), it is asked 
     sum over the n sessions of (a + a^2 + .. + a^D - b)  >  R * T(n, D),
 
 R being the tokens per second that are made now, by plain decoding at least. That is asked again before each further
-depth, with the path probabilities that are then known. Where a session's draft has tokens, what counts is what the head
-would bring beside them, and the time that these sessions add to T. What that leaves out,
+depth, with the path probabilities that are then known. What that leaves out,
 feeding the head with every step, is in its *account*: at each load its accepted tokens are set against those that are
 made, at R, in all the time that it took. R includes what the head brings, which does not change the sign: a tokens in
 h seconds beside c tokens in T bring a - (c + a) / (T + h) h > 0 if and only if (c + a) / (T + h) > c / T. A head whose
@@ -84,10 +83,7 @@ class HeadGate:
     num_pauses: int = 0
     level_s: dict[tuple[int, bool], Ewma] = field(default_factory=dict)
     """Seconds of one depth by the load class of its leaves, of the first depth (True) and of a further one."""
-    alone: Trials = field(default_factory=Trials)
-    """For lack of a draft's tokens;"""
-    beside: Trials = field(default_factory=Trials)
-    """and beside them."""
+    trials: Trials = field(default_factory=Trials)
     _loads: dict[int, _Account] = field(default_factory=dict)
     _num_asked: int = 0
     _chain_s: Ewma | None = None
@@ -152,17 +148,6 @@ class HeadGate:
         """
         seconds = self.depth_s(num_leaves, first=first)
         return not self.adaptive or seconds is None or gain > tokens_per_s * seconds
-
-    def pays_beside(self, gain: float, num_leaves: int, tokens_per_s: float, *, depths: int, others: int) -> bool:
-        """``pays`` for leaves that join ``others`` of the same step, at all of ``depths``."""
-
-        def seconds(num: int) -> float:
-            first_s, next_s = (self.depth_s(num, first=first) or 0.0 for first in (True, False))
-            return first_s + (depths - 1) * next_s if num else 0.0
-
-        if not self.adaptive or self.depth_s(num_leaves, first=True) is None:
-            return True
-        return gain > tokens_per_s * (seconds(others + num_leaves) - seconds(others))
 
     def most_leaves(self, worths: Sequence[float], tokens_per_s: float) -> int:
         """How many leaves of a further depth are worth their time: those that add the most tokens beyond what is made

@@ -11,7 +11,7 @@ from paceline.core.tree import Producer
 from paceline.core.verification import Verdict
 from paceline.messages import record
 from paceline.target.control.allocation import Allocation
-from paceline.target.control.compared import RankCounts, compare_all
+from paceline.target.control.compared import RankCounts, compare
 from paceline.target.control.session_gate import SessionGate
 from paceline.target.control.waiting import FinishedRound, WaitPolicy
 from paceline.target.scheduler import Scheduled
@@ -64,17 +64,17 @@ class TargetStats:
     branches_used: int = 0
     """Rounds whose accepted tokens end in one of these."""
     lookup_rounds: int = 0
-    """Rounds with tokens that only the session's own text had."""
+    """Rounds whose proposal was looked up in the session's own text."""
     lookup_rows: int = 0
-    """Such tokens."""
+    """Tokens of these proposals."""
     lookup_rows_used: int = 0
-    """Such tokens that were accepted."""
+    """Tokens of these proposals that were accepted."""
     head_rounds: int = 0
-    """Rounds with tokens of a head of the target that the draft had not."""
+    """Rounds whose proposal a head of the target made."""
     head_rows: int = 0
-    """Such tokens."""
+    """Tokens of these proposals."""
     head_rows_used: int = 0
-    """Such tokens that were accepted."""
+    """Tokens of these proposals that were accepted."""
     guesses: int = 0
     """Tokens of lookahead that rode beside those of sessions."""
     head_s: float = 0.0
@@ -247,14 +247,26 @@ class StepMeter:
             session, proposal = part.session, part.proposal
             stats.proposals_invalid += verdict.num_invalid
             stats.tokens_emitted += num_emitted
-            if proposal.claims or proposal.producer is not Producer.DRAFT:
-                num_nodes, num_used, num_tried = self._compare(part, verdict, num_accepted)
-            else:  # a chain of the draft, or nothing
-                num_nodes, num_used = part.num_drafted, num_accepted
-                num_tried = min(verdict.num_accepted + 1, len(proposal.node_ids))
-                if num_tried:
-                    self.ranks.add_chain(num_tried, verdict.num_accepted)
-                    session.hits.add(num_tried, sum(proposal.probs[:num_tried]), verdict.num_accepted)
+            num_nodes = num_used = num_tried = 0  # of the draft
+            path: Sequence[int] = range(verdict.num_accepted)
+            if part.tables:
+                path = proposal.along(verdict.token_ids[: verdict.num_accepted])
+                stats.branches += part.num_branches
+                stats.branches_used += path != [*range(len(path))]
+            result = compare(proposal, path)
+            if proposal.producer is Producer.LOOKUP:
+                stats.lookup_rounds += 1
+                stats.lookup_rows += part.num_drafted
+                stats.lookup_rows_used += num_accepted
+            elif proposal.producer is Producer.HEAD:
+                stats.head_rounds += 1
+                stats.head_rows += part.num_drafted
+                stats.head_rows_used += num_accepted
+                self._allocation.heads.add(result.places, result.predicted, result.first, result.any)
+            elif proposal.node_ids:
+                num_nodes, num_used, num_tried = part.num_drafted, num_accepted, result.places
+                session.hits.add(result.places, result.predicted, result.first, result.any)
+                self.ranks.add(proposal, path)
             session.verified_draft = num_nodes > 0
             num_trimmed = part.num_trimmed
             if num_trimmed and not num_nodes and session.tree.anchor.best is None:
@@ -283,39 +295,6 @@ class StepMeter:
         stats.draft_rows += num_rows
         stats.nodes_used += num_rows_used
         stats.draft_rows_trimmed += num_rows_trimmed
-
-    def _compare(self, part: Scheduled, verdict: Verdict, num_accepted: int) -> tuple[int, int, int]:
-        """Counts the tokens of a proposal that is no chain of the draft, for each of its producers.
-
-        Returns:
-            The draft's tokens, the accepted ones, and the places at which it had tokens.
-        """
-        session, proposal = part.session, part.proposal
-        path = proposal.along(verdict.token_ids[: verdict.num_accepted])
-        makers = proposal.makers()
-        used = [makers[index] for index in path[:num_accepted]]
-        num_nodes = makers.count(Producer.DRAFT)
-        if num_nodes < part.num_drafted:
-            self._count_own(makers, used)
-        if part.tables:
-            self.stats.branches += part.num_branches
-            self.stats.branches_used += path != [*range(len(path))]
-        self.ranks.add(proposal, path)
-        compared = compare_all(proposal, path)
-        for history, result in zip(session.histories, compared, strict=True):
-            if result.places:
-                history.add(result.places, result.predicted, result.first, result.any)
-        return num_nodes, used.count(Producer.DRAFT), compared[Producer.DRAFT].places
-
-    def _count_own(self, makers: Sequence[Producer], used: Sequence[Producer]) -> None:
-        """Counts tokens that the target had itself among those of a round, and among the accepted ones."""
-        stats, num_looked_up, num_headed = self.stats, makers.count(Producer.LOOKUP), makers.count(Producer.HEAD)
-        stats.lookup_rounds += num_looked_up > 0
-        stats.lookup_rows += num_looked_up
-        stats.lookup_rows_used += used.count(Producer.LOOKUP)
-        stats.head_rounds += num_headed > 0
-        stats.head_rows += num_headed
-        stats.head_rows_used += used.count(Producer.HEAD)
 
     def compare(self, step: MeasuredStep, running: Sequence[TargetSession]) -> None:
         """Takes the tokens per second of a step for the choice between drafting and plain decoding at its load.

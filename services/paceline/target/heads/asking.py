@@ -4,9 +4,6 @@ Where siblings may be verified a depth expands the likeliest nodes of the one be
 one, as many as pay; what is verified are the likeliest nodes of all depths (the dynamic tree of EAGLE-2, Li et al.
 2024, arXiv:2406.16858, with the step's own budget in the place of a size). A draft model whose steps are shorter than
 the host's work between them expands the best path of a session by one call instead (``HeadGate.chains``).
-
-Beside the tokens of a draft a head is expected to bring what it has brought before where the draft was wrong
-(``Followed.join``), and the nodes that count are those that the draft lacks.
 """
 
 from __future__ import annotations
@@ -34,9 +31,6 @@ MOST_LEAVES = 4
 _NONCES = 1 << 31
 """Draws of heads under the rejection rule use nonces from here, which a draft's own do not share at one length of the
 context."""
-
-
-_IDLE_KEEP = 0.97
 
 
 @dataclass(slots=True)
@@ -69,29 +63,23 @@ class Asking:
         session.headed, session.head_anchor = NO_PROPOSAL, None
         if offer is None:
             return
-        mounted, followed, makers = offer.mounted, offer.followed, proposal.makers()
-        path, num_rows = proposal.along(accepted), makers.count(Producer.HEAD)
-        num_used = sum([makers[index] is Producer.HEAD for index in path])
-        if followed.beside is not None and len(proposal):
-            followed.share.add(num_used, followed.missed)
-        result = compare(proposal, path, Producer.HEAD)
-        if result.places:
-            followed.hits.add(result.places, result.predicted, result.first, result.any)
-        if not num_rows:
+        if proposal.producer is not Producer.HEAD:
             return
+        mounted, followed = offer.mounted, offer.followed
+        result = compare(proposal, proposal.along(accepted))
+        followed.hits.add(result.places, result.predicted, result.first, result.any)
         if followed.rule is Rule.REJECTION:
             followed.in_flight = frozenset(proposal.node_ids)
         mounted.stats.rounds += 1
-        mounted.stats.rows += num_rows
-        mounted.stats.rows_used += num_used
-        mounted.accepted += num_used
-        mounted.spent_s += row_s * num_rows / len(proposal)
+        mounted.stats.rows += len(proposal)
+        mounted.stats.rows_used += len(accepted)
+        mounted.accepted += len(accepted)
+        mounted.spent_s += row_s
 
     def ask(
         self,
         mounted: MountedHead,
-        alone: list[Followed],
-        beside: list[Followed],
+        sessions: list[Followed],
         tokens_per_s: float,
         now: float,
         *,
@@ -101,16 +89,14 @@ class Asking:
 
         Args:
             mounted: the head.
-            alone: sessions whose draft has nothing.
-            beside: sessions whose draft has tokens.
+            sessions: those whose draft has nothing.
             tokens_per_s: that are made now, in all sessions of the step together.
             now: seconds of steps so far.
             trees: siblings may be verified.
         """
         gate = mounted.gate
-        sessions = [*alone, *beside]
         if gate.adaptive:
-            sessions = self._worthwhile(mounted, alone, beside, tokens_per_s, now)
+            sessions = self._worthwhile(mounted, sessions, tokens_per_s, now)
         at = [(f, f.deepest()) for f in sessions]
         at = [(f, node) for f, node in at if not node.expanded and self._wants_more(mounted, f, node)]
         first, width = True, MOST_LEAVES if trees and gate.adaptive else 1
@@ -137,7 +123,7 @@ class Asking:
         if mounted.chainer is None or not at:
             return False
         for followed, node in at:
-            if followed.rule is Rule.REJECTION or followed.beside is not None:
+            if followed.rule is Rule.REJECTION:
                 return False
             if self._depth_left(mounted, followed, node) < 2 or not mounted.chainer.chains(followed.session.session_id):
                 return False
@@ -165,31 +151,19 @@ class Asking:
         lengths.append(len(ranked))
 
     def _worthwhile(
-        self, mounted: MountedHead, alone: list[Followed], beside: list[Followed], tokens_per_s: float, now: float
+        self, mounted: MountedHead, sessions: list[Followed], tokens_per_s: float, now: float
     ) -> list[Followed]:
-        """The sessions that a head is asked for: all without tokens, then those with a draft's, where either pays."""
+        """The sessions that a head is asked for, where that has positive expected gain."""
         gate = mounted.gate
-        gains = [self._gain(mounted, f) for f in alone]
-        if alone:
-            num_sessions = len(alone) + len(beside)
-            least = (least_gain(num_sessions) - 1.0) * num_sessions
-            if gate.pays(sum(max(0.0, gain) for gain in gains) - least, len(alone), tokens_per_s, first=True):
-                gate.alone.paid()
-            elif not gate.alone.try_anyway(now):
-                for followed in alone:
-                    followed.hits.fade()
-                alone, gains = [], []
-        asked = [f for f, gain in zip(alone, gains, strict=True) if gain > 0.0 or f.rule is Rule.REJECTION]
-        if beside:
-            gain = sum([f.join(self._depth(mounted, f)) for f in beside])
-            most = max([self._depth(mounted, f) for f in beside])
-            if gate.pays_beside(gain, len(beside), tokens_per_s, depths=most, others=len(asked)):
-                gate.beside.paid()
-            elif not gate.beside.try_anyway(now):
-                for followed in beside:
-                    followed.share.fade(_IDLE_KEEP)
-                return asked
-        return asked + beside
+        gains = [self._gain(mounted, f) for f in sessions]
+        least = (least_gain(len(sessions)) - 1.0) * len(sessions)
+        if gate.pays(sum(max(0.0, gain) for gain in gains) - least, len(sessions), tokens_per_s, first=True):
+            gate.trials.paid()
+        elif not gate.trials.try_anyway(now):
+            for followed in sessions:
+                followed.hits.fade()
+            return []
+        return [f for f, gain in zip(sessions, gains, strict=True) if gain > 0.0 or f.rule is Rule.REJECTION]
 
     def _depth(self, mounted: MountedHead, followed: Followed) -> int:
         return min(mounted.num_tokens, followed.session.max_draft())
@@ -277,9 +251,8 @@ def _next_leaves(
     only as many as are expected to bring more than is made otherwise in their time."""
     of_session: dict[int, list[tuple[float, Followed, TreeNode]]] = {}
     for followed, node in below:
-        if width > 1 and followed.rule is not Rule.REJECTION:
-            of_session.setdefault(id(followed), []).append((followed.worth(node), followed, node))
-        elif node.parent is not None and node.parent.best is node:
+        all_pay = width > 1 and followed.rule is not Rule.REJECTION
+        if all_pay or (node.parent is not None and node.parent.best is node):
             of_session.setdefault(id(followed), []).append((followed.probability(node), followed, node))
     leaves = [leaf for found in of_session.values() for leaf in sorted(found, key=itemgetter(0), reverse=True)[:width]]
     num_best = mounted.gate.most_leaves([worth for worth, _, _ in leaves], tokens_per_s)

@@ -6,9 +6,8 @@
 
 A session's head has a tree of its own, as a draft's engine has, so the ranking by the target's noise, the calibration
 and what a drafter may rely on are the same. Its best path, and the tokens beside it, are offered when the session is
-about to step and its draft has sent nothing for this place; it needs no message and no wait. Where siblings may be
-verified and the draft has tokens, the head's are offered beside them, as one tree (``control/subtree.py``). Only the
-target decides what becomes text.
+about to step and its draft has sent nothing for this place; it needs no message and no wait. Only the target decides
+what becomes text.
 
 Every rule is served. Coupled and greedy sessions are offered the path that is likeliest to be the target's own choice.
 Under the rejection rule each token is drawn from the head's distribution q, which is stated: whether the head is asked
@@ -174,13 +173,6 @@ class Heads:
             return False
         return not (session.mode is Mode.SEQUENTIAL and session.draft_available)
 
-    def _may_join(self, session: TargetSession) -> bool:
-        """True if heads may propose beside what a session's draft has: not under the rejection rule, which takes the
-        chain of one producer."""
-        if session.rejection or session.mode is not Mode.OVERLAPPED or not session.decoding:
-            return False
-        return len(session.drafted(1)) > 0
-
     # -- what the target has decided -----------------------------------------------------------------------------------
 
     def observe(self, session: TargetSession, proposal: Proposal, accepted: Sequence[int], row_s: float) -> None:
@@ -230,7 +222,7 @@ class Heads:
         """Asks the heads for tokens of the sessions that are about to step.
 
         Args:
-            ready: these sessions. Those whose drafts have tokens are asked for with ``trees`` only.
+            ready: these sessions. Heads are asked for those whose drafts have nothing.
             num_sessions: those whose prompts are being computed included: by them a head is judged, since they are
                 about to decode, too.
             trees: siblings may be verified in this step.
@@ -240,23 +232,21 @@ class Heads:
         for mounted, is_asked in zip(self.mounted, asks, strict=True):
             mounted.follow(on=is_asked)
         self._prefill()
-        asked: dict[int, tuple[list[Followed], list[Followed]]] = {}
+        asked: dict[int, list[Followed]] = {}
         for session in ready:
             self._asking.forget(session)
-            beside = trees and self._may_join(session)
-            if not beside and not self._may_propose(session):
+            if not self._may_propose(session):
                 continue
             for i, mounted in enumerate(self.mounted):
                 followed = mounted.sessions.get(session.session_id)
                 if followed is not None and asks[i] and mounted.ready(followed):
-                    followed.beside = None
-                    asked.setdefault(i, ([], []))[beside].append(followed)
+                    asked.setdefault(i, []).append(followed)
                     break
         rate = self._tokens_per_s(num_sessions)
-        for i, (alone, joining) in asked.items():
+        for i, sessions in asked.items():
             mounted = self.mounted[i]
             before = self._clock()
-            self._asking.ask(mounted, alone, joining, rate, self.busy_s, trees=trees)
+            self._asking.ask(mounted, sessions, rate, self.busy_s, trees=trees)
             mounted.spend(self._clock() - before)
         self.took_s += self._clock() - started
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from paceline.core.statistics import DecayingRatio
 from paceline.core.tree import Producer, SpeculationTree, TreeNode
 from paceline.drafters.calibration import Calibration
 from paceline.drafters.ranking import Ranking, Rule, ranking_of
 from paceline.messages import Node
 from paceline.model.chain import Stop
-from paceline.target.control.allocation import AcceptanceHistory, expected_tokens
-from paceline.target.control.subtree import missed_below
+from paceline.target.control.allocation import AcceptanceHistory
 from paceline.target.session import FAN_OUT, TargetSession
 
-_PRIOR_SHARE = 0.5
-SHARE_KEEP, SHARE_WEIGHT = 0.98, 8.0
-"""Fading per round, and tokens that the share of all sessions counts for."""
 _MOST_HOLES = 4
 """Holes of a session that are known apart; the first two become one, with what is between them."""
 
@@ -32,18 +27,14 @@ class Followed:
 
     __slots__ = (
         "attachment",
-        "beside",
         "calibration",
-        "factors",
         "hits",
         "holes",
         "in_flight",
-        "missed",
         "next_node_id",
         "num_fed",
         "rule",
         "session",
-        "share",
         "tree",
         "vocab_size",
     )
@@ -54,13 +45,12 @@ class Followed:
         vocab_size: int,
         calibration: Calibration,
         acceptance: AcceptanceHistory,
-        share: DecayingRatio,
     ) -> None:
-        """``calibration``, ``acceptance``, ``share``: those of all sessions of the head under this one's rule."""
+        """``calibration``, ``acceptance``: those of all sessions of the head under this one's rule."""
         self.session = session
         self.rule = rule_of(session)
         self.vocab_size = vocab_size
-        self.tree = SpeculationTree(vocab_size, session.num_tokens, rejection=session.rejection)
+        self.tree = self._new_tree()
         self.calibration = Calibration(FAN_OUT, calibration)
         self.hits = AcceptanceHistory(acceptance)
         self.next_node_id: int = Producer.HEAD.first_id
@@ -73,15 +63,10 @@ class Followed:
         """The session's pages that it was fed for (``TargetSession.attachment``)."""
         self.holes: tuple[range, ...] = ()
         """Rows on these pages that the head has missed, in ascending order (``Fed.holes``)."""
-        self.share = DecayingRatio(SHARE_KEEP, SHARE_WEIGHT, share)
-        """Accepted tokens that the head alone had, of those that it would bring if it were as good where the draft is
-        wrong as elsewhere."""
-        self.beside: TreeNode | None = None
-        """The root of the draft's nodes, if the head is asked beside them; None: it is asked for lack of them."""
-        self.factors: tuple[float, ...] = ()
-        """Those of the session in this round (``TargetSession.factors``)."""
-        self.missed = 0.0
-        """The tokens that it would bring beside them in this round, ``share`` apart."""
+
+    def _new_tree(self) -> SpeculationTree:
+        session = self.session
+        return SpeculationTree(self.vocab_size, session.num_tokens, rejection=session.rejection, producer=Producer.HEAD)
 
     def add(self, parent: TreeNode, ranking: Ranking) -> TreeNode | None:
         """Attaches the children of an expanded node; returns the one that a proposal takes."""
@@ -91,7 +76,7 @@ class Followed:
             first = r == 0
             node = Node(self.next_node_id, parent.node_id, token_id, prob, True, ranking.q if first else None)
             self.next_node_id += 1
-            self.tree.add((node,), Producer.HEAD)
+            self.tree.add((node,))
         return parent.best
 
     def add_chain(self, parent: TreeNode, ranked: Sequence[tuple[Sequence[int], Sequence[float]]]) -> list[int]:
@@ -121,7 +106,7 @@ class Followed:
         for token_id in walk.unresolved:
             node = Node(self.next_node_id, self.tree.anchor.node_id, token_id, 1.0, False)
             self.next_node_id += 1
-            self.tree.add((node,), Producer.HEAD)
+            self.tree.add((node,))
             node_ids.append(node.node_id)
         self.in_flight = frozenset()
         return node_ids, [n.node_id for n in self.tree.nodes() if n.expanded and n is not self.tree.anchor]
@@ -148,29 +133,7 @@ class Followed:
 
     def restart(self) -> None:
         """Drops everything below the anchor: it was predicted from the head's own states, and better ones have come."""
-        self.tree = SpeculationTree(self.vocab_size, self.session.num_tokens, rejection=self.session.rejection)
-
-    def join(self, depth: int) -> float:
-        """Goes beside what the session's draft has; returns the tokens that at most ``depth`` of the head are expected
-        to bring beyond it."""
-        rate, session = self.hits.rate(), self.session
-        self.beside, self.factors = session.tree.anchor, session.factors()
-        brought = [expected_tokens([rate] * n) for n in range(depth + 1)]
-        self.missed = missed_below(self.beside, depth, self.factors, brought)
-        return self.share.value(_PRIOR_SHARE) * self.missed
-
-    def worth(self, node: TreeNode) -> float:
-        """Probability that a token below ``node`` is accepted, if it is right, which the draft has not."""
-        probability = self.probability(node)
-        if self.beside is None:
-            return probability
-        place: TreeNode | None = self.beside
-        for each in self.path(node):
-            place = place.children.get(each.token_id) if place is not None else None
-        if place is None:
-            return probability
-        share = self.share.value(_PRIOR_SHARE)
-        return share * missed_below(place, 1, self.factors, (0.0, probability))
+        self.tree = self._new_tree()
 
     def deepest(self) -> TreeNode:
         """The end of the best path below the anchor: the node to expand next, unless nothing came of it before.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from paceline.core.statistics import DecayingRatio
 from paceline.core.tree import Proposal
 from paceline.drafters.calibration import Calibration
 from paceline.drafters.protocol import FATAL, Chainer, DrafterSessionError, Features, Head, Rider
@@ -15,7 +14,7 @@ from paceline.drafters.ranking import Rule
 from paceline.errors import PacelineError
 from paceline.target.control.allocation import AcceptanceHistory
 from paceline.target.control.head_gate import HeadGate
-from paceline.target.heads.followed import SHARE_KEEP, SHARE_WEIGHT, Followed, rule_of
+from paceline.target.heads.followed import Followed, rule_of
 from paceline.target.session import FAN_OUT, TargetSession
 from paceline.types import PAGE_SIZE
 
@@ -27,11 +26,11 @@ class HeadStats:
     """Counted events of one head since the engine started."""
 
     rounds: int = 0
-    """Rounds with tokens of this head that the session's draft had not."""
+    """Rounds with tokens of this head."""
     rows: int = 0
-    """Such tokens."""
+    """Tokens of this head that were verified."""
     rows_used: int = 0
-    """Such tokens that were accepted."""
+    """Tokens of this head that were accepted."""
     depths: int = 0
     """Calls of ``expand``: one for each depth of a step."""
     seconds: float = 0.0
@@ -63,8 +62,6 @@ class MountedHead:
         """Acceptance of its tokens in all sessions, by rule."""
         self._records: dict[tuple[int, bool], tuple[HeadGate, AcceptanceHistory, AcceptanceHistory]] = {}
         """These three by the circumstances in which they were learned (``use``)."""
-        self.share = DecayingRatio(SHARE_KEEP, SHARE_WEIGHT)
-        """Its share beside drafts (``Followed.share``)."""
         self.calibrations = {rule: Calibration(FAN_OUT) for rule in Rule}
         self.sessions: dict[str, Followed] = {}
         self.failure = ""
@@ -102,8 +99,8 @@ class MountedHead:
         return text + (f"; warning of the probe at start-up: {self.warning}" if self.warning else "")
 
     def use(self, num_cores: int, *, drafting: bool) -> None:
-        """Goes on with what was learned on so many cores, beside drafts or without: beside them a head is asked for
-        what they miss, which is little and hard."""
+        """Goes on with what was learned on so many cores, with drafts or without: with them a head is asked for what
+        they miss, which is little and hard."""
         new = HeadGate(self.gate.adaptive), AcceptanceHistory(), AcceptanceHistory()
         self.gate, self.coupled, self.rejection = self._records.setdefault((num_cores, drafting), new)
         for followed in self.sessions.values():
@@ -143,7 +140,7 @@ class MountedHead:
             return
         acceptance = self._acceptance(session)
         calibration = self.calibrations[rule_of(session)]
-        self.sessions[session.session_id] = Followed(session, vocab_size, calibration, acceptance, self.share)
+        self.sessions[session.session_id] = Followed(session, vocab_size, calibration, acceptance)
         self.prefilling.add(session.session_id)
 
     def outgrown(self, session: TargetSession) -> bool:
