@@ -105,7 +105,7 @@ def assert_totals(chunks: list[Chunk], result: Result, mode: Mode) -> None:
         assert accepted <= chunk.round.num_drafted
         if chunk.round.lookup:
             assert chunk.round.num_drafted
-            assert chunk.round.cause not in (Cause.HIT, Cause.SEQUENTIAL), "the draft had something"
+            assert chunk.round.cause is not Cause.SEQUENTIAL, "the draft's tokens alone"
         elif chunk.round.num_drafted:
             assert chunk.round.cause not in (Cause.DISABLED, Cause.DRAFT_DOWN), "no draft, and yet its tokens"
     assert sum(stats.causes.values()) == stats.rounds == len(rounds)

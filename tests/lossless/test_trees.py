@@ -47,7 +47,7 @@ def test_any_subtrees_give_identical_tokens(family: str, temperature: float, mon
     stats = pump.target.stats
     assert stats.preemptions > 0
     assert stats.cached_tokens > 0
-    assert stats.branches > 20
+    assert stats.branches > 10
     assert temperature == 0 or stats.branches_used > 0
     assert pump.target.runner.cache.num_used == 0
 
@@ -61,10 +61,8 @@ def head_of(seed: int = 5) -> MountedHead:
 
 
 @pytest.mark.parametrize("temperature", [1.0, *slow([0.0, 0.7])])
-def test_a_draft_and_a_head_on_one_tree_give_identical_tokens(
-    temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Any nodes of the merged tree, and with ``adaptive`` off as many as both chains have; each with its maker."""
+def test_a_draft_and_a_head_give_identical_tokens(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any nodes of either tree, and with ``adaptive`` off the whole chain of either; each with its maker."""
     target, draft = pair("llama")
     requests = mixed_batch(temperature)
     reference = plain_reference(target, requests)
@@ -77,7 +75,8 @@ def test_a_draft_and_a_head_on_one_tree_give_identical_tokens(
         assert_same(results, reference)
         stats = pump.target.stats
         counted = [result.speculation for result in results.values()]
-        assert min(stats.branches, stats.nodes_used, stats.head_rows_used) > 20
+        assert min(stats.nodes_used, stats.head_rows_used) > 20
+        assert (stats.branches > 20) == adaptive
         assert stats.cached_tokens > 0
         assert mounted.stats.rows_used >= stats.head_rows_used == sum(each.head_accepted for each in counted)
         assert stats.nodes_used == sum(each.accepted - each.head_accepted - each.lookup_accepted for each in counted)

@@ -83,14 +83,18 @@ def test_a_branch_that_costs_too_much_for_many_sessions_is_verified_for_one() ->
     assert run(costly, EIGHT).tokens_per_round < 1.01 * run(dear, EIGHT).tokens_per_round
 
 
-def test_lookups_are_verified_where_the_draft_has_nothing() -> None:
-    late, some = system(draft_ms=60.0), system()
-    alone, sure = run(late), {"lookup_share": 1.0, "lookup_acceptance": 1.0}
-    assert run(replace(late, **sure)).tokens_per_round > alone.tokens_per_round + 1.0
-    half = run(replace(late, lookup_share=0.5, lookup_acceptance=0.95))
-    assert alone.tokens_per_round + 0.2 < half.tokens_per_round < run(replace(late, **sure)).tokens_per_round
-    vain = replace(some, outcomes=Outcomes(0.0, 1.0), target=StepTable.affine(0.02, 0.002), lookup_share=1.0, fan_out=1)
-    assert run(vain).tokens_per_s == pytest.approx(1 / 0.028, rel=0.01)  # all that it brings is four rows
+def test_lookups_are_verified_where_more_is_expected_of_them_than_of_the_draft() -> None:
+    some = system()
+    alone = run(some)
+    assert run(replace(some, lookup_share=1.0, lookup_acceptance=1.0)).tokens_per_round == pytest.approx(5.0, abs=0.01)
+    half = run(replace(some, lookup_share=0.5, lookup_acceptance=0.95))
+    assert alone.tokens_per_round + 0.2 < half.tokens_per_round < 4.9
+    assert half.causes[Cause.K.value] > 0.05 * sum(half.causes.values()) > alone.causes.get(Cause.K.value, 0)
+    assert run(replace(some, lookup_share=1.0, lookup_acceptance=0.3)) == alone
+    late = replace(system(draft_ms=60.0), lookup_share=0.5, lookup_acceptance=0.95)
+    assert run(late).tokens_per_round > 2.5 * run(replace(late, lookup_share=0.0)).tokens_per_round
+    chain = system(coupled=False)
+    assert run(replace(chain, lookup_share=1.0, lookup_acceptance=1.0)) == run(chain), "no lookups under this rule"
 
 
 @pytest.mark.parametrize(

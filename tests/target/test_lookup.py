@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.target.simulation import Simulation
+from tests.target.simulation import Simulation, gpu_cost
 
+from paceline.core.tree import Proposal
 from paceline.target.lookup import LONGEST, SHORTEST, Lookup, new_shares
+from paceline.target.session import TargetSession
 
 
 def lookup(tokens: list[int], share: int = 95) -> Lookup:
@@ -109,6 +111,25 @@ def test_a_text_that_repeats_is_fast_with_a_draft_that_is_not(draft: dict[str, f
     stats = adaptive.target.stats
     assert stats.lookup_rounds > 50
     assert stats.lookup_rows_used > 0.8 * stats.lookup_rows
+
+
+@pytest.mark.parametrize(("first", "period"), [("drafted", 100), ("looked_up", None)])
+def test_the_proposal_that_is_expected_to_bring_more_is_verified(
+    first: str, period: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft is right with probability 0.7: of a text that repeats lookups bring more, of another one the draft.
+
+    Both mutants always take one of them first."""
+    options = {"cost": gpu_cost, "trees": True, "branch_s": 2e-4, "calibrate": True, "period": period}
+    chosen = Simulation(**options).run(6.0).target.stats.tokens_emitted
+    proposal = TargetSession.proposal
+
+    def mutant(session: TargetSession, limit: int) -> Proposal:
+        found = getattr(session, first)(limit)
+        return found if found.token_ids else proposal(session, limit)
+
+    monkeypatch.setattr(TargetSession, "proposal", mutant)
+    assert chosen > 1.04 * Simulation(**options).run(6.0).target.stats.tokens_emitted
 
 
 @pytest.mark.parametrize(("cost", "looked"), [(lambda n: 0.001 * max(4, n), False), (lambda n: 0.016 + 1e-5 * n, True)])

@@ -294,7 +294,7 @@ class TargetOptions(ModelOptions):
     """Instead of kv_pages: the share of the memory that weights and workspace leave free which becomes KV pages."""
     heads: list[HeadOptions] = Field(default=[], max_length=8)
     """Drafters inside the target replica. A session whose draft has nothing, or that has no draft, is given the tokens
-    of the first one that is ready for it; one whose draft has tokens is given them besides, where that pays."""
+    of the first one that is ready for it."""
     mtp_modules: Literal["auto", "off"] = "auto"
     """MTP modules in the target's own files. ``auto``: with ``adaptive`` they are a head where no other is configured,
     here or in the draft pool; where they cannot be, the target runs without them, and the log says why. ``off``: only

@@ -75,7 +75,7 @@ for _engine, _field, _unit, _help in (
     ("target", "drafts_paused", "sessions", "Times that drafting was paused for a session."),
     ("target", "branches", "branches", "Branches of verified subtrees, beyond the first of each."),
     ("target", "branches_used", "rounds", "Rounds whose accepted tokens end in one of these."),
-    ("target", "lookup_rounds", "rounds", "Rounds with a proposal from their own text, for lack of a draft's."),
+    ("target", "lookup_rounds", "rounds", "Rounds with a proposal from their own text."),
     ("target", "lookup_rows", "tokens", "Tokens of these proposals."),
     ("target", "lookup_rows_used", "tokens", "Accepted tokens of these proposals."),
     ("target", "head_rounds", "rounds", "Rounds with a proposal of a head of the target, for lack of a draft's."),

@@ -91,8 +91,8 @@ class System:
     branch_s: float = 0.0
     """Seconds that a branch of siblings adds to a step beyond its rows, with ``trees``."""
     lookup_share: float = 0.0
-    """Share of a session's rounds, with ``trees``, in which the target has tokens from the session's own text to verify
-    if the draft has none: K of them (``target/lookup.py``). Where the first is wrong they only cost their rows."""
+    """Share of a session's rounds, with ``trees``, in which the target has K tokens from the session's own text
+    (``target/lookup.py``). It verifies those if it expects more of them than of the draft's."""
     lookup_acceptance: float = 0.0
     """Probability that such a token is accepted there, given those before it."""
     most_leaves: int = 1

@@ -5,8 +5,8 @@ own. A step of a draft expands the likeliest nodes of all its sessions (``draft/
 target verifies of each session the nodes that pay (``target/control/allocation.py``), under the coupled rule siblings
 among these, or waits while all of its sessions would (``target/control/waiting.py``). Probabilities are the means that
 ``Outcomes`` has: of a node's children the first is the next token of the text with probability a, and the others share
-the rest. A draft sends the nodes of several steps together. Where it has none a target verifies now and then what it
-finds in a session's own text (``System.lookup_share``), and waits for no first node then.
+the rest. A draft sends the nodes of several steps together. Now and then a target finds tokens in a session's own text
+(``System.lookup_share``), and verifies those if it expects more of them than of the draft's.
 
 A path by one call (``System.path``) is left out: each token takes a step.
 """
@@ -20,11 +20,12 @@ from typing import Any
 
 from paceline.draft.growth import Reach
 from paceline.plan.closed_form import System
+from paceline.plan.outcomes import expected_tokens
 from paceline.plan.simulation import DRAFT_ENDS, DRAFT_WAKES, READY, Simulation
 from paceline.plan.states import Draft, Session, Target
 from paceline.target.control.allocation import allocate_draft_tokens
 from paceline.target.control.subtree import SubtreeOffer
-from paceline.target.control.waiting import worth_waiting
+from paceline.target.control.waiting import worth_now, worth_waiting
 from paceline.types import Cause
 
 HOLD_ROUNDS = 0.2
@@ -281,12 +282,13 @@ class TreeSimulation(Simulation):
         """Time until which a session waits for further nodes, by the engine's criterion; -inf: it does not."""
         tree, now, system = self._of[session], self._now, self._system
         length = tree.chain(now)
-        if length >= self._most(batch) or tree.idle or (session.looked_up and not length):
+        if length >= self._most(batch) or tree.idle:
             return -math.inf
         a, next_s = system.outcomes.acceptance, self._draft_s.get(system.draft.seconds(1))
         gain, expected, since = a ** (length + 1), next_s, max(tree.decided_at, tree.heard_from)
         if not length:
             gain = max(a, self._accepted.get(a))
+            gain -= worth_now([system.lookup_acceptance] * session.looked_up, self._row_s, self._rate())
             expected, since = 1.5 * next_s + 2 * system.link_s, tree.decided_at
         cost_s = max(expected - (now - since), expected / 4) + batch * self._row_s
         return since + GIVE_UP * expected if worth_waiting(gain, cost_s, self._rate()) else -math.inf
@@ -297,7 +299,7 @@ class TreeSimulation(Simulation):
 
     def _propose(self, target: Target) -> float:
         now, system, batch = self._now, self._system, target.batch
-        offers = [self._of[session].offer(now) for session in batch]
+        offers = [self._offer(session) for session in batch]
         if self._rejection or not system.adaptive:
             most = self._most(len(batch))
             counts = [min(self._of[session].chain(now), most) for session in batch]
@@ -314,14 +316,21 @@ class TreeSimulation(Simulation):
             )
         rows = 0.0
         for session, offer, number in zip(batch, offers, counts, strict=True):
-            self._of[session].verify(offer.first(number))
-            session.in_flight = number
-            if number:
-                session.looked_up = 0
-            rows += number or session.looked_up
+            nodes = offer.first(number) if isinstance(offer, Offer) else []
+            self._of[session].verify(nodes)
+            session.in_flight, session.looked_up = len(nodes), number - len(nodes)
+            rows += number
             if session.draft is not None and not session.draft.busy:  # there is more to expand now
                 self._push(now + self._link_s(), DRAFT_WAKES, session.draft)
         return rows
+
+    def _offer(self, session: Session) -> Offer | list[float]:
+        """The draft's nodes, or the tokens that were looked up if these are expected to bring more."""
+        system, tree, num_looked_up = self._system, self._of[session], session.looked_up
+        drafted = expected_tokens(system.outcomes.acceptance, tree.chain(self._now))
+        if expected_tokens(system.lookup_acceptance, num_looked_up) > drafted:
+            return [system.lookup_acceptance] * num_looked_up
+        return tree.offer(self._now)
 
     def _accept(self, session: Session) -> int:
         node, ranks = self._of[session].place, list[int]()
@@ -361,7 +370,8 @@ class TreeSimulation(Simulation):
             self._accepted.add(float(accepted))
         hears_at = self._now + self._link_s()
         cause = tree.decided(session.ranks, self._now, hears_at)
-        session.looked_up = self._k if self._random.random() < self._system.lookup_share else 0
+        looks_up = self._system.adaptive and not self._rejection
+        session.looked_up = self._k if looks_up and self._random.random() < self._system.lookup_share else 0
         if self._now >= self._counted_from:
             self._counts.causes[cause.value] += 1
         if not draft.busy:

@@ -106,8 +106,7 @@ class TargetEngine:
             adaptive: verify as many draft tokens per step as pay, and pause drafting where none do; False: always K.
             trees: with ``adaptive``, verify siblings where they pay; False: chains.
             batch_invariant: whether the model gave the same bits however its tokens were batched.
-            heads: what proposes tokens where a session's draft has none, with ``trees`` beside it too; the first that
-                is ready is asked.
+            heads: what proposes tokens where a session's draft has none; the first that is ready is asked.
             link: sends hidden states to drafts that read them; None: they read none.
             hints: tells drafts in the middle of a step what is likely; None: they are told nothing.
             grammars: compiles structured outputs; None: sessions that ask for one are refused.

@@ -1,9 +1,10 @@
-"""Draft tokens for a session whose draft has none: the tokens that followed its last ones earlier in its own text.
+"""Draft tokens without a draft: the tokens that followed a session's last ones earlier in its own text.
 
     ... the cat sat on the mat . the cat sat ▌      match: ``the cat sat``, 3 tokens; then ``on the mat .``
         └────────────┘ └─────────┘
 
-It needs no draft and no message, so it serves a miss immediately, and a session without a draft as well. Its tokens
+It needs no draft and no message, so it serves a miss immediately, and a session without a draft as well. Where a draft
+has tokens, too, the proposal that is expected to bring more is verified (``TargetSession.proposal``). Looked-up tokens
 compete for verification like any others (``control/allocation.py``), by the probability that they are accepted. That
 follows from the length of the match: the next token is as likely as matches of that length were right before, the one
 after it as matches longer by one. Every prediction is compared with the tokens that the target decides, proposed or

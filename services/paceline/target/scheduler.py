@@ -165,7 +165,7 @@ class Scheduler:
             self.wait_until = now + POLL_S
         ready = self._not_waiting(decoding, now, others_ready=bool(prefilling))
         adaptive = self._allocation.adaptive
-        trees = self._allocation.offers_trees() if adaptive else self._allocation.trees
+        trees = self._allocation.offers_trees()
         if self._heads:
             self._heads.propose(ready, len(ready) + len(prefilling), trees=trees)
         budget, scored_budget = self._max_step_tokens, self._max_scored_rows
@@ -335,7 +335,8 @@ class Scheduler:
             offered = self._subtrees.get(id(session)) if self._subtrees else None
             proposal = available.first(limit) if offered is None else offered.proposal(limit)
             num_reserved = num_drafted = len(proposal.token_ids)
-            num_trimmed = max(0, len(available.token_ids) - num_drafted)
+            if available.producer is Producer.DRAFT:
+                num_trimmed = max(0, len(available.token_ids) - num_drafted)
             if session.rejection and num_drafted:
                 # Rows [stop, stop + num_reserved) are for the proposal. Under the rejection rule whether pages suffice
                 # must not depend on how long the proposal is.
@@ -434,26 +435,21 @@ def offer_of(session: TargetSession, *, sent: bool = False, trees: bool = False)
     """
     if not session.k:
         return ()
-    proposal = session.drafted(session.k)
-    if not len(proposal) and not sent:
-        return _offer_of_fallback(session, trees=trees)
-    if trees and not sent and len(proposal) and not session.rejection:
-        return session.subtree()
-    if not session.rejection:
-        return offer(proposal, session.max_draft(), session.hits, extend=sent)
-    # Nothing that depends on a drawn token goes in: that there is a first token is decided before it is drawn.
-    return blind_offer(session.max_draft(), session.hits) if len(proposal) or sent else ()
-
-
-def _offer_of_fallback(session: TargetSession, *, trees: bool) -> Offer:
-    """``offer_of`` a session whose draft has nothing: what the target has itself."""
-    proposal = session.fallback(session.k)
+    most = session.max_draft()
+    if sent:
+        if session.rejection:
+            return blind_offer(most, session.hits)
+        return offer(session.drafted(session.k), most, session.hits, extend=True)
+    proposal = session.proposal(session.k)
     if proposal.producer is Producer.LOOKUP:
         return proposal.probs
-    if session.head_hits is None:
+    drafted = len(proposal) > 0 and proposal.producer is Producer.DRAFT
+    hits = session.hits if drafted else session.head_hits
+    if hits is None:
         return ()
     if session.rejection:
-        return blind_offer(min(session.head_depth, session.max_draft()), session.head_hits)
-    if trees and session.head_anchor is not None:
+        # Nothing that depends on a drawn token goes in: that there is a first token is decided before it is drawn.
+        return blind_offer(most if drafted else min(session.head_depth, most), hits)
+    if trees and (drafted or session.head_anchor is not None):
         return session.subtree()
-    return offer(proposal, session.max_draft(), session.head_hits)
+    return offer(proposal, most, hits)

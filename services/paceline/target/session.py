@@ -292,20 +292,21 @@ class TargetSession:
         return not self._outcome
 
     def proposal(self, limit: int) -> Proposal:
-        """Proposes at most ``limit`` tokens to verify now: the draft's, or else what the target has itself."""
-        drafted = self.drafted(limit)
-        if drafted.token_ids or (self.lookup is None and not self.headed.token_ids):
-            return drafted
-        return self.fallback(limit)
-
-    def fallback(self, limit: int) -> Proposal:
-        """Proposes at most ``limit`` tokens of a head or of prompt lookup, whichever is expected to bring more."""
-        headed, looked_up = self.headed.first(min(self.max_draft(), limit)), self.looked_up(limit)
-        if not (headed.token_ids and looked_up.token_ids):
-            return headed if headed.token_ids else looked_up
-        scale = self.head_hits.correction() if self.head_hits else 1.0
-        probs = [min(1.0, scale * prob) for prob in headed.probs]
-        return headed if expected_tokens(probs) >= expected_tokens(looked_up.probs) else looked_up
+        """Proposes at most ``limit`` tokens to verify now: the draft's, for lack of those a head's, or prompt lookup's
+        where these are expected to bring more."""
+        limit = min(self.max_draft(), limit)
+        if limit <= 0:
+            return NO_PROPOSAL
+        proposal, hits = NO_PROPOSAL if self.paused else self.tree.proposal(limit), self.hits
+        if not proposal.token_ids and self.head_hits is not None:
+            proposal, hits = self.headed.first(limit), self.head_hits
+        if self.lookup is None or not (looked_up := self.lookup.proposal(limit)).token_ids:
+            return proposal
+        if not proposal.token_ids:
+            return looked_up
+        scale = hits.correction()
+        expected = expected_tokens([min(1.0, scale * prob) for prob in proposal.probs])
+        return proposal if expected >= expected_tokens(looked_up.probs) else looked_up
 
     def drafted(self, limit: int) -> Proposal:
         """Proposes at most ``limit`` tokens of the draft."""

@@ -581,13 +581,13 @@ class SpeculationRound(_message.Message):
     cause: Global___Cause.ValueType
     lookup: _builtins.bool
     """The proposal was the target's own: the continuation of an earlier place of the text that reads alike (prompt
-    lookup), for lack of a draft's. Whatever the cause is, its accepted tokens are then not the draft's.
+    lookup). Whatever the cause is, its accepted tokens are then not the draft's.
     """
     head: _builtins.bool
     """The proposal was made by a head, a drafter inside the target replica, for lack of a draft's."""
     head_drafted: _builtins.int
-    """Of the accepted tokens the draft's come first, then those of a head that the draft had not, then those that only
-    the text had. How many of the proposal, and of the accepted ones, are the head's and the text's:
+    """How many tokens of the proposal, and of the accepted ones, are a head's and the text's. Targets of earlier versions
+    mixed them with a draft's: then the draft's come first, a head's next.
     """
     head_accepted: _builtins.int
     lookup_drafted: _builtins.int

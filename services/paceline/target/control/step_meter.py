@@ -268,12 +268,9 @@ class StepMeter:
                 session.hits.add(result.places, result.predicted, result.first, result.any)
                 self.ranks.add(proposal, path)
             session.verified_draft = num_nodes > 0
-            num_trimmed = part.num_trimmed
-            if num_trimmed and not num_nodes and session.tree.anchor.best is None:
-                num_trimmed = 0
             num_rows += num_nodes
             num_rows_used += num_used
-            num_rows_trimmed += num_trimmed
+            num_rows_trimmed += part.num_trimmed
             if session.k:
                 lengths.add(part.num_drafted)
             if session.cause is Cause.START:
@@ -286,7 +283,8 @@ class StepMeter:
                         if num_nodes and session.cause in MISSES:
                             answer_s = waited_s
                     lost_s = waited_s + row_s * num_nodes
-                    gate.observe(session, num_nodes, num_trimmed, num_used, lost_s / plain_s if plain_s > 0 else 0.0)
+                    lost = lost_s / plain_s if plain_s > 0 else 0.0
+                    gate.observe(session, num_nodes, part.num_trimmed, num_used, lost)
                 finished.append((num_tried, num_used, num_emitted, step.decided_at - session.outcome_at, answer_s))
             if not num_nodes and session.draft_available:
                 session.hits.fade()
