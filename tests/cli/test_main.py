@@ -40,12 +40,10 @@ def command(*arguments):
     return [sys.executable, "-m", "paceline", *arguments]
 
 
-def run(*arguments, stdin=None):
+def run(*arguments):
     # A cluster that other tests have started in this process is none of its business, nor are the ports of it.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return subprocess.run(
-        command(*arguments), capture_output=True, text=True, input=stdin, timeout=300, env=environment
-    )
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=300, env=environment)
 
 
 def refused(capsys, *arguments):
@@ -233,7 +231,7 @@ def test_weights_that_cannot_be_read(capfd, tmp_path):
     for file in DRAFT_DIR.iterdir():
         most = 100_000 if file.suffix == ".safetensors" else None
         (tmp_path / file.name).write_bytes(file.read_bytes()[:most])
-    assert main(["generate", PROMPT, "--draft", str(tmp_path), "--no-compile"]) == 2
+    assert main(["generate", PROMPT, "--target", str(tmp_path), "--mode", "plain", "--no-compile"]) == 2
     error = capfd.readouterr().err
     assert error.count("\n") == 1
     assert f"model {str(tmp_path)!r} could not be loaded" in error
@@ -314,9 +312,9 @@ def test_summary_line():
 
 @pytest.fixture(scope="module")
 def plain_json():
-    done = run("generate", PROMPT, "--max-tokens", "24", "--mode", "plain", "--json", *EAGER)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["generate", PROMPT, "--max-tokens", "24", "--mode", "plain", "--json", *EAGER]) == 0
+    return json.loads(out.getvalue())
 
 
 def test_json_has_its_documented_form(plain_json):
@@ -330,11 +328,12 @@ def test_json_has_its_documented_form(plain_json):
 
 
 @pytest.mark.slow
-def test_overlapped_from_standard_input_gives_the_same_text_and_says_how_it_ran(plain_json):
-    done = run("generate", "-", "--max-tokens", "24", "--verbose", *EAGER, stdin=PROMPT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == plain_json["text"] + "\n"
-    *log, last = done.stderr.splitlines()
+def test_overlapped_from_standard_input_gives_the_same_text_and_says_how_it_ran(plain_json, monkeypatch, capfd):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
+    assert main(["generate", "-", "--max-tokens", "24", "--verbose", *EAGER]) == 0
+    out, err = capfd.readouterr()
+    assert out == plain_json["text"] + "\n"
+    *log, last = err.splitlines()
     assert "24 tokens, " in last
     assert "tokens/s" in last
     assert all(line.startswith("paceline: ") for line in log)

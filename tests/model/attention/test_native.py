@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -439,6 +439,7 @@ def test_compiled_models_call_it_without_the_interpreter(with_sinks: bool, tmp_p
 
 
 _INVARIANCE = """
+import os
 import sys
 from pathlib import Path
 from paceline.model.attention import native as cpu_attention
@@ -447,57 +448,76 @@ cpu_attention._OPTIONS = (*cpu_attention._OPTIONS, *sys.argv[2:])
 assert cpu_attention.unavailable() is None
 from tests.model.attention.test_native import DTYPES, by_definition, num_different, random_inputs
 inputs = [random_inputs(s, dtype=d, pages=4, row_len=5) for s in range(3) for d in DTYPES]
-print(sum(num_different(it, 1, 1) for it in inputs))
-print(max(float((it.attend().double() - by_definition(it)).abs().max()) for it in inputs))
+for fault in os.environ["FAULTS"]:
+    os.environ["FAULT"] = fault
+    print(sum(num_different(it, 1, 1) for it in inputs))
+    print(max(float((it.attend().double() - by_definition(it)).abs().max()) for it in inputs))
+"""
+
+_CHOSEN = """
+#include <cstdlib>
+static bool fault(char number) { return *std::getenv("FAULT") == number; }
 """
 
 
-def in_a_process(tmp_path: Path, mutate: Callable[[str], str], *options: str) -> tuple[int, float]:
-    """Tokens that differ, and the largest error, of an operator of a changed source."""
+def in_a_process(tmp_path: Path, faults: Sequence[tuple[str, str]], *options: str) -> list[tuple[int, float]]:
+    """Tokens that differ, and the largest error: of the operator as it is, then with one fault of its source at a time.
+
+    They are compiled at once: ``fault(number)`` is True in the run of that one, from 1.
+    """
     source = tmp_path / "cpu_attention.cpp"
     text = cpu_attention._SOURCE.read_text(encoding="utf-8")
-    source.write_text(mutate(text), encoding="utf-8")
+    for right, wrong in faults:
+        assert text.count(right) == 1
+        text = text.replace(right, wrong)
+    source.write_text(_CHOSEN + text, encoding="utf-8")
+    numbers = "".join(map(str, range(len(faults) + 1)))
     environment = {**os.environ, "PACELINE_CACHE": str(tmp_path), "PYTHONPATH": f"{ROOT}:{ROOT / 'services'}"}
+    environment["FAULTS"] = numbers
     command = [sys.executable, "-c", _INVARIANCE, str(source), f"-I{cpu_attention._SOURCE.parent}", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    different, error = done.stdout.split()
-    return int(different), float(error)
+    values = done.stdout.split()
+    return [(int(different), float(error)) for different, error in zip(values[::2], values[1::2], strict=True)]
 
 
-def replaced(old: str, new: str) -> Callable[[str], str]:
-    def mutate(text: str) -> str:
-        assert text.count(old) == 1
-        return text.replace(old, new)
-
-    return mutate
+MUTANTS = {
+    "order of blocks": (
+        "for (const Block& block : blocks_) {",
+        (
+            "if (fault('1') && num_places > 2) std::reverse(blocks_.begin(), blocks_.end());\n"
+            "    for (const Block& block : blocks_) {"
+        ),
+    ),
+    "level of the exponents": (
+        "const float level = std::max(state.level, _mm512_reduce_max_ps(top));",
+        (
+            "float level = std::max(state.level, _mm512_reduce_max_ps(top));\n"
+            "    if (fault('2') && num_active_ > 2) level += 0.3f;"
+        ),
+    ),
+    "hidden NaN": (
+        "const bool apart = block.all != ~0ull && !finite;",
+        "const bool apart = !fault('3') && block.all != ~0ull && !finite;",
+    ),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mutate",
-    [
-        replaced("for (const Block& block : blocks_) {",
-                 "if (num_places > 2) std::reverse(blocks_.begin(), blocks_.end());\n"
-                 "    for (const Block& block : blocks_) {"),
-        replaced("const float level = std::max(state.level, _mm512_reduce_max_ps(top));",
-                 "float level = std::max(state.level, _mm512_reduce_max_ps(top));\n"
-                 "    if (num_active_ > 2) level += 0.3f;"),
-        replaced("const bool apart = block.all != ~0ull && !finite;", "const bool apart = false;"),
-    ],
-    ids=["order of blocks", "level of the exponents", "hidden NaN"],
-)  # fmt: skip
-def test_mutants_are_noticed(mutate: Callable[[str], str], tmp_path: Path) -> None:
-    """Attention all the same, but not with bits of its own."""
-    different, error = in_a_process(tmp_path, mutate)
-    assert different > 0
-    assert error < 2e-2
+def test_mutants_are_noticed(tmp_path: Path) -> None:
+    """Attention all the same, but not with bits of its own; without a fault it has these."""
+    right, *wrong = in_a_process(tmp_path, [*MUTANTS.values()])
+    assert right[0] == 0
+    for name, (different, error) in zip(MUTANTS, wrong, strict=True):
+        assert different > 0, name
+        assert error < 2e-2, name
+    assert right[1] < 2e-2
 
 
 @pytest.mark.nightly
 def test_without_bfloat16_products(tmp_path: Path) -> None:
     """AVX-512 without its BF16 extension: the other instructions are attention too, and invariant."""
-    different, error = in_a_process(tmp_path, lambda text: text, "-mno-avx512bf16")
+    ((different, error),) = in_a_process(tmp_path, [], "-mno-avx512bf16")
     assert different == 0
     assert error < 2e-2
 
