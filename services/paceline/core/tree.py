@@ -379,7 +379,7 @@ class SpeculationTree:
         return child
 
     def attach_below(self, parent: TreeNode, nodes: Sequence[Node]) -> list[TreeNode]:
-        """``attach`` of nodes below one node of the tree, in order: those that were attached, in place."""
+        """``attach`` of nodes below one node of the tree, in order; returns the attached nodes, in place."""
         placed = []
         held, siblings, vocab_size = self._nodes, parent.children, self._vocab_size
         room = self._max_nodes - len(held)

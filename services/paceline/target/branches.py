@@ -132,7 +132,7 @@ def riding_tables(
 def riding_steps(
     own: SequenceStep, start: int, stop: int, guesses: Proposal, tables: Sequence[Sequence[int]]
 ) -> list[SequenceStep]:
-    """Steps of guesses that ride beside a session's own: what they compute lies on their private pages alone.
+    """Steps of guesses in addition to a session's own: what they compute lies on their private pages alone.
 
     Args:
         own: the session's step with the context tokens at rows [start, stop); it writes those to private pages as well.

@@ -1,4 +1,4 @@
-"""Cores that share a target's products on a CPU: its own, and those of drafts beside it while no session has a draft.
+"""Cores that share a target's products on a CPU: its own, and those of drafts next to it while no session has a draft.
 
 A draft that is not asked sleeps, and its core with it. Where drafts do not pay, a target takes it: no bit depends on
 the number of cores.

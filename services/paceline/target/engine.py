@@ -74,7 +74,7 @@ _TIMED_BRANCHES = 5
 
 
 class TargetEngine:
-    """Steps ``settle -> schedule -> announce -> forward -> verify -> commit -> send`` over all sessions of a target."""
+    """Steps ``follow -> schedule -> announce -> forward -> verify -> commit -> send`` over all sessions of a target."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class TargetEngine:
             hints: tells drafts in the middle of a step what is likely; None: they are told nothing.
             grammars: compiles structured outputs; None: sessions that ask for one are refused.
             compilation: that of an eager ``runner``'s model: sessions that are opened once it has ended are compiled.
-            cores: those that share its products, some of them a draft's; None: their number never changes.
+            cores: what share its products, some of a draft's among them; None: their number never changes.
             holds_outcomes: outcomes leave when the next forward begins, or there is none to begin; False: at once.
             clock: seconds.
         """
@@ -223,7 +223,7 @@ class TargetEngine:
 
     def step(self) -> bool:
         """Does one step. False: no session is ready until a message comes or ``wait_s`` has passed."""
-        self._settle()
+        self._follow_outcomes()
         if self.heads or self.cores is not None:
             self._follow_drafts()
         self.runners.retain(session.generation for session in self._sessions.values())
@@ -436,7 +436,7 @@ class TargetEngine:
         stats.nodes_invalid += added.invalid
         stats.nodes_dropped += added.dropped
         for (session, message), effect in zip(drafted, effects, strict=True):
-            policy.observe_nodes(session, message, now, resolved=bool(effect & FIRST) and session.settled)
+            policy.observe_nodes(session, message, now, resolved=bool(effect & FIRST) and session.tree_is_current)
             session.draft_heard = True
             session.nodes_context_len = message.context_len
             if message.idle:
@@ -450,18 +450,18 @@ class TargetEngine:
 
     def _check_tree(self, session: TargetSession) -> None:
         """Reports a lost tree whose draft has seen the whole context: it misses nodes permanently."""
-        if session.draft_available and session.settled and session.nodes_context_len == session.num_tokens:
+        if session.draft_available and session.tree_is_current and session.nodes_context_len == session.num_tokens:
             self.stats.trees_lost += 1
             session.draft_available = False  # until it is re-opened
             self._send([TreeLost(session.session_id, session.epoch)])
 
-    def _settle(self) -> None:
+    def _follow_outcomes(self) -> None:
         """Walks the trees along the last outcomes, with the nodes that arrived while their step ran."""
         num_rounds = depth_total = 0
         for session in self._sessions.values():
-            if session.settled:
+            if session.tree_is_current:
                 continue
-            session.settle()
+            session.follow_outcome()
             if session.cause is not Cause.HIT and session.tree.lost:
                 self._check_tree(session)
             if session.draft_available:
@@ -677,7 +677,7 @@ class TargetEngine:
             self._emit(held)
 
     def _send(self, messages: Sequence[FromTarget]) -> None:
-        """Sends messages, together with those that are held back, which come before them."""
+        """Sends the messages that are held back, then these."""
         if messages:
             self._held += messages
             self._send_held()

@@ -80,5 +80,5 @@ def _wanted(session: TargetSession) -> bool:
 
 
 def _places(part: Scheduled) -> dict[int, int]:
-    """The draft's node of the token before each row of a part, without those that it does not know."""
+    """The draft's node of the token before each row of a part, where the draft knows it."""
     return {0: 0, **dict(enumerate(part.proposal.draft_ids, 1))}

@@ -59,7 +59,7 @@ class StatesLink:
         """
         self.wanted, self.width = wanted, width
         self.num_sent = 0
-        """Positions whose states were sent, those that were sent again included."""
+        """Positions whose states were sent; a position that is sent again counts again."""
         self.num_bytes = 0
         """Bytes of these states."""
         self._fuse = fuse
@@ -156,7 +156,7 @@ class StatesLink:
 
 
 def _chunks(followed: _Followed, most: int) -> list[range]:
-    """Positions to send now, page by page, at most ``most`` of them: those that have states."""
+    """Positions with states to send now, page by page, at most ``most``."""
     found: list[range] = []
     for start, stop in ((0, followed.num_held), (followed.first, followed.stop)):
         at = max(start, followed.num_sent)

@@ -48,7 +48,7 @@ class Scheduled:
     tables: tuple[Sequence[int], ...] = ()
     """Page table of each branch of the proposal; () for a chain, which has the session's."""
     guesses: Proposal = NO_PROPOSAL
-    """Tokens of a head that ride beside the session's own (``Heads.guesses``)."""
+    """Tokens of a head that are computed with the session's own (``Heads.guesses``)."""
     guess_tables: tuple[Sequence[int], ...] = ()
     """Page table of each branch of these."""
     scores: bool = False
@@ -366,7 +366,7 @@ class Scheduler:
         return num_context + part.num_drafted
 
     def _with_guesses(self, parts: list[Scheduled], budget: int) -> list[Scheduled]:
-        """The parts with guesses of heads beside them, as far as tokens and free pages reach."""
+        """Adds guesses of heads to the parts, as far as tokens and free pages reach."""
         assert self._heads is not None
         riding = []
         for part in parts:
@@ -431,7 +431,7 @@ def _scores(part: Scheduled) -> bool:
 def offer_of(session: TargetSession, *, sent: bool = False, trees: bool = False) -> Offer:
     """The draft tokens that a session may verify now: acceptance probabilities, each given those before it.
 
-    ``sent``: as if its draft had sent all that it may. ``trees``: nodes beside the chain may be among them.
+    ``sent``: as if its draft had sent all that it may. ``trees``: siblings may be among them.
     """
     if not session.k:
         return ()

@@ -186,7 +186,7 @@ class TargetSession:
         # The state of the draft, as far as the target knows it.
         self.draft_available = self.k > 0
         self.draft_silent = False
-        """The draft was waited for in vain and has sent nothing to propose since."""
+        """A wait for the draft ended without a proposal, and it has sent none since."""
         self.verified_draft = False
         """The last round verified tokens of the draft."""
         self.idle_context_len = -1
@@ -280,14 +280,14 @@ class TargetSession:
         self._outcome = token_ids
         self.outcome_at = now
 
-    def settle(self) -> None:
+    def follow_outcome(self) -> None:
         """Walks the tree along the last outcome, with the nodes that arrived while its step ran; sets ``cause``."""
         if self._outcome:
             self.cause = self.tree.follow(self._outcome)
             self._outcome = ()
 
     @property
-    def settled(self) -> bool:
+    def tree_is_current(self) -> bool:
         """True if the tree has been walked to the end of the context."""
         return not self._outcome
 

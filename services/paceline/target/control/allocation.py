@@ -12,7 +12,7 @@ others, and steps of fewer sessions yield less per second. A path probability ne
 so the likeliest m tokens are always connected, prefixes of chains or subtrees, and E is concave; C is lumpy, so every m
 is looked at, up to where a convex function below C proves that no further one can be better.
 
-A token beside another one begins a branch, which makes the step longer by b beyond its row (``target/branches.py``).
+A sibling of another token begins a branch, which makes the step longer by b beyond its row (``target/branches.py``).
 Such a token is ranked by its path probability less b times the tokens per second, so that a step has siblings where
 they pay, chains where these do not, and D counts every branch.
 
@@ -42,11 +42,11 @@ _BRANCH_KEEP, _BRANCH_WEIGHT, _BRANCH_IDLE_KEEP = 0.99, 8.0, 0.999
 _LEAST_GAIN = 0.05
 """Draft tokens of many sessions have to make them faster by this share; of one by any."""
 _CHAINS_EVERY = 32
-"""One step in so many has chains only: what branches cost is what a step with them takes beyond one without."""
+"""One step in this many has chains only: the cost of branches is what a step with them takes beyond one without."""
 _MOST_BRANCH_TOKENS = 0.5
 """A sibling is never likelier than this: where a branch costs as much, there is none to look for."""
 _JUDGED_STEPS = 16
-"""Whether any draft token could pay is judged in one step of so many."""
+"""Steps between two judgements of whether any draft token could pay."""
 
 
 class StepTimes(Protocol):
@@ -261,7 +261,7 @@ def ideal_gain(cost: StepTimes, num_sessions: int, acceptance: float, k: int, ov
 
 
 def least_gain(num_sessions: int) -> float:
-    """Speedup of a step of so many sessions below which draft tokens are not worth it: from 1 for one to 1.05."""
+    """Speedup of a step of ``num_sessions`` below which draft tokens are not worth it: from 1 for one to 1.05."""
     return 1.0 + _LEAST_GAIN * (1.0 - 1.0 / max(1, num_sessions))
 
 
@@ -304,7 +304,7 @@ class Allocation:
     """``cost`` by the number of these cores, where that changes."""
 
     def use_cores(self, num_cores: int) -> None:
-        """Takes that so many cores share the steps that follow, whose times are learned apart."""
+        """Sets the number of cores that share the next steps; their times are learned separately."""
         self.cost = self._costs.setdefault(num_cores, StepCost())
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:

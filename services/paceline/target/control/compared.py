@@ -49,7 +49,7 @@ def compare(proposal: Proposal, path: Sequence[int]) -> Compared:
 
 
 class RankCounts:
-    """Fate of a draft's tokens since the engine started, by their rank among those that were verified for one place."""
+    """Fate of a draft's tokens since the engine started, by their rank among the tokens verified for one place."""
 
     def __init__(self) -> None:
         self.verified = [0] * NUM_RANKS

@@ -40,7 +40,7 @@ class _Account:
 
     steps: int = 0
     net: float = 0.0
-    """Accepted tokens, less those that are made in as much time as the head took."""
+    """Accepted tokens, less the tokens made otherwise in the time that the head took."""
     lost_s: float = 0.0
     failures: int = 0
     on_trial: bool = False
@@ -54,7 +54,7 @@ class Trials:
     _asks: int = 0
     """Times left that the head is asked whatever is expected."""
     _declined: int = 0
-    """Times in a row that such a trial was made in vain."""
+    """Failed trials of this kind in a row."""
     _next_at: float = 0.0
 
     def try_anyway(self, now: float) -> bool:
@@ -97,7 +97,7 @@ class HeadGate:
         return account is None or now >= account.paused_until
 
     def depth_s(self, num_leaves: int, *, first: bool) -> float | None:
-        """Seconds of one depth for so many leaves; None before any was measured."""
+        """Seconds of one depth for ``num_leaves``; None before any was measured."""
         at = load_class(num_leaves)
         near = self.level_s.get((at, first)) or self.level_s.get((at, not first))
         if near is None:  # the nearest load that is known
@@ -127,7 +127,7 @@ class HeadGate:
         return None if self._chain_s is None else self._chain_s.get(0.0)
 
     def observe_chains(self, lengths: Sequence[int], seconds: float) -> None:
-        """Takes the time of a path of so many tokens for each of some sessions."""
+        """Records the time of paths of these lengths, one for each session."""
         self._chain_s = self._chain_s or Ewma(0.3)
         self._chain_s.add(seconds / sum(lengths))
         for first in (True, False):

@@ -90,7 +90,7 @@ def judge(account: Account, *, trial: bool = False) -> Judgement:
 
 
 def pause_s(num_failures: int) -> float:
-    """Seconds until drafting is tried again after it has not paid so many times in a row: 2, 4, 8, .. 64."""
+    """Seconds until drafting is tried again, by the number of failures in a row: 2, 4, 8, .. 64."""
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** max(0, num_failures - 1))
 
 

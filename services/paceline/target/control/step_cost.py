@@ -34,7 +34,7 @@ _FEW, _SOON = 3, 64
 """A size measured less than ``_FEW`` times, and not in the last ``_SOON`` steps, is forgotten: an outlier there must
 not keep that size from being tried again."""
 _MOST_RATIO = 1.5
-"""A single step counts as at most so many times slower or faster than expected."""
+"""A single step counts as at most this factor slower or faster than expected."""
 _MOST_LOG = math.log(_MOST_RATIO)
 _REBUILD_STEPS = 8
 _LARGEST_TABLE = 1024

@@ -76,7 +76,7 @@ class TargetStats:
     head_rows_used: int = 0
     """Tokens of these proposals that were accepted."""
     guesses: int = 0
-    """Tokens of lookahead that rode beside those of sessions."""
+    """Tokens of lookahead, computed in addition to those of sessions."""
     head_s: float = 0.0
     """Seconds that heads were asked for, before the forwards that verify their tokens."""
     states_sent: int = 0
@@ -104,7 +104,7 @@ class StepSizes:
         self._tokens = [0] * (len(STEP_SIZES) + 1)
 
     def add(self, num_tokens: int) -> None:
-        """Counts a step of so many rows."""
+        """Counts a step by its number of rows."""
         size = bisect_left(STEP_SIZES, num_tokens)
         self._steps[size] += 1
         self._tokens[size] += num_tokens

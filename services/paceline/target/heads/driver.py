@@ -2,7 +2,7 @@
 
     forward ─▶ verify ─▶ commit ─▶ send ─▶ advance, feed          the heads of all sessions, in one call each
                                                 │
-    settle ─▶ choose who steps ─▶ expand, expand, .. ─▶ allocate ─▶ forward
+    follow outcomes ─▶ choose who steps ─▶ expand, expand, .. ─▶ allocate ─▶ forward
 
 A session's head has a tree of its own, as a draft's engine has, so the ranking by the target's noise, the calibration
 and what a drafter may rely on are the same. Its best path, and the tokens beside it, are offered when the session is
@@ -134,10 +134,10 @@ class Heads:
             mounted.leave(session)
             mounted.drop(session.session_id)
 
-    # -- what rides beside a step --------------------------------------------------------------------------------------
+    # -- extra rows of a step ------------------------------------------------------------------------------------------
 
     def guesses(self, session: TargetSession, limit: int) -> Proposal:
-        """Tokens of a head that are computed beside a session's own in the coming step, and bind nothing; none, if
+        """Tokens of a head that are computed with a session's own in the coming step, and bind nothing; none, if
         there would be more than ``limit``."""
         if not self._may_propose(session):
             return Proposal()
@@ -155,14 +155,14 @@ class Heads:
             mounted.forget_guesses(session.session_id, len(guesses))
 
     def charge_guesses(self, sessions: Sequence[TargetSession], seconds: float) -> None:
-        """Books the time of what rode beside some sessions with the heads whose guesses they were."""
+        """Books the time of extra rows with the heads whose guesses they were."""
         for mounted in self.mounted:
             riding = sum(session.session_id in mounted.riding for session in sessions)
             if riding:
                 mounted.spend(seconds * riding / len(sessions))
 
     def learn(self, session: TargetSession, token_ids: Sequence[int]) -> None:
-        """Takes the target's likeliest token after each branch of what rode beside a session that goes on."""
+        """Records the target's likeliest token after each branch of the extra rows of a session that goes on."""
         for mounted in self.mounted:
             if session.session_id in mounted.riding:
                 mounted.learn(session.session_id, token_ids)
@@ -251,7 +251,7 @@ class Heads:
         self.took_s += self._clock() - started
 
     def book(self) -> None:
-        """Books a step in the accounts of the heads, and pauses those that have cost more than they have brought."""
+        """Books a step in the accounts of the heads, and pauses heads that have cost more than they have brought."""
         num_sessions = self._num_sessions
         now, rate = self._clock(), self._tokens_per_s(num_sessions)
         if self._booked_at is not None:

@@ -36,7 +36,7 @@ class HeadStats:
     seconds: float = 0.0
     """Inside the head: being fed and asked, and in steps of the target for what rides there."""
     guesses: int = 0
-    """Tokens that rode beside those of sessions."""
+    """Tokens computed in addition to those of sessions."""
     sessions_failed: int = 0
     """Sessions that it could not follow."""
     holes: int = 0
@@ -79,7 +79,7 @@ class MountedHead:
         self.chainer: Chainer | None = cast(Chainer, head) if hasattr(head, "chain") else None
         """The head, if it can draft a path by one call."""
         self.riding: set[str] = set()
-        """Sessions beside which some of them ride in the running step."""
+        """Sessions with some of them in the running step."""
         self.accepted, self.spent_s = 0, 0.0
         """Its accepted tokens, and the seconds that it took, since they were last booked."""
 
@@ -199,7 +199,7 @@ class MountedHead:
         return True
 
     def guesses(self, session: TargetSession) -> Proposal:
-        """Tokens that ride beside a session's own in the coming step."""
+        """Tokens to compute with a session's own in the coming step."""
         found = Proposal()
 
         def ask() -> None:
@@ -214,7 +214,7 @@ class MountedHead:
         return found
 
     def forget_guesses(self, session_id: str, num_tokens: int) -> None:
-        """Takes back that so many tokens ride beside a session."""
+        """Takes back the tokens computed with a session's own."""
         if session_id in self.riding:
             self.stats.guesses -= num_tokens
             self.learn(session_id, ())
