@@ -114,10 +114,12 @@ def add_quiet_flag(parser: argparse.ArgumentParser) -> None:
 # -- groups --------------------------------------------------------------------------------------------------------
 
 
-def add_model_flags(parser: argparse.ArgumentParser, more_drafters: Sequence[str] = ()) -> Any:
-    """Adds the models and how they run; returns the group."""
+def add_model_flags(
+    parser: argparse.ArgumentParser, more_drafters: Sequence[str] = (), target: str = "the embedded one"
+) -> Any:
+    """Adds the models and how they run; returns the group. ``target``: the default one, in words."""
     group = parser.add_argument_group("models")
-    group.add_argument("--target", "--model", metavar="ID_OR_PATH", help="target model (default: the embedded one)")
+    group.add_argument("--target", "--model", metavar="ID_OR_PATH", help=f"target model (default: {target})")
     help_ = (
         "draft model (default: with the embedded target the embedded one, else none: the best method at hand drafts)"
     )

@@ -81,9 +81,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_generate)
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, local: str) -> None:
-    """Adds what ``local_config`` reads. ``local``: the help of ``--local``."""
-    group = add_model_flags(parser, ["none"])
+def add_engine_flags(parser: argparse.ArgumentParser, local: str, target: str = "the embedded one") -> None:
+    """Adds what ``local_config`` reads. ``local``: the help of ``--local``; ``target``: the default one, in words."""
+    group = add_model_flags(parser, ["none"], target)
     group.add_argument("--local", action="store_true", default=None, help=local)
     group.add_argument(
         "--verbose", action="store_true", help="report how the engines run and what their self-test found"

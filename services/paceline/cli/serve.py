@@ -73,7 +73,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = "Runs the service on this machine, or on a Ray cluster, until it is interrupted."
     add_config_flags(parser)
     parser.add_argument(
-        "--local", action="store_true", help="both engines and the HTTP port alone, without Ray, gRPC and replicas"
+        "--local", action="store_true", help="both engines behind HTTP and gRPC, without Ray and replicas"
     )
     group = parser.add_argument_group("Ray")
     group.add_argument("--address", metavar="RAY_ADDRESS", help="join this Ray cluster (default: start one here)")
