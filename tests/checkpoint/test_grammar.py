@@ -164,6 +164,23 @@ def test_what_no_tokens_write_is_refused_before_the_first_token() -> None:
             json_grammars().compile(StructuredOutput(**form))
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"choice": ("xtrue",)},
+        {"regex": "xtrue"},
+        {"grammar": '%llguidance {"no_forcing": false}\nstart: "xtrue"'},
+        {"grammar": 'root ::= "xtrue"'},
+        {"structural_tag": json.dumps({"format": {"type": "const_string", "value": "xtrue"}})},
+    ],
+)
+def test_text_without_an_alternative_is_not_followed_to_its_end(form: dict[str, Any]) -> None:
+    """It may have no end, as that of ``start: "x" A "a"`` with ``A: /a*/``. So its next tokens are all that fit."""
+    text = json_tokenizer()
+    mask = matcher(StructuredOutput(**form), "x").masks([()])[0]
+    assert {*tokens_of(mask)} == {text.encode(part)[0] for part in ("t", "tr", "tru", "true")}
+
+
 def test_any_number_of_choices_is_one_place_in_a_grammar() -> None:
     form = StructuredOutput(choice=tuple(f"c{i}" for i in range(3000)))
     state = matcher(form, "c29")

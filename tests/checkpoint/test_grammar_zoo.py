@@ -21,7 +21,6 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from paceline.checkpoint.grammar import Grammars, Matcher
-from paceline.checkpoint.grammar_tokenizer import GrammarTokenizer
 from paceline.checkpoint.pieces import Pieces, bytes_at
 from paceline.checkpoint.tokenizer import JsonTokenizer, Tokenizer
 from paceline.errors import InvalidRequestError
@@ -171,7 +170,7 @@ NIGHTLY = [name for name in zoo.PUBLISHED if name not in ("llama2", *SLOW)]
 def test_what_a_mask_allows_can_come_and_what_comes_has_the_form(name: str) -> None:
     for mark in marks(name):
         for kind, form in forms(mark).items():
-            assert any(examine(name, form, seed) for seed in range(2)) or kind == "free text", (mark, kind)
+            assert any(examine(name, form, seed) for seed in range(8)) or kind == "free text", (mark, kind)
 
 
 def marks_come_as_text(name: str, mark: str) -> bool:
@@ -194,26 +193,6 @@ def test_a_mark_is_text_unless_it_is_special(name: str) -> None:
     added = dict(zoo.tokenizer(name).added_tokens.values())
     for mark in marks(name):
         assert marks_come_as_text(name, mark) is not added[mark], mark
-
-
-def unchecked(self: GrammarTokenizer, text: str) -> list[int]:
-    """Forced text as the tokenizer cuts it, into special tokens too."""
-    return self._pieces.encode_text(text, start=False)
-
-
-def with_prefix_space(self: GrammarTokenizer, text: str) -> list[int]:
-    """Forced text as the beginning of a prompt."""
-    return self._pieces.encode_text(text, start=True)
-
-
-@pytest.mark.parametrize("mutant", [unchecked, with_prefix_space])
-def test_tokens_that_are_not_the_forced_text_are_noticed(
-    monkeypatch: pytest.MonkeyPatch, mutant: Callable[[GrammarTokenizer, str], list[int]]
-) -> None:
-    monkeypatch.setattr(GrammarTokenizer, "__call__", mutant)
-    monkeypatch.setitem(globals(), "grammars", functools.cache(grammars.__wrapped__))
-    with pytest.raises(AssertionError):
-        test_what_a_mask_allows_can_come_and_what_comes_has_the_form("special_marks")
 
 
 @pytest.mark.parametrize("special", [True, False])

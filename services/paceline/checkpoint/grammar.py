@@ -47,6 +47,11 @@ _LEXER_FUEL_OF_STEP = 200_000
 """Work of a single mask; all of it takes about 15 ms."""
 _INITIAL_LEXER_FUEL = 1_000_000
 """Work of compiling the regular expressions; all of it takes about 20 ms."""
+_UNFORCED = '%llguidance {"no_forcing": true}'
+"""At the end, where it overrides the request's own. Else the library follows text that has no alternative to its end:
+that may never come, and no bound stops it."""
+_EXCERPT = re.compile(r"^at 1\(8\): failed to compile JSON schema: | 1 \| start: %json .*| \d+ \| %llguidance .*")
+"""Parts of a reason that quote what the request does not hold."""
 _ATTRIBUTE = re.compile(r"^[ \t]*[A-Za-z_]\w*\[[^\]\n]*\b(temperature|max_tokens)\s*=", re.MULTILINE)
 """Attributes of a Lark rule that ask for more than a form."""
 
@@ -234,7 +239,8 @@ class Grammars:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise InvalidRequestError(f"structured_output.{form.kind} cannot be compiled: {reason_of(matcher)}")
+            reason = _EXCERPT.sub("", reason_of(matcher))
+            raise InvalidRequestError(f"structured_output.{form.kind} cannot be compiled: {reason}")
         return matcher
 
     def _new(self, form: StructuredOutput) -> LLMatcher:
@@ -254,13 +260,17 @@ class Grammars:
 
 
 def _grammar_of(form: StructuredOutput, tokens: GrammarTokenizer) -> str:
-    """The form in llguidance's own terms. Raises InvalidRequestError."""
+    """The form as a Lark grammar of llguidance. Raises InvalidRequestError."""
+    return f"{_lark_of(form, tokens)}\n{_UNFORCED}"
+
+
+def _lark_of(form: StructuredOutput, tokens: GrammarTokenizer) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if form.regex is not None:
-        return str(LLMatcher.grammar_from_regex(form.regex))
+        return str(json.loads(LLMatcher.grammar_from_regex(form.regex))["grammars"][0]["lark_grammar"])
     if form.structural_tag is not None:
-        return str(LLMatcher.grammar_from_lark(lark_of(form.structural_tag, tokens.specials)))
+        return lark_of(form.structural_tag, tokens.specials)
     if form.grammar is not None:
         if found := _ATTRIBUTE.search(form.grammar):
             raise InvalidRequestError(
@@ -271,12 +281,13 @@ def _grammar_of(form: StructuredOutput, tokens: GrammarTokenizer) -> str:
         except Exception as error:  # whatever its converter raises
             raise InvalidRequestError(f"structured_output.grammar cannot be compiled: {error}") from error
     if form.choice:  # a terminal: however many texts there are, the parser is in one place
-        return str(LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {' | '.join(map(quoted, form.choice))}"))
+        return f"start: TEXT\nTEXT: {' | '.join(map(quoted, form.choice))}"
     text = form.text if form.json_schema is None else json.dumps(as_compiled(read_schema(form.json_schema)))
     try:
-        return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE}))
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
     except ValueError as error:
         raise InvalidRequestError(f"structured_output.json_schema cannot be compiled: {error}") from None
+    return f"start: %json {json.dumps(json.loads(grammar)['grammars'][0]['json_schema'])}"
 
 
 def _resident_bytes() -> int:

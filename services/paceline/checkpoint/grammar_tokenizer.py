@@ -42,14 +42,8 @@ class GrammarTokenizer:
         self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: str) -> list[int]:
-        """Ordinary tokens that are exactly a text: as the tokenizer cuts it, or the longest that fit if that is not it.
-
-        If nothing writes a part of it, those before this part.
-        """
-        encoded, wanted = self._pieces.encode_text(text, start=False), text.encode()
-        if all(map(self._is_ordinary, encoded)) and b"".join(self.tokens[i] for i in encoded) == wanted:
-            return encoded
-        return self._longest_first(wanted)
+        """Ordinary tokens that are exactly a text; if nothing writes a part of it, those before this part."""
+        return self._longest_first(text.encode())
 
     def unwritable(self, text: str) -> str | None:
         """A character of a text that no tokens write; None if there is none."""
