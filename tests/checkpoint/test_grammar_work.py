@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -164,6 +165,55 @@ def test_masks_behind_drafted_tokens_end_with_the_step_and_come_back(
     tick[0] = 0.0
     grammars.begin_step()
     assert all(allowed(session.masks(suffixes)))
+
+
+def test_a_costly_mask_behind_a_drafted_token_does_not_begin(
+    grammars: Grammars, later: Later, tick: list[float]
+) -> None:
+    """Its cost is expected to be that of the session's last one."""
+    session, (a,) = grammars.paced(FORM), tokens("a")
+    for taken_s in (1.1 * grammar_matcher.STEP_S, 0.0):
+        tick[0] = taken_s
+        session.append((a,))
+        while not session.ready():
+            later.work()
+        grammars.begin_step()
+        assert [n > 0 for n in allowed(session.masks([(), (a,)]))] == [True, not taken_s]
+
+
+class Spent:
+    """A state of a grammar that exceeds a bound as soon as it is used."""
+
+    is_spent = False
+
+    def is_error(self) -> bool:
+        return self.is_spent
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        self.is_spent = True
+        return lambda *args: 0
+
+
+@pytest.mark.usefixtures("tick")
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_state_is_never_made_again_within_a_step(ahead: bool) -> None:
+    """However long the output is: the thread replays it."""
+    grammars = Grammars(json_tokenizer(), VOCAB, (EOS,), MaskThread())
+    session: Any = grammars.paced(FORM, ahead=ahead)
+    plain, (a,) = json_grammars().matcher(FORM), tokens("a")
+    session.masks([()])
+    state: Any = session._matcher
+    made, anew = list[str](), state._anew
+    state._state, state._anew = Spent(), lambda: (made.append(threading.current_thread().name), anew())[1]
+    for _ in range(2):
+        session.append((a,))
+        plain.append((a,))
+        while not session.ready():
+            time.sleep(0.001)
+        assert allowed(session.masks([(), (a,)])) == allowed(plain.masks([(), (a,)]))
+    grammars.close()
+    assert made == ["paceline-masks_0"]
+    assert not session.failure
 
 
 def test_a_draft_is_not_waited_for(grammars: Grammars, later: Later) -> None:

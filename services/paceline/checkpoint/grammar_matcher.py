@@ -40,10 +40,9 @@ class StepTime:
         """Begins a step."""
         self.spent_s = 0.0
 
-    @property
-    def is_spent(self) -> bool:
-        """True if no further mask is begun that can wait for a later step, or be done without."""
-        return self.spent_s >= STEP_S
+    def allows(self, expected_s: float = 0.0) -> bool:
+        """True if a mask that may take so long can begin. Else it waits for a later step, or is done without."""
+        return self.spent_s + expected_s < STEP_S
 
 
 class Matcher:
@@ -79,7 +78,9 @@ class Matcher:
         """Masks of continuations of the committed tokens."""
         self._state = prototype.deep_copy()
         self._lost = False
-        self._drafted_s = self._committed_s = 0.0
+        self.in_step = False
+        """True: a state that exceeded a bound is not made again now, which may take long; its mask stays undecided."""
+        self._drafted_s = self._committed_s = self._last_s = 0.0
         self._num_bytes = 4 * -(-vocab_size // 32)
         self._unused_mask = self._numpy.empty(self._num_bytes, self._numpy.uint8)
 
@@ -108,15 +109,18 @@ class Matcher:
         self._known.clear()
         self._tokens += tokens
         self._path = self._path[len(tokens) :] if followed else ()
-        if self._state.is_error():
-            num_lacking = self._restart()
-            if self._state.is_error():
-                return not self._lost  # the next mask tells why
+        if self.is_intact:
+            self._check(len(tokens) - num_consumed)
+        elif self.in_step:
+            self._path = ()
         else:
-            num_lacking = len(tokens) - num_consumed
-        if num_lacking > len(tokens) or (num_lacking and not self._ends(tokens[-num_lacking])):
-            self._lost, self.failure = True, "a token came that it does not allow"
+            self._check(self._restart())
         return not self._lost
+
+    def _check(self, num_lacking: int) -> None:
+        """Fails if the first committed token that was not consumed is not allowed; the next mask reports an error."""
+        if num_lacking and self.is_intact and not self._ends(self._tokens[-num_lacking]):
+            self._lost, self.failure = True, "a token came that it does not allow"
 
     def _ends(self, token_id: int) -> bool:
         return token_id in self._eos_token_ids and bool(self._state.is_accepting() or self._state.is_stopped())
@@ -147,11 +151,11 @@ class Matcher:
                     self._known[suffix] = masks[row]
                 elif self.is_intact:
                     masks[row] = 0xFF
-                elif suffix:
+                elif suffix or self.in_step:
                     masks[row] = 0xFF if self._lenient else 0
                 else:
                     self._known[suffix] = masks[row] = self._again()
-                taken_s = time.thread_time() - began
+                taken_s = self._last_s = time.thread_time() - began
                 if suffix:
                     self._drafted_s += taken_s
                     if self._step is not None:
@@ -176,7 +180,7 @@ class Matcher:
 
     def _exceeds_budget(self, suffix: tuple[int, ...]) -> bool:
         """True if no more work is done for a place; then a place behind the committed tokens fails the session."""
-        if suffix and self._step is not None and self._step.is_spent:
+        if suffix and self._step is not None and not self._step.allows(self._last_s):
             return True
         budget_s = _FREE_S + _FREE_S_PER_TOKEN * len(self._tokens)
         if self._committed_s + self._drafted_s <= budget_s or (not suffix and self._committed_s <= budget_s):
@@ -252,14 +256,16 @@ class Matcher:
         have left in the caches. Whether it can be decided then depends on its tokens alone, as in plain decoding.
         """
         num_lacking = self._restart()
+        self._check(num_lacking)
         mask: NDArray[np.uint8] = self._numpy.full(self._num_bytes, 0xFF, self._numpy.uint8)
         if not num_lacking:
             self._mask_at(mask.__array_interface__["data"][0], ())
-        if num_lacking or self._state.is_error():
+        if not self.is_intact:
             self.failure = reason_of(self._state) or "it exceeds the bounds of a step"
-            mask[:] = 0xFF if self._lenient else 0
             self._lost = self._lenient
             self._restart()
+        if self.failure:
+            mask[:] = 0xFF if self._lenient else 0
         return mask
 
     def _restart(self) -> int:

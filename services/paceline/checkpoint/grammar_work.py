@@ -30,9 +30,9 @@ Submit = Callable[[Callable[[], object]], "Future[object]"]
 
 
 class MaskThread:
-    """The thread of one engine for costly masks. It starts with the first.
+    """The thread of one engine for costly masks, which starts with the first: they take one core at most.
 
-    It has the priority of the engine: both need the interpreter lock, which a thread of less would keep for long.
+    The library does not hold the interpreter lock while it compiles, consumes tokens or finds a mask.
     """
 
     def __init__(self) -> None:
@@ -109,12 +109,13 @@ class PacedMatcher:
         if self._is_decided:
             return True
         is_cheap = self._last_s <= CHEAP_S and self._matcher is not None and self._matcher.is_intact
-        if not is_cheap or self._step.is_spent:
-            self._start()
-            return False
-        if self._ahead:
-            self._run_now()
-        return True
+        if is_cheap and self._step.allows():
+            if self._ahead:
+                self._run_now()
+            if not self._ahead or self._is_decided:
+                return True
+        self._start()
+        return False
 
     def masks(self, suffixes: Sequence[tuple[int, ...]]) -> NDArray[np.uint8]:
         """The masks of ``Matcher.masks``. Waits for work that has begun, unless this is lenient."""
@@ -126,6 +127,8 @@ class PacedMatcher:
             self._finish(self._job)
         if not self._is_decided:
             self._run_now()
+        if not self._is_decided:
+            self._finish(self._start())
         if self._matcher is None or self._fault:
             return numpy.full((len(suffixes), self._num_bytes), 0xFF if self._lenient else 0, numpy.uint8)
         return self._matcher.masks(suffixes)
@@ -136,9 +139,10 @@ class PacedMatcher:
             return True
         return self._matcher is not None and not self._tokens and self._matcher.is_decided
 
-    def _start(self) -> None:
+    def _start(self) -> Future[object]:
         tokens, self._tokens = self._tokens, []
         self._job = self._submit(lambda: self._advance(tokens))
+        return self._job
 
     def _finish(self, job: Future[object]) -> None:
         self._job = None
@@ -146,18 +150,19 @@ class PacedMatcher:
 
     def _run_now(self) -> None:
         tokens, self._tokens = self._tokens, []
-        self._advance(tokens)
+        self._advance(tokens, in_step=True)
         self._step.spent_s += self._last_s
 
-    def _advance(self, tokens: Sequence[int]) -> None:
-        """Consumes committed tokens, and finds the mask behind them."""
+    def _advance(self, tokens: Sequence[int], *, in_step: bool = False) -> None:
+        """Consumes committed tokens, and finds the mask behind them; a state that must be made again waits for the
+        thread."""
         if self._matcher is None:
             try:
                 self._matcher = self._make()
             except PacelineError as error:
                 self._fault = str(error)
                 return
-        before = time.thread_time()
+        before, self._matcher.in_step = time.thread_time(), in_step
         if tokens:
             self._matcher.append(tokens)
         self._matcher.masks([()])
