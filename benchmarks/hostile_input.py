@@ -134,7 +134,7 @@ def _serve_router(pipe: Connection, address: str) -> None:
 
     async def run() -> None:
         checkpoint = Checkpoint.open(config().target.path)
-        info = TargetInfo(checkpoint.tokenizer, CONTEXT, ())
+        info = TargetInfo(checkpoint.tokenizer, CONTEXT, checkpoint.eos_token_ids)
         metrics = RouterMetrics(Registry("router"), "embedded")
         pool = StaticPool("target", [Member("target", address)])
         router = Router(info, pool, None, RouterConfig(), metrics=metrics)
