@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack, cast, overload
 
+from paceline import __version__
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import require_path
 from paceline.checkpoint.grammar import Grammars
@@ -367,14 +368,14 @@ class LocalPipeline:
             num_waiting, most = len(self._waiting), self.config.target.max_sessions
             held, model = len(running) + num_waiting, Path(self.config.target.path).name
             target = ReplicaStatus("target-0", "target", 0, held, num_waiting, most, model=model)
-            target = replace(target, execution=self._target.execution)
+            target = replace(target, execution=self._target.execution, version=__version__)
             pools = {"target": () if self._failure or self._hung else (target,)}
             starting: tuple[Startup, ...] = ()
             if self._draft is not None:
                 options, restarts = self.config.draft, self.num_draft_restarts
                 model = Path(options.path).name if isinstance(options, DraftModel) else getattr(options, "kind", "")
                 draft = ReplicaStatus("draft-0", "draft", restarts, drafting(running), 0, most, model=model)
-                draft = replace(draft, execution=self._draft.execution)
+                draft = replace(draft, execution=self._draft.execution, version=__version__)
                 pools["draft"] = (draft,) if self._draft_up else ()
             if self._draft_lost_s is not None:
                 doing, elapsed_s = "it has ended and is started again", self._clock() - self._draft_lost_s

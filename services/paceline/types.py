@@ -14,7 +14,7 @@ import math
 import struct
 from collections import abc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from operator import index
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypedDict, get_args
 
@@ -706,9 +706,28 @@ BatchInvariant = Literal["yes", "no", "untested", ""]
 or no target."""
 
 
+def restored(self: Any, state: Sequence[Any]) -> None:
+    """Unpickles what a process of another version may have pickled, as ``__setstate__`` of a dataclass whose new fields
+    come last: fields that it did not have get their defaults, and those that only it has are left out."""
+    own: tuple[Any, ...] = fields(self)
+    for each, value in zip(own, state, strict=False):
+        object.__setattr__(self, each.name, value)
+    for each in own[len(state) :]:
+        value = each.default if each.default_factory is MISSING else each.default_factory()
+        object.__setattr__(self, each.name, value)
+
+
+PROTOCOL_VERSION = 2
+"""Version of what routers and replicas say to each other (``rpc/protocol.py``)."""
+UNSTATED_PROTOCOL = 1
+"""Version of the protocol that peers speak which state none."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
     """Status of a replica, sent first on every stream and then with every heartbeat."""
+
+    __setstate__ = restored
 
     replica_id: str
     kind: str
@@ -748,11 +767,17 @@ class ReplicaStatus:
     execution: str = ""
     """How the replica's model runs on a CPU: ``eager``, ``compiling`` (eagerly until its compilation in the background
     ends), ``compiled`` or ``failed`` (eagerly, as it could not be compiled); empty: on another device, or no model."""
+    version: str = ""
+    """Version of Paceline that the process runs; empty: one that does not say."""
+    protocol: int = UNSTATED_PROTOCOL
+    """Version of the protocol between routers and replicas that it speaks."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterView:
     """State of the service as one router sees it."""
+
+    __setstate__ = restored
 
     members: Mapping[str, tuple[str, ...]]
     """Pool name (``target`` or ``draft``) -> ids of the replicas that take sessions."""
@@ -765,6 +790,8 @@ class RouterView:
 @dataclass(frozen=True, slots=True)
 class Startup:
     """Progress of a replica that is starting."""
+
+    __setstate__ = restored
 
     replica_id: str
     kind: str
@@ -779,6 +806,8 @@ class Startup:
 @dataclass(frozen=True, slots=True)
 class PoolScaling:
     """Size of a pool, and the latest decision about it."""
+
+    __setstate__ = restored
 
     name: str
     """Name of the pool: ``target``, ``draft`` or ``router``."""
@@ -834,6 +863,8 @@ class ModelInfo:
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
     """The state of a service; events are counted since its start."""
+
+    __setstate__ = restored
 
     version: str
     uptime_s: float

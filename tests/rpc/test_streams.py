@@ -6,6 +6,7 @@ column left out, or put in another's place; a node without q given one; a row of
 """
 
 import math
+import re
 import struct
 from dataclasses import fields, replace
 from typing import get_args
@@ -372,13 +373,6 @@ MALFORMED_TO_TARGET = {
             session_id="s", token_ids=[1], num_prompt_tokens=1, sampling=types_pb2.SamplingParams()
         )
     ),
-    "open with a temperature that is nan": open_with({"temperature": NAN}),
-    "open with max_tokens 0": open_with({"max_tokens": 0}),
-    "open with min_tokens above max_tokens": open_with({"max_tokens": 1, "min_tokens": 2}),
-    "open with an empty bad word": open_with({"bad_words": [types_pb2.TokenSequence()]}),
-    "open with an unknown mode": open_with(speculation={"mode": "fast"}),
-    "open with an unknown acceptance": open_with(speculation={"acceptance": "maybe"}),
-    "open with too long a lookahead": open_with(speculation={"max_draft_tokens": MAX_DRAFT_TOKENS + 1}),
 }
 
 
@@ -426,6 +420,29 @@ def test_the_tables_change_what_is_valid():
     commands = [nodes_with(), nodes_with(sampled=[True, False], qs=[q([5], [1.0]), q([], [])]), open_with()]
     assert wire.decode_to_target(target_pb2.ToTarget(commands=commands))[1] == 0
     assert wire.decode_from_target(target_pb2.FromTarget(events=[outcome_with(), scores_with()]))[2] == 0
+
+
+WRONG_PARAMETERS = {
+    "a temperature that is nan": open_with({"temperature": NAN}),
+    "max_tokens 0": open_with({"max_tokens": 0}),
+    "min_tokens above max_tokens": open_with({"max_tokens": 1, "min_tokens": 2}),
+    "an empty bad word": open_with({"bad_words": [types_pb2.TokenSequence()]}),
+    "an unknown mode": open_with(speculation={"mode": "fast"}),
+    "an unknown acceptance": open_with(speculation={"acceptance": "maybe"}),
+    "too long a lookahead": open_with(speculation={"max_draft_tokens": MAX_DRAFT_TOKENS + 1}),
+}
+
+
+@pytest.mark.parametrize("command", WRONG_PARAMETERS.values(), ids=WRONG_PARAMETERS)
+def test_an_opening_whose_parameters_cannot_be_followed_is_answered(command):
+    """By its reason: the session would wait forever for an opening that was dropped."""
+    good = wire.encode_to_target([CloseSession("good", 1)]).commands[0]
+    messages, num_dropped = wire.decode_to_target(sent(target_pb2.ToTarget(commands=[good, command, good])))
+    assert messages[::2] == [CloseSession("good", 1)] * 2
+    assert num_dropped == 0
+    assert isinstance(messages[1], SessionFailed)
+    assert (messages[1].session_id, messages[1].request_at_fault) == ("s", False)
+    assert re.match(r"\w+.* (is|holds) .+: ", messages[1].message)
 
 
 @pytest.mark.parametrize("command", MALFORMED_TO_TARGET.values(), ids=MALFORMED_TO_TARGET)

@@ -102,6 +102,8 @@ statuses = st.builds(
     model=st.text(max_size=8),
     draining=st.booleans(),
     counters=st.dictionaries(st.text(max_size=8), numbers, max_size=4),
+    version=st.text(max_size=8),
+    protocol=st.integers(1, 2**32 - 1),
 )
 
 

@@ -100,6 +100,7 @@ def report(info: ServerInfo) -> Iterator[str]:
         silence = _duration(info.serve_silent_s)
         yield f"Ray Serve's controller has not answered for {silence}: nothing is replaced or scaled until it does"
     yield _speculation(info)
+    yield from _versions(info)
     yield from _invariance(info)
     yield from _executions(info)
     yield from _controllers(info)
@@ -147,6 +148,16 @@ def _speculation(info: ServerInfo) -> str:
         return f"speculation: {chosen}; no draft token has been verified"
     rates = f"accepted {info.acceptance_rate:.0%}, mean acceptance length {info.acceptance_length:.2f}"
     return f"speculation: {chosen}; since the start {rates}, hits {info.hit_rate:.0%}"
+
+
+def _versions(info: ServerInfo) -> Iterator[str]:
+    """Replicas of another version than what answers: an upgrade is under way."""
+    statuses = [status for pool in info.pools.values() for status in pool]
+    if any(status.version for status in statuses):
+        for status in statuses:
+            if status.version != info.version:
+                other = status.version or "of a version that it does not state"
+                yield f"{status.kind} {status.replica_id}: Paceline {other}"
 
 
 def _invariance(info: ServerInfo) -> Iterator[str]:

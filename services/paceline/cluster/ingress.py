@@ -13,7 +13,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from paceline import logs
+from paceline import __version__, logs
 from paceline.checkpoint.chat import load_chat
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import load_tokenizer
@@ -44,7 +44,7 @@ from paceline.router.public import PublicMethods, model_info
 from paceline.security.access import Access
 from paceline.security.certificates import CertificateFiles, Certificates
 from paceline.security.keys import KeyRing
-from paceline.types import ModelInfo, ReplicaStatus, SamplingParams, ServerInfo
+from paceline.types import PROTOCOL_VERSION, ModelInfo, ReplicaStatus, SamplingParams, ServerInfo
 
 log = logging.getLogger(__name__)
 
@@ -287,6 +287,8 @@ class Ingress(PublicMethods):
             max_sessions=sum(s.max_sessions for s in self._router.statuses().get("target", [])),
             pid=os.getpid(),
             node=ray.util.get_node_ip_address(),
+            version=__version__,
+            protocol=PROTOCOL_VERSION,
             model=self.config.target_config.model_loading_config.model_id,
             counters={
                 "leases": float(sum(pool.num_leases for pool in self._pools)),

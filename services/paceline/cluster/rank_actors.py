@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, get_current_placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paceline import logs
+from paceline import __version__, logs
 from paceline.config import DraftSetup, LogConfig, TargetSetup, apply_worker_environment
 from paceline.errors import ConfigError, PacelineError, as_paceline_error
 from paceline.runtime.build import EngineSpec
@@ -46,8 +46,13 @@ def reserved_gpus() -> ReservedGpus:
 class Rank:
     """One rank of a replica that is not its first; runs until that one leaves."""
 
-    def __init__(self, name: str, log_config: LogConfig) -> None:
-        """``name``: in logs."""
+    def __init__(self, name: str, log_config: LogConfig, version: str) -> None:
+        """``name``: in logs. ``version``: of the first rank; the bits of a replica are those of one version.
+
+        Raises ConfigError if this process runs another.
+        """
+        if version != __version__:
+            raise ConfigError(f"{name} runs Paceline {__version__}, its first rank {version}: one is needed for all")
         apply_worker_environment()
         logs.configure_replica(log_config, name)
 
@@ -104,7 +109,7 @@ class ActorWorker:
         }
         self._on_cpu = not options["num_gpus"]
         self._actor = ray.remote(Rank).options(**options, scheduling_strategy=strategy, max_restarts=0)
-        self._actor = self._actor.remote(self.name, self._log_config)
+        self._actor = self._actor.remote(self.name, self._log_config, __version__)
         self._watcher.start()
 
     def wait_ready(self) -> None:

@@ -32,6 +32,13 @@ class Config(BaseModel):
         kinds = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
         return {key: as_meant(value, kinds[key]) if key in kinds else value for key, value in data.items()}
 
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """Unpickles what a process of another version may have pickled: keys that it did not have get their defaults,
+        and those that only it has are left out."""
+        given, known = state["__dict__"], type(self).model_fields.items()
+        values = {key: given.get(key, field.get_default(call_default_factory=True)) for key, field in known}
+        super().__setstate__(state | {"__dict__": values})
+
 
 class Strict(Config):
     """Converts no value: ``"32"`` is not a number, and neither is ``yes``."""

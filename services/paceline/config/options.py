@@ -19,7 +19,7 @@ from paceline.config.base import Strict
 from paceline.config.devices import Device, gpu_number
 from paceline.config.loading import resolve
 from paceline.errors.refusals import Fault
-from paceline.types import MAX_DRAFT_TOKENS
+from paceline.types import MAX_DRAFT_TOKENS, restored
 
 DType = Literal["auto", "float32", "bfloat16"]
 """``auto``: bfloat16 where the device multiplies it natively (AMX, AVX512-BF16, CUDA), else float32."""
@@ -561,6 +561,8 @@ ModellessOptions = NgramOptions | SuffixOptions | PluginOptions | CascadeOptions
 class TargetSetup:
     """Everything that a target engine is built from: its slice of the configuration, validated."""
 
+    __setstate__ = restored
+
     source: str
     """Directory of the checkpoint, or an id that transformers resolves (cache, then hub)."""
     options: TargetOptions = field(default_factory=TargetOptions)
@@ -610,6 +612,8 @@ def require_placement(target: TargetOptions, draft: object, key: str) -> None:
 class DraftSetup:
     """Everything that a draft engine is built from: its slice of the configuration, validated, and the few values of
     its target that it follows."""
+
+    __setstate__ = restored
 
     source: str | None
     """Directory or id of the draft model's checkpoint. None: the options are those of a drafter without a model."""

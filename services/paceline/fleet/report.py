@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from paceline.metrics.declaration import Samples
 from paceline.metrics.registry import Registry
-from paceline.types import ReplicaStatus, RouterView
+from paceline.types import ReplicaStatus, RouterView, restored
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """State of one process at one moment. Picklable."""
+
+    __setstate__ = restored
 
     source_id: str
     kind: str

@@ -21,10 +21,11 @@ from paceline.messages import Echo, FromDraft, FromTarget, Hint, States, ToDraft
 from paceline.router.pool import Member
 from paceline.router.relay import Relay
 from paceline.router.session import Session
+from paceline.rpc import protocol
 from paceline.rpc.streams import decode_from_draft, decode_from_target, encode_to_draft, encode_to_target
 from paceline.rpc.transport import TOKEN_KEY, channel
 from paceline.security.certificates import Certificates
-from paceline.types import ReplicaStatus
+from paceline.types import UNSTATED_PROTOCOL, ReplicaStatus
 from paceline.v1 import draft_pb2_grpc, target_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -148,6 +149,11 @@ class Link(Generic[Sent, Received]):
         return self.status.max_sessions if self.status is not None else 0
 
     @property
+    def protocol(self) -> int:
+        """Version of the protocol that the replica speaks, by its latest status."""
+        return UNSTATED_PROTOCOL if self.status is None else self.status.protocol
+
+    @property
     def has_room(self) -> bool:
         """True if the replica would serve one more session at once."""
         return self.load < self.max_sessions
@@ -170,8 +176,9 @@ class Link(Generic[Sent, Received]):
                 if self.up:
                     pause_s = _FIRST_RETRY_S
                     self._down(reason)
-                else:
+                elif reason != self.reason:
                     self.reason = reason
+                    log.warning("%s %s is not up: %s", self.kind.name, self.member.replica_id, reason)
             except Exception as error:  # an error of ours: without this task the replica would never come back
                 self._log_unexpected()
                 self.up, self.reason = False, f"{type(error).__name__}: {error}"
@@ -182,7 +189,8 @@ class Link(Generic[Sent, Received]):
 
     async def _stream(self, channel: aio.Channel) -> str:
         """Serves one stream from its beginning to its end; returns why it ended."""
-        call = self.kind.stub(channel).Rounds(metadata=((TOKEN_KEY, self._token),) if self._token else None)
+        token = ((TOKEN_KEY, self._token),) if self._token else ()
+        call = self.kind.stub(channel).Rounds(metadata=((protocol.KEY, str(protocol.VERSION)), *token))
         name, reasons = f"paceline-link-{self.member.replica_id}", []
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -215,6 +223,8 @@ class Link(Generic[Sent, Received]):
                 self._seen_at = time.monotonic()
                 messages, status, num_malformed = self.kind.decode(batch)
                 self.num_malformed += num_malformed
+                if status is not None and (refusal := protocol.refusal(status.protocol)):
+                    return refusal
                 self._receive(messages, status)
         except aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"

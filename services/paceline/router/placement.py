@@ -9,12 +9,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from paceline.errors import EngineError
 from paceline.router.admission import ActiveRequest
 from paceline.router.link import DraftLink, Link, TargetLink
 from paceline.router.pool import Lease, Member, Pool
+from paceline.rpc import protocol
 from paceline.types import PAGE_SIZE, ReplicaStatus
 
 _REMEMBERED_PIECES = 65536
+_UPGRADE_S = 10.0
+"""Wait before a request is sent again that only newer targets can serve."""
 _MORE_LOAD = 2
 """Sessions that a replica may have beyond the least loaded one and still be chosen for its cached prefix."""
 
@@ -102,18 +106,29 @@ class Placement:
         For an orphaned session while other routers hold every place, and would take each that becomes free: a target
         at which it is the next in line. A session under which its last target was lost is on trial: a target has at
         most one such session of this router at a time, so that one that is at fault is known, and ends no other.
+        Targets of an older Paceline are given no session that asks for what they do not know.
         """
         token_ids, salt = active.token_ids, active.request.cache_salt
+        too_old = self._too_old(active)
         link = self.targets.choose(
             active.target,
             lambda rid: self._prefixes.match(rid, token_ids, salt),
-            without=self._trying() if _suspected(active) else (),
+            without=[*too_old, *(self._trying() if _suspected(active) else ())],
         )
         if link is None and active.orphaned_since is not None:
-            links = self.targets.open_links()
+            links = [link for link in self.targets.open_links() if link not in too_old]
             if not any(link.sessions for link in links):
                 return next((link for link in links if link.load == link.max_sessions), None)
         return link
+
+    def all_too_old(self, active: ActiveRequest) -> bool:
+        """True if targets are up, and a session asks for what none of them knows."""
+        links = self.targets.open_links()
+        return bool(links) and len(self._too_old(active)) == len(links)
+
+    def _too_old(self, active: ActiveRequest) -> list[TargetLink]:
+        needed = protocol.needed(active.session.sampling)
+        return [link for link in self.targets.open_links() if link.protocol < needed]
 
     def _trying(self) -> list[TargetLink]:
         """Targets that one of this router's sessions is on trial at."""
@@ -185,6 +200,14 @@ class Placement:
         elif self._demand is not None:
             self._demand.close()
             self._demand = None
+
+
+def outdated(active: ActiveRequest) -> EngineError:
+    """The error of a session that asks for what the targets with room do not know."""
+    names = ", ".join(name for name in protocol.SINCE if getattr(active.session.sampling, name))
+    error = EngineError(f"{names} is set: targets with room are of an older Paceline, which does not know it")
+    error.retry_after_s = _UPGRADE_S
+    return error
 
 
 def _suspected(active: ActiveRequest) -> bool:

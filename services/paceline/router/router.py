@@ -35,7 +35,7 @@ from paceline.metrics.tracing import RequestSpans
 from paceline.router.admission import ActiveRequest, Admission, TargetInfo
 from paceline.router.link import DRAFT, TARGET, DraftLink, Link, TargetLink
 from paceline.router.losses import poisonous
-from paceline.router.placement import LinkPool, Placement
+from paceline.router.placement import LinkPool, Placement, outdated
 from paceline.router.pool import Member, Pool
 from paceline.router.relay import Outbox
 from paceline.router.session import Actions
@@ -318,7 +318,9 @@ class Router:
     def _place_orphans(self) -> None:
         """Continues orphaned sessions elsewhere, the one that has waited longest first, as far as there is room."""
         for active in list(self._orphaned):
-            if not self._migrate(active, "failover"):
+            if self._placement.all_too_old(active):
+                self._fail(active, outdated(active))
+            elif not self._migrate(active, "failover"):
                 return
 
     def _place_queue(self) -> None:
@@ -327,8 +329,10 @@ class Router:
         while self._queue and self._has_room:
             active = self._queue.pop(Counter(a.share for a in self._active.values() if a.opened and not a.done))
             link = self._placement.choose_target(active)
-            assert link is not None, "a target has room"
-            self._open(active, link)
+            if link is None:
+                self._fail(active, outdated(active))
+            else:
+                self._open(active, link)
         self._placement.demand_target(bool(self._queue or self._orphaned))
 
     def _open(self, active: ActiveRequest, link: TargetLink) -> None:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from paceline.errors import EngineError, InvalidRequestError, PromptTooLongError
 from paceline.errors.refusals import explain_parameter
+from paceline.rpc.protocol import unknown_fields
 from paceline.rpc.values import (
     CAUSES,
     read_prompt_logprobs,
@@ -106,6 +107,9 @@ def request_from_proto(
     Raises InvalidRequestError with the field, its value and what is allowed. The vocabulary and the length of a text
     are checked by the router, which knows the model.
     """
+    for unknown in unknown_fields(proto):
+        if not unknown.startswith("speculation."):  # what changes no token may be ignored
+            raise InvalidRequestError(f"{unknown} is set: this version of Paceline does not know the field")
     check_request_id(proto.request_id)
     if (size := len(proto.cache_salt)) > MAX_SALT_LEN:
         raise InvalidRequestError(f"cache_salt has {size} characters: at most {MAX_SALT_LEN} are allowed")

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 
+from paceline.errors.refusals import explain_parameter
 from paceline.messages import (
     HINT_BYTES,
     MAX_STEP_S,
@@ -55,6 +56,7 @@ from paceline.messages import (
     ToTarget,
     TreeLost,
 )
+from paceline.rpc.protocol import unknown_fields
 from paceline.rpc.values import (
     CAUSES_TO_PROTO,
     read_prompt_logprobs,
@@ -247,7 +249,14 @@ def _write_open(message: OpenSession, proto: types_pb2.OpenSession) -> None:
         proto.traceparent = message.traceparent
 
 
-def _read_open(proto: types_pb2.OpenSession) -> OpenSession | None:
+def _read_open_at_target(proto: types_pb2.OpenSession) -> OpenSession | SessionFailed | None:
+    if proto.session_id and (unknown := [*unknown_fields(proto.sampling, "sampling.")]):
+        reason = f"{unknown[0]} is set: this version of Paceline does not know the field"
+        return SessionFailed(proto.session_id, proto.epoch, reason)
+    return _read_open(proto)
+
+
+def _read_open(proto: types_pb2.OpenSession) -> OpenSession | SessionFailed | None:
     token_ids = tuple(proto.token_ids[:])
     if not proto.session_id or not 1 <= proto.num_prompt_tokens <= len(token_ids):
         return None
@@ -256,8 +265,9 @@ def _read_open(proto: types_pb2.OpenSession) -> OpenSession | None:
     try:
         sampling = SamplingParams(**sampling_fields(proto.sampling))
         speculation = SpeculationParams(**speculation_fields(proto.speculation))
-    except ValidationError:
-        return None
+    except ValidationError as error:
+        model = SamplingParams if error.title == SamplingParams.__name__ else SpeculationParams
+        return SessionFailed(proto.session_id, proto.epoch, explain_parameter(error, model))
     return OpenSession(
         session_id=proto.session_id,
         epoch=proto.epoch,
@@ -488,7 +498,8 @@ def _flat(field: str, kind: type[Any], read: Callable[[Any], Any] | None = None)
     return _singly(field, write, read or read_fields)
 
 
-_OPEN = _singly("open_session", _write_open, _read_open)
+_OPEN_AT_TARGET = _singly("open_session", _write_open, _read_open_at_target)
+_OPEN_AT_DRAFT = _singly("open_session", _write_open, _read_open)
 _CLOSE = _flat("close_session", CloseSession)
 _FAILED = _singly("session_failed", _write_failed, _read_failed)
 _ECHO = _flat("echo", Echo)
@@ -497,7 +508,7 @@ _STATES = _flat("states", States, _read_states)
 _HINT = _singly("hint", _write_hint, _read_hint)
 
 _TO_TARGET = {
-    OpenSession: _OPEN,
+    OpenSession: _OPEN_AT_TARGET,
     CloseSession: _CLOSE,
     DraftState: _flat("draft_state", DraftState),
     Nodes: _in_columns("tree_updates", _write_trees, _read_trees),
@@ -521,7 +532,7 @@ _FROM_TARGET = {
     Echo: _ECHO,
 }
 _TO_DRAFT = {
-    OpenSession: _OPEN,
+    OpenSession: _OPEN_AT_DRAFT,
     CloseSession: _CLOSE,
     Commit: _either(
         _singly("commit", _write_commit, _read_commit), _in_columns("commits", _write_commits, _read_commits)
@@ -556,8 +567,9 @@ def encode_to_target(messages: Iterable[ToTarget | Echo]) -> target_pb2.ToTarget
     return batch
 
 
-def decode_to_target(batch: target_pb2.ToTarget) -> tuple[list[ToTarget | Echo], int]:
-    """Returns the messages of a batch and how many were dropped."""
+def decode_to_target(batch: target_pb2.ToTarget) -> tuple[list[ToTarget | Echo | SessionFailed], int]:
+    """Returns the messages of a batch and how many were dropped; SessionFailed: the answer to an opening that this
+    version cannot follow."""
     return _read(_TO_TARGET_READERS, batch.commands, "command")
 
 
@@ -588,8 +600,8 @@ def encode_to_draft(messages: Iterable[ToDraft | Echo]) -> draft_pb2.ToDraft:
     return batch
 
 
-def decode_to_draft(batch: draft_pb2.ToDraft) -> tuple[list[ToDraft | Echo], int]:
-    """Returns the messages of a batch and how many were dropped."""
+def decode_to_draft(batch: draft_pb2.ToDraft) -> tuple[list[ToDraft | Echo | SessionFailed], int]:
+    """Returns the messages of a batch and how many were dropped, as ``decode_to_target``."""
     return _read(_TO_DRAFT_READERS, batch.commands, "command")
 
 

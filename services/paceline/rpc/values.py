@@ -12,6 +12,7 @@ from itertools import chain, islice
 from typing import Any
 
 from paceline.types import (
+    UNSTATED_PROTOCOL,
     Cause,
     PromptLogprobs,
     ReplicaStatus,
@@ -76,6 +77,7 @@ _STATUS_SCALARS = (
     "controller",
     "batch_invariant",
     "execution",
+    "version",
 )
 
 
@@ -165,7 +167,8 @@ def round_of(
 def status_to_proto(status: ReplicaStatus) -> types_pb2.ReplicaStatus:
     """A replica's status as a message."""
     scalars = {name: getattr(status, name) for name in _STATUS_SCALARS}
-    return types_pb2.ReplicaStatus(counters=status.counters, measures=status.measures, **scalars)
+    scalars |= {"counters": status.counters, "measures": status.measures, "protocol": status.protocol}
+    return types_pb2.ReplicaStatus(**scalars)
 
 
 def status_from_proto(proto: types_pb2.ReplicaStatus) -> ReplicaStatus | None:
@@ -173,7 +176,8 @@ def status_from_proto(proto: types_pb2.ReplicaStatus) -> ReplicaStatus | None:
     if not proto.replica_id:
         return None
     scalars = {name: getattr(proto, name) for name in _STATUS_SCALARS}
-    return ReplicaStatus(counters=dict(proto.counters), measures=dict(proto.measures), **scalars)
+    scalars |= {"counters": dict(proto.counters), "measures": dict(proto.measures)}
+    return ReplicaStatus(protocol=proto.protocol or UNSTATED_PROTOCOL, **scalars)
 
 
 def sampling_to_proto(params: SamplingParams, names: Collection[str]) -> types_pb2.SamplingParams:

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
+from paceline import __version__
 from paceline.errors import EngineError
 from paceline.messages import (
     CloseSession,
@@ -33,7 +34,7 @@ from paceline.messages import (
 from paceline.runtime.handover import Handover
 from paceline.runtime.ranks import MakeFollower, ranked_worker
 from paceline.runtime.workers import Emit, Engine, EngineFactory, ThreadWorker
-from paceline.types import ReplicaStatus
+from paceline.types import PROTOCOL_VERSION, ReplicaStatus
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +49,10 @@ ToEngine = ToTarget | ToDraft
 Out = TypeVar("Out", bound=FromTarget | FromDraft)
 Batch = TypeVar("Batch")
 Reply = TypeVar("Reply")
-Decode = Callable[[Batch], tuple[Sequence[ToEngine | Echo], int]]
-"""Reads a batch off the wire: its messages, and how many were dropped because they are malformed."""
-Encode = Callable[[Sequence[Out | Echo], ReplicaStatus | None], Reply]
+Decode = Callable[[Batch], tuple[Sequence[ToEngine | Echo | SessionFailed], int]]
+"""Reads a batch off the wire: its messages, SessionFailed for an opening that cannot be followed, and how many were
+dropped because they are malformed."""
+Encode = Callable[[Sequence[Out | Echo | SessionFailed], ReplicaStatus | None], Reply]
 
 
 class Describe(Protocol):
@@ -85,14 +87,14 @@ class Stream(Generic[Out]):
     """Messages that wait to be written to one router. Owned by the event loop."""
 
     def __init__(self) -> None:
-        self._outbox: list[Out | Echo] = []
+        self._outbox: list[Out | Echo | SessionFailed] = []
         self._status_due = True
         self._wake = asyncio.Event()
         self._wake.set()
         self._ended = False
         self.failed: str | None = None
 
-    def push(self, message: Out | Echo) -> None:
+    def push(self, message: Out | Echo | SessionFailed) -> None:
         """Queues a message for the next batch."""
         self._outbox.append(message)
         self._wake.set()
@@ -112,7 +114,7 @@ class Stream(Generic[Out]):
         self._ended = True
         self._wake.set()
 
-    async def take(self) -> tuple[list[Out | Echo], bool] | None:
+    async def take(self) -> tuple[list[Out | Echo | SessionFailed], bool] | None:
         """Waits for messages or for a status to be due, and returns both; None once the stream has ended.
 
         Raises:
@@ -208,7 +210,17 @@ class EngineHost(Generic[Out]):
         self._failure: str | None = None
         self._beating: asyncio.Task[None] | None = None
         self._status = ReplicaStatus(
-            replica_id, kind, time.time_ns(), 0, 0, max_sessions, pid=os.getpid(), node=node, model=model
+            replica_id,
+            kind,
+            time.time_ns(),
+            num_sessions=0,
+            num_waiting=0,
+            max_sessions=max_sessions,
+            pid=os.getpid(),
+            node=node,
+            model=model,
+            version=__version__,
+            protocol=PROTOCOL_VERSION,
         )
 
     # -- life ----------------------------------------------------------------------------------------------
@@ -286,7 +298,7 @@ class EngineHost(Generic[Out]):
             self.num_malformed += num_malformed
             mine = []
             for message in messages:
-                if isinstance(message, Echo):
+                if isinstance(message, Echo | SessionFailed):
                     stream.push(message)
                 elif self._admit(stream, message):
                     mine.append(message)

@@ -13,7 +13,7 @@ from grpc import aio
 from paceline.config import DraftSetup, TargetSetup
 from paceline.draft.report import explain
 from paceline.errors import EngineError
-from paceline.rpc import streams
+from paceline.rpc import protocol, streams
 from paceline.rpc.transport import start_server
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.host import Decode, Describe, Encode, EngineHost, Observer
@@ -55,6 +55,12 @@ class _RoundsService:
 
     async def Rounds(self, request_iterator: AsyncIterator[Any], context: aio.ServicerContext[Any, Any]) -> None:
         """Serves one router's stream (target.proto and draft.proto)."""
+        try:
+            refusal = protocol.refusal(protocol.stated(context.invocation_metadata()))
+        except ValueError as error:
+            refusal = str(error)
+        if refusal:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
         try:
             await self._host.serve(request_iterator, context.write, self._protocol.decode, self._protocol.encode)
         except EngineError as error:

@@ -45,7 +45,8 @@ class DraftServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Rounds(self, request_iterator, context):
-        """The replica sends its status first. When the stream breaks, the sessions that were opened on it are closed.
+        """The router's metadata paceline-protocol and the status that the replica sends first hold the versions of this protocol
+        that both speak; either ends a stream to a peer that is more than one version older or newer. When the stream breaks, the sessions that were opened on it are closed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

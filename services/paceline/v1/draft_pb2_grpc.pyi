@@ -32,13 +32,17 @@ class DraftServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DraftServiceAsyncStub: ...
     Rounds: _grpc.StreamStreamMultiCallable[_draft_pb2.ToDraft, _draft_pb2.FromDraft]
-    """The replica sends its status first. When the stream breaks, the sessions that were opened on it are closed."""
+    """The router's metadata paceline-protocol and the status that the replica sends first hold the versions of this protocol
+    that both speak; either ends a stream to a peer that is more than one version older or newer. When the stream breaks, the sessions that were opened on it are closed.
+    """
 
 @_typing.type_check_only
 class DraftServiceAsyncStub(DraftServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Rounds: _aio.StreamStreamMultiCallable[_draft_pb2.ToDraft, _draft_pb2.FromDraft]  # type: ignore[assignment]
-    """The replica sends its status first. When the stream breaks, the sessions that were opened on it are closed."""
+    """The router's metadata paceline-protocol and the status that the replica sends first hold the versions of this protocol
+    that both speak; either ends a stream to a peer that is more than one version older or newer. When the stream breaks, the sessions that were opened on it are closed.
+    """
 
 class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -47,6 +51,8 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_draft_pb2.ToDraft],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_draft_pb2.FromDraft], _abc.AsyncIterator[_draft_pb2.FromDraft]]:
-        """The replica sends its status first. When the stream breaks, the sessions that were opened on it are closed."""
+        """The router's metadata paceline-protocol and the status that the replica sends first hold the versions of this protocol
+        that both speak; either ends a stream to a peer that is more than one version older or newer. When the stream breaks, the sessions that were opened on it are closed.
+        """
 
 def add_DraftServiceServicer_to_server(servicer: DraftServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -32,13 +32,17 @@ class TargetServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TargetServiceAsyncStub: ...
     Rounds: _grpc.StreamStreamMultiCallable[_target_pb2.ToTarget, _target_pb2.FromTarget]
-    """The replica sends its status first. When the stream breaks, the sessions that were opened on it are closed."""
+    """The router's metadata paceline-protocol and the status that the replica sends first hold the versions of this protocol
+    that both speak; either ends a stream to a peer that is more than one version older or newer. When the stream breaks, the sessions that were opened on it are closed.
+    """
 
 @_typing.type_check_only
 class TargetServiceAsyncStub(TargetServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Rounds: _aio.StreamStreamMultiCallable[_target_pb2.ToTarget, _target_pb2.FromTarget]  # type: ignore[assignment]
-    """The replica sends its status first. When the stream breaks, the sessions that were opened on it are closed."""
+    """The router's metadata paceline-protocol and the status that the replica sends first hold the versions of this protocol
+    that both speak; either ends a stream to a peer that is more than one version older or newer. When the stream breaks, the sessions that were opened on it are closed.
+    """
 
 class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -47,6 +51,8 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_target_pb2.ToTarget],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_target_pb2.FromTarget], _abc.AsyncIterator[_target_pb2.FromTarget]]:
-        """The replica sends its status first. When the stream breaks, the sessions that were opened on it are closed."""
+        """The router's metadata paceline-protocol and the status that the replica sends first hold the versions of this protocol
+        that both speak; either ends a stream to a peer that is more than one version older or newer. When the stream breaks, the sessions that were opened on it are closed.
+        """
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

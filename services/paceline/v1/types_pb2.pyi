@@ -288,7 +288,7 @@ class SamplingParams(_message.Message):
     """Special tokens have no text. False: the text shows them, but for one that ends it. Default true."""
     prompt_logprobs: _builtins.int
     """Asks for the log probability of each token of the prompt, and for so many likeliest tokens in its place. Range [0, 20].
-    Absent: there are none. The answer of a server that does not know this field has none, which our client reports.
+    Absent: there are none.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
@@ -322,7 +322,7 @@ class SamplingParams(_message.Message):
     def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens whose log probabilities are reported for the place of each token, behind that of the token itself: top_logprobs
         of the answer holds these instead of the likeliest ones. At most 128; more than 20 only as far as their number times
-        max_tokens is at most 20 times the model's context. The answer of a server that does not know this field has none of them.
+        max_tokens is at most 20 times the model's context.
         """
 
     def __init__(
@@ -678,6 +678,8 @@ class ReplicaStatus(_message.Message):
     MEASURES_FIELD_NUMBER: _builtins.int
     BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
     EXECUTION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     kind: _builtins.str
     """"target", "draft" or "router"."""
@@ -707,6 +709,10 @@ class ReplicaStatus(_message.Message):
     """How its model runs on a CPU: "eager", "compiling" (eagerly until that is done), "compiled" or "failed" (eagerly, as
     it could not be compiled); empty: on another device, or no model.
     """
+    version: _builtins.str
+    """Version of Paceline that it runs."""
+    protocol: _builtins.int
+    """Version of the protocol between routers and replicas that it speaks; 0: it is older than such versions, which is 1."""
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Counted events since the replica started."""
@@ -737,10 +743,12 @@ class ReplicaStatus(_message.Message):
         measures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         batch_invariant: _builtins.str = ...,
         execution: _builtins.str = ...,
+        version: _builtins.str = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "busy_s", b"busy_s", "busy_share", b"busy_share", "controller", b"controller", "counters", b"counters", "draining", b"draining", "execution", b"execution", "incarnation", b"incarnation", "kind", b"kind", "kv_pages", b"kv_pages", "kv_pages_used", b"kv_pages_used", "max_sessions", b"max_sessions", "measures", b"measures", "model", b"model", "node", b"node", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "pid", b"pid", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "busy_s", b"busy_s", "busy_share", b"busy_share", "controller", b"controller", "counters", b"counters", "draining", b"draining", "execution", b"execution", "incarnation", b"incarnation", "kind", b"kind", "kv_pages", b"kv_pages", "kv_pages_used", b"kv_pages_used", "max_sessions", b"max_sessions", "measures", b"measures", "model", b"model", "node", b"node", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "pid", b"pid", "protocol", b"protocol", "replica_id", b"replica_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
