@@ -1,4 +1,4 @@
-"""Two versions of Paceline in one service: ten streams while the target is replaced by one of the other version, and back.
+"""Two versions of Paceline in one service: ten streams while their target is replaced by one of the other, and back.
 
     python benchmarks/clusters/versions.py COMMIT [--streams N]
 
@@ -169,9 +169,7 @@ def main() -> int:
             for name in (args.commit, "HEAD")
         ]
         print(f"{time.strftime('%d %B %Y')}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores")
-        print(
-            f"old {ids[0].strip()}, new {ids[1].strip()}; {args.streams} streams of {TOKENS} tokens, embedded pair, float32"
-        )
+        print(f"old {ids[0].strip()}, new {ids[1].strip()}; {args.streams} streams of {TOKENS} tokens; embedded pair")
         print(
             f"\n{'router':7} {'target':18} {'draft':6} {'equal':>7} {'drafted':>8} {'accepted':>9} {'turns':>6}",
             flush=True,
@@ -201,6 +199,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] in (["--replica"], ["--router"]):
+        import paceline
+
+        assert Path(paceline.__file__).is_relative_to(Path.cwd()), "the version that was asked for"
     if sys.argv[1:2] == ["--replica"]:
         replica(sys.argv[2])
     elif sys.argv[1:2] == ["--router"]:
