@@ -171,8 +171,8 @@ def _rejection() -> SpeculationParams:
     ("method", "draft"), [*slow([("eagle3", 1)]), *nightly([("eagle3", None), ("medusa", None), ("draft_model", None)])]
 )
 def test_the_head_of_a_sharded_target_changes_no_text(method: str, draft: int | None) -> None:
-    """The embedded target in two ranks, whose first one runs the head: its states and tokens are whole. Beside a draft
-    both are on one tree."""
+    """The embedded target in two ranks, whose first one runs the head: its states and tokens are whole. With a draft
+    the head proposes where that has nothing."""
     name = "draft" if method == "draft_model" else method
     head = HeadOptions(method=method, model=f"paceline/embedded-{name}", num_speculative_tokens=4)
     prompts, options = ["def read_file(path):", "import os\n"], SAMPLING[:4]
