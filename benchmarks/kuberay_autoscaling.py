@@ -526,6 +526,18 @@ def drained(cluster: Cluster) -> bool:
     )
 
 
+def deployed(service: dict[str, Any]) -> dict[str, Any]:
+    """The Serve configuration of a RayService, with what must differ here."""
+    config: dict[str, Any] = yaml.safe_load(service["spec"]["serveConfigV2"])
+    args = config["applications"][0]["args"]
+    for pool, settings in POLICIES.items():
+        args[pool]["deployment_config"]["autoscaling_config"] = settings
+        args[pool]["engine_kwargs"]["compile"] = False  # as in the image, which has no compiler
+    # else targets that share their cores with drafts would soon do without them, and ask for none
+    args["target_config"]["engine_kwargs"]["adaptive"] = False
+    return config
+
+
 def main() -> int:
     """Runs the benchmark. Exit status: 0 if each load grew its own pool alone, and both returned."""
     if not TESTBED.is_dir():
@@ -533,14 +545,8 @@ def main() -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     service, variables = manifest("small")
-    config = yaml.safe_load(service["spec"]["serveConfigV2"])
-    args = config["applications"][0]["args"]
-    for pool, settings in POLICIES.items():
-        args[pool]["deployment_config"]["autoscaling_config"] = settings
-        args[pool]["engine_kwargs"]["compile"] = False  # as in the image, which has no compiler
     print(f"k8s/overlays/small, groups idle after {IDLE_S} s; {POLICIES}; eager, adaptive off")
-    # else targets that share their cores with drafts would soon do without them, and ask for none
-    args["target_config"]["engine_kwargs"]["adaptive"] = False
+    config = deployed(service)
     with Cluster(service, variables) as cluster:
         cluster.deploy(config)
         cluster.wait("the application", lambda state, pools, groups: state == "RUNNING", 200)

@@ -84,13 +84,14 @@ def write_configs(machines: Machines) -> Path:
     serve = yaml.safe_load((REPOSITORY / "cluster" / "serve-gpu.yaml").read_text())
     application = serve["applications"][0]
     cpu = {"device": "cpu", "compile": False, "max_sessions": 8}
-    quick = {"upscale_delay_s": 1.0, "downscale_delay_s": 10.0, "metrics_interval_s": 1.0, "look_back_period_s": 4.0}
+    quick = {"upscale_delay_s": 1.0, "downscale_delay_s": 10.0}
+    serves_own = {"metrics_interval_s": 1.0, "look_back_period_s": 4.0, "target_ongoing_requests": 3}
     changes = {
         "target_config": {
             "model_loading_config": {"model_id": "paceline/embedded-target"},
             "engine_kwargs": cpu | {"tensor_parallel_size": 1, "kv_fraction": None, "adaptive": False},
             "deployment_config": {
-                "autoscaling_config": quick,
+                "autoscaling_config": quick | {"policy": {"window_s": 4}},
                 "ray_actor_options": {"num_gpus": 8},
                 "graceful_shutdown_timeout_s": 10.0,
             },
@@ -99,7 +100,7 @@ def write_configs(machines: Machines) -> Path:
             "model_loading_config": {"model_id": "paceline/embedded-draft"},
             "engine_kwargs": cpu,
             "deployment_config": {
-                "autoscaling_config": quick | {"max_replicas": 2, "target_ongoing_requests": 3},
+                "autoscaling_config": quick | serves_own | {"max_replicas": 2},
                 "graceful_shutdown_timeout_s": 10.0,
             },
         },

@@ -1,11 +1,23 @@
-"""Every script of ``benchmarks/`` imports, so that a rename cannot break one silently."""
+"""Every script of ``benchmarks/`` imports, and what those of clusters deploy is valid: no change breaks one unseen."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from benchmarks import kuberay_autoscaling
+from benchmarks.clusters import aws, failures
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from paceline.config import ServiceConfig
+from paceline.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PATHS = (ROOT / "services", ROOT, ROOT / "benchmarks")  # a script finds its neighbors in its own folder
@@ -51,3 +63,50 @@ def test_a_name_that_is_gone_is_found(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("def main():\n    from paceline.errors import ConfigError, GoneError\n", encoding="utf-8")
     assert "GoneError" in import_all([script])
+
+
+SCRIPTS = ("aws", "failures", "kuberay")
+"""The scripts that deploy a configuration of their own."""
+
+
+def deployed(script: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The configurations that a script deploys, by kind: of Serve, and of Ray's launcher."""
+    machines: Any = SimpleNamespace(folder=folder, key=folder / "key", dist=folder / "dist")
+    if script == "kuberay":
+        documents = yaml.safe_load_all((ROOT / "k8s/overlays/small/rendered.yaml").read_text(encoding="utf-8"))
+        service = next(each for each in documents if each["kind"] == "RayService")
+        yield "serve", kuberay_autoscaling.deployed(service)
+        return
+    cluster = aws.write_configs(machines) if script == "aws" else failures.write_configs(machines, 6)[0]
+    yield "launcher", yaml.safe_load(cluster.read_text(encoding="utf-8"))
+    yield "serve", yaml.safe_load((folder / "serve.yaml").read_text(encoding="utf-8"))
+
+
+def check(kind: str, config: dict[str, Any]) -> None:
+    """By the schema of who reads it. Raises ConfigError, or Ray's error."""
+    if kind == "launcher":
+        validate_config(prepare_config(config))
+    else:
+        ServiceConfig.parse(config["applications"][0]["args"])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_a_script_deploys_is_valid(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # its paths are relative to it
+    for kind, config in deployed(script, tmp_path):
+        check(kind, config)
+
+
+def test_no_script_of_clusters_is_left_out() -> None:
+    scripts = [*(ROOT / "benchmarks/clusters").glob("*.py"), ROOT / "benchmarks/kuberay_autoscaling.py"]
+    deploying = {path.stem.removesuffix("_autoscaling") for path in scripts if '"applications"' in path.read_text()}
+    assert deploying == {*SCRIPTS}
+
+
+def test_a_key_that_the_schema_refuses_is_found(tmp_path: Path) -> None:
+    """A setting of Serve's own policy beside the project's, as one script had it."""
+    config = dict(deployed("kuberay", tmp_path))["serve"]
+    pool = config["applications"][0]["args"]["target_config"]["deployment_config"]
+    pool["autoscaling_config"] = pool["autoscaling_config"] | {"metrics_interval_s": 1.0}
+    with pytest.raises(ConfigError, match=r"metrics_interval_s is 1\.0"):
+        check("serve", config)
