@@ -30,6 +30,7 @@ class Later(MaskThread):
     def __init__(self) -> None:
         self.waiting: list[tuple[Callable[[], object], Future[object]]] = []
         self.num_submitted = 0
+        self.is_endless = False
 
     def submit(self, function: Callable[[], object]) -> Future[object]:
         self.waiting.append((function, future := Future()))
@@ -40,6 +41,9 @@ class Later(MaskThread):
         for function, future in self.waiting[:num]:
             future.set_result(function())
         del self.waiting[:num]
+
+    def gives_up(self, job: Future[object]) -> bool:
+        return self.is_endless
 
     def close(self) -> None:
         pass
@@ -212,7 +216,7 @@ def test_a_state_is_never_made_again_within_a_step(ahead: bool) -> None:
             time.sleep(0.001)
         assert allowed(session.masks([(), (a,)])) == allowed(plain.masks([(), (a,)]))
     grammars.close()
-    assert made == ["paceline-masks_0"]
+    assert made == ["paceline-masks"]
     assert not session.failure
 
 
@@ -241,6 +245,50 @@ def test_what_waits_is_dropped_with_its_engine() -> None:
     end.set()
     assert first.result(60)
     assert second.cancelled()
+
+
+def test_work_without_end_holds_up_none_that_waits_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_work, "MAX_S", 0.05)
+    thread, end = MaskThread(), threading.Event()
+
+    def endless() -> None:
+        while not end.is_set():
+            pass
+
+    hung, behind = thread.submit(endless), thread.submit(lambda: "done")
+    assert not thread.gives_up(behind)
+    while not thread.gives_up(hung):
+        time.sleep(0.001)
+    assert behind.result(60) == "done"
+    assert not hung.done()
+    assert not thread.gives_up(hung)
+    end.set()
+    assert hung.result(60) is None
+    thread.close()
+
+
+def test_idle_waits_are_no_work_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time that a thread has, and not that of the clock: a busy machine fails no session."""
+    monkeypatch.setattr(grammar_work, "MAX_S", 0.05)
+    thread, began, end = MaskThread(), threading.Event(), threading.Event()
+    job = thread.submit(lambda: (began.set(), end.wait(60)))
+    assert began.wait(60)
+    time.sleep(0.1)
+    assert not thread.gives_up(job)
+    end.set()
+    thread.close()
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_a_mask_without_end_fails_its_session(grammars: Grammars, later: Later, lenient: bool) -> None:
+    session = grammars.paced(FORM, lenient=lenient)
+    assert not session.ready()
+    later.is_endless = True
+    assert session.ready()
+    assert session.failure == "a mask takes more than 10 s"
+    assert allowed(session.masks([(), (1,)])) == [ALL if lenient else 0] * 2
+    session.append(tokens("a"))
+    assert session.ready()
 
 
 # -- an engine ---------------------------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ class Grammars:
             return self.matcher(form, token_ids, salt=salt, lenient=lenient)
         return PacedMatcher(
             lambda: self._matcher(form, token_ids, salt, lenient=lenient, step=self._step),
-            self._thread.submit,
+            self._thread,
             self._step,
             self.vocab_size,
             is_made_cheaply=not token_ids and (salt, form) in self._compiled,

@@ -6,9 +6,13 @@ computes them, while the engine runs steps of other sessions. The session waits 
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError
@@ -23,28 +27,71 @@ CHEAP_S = 0.002
 """A session whose last mask took more has the next one computed by the thread."""
 POLL_S = 0.001
 """Time after which an engine without other work looks for masks again."""
+MAX_S = 10.0
+"""CPU time of one piece of costly work, beyond which its session fails. The library cannot be interrupted."""
 
-
-Submit = Callable[[Callable[[], object]], "Future[object]"]
-"""Starts a function elsewhere. Functions run one at a time, in the order in which they came."""
+log = logging.getLogger(__name__)
 
 
 class MaskThread:
-    """The thread of one engine for costly masks, which starts with the first: they take one core at most.
+    """The thread of one engine for costly masks. It starts with the first.
 
     The library does not hold the interpreter lock while it compiles, consumes tokens or finds a mask.
     """
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(1, "paceline-masks")
+        self._jobs: SimpleQueue[tuple[Future[object], Callable[[], object]] | None] = SimpleQueue()
+        self._worker: threading.Thread | None = None
+        self._running: tuple[Future[object], float] | None = None
+        """What runs, and the CPU time of the thread when it began."""
 
     def submit(self, function: Callable[[], object]) -> Future[object]:
         """Runs a function behind those that were submitted before."""
-        return self._threads.submit(function)
+        job: Future[object] = Future()
+        self._jobs.put((job, function))
+        if self._worker is None:
+            self._start()
+        return job
+
+    def gives_up(self, job: Future[object]) -> bool:
+        """True if a function has had ``MAX_S`` of CPU time: what waits behind it goes to another thread."""
+        worker, running = self._worker, self._running
+        if worker is None or running is None or running[0] is not job or _cpu_s(worker) - running[1] < MAX_S:
+            return False
+        log.error(
+            "a mask of a structured output takes more than %g s: its session fails, and its thread goes on", MAX_S
+        )
+        self._start()
+        return True
 
     def close(self) -> None:
         """Drops what has not begun. Idempotent."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        with contextlib.suppress(Empty):
+            while (waiting := self._jobs.get_nowait()) is not None:
+                waiting[0].cancel()
+        self._jobs.put(None)
+
+    def _start(self) -> None:
+        self._running = None
+        self._worker = threading.Thread(target=self._work, name="paceline-masks", daemon=True)
+        self._worker.start()
+
+    def _work(self) -> None:
+        this = threading.current_thread()
+        while self._worker is this and (waiting := self._jobs.get()) is not None:
+            job, function = waiting
+            self._running = job, _cpu_s(this)
+            try:
+                job.set_result(function())
+            except Exception as error:
+                job.set_exception(error)
+
+
+def _cpu_s(thread: threading.Thread) -> float:
+    """CPU time of a thread; where the platform does not tell, the time of the clock."""
+    if hasattr(time, "pthread_getcpuclockid") and thread.ident is not None:
+        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    return time.monotonic()
 
 
 class PacedMatcher:
@@ -57,7 +104,7 @@ class PacedMatcher:
     def __init__(
         self,
         make: Callable[[], Matcher],
-        submit: Submit,
+        thread: MaskThread,
         step: StepTime,
         vocab_size: int,
         *,
@@ -69,14 +116,14 @@ class PacedMatcher:
 
         Args:
             make: compiles the form, and consumes the output so far.
-            submit: starts costly work.
+            thread: does costly work.
             step: the time that cheap work is charged to.
             vocab_size: ids of the masks.
             is_made_cheaply: ``make`` is called at once, and its errors are raised; else they are the ``failure``.
             lenient: all tokens are allowed where the matcher is not ready, or fails.
             ahead: cheap masks are computed by ``ready``; False: by ``masks``.
         """
-        self._make, self._submit, self._step = make, submit, step
+        self._make, self._thread, self._step = make, thread, step
         self._lenient, self._ahead, self._num_bytes = lenient, ahead, 4 * -(-vocab_size // 32)
         self._tokens: list[int] = []
         """Committed tokens that the matcher has not consumed."""
@@ -103,9 +150,12 @@ class PacedMatcher:
     def ready(self) -> bool:
         """True if the mask behind the committed tokens is known, or cheap. Else it is being computed."""
         if self._job is not None:
-            if not self._job.done():
+            if self._job.done():
+                self._finish(self._job)
+            elif self._thread.gives_up(self._job):
+                self._job, self._fault = None, f"a mask takes more than {MAX_S:g} s"
+            else:
                 return False
-            self._finish(self._job)
         if self._is_decided:
             return True
         is_cheap = self._last_s <= CHEAP_S and self._matcher is not None and self._matcher.is_intact
@@ -141,7 +191,7 @@ class PacedMatcher:
 
     def _start(self) -> Future[object]:
         tokens, self._tokens = self._tokens, []
-        self._job = self._submit(lambda: self._advance(tokens))
+        self._job = self._thread.submit(lambda: self._advance(tokens))
         return self._job
 
     def _finish(self, job: Future[object]) -> None:
