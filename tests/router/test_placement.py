@@ -1,14 +1,20 @@
-"""Which target a prompt goes to: that which has its prefix cached for the same salt, else the least loaded one."""
+"""Which target a prompt goes to: that which has its prefix cached for the same salt, else the least loaded one.
+
+And which draft: one on the node of the target, unless it is far busier.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.router.world import World, expected, result_of, without_sockets
 
 from paceline.router import placement
-from paceline.router.placement import PrefixIndex
+from paceline.router.placement import LinkPool, Placement, PrefixIndex
+from paceline.router.pool import Member, StaticPool
 from paceline.types import PAGE_SIZE, Request, SamplingParams
 
 PROMPT = tuple(97 + i * i % 26 for i in range(3 * PAGE_SIZE))
@@ -54,3 +60,26 @@ def test_a_prompt_follows_those_of_its_own_key_alone(monkeypatch: pytest.MonkeyP
                 assert tuple(task.result()[0]) == expected(request)
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("node", "loads", "chosen"),
+    [
+        ("b", (0, 1, 0), "draft-1"),
+        ("b", (0, 2, 1), "draft-1"),
+        ("b", (0, 3, 1), "draft-0"),  # far busier
+        ("b", (1, 4, 2), "draft-0"),  # full
+        ("d", (1, 0, 2), "draft-1"),  # none is near
+        ("", (1, 2, 0), "draft-2"),  # nor does a target say where it is
+    ],
+)
+def test_a_draft_on_the_targets_node_is_preferred(node: str, loads: tuple[int, ...], chosen: str) -> None:
+    members = [Member(f"draft-{i}", "127.0.0.1:1", where) for i, where in enumerate(("a", "b", ""))]
+    drafts: Any = LinkPool(StaticPool("draft", members), lambda member: None)
+    for member, load in zip(members, loads, strict=True):
+        link = SimpleNamespace(member=member, up=True, load=load, has_room=load < 4, max_sessions=4)
+        drafts.links[member.replica_id] = link
+    placed = Placement(drafts, drafts, "router", trial_s=1.0, clock=lambda: 0.0)
+    active: Any = SimpleNamespace(target=SimpleNamespace(member=Member("target", "127.0.0.1:2", node)), draft=None)
+    found: Any = placed.choose_draft(active)
+    assert found.member.replica_id == chosen

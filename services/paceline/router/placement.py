@@ -20,7 +20,7 @@ _REMEMBERED_PIECES = 65536
 _UPGRADE_S = 10.0
 """Wait before a request is sent again that only newer targets can serve."""
 _MORE_LOAD = 2
-"""Sessions that a replica may have beyond the least loaded one and still be chosen for its cached prefix."""
+"""Sessions that a replica may have beyond the least loaded one and still be chosen for what it saves."""
 
 AnyLink = TypeVar("AnyLink", bound=Link[Any, Any])
 
@@ -62,15 +62,18 @@ class LinkPool(Generic[AnyLink]):
     def choose(
         self,
         current: AnyLink | None,
-        cached_tokens: Callable[[str], int] | None = None,
+        gain: Callable[[str], int] | None = None,
         *,
         without: Iterable[AnyLink] = (),
     ) -> AnyLink | None:
-        """Returns the best link but the ``current`` one and those to do ``without``; None if no replica has room."""
+        """Returns the best link but the ``current`` one and those to do ``without``; None if no replica has room.
+
+        ``gain``: what a replica of this id saves, as ``choose`` weighs it.
+        """
         not_these = [current, *without]
         links = {link.member.replica_id: link for link in self.open_links() if link not in not_these and link.has_room}
-        cached = {rid: cached_tokens(rid) for rid in links} if cached_tokens is not None and len(links) > 1 else None
-        chosen = choose([Candidate(rid, link.load, link.max_sessions) for rid, link in links.items()], cached)
+        gains = {rid: gain(rid) for rid in links} if gain is not None and len(links) > 1 else None
+        chosen = choose([Candidate(rid, link.load, link.max_sessions) for rid, link in links.items()], gains)
         return None if chosen is None else links[chosen.replica_id]
 
 
@@ -144,8 +147,11 @@ class Placement:
         return sum(max(0, link.max_sessions - link.load) for link in self.targets.open_links())
 
     def choose_draft(self, active: ActiveRequest) -> DraftLink | None:
-        """Returns another draft for a session, by load; None if none has room."""
-        return None if self.drafts is None else self.drafts.choose(active.draft)
+        """Returns another draft for a session: one on its target's node, then by load; None if none has room."""
+        if self.drafts is None:
+            return None
+        links, node = self.drafts.links, active.target.member.node if active.target is not None else ""
+        return self.drafts.choose(active.draft, lambda rid: int(node != "" and links[rid].member.node == node))
 
     def drafts_with_room(self) -> bool:
         """True if some draft takes one more session."""
@@ -223,18 +229,19 @@ class Candidate:
     max_sessions: int
 
 
-def choose(candidates: Sequence[Candidate], cached_tokens: Mapping[str, int] | None = None) -> Candidate | None:
-    """Returns the longest cached prefix's replica unless it is far busier, else the least loaded one; None if all are
-    full.
+def choose(candidates: Sequence[Candidate], gains: Mapping[str, int] | None = None) -> Candidate | None:
+    """Returns the replica of the largest gain unless it is far busier, else the least loaded one; None if all are full.
+
+    ``gains`` by replica: tokens of the prompt that it has cached, or 1 if it is near.
     """
     free = [c for c in candidates if c.num_sessions < c.max_sessions]
     if not free:
         return None
     least = min(free, key=lambda c: c.num_sessions / c.max_sessions)
-    if cached_tokens:
-        near = [c for c in free if c.num_sessions <= least.num_sessions + _MORE_LOAD]
-        best = max(near, key=lambda c: (cached_tokens.get(c.replica_id, 0), -c.num_sessions / c.max_sessions))
-        if cached_tokens.get(best.replica_id, 0) > cached_tokens.get(least.replica_id, 0):
+    if gains:
+        like = [c for c in free if c.num_sessions <= least.num_sessions + _MORE_LOAD]
+        best = max(like, key=lambda c: (gains.get(c.replica_id, 0), -c.num_sessions / c.max_sessions))
+        if gains.get(best.replica_id, 0) > gains.get(least.replica_id, 0):
             return best
     return least
 
