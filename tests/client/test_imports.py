@@ -43,7 +43,7 @@ def test_a_client_loads_the_public_protocol_alone(name):
     folders = {"paceline.client", "paceline.rpc"}
     assert written - folders == {
         *("paceline", "paceline.errors", "paceline.errors.refusals", "paceline.types"),
-        *("paceline.rpc.generation", "paceline.rpc.status", "paceline.rpc.values"),
+        *("paceline.rpc.generation", "paceline.rpc.protocol", "paceline.rpc.status", "paceline.rpc.values"),
         *("paceline.client.connection", "paceline.client.retries", "paceline.client.tracing"),
         "paceline.client.transcript",
         "paceline.client.blocking" if name == "Client" else "paceline.client.aio",

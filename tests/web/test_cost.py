@@ -124,6 +124,7 @@ JSONS = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(JSONS, st.integers(0, 30), st.booleans())
+@example("[", 0, True)
 @example(["\\", ",,,,,,,,"], 2, True)
 @example(['"', ",,,,,,,,", "\\\\"], 3, True)
 def test_values_are_counted_outside_of_strings(value: Any, most: int, ascii_only: bool) -> None:

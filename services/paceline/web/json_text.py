@@ -59,7 +59,8 @@ def _check_numbers(text: bytes, max_values: int) -> None:
     if _within(text, max_values):  # brackets and commas of strings are counted, too
         return
     bare = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # quotes of strings alone are left
-    outside = b"".join(bare.split(b'"', 4 * max_values)[::2])
+    most_quotes = 4 * max_values + 2  # of keys and values, or of a text that is one string
+    outside = b"".join(bare.split(b'"', most_quotes)[::2])
     if not _within(outside, max_values):
         _check_depth(outside)
         raise ValueError(

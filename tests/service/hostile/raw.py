@@ -106,13 +106,15 @@ def without(message, name):
     return message
 
 
-SENSELESS_OPENS = [
+MALFORMED_OPENS = [
     without(opened(), "sampling"),
     without(opened(), "speculation"),
     broken(session_id=""),
     broken(num_prompt_tokens=0),
     broken(num_prompt_tokens=9),
     broken(token_ids=[]),
+]
+SENSELESS_OPENS = [  # whose parameters cannot be followed: they are answered
     broken(temperature=-1.0),
     broken(temperature=NAN),
     broken(top_p=INF),
@@ -133,7 +135,10 @@ OUTSIDE_OPENS = [
 
 async def malformed(raw, victim):
     """Returns counters and by how much they have to grow."""
-    commands = [raw.command(open_session=message) for message in SENSELESS_OPENS]
+    await raw.send(*(raw.command(open_session=message) for message in SENSELESS_OPENS))
+    await raw.heard()
+    assert raw.failed() == ["mine"] * len(SENSELESS_OPENS)
+    commands = [raw.command(open_session=message) for message in MALFORMED_OPENS]
     commands += [raw.command(), raw.command(close_session=close("", 1))]
     if raw.command is target_pb2.TargetCommand:
         commands += [raw.command(draft_state=target_pb2.DraftState(epoch=1))]
