@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import subprocess
 import sys
@@ -99,7 +100,10 @@ class _Ends:
 
     def matcher(self, form: StructuredOutput) -> Any:
         if self._way == "memory":
-            return np.empty(grammar_trial._MAX_ADDRESS_BYTES + (64 << 20), np.uint8)
+            try:  # not from what the process has freed before, which is within the limit
+                return mmap.mmap(-1, grammar_trial._MAX_ADDRESS_BYTES + (64 << 20))
+            except OSError as error:
+                raise MemoryError from error
         if self._way == "refused memory":
             raise MemoryError
         if self._way == "abort":
