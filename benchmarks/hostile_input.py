@@ -3,9 +3,10 @@
 Streams run on one router and one target (the embedded pair) over gRPC, without Ray: clients, router, target and the
 hostile client are processes of their own. Then requests come that are far too large. Printed for each, and for as long
 a time without any: the longest gap in any stream, the status that the request got and when, and by how much the
-memory of router and target has grown.
+memory of router and target has grown. The memory before and after every round over all requests is printed, too: what
+a round keeps is a leak if the next one adds as much.
 
-    python benchmarks/hostile_input.py [--streams 32] [--seconds 6] [--json FILE]
+    python benchmarks/hostile_input.py [--streams 32] [--seconds 6] [--rounds 1] [--json FILE]
 """
 
 from __future__ import annotations
@@ -245,14 +246,20 @@ def _rss_mb(pid: int) -> float:
     return found.rss_bytes / 2**20
 
 
-async def measure(address: str, pids: Sequence[int], streams: int, seconds: float) -> list[Measured]:
-    """Attacks one after the other, each at the side of the streams."""
+def _print_memory(pids: Sequence[int]) -> None:
+    router, target = (_rss_mb(pid) for pid in pids)
+    print(f"memory: router {router:.0f} MB, target {target:.0f} MB", flush=True)
+
+
+async def measure(address: str, pids: Sequence[int], streams: int, seconds: float, rounds: int) -> list[Measured]:
+    """Attacks one after the other, each at the side of the streams; prints the memory before and after each round."""
     load = Streams(address, streams)
     task = asyncio.create_task(load.run())
     results = []
     while load.num_chunks < 20 * streams:
         await asyncio.sleep(0.1)
-    for name in (name for attack in ATTACKS for name in ("none", attack)):
+    _print_memory(pids)
+    for name in [name for attack in ATTACKS for name in ("none", attack)] * rounds:
         before = [_rss_mb(pid) for pid in pids]
         with process(_attack, address, name) if name in ATTACKS else contextlib.nullcontext((None, None)) as (_, pipe):
             size = await asyncio.to_thread(pipe.recv) if pipe else 0
@@ -273,6 +280,9 @@ async def measure(address: str, pids: Sequence[int], streams: int, seconds: floa
             flush=True,
         )
         results.append(one)
+        if len(results) % (2 * len(ATTACKS)) == 0:
+            await asyncio.sleep(seconds)
+            _print_memory(pids)
     task.cancel()
     await asyncio.wait([task])
     return results
@@ -283,11 +293,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=6.0, help="how long the streams are watched for each request")
+    parser.add_argument("--rounds", type=int, default=1, help="how often all requests are sent")
     parser.add_argument("--json", type=Path, help="write the results there, too")
     args = parser.parse_args()
     apply_worker_environment()
     with process(_serve_target) as (engine, target), process(_serve_router, target.recv()) as (router, pipe):
-        results = asyncio.run(measure(pipe.recv(), (router.pid, engine.pid), args.streams, args.seconds))
+        results = asyncio.run(measure(pipe.recv(), (router.pid, engine.pid), args.streams, args.seconds, args.rounds))
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n", encoding="utf-8")
 

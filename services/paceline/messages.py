@@ -163,6 +163,9 @@ class OpenSession:
     """Sessions of different salts share nothing."""
     traceparent: str = ""
     """W3C trace context of the request's span, below which the engine's spans are; empty if it is not traced."""
+    suspected_s: float = 0.0
+    """Targets were lost under the session: for this long, or until its next token, a target takes no second such
+    session. 0: none were."""
 
 
 @record
@@ -352,6 +355,8 @@ class SessionFailed:
     message: str
     request_at_fault: bool = False
     """True if no other engine could go on with it either: the request is to be refused."""
+    turned_away: bool = False
+    """True if the session is suspected, and another suspected one is served there: nothing was lost under it."""
 
 
 @record

@@ -10,7 +10,7 @@ import pytest
 from tests.router.world import Target, World, expected, request, result_of, without_sockets
 
 from paceline.errors import PoisonRequestError
-from paceline.messages import SessionFailed
+from paceline.messages import OpenSession, SessionFailed
 from paceline.metrics.catalogue import FAILED
 from paceline.router import losses
 from paceline.router.losses import Losses
@@ -110,6 +110,69 @@ def test_without_trials_one_by_one_neighbors_would_be_ended_too(monkeypatch: pyt
     monkeypatch.setattr(Losses, "on_trial", lambda *_: False)
     with pytest.raises(PoisonRequestError):
         test_a_session_that_hangs_two_targets_is_ended_and_no_other((16, 16), 0)
+
+
+class Arbiter(Fragile):
+    """A target that takes one suspected session at a time, as engines do."""
+
+    tried: tuple[Any, str] | None = None
+    num_turned_away = 0
+
+    def take(self) -> None:
+        turned_away = []
+        for router, link in self.links.items():
+            for message in link._outbox[:]:
+                if isinstance(message, OpenSession) and message.suspected_s:
+                    if self._tries():
+                        link._outbox.remove(message)
+                        turned_away.append((link, message))
+                    else:
+                        self.tried = router, message.session_id
+                        self.sessions[self.tried] = message, list(message.token_ids)
+        super().take()
+        self.num_turned_away += len(turned_away)
+        for link, message in turned_away:
+            link._receive([SessionFailed(message.session_id, message.epoch, "another", turned_away=True)], None)
+
+    def _tries(self) -> bool:
+        opened, context = self.sessions.get(self.tried, (None, [])) if self.tried is not None else (None, [])
+        return opened is not None and len(context) == len(opened.token_ids)
+
+
+@pytest.mark.parametrize("places", [(16, 16), (16, 16, 16)], ids=str)
+def test_the_poison_of_one_router_ends_no_session_of_another(places: tuple[int, ...]) -> None:
+    """Both routers have sessions on each target that hung, and continue them at the same moment."""
+
+    async def test() -> None:
+        world = FragileWorld(*places)
+        world.fragile = [Arbiter(f"target-{i}", size) for i, size in enumerate(places)]
+        world.targets = [*world.fragile]
+        async with world.router() as one, world.router() as other:
+            good = [request(f"s{i}", i, 60) for i in range(12)]
+            tasks = [asyncio.create_task(result_of(other if i % 4 else one, each)) for i, each in enumerate(good)]
+            for _ in range(2):
+                await world.turn()
+            poison = asyncio.create_task(result_of(one, request("poison", POISON, 60)))
+            await world.until(*tasks, poison, turns=800)
+            with pytest.raises(PoisonRequestError, match="2 times"):
+                poison.result()
+            assert world.num_hangs == 2
+            for each, task in zip(good, tasks, strict=True):
+                assert tuple((await task)[0]) == expected(each)
+            assert sum(target.num_turned_away for target in world.fragile if isinstance(target, Arbiter)) > 0
+            assert not one._orphaned
+            assert not other._orphaned
+
+    asyncio.run(test())
+
+
+def test_without_the_targets_word_sessions_of_the_other_router_would_be_ended_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The mutant: a target that takes every suspected session."""
+    monkeypatch.setattr(Arbiter, "_tries", lambda _: False)
+    with pytest.raises(PoisonRequestError):
+        test_the_poison_of_one_router_ends_no_session_of_another((16, 16))
 
 
 def test_poison_that_gets_on_a_little_with_each_target_is_ended_too() -> None:

@@ -100,6 +100,7 @@ def opens(draw):
         draw(tokens),
         draw(st.text(max_size=9)),
         draw(st.sampled_from(["", TRACEPARENT])),
+        draw(probs),
     )
 
 
@@ -131,7 +132,7 @@ trees = st.builds(
     st.booleans(),
     st.floats(0, MAX_STEP_S),
 )
-failures = st.builds(SessionFailed, ids, uint64, st.text(max_size=20))
+failures = st.builds(SessionFailed, ids, uint64, st.text(max_size=20), st.booleans(), st.booleans())
 in_flights = st.builds(InFlight, ids, uint64, uint31, tokens)
 commits = st.builds(Commit, ids, uint64, uint31, tokens, tokens)
 echoes = st.builds(Echo, uint64)

@@ -197,6 +197,31 @@ def test_sessions_beyond_the_limit_wait_their_turn() -> None:
     assert {k: len(tokens_of(v)) for k, v in outcomes.items()} == {f"s{i}": 4 for i in range(5)}
 
 
+def test_one_session_that_targets_were_lost_under_is_served_at_a_time() -> None:
+    """Until its next token or its time. Sessions without losses are served beside it."""
+    direct = Direct()
+    names = iter(f"s{i}" for i in range(9))
+
+    def offer(suspected_s: float) -> SessionFailed | None:
+        direct.sent.clear()
+        direct.engine.receive([replace(message(next(names), plain(greedy(8))), suspected_s=suspected_s)])
+        return next((m for m in direct.sent if isinstance(m, SessionFailed)), None)
+
+    assert offer(10.0) is None
+    failed = offer(10.0)
+    assert failed is not None
+    assert (failed.turned_away, failed.request_at_fault, failed.session_id) == (True, False, "s1")
+    assert offer(0.0) is None
+    direct.clock.now += 10.0
+    assert offer(5.0) is None, "its time is over"
+    assert offer(5.0) is not None
+    direct.engine.step()
+    assert offer(5.0) is None, "it has decided a token"
+    assert offer(5.0) is not None
+    direct.engine.receive([CloseSession("s5", 1)])
+    assert offer(5.0) is None, "it has ended"
+
+
 @pytest.mark.parametrize("holds", [True, False])
 def test_outcomes_may_leave_as_the_next_forward_begins(holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In their order; the last ones when there is nothing to do, or at the end."""

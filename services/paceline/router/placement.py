@@ -19,6 +19,8 @@ from paceline.types import PAGE_SIZE, ReplicaStatus
 _REMEMBERED_PIECES = 65536
 _UPGRADE_S = 10.0
 """Wait before a request is sent again that only newer targets can serve."""
+_TRIED_ELSEWHERE_S = 0.5
+"""Wait before a suspected session is offered again to a target that has turned one away."""
 _MORE_LOAD = 2
 """Sessions that a replica may have beyond the least loaded one and still be chosen for what it saves."""
 
@@ -93,6 +95,7 @@ class Placement:
         self.targets, self.drafts = targets, drafts
         self._router_id, self._trial_s, self._clock = router_id, trial_s, clock
         self._on_trial: dict[TargetLink, ActiveRequest] = {}  # the session that each target tries
+        self._tried_elsewhere: dict[TargetLink, float] = {}  # until when a target is taken to try another router's
         self._prefixes = PrefixIndex()
         self._demand: Lease | None = None  # wakes a target pool that is scaled to zero
 
@@ -108,7 +111,7 @@ class Placement:
 
         For an orphaned session while other routers hold every place, and would take each that becomes free: a target
         at which it is the next in line. A session under which its last target was lost is on trial: a target has at
-        most one such session of this router at a time, so that one that is at fault is known, and ends no other.
+        most one such session at a time, so that one that is at fault is known, and ends no other.
         Targets of an older Paceline are given no session that asks for what they do not know.
         """
         token_ids, salt = active.token_ids, active.request.cache_salt
@@ -134,13 +137,24 @@ class Placement:
         return [link for link in self.targets.open_links() if link.protocol < needed]
 
     def _trying(self) -> list[TargetLink]:
-        """Targets that one of this router's sessions is on trial at."""
+        """Targets that a session is on trial at."""
         now = self._clock()
-        return [
+        ours = [
             link
             for link, active in self._on_trial.items()
             if active.losses.on_trial(active.session.context_len, now, self._trial_s)
         ]
+        return ours + [link for link, until in self._tried_elsewhere.items() if now < until]
+
+    def suspected_s(self, active: ActiveRequest) -> float:
+        """Seconds for which a session that is opened on a target now is suspected; 0: it is not."""
+        return self._trial_s if _suspected(active) else 0.0
+
+    def turned_away(self, active: ActiveRequest) -> None:
+        """Records that a target tries another router's session, and has not taken this one."""
+        if active.target is not None:
+            self._tried_elsewhere[active.target] = self._clock() + _TRIED_ELSEWHERE_S
+        self.release_target(active)
 
     def num_free(self) -> int:
         """Number of places at targets."""
@@ -196,7 +210,8 @@ class Placement:
         active.draft = active.draft_lease = None
 
     def forget_prefixes(self, link: TargetLink) -> None:
-        """Forgets what a target had cached: it is gone, or was restarted."""
+        """Forgets what a target had cached and tried: it is gone, or was restarted."""
+        self._tried_elsewhere.pop(link, None)
         self._prefixes.forget(link.member.replica_id)
 
     def demand_target(self, waiting: bool) -> None:

@@ -25,6 +25,8 @@ class Outbox:
     """Sessions whose requests are at fault, with the reason."""
     target_failed: dict[str, str] = field(default_factory=dict)
     """Sessions that cannot go on at their target, with the reason: re-open each on another target or give it up."""
+    turned_away: set[str] = field(default_factory=set)
+    """Sessions that their target does not take now: re-open each elsewhere, or later."""
     draft_wanted: list[Session] = field(default_factory=list)
     """Sessions that have no draft and can use one: call ``on_draft_up`` where there is one."""
     wish: SpeculationWanted | None = None
@@ -49,7 +51,7 @@ class Relay:
         for message in messages:
             session_id = message.session_id
             session = sessions.get(session_id)
-            if session is None or session_id in failed:
+            if session is None or session_id in failed or session_id in outbox.turned_away:
                 outbox.num_dropped += 1
                 continue
             touched[session_id] = session
@@ -60,6 +62,9 @@ class Relay:
                 outbox.refused[session_id], actions.refused = actions.refused, None
             if actions.target_failed is not None:
                 failed[session_id], actions.target_failed = actions.target_failed, None
+            if actions.turned_away:
+                outbox.turned_away.add(session_id)
+                actions.turned_away = False
             if not session.draft_available:
                 drafts_missing = True
         if drafts_missing:
@@ -93,5 +98,6 @@ def _note_drafts_wanted(outbox: Outbox) -> None:
             and session.wants_draft
             and session_id not in outbox.target_failed
             and session_id not in outbox.refused
+            and session_id not in outbox.turned_away
         ):
             outbox.draft_wanted.append(session)

@@ -367,7 +367,7 @@ class Router:
             active.spans.moved(reason, link.member.replica_id)
         extra = {"request_id": active.request.request_id}
         log.info("session continues on target %s (%s)", link.member.replica_id, reason, extra=extra)
-        self._apply(active, session.reopen_target())
+        self._apply(active, session.reopen_target(suspected_s=self._placement.suspected_s(active)))
         return True
 
     def _give_drafts(self) -> None:
@@ -435,6 +435,9 @@ class Router:
             self._fail(active, poisonous(active.losses, reason))
             return
         self._placement.release_target(active)
+        self._orphan(active)
+
+    def _orphan(self, active: ActiveRequest) -> None:
         if active not in self._orphaned:
             self._orphaned.append(active)
             active.orphaned_since = self._clock()
@@ -503,6 +506,9 @@ class Router:
             self._lose(active, reason)
             if not active.done:
                 self._migrate(active, "session_failed")
+        for session_id in outbox.turned_away:
+            self._placement.turned_away(self._by_session[session_id])
+            self._orphan(self._by_session[session_id])
         if self._orphaned:  # one may have waited for another's trial
             self._place_orphans()
         for session in outbox.draft_wanted:

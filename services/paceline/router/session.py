@@ -112,6 +112,8 @@ class Actions:
     result: Result | None = None
     target_failed: str | None = None
     """Reason why the target cannot go on with the session, if so: call ``reopen_target`` or give up."""
+    turned_away: bool = False
+    """The target serves another suspected session: call ``reopen_target`` elsewhere, or later."""
     refused: str | None = None
     """Reason why no target can go on with the session, if so: the request is at fault."""
     commits: dict[str, int] = field(default_factory=dict)
@@ -338,6 +340,8 @@ class Session:
             self.relay_stats.stale += 1
         elif isinstance(event, SessionFailed) and event.request_at_fault:
             actions.refused = event.message
+        elif isinstance(event, SessionFailed) and event.turned_away:
+            actions.turned_away = True
         elif isinstance(event, SessionFailed):
             self._lose_target(actions, event.message)
         elif isinstance(event, SpeculationWanted):
@@ -471,8 +475,10 @@ class Session:
             self._leave_draft(actions)
         return actions
 
-    def reopen_target(self) -> Actions:
+    def reopen_target(self, *, suspected_s: float = 0.0) -> Actions:
         """Continues on another (or restarted) target, from the token history, under a new epoch.
+
+        ``suspected_s``: that of the opening (``OpenSession``), if targets were lost under the session.
 
         Outcomes that the old target still sends are stale from here on, so nothing is lost or emitted twice. The
         session stays at its draft and is re-opened there; the preference of the old target's controller is forgotten.
@@ -488,7 +494,7 @@ class Session:
             actions.to_draft.append(self._open_message())
         self._target_epoch = self._draft_epoch = self._epoch
         self._relayed = False
-        actions.to_target.append(self._open_message())
+        actions.to_target.append(replace(self._open_message(), suspected_s=suspected_s))
         if self.speculates and not self.draft_available:
             self._tell_no_draft(actions)
         return actions

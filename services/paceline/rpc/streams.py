@@ -247,6 +247,7 @@ def _write_open(message: OpenSession, proto: types_pb2.OpenSession) -> None:
     proto.cache_salt = message.cache_salt
     if message.traceparent:
         proto.traceparent = message.traceparent
+    proto.suspected_s = message.suspected_s
 
 
 def _read_open_at_target(proto: types_pb2.OpenSession) -> OpenSession | SessionFailed | None:
@@ -279,6 +280,7 @@ def _read_open(proto: types_pb2.OpenSession) -> OpenSession | SessionFailed | No
         eos_token_ids=tuple(proto.eos_token_ids[:]),
         cache_salt=proto.cache_salt,
         traceparent=proto.traceparent,
+        suspected_s=proto.suspected_s,
     )
 
 
@@ -287,12 +289,13 @@ def _write_failed(message: SessionFailed, proto: types_pb2.SessionFailed) -> Non
     # The text may quote anything; what UTF-8 cannot carry becomes a question mark.
     proto.message = message.message.encode("utf-8", "replace").decode()
     proto.request_at_fault = message.request_at_fault
+    proto.turned_away = message.turned_away
 
 
 def _read_failed(proto: types_pb2.SessionFailed) -> SessionFailed | None:
     if not proto.session_id:
         return None
-    return SessionFailed(proto.session_id, proto.epoch, proto.message, proto.request_at_fault)
+    return SessionFailed(proto.session_id, proto.epoch, proto.message, proto.request_at_fault, proto.turned_away)
 
 
 # -- several messages of one kind, in columns: _write_* fills them in place, _read_* returns the valid messages and the

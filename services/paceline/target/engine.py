@@ -362,6 +362,10 @@ class TargetEngine:
         generation = self.runners.generation if old is None else old.generation
         if old is not None:
             self._close(old)
+        if message.suspected_s > 0 and any(s.suspected_until > self._clock() for s in self._sessions.values()):
+            reason = "a session that targets were lost under is served: another one has to wait"
+            self._send([SessionFailed(message.session_id, message.epoch, reason, turned_away=True)])
+            return []
         form, output = message.sampling.structured_output, message.token_ids[message.num_prompt_tokens :]
         try:
             device = self.runner.cache.keys[0].device

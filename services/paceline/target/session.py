@@ -97,6 +97,7 @@ class TargetSession:
         "scored_top",
         "session_id",
         "stop_ids",
+        "suspected_until",
         "tokens",
         "tree",
         "unheard_rounds",
@@ -133,6 +134,8 @@ class TargetSession:
         sampling, speculation = message.sampling, message.speculation
         self.session_id = message.session_id
         self.epoch = message.epoch
+        self.suspected_until = now + message.suspected_s
+        """Other targets were lost under it if this is in the future: until then no second such session is taken."""
         self.tokens = list(message.token_ids)
         self.num_prompt_tokens = message.num_prompt_tokens
         self.max_tokens = min(message.num_prompt_tokens + sampling.max_tokens, max_len)
@@ -275,6 +278,7 @@ class TargetSession:
 
     def commit_outcome(self, token_ids: tuple[int, ...], now: float) -> None:
         """Extends the context by the tokens that the target decided."""
+        self.suspected_until = now
         self.tokens.extend(token_ids)
         self.sampler.append(token_ids)
         self._outcome = token_ids

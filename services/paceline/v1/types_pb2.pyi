@@ -774,6 +774,7 @@ class OpenSession(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    SUSPECTED_S_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     epoch: _builtins.int
     num_prompt_tokens: _builtins.int
@@ -786,6 +787,10 @@ class OpenSession(_message.Message):
     """Sessions of different salts share nothing."""
     traceparent: _builtins.str
     """Of the request's span, as W3C's header of this name, if the request is traced: spans of the replica are below it."""
+    suspected_s: _builtins.float
+    """To a target, if targets were lost under the session: seconds for which it is suspected, or until its next token. A
+    target takes one suspected session at a time, so that one that is at fault is known.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The context: the prompt, and when re-opened what has been emitted since. At least one token."""
@@ -811,10 +816,11 @@ class OpenSession(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         cache_salt: _builtins.str = ...,
         traceparent: _builtins.str | None = ...,
+        suspected_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent", "sampling", b"sampling", "speculation", b"speculation", "traceparent", b"traceparent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "speculation", b"speculation", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "speculation", b"speculation", "suspected_s", b"suspected_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__traceparent: _TypeAlias = _typing.Literal["traceparent"]  # noqa: Y015
     _WhichOneofArgType__traceparent: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent"]  # noqa: Y015
@@ -878,11 +884,14 @@ class SessionFailed(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     REQUEST_AT_FAULT_FIELD_NUMBER: _builtins.int
+    TURNED_AWAY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     epoch: _builtins.int
     message: _builtins.str
     request_at_fault: _builtins.bool
     """No other replica could go on with it either: the request is to be refused."""
+    turned_away: _builtins.bool
+    """The session is suspected, and so is another that the target serves: open it elsewhere, or later."""
     def __init__(
         self,
         *,
@@ -890,10 +899,11 @@ class SessionFailed(_message.Message):
         epoch: _builtins.int = ...,
         message: _builtins.str = ...,
         request_at_fault: _builtins.bool = ...,
+        turned_away: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "message", b"message", "request_at_fault", b"request_at_fault", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "message", b"message", "request_at_fault", b"request_at_fault", "session_id", b"session_id", "turned_away", b"turned_away"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
