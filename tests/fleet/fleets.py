@@ -19,6 +19,8 @@ def fleet(**changes):
         "routers": 1,
         "sessions": 8,
         "queued": 0,
+        "opened": 0.0,
+        "refused": 0.0,
         "cpu": 0.1,
         "speculating": 8,
         "drafting": 8,

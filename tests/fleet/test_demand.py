@@ -90,11 +90,74 @@ def test_bursts_that_are_shorter_than_the_delay_count_together():
     assert [demand.replicas for demand in alone] == pytest.approx([0.5] * 4)
 
 
-def test_a_single_burst_is_forgotten_after_the_window():
-    pool, policy = TargetDemand(10), TargetPolicy(burst_window_s=240)
-    bursts(pool, policy, minutes=2)
-    assert pool.see(fleet(sessions=4), policy, 15.0, 150.0).replicas == pytest.approx(3.0)
-    assert pool.see(fleet(sessions=4), policy, 15.0, 400.0).replicas == pytest.approx(0.5)
+def test_bursts_are_forgotten_after_the_window():
+    """By default it is twice ``downscale_delay_s``."""
+    for policy, window_s in ((TargetPolicy(burst_window_s=240), 240.0), (TargetPolicy(), 100.0)):
+        pool = TargetDemand(10)
+        bursts(pool, policy, minutes=2)
+        late = 9.0 + window_s  # the first burst ended after 9 s, the second one after 69 s
+        assert pool.see(fleet(sessions=4), policy, 15.0, late - 10, down_delay_s=50.0).replicas == pytest.approx(3.0)
+        assert pool.see(fleet(sessions=4), policy, 15.0, late + 1, down_delay_s=50.0).replicas == pytest.approx(0.5)
+
+
+def test_one_wait_holds_nothing_however_long_it_is():
+    """The mutant: every look at which requests waited counts."""
+    pool, policy = TargetDemand(10), TargetPolicy(burst_window_s=600)
+    for second in range(80):
+        waits = second < 60 and second % 5 != 4  # places become free, and are taken again
+        demand = pool.see(fleet(sessions=24, queued=4 * waits), policy, 15.0, float(second))
+    assert demand.replicas == pytest.approx(3.0)
+    assert pool.see(fleet(sessions=4), policy, 15.0, 81.0).replicas == pytest.approx(0.5)
+
+
+def looks(pool, seconds, *, start=0, wanted=None, queued=0, **rates):
+    """Looks at ten running sessions and a growing queue, one a second. Returns the last demand."""
+    growth = rates.pop("growth", 0)
+    for second in range(start, start + seconds):
+        look = fleet(
+            sessions=10 + queued + growth * (second - start), queued=queued + growth * (second - start), **rates
+        )
+        demand = pool.see(look, TargetPolicy(occupancy=1.0), 15.0, float(second), wanted=wanted)
+    return demand
+
+
+def test_a_queue_asks_for_the_targets_that_its_arrivals_need_and_not_for_one_of_each_request():
+    """Sessions of 10 s, 4 of which come in a second while one target of ten places serves one: 40 at once.
+
+    The mutants: demand by sessions; arrivals without those that are still in the queue; durations with the wait.
+    """
+    pool = TargetDemand(10)
+    assert looks(pool, 120, opened=1.0).replicas == pytest.approx(1.0, abs=0.2)
+    demand = looks(pool, 120, start=120, opened=1.0, growth=3)
+    assert 3.0 < demand.replicas - 0.1 * 357 * 10 / 300 < 4.0  # two standard errors below 4, and 357 within 300 s
+    assert demand.reason.startswith("367 sessions, 357 of them waiting, 3.")
+    assert "of 10" in demand.reason
+
+
+def test_refused_requests_are_arrivals():
+    pool = TargetDemand(10)
+    looks(pool, 120, opened=1.0)
+    demand = looks(pool, 120, start=120, opened=1.0, queued=16, refused=3.0)
+    assert 3.0 < demand.replicas - 0.1 * 16 * 10 / 300 < 4.0
+
+
+def test_a_pool_that_serves_its_queue_is_not_short_of_targets():
+    pool = TargetDemand(10)
+    looks(pool, 300, opened=1.0)
+    catching_up = fleet(sessions=40, queued=15, opened=2.5, targets=2)
+    demand = pool.see(catching_up, TargetPolicy(occupancy=1.0), 15.0, 300.0)
+    assert demand.replicas == pytest.approx(2.0 + 15 * 10 / 300 / 10, abs=0.1), "25 run, of which 20 fill two well"
+
+
+def test_while_targets_start_and_no_duration_is_known_the_queue_asks_for_no_more():
+    look = fleet(sessions=64, queued=44, targets=2)
+    pool = TargetDemand(10)
+    assert pool.see(look, TargetPolicy(), 15.0, 0.0, wanted=2).replicas == pytest.approx(8.0)
+    demand = pool.see(look, TargetPolicy(), 15.0, 1.0, wanted=4)
+    assert demand.replicas == pytest.approx(4.0)
+    assert demand.reason.endswith("; 2 are starting")
+    full = fleet(sessions=80, queued=40, targets=2)
+    assert pool.see(full, TargetPolicy(), 15.0, 2.0, wanted=4).replicas == pytest.approx(5.0), "40 run"
 
 
 def test_first_tokens_of_an_idle_pool_are_late_for_another_reason():

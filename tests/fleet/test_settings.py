@@ -115,6 +115,8 @@ REFUSED = [
     ("draft", {"policy": {"occupancy": 0.5}}, "policy.occupancy is 0.5, but there is no such key"),
     ("draft", {"policy": {"late": 1.0}}, "policy.late is 1.0: it must be at least 0 and less than 1"),
     ("draft", {"policy": {"drafts_per_target": 0.0}}, "is 0: it must be more than 0, auto or null"),
+    ("target", {"policy": {"burst_window_s": 0.5}}, "burst_window_s is 0.5: 1 to 86400, auto or null are allowed"),
+    ("target", {"policy": {"queue_drain_s": 0}}, "queue_drain_s is 0"),
     ("draft", {"policy": {"probe_s": 400.0}}, "policy.probe_interval_s is 300: it must be at least probe_s, 400"),
     ("target", {"policy": {"max_step_up": 1.0}}, "policy.max_step_up is 1.0: it must be more than 1"),
     ("target", {"policy": {"hysteresis": 0.0}}, "policy.hysteresis is 0.0: it must be at least 0.05 and at most 0.9"),

@@ -25,6 +25,21 @@ def test_a_look_at_the_service():
     assert (look.late, look.ttft_s, look.times) == (None, None, None)  # nothing was drafted
 
 
+def test_requests_that_come_and_those_that_are_refused_for_the_first_time():
+    service = Service()
+    service.seconds(2)
+    for second in range(6):
+        for _ in range(4):
+            service.router.router.admitted(0.1)
+        for _ in range(3):
+            service.router.router.rejected("queue_full")
+        service.router.router.rejected("another reason")
+        count(service.router, returned=2.0 if second else 0.0)
+        service.second()
+    assert service.fleet.opened == pytest.approx(4.0)
+    assert service.fleet.refused == pytest.approx(1.0), "three, two of which had been told to come now"
+
+
 def test_rounds_first_tokens_and_the_times_of_steps():
     service = Service()
     service.second(sessions=4)

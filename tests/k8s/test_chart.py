@@ -81,6 +81,22 @@ def test_choices_that_exclude_each_other_are_refused():
         generate.template("gateway.enabled=true", "upgrade.incremental=true")
     with pytest.raises(ValueError, match="a job fills a volume"):
         generate.template(*GPU, "models.fill.from=hub", "models.from=download")
+    with pytest.raises(ValueError, match=r"target\.deployment\.autoscaling_config is set: with externalScaler"):
+        generate.template("externalScaler=true")
+
+
+def test_sizes_may_come_from_outside():
+    from ray.serve.schema import ServeDeploySchema  # not before the warnings of its models are ignored
+
+    pools = [
+        f"{pool}.deployment.{value}"
+        for pool in ("target", "draft")
+        for value in ("autoscaling_config=null", "num_replicas=2")
+    ]
+    service = service_of(render("externalScaler=true", *pools))
+    (application,) = ServeDeploySchema.model_validate(serve_config_of(service)).applications
+    assert application.external_scaler_enabled
+    assert args_of(service).scaling()["pools"] == {}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +121,7 @@ def test_one_value_moves_every_time_that_depends_on_it():
     spec = groups_of(service)["target"]["template"]["spec"]
     command = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     args = args_of(service)
-    assert args.router_config.request_timeout_s == 600
+    assert (args.router_config.request_timeout_s, args.router_config.cold_start_timeout_s) == (600, 300)
     assert args.target_config.deployment_config.graceful_shutdown_timeout_s == 630
     assert command[3:] == ["--graceful-s", "630", "--cold-start-s", "300"]
     assert service["spec"]["rayClusterDeletionDelaySeconds"] == 930 < spec["terminationGracePeriodSeconds"]

@@ -61,6 +61,9 @@ BASES = {
     "an incremental upgrade": {"upgrade": {"incremental": True}},
     "downloads": {"models": {"from": "download"}},
     "claimed GPUs": {"target": CLAIMED, "draft": CLAIMED},
+    "sizes from outside": {
+        pool: {"deployment": {"autoscaling_config": None, "num_replicas": 1}} for pool in ("target", "draft")
+    },
     "Cloud Storage": {"models": {"fill": {"from": "gs", "address": "gs://models"}}},
 }
 """What else is chosen where a value is looked at: the first in which it matters."""

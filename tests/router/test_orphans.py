@@ -15,6 +15,7 @@ from tests.router.world import World, expected, request, result_of, without_sock
 from paceline.errors import DeadlineExceededError, EngineError, ResourceExhaustedError
 from paceline.router import link as link_module
 from paceline.router import router as router_module
+from paceline.router.pool import StaticPool
 from paceline.router.router import Router
 from paceline.types import FinishReason
 
@@ -117,6 +118,39 @@ def test_only_time_without_any_target_counts() -> None:
             for task in [*tasks, waiting]:
                 with pytest.raises(EngineError, match="no target replica was up for 1 s"):
                     task.result()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("wakes", [True, False])
+def test_requests_wait_for_the_first_target_of_a_pool_that_was_scaled_to_zero(wakes: bool) -> None:
+    """A pool of at least one target has lost its last: there a request fails after ``recovery_timeout_s``."""
+
+    async def test() -> None:
+        world = World(1)
+        async with world.router(recovery_timeout_s=1.0, cold_start_timeout_s=60.0) as router:
+            pool = router._targets.pool
+            assert isinstance(pool, StaticPool)
+            pool.wakes = wakes
+            world.targets[0].die("scaled to zero")
+            pool.set_members([])
+            assert router.ready == wakes
+            assert bool(router.trouble) != wakes
+            waiting = asyncio.create_task(result_of(router, request("q", 9)))
+            for _ in range(30):  # one and a half seconds
+                await world.turn()
+            if not wakes:
+                with pytest.raises(EngineError, match="no target replica was up for 1 s"):
+                    waiting.result()
+                return
+            assert not waiting.done()
+            world.clock.now += 57
+            await world.turn()
+            assert not waiting.done()
+            world.clock.now += 2
+            await world.turn()
+            with pytest.raises(EngineError, match="no target replica was up for 60 s"):
+                waiting.result()
 
     asyncio.run(test())
 

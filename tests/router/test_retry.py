@@ -128,6 +128,14 @@ def test_hints_lie_within_their_bounds_and_differ() -> None:
     assert len(set(given)) == 100, "those who are told the longest do not come together either"
 
 
+def test_those_who_should_have_come_again_are_counted_once() -> None:
+    hints = RetryHints(random.Random(1))
+    told = sorted(hints.refused(10.0, 4) for _ in range(8))
+    assert hints.num_returned(10.0) == 0
+    assert hints.num_returned(10.0 + told[3] + 1e-6) in range(2, 6), "the hint differs from its slot by half a spacing"
+    assert hints.num_returned(1000.0) == 8
+
+
 def test_only_places_that_become_free_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router that refuses a thousand requests a second says the same as one that refuses ten."""
     without_sockets(monkeypatch)

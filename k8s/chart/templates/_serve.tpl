@@ -41,7 +41,7 @@ deployment_config: {{- include "paceline.deployment" . | nindent 2 }}
 {{- $draft = include "paceline.engine" (dict "root" . "name" "draft" "pool" $v.draft "engine" $v.draft.engine "gpu" $gpu) | fromYaml }}
 {{- $_ := set $draft "kind" "model" }}
 {{- end }}
-{{- $router := dict "max_queued_requests" $v.router.maxQueuedRequests "request_timeout_s" $v.longestSessionSeconds }}
+{{- $router := dict "max_queued_requests" $v.router.maxQueuedRequests "request_timeout_s" $v.longestSessionSeconds "cold_start_timeout_s" $v.coldStartSeconds }}
 {{- $_ := set $router "deployment_config" (include "paceline.deployment" (dict "root" . "name" "router" "pool" $v.router "gpu" false) | fromYaml) }}
 {{- $server := dict "host" "0.0.0.0" "grpc_port" 9000 "http_port" 8000 }}
 {{- $args := dict "target_config" $target "router_config" $router "server" $server "log" (dict "level" "INFO" "json" true) }}
@@ -72,5 +72,13 @@ applications:
   - name: paceline
     route_prefix: /
     import_path: paceline.app:build
+{{- if .Values.externalScaler }}
+{{- range $name := list "target" "draft" "router" }}
+{{- if (index $.Values $name).deployment.autoscaling_config }}
+{{- fail (printf "%s.deployment.autoscaling_config is set: with externalScaler it must be null, and num_replicas be given" $name) }}
+{{- end }}
+{{- end }}
+    external_scaler_enabled: true
+{{- end }}
     args: {{- include "paceline.args" . | nindent 6 }}
 {{- end }}

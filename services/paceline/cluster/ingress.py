@@ -91,7 +91,7 @@ class Ingress(PublicMethods):
             tool_parser=server.tool_call_parser,
             reasoning_parser=server.reasoning_parser,
         )
-        self._pools = [ServePool("target", targets)]
+        self._pools = [ServePool("target", targets, wakes=config.target_config.deployment_config.least_replicas == 0)]
         if drafts is not None:
             self._pools.append(ServePool("draft", drafts))
         registry = Registry(self._replica_id, mirror=True)
@@ -294,6 +294,7 @@ class Ingress(PublicMethods):
                 "leases": float(sum(pool.num_leases for pool in self._pools)),
                 "asyncio_tasks": float(len(asyncio.all_tasks())),
                 "cpu_s": time.process_time(),
+                "returned": float(self._router.num_returned),
             },
         )
         self._decided = await self._monitor.push.remote(self._reporter.report(status, self._router.view()))

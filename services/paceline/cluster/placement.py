@@ -107,12 +107,15 @@ def members_of(replicas: Sequence[RunningReplica]) -> Mapping[str, Member]:
 class ServePool:
     """The replicas of one Serve deployment, for one router core. A Pool; lives on one event loop."""
 
-    def __init__(self, name: str, handle: DeploymentHandle, registry: Registry = REGISTRY) -> None:
+    def __init__(
+        self, name: str, handle: DeploymentHandle, registry: Registry = REGISTRY, *, wakes: bool = False
+    ) -> None:
         """Must be called on the event loop. The deployment's request router has to be PoolRequestRouter.
 
-        ``handle``'s replicas have a method ``lease(session_id)`` that yields until it is cancelled.
+        ``handle``'s replicas have a method ``lease(session_id)`` that yields until it is cancelled. ``wakes``: whether
+        the deployment may have no replica, and starts one for a lease that waits.
         """
-        self.name = name
+        self.name, self.wakes = name, wakes
         self._loop = asyncio.get_running_loop()
         self._watchers: list[Callable[[], None]] = []
         self._leases: set[_ServeLease] = set()

@@ -80,6 +80,11 @@ class DeploymentConfig(Strict):
         return self.num_replicas if isinstance(self.num_replicas, int) else 1
 
     @property
+    def least_replicas(self) -> int:
+        """Replicas at least."""
+        return self.first_replicas if self.autoscaling_config is None else self.autoscaling_config.bounds[0]
+
+    @property
     def most_replicas(self) -> int:
         """Replicas at most."""
         scaling = self.autoscaling_config

@@ -46,9 +46,18 @@ class TargetPolicy(ScalingPolicy):
     itl_s: float | None = Field(default=None, gt=0)
     """Seconds within which nine of ten further rounds of a session should come (inter-token latency; a round brings
     one token or more). None: no goal."""
-    burst_window_s: float | None = Field(default=600.0, ge=60, le=86400)
-    """Bursts that are shorter than ``upscale_delay_s`` count together: if requests waited for that long in all within
-    this many seconds, the load of those moments is what the pool is sized for. None: each burst counts by itself."""
+    queue_drain_s: float = Field(default=300.0, ge=1, le=86400)
+    """Seconds within which waiting requests should get a place: fewer ask for more targets than arrivals do."""
+    burst_window_s: float | Literal["auto"] | None = "auto"
+    """Bursts that are shorter than ``upscale_delay_s`` count together: if requests waited for that long in all, in at
+    least two bursts within this many seconds, from 1 to 86400, the load of those moments is what the pool is sized
+    for. ``auto``: twice ``downscale_delay_s``. None: each burst counts by itself."""
+
+    @model_validator(mode="after")
+    def _window(self) -> Self:
+        if isinstance(self.burst_window_s, float) and not 1 <= self.burst_window_s <= 86400:
+            raise Fault("burst_window_s", f"is {self.burst_window_s:g}: 1 to 86400, auto or null are allowed")
+        return self
 
 
 class DraftPolicy(ScalingPolicy):

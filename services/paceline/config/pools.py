@@ -269,6 +269,9 @@ class RouterConfig(Strict):
     recovery_timeout_s: float = Field(default=30.0, gt=0)
     """Longest time without any target, after which orphaned sessions and queued requests end with UNAVAILABLE. While a
     target is up, only full, they wait for room."""
+    cold_start_timeout_s: float = Field(default=900.0, gt=0)
+    """Longest time that queued requests wait for the first target of a pool that is scaled to zero (``min_replicas``
+    0), instead of ``recovery_timeout_s``: a machine, an image and a model."""
     draft_timeout_s: float = Field(default=1.0, gt=0)
     """Silence after which a draft counts as hung: sessions go on by plain decoding."""
     target_timeout_s: float = Field(default=5.0, gt=0)

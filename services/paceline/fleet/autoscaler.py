@@ -140,7 +140,10 @@ class Autoscaler:
 
     def _demand(self, pool: _Pool, fleet: Fleet, now: float) -> Demand:
         if isinstance(pool.policy, TargetPolicy):
-            return self._targets.see(fleet, pool.policy, pool.scaler.pace.up_delay_s, now)
+            pace, wanted = pool.scaler.pace, pool.scaler.wanted
+            return self._targets.see(
+                fleet, pool.policy, pace.up_delay_s, now, down_delay_s=pace.down_delay_s, wanted=wanted
+            )
         if isinstance(pool.policy, DraftPolicy):
             return self._drafts.see(fleet, pool.policy, pool.scaler.pace.zero_delay_s, now)
         assert isinstance(pool.policy, RouterPolicy)

@@ -13,13 +13,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from paceline.config import DraftPolicy, RouterPolicy, TargetPolicy
+from paceline.config import DOWNSCALE_DELAY_S, DraftPolicy, RouterPolicy, TargetPolicy
 from paceline.fleet.scaler import Demand
 from paceline.fleet.signals import Fleet, Times
 
 _RELAX_S = 600.0
 """Half-life of a goal that missed latency goals have lowered: it recovers half of the distance within this time."""
 _FEWER = 0.9
+_ARRIVALS_S, _DURATIONS_S = 30.0, 600.0
+"""Half-lives of what is counted of arrivals and of durations."""
+_LEAST_ENDED = 10.0
+"""Fewer ended sessions than these are too few for a mean duration."""
 _WANTS = 0.1
 """Drafts are scaled to zero below this share of speculating sessions; trials of the targets take at most 3 s of 64."""
 _LESS_LOAD = 0.5
@@ -34,49 +38,122 @@ def router_demand(fleet: Fleet, policy: RouterPolicy) -> Demand:
 
 
 @dataclass(slots=True)
+class Flow:
+    """Arrivals and durations of sessions: their product is the number of sessions that run at once, after a while.
+
+    All sums fade. A session that ends is one that was opened and runs no longer.
+    """
+
+    duration_s: float | None = None
+    """Mean duration of a session, without its wait. None: too few have ended."""
+    _arrived: float = 0.0
+    _arriving_s: float = 0.0
+    _ended: float = 0.0
+    _session_s: float = 0.0
+    _last: tuple[float, int] | None = None
+    """Sessions that ran and that waited at the last look."""
+
+    def see(self, fleet: Fleet, passed_s: float) -> None:
+        """Counts what has arrived and ended in the last ``passed_s`` seconds."""
+        running, queued = fleet.sessions - fleet.queued, fleet.queued
+        if self._last is not None and passed_s > 0:
+            opened = fleet.opened * passed_s
+            keep = 0.5 ** (passed_s / _ARRIVALS_S)
+            arrived = opened + queued - self._last[1] + fleet.refused * passed_s
+            self._arrived = max(0.0, keep * self._arrived + arrived)
+            self._arriving_s = keep * self._arriving_s + passed_s
+            keep = 0.5 ** (passed_s / _DURATIONS_S)
+            self._ended = max(0.0, keep * self._ended + opened + self._last[0] - running)
+            self._session_s = keep * self._session_s + running * passed_s
+            self.duration_s = self._session_s / self._ended if self._ended >= _LEAST_ENDED else None
+        self._last = running, queued
+
+    def needed(self, fleet: Fleet, places: float, drain_s: float) -> tuple[float, str]:
+        """Returns the sessions that should have a place, and why: those of the queue within ``drain_s`` seconds.
+
+        Arrivals are taken to be fewer than counted by two standard errors, so that noise alone adds nothing. A pool
+        that serves its queue runs more than arrive: beyond ``places``, which fill it well, that is no need.
+        """
+        waiting = f", {fleet.queued} of them waiting" if fleet.queued else ""
+        if self.duration_s is None:
+            return fleet.sessions, f"{fleet.sessions} sessions{waiting}"
+        rate = max(0.0, self._arrived - 2.0 * math.sqrt(self._arrived)) / max(self._arriving_s, 1e-9)
+        running, steady = float(fleet.sessions - fleet.queued), rate * self.duration_s
+        if fleet.queued:
+            running = min(running, places)
+        needed = max(running, steady) + fleet.queued * min(1.0, self.duration_s / drain_s)
+        return needed, f"{fleet.sessions} sessions{waiting}, {rate:.3g} of {self.duration_s:.3g} s arrive in a second"
+
+
+@dataclass(slots=True)
 class TargetDemand:
-    """Demand for targets by sessions or KV pages. Missed latency goals lower the sessions that fill a target."""
+    """Demand for targets by sessions or KV pages. Missed latency goals lower the sessions that fill a target.
+
+    While requests wait, the number of sessions only grows until further targets have started. So what is needed then
+    are the sessions that the present arrivals lead to (``Flow``), and those that serve the queue in time.
+    """
 
     max_sessions: int
     """Sessions that a target serves concurrently."""
+    _flow: Flow = field(default_factory=Flow)
     _learned: float = math.inf
     _at: float | None = None
-    _bursts: deque[tuple[float, float, float]] = field(default_factory=deque)
-    """(time, seconds, demand) of the looks at which requests waited."""
+    _bursts: deque[tuple[float, float, float, int]] = field(default_factory=deque)
+    """(time, seconds, demand, number of the burst) of the looks at which requests waited."""
 
-    def see(self, fleet: Fleet, policy: TargetPolicy, up_delay_s: float, now: float) -> Demand:
-        """Returns the demand of this moment. ``up_delay_s``: seconds of waiting requests that ask for more targets."""
+    def see(
+        self,
+        fleet: Fleet,
+        policy: TargetPolicy,
+        up_delay_s: float,
+        now: float,
+        *,
+        down_delay_s: float = DOWNSCALE_DELAY_S,
+        wanted: int | None = None,
+    ) -> Demand:
+        """Returns the demand of this moment.
+
+        ``up_delay_s``: seconds of waiting requests that ask for more targets; ``wanted``: targets that were ordered.
+        """
         passed_s, self._at = 0.0 if self._at is None else now - self._at, now
         goal = policy.occupancy * self.max_sessions
         self._learn(fleet, policy, goal, passed_s)
+        self._flow.see(fleet, passed_s)
         each = min(goal, self._learned)
-        by_sessions, by_kv = fleet.sessions / each, fleet.kv / policy.kv_usage
-        if by_kv > by_sessions:
-            reason = f"KV pages of {fleet.kv:.1f} targets are in use"
-        else:
-            waiting = f", {fleet.queued} of them waiting" if fleet.queued else ""
-            late = f", fewer for {_goals(policy)}" if each < goal else ""
-            reason = f"{fleet.sessions} sessions{waiting}, {each:.1f} are enough for a target{late}"
-        demand = max(by_sessions, by_kv)
-        if (burst := self._burst(fleet, policy, up_delay_s, demand, passed_s)) is not None and burst > demand:
-            demand, reason = burst, f"requests wait again and again within {policy.burst_window_s:g} s; now {reason}"
+        needed, reason = self._flow.needed(fleet, each * fleet.targets, policy.queue_drain_s)
+        late = f", fewer for {_goals(policy)}" if each < goal else ""
+        reason = f"{reason}, {each:.1f} are enough for a target{late}"
+        demand, by_kv = needed / each, fleet.kv / policy.kv_usage
+        if self._flow.duration_s is None and wanted is not None and fleet.targets < wanted < demand:
+            demand = max(wanted, (fleet.sessions - fleet.queued) / each)  # what waits has been counted already
+            reason = f"{reason}; {wanted - fleet.targets} are starting"
+        if by_kv > demand:
+            demand, reason = by_kv, f"KV pages of {fleet.kv:.1f} targets are in use"
+        window_s = 2.0 * down_delay_s if policy.burst_window_s == "auto" else policy.burst_window_s or 0.0
+        if (burst := self._burst(fleet, window_s, up_delay_s, demand, passed_s)) is not None and burst > demand:
+            demand, reason = burst, f"requests wait again and again within {window_s:g} s; now {reason}"
         unheard = fleet.unheard["router"] + fleet.unheard["target"]
         return Demand(demand, reason, complete=not unheard)
 
-    def _burst(
-        self, fleet: Fleet, policy: TargetPolicy, up_delay_s: float, demand: float, passed_s: float
-    ) -> float | None:
-        """Returns the demand that was exceeded for ``up_delay_s`` in all, while requests waited; None: shorter."""
+    def _burst(self, fleet: Fleet, window_s: float, up_delay_s: float, demand: float, passed_s: float) -> float | None:
+        """Returns the demand that several bursts exceeded for ``up_delay_s`` in all; None: they were shorter.
+
+        Requests that wait less than ``up_delay_s`` after others belong to the same burst: one alone holds nothing.
+        """
         assert self._at is not None
+        looks = self._bursts
         if fleet.queued and passed_s > 0:
-            self._bursts.append((self._at, passed_s, demand))
-        while self._bursts and self._bursts[0][0] < self._at - (policy.burst_window_s or 0.0):
-            self._bursts.popleft()
+            burst = 0 if not looks else looks[-1][3] + (self._at - passed_s - looks[-1][0] >= up_delay_s)
+            looks.append((self._at, passed_s, demand, burst))
+        while looks and looks[0][0] < self._at - window_s:
+            looks.popleft()
+        if not looks or looks[0][3] == looks[-1][3]:
+            return None
         waited_s = 0.0
-        for _, seconds, burst in sorted(self._bursts, key=lambda look: -look[2]):
+        for _, seconds, most, _ in sorted(looks, key=lambda look: -look[2]):
             waited_s += seconds
             if waited_s >= up_delay_s:
-                return burst
+                return most
         return None
 
     def _learn(self, fleet: Fleet, policy: TargetPolicy, goal: float, passed_s: float) -> None:

@@ -52,6 +52,10 @@ class Fleet:
     sessions: int
     """Sessions of all routers, those that wait for a target included."""
     queued: int
+    opened: float
+    """Requests per second that left the queue for a target."""
+    refused: float
+    """Requests per second that found the queue full, less those that should come again now: each counts once."""
     cpu: float
     """CPU use of all routers, in cores."""
     speculating: int
@@ -183,11 +187,14 @@ class Signals:
         rounds = sum(ours.get(cause.value, 0.0) for cause in _ANSWERED)
         statuses = [s.report.status for s in routers]
         sessions, queued = sum(s.num_sessions for s in statuses), sum(s.num_waiting for s in statuses)
+        rates = [{name: value / seconds for name, value in grown.items()} for seconds, grown in _grown(routers)]
         return Fleet(
             routers=len(routers),
             sessions=sessions,
             queued=queued,
-            cpu=sum(g["cpu_s"] / seconds for seconds, g in _grown(routers) if "cpu_s" in g),
+            opened=sum(rate.get("opened", 0.0) for rate in rates),
+            refused=sum(rate.get("refused", 0.0) - rate.get("returned", 0.0) for rate in rates),
+            cpu=sum(rate.get("cpu_s", 0.0) for rate in rates),
             speculating=sum(view.speculating for view in views),
             drafting=sum(view.drafting for view in views),
             targets=len(targets),
@@ -286,7 +293,7 @@ def _percentile_s(ours: Mapping[str, float], metric: Metric, least: int) -> floa
 _ENGINE_TOTALS = {
     "target": {"steps": "steps", "rows": "tokens_computed", "step_s": "step_s"},
     "draft": {"steps": "tree_steps", "rows": "leaves", "step_s": "step_s"},
-    "router": {"cpu_s": "cpu_s"},
+    "router": {"cpu_s": "cpu_s", "returned": "returned"},
 }
 _ROUTER_TOTALS = (
     ("proposals", catalogue.DRAFTS),
@@ -305,6 +312,9 @@ def _totals(report: Report) -> dict[str, float]:
         return totals
     for name, metric in _ROUTER_TOTALS:
         totals[name] = sum(value for value in samples.get(metric.name, {}).values() if isinstance(value, float))
+    refused = samples.get(catalogue.REJECTED.name, {}).get(("queue_full",))
+    totals["refused"] = refused if isinstance(refused, float) else 0.0
+    totals["opened"] = sum(v[-1] for v in samples.get(catalogue.QUEUE.name, {}).values() if isinstance(v, tuple))
     for labels, value in samples.get(catalogue.ROUNDS.name, {}).items():
         if len(labels) == 1 and isinstance(value, float):
             totals[labels[0]] = value

@@ -197,6 +197,11 @@ class Admission:
             retry_after_s=self._hints.refused(self._clock(), num_running),
         )
 
+    @property
+    def num_returned(self) -> int:
+        """Number of the refused requests that should have come again by now."""
+        return self._hints.num_returned(self._clock())
+
     def opened(self, active: ActiveRequest) -> float:
         """Records that a request is opened on its first target; returns how long it has waited, in seconds."""
         active.opened_s = now = self._clock()

@@ -33,6 +33,8 @@ class Pool(Protocol):
     """The replicas of one kind that take sessions."""
 
     name: str
+    wakes: bool
+    """True if the pool may be scaled to zero, and a session that waits for any replica has one started."""
 
     def members(self) -> Mapping[str, Member]:
         """Returns the replicas that take sessions now, by replica id."""
@@ -54,6 +56,8 @@ class _NoLease:
 
 class StaticPool:
     """A fixed set of replicas, or one that the owner changes by hand."""
+
+    wakes = False
 
     def __init__(self, name: str, members: Iterable[Member] = ()) -> None:
         self.name = name

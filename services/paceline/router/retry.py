@@ -38,6 +38,7 @@ class RetryHints:
         self._refused: deque[float] = deque(maxlen=_REMEMBERED)
         self._told: list[float] = []  # when those who were refused should come, ascending
         self._service_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._num_told = 0
         self._full_since = 0.0  # when the present crowd began
 
     def note_freed(self, now: float, service_s: float | None) -> None:
@@ -52,12 +53,17 @@ class RetryHints:
             self._full_since = now
         spacing_s = self._crowding(now) / self._rate(now, num_running)
         self._refused.append(now)
+        self._num_told += 1
         slot = max(now, self._told[-1] if self._told else now) + spacing_s
         if slot > now + MOST_S:
             slot, spacing_s = now + self._rng.uniform(MOST_S / 2, MOST_S), 0.0
         insort(self._told, slot)
         del self._told[:-_REMEMBERED]
         return min(max(slot - now + spacing_s * self._rng.uniform(-0.5, 0.5), LEAST_S), MOST_S)
+
+    def num_returned(self, now: float) -> int:
+        """Returns how many of the refused clients should have come again by now."""
+        return self._num_told - _since(self._told, now)
 
     def _start(self, now: float) -> float:
         return max(self._full_since, now - _RECENT_S)

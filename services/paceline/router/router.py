@@ -269,9 +269,19 @@ class Router:
         return len(self._queue)
 
     @property
+    def num_returned(self) -> int:
+        """Number of the refused requests that should have come again by now."""
+        return self._admission.num_returned
+
+    @property
     def ready(self) -> bool:
-        """True if a request would be served now."""
-        return bool(self._targets.open_links())
+        """True if a request would be served now, or once it has woken a pool that is scaled to zero."""
+        return bool(self._targets.open_links()) or self._asleep
+
+    @property
+    def _asleep(self) -> bool:
+        """True if there is no target, and a request that waits has one started."""
+        return self._targets.pool.wakes and not self._targets.pool.members()
 
     @property
     def trouble(self) -> str:
@@ -464,18 +474,19 @@ class Router:
         oldest = now - config.recovery_timeout_s
         if self._target_seen_s < oldest:
             for active in [active for active in self._orphaned if (active.orphaned_since or 0.0) < oldest]:
-                self._fail(active, EngineError(self._no_target("the target was lost and")))
-            for active in [active for active in self._queue if active.arrived_s < oldest]:
-                self._fail(active, EngineError(self._no_target("")))
+                self._fail(active, EngineError(self._no_target("the target was lost and", config.recovery_timeout_s)))
+            patience_s = config.cold_start_timeout_s if self._asleep else config.recovery_timeout_s
+            for active in [active for active in self._queue if active.arrived_s < now - patience_s]:
+                self._fail(active, EngineError(self._no_target("", patience_s)))
         if (limit_s := config.request_timeout_s) is not None:
             for active in [active for active in self._active.values() if active.arrived_s < now - limit_s]:
                 self._fail(active, DeadlineExceededError(f"the request took longer than {limit_s:g} s"))
         if self._orphaned or self._queue:
             self._reconcile()  # were an error to end one attempt, the next would be far away
 
-    def _no_target(self, what: str) -> str:
+    def _no_target(self, what: str, waited_s: float) -> str:
         reasons = "; ".join(f"{rid}: {link.reason}" for rid, link in self._targets.links.items() if not link.up)
-        waited = f"no target replica was up for {self._config.recovery_timeout_s:g} s"
+        waited = f"no target replica was up for {waited_s:g} s"
         return f"{what} {waited}".strip() + (f" ({reasons})" if reasons else "")
 
     def _fail(self, active: ActiveRequest, error: PacelineError) -> None:
