@@ -29,6 +29,7 @@ from grpc import aio
 
 from paceline.checkpoint.files import Checkpoint, embedded_paths
 from paceline.config import LocalConfig, RouterConfig, ServiceConfig, TargetModel, apply_worker_environment
+from paceline.config.memory import settle_front
 from paceline.metrics.registry import Registry
 from paceline.metrics.router import RouterMetrics
 from paceline.router.admission import TargetInfo
@@ -147,6 +148,7 @@ def _serve_router(pipe: Connection, address: str) -> None:
         await server.start()
         while not router.ready:
             await asyncio.sleep(0.05)
+        settle_front()  # as every front of a service
         pipe.send(f"127.0.0.1:{port}")
         await asyncio.to_thread(pipe.poll, None)
         await server.stop(None)

@@ -108,44 +108,44 @@ def tokens_of(row: np.ndarray) -> np.ndarray:
     return np.unpackbits(row, bitorder="little").nonzero()[0]
 
 
-def chosen(allowed: list[int], random: Random, pieces: Pieces, num_tokens: int) -> int:
+def chosen(allowed: np.ndarray, random: Random, name: str, num_tokens: int) -> int:
     """Some allowed token; late in an output rather one that brings it to its end."""
-    if num_tokens < 8 or random.random() < 0.3:
-        return random.choice(allowed)
-    return min(allowed, key=lambda i: (bytes_at(pieces.pieces, i) not in (b'"', b"}", b"]"), random.random()))
-
-
-def walk(name: str, form: StructuredOutput, random: Random) -> Iterator[tuple[Matcher, tuple[int, ...], list[int]]]:
-    """An output that the masks allow, token by token: the state, the tokens so far and those that may follow."""
-    state, tokens, pieces = grammars(name).matcher(form), (), _pieces(name)
-    ends = {*zoo.tokenizer(name).eos_token_ids}
-    while len(tokens) < _MOST_TOKENS:
-        allowed = [int(i) for i in tokens_of(state.masks([()])[0])]
-        assert allowed, (state.failure, tokens)
-        yield state, tokens, allowed
-        others = [i for i in allowed if i not in ends]
-        if not others or (len(others) < len(allowed) and random.random() < 0.3):
-            return
-        token = chosen(others, random, pieces, len(tokens))
-        assert state.append((token,)), (state.failure, tokens, token)
-        tokens = (*tokens, token)
+    late = allowed[np.isin(allowed, _closing(name))] if num_tokens >= 8 and random.random() > 0.3 else allowed[:0]
+    return int(random.choice(late if late.size else allowed))
 
 
 @functools.cache
-def _pieces(name: str) -> Pieces:
-    return Pieces(zoo.tokenizer(name))
+def _closing(name: str) -> np.ndarray:
+    pieces = Pieces(zoo.tokenizer(name)).pieces
+    return np.array([i for i in pieces if bytes_at(pieces, i) in (b'"', b"}", b"]")])
+
+
+def walk(name: str, form: StructuredOutput, random: Random) -> Iterator[tuple[Matcher, tuple[int, ...], np.ndarray]]:
+    """An output that the masks allow, token by token: the state, the tokens so far and those that may follow."""
+    state, tokens = grammars(name).matcher(form), ()
+    ends = [*zoo.tokenizer(name).eos_token_ids]
+    while len(tokens) < _MOST_TOKENS:
+        allowed = tokens_of(state.masks([()])[0])
+        assert allowed.size, (state.failure, tokens)
+        yield state, tokens, allowed
+        others = allowed[~np.isin(allowed, ends)]
+        if not others.size or (len(others) < len(allowed) and random.random() < 0.3):
+            return
+        token = chosen(others, random, name, len(tokens))
+        assert state.append((token,)), (state.failure, tokens, token)
+        tokens = (*tokens, token)
 
 
 def examine(name: str, form: Form, seed: int) -> bool:
     """Walks through one output, with drafts that it does not take; True if it came to its end."""
     random, tokenizer = Random(seed), zoo.tokenizer(name)
-    marked = tokenizer.added_tokens.keys() - {*tokenizer.eos_token_ids}
+    ids, all_ends = [*tokenizer.added_tokens], [*tokenizer.eos_token_ids]
     last: tuple[int, ...] = ()
     ended = False
     for state, tokens, allowed in walk(name, form.form, random):
-        ends = {*allowed} & {*tokenizer.eos_token_ids}
-        added = [i for i in allowed if i in marked]
-        probes = [*added[:2], *random.sample(allowed, min(_PROBES, len(allowed)))]
+        ends = {*allowed[np.isin(allowed, all_ends)].tolist()}
+        added = allowed[np.isin(allowed, ids) & ~np.isin(allowed, all_ends)][:2]
+        probes = [*added.tolist(), *(int(random.choice(allowed)) for _ in range(_PROBES))]
         for probe, row in zip(probes, state.masks([(i,) for i in probes]), strict=True):
             assert probe in ends or not (row == 0xFF).all(), f"{probe} is allowed after {tokens} and cannot come"
         assert np.array_equal(state.masks([()])[0], grammars(name).matcher(form.form, tokens).masks([()])[0])
