@@ -945,6 +945,12 @@ class SpeculationStats:
         """Rounds that found no continuation of the previous outcome."""
         return sum(self.causes.get(cause, 0) for cause in MISSES)
 
+    @property
+    def hit_rate(self) -> float | None:
+        """Hits over hits and misses; None: no draft has served the session."""
+        outcomes = self.hits + self.misses
+        return self.hits / outcomes if outcomes > self.causes.get(Cause.DRAFT_DOWN, 0) else None
+
 
 @dataclass(frozen=True, slots=True)
 class TracedNode:

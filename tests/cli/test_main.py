@@ -308,6 +308,19 @@ def test_summary_line():
     )
     stats.add(Round(4, 1, Cause.DISABLED, lookup_drafted=4, lookup_accepted=1))
     assert "acceptance 50%, 1 of 4 looked-up tokens accepted, " in summary(result)
+    stats.add(Round(0, 0, Cause.DRAFT_DOWN))
+    assert "hit rate 33%" in summary(result), "a draft has served it, and went down"
+
+
+def test_the_summary_of_a_target_without_a_draft_has_no_hit_rate():
+    stats = SpeculationStats()
+    stats.add(Round(4, 2, Cause.DRAFT_DOWN, head_drafted=4, head_accepted=2))
+    stats.add(Round(0, 0, Cause.DISABLED))
+    result = Result("x", (1,) * 4, (), FinishReason.STOP, Usage(3, 4), stats, Timing(0.25, 0.5, 8.0), seed=1)
+    assert summary(result) == (
+        "4 tokens, 8.0 tokens/s, 2.00 tokens per verification, acceptance 50%, 2 of 4 tokens of heads accepted, "
+        "prefill 0.250 s"
+    )
 
 
 @pytest.fixture(scope="module")

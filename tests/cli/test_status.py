@@ -112,6 +112,11 @@ def test_what_the_service_is_like(changes, text):
     assert text in "\n".join(report(replace(INFO, **changes)))
 
 
+def test_a_service_without_drafts_has_no_hits():
+    pools = {kind: up for kind, up in INFO.pools.items() if kind != "draft"}
+    assert "hits" not in "\n".join(report(replace(INFO, pools=pools, hit_rate=0.0)))
+
+
 @pytest.mark.parametrize(
     ("draft_s", "words"),
     [

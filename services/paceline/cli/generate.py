@@ -303,7 +303,7 @@ def summary(result: Result) -> str:
         parts.append(f"{stats.lookup_accepted} of {stats.lookup_drafted} looked-up tokens accepted")
     if stats.head_drafted:
         parts.append(f"{stats.head_accepted} of {stats.head_drafted} tokens of heads accepted")
-    if stats.hits + stats.misses:
-        parts.append(f"hit rate {stats.hits / (stats.hits + stats.misses):.0%}")
+    if stats.hit_rate is not None:
+        parts.append(f"hit rate {stats.hit_rate:.0%}")
     parts.append(f"prefill {result.timing.prefill_s:.3f} s")
     return ", ".join(parts)

@@ -147,7 +147,9 @@ def _speculation(info: ServerInfo) -> str:
     if info.acceptance_length <= 1.0 and not info.acceptance_rate:
         return f"speculation: {chosen}; no draft token has been verified"
     rates = f"accepted {info.acceptance_rate:.0%}, mean acceptance length {info.acceptance_length:.2f}"
-    return f"speculation: {chosen}; since the start {rates}, hits {info.hit_rate:.0%}"
+    if info.pools.get("draft") or info.hit_rate:
+        rates += f", hits {info.hit_rate:.0%}"
+    return f"speculation: {chosen}; since the start {rates}"
 
 
 def _versions(info: ServerInfo) -> Iterator[str]:

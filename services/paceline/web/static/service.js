@@ -72,7 +72,8 @@ function show(status) {
   const percent = (share) => `${Math.round(100 * share)} %`;
   $("service-words").textContent =
     `Since the start: ${percent(status.acceptance_rate)} of drafted tokens accepted, ` +
-    `mean acceptance length ${status.acceptance_length.toFixed(2)}, ${percent(status.hit_rate)} hits.`;
+    `mean acceptance length ${status.acceptance_length.toFixed(2)}` +
+    (drafts || status.hit_rate ? `, ${percent(status.hit_rate)} hits.` : ".");
   const up = Boolean(status.pools.target?.length);
   say($("health"), up ? "serving" : "no target is up", up);
   const note = draftNote(status, seen);
