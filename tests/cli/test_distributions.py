@@ -318,6 +318,7 @@ ARGUMENTS = {
     "batch": ["-i", "in.jsonl", "-o", "out.jsonl"],
     "convert": ["model.gguf", "folder"],
     "train-head": ["medusa", "--out", "folder"],
+    "train-draft": ["--out", "folder"],
 }
 
 

@@ -38,6 +38,7 @@ COMMANDS = {
     "advise": "which drafting methods suit a target, and what they should bring",
     "demo": "overlapped against plain decoding",
     "train-head": "train a drafting head for a target",
+    "train-draft": "train a draft model for a target",
     "convert": "write a GGUF file as a directory of transformers",
     "completion": "print what completes commands in a shell",
 }

@@ -15,7 +15,7 @@ from paceline.cli.exit import EXIT_DONE
 from paceline.cli.flags import device
 from paceline.cli.table import table
 from paceline.config import DType
-from paceline.drafters.training.options import KINDS, HeadForm, Schedule, TrainingOptions
+from paceline.drafters.training.options import DRAFT_MODEL, KINDS, HeadForm, Schedule, TrainingOptions
 from paceline.errors import ConfigError
 from paceline.logs import is_quiet
 
@@ -27,6 +27,7 @@ depth d      how often the head drafts the target's token at depth d, where all 
 accepted     drafted tokens that the target takes, per round of {depths}
 T=1          drawn at temperature 1; the head draws with the target's noise, as in the service"""
 _AS_IS = "as-is"
+_PROMPT_TOKENS = 64
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -36,42 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "continues where it was when the command is repeated. The head, its checkpoint and its report are in --out."
     )
     parser.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
-    parser.add_argument("--target", metavar="ID_OR_PATH", help="target model (default: the embedded one)")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="text files, .jsonl files of objects with text or prompt, or folders of such files",
-    )
-    parser.add_argument(
-        "--held-out",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="data for the report, left out of the training (default: a random twentieth of the documents)",
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the head")
-    group = parser.add_argument_group("features")
-    group.add_argument("--cache", type=Path, metavar="DIR", help="folder of the features (default: features in --out)")
-    group.add_argument("--tokens", type=int, default=262_144, metavar="N", help="tokens to train on (default 262144)")
-    group.add_argument("--length", type=int, default=256, metavar="N", help="tokens of a row (default 256)")
-    group.add_argument(
-        "--prompt-tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="tokens of a document that the target continues; a shorter document is taken whole (default 64)",
-    )
-    group.add_argument(
-        "--temperatures",
-        default="0,0.7,1",
-        metavar="X,X",
-        help=f"of the continuations, in turn; {_AS_IS}: the data are the target's own text (default 0,0.7,1)",
-    )
-    group.add_argument("--held-out-rows", type=int, default=128, metavar="N", help="rows of the report (default 128)")
+    add_data_flags(parser, "head")
     group = parser.add_argument_group("head")
     group.add_argument("--depths", type=int, default=4, metavar="N", help="tokens drafted in a row (default 4)")
     group.add_argument(
@@ -108,6 +74,58 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="speculative_streaming: of its additions; dspark: of its Markov chain (default 32)",
     )
+    add_training_flags(parser)
+
+
+def add_data_flags(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds the flags that say for which target and on which text ``what`` is trained."""
+    parser.add_argument("--target", metavar="ID_OR_PATH", help="target model (default: the embedded one)")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="text files, .jsonl files of objects with text or prompt, or folders of such files",
+    )
+    parser.add_argument(
+        "--held-out",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="data for the report, left out of the training (default: a random twentieth of the documents)",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"folder of the {what}")
+    parser.add_argument(
+        "--chats",
+        type=int,
+        default=0,
+        metavar="N",
+        help="in place of --data: chats that the target writes itself by its template, users and answers",
+    )
+    group = parser.add_argument_group("features")
+    group.add_argument("--cache", type=Path, metavar="DIR", help="folder of the features (default: features in --out)")
+    group.add_argument("--tokens", type=int, default=262_144, metavar="N", help="tokens to train on (default 262144)")
+    group.add_argument("--length", type=int, default=256, metavar="N", help="tokens of a row (default 256)")
+    group.add_argument(
+        "--prompt-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of a document that the target continues; a shorter document is taken whole (default 64; of chats "
+        "half of --length)",
+    )
+    group.add_argument(
+        "--temperatures",
+        default="0,0.7,1",
+        metavar="X,X",
+        help=f"of the continuations, in turn; {_AS_IS}: the data are the target's own text (default 0,0.7,1)",
+    )
+    group.add_argument("--held-out-rows", type=int, default=128, metavar="N", help="rows of the report (default 128)")
+
+
+def add_training_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the training itself."""
     group = parser.add_argument_group("training")
     group.add_argument("--steps", type=int, default=4000, metavar="N", help="updates (default 4000)")
     group.add_argument("--batch-rows", type=int, default=1, metavar="N", help="rows of an update (default 1)")
@@ -131,13 +149,13 @@ def run_train_head(args: argparse.Namespace) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     print("\n".join(as_table(report)))
-    print(f"\nthe head is in {options.out}")
+    print(f"\nthe {'draft' if options.form.kind == DRAFT_MODEL else 'head'} is in {options.out}")
     return EXIT_DONE
 
 
 def options_of(args: argparse.Namespace) -> TrainingOptions:
     """The options that the flags stand for. Raises ConfigError."""
-    if args.kind not in KINDS:
+    if args.kind not in KINDS and args.command != "train-draft":
         raise ConfigError(f"KIND is {args.kind!r}: it must be one of {', '.join(KINDS)}")
     if args.target is None:
         from paceline.checkpoint.files import embedded_paths
@@ -162,7 +180,8 @@ def options_of(args: argparse.Namespace) -> TrainingOptions:
         cache=args.cache,
         num_tokens=args.tokens,
         length=args.length,
-        prompt_tokens=args.prompt_tokens,
+        prompt_tokens=_prompt_tokens(args),
+        chats=args.chats,
         temperatures=_temperatures(args.temperatures),
         held_out_rows=args.held_out_rows,
         schedule=Schedule(args.steps, args.batch_rows, args.learning_rate, args.seed),
@@ -170,6 +189,13 @@ def options_of(args: argparse.Namespace) -> TrainingOptions:
         dtype=args.dtype,
         compare=args.compare,
     )
+
+
+def _prompt_tokens(args: argparse.Namespace) -> int:
+    given: int | None = args.prompt_tokens
+    if given is None:
+        return args.length // 2 if args.chats else _PROMPT_TOKENS
+    return given
 
 
 def _temperatures(text: str) -> tuple[float, ...]:

@@ -28,7 +28,7 @@ KEYS = ("num_target_layers", "boundary", "hidden_size", "inner_dim", "rms_norm_e
 class ExitAdapter(HeadModule):
     """The adapter. It has no tokens and no state of its own: depth d is what it makes of the target's state there."""
 
-    exits = True
+    exits = alike = True
 
     def __init__(self, size: int, inner: int, eps: float, finish: Function | None = None) -> None:
         """Makes one that changes nothing yet.

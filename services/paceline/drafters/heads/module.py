@@ -85,6 +85,8 @@ class HeadModule(nn.Module, ABC):
     first row has the anchor's position, and its states are the logits."""
     exits: bool = False
     """True: it drafts from the target's own states of the drafted tokens (``unroll`` of ``ExitAdapter``)."""
+    alike: bool = False
+    """True: all depths are one function of the text before, so that the first is all there is to train."""
     num_variants: int = 1
     """Depths that have weights and context of their own (MTP modules); deeper ones use the last of them."""
     fusing: tuple[str, ...] = ()

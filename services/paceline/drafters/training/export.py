@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from paceline.drafters.heads.eagle import PEagle
 from paceline.drafters.heads.exit_adapter import MODEL_TYPE as EXIT_TYPE
 from paceline.drafters.heads.stream_head import MODEL_TYPE as STREAMS_TYPE
+from paceline.drafters.training.draft_model import DraftModel
 from paceline.drafters.training.kinds import TrainableHead, block_values, eagle_values, logits_form, mask_token
 
 
@@ -24,6 +25,9 @@ def write_head(head: TrainableHead, folder: Path, source: str) -> None:
     """
     for parameter in head.parameters:  # not the buffers: rotary frequencies are not written
         parameter.data.copy_(parameter.data.bfloat16())
+    if isinstance(head.module, DraftModel):
+        head.module.save(folder)
+        return
     config, tensors, name = _WRITE[head.form.kind](head, source)
     folder.mkdir(parents=True, exist_ok=True)
     kept = {

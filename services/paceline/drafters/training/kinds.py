@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.drafters.heads.block import BlockForm, BlockHead
 from paceline.drafters.heads.eagle import Eagle, Eagle3, Eagle3Form, PEagle
 from paceline.drafters.heads.exit_adapter import ExitAdapter
@@ -26,8 +27,9 @@ from paceline.drafters.heads.mlp import MLPSpeculator
 from paceline.drafters.heads.module import Function, HeadModule
 from paceline.drafters.heads.mtp import Mtp
 from paceline.drafters.heads.stream_head import StreamHead, linears_of
+from paceline.drafters.training.draft_model import DraftModel, first_layers, vocabulary_of
 from paceline.drafters.training.features import OUT, FeatureCache, Row, states
-from paceline.drafters.training.options import BLOCKS, HeadForm
+from paceline.drafters.training.options import BLOCKS, DRAFT_MODEL, HeadForm
 from paceline.errors import ConfigError
 
 _FIT_TOKENS = 16_384
@@ -78,6 +80,8 @@ def boundaries_of(form: HeadForm, num_layers: int) -> tuple[int, ...]:
         default = {min(2, last), num_layers // 2, max(num_layers - 3, 0)}
     elif form.boundaries:
         raise ConfigError(f"--boundaries is given: {form.kind} reads the last state alone")
+    elif form.kind == DRAFT_MODEL:
+        return ()
     else:
         return (OUT,)
     chosen = form.boundaries or tuple(sorted(default))
@@ -87,14 +91,25 @@ def boundaries_of(form: HeadForm, num_layers: int) -> tuple[int, ...]:
 
 
 def make_head(
-    form: HeadForm, target: PreTrainedModel, cache: FeatureCache, num_fitted: int = _FIT_TOKENS
+    form: HeadForm,
+    target: PreTrainedModel,
+    cache: FeatureCache,
+    num_fitted: int = _FIT_TOKENS,
+    *,
+    tokenizer: Tokenizer | None = None,
 ) -> TrainableHead:
-    """A head with its first weights, float32 on the target's device. ``num_fitted``: tokens of the least squares."""
+    """A head with its first weights, float32 on the target's device. ``num_fitted``: tokens of the least squares;
+    ``tokenizer``: of the target, which a draft model needs."""
     config = target.config.get_text_config()
     boundaries = boundaries_of(form, config.num_hidden_layers)
     torch.manual_seed(0)
     with torch.no_grad():
-        module = _MAKE[form.kind](form, target, _Fit(target, cache, boundaries, num_fitted))
+        fit = _Fit(target, cache, boundaries, num_fitted)
+        if form.kind == DRAFT_MODEL:
+            assert tokenizer is not None
+            module: HeadModule = _draft_model(form, target, fit, tokenizer)
+        else:
+            module = _MAKE[form.kind](form, target, fit)
     return TrainableHead(form, module.float().to(target.device).train(), boundaries, target)
 
 
@@ -108,7 +123,7 @@ class _Fit:
 
     def _rows(self) -> list[Row]:
         count = min(self.cache.rows.num_rows, max(1, self.num_tokens // self.cache.rows.length))
-        return [self.cache.read(row, self.boundaries) for row in range(count)]
+        return [self.cache.read(row, self.boundaries or (OUT,)) for row in range(count)]
 
     def frequent_tokens(self, count: int) -> Tensor:
         """[count] int64: the most frequent tokens of the rows, by id."""
@@ -314,6 +329,22 @@ def _streams(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
     module.anchor.down.weight[: len(root)] = v[: form.rank] * root[:, None]
     module.run_on(own)
     return module
+
+
+def _draft_model(form: HeadForm, target: PreTrainedModel, fit: _Fit, tokenizer: Tokenizer) -> HeadModule:
+    """The target's first layers; its LM head reads what least squares make of their state of the target's last one."""
+    size = form.draft_vocab_size
+    frequent = None if size is None else fit.frequent_tokens(size).tolist()
+    vocabulary = vocabulary_of(tokenizer, target.get_output_embeddings().out_features, frequent)
+    model = first_layers(target, vocabulary, form.num_layers).to(target.device)
+
+    def features(token_ids: Tensor, _: Tensor) -> Tensor:
+        state: Tensor = model.get_decoder()(vocabulary.read_as[token_ids.cpu()].to(token_ids.device)).last_hidden_state
+        return state
+
+    lm_head = model.get_output_embeddings()
+    lm_head.weight.copy_(lm_head.weight @ fit.to_boundary(features, OUT))
+    return DraftModel(model, vocabulary)
 
 
 _MAKE: dict[str, Callable[[HeadForm, PreTrainedModel, _Fit], HeadModule]] = {

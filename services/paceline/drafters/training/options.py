@@ -22,8 +22,11 @@ Kind = Literal[
     "jetspec",
     "early_exit",
     "speculative_streaming",
+    "draft_model",
 ]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+DRAFT_MODEL: Kind = "draft_model"
+"""What ``paceline train-draft`` trains; the others are heads."""
+KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != DRAFT_MODEL)
 BLOCKS: tuple[Kind, ...] = ("dflash", "dspark", "jetspec")
 """Kinds that draft a block of masks in one pass."""
 
@@ -38,18 +41,18 @@ class HeadForm:
     kind: Kind
     depths: int = 4
     """Tokens that it learns to draft in a row; of Medusa, MLP, P-EAGLE, block heads and streams the most that it can,
-    of an exit those of the report."""
+    of an exit and of a draft model those of the report."""
     boundaries: tuple[int, ...] = ()
     """Boundaries of EAGLE-3 and P-EAGLE, (): 2, L // 2 and L - 3 of L layers; of block heads, (): up to five between 2
     and L - 2; of an exit the one at which it leaves the target, of streams the one at which they enter it."""
     draft_vocab_size: int | None = None
-    """Vocabulary of EAGLE-3 and P-EAGLE: the most frequent tokens; None: all."""
+    """Vocabulary of EAGLE-3, P-EAGLE and a draft model: the most frequent tokens; None: all."""
     own_lm_head: bool = False
     """Medusa only: an LM head for each depth, not the target's."""
     inner_dim: int = 0
     """Width of the MLP speculator's state, and of an exit's MLP; 0: the target's."""
     num_layers: int = 2
-    """Layers of a block head."""
+    """Layers of a block head, and of a draft model, which has the target's first ones."""
     num_anchors: int = 64
     """Blocks of a row that a block head is trained on in an update, behind random anchors; streams alike."""
     rank: int = 32
@@ -60,7 +63,7 @@ class HeadForm:
         """Raises ConfigError for options that the kind does not have, or that do not fit the target."""
         size = self.draft_vocab_size
         if size is not None:
-            if self.kind not in ("eagle3", "peagle"):
+            if self.kind not in ("eagle3", "peagle", DRAFT_MODEL):
                 raise ConfigError(
                     f"--draft-vocab-size is for eagle3 and peagle: {self.kind} has the target's vocabulary"
                 )
@@ -108,6 +111,8 @@ class TrainingOptions:
     length: int = 256
     """Tokens of a row."""
     prompt_tokens: int = 64
+    chats: int = 0
+    """Prompts that the target writes itself by its chat template; 0: the data are continued."""
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     """The target continues the data at these; (): the data are its own text already."""
     held_out_rows: int = 128
@@ -144,5 +149,13 @@ class TrainingOptions:
             )
         if any(not temperature >= 0 for temperature in self.temperatures):
             raise ConfigError(f"--temperatures is {min(self.temperatures):g}: a temperature must be at least 0")
-        if not self.data:
-            raise ConfigError("--data is missing: name files or folders with text for the target to continue")
+        if self.chats < 0 or self.chats == 1:
+            raise ConfigError(f"--chats is {self.chats}: at least 2, one of them is held out")
+        if bool(self.chats) == bool(self.data):
+            raise ConfigError(
+                f"--data is {'given beside' if self.data else 'missing, as is'} --chats: name files or folders with "
+                "text for the target to continue, or how many chats it shall write itself"
+            )
+        if self.chats and (self.held_out or not self.temperatures):
+            key = "held-out" if self.held_out else "temperatures"
+            raise ConfigError(f"--{key} is given beside --chats: the target answers chats that nobody has written yet")

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from paceline.checkpoint.chat import load_chat
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import require_same_tokens
 from paceline.config import ModelOptions
+from paceline.drafters.training.chats import written_chats
 from paceline.drafters.training.data import encode, read_documents
 from paceline.drafters.training.export import write_head
 from paceline.drafters.training.features import OUT, FeatureCache, Rows
@@ -93,13 +95,14 @@ def train_head(options: TrainingOptions, progress: Progress) -> Report:
     options.form.check(checkpoint.vocab_size)
     if options.length > checkpoint.max_model_len:
         raise ConfigError(f"--length is {options.length}: the target takes at most {checkpoint.max_model_len} tokens")
-    train, held_out = _documents(options, checkpoint)
+    documents = None if options.chats else _documents(options, checkpoint)
     running = ModelOptions.model_validate({"device": options.device, "dtype": options.dtype})
     device, dtype = resolve(running, occupy(running))
     target = load_pretrained(checkpoint, dtype, device).eval().requires_grad_(False)
     boundaries = boundaries_of(options.form, target.config.get_text_config().num_hidden_layers)
     teacher = teacher_of(target)
     folder = options.cache or options.out / "features"
+    train, held_out = documents or _chats(options, target, folder, progress)
     parts = [
         _features("features", folder / "train", target, train, options, boundaries, progress),
         _features("held-out features", folder / "held_out", target, held_out, options, boundaries, progress),
@@ -107,7 +110,7 @@ def train_head(options: TrainingOptions, progress: Progress) -> Report:
     require_teacher(target, teacher, parts[0])
     progress("first weights", 0, 1)
     resumed = {"num_fitted": 0} if (options.out / CHECKPOINT).exists() else {}  # they are replaced
-    head = make_head(options.form, target, parts[0], **resumed)
+    head = make_head(options.form, target, parts[0], **resumed, tokenizer=checkpoint.tokenizer)
     progress("first weights", 1, 1)
     trainer = Trainer(head, teacher, parts[0], options.schedule, options.out, bfloat16=dtype == torch.bfloat16)
     steps = options.schedule.steps
@@ -117,6 +120,29 @@ def train_head(options: TrainingOptions, progress: Progress) -> Report:
     report = evaluate(head, teacher, parts[1], options, steps, progress)
     (options.out / "report.json").write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
     return report
+
+
+def _chats(
+    options: TrainingOptions, target: PreTrainedModel, folder: Path, progress: Progress
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Prompts that the target writes, for the training and held out."""
+    chat = load_chat(options.target, trust_remote_code=options.trust_remote_code)
+    if chat is None:
+        raise ConfigError(
+            f"--chats is {options.chats}: the target {options.target!r} has no chat template, name --data"
+        )
+    progress("chats", 0, options.chats)
+    prompts = written_chats(
+        target,
+        chat,
+        options.chats,
+        options.prompt_tokens,
+        options.schedule.seed,
+        folder / "chats.jsonl",
+        lambda count: progress("chats", count, options.chats),
+    )
+    count = max(1, round(_HELD_OUT_SHARE * len(prompts)))
+    return prompts[count:], prompts[:count]
 
 
 def _documents(options: TrainingOptions, checkpoint: Checkpoint) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

@@ -150,7 +150,7 @@ class Trainer:
         """
         token_ids, own, out, num_tokens = batch
         module = self.head.module
-        depths = 1 if module.exits else self.head.form.depths  # all depths of an exit are one
+        depths = 1 if module.alike else self.head.form.depths
         num_rows = token_ids.shape[1] - depths
         anchors = torch.arange(num_rows, device=self.device)
         unrolled: Iterator[tuple[Tensor, Tensor | None]]
