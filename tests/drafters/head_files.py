@@ -329,7 +329,7 @@ def block(
     return HeadFile(method, config, tensors, oracle, boundaries=tuple(i + 1 for i in ids), beside=beside)
 
 
-def mtp(names: str = "deepseek", *, own_tables: bool = False, sharded: bool = False) -> HeadFile:
+def mtp(names: str = "deepseek", *, own_tables: bool = False, sharded: bool = False, draft: int = VOCAB) -> HeadFile:
     """The MTP layer and the target around it, in one set of files."""
     kind = "qwen3" if names == "qwen" else "llama"
     target = tiny_target(kind)
@@ -344,8 +344,11 @@ def mtp(names: str = "deepseek", *, own_tables: bool = False, sharded: bool = Fa
         tensors |= {f"{at}.enorm.weight": norm(), f"{at}.hnorm.weight": norm()}
         tensors |= {f"{at}.eh_proj.weight": normal(SIZE, 2 * SIZE), f"{at}.shared_head.norm.weight": norm()}
         table = normal(VOCAB, SIZE) * SIZE**0.5 if own_tables else tensors["model.embed_tokens.weight"]
-        lm_head = normal(VOCAB, SIZE) if own_tables else tensors["lm_head.weight"]
+        lm_head = normal(draft, SIZE) if own_tables else tensors["lm_head.weight"]
         tensors |= {f"{at}.embed_tokens.weight": table, f"{at}.shared_head.head.weight": lm_head}
+    if draft != VOCAB:
+        ids = torch.randperm(VOCAB, generator=_GENERATOR)[:draft].sort().values
+        tensors["d2t"] = ids - torch.arange(draft)
     config = {**target.config.to_dict(), "num_nextn_predict_layers": 1}
     config = json.loads(json.dumps(config, default=str))
     file = "model.safetensors.index.json" if sharded else "model.safetensors"
@@ -431,6 +434,7 @@ FILES: dict[str, Callable[[], HeadFile]] = {
     "jetspec_unsaid": lambda: block("jetspec"),
     "mtp_deepseek": lambda: mtp(),
     "mtp_own_tables": lambda: mtp(own_tables=True),
+    "mtp_draft_vocabulary": lambda: mtp(own_tables=True, draft=DRAFT),
     "mtp_sharded": lambda: mtp(sharded=True),
     "mtp_qwen": lambda: mtp("qwen"),
 }

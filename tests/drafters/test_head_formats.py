@@ -601,6 +601,12 @@ REFUSED = {
     ),
     "mtp, missing": ("mtp_qwen", dropped("mtp.norm.weight"), "no weight file holds 'mtp.norm.weight'"),
     "mtp, unknown": ("mtp_qwen", renamed("mtp.norm.weight", "mtp.gate.weight"), "'mtp.gate.weight', which its format"),
+    "mtp, d2t missing": ("mtp_draft_vocabulary", dropped("d2t"), r"is \[23, 32\]: .* be \[61, 32\]"),
+    "mtp, d2t of no LM head": (
+        "mtp_draft_vocabulary",
+        dropped(f"model.layers.{LAYERS}.shared_head.head.weight"),
+        "has d2t and no LM head of its own",
+    ),
     "mtp, hole": (
         "mtp_deepseek",
         lambda file: file.tensors.update({"model.layers.10.enorm.weight": torch.ones(SIZE)}),

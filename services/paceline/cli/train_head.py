@@ -15,7 +15,7 @@ from paceline.cli.exit import EXIT_DONE
 from paceline.cli.flags import device
 from paceline.cli.table import table
 from paceline.config import DType
-from paceline.drafters.training.options import DRAFT_MODEL, KINDS, HeadForm, Schedule, TrainingOptions
+from paceline.drafters.training.options import DRAFT_MODEL, KINDS, SMALLER, HeadForm, Schedule, TrainingOptions
 from paceline.errors import ConfigError
 from paceline.logs import is_quiet
 
@@ -51,7 +51,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "draft; speculative_streaming: those from it on",
     )
     group.add_argument(
-        "--draft-vocab-size", type=int, metavar="N", help="eagle3, peagle: the most frequent tokens (default: all)"
+        "--draft-vocab-size",
+        type=int,
+        metavar="N",
+        help=f"{', '.join(SMALLER)}: the most frequent tokens (default: all)",
     )
     group.add_argument("--own-lm-head", action="store_true", help="medusa: an LM head for each depth")
     group.add_argument(

@@ -26,7 +26,7 @@ from paceline.drafters.heads.module import Unrolled
 from paceline.drafters.heads.streaming import open_streams
 from paceline.drafters.training.features import FeatureCache, Rows
 from paceline.drafters.training.kinds import TrainableHead
-from paceline.drafters.training.options import BLOCKS, KINDS, HeadForm, Schedule, TrainingOptions
+from paceline.drafters.training.options import BLOCKS, KINDS, SMALLER, HeadForm, Schedule, TrainingOptions
 from paceline.drafters.training.run import Report, evaluate, teacher_of, train_head
 from paceline.drafters.training.trainer import dspark_loss
 from paceline.errors import ConfigError
@@ -71,7 +71,7 @@ def options(target: Path, data: Path, cache: Path) -> Make:
     """Options of a training of seconds; all share their features."""
 
     def make(kind: str, out: Path, **changes: object) -> TrainingOptions:
-        form = {"depths": DEPTHS, "draft_vocab_size": 40 if kind in ("eagle3", "peagle") else None}
+        form = {"depths": DEPTHS, "draft_vocab_size": 40 if kind in SMALLER else None}
         form |= {"boundaries": BOUNDARIES[kind]} if kind in BOUNDARIES else {}
         values = {
             "form": HeadForm(kind, **form),
@@ -123,6 +123,9 @@ def test_an_interrupted_training_ends_with_the_same_weights_and_they_load(
     plan = open_head(kind, str(whole), Checkpoint.open(str(target)), num_tokens=DEPTHS)
     assert plan.features.boundaries == (BOUNDARIES | dict.fromkeys(BLOCKS, (1,))).get(kind, (OUT,))
     module = plan.load_module(torch.float32, torch.device("cpu"))
+    if kind in SMALLER:
+        assert module.target_ids is not None
+        assert 40 == len(module.target_ids) <= int(module.target_ids.max()), "those that the target writes"
     held = {id(tensor): tensor.numel() for tensor in module.parameters()}
     assert sum(held.values()) == sum(tensor.numel() for key, tensor in ours.items() if key not in ("d2t", "t2d"))
     (again,) = loaded_report(options(kind, whole)).figures
@@ -207,7 +210,7 @@ def test_bad_input_is_one_sentence(capsys, target: Path, data: Path, tmp_path: P
     assert "cannot be read" in refused(capsys, "mtp", *out, "--data", tmp_path / "nowhere")
     whole = (*out, "--data", data)
     assert "must be from 1 to 300" in refused(capsys, "eagle3", *whole, "--draft-vocab-size", 301)
-    assert "is for eagle3 and peagle" in refused(capsys, "mtp", *whole, "--draft-vocab-size", 30)
+    assert "is for mtp, eagle3, peagle: medusa has" in refused(capsys, "medusa", *whole, "--draft-vocab-size", 30)
     assert "must be from 0 to 1" in refused(capsys, "eagle3", *whole, "--boundaries", 0, 2, "--device", "cpu")
     assert "must be from 1 to 1" in refused(capsys, "dflash", *whole, "--boundaries", 0, "--device", "cpu")
     for boundaries in ((), ("--boundary", 1, 1)):

@@ -280,12 +280,6 @@ class BlockHead(Blockwise):
         """The anchor's row and those of masks, as many as are read."""
         return self.form.first_row + self.form.num_tokens
 
-    @property
-    def target_ids(self) -> Tensor | None:  # type: ignore[override]
-        """[draft vocabulary] ids of the target, by the published offsets ``d2t``; None: the vocabulary is whole."""
-        d2t = self._buffers.get("d2t")
-        return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
-
     def fuse(self, states: Tensor) -> Tensor:
         """``rms(fc(F))`` of boundaries side by side."""
         out: Tensor = self.hidden_norm(self.fc(states))

@@ -147,12 +147,6 @@ class Eagle3(HeadModule):
         """Makes the rotary embedding."""
         self.rotary = rotary(self._config).to(device)
 
-    @property
-    def target_ids(self) -> Tensor | None:  # type: ignore[override]
-        """[draft vocabulary] ids of the target, by the published offsets ``d2t``; None: the vocabulary is whole."""
-        d2t = self._buffers.get("d2t")
-        return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
-
     def fuse(self, states: Tensor) -> Tensor:
         """Boundaries side by side, ``[..., n * target hidden]``, as one state."""
         form = self.form

@@ -268,7 +268,9 @@ def _mtp(reading: Reading) -> HeadForm:
     decoder, config = model.get_decoder(), model.config.get_text_config()
     rename = _mtp_rename(facts.num_layers)
     renamed = {key: name for key in names if (name := rename(key)) is not None}
-    own = set(renamed.values())
+    own = {name: key for key, name in renamed.items()}
+    if "d2t" in own and "lm_head.weight" not in own:
+        raise ConfigError(f"{reading.what} has d2t and no LM head of its own: it names the tokens of one")
     try:
         module = Mtp(
             config,
@@ -276,6 +278,7 @@ def _mtp(reading: Reading) -> HeadForm:
             len(modules),
             embed=None if "embed_tokens.weight" in own else later,
             lm_head=None if "lm_head.weight" in own else later,
+            target_ids=torch.zeros(names[own["lm_head.weight"]][0], dtype=torch.long) if "d2t" in own else None,
         )
     except (AttributeError, TypeError, ValueError, IndexError, StopIteration) as error:
         raise ConfigError(
@@ -299,6 +302,8 @@ def _mtp_rename(num_layers: int) -> Callable[[str], str | None]:
     }
 
     def rename(key: str) -> str | None:
+        if key == "d2t":
+            return key
         if key.startswith("mtp."):
             if key in qwen:
                 return qwen[key]

@@ -100,6 +100,6 @@ class Medusa(HeadModule):
         return out if self._lm_head is None else self._lm_head(out)
 
     @property
-    def target_ids(self) -> Tensor | None:  # type: ignore[override]
+    def target_ids(self) -> Tensor | None:
         """[draft vocabulary] ids of the target (vLLM's ``token_map``); None: the vocabulary is whole."""
         return self._buffers.get("token_map")

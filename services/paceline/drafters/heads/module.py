@@ -91,8 +91,13 @@ class HeadModule(nn.Module, ABC):
     """Depths that have weights and context of their own (MTP modules); deeper ones use the last of them."""
     fusing: tuple[str, ...] = ()
     """Submodules that ``fuse`` needs."""
-    target_ids: Tensor | None = None
-    """[draft vocabulary] int64: the target's id of each logit; None: they are the same."""
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """[draft vocabulary] int64: the target's id of each logit, by the published offsets ``d2t``; None: they are the
+        same."""
+        d2t = self._buffers.get("d2t")
+        return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
 
     @abstractmethod
     def fuse(self, states: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.drafters.heads.layers import with_our_attention
+from paceline.drafters.heads.layers import offsets, with_our_attention
 from paceline.drafters.heads.module import Attend, Function, HeadModule, borrowed
 from paceline.model.kv_cache import LayerSpec
 
@@ -50,6 +50,7 @@ class Mtp(HeadModule):
         *,
         embed: Function | None,
         lm_head: Function | None,
+        target_ids: Tensor | None = None,
     ) -> None:
         """Makes the modules.
 
@@ -59,6 +60,7 @@ class Mtp(HeadModule):
             num_modules: modules, at least one.
             embed: of the target: ids -> [..., hidden]; None: an embedding of its own.
             lm_head: of the target; None: one of its own.
+            target_ids: [draft vocabulary] int64 ids of the target, if its own LM head has fewer rows.
         """
         super().__init__()
         config = mtp_config(config, num_modules)
@@ -71,7 +73,10 @@ class Mtp(HeadModule):
         if embed is None:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if lm_head is None:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            num_rows = config.vocab_size if target_ids is None else len(target_ids)
+            self.lm_head = nn.Linear(config.hidden_size, num_rows, bias=False)
+        if target_ids is not None:
+            self.register_buffer("d2t", offsets(target_ids))
         self._config, self._rotary_class = config, type(decoder.rotary_emb)
         self.rotary = self._rotary_class(config)
         self.layers_kv = self._probe(num_modules)

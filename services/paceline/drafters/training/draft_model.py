@@ -111,7 +111,7 @@ class DraftModel(HeadModule):
         self.state_size = model.config.hidden_size
 
     @property
-    def target_ids(self) -> Tensor:  # type: ignore[override]
+    def target_ids(self) -> Tensor:
         """[draft vocabulary] ids of the target."""
         return self.vocabulary.target_ids.to(self.model.device)
 

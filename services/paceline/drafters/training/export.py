@@ -78,9 +78,12 @@ def _mtp(head: TrainableHead, source: str) -> _Written:
     """The keys of DeepSeek-V3: the module is layer N of a target of N layers."""
     config = head.target.config.get_text_config()
     prefix = f"model.layers.{config.num_hidden_layers}."
-    names = {"block.": "", "norm.": "shared_head.norm."}
+    names = {"block.": "", "norm.": "shared_head.norm.", "lm_head.": "shared_head.head."}
     tensors = {}
     for key, value in head.module.state_dict().items():
+        if key == "d2t":
+            tensors[key] = value
+            continue
         inner = key.removeprefix("modules_by_depth.0.")
         for own, published in names.items():
             if inner.startswith(own):

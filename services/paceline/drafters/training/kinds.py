@@ -213,7 +213,18 @@ def _mtp(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
     """The target's last layer behind a projection that guesses its input, and the target's final norm."""
     config = target.config.get_text_config()
     (embed, lm_head), (layer, norm) = _shared(target), _last_layer(target)
-    module = Mtp(config, target.get_decoder(), 1, embed=embed, lm_head=lm_head)
+    target_ids = fit.frequent_tokens(form.draft_vocab_size) if form.draft_vocab_size else None
+    own_lm_head = None if target_ids is None else target.get_output_embeddings().weight[target_ids]
+    module = Mtp(
+        config,
+        target.get_decoder(),
+        1,
+        embed=embed,
+        lm_head=lm_head if own_lm_head is None else None,
+        target_ids=target_ids,
+    )
+    if own_lm_head is not None:
+        module.lm_head.weight.copy_(own_lm_head)
     first: Any = module.modules_by_depth[0]
     _copy(first.block, layer)
     _copy(first.norm, norm)

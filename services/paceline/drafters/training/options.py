@@ -27,6 +27,8 @@ Kind = Literal[
 DRAFT_MODEL: Kind = "draft_model"
 """What ``paceline train-draft`` trains; the others are heads."""
 KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != DRAFT_MODEL)
+SMALLER: tuple[Kind, ...] = ("mtp", "eagle3", "peagle")
+"""Kinds whose vocabulary may be smaller than the target's."""
 BLOCKS: tuple[Kind, ...] = ("dflash", "dspark", "jetspec")
 """Kinds that draft a block of masks in one pass."""
 
@@ -46,7 +48,7 @@ class HeadForm:
     """Boundaries of EAGLE-3 and P-EAGLE, (): 2, L // 2 and L - 3 of L layers; of block heads, (): up to five between 2
     and L - 2; of an exit the one at which it leaves the target, of streams the one at which they enter it."""
     draft_vocab_size: int | None = None
-    """Vocabulary of EAGLE-3, P-EAGLE and a draft model: the most frequent tokens; None: all."""
+    """Vocabulary of the kinds of ``SMALLER`` and of a draft model: the most frequent tokens; None: all."""
     own_lm_head: bool = False
     """Medusa only: an LM head for each depth, not the target's."""
     inner_dim: int = 0
@@ -63,9 +65,9 @@ class HeadForm:
         """Raises ConfigError for options that the kind does not have, or that do not fit the target."""
         size = self.draft_vocab_size
         if size is not None:
-            if self.kind not in ("eagle3", "peagle", DRAFT_MODEL):
+            if self.kind not in (*SMALLER, DRAFT_MODEL):
                 raise ConfigError(
-                    f"--draft-vocab-size is for eagle3 and peagle: {self.kind} has the target's vocabulary"
+                    f"--draft-vocab-size is for {', '.join(SMALLER)}: {self.kind} has the target's vocabulary"
                 )
             if not 0 < size <= vocab_size:
                 raise ConfigError(
