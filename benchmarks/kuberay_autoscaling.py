@@ -549,7 +549,7 @@ def main() -> int:
     config = deployed(service)
     with Cluster(service, variables) as cluster:
         cluster.deploy(config)
-        cluster.wait("the application", lambda state, pools, groups: state == "RUNNING", 200)
+        cluster.wait("the application", lambda state, pools, groups: state == "RUNNING", 400)
         cluster.say("the application runs, one replica of each")
         good = [
             phase(cluster, "load that needs drafts", "draft", 8, "overlapped", 170),

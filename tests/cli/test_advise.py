@@ -103,6 +103,20 @@ def test_a_run_of_threads_gives_times_acceptance_and_cpu_threads(
     assert colder == pytest.approx(0.563, abs=1e-3)
 
 
+def test_a_draft_on_its_targets_host_is_compared_and_configured(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "draft model, overlapped on its target's host"
+    arguments = ("--devices", "3", "--sessions", "6", "--target-step-ms", "12", "--host-draft-step-ms", "0.3")
+    found = advised(capsys, *arguments, "--method", name)
+    forecast = next(each for each in found["forecasts"] if each["name"] == name)
+    assert (forecast["targets"], forecast["drafts"]) == (3, 3), "it takes no device from the targets"
+    config = ServiceConfig.parse(found["configuration"])
+    assert config.draft_config.deployment_config.on_target_nodes
+    assert config.draft_options()["ray_actor_options"]["label_selector"] == {"paceline/pool": "target"}
+    assert name not in {each["name"] for each in advised(capsys, *arguments[:6])["forecasts"]}
+    slow = advised(capsys, *arguments[:-1], "30")["forecasts"]
+    assert next(each for each in slow if each["name"] == name)["times_plain"] < forecast["times_plain"]
+
+
 def test_a_head_in_the_pool_is_forecast_ahead_only_with_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
     def mode(*arguments: str) -> str:
         found = advised(capsys, "--devices", "2", *STEP, *arguments)

@@ -25,7 +25,7 @@ GIVEN = {"--target-step-ms": "11.5", "--draft-step-ms": "2.5", "--acceptance": "
 def plan(changes: dict[str, str | None] | None = None, *more: str) -> int:
     flags = GIVEN | {"--slo-itl-ms": "25"} | (changes or {})
     return main(
-        ["plan", *(part for flag, value in flags.items() if value is not None for part in (flag, value)), *more]
+        ["plan", *(part for flag, value in flags.items() if value is not None for part in (flag, value) if part), *more]
     )
 
 
@@ -43,6 +43,7 @@ def yaml_of(out: str) -> dict[str, Any]:
         {"--sessions": "200", "--max-sessions": "16"},
         {"--fan-out": "32", "--tree-budget": "4096"},
         {"--fan-out": "1"},
+        {"--draft-on-target-nodes": ""},
         {"--rule": "rejection", "--acceptance": "0.95", "--draft-width": "256", "--sessions": "7"},
     ],
 )
@@ -74,6 +75,12 @@ def test_a_flag_goes_as_far_as_the_configuration(flag: str, key: str, capsys: py
     ServiceConfig().with_overrides([f"{key}={most}"])
     with pytest.raises(ConfigError):
         ServiceConfig().with_overrides([f"{key}={most + 1}"])
+
+
+def test_drafts_on_hosts_of_targets_cost_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan({"--draft-on-target-nodes": ""}, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["overlapped"]["per_hour"] == found["overlapped"]["load"]["targets"] * 10
 
 
 def test_it_says_how_many_to_run_and_what_tokens_cost(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +152,8 @@ def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pyte
         ({"--siblings": "0.6", "--hit-rate": "0.8"}, "--siblings 0.6 is given beside --hit-rate 0.8"),
         ({"--branch-ms": "0.1"}, "--branch-ms 0.1 is given without --trees"),
         ({"--lookup-share": "0.5"}, "--lookup-share 0.5 is given without --trees"),
+        ({"--draft-on-target-nodes": "", "--draft-devices": "1"}, "--draft-devices 1 is given with --draft-on-target"),
+        ({"--draft-on-target-nodes": "", "--cpu-cores": "4"}, "--draft-on-target-nodes 1 is given beside --cpu-cores"),
         ({"--head-acceptance": "0.6"}, "--head-acceptance 0.6 is given without --head-step-ms"),
         ({"--head-step-ms": "1", "--head-tokens": "3"}, "--head-step-ms 1 is given without --head-acceptance"),
     ],

@@ -26,7 +26,15 @@ from tests.k8s.support import (
     templates_of,
     values_of,
 )
-from tests.k8s.test_manifests import PODS, admitted, args_of, check_streams_are_kept_whole, node_types
+from tests.k8s.test_manifests import (
+    PODS,
+    admitted,
+    args_of,
+    check_streams_are_kept_whole,
+    demand_of,
+    fits,
+    node_types,
+)
 
 from paceline import __version__
 
@@ -83,6 +91,51 @@ def test_choices_that_exclude_each_other_are_refused():
         generate.template(*GPU, "models.fill.from=hub", "models.from=download")
     with pytest.raises(ValueError, match=r"target\.deployment\.autoscaling_config is set: with externalScaler"):
         generate.template("externalScaler=true")
+
+
+def test_a_draft_on_its_targets_node_has_a_core_of_the_targets_pod():
+    """By Ray's own readers: target and draft fit one node together, and a second draft does not."""
+    before = service_of(render(*GPU))
+    service = service_of(render(*GPU, VALUES / "draft-on-target-nodes.yaml"))
+    assert set(groups_of(service)) == {"target", "router"}
+    types, config = node_types(service), args_of(service)
+    (target, labels), (draft, near) = (
+        demand_of(config.target_config.deployment_options()),
+        demand_of(config.draft_options()),
+    )
+    assert labels == near == {"paceline/pool": "target"}
+    both = {name: target.get(name, 0) + draft.get(name, 0) for name in target | draft}
+    assert fits(types["target"], both, near)
+    assert not fits(node_types(before)["target"], both, near), "0.9 of a core more is what it takes"
+    assert not fits(types["target"], {"CPU": both["CPU"] + draft["CPU"]}, near)
+    cores = [
+        int(groups_of(one)["target"]["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"])
+        for one in (before, service)
+    ]
+    assert cores[1] == cores[0] + 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["draft.gpu.resource=nvidia.com/gpu"], "draft.onTargetNodes is true with a GPU of the draft"),
+        (["draft.spot=true"], "draft.onTargetNodes is true with a GPU of the draft, or draft.spot"),
+        (["target.podsPerReplica=2"], "target.podsPerReplica is 2: with draft.onTargetNodes only 1 is allowed"),
+    ],
+)
+def test_a_draft_on_its_targets_node_has_nothing_of_its_own(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        generate.template(*GPU, VALUES / "draft-on-target-nodes.yaml", *settings)
+
+
+def test_its_weights_are_fetched_where_it_runs():
+    rendered = render(*GPU, VALUES / "draft-on-target-nodes.yaml", "models.from=download")
+    (fetch,) = [
+        one["command"][2]
+        for one in groups_of(service_of(rendered))["target"]["template"]["spec"]["initContainers"]
+        if one["name"] == "fetch-models"
+    ]
+    assert fetch.splitlines() == ["hf download Qwen/Qwen3-32B", "hf download Qwen/Qwen3-0.6B"]
 
 
 def test_sizes_may_come_from_outside():

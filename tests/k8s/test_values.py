@@ -61,6 +61,7 @@ BASES = {
     "an incremental upgrade": {"upgrade": {"incremental": True}},
     "downloads": {"models": {"from": "download"}},
     "claimed GPUs": {"target": CLAIMED, "draft": CLAIMED},
+    "drafts beside targets": {"draft": {"gpu": {"resource": "", "kinds": []}, "resources": None, "engine": {}}},
     "sizes from outside": {
         pool: {"deployment": {"autoscaling_config": None, "num_replicas": 1}} for pool in ("target", "draft")
     },

@@ -106,3 +106,13 @@ def test_the_tree_budget_loses_next_to_nothing() -> None:
 
 def test_the_cost_of_a_million_tokens() -> None:
     assert Prices(9.0, 1.0).per_million(Load(1, 1, 0), 2500.0) == pytest.approx(1.0)
+
+
+def test_on_hosts_of_targets_there_is_at_most_one_draft_for_each() -> None:
+    """Slow drafts, of which the limit would take many; the mutant is a search without the bound."""
+    system = replace(SYSTEM, draft=StepTable.affine(0.006, 2e-4))
+    fleets = [cheapest(system, Wish(64, 0.009, on_target_nodes=near), Prices(20.0, 0.1)) for near in (False, True)]
+    apart, near = (fleet.load for fleet in fleets if fleet is not None)
+    assert apart.drafts > 4 * apart.targets
+    assert near.targets > apart.targets
+    assert near.drafts <= near.targets

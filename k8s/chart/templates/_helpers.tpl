@@ -72,6 +72,20 @@ seccompProfile: {type: RuntimeDefault}
 {{ if or .pool.gpu.resource .pool.gpu.deviceClass }}{{ .ranks }}{{ else }}0{{ end }}
 {{- end }}
 
+{{/* Cores of a target's pod for the draft beside it: 0 where drafts have pods of their own. */}}
+{{- define "paceline.besideTarget" -}}
+{{- $draft := .Values.draft }}
+{{- if and $draft.enabled $draft.onTargetNodes }}
+{{- if gt (int .Values.target.podsPerReplica) 1 }}
+{{- fail (printf "target.podsPerReplica is %v: with draft.onTargetNodes only 1 is allowed" .Values.target.podsPerReplica) }}
+{{- end }}
+{{- if or $draft.gpu.resource $draft.gpu.deviceClass $draft.spot }}
+{{- fail "draft.onTargetNodes is true with a GPU of the draft, or draft.spot: a draft beside its target has neither" }}
+{{- end }}
+{{- $draft.cpus }}
+{{- else }}0{{ end }}
+{{- end }}
+
 {{/* Ranks of a target that share a pod. */}}
 {{- define "paceline.ranks" -}}
 {{- with .Values.target }}

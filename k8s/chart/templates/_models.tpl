@@ -18,14 +18,16 @@
 {{/* Commands, one a line, that fetch what a pool needs: routers and drafts of the target the small files alone. */}}
 {{- define "paceline.fetches" -}}
 {{- $target := include "paceline.hub" .root.Values.target }}
-{{- $whole := dict "router" "" "draft" (include "paceline.draftHub" .root) "target" $target | dig .name "" }}
+{{- $draft := include "paceline.draftHub" .root }}
+{{- $whole := get (dict "draft" (list $draft) "target" (list $target) "router" list) .name }}
+{{- if and (eq .name "target") .root.Values.draft.onTargetNodes }}{{ $whole = append $whole $draft }}{{ end }}
 {{- $lines := list }}
 {{- range prepend (include "paceline.tokenizers" .root | splitList "\n") $target | uniq }}
-{{- if and . (ne . $whole) }}
+{{- if and . (not (has . $whole)) }}
 {{- $lines = append $lines (printf "hf download %s --include \"*.json\" --include \"*.txt\" --include \"*.model\" --include \"*.jinja\"" .) }}
 {{- end }}
 {{- end }}
-{{- with $whole }}{{ $lines = append $lines (printf "hf download %s" .) }}{{ end }}
+{{- range compact $whole }}{{ $lines = append $lines (printf "hf download %s" .) }}{{ end }}
 {{- join "\n" $lines }}
 {{- end }}
 

@@ -44,11 +44,12 @@
 {{- $gpus := int .gpus }}
 {{- $found := deepCopy (.pool.resources | default dict) }}
 {{- if not $found }}
-{{- $cores := mul (.pool.cpus | default 1) (.ranks | default 1) }}
+{{- $more := int (.more | default 0) }}
+{{- $cores := add (mul (.pool.cpus | default 1) (.ranks | default 1)) $more }}
 {{- $limits := dict "cpu" (add1 $cores | toString) "memory" (printf "%dGi" (mul 3 (.ranks | default 1))) }}
 {{- $amount := merge (dict "cpu" (toString $cores) "ephemeral-storage" "2Gi") $limits }}
 {{- if $gpus }}
-{{- $limits = dict "cpu" (mul (max 5 (add1 .pool.cpus)) $gpus | toString) "memory" (printf "%dGi" (mul 60 $gpus)) }}
+{{- $limits = dict "cpu" (add (mul (max 5 (add1 .pool.cpus)) $gpus) $more | toString) "memory" (printf "%dGi" (mul 60 $gpus)) }}
 {{- $amount = merge (dict "ephemeral-storage" "20Gi") $limits }}
 {{- end }}
 {{- $found = dict "requests" $amount "limits" $limits }}
@@ -239,7 +240,7 @@ priority: {{ . }}
 {{- end }}
 labels: {paceline/pool: {{ .name }}}
 rayStartParams:
-  num-cpus: {{ mul .pool.cpus .ranks | quote }}
+  num-cpus: {{ add (mul .pool.cpus .ranks) .more | quote }}
 {{- if and (ne .gpus "0") (ne .pool.gpu.resource "nvidia.com/gpu") }}
   num-gpus: {{ .gpus | quote }} # Ray counts nvidia.com/gpu by itself
 {{- end }}

@@ -1,8 +1,10 @@
 {{/* Our own part of a deployment, the values of the pool laid over it. */}}
 {{- define "paceline.deployment" -}}
-{{- $actor := dict "num_cpus" .pool.cpus "label_selector" (dict "paceline/pool" .name) }}
+{{- $actor := dict "num_cpus" .pool.cpus }}
+{{- if not .pool.onTargetNodes }}{{ $_ := set $actor "label_selector" (dict "paceline/pool" .name) }}{{ end }}
 {{- if .gpu }}{{ $_ := set $actor "num_gpus" 1 }}{{ end }}
 {{- $own := dict "graceful_shutdown_timeout_s" (include "paceline.gracefulSeconds" .root | int) "ray_actor_options" $actor }}
+{{- if .pool.onTargetNodes }}{{ $_ := set $own "on_target_nodes" true }}{{ end }}
 {{- toYaml (mergeOverwrite $own .pool.deployment) }}
 {{- end }}
 

@@ -40,6 +40,7 @@ _LOOKUP = StepTable.affine(1e-4, 1e-5)
 _MOST_TOKENS = 8
 _OF_RUNS = ("model", "draft_model")
 """Kinds of drafters that ``paceline bench local`` measures without flags of its own: a draft model, in either place."""
+_ON_HOSTS = "on its target's host"
 _EMBEDDED_HEADS = ("mtp", "eagle3", "medusa")
 
 
@@ -97,6 +98,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="share of the accepted tokens that heads in the draft pool keep where they draft ahead, of paceline "
         "status (default: they draft in turn with the target)",
+    )
+    group.add_argument(
+        "--host-draft-step-ms",
+        type=_positive,
+        metavar="MS",
+        help="measured step of the draft on a core of a target's host: compares that layout, too",
     )
     group.add_argument("--text", choices=TEXTS, default="chat", help="what is written, for assumed acceptance")
     group = parser.add_argument_group("measurement")
@@ -185,6 +192,7 @@ def run_advise(args: argparse.Namespace) -> int:
     if size is None:
         raise ConfigError(f"--target is {target!r}: its weights are not on this machine, fetch it first")
     found = methods_at_hand(checkpoint, draft and resolve(draft), heads, args.plugin and args.plugin.name)
+    found += _on_hosts(args, draft, found)
     found = [_if_served(each, target, args.target_devices) for each in found]
     run = None if args.source is None else read_one(args.source, args.temperature, "--temperature")
     site, bytes_per_s = _site(args, size.weights_bytes, run)
@@ -204,6 +212,18 @@ def run_advise(args: argparse.Namespace) -> int:
         print(f"\n# {chosen.name}, of a service (--config); each request: --draft-tokens {chosen.predicted.k}")
         print(yaml.safe_dump(tree, sort_keys=False), end="")
     return EXIT_DONE
+
+
+def _on_hosts(args: argparse.Namespace, draft: str | None, found: Sequence[AtHand]) -> Iterator[AtHand]:
+    """The draft model in the pool, on a core of each target's host, if its step there is given."""
+    if args.host_draft_step_ms is None:
+        return
+    if draft is None:
+        raise ConfigError(f"--host-draft-step-ms is {args.host_draft_step_ms:g} without --draft: name the model")
+    for each in found:
+        if each.method.kind == "model" and not each.method.options:
+            method = replace(each.method, name=f"{each.method.name} {_ON_HOSTS}", options={"device": "cpu"})
+            yield replace(each, method=method)
 
 
 def _if_served(each: AtHand, target: str, target_devices: int) -> AtHand:
@@ -279,6 +299,9 @@ def _candidate(
     step = _steps(each.forward_bytes, bytes_per_s) if each.forward_bytes else _LOOKUP
     devices, most = int(apart and each.forward_bytes > 0), min(_MOST_TOKENS, each.most_tokens)
     found = Candidate(each.method.name, acceptance.value, step, apart, devices, each.one_pass, most)
+    if each.method.name.endswith(_ON_HOSTS):
+        step_s = args.host_draft_step_ms / 1e3
+        return replace(found, step=StepTable.affine(step_s, step_s / 8), devices=0, on_target_nodes=True)
     if run is not None and each.method.kind in _OF_RUNS:
         shared = {cores: times.draft for cores, times in run.cores.items()}
         return replace(found, step=run.system.draft, shared=shared, path=run.system.path)
@@ -376,6 +399,10 @@ def configuration(site: Site, target: str, chosen: Forecast, found: dict[str, At
     tree["target_config"]["deployment_config"] = {"num_replicas": chosen.targets}
     if tree["draft_config"] is not None and chosen.drafts:
         tree["draft_config"]["deployment_config"] = {"num_replicas": chosen.drafts}
+        if chosen.name.endswith(_ON_HOSTS):
+            tree["draft_config"]["deployment_config"]["on_target_nodes"] = True
+            labels = {"label_selector": {"paceline/pool": "target"}}
+            tree["target_config"]["deployment_config"]["ray_actor_options"] = labels
         if each is not None and each.forward_bytes and each.method.kind != "cascade":
             most = min(16384, math.ceil(site.sessions / chosen.drafts))
             tree["draft_config"].setdefault("engine_kwargs", {})["max_sessions"] = most

@@ -56,7 +56,14 @@ _HEAD_TOKENS = 4
 _TARGET_DEVICES, _DRAFT_DEVICES = 4, 1
 _NOT_OF_CORES = (
     *("requests_per_s", "head_step_ms", "head_row_ms", "head_acceptance", "head_tokens"),
-    *("trees", "target_devices", "draft_devices", "target_cost_per_hour", "draft_cost_per_hour"),
+    *(
+        "trees",
+        "target_devices",
+        "draft_devices",
+        "draft_on_target_nodes",
+        "target_cost_per_hour",
+        "draft_cost_per_hour",
+    ),
 )
 """Flags that the layouts of CPU cores have no part in."""
 _OTHER_THAN_MEASURED = (
@@ -221,6 +228,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     help_ = f"of a target (default {_TARGET_DEVICES})"
     group.add_argument("--target-devices", type=_count, metavar="N", help=help_)
     group.add_argument("--draft-devices", type=_count, metavar="N", help=f"of a draft (default {_DRAFT_DEVICES})")
+    help_ = "drafts run on cores of the targets' hosts, at most one for each target, and cost nothing more"
+    group.add_argument("--draft-on-target-nodes", action="store_const", const=1, help=help_)
     group.add_argument(
         "--target-cost-per-hour", type=_number(0), metavar="C", help="default 2.50 for each of its devices"
     )
@@ -403,7 +412,8 @@ def wish_of(args: argparse.Namespace) -> Wish:
         ttft_limit_s = args.slo_ttft_ms / 1e3
     if requests is not None and requests.per_s is not None:
         sessions = concurrency(requests, limit_s, min(ttft_limit_s, requests.output_tokens * limit_s))
-    return Wish(sessions, limit_s, Objective(args.slo), args.max_sessions, requests, ttft_limit_s)
+    near = args.draft_on_target_nodes is not None
+    return Wish(sessions, limit_s, Objective(args.slo), args.max_sessions, requests, ttft_limit_s, near)
 
 
 def requests_of(args: argparse.Namespace) -> Requests | None:
@@ -445,7 +455,7 @@ def run_plan(args: argparse.Namespace) -> int:
     (system, run), wish, head = system_of(args), wish_of(args), head_of(args)
     if args.cpu_cores is not None:
         return _plan_cores(args, system, wish, run)
-    devices = Devices(args.target_devices or _TARGET_DEVICES, args.draft_devices or _DRAFT_DEVICES)
+    devices = Devices(args.target_devices or _TARGET_DEVICES, _draft_devices(args))
     prices = prices_of(args, devices)
     same: list[Way] = []
     with working("simulating fleets"):
@@ -465,6 +475,16 @@ def run_plan(args: argparse.Namespace) -> int:
         if head is not None:
             print("\n".join(("", *about_head(system, head, same))))
     return EXIT_DONE if plain or overlapped else EXIT_FAILED
+
+
+def _draft_devices(args: argparse.Namespace) -> int:
+    """Devices of a draft: none of its own beside a target. Raises ConfigError for flags that contradict each other."""
+    if args.draft_on_target_nodes is None:
+        return args.draft_devices or _DRAFT_DEVICES
+    for flag, value in (("--draft-devices", args.draft_devices), ("--draft-cost-per-hour", args.draft_cost_per_hour)):
+        if value is not None:
+            raise ConfigError(f"{flag} {value:g} is given with --draft-on-target-nodes: leave one of them out")
+    return 0
 
 
 def _check_cores(args: argparse.Namespace) -> None:

@@ -36,7 +36,7 @@ def as_json(
         "wish": asdict(wish),
         "plain": asdict(plain) if plain else None,
         "overlapped": asdict(overlapped) if overlapped else None,
-        "config": settings_of(system, overlapped) if overlapped else None,
+        "config": settings_of(system, wish, overlapped) if overlapped else None,
         "speculation_pays": pays(plain, overlapped),
         "same_devices": [asdict(way) for way in same],
         "head": asdict(head) | {"accepted": head.accepted, "share": head.share(system.target)} if head else None,
@@ -102,7 +102,7 @@ def report(system: System, wish: Wish, prices: Prices, plain: Fleet | None, over
     )
     yield ""
     tree: dict[str, Any] = {}
-    for key, value in settings_of(system, overlapped).items():
+    for key, value in settings_of(system, wish, overlapped).items():
         *folders, name = key.split(".")
         functools.reduce(lambda part, folder: part.setdefault(folder, {}), folders, tree)[name] = value
     yield f"# of a service (--config); each request: --draft-tokens {overlapped.predicted.k}"

@@ -113,7 +113,7 @@ def build_draft_deployment(
     """
     if config.draft_config is None:
         raise ConfigError("draft_config is null: there is no draft to deploy")
-    options = config.draft_config.deployment_options() | _POOL_OPTIONS | dict(override_serve_options or {})
+    options = config.draft_options() | _POOL_OPTIONS | dict(override_serve_options or {})
     target = config.target_config
     needs = (
         config.draft_config,

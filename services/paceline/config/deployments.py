@@ -114,6 +114,15 @@ class DraftDeployment(DeploymentConfig):
 
     _pool: ClassVar = "draft"
     autoscaling_config: DraftAutoscaling | None = None
+    on_target_nodes: bool = False
+    """Drafts run on cores of the targets' nodes, at most one for each target: on the nodes that the targets'
+    ``accelerator_type`` and ``label_selector`` name, which need ``num_cpus`` more."""
+
+    def options(self, num_cpus: float, num_gpus: float = 0.0) -> dict[str, Any]:
+        """As of any deployment; the labels of the targets' nodes are known to the whole configuration only."""
+        options = super().options(num_cpus, num_gpus)
+        del options["on_target_nodes"]
+        return options
 
 
 class RouterDeployment(DeploymentConfig):

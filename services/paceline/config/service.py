@@ -20,6 +20,7 @@ from paceline.config.environment import settings, variable_of
 from paceline.config.files import args_of_application, first_line, read_yaml, set_key
 from paceline.config.loading import EMBEDDED_TARGET, resolve
 from paceline.config.options import DraftSetup, TargetSetup, require_placement
+from paceline.config.policies import DraftPolicy
 from paceline.config.pools import DraftConfig, ModelDraftConfig, RouterConfig, TargetConfig
 from paceline.config.security import InternalTls, ServerTls
 from paceline.config.tracing import TracingConfig
@@ -235,6 +236,62 @@ class ServiceConfig(Strict):
             require_placement(self.target_config.engine_kwargs, options, "draft_config.engine_kwargs.placement")
         return self
 
+    @model_validator(mode="after")
+    def _draft_beside_targets(self) -> Self:
+        draft, key = self.draft_config, "draft_config.deployment_config.on_target_nodes"
+        if draft is None or not draft.deployment_config.on_target_nodes:
+            return self
+        placed, others = draft.deployment_config, self.target_config.deployment_config
+        if not self._target_labels:
+            raise Fault(
+                key,
+                "is true while target_config names no nodes: give it an accelerator_type, or a label_selector in "
+                "deployment_config.ray_actor_options",
+            )
+        if placed.ray_actor_options.label_selector:
+            raise Fault(key, "is true beside a label_selector of the draft's own: give one of them")
+        device = getattr(draft.engine_kwargs, "device", "cpu")
+        if device != "cpu" or draft.deployment_options()["ray_actor_options"].get("num_gpus"):
+            where = "num_gpus is set" if device == "cpu" else f"engine_kwargs.device is {device!r}"
+            raise Fault(key, f"is true while {where}: a draft beside its target runs on 'cpu', without a GPU")
+        for name, mine, most in (
+            ("least", placed.least_replicas, others.least_replicas),
+            ("most", placed.most_replicas, others.most_replicas),
+        ):
+            if mine > most:
+                raise Fault(
+                    key,
+                    f"is true with {mine} drafts at {name} for {most} targets at {name}: at most one for each target "
+                    "is allowed, as another one would ask for a node of its own",
+                )
+        if placed.num_replicas == "auto":
+            raise Fault(key, "is true with num_replicas 'auto': a number or an autoscaling_config is allowed")
+        if placed.autoscaling_config is not None:
+            scaling = placed.autoscaling_config
+            ratio = getattr(scaling.policy, "drafts_per_target", None)
+            if not scaling.is_ours or (isinstance(ratio, float) and ratio > 1):
+                what = f"drafts_per_target {ratio:g}" if scaling.is_ours else "a policy that counts requests"
+                raise Fault(key, f"is true with {what}: only Paceline's policy is allowed, with at most 1 per target")
+        return self
+
+    @property
+    def _target_labels(self) -> dict[str, str]:
+        """Labels of the nodes of targets."""
+        target = self.target_config
+        kind = {} if target.accelerator_type is None else {"ray.io/accelerator-type": target.accelerator_type}
+        return kind | (target.deployment_config.ray_actor_options.label_selector or {})
+
+    def draft_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``serve.deployment`` for the drafts, which may follow the targets."""
+        assert self.draft_config is not None
+        options = self.draft_config.deployment_options()
+        if self.draft_config.deployment_config.on_target_nodes:
+            if "placement_group_bundles" in options:
+                options["placement_group_bundle_label_selector"] = [self._target_labels]
+            else:
+                options["ray_actor_options"]["label_selector"] = self._target_labels
+        return options
+
     @property
     def most_sequences(self) -> int | None:
         """Sequences that run at all targets that there may be, or wait at one router. None: Serve chooses how many."""
@@ -315,6 +372,10 @@ class ServiceConfig(Strict):
             scaling = None if part is None else part.deployment_config.autoscaling_config
             if scaling is not None and scaling.is_ours:
                 pools[kind] = scaling.model_dump()
+        if "draft" in pools and self.draft_config is not None and self.draft_config.deployment_config.on_target_nodes:
+            policy = pools["draft"]["policy"] or DraftPolicy().model_dump()
+            one = policy["drafts_per_target"] if isinstance(policy["drafts_per_target"], float) else 1.0
+            pools["draft"]["policy"] = policy | {"drafts_per_target": one}
         max_sessions = self.target_config.engine_kwargs.max_sessions
         return {"pools": pools, "max_sessions": max_sessions, "log": self.log.model_dump(by_alias=True)}
 

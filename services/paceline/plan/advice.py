@@ -83,6 +83,8 @@ class Candidate:
     path: StepTable | None = None
     """Seconds of a path of one session by one call, by its tokens, where ``step`` is not from ``shared``; None: each of
     its tokens takes a forward."""
+    on_target_nodes: bool = False
+    """There is one draft beside each target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ def _options(site: Site, candidate: Candidate) -> Iterator[tuple[Load, Predictio
 def _loads(site: Site, candidate: Candidate) -> Iterator[Load]:
     """The ways to divide the devices among targets and drafts."""
     if not candidate.apart or candidate.devices == 0:
-        yield Load(site.sessions, site.targets, int(candidate.apart))
+        yield Load(site.sessions, site.targets, site.targets if candidate.on_target_nodes else int(candidate.apart))
         return
     for targets, drafts in divisions(site.devices, site.target_devices, candidate.devices):
         yield Load(site.sessions, min(targets, site.sessions), drafts)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from typing import Any
 
 from paceline.plan.closed_form import Load, Prediction, Requests, System, lookahead, plain, predict
 from paceline.plan.outcomes import LEAST_PATH_PROB
@@ -80,6 +81,8 @@ class Wish:
     """If they arrive by themselves, ``sessions`` is derived of them, for each fleet: a faster one has fewer at once."""
     ttft_limit_s: float = math.inf
     """Limit of the time to the first tokens; needs ``requests``."""
+    on_target_nodes: bool = False
+    """Drafts run on cores of the targets' hosts, at most one for each target."""
 
     @property
     def arrives(self) -> bool:
@@ -220,7 +223,8 @@ def _trimmed(system: System, wish: Wish, prices: Prices, fleet: Fleet, seed: int
             number = getattr(fleet.load, name) - step
             load = replace(fleet.load, **{name: number})
             fewer = None
-            if number >= 1 and load.sessions <= wish.max_sessions * load.targets:
+            enough = load.sessions <= wish.max_sessions * load.targets
+            if number >= 1 and enough and (load.drafts <= load.targets or not wish.on_target_nodes):
                 predicted = predict(system, load, Mode.OVERLAPPED, fleet.predicted.k)
                 fewer = _fleet(system, wish, prices, load, predicted, seed)
             if fewer is not None and fewer.per_million < fleet.per_million:
@@ -262,6 +266,8 @@ def _candidates(system: System, wish: Wish, prices: Prices) -> Iterator[tuple[fl
             best = math.inf
             for drafts in _numbers_of_drafts(wish.sessions):
                 load, predicted = _overlapped(system, wish, targets, drafts=drafts, k=k)
+                if load.drafts < drafts:
+                    break
                 if predicted.mode is Mode.OVERLAPPED and keeps(wish, load, predicted):
                     cost = prices.per_million(load, _used(wish, predicted.tokens_per_s))
                     yield cost, load, predicted
@@ -279,6 +285,9 @@ def _numbers_of_drafts(most: int) -> list[int]:
 
 
 def _overlapped(system: System, wish: Wish, targets: int, *, drafts: int, k: int) -> tuple[Load, Prediction]:
+    if wish.on_target_nodes:
+        drafts = min(drafts, targets)
+
     def at(sessions: int) -> tuple[Load, Prediction]:
         load = wish.load(sessions, targets, drafts)
         return load, predict(system, load, Mode.OVERLAPPED, k)
@@ -338,10 +347,10 @@ def pays(plain: Fleet | None, overlapped: Fleet | None) -> bool:
     return overlapped is not None and (plain is None or overlapped.per_million < plain.per_million)
 
 
-def settings_of(system: System, fleet: Fleet) -> dict[str, float]:
+def settings_of(system: System, wish: Wish, fleet: Fleet) -> dict[str, Any]:
     """The settings of a fleet: dotted keys of the service's configuration."""
     drafts = max(1, fleet.load.drafts)
-    settings: dict[str, float] = {
+    settings: dict[str, Any] = {
         "target_config.deployment_config.num_replicas": fleet.load.targets,
         "draft_config.deployment_config.num_replicas": drafts,
         "target_config.engine_kwargs.max_sessions": math.ceil(fleet.load.sessions / fleet.load.targets),
@@ -349,6 +358,11 @@ def settings_of(system: System, fleet: Fleet) -> dict[str, float]:
         "draft_config.engine_kwargs.tree_budget": least_tree_budget(system, fleet),
         "draft_config.engine_kwargs.fan_out": system.fan_out,
     }
+    if wish.on_target_nodes:
+        settings["draft_config.engine_kwargs.device"] = "cpu"
+        settings["draft_config.deployment_config.on_target_nodes"] = True
+        labels = {"paceline/pool": "target"}  # as in the files of ``cluster`` and ``k8s``
+        settings["target_config.deployment_config.ray_actor_options.label_selector"] = labels
     if system.min_path_prob != LEAST_PATH_PROB:
         settings["draft_config.engine_kwargs.min_path_prob"] = system.min_path_prob
     return settings
