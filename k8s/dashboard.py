@@ -309,7 +309,7 @@ def _of_fleet(query: str) -> str:
     return query.replace("@", _WHERE)
 
 
-def _of_one_address(query: str) -> str:
+def of_one_address(query: str) -> str:
     """By the names that the service gives its metrics, of which Ray's exporters make their own."""
     query = query.replace("ray_vllm_", "vllm:").replace("ray_paceline_", "paceline_")
     return re.sub(r"\bReplicaId\b", "replica_id", query).replace("@", 'job="$job"')
@@ -329,7 +329,7 @@ ONE_ADDRESS = Board(
     tuple((title, panels) for title, panels in ROWS if title != RAY_ROW),
     (("job", "job"),),
     "paceline_sessions",
-    _of_one_address,
+    of_one_address,
 )
 
 

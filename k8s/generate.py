@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
-from dashboard import ONE_ADDRESS, dashboard_json
+from dashboard import ONE_ADDRESS, dashboard_json, of_one_address
 
 HERE = Path(__file__).parent
 CHART = HERE / "chart"
@@ -261,6 +262,29 @@ def values_schema() -> str:
     )
 
 
+# -- alerts outside of Kubernetes -------------------------------------------------------------------------------------
+
+_OF_KUBERNETES = re.compile(r"kube|autoscaler_|paceline-head|persistentvolumeclaim|ray_serve_|ray_gcs_|statefulset")
+"""In expressions of alerts about pods, and about what Ray's own exporters report."""
+
+
+def one_address_rules() -> str:
+    """The chart's rules by the names of the service's own page of metrics, for one Prometheus beside it."""
+    groups = yaml.safe_load((CHART / "files" / "rules.yaml").read_text("utf-8"))["groups"]
+    for group in groups:
+        group["rules"] = [rule for rule in group["rules"] if not _OF_KUBERNETES.search(rule["expr"])]
+        for rule in group["rules"]:
+            expression = of_one_address(rule["expr"]).replace("namespace, ray_io_cluster", "job")
+            rule["expr"] = expression.replace('job="paceline/paceline-workers", pool="router"', 'job="paceline"')
+            rule.get("labels", {}).pop("namespace", None)
+            for name, text in rule.get("annotations", {}).items():
+                rule["annotations"][name] = text.replace("$labels.ReplicaId", "$labels.replica_id")
+    head = (
+        "# Alerts by the metrics of one service, outside Kubernetes: what k8s/generate.py makes of the chart's rules.\n"
+    )
+    return head + dump([{"groups": [group for group in groups if group["rules"]]}])
+
+
 # -- the files -------------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
     first = {
         CHART / "files" / "paceline.json": dashboard_json(),
         HERE.parent / "cluster" / "grafana.json": dashboard_json(ONE_ADDRESS),
+        HERE.parent / "cluster" / "rules.yaml": one_address_rules(),
         CHART / "values.schema.json": values_schema(),
     }
     stale = write(first, check)  # helm reads the schema

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 import yaml
-from tests.k8s.support import K8S, REPOSITORY, needs_helm, of_kind, overlay
+from tests.k8s.support import K8S, REPOSITORY, generate, needs_helm, of_kind, overlay
 
 from paceline.config import ServerConfig
 from paceline.metrics import catalogue, engines  # noqa: F401  # engines declares the counters of engines
@@ -206,16 +206,22 @@ def test_both_pools_and_what_users_see_are_on_the_dashboard():
             assert re.search(rf'ray_paceline_scaling_{number}_replicas{{[^}}]*pool="{kind}"}}', text), (kind, number)
 
 
-def test_one_address_shows_what_the_fleet_shows_by_the_names_of_its_own_page():
-    board = json.loads((REPOSITORY / "cluster" / "grafana.json").read_text())
-    fleet = [panel["title"] for panel in dashboard()["panels"]]
-    own = [panel["title"] for panel in board["panels"]]
-    assert own == fleet[: fleet.index("Ray and Kubernetes")]
+def of_the_page():
+    """Series of the service's own page of metrics -> their labels."""
     known = {}
     for name, metric in CATALOGUE.items():
         endings = ("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",)
         labels = {"job", *metric.labels, *(["replica_id"] if metric.per_replica else [])}
         known.update((name + ending, labels) for ending in endings)
+    return known
+
+
+def test_one_address_shows_what_the_fleet_shows_by_the_names_of_its_own_page():
+    board = json.loads((REPOSITORY / "cluster" / "grafana.json").read_text())
+    fleet = [panel["title"] for panel in dashboard()["panels"]]
+    own = [panel["title"] for panel in board["panels"]]
+    assert own == fleet[: fleet.index("Ray and Kubernetes")]
+    known = of_the_page()
     asked = [target["expr"] for panel in board["panels"] if panel["type"] != "row" for target in panel["targets"]]
     assert len(asked) > 40
     for expression in asked:
@@ -280,3 +286,43 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
     tested = {case["alertname"] for test in yaml.safe_load(tests)["tests"] for case in test["alert_rule_test"]}
     assert tested == set(alerts())
+
+
+OF_PODS_AND_RAY = {"PacelineHeadDown", "PacelineAutoscalerDown", "PacelinePodsPending", "PacelineNotReady"}
+
+
+def test_alerts_without_kubernetes_name_what_the_page_of_one_service_has():
+    groups = yaml.safe_load((REPOSITORY / "cluster" / "rules.yaml").read_text())["groups"]
+    found = [rule for group in groups for rule in group["rules"]]
+    assert {rule["alert"] for rule in found if "alert" in rule} == set(alerts()) - OF_PODS_AND_RAY
+    known = of_the_page() | {"up": {"job"}} | {rule["record"]: {"cause"} for rule in found if "record" in rule}
+    for rule in found:
+        check(rule["expr"], known)
+        assert not re.search(r"namespace|ray_|ReplicaId", str(rule)), rule
+    scraped = yaml.safe_load((REPOSITORY / "cluster" / "prometheus.yml").read_text())
+    assert scraped["rule_files"] == ["rules.yaml"]
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is missing: make promtool")
+def test_alerts_without_kubernetes_fire_as_those_of_the_chart(tmp_path):
+    """The chart's own tests, by the names and labels of one service."""
+    shutil.copy(REPOSITORY / "cluster" / "rules.yaml", tmp_path)
+    text = generate.of_one_address((K8S / "rules_test.yaml").read_text())
+    text = re.sub(r'namespace="paceline", ray_io_cluster="([\w-]+)"', r'job="\1"', text)
+    text = re.sub(r"namespace: paceline, ray_io_cluster: ([\w-]+)", r"job: \1", text)
+    tests = yaml.safe_load(re.sub(r"(?m)^( +values: )([^#\n]+)", r'\1"\2"', text))  # 0x120 is a number else
+    names = [{case["alertname"] for case in test["alert_rule_test"]} for test in tests["tests"]]
+    kept = [
+        not those & OF_PODS_AND_RAY and "namespace" not in str(test)
+        for those, test in zip(names, tests["tests"], strict=True)
+    ]
+    tests["tests"] = [test for test, keep in zip(tests["tests"], kept, strict=True) if keep]
+    assert {case["alertname"] for test in tests["tests"] for case in test["alert_rule_test"]} >= {
+        *("PacelineAcceptanceCollapse", "PacelineDraftPoolDown", "PacelineErrorBudget", "PacelineKVPressure"),
+        *("PacelineQueueGrowth", "PacelineSlowFirstToken", "PacelineTargetPoolDown"),
+    }
+    (tmp_path / "rules_test.yaml").write_text(yaml.safe_dump(tests))
+    done = subprocess.run(
+        [PROMTOOL, "test", "rules", "rules_test.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
