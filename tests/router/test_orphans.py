@@ -277,3 +277,30 @@ class Named:
 
 async def _at_once(_: float) -> None:
     pass
+
+
+def test_heartbeats_without_news_place_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router of a hundred replicas gets four hundred heartbeats a second."""
+    count = 0
+    reconcile = Router._reconcile
+
+    def counted(router: Router) -> None:
+        nonlocal count
+        count += 1
+        reconcile(router)
+
+    async def test() -> None:
+        nonlocal count
+        world = World(2, 2)
+        async with world.router() as router:
+            tasks = [asyncio.create_task(result_of(router, request(f"s{i}", i, 30))) for i in range(2)]
+            await world.turn()
+            monkeypatch.setattr(Router, "_reconcile", counted)
+            target = world.targets[0]
+            (link,) = target.links.values()
+            for sessions, expected_count in ((1, 0), (1, 0), (0, 0), (2, 1), (3, 1), (1, 2), (1, 2)):
+                link._receive([], replace(target.status, num_sessions=sessions))
+                assert count == expected_count, sessions
+            await world.until(*tasks)
+
+    asyncio.run(test())

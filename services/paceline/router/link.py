@@ -77,7 +77,7 @@ class Link(Generic[Sent, Received]):
         token: str = "",
         certificates: Certificates | None = None,
     ) -> None:
-        """``on_change`` is called when the link comes up, goes down or has a new status.
+        """``on_change`` is called when the link comes up, goes down, or has room where it had none, and the reverse.
 
         ``silence_s`` is the time after which a silent replica counts as down. ``on_latency`` takes the round trip in
         seconds, which is measured with heartbeats, one at a time. ``on_dropped`` is told the kind of each message that
@@ -276,6 +276,7 @@ class Link(Generic[Sent, Received]):
                 return f"its engine has been in one step for {self.status.busy_s:.1f} s"
 
     def _note(self, status: ReplicaStatus) -> None:
+        before = self._standing
         self.status = status
         self._num_others = max(0, status.num_sessions - len(self.sessions))
         if not self.up:
@@ -286,7 +287,13 @@ class Link(Generic[Sent, Received]):
         if not self._echo_ns:
             self._echo_ns = time.monotonic_ns()
             self.send([Echo(self._echo_ns)])
-        self._on_change(self)
+        if self._standing != before:
+            self._on_change(self)
+
+    @property
+    def _standing(self) -> tuple[bool, bool, bool, int]:
+        """What a heartbeat may change that sessions are placed by."""
+        return self.up, self.has_room, self.crowded, self.max_sessions
 
     def _down(self, reason: str) -> None:
         self.up, self.reason = False, reason

@@ -481,7 +481,8 @@ class Router:
         if (limit_s := config.request_timeout_s) is not None:
             for active in [active for active in self._active.values() if active.arrived_s < now - limit_s]:
                 self._fail(active, DeadlineExceededError(f"the request took longer than {limit_s:g} s"))
-        if self._orphaned or self._queue:
+        drains = any(map(self._targets.is_draining, self._targets.links.values()))
+        if self._orphaned or self._queue or drains:
             self._reconcile()  # were an error to end one attempt, the next would be far away
 
     def _no_target(self, what: str, waited_s: float) -> str:

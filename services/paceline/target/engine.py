@@ -51,7 +51,7 @@ from paceline.target.heads.mounted import MountedHead
 from paceline.target.hints import Hints
 from paceline.target.link import StatesLink
 from paceline.target.lookup import new_shares
-from paceline.target.runners import Forwarded, Runners
+from paceline.target.runners import Forwarded, NoMemoryError, Runners
 from paceline.target.scheduler import Scheduled, Scheduler
 from paceline.target.session import TargetSession
 from paceline.types import (
@@ -240,7 +240,11 @@ class TargetEngine:
         wants_states = self.link is not None or (bool(self.heads) and self.heads.wants_states())
         midway = None if self.hints is None else self._send_hints
         self._send_held()
-        forwarded = self.runners.forward(parts, wants_states=wants_states, midway=midway)
+        try:
+            forwarded = self.runners.forward(parts, wants_states=wants_states, midway=midway)
+        except NoMemoryError as error:
+            self._abandon(parts, error)
+            return True
         verdicts = self._verify(parts, forwarded)
         step = self._meter.decided(parts)
         self.heads.charge_guesses([part.session for part in parts if part.guess_tables], step.guess_s)
@@ -257,6 +261,15 @@ class TargetEngine:
         self._adapt(step)
         self._meter.end(step)
         return True
+
+    def _abandon(self, parts: Sequence[Scheduled], error: NoMemoryError) -> None:
+        """Ends the session that a step had no memory for; the others are in the next step."""
+        for part in parts:
+            part.session.join(self.runner.cache, part.session.pages)
+        failed = SessionFailed(error.session.session_id, error.session.epoch, str(error))
+        self._close(error.session)
+        self._send([failed])
+        self._meter.idle(waiting=False)
 
     def calibrate(self) -> None:
         """Times steps of 1 to 64 tokens, as far as so many sessions may verify them, so that the first sessions meet

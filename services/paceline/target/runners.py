@@ -4,26 +4,42 @@ There are two where the target began eagerly: a session keeps to the steps that 
 and compiled steps round differently, and a session of both could leave the tokens of plain decoding at a near-tie. So
 the swap is seen by new sessions alone; while there are sessions of both kinds, a step is two forwards, each of which is
 batch-invariant by itself. KV pages are shared among sessions of one kind only (``generation``).
+
+A step for which the device has no memory is cut into several forwards, which for the same reason gives the same bits.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from paceline.core.tree import NO_PROPOSAL
 from paceline.model.compiled.background import Compilation
 from paceline.model.midway import heard_by
 from paceline.model.parallel.runner import LeadingRunner
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
 from paceline.target.scheduler import Scheduled
+from paceline.target.session import TargetSession
 from paceline.types import Execution
+
+log = logging.getLogger(__name__)
+
+
+class NoMemoryError(Exception):
+    """The device has no memory for the smallest forward of a session."""
+
+    def __init__(self, session: TargetSession, reason: str) -> None:
+        super().__init__(f"the target has no memory for one more token of the session: {reason}")
+        self.session = session
 
 
 class Forwarded(NamedTuple):
@@ -91,19 +107,19 @@ class Runners:
     ) -> Forwarded:
         """Runs the model on parts that are ``in_order``. One of several ranks draws tokens where its logits are, for
         sessions that allow it. ``midway`` is called in the middle of a forward with its parts and the states there of
-        their logits' rows (``model/midway.py``)."""
-        if midway is None and len(self._by_generation) == 1:
-            return _forward(self.current, parts, wants_states=wants_states)
-        groups = [(n, [*group]) for n, group in itertools.groupby(parts, key=_generation)]
-        done = []
-        for n, group in groups:
-            with nullcontext() if midway is None else heard_by(partial(midway, group)):
-                done.append(_forward(self._by_generation[n], group, wants_states=wants_states))
+        their logits' rows (``model/midway.py``).
+
+        Raises NoMemoryError if the device has no memory even for one token of a session.
+        """
+        runs = []
+        for n, those in itertools.groupby(parts, key=_generation):
+            runs += _in_memory(self._by_generation[n], [*those], wants_states=wants_states, midway=midway)
+        done = [one for _, one in runs]
         if len(done) == 1:
             return done[0]
         features = self.current.features
         states = []
-        for (_, group), one in zip(groups, done, strict=True):
+        for group, one in runs:
             if one.states is not None:
                 assert features is not None
                 states.append(one.states[: _num_states(group, every_position=features.every_position)])
@@ -133,6 +149,45 @@ def _num_states(parts: Sequence[Scheduled], *, every_position: bool) -> int:
     if every_position:
         return sum(part.num_tokens for part in parts)
     return sum(part.num_drafted + 1 for part in parts if part.verifies)
+
+
+def _in_memory(
+    runner: ModelRunner,
+    parts: list[Scheduled],
+    *,
+    wants_states: bool,
+    midway: Callable[[Sequence[Scheduled], Tensor], None] | None,
+) -> list[tuple[list[Scheduled], Forwarded]]:
+    """The forward of parts of one runner, or those of their halves where the device has no memory for it."""
+    try:
+        with nullcontext() if midway is None else heard_by(partial(midway, parts)):
+            return [(parts, _forward(runner, parts, wants_states=wants_states))]
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(runner, LeadingRunner) or not _is_out_of_memory(error):
+            raise  # of several ranks the others are in the middle of this forward
+        reason = str(error).partition("\n")[0]
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if (halves := _halves(parts)) is None:
+        raise NoMemoryError(parts[0].session, reason)
+    log.warning("the device has no memory for a step of %d tokens: %s", sum(p.num_tokens for p in parts), reason)
+    return [run for half in halves for run in _in_memory(runner, half, wants_states=wants_states, midway=midway)]
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _halves(parts: list[Scheduled]) -> tuple[list[Scheduled], list[Scheduled]] | None:
+    """The parts in two groups, or one part as two of fewer tokens; None if it cannot be divided."""
+    if len(parts) > 1:
+        return parts[: len(parts) // 2], parts[len(parts) // 2 :]
+    (part,) = parts
+    middle = (part.start + part.stop) // 2
+    if middle == part.start:
+        return None
+    first = Scheduled(part.session, part.start, middle, NO_PROPOSAL, scores=part.scores)
+    return [first], [replace(part, start=middle)]
 
 
 def _forward(runner: ModelRunner, parts: Sequence[Scheduled], *, wants_states: bool) -> Forwarded:
