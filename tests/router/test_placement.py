@@ -6,6 +6,7 @@ And which draft: one on the node of the target, unless it is far busier.
 from __future__ import annotations
 
 import asyncio
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from tests.router.world import World, expected, result_of, without_sockets
 
 from paceline.router import placement
-from paceline.router.placement import LinkPool, Placement, PrefixIndex
+from paceline.router.placement import Candidate, LinkPool, Placement, PrefixIndex, choose
 from paceline.router.pool import Member, StaticPool
 from paceline.types import PAGE_SIZE, Request, SamplingParams
 
@@ -83,3 +84,28 @@ def test_a_draft_on_the_targets_node_is_preferred(node: str, loads: tuple[int, .
     active: Any = SimpleNamespace(target=SimpleNamespace(member=Member("target", "127.0.0.1:2", node)), draft=None)
     found: Any = placed.choose_draft(active)
     assert found.member.replica_id == chosen
+
+
+def busiest_of(num_routers: int, num_replicas: int, num_new: int) -> int:
+    """Sessions of the busiest replica after a burst of which each router knows its own part. All have 30 before."""
+    random = Random(1)
+    seen = [[30] * num_replicas for _ in range(num_routers)]
+    placed = [30] * num_replicas
+    for i in range(num_new):
+        view = seen[i % num_routers]
+        chosen = choose([Candidate(str(j), load, 64) for j, load in enumerate(view)], random=random)
+        assert chosen is not None
+        for loads in (view, placed):
+            loads[int(chosen.replica_id)] += 1
+    return max(placed)
+
+
+def test_a_burst_at_many_routers_is_spread() -> None:
+    """Each of 100 targets has room for 34 sessions more, of 640 that 20 routers place between two heartbeats."""
+    assert busiest_of(20, 100, 640) < 30 + 20
+    assert busiest_of(1, 3, 30) == 40
+
+
+def test_without_two_choices_targets_would_be_overrun_while_others_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_FEW", 1_000)
+    assert busiest_of(20, 100, 640) >= 30 + 20

@@ -7,6 +7,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any, Generic, TypeVar
 
 from paceline.errors import EngineError
@@ -23,6 +24,9 @@ _TRIED_ELSEWHERE_S = 0.5
 """Wait before a suspected session is offered again to a target that has turned one away."""
 _MORE_LOAD = 2
 """Sessions that a replica may have beyond the least loaded one and still be chosen for what it saves."""
+_FEW = 4
+"""Replicas among which the least loaded one is chosen."""
+_RANDOM = Random()
 
 AnyLink = TypeVar("AnyLink", bound=Link[Any, Any])
 
@@ -244,10 +248,19 @@ class Candidate:
     max_sessions: int
 
 
-def choose(candidates: Sequence[Candidate], gains: Mapping[str, int] | None = None) -> Candidate | None:
-    """Returns the replica of the largest gain unless it is far busier, else the least loaded one; None if all are full.
+def choose(
+    candidates: Sequence[Candidate], gains: Mapping[str, int] | None = None, random: Random = _RANDOM
+) -> Candidate | None:
+    """Returns the replica of the largest gain unless it is far busier, else a lightly loaded one; None if all are full.
 
-    ``gains`` by replica: tokens of the prompt that it has cached, or 1 if it is near.
+    Of more than ``_FEW`` the better of two that are drawn at random (Mitzenmacher, "The Power of Two Choices in
+    Randomized Load Balancing", 2001): routers know what others have sent only since the last heartbeat, and the least
+    loaded replica would get the next sessions of all of them.
+
+    Args:
+        candidates: the replicas.
+        gains: by replica: tokens of the prompt that it has cached, or 1 if it is near.
+        random: draws the two.
     """
     free = [c for c in candidates if c.num_sessions < c.max_sessions]
     if not free:
@@ -258,7 +271,7 @@ def choose(candidates: Sequence[Candidate], gains: Mapping[str, int] | None = No
         best = max(like, key=lambda c: (gains.get(c.replica_id, 0), -c.num_sessions / c.max_sessions))
         if gains.get(best.replica_id, 0) > gains.get(least.replica_id, 0):
             return best
-    return least
+    return least if len(free) <= _FEW else min(random.sample(free, 2), key=lambda c: c.num_sessions / c.max_sessions)
 
 
 class PrefixIndex:
