@@ -29,6 +29,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import require_path
 from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.grammar_trial import GrammarTrials
+from paceline.checkpoint.linear import require_no_linear_layers, require_runnable
 from paceline.checkpoint.tokenizer import LONG_TEXT, Tokenizer, encode_prompt
 from paceline.checkpoint.vocabulary import require_tokens
 from paceline.config import DraftModel, LocalConfig, RouterConfig
@@ -140,10 +141,20 @@ class LocalPipeline:
             if isinstance(draft, DraftModel):
                 require_path(draft.path)
         self.checkpoint = checkpoint or Checkpoint.open(target.path, target.trust_remote_code)
+        require_runnable(
+            self.checkpoint.config,
+            self.checkpoint.quantization,
+            self.checkpoint.path,
+            device=target.device,
+            tensor_parallel_size=target.tensor_parallel_size,
+            quantization=target.quantization,
+            compile=target.compile,
+        )
         self.tokenizer = tokenizer or self.checkpoint.tokenizer
         if tokenizer is None and isinstance(draft, DraftModel):
-            draft_tokenizer = Checkpoint.open(draft.path, draft.trust_remote_code).tokenizer
-            require_tokens(self.tokenizer, draft_tokenizer, draft.vocabulary)
+            proposes = Checkpoint.open(draft.path, draft.trust_remote_code)
+            require_no_linear_layers(proposes.config, "the draft model", draft.path)
+            require_tokens(self.tokenizer, proposes.tokenizer, draft.vocabulary)
         if self.config.generation_config == "auto":
             self.checkpoint.warn_of_settings()
         self._forms = GrammarTrials(Grammars(self.tokenizer, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids))

@@ -70,10 +70,6 @@ EXCLUDED = {
     "minimax": _LINEAR,
     "nemotron": "does not hand on to its attention what it is called with",
     "nemotron_h": _LINEAR,
-    "olmo_hybrid": _LINEAR,
-    "qwen3_5_moe_text": _LINEAR,
-    "qwen3_5_text": _LINEAR,
-    "qwen3_next": _LINEAR,
     "qwen4_exp_text": _SPARSE,
     "stablelm, no plan": "does not hand on to its attention what it is called with",
     "bloom, no plan": _BY_ITSELF,
@@ -86,7 +82,12 @@ EXCLUDED = {
 }
 """Refused at any degree, with a reason that matches this."""
 _NO_PLAN = "has no tensor-parallel plan in transformers: only degree 1 works"
+_ONE_RANK = "has linear attention layers, whose states are on one rank: use degree 1"
 WHOLE_ONLY = {
+    "olmo_hybrid": _ONE_RANK,
+    "qwen3_5_moe_text": _ONE_RANK,
+    "qwen3_5_text": _ONE_RANK,
+    "qwen3_next": _ONE_RANK,
     "gpt2, no plan": _NO_PLAN,
     "gpt_oss, no plan": _NO_PLAN,
     "hunyuan_v1_dense, no plan": _NO_PLAN,

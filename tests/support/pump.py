@@ -114,7 +114,9 @@ class Pump:
             grammars=grammars,
             clock=self.clock,
         )
-        self.target = self._new_target(target.runner(pages), heads=heads, link=link, compilation=compilation)
+        self.target = self._new_target(
+            target.runner(pages, max_sessions=max_sessions), heads=heads, link=link, compilation=compilation
+        )
         if link is not None:
             assert self.target.runner.features is not None
             link.bind(self.target.runner.cache, self.target.runner.features)

@@ -136,7 +136,7 @@ class Checkpoint:
             known.update([names] if isinstance(names, str) else names)
         architectures = list(getattr(config, "architectures", None) or [])
         causal = (
-            any(name in known for name in architectures)
+            any(_text_part(name) in known or name in known for name in architectures)
             if architectures and not trust_remote_code
             else bool(architectures) or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         )
@@ -200,6 +200,11 @@ class Checkpoint:
             ConfigError: a weight file is missing, cut short or cannot be read.
         """
         return None if self._counts is None else model_size(self.config, self._counts, dtype, quantization)
+
+
+def _text_part(architecture: str) -> str:
+    """The class of a model's language model, which transformers loads by itself."""
+    return architecture.replace("ForConditionalGeneration", "ForCausalLM")
 
 
 def context_length(config: Any) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from paceline.checkpoint.folder import read_json
 from paceline.checkpoint.gguf.described import gguf_weights
+from paceline.checkpoint.linear import LinearLayers, Slots, linear_layers
 from paceline.checkpoint.quantization import weight_bytes_per_parameter
 from paceline.errors import ConfigError
 from paceline.types import PAGE_SIZE
@@ -42,6 +43,8 @@ class ModelSize:
     """Bytes that quantized weights take less than ``item_bytes`` for each number."""
     num_tables: int = 2
     """Matrices of the vocabulary: an embedding and an output layer, or one for both."""
+    linear: LinearLayers | None = None
+    """Its linear layers; None: it has none."""
 
     def of_rank(self, tensor_parallel_size: int) -> ModelSize:
         """The size of one of ``tensor_parallel_size`` ranks: its share of every matrix, and at least one KV head.
@@ -69,6 +72,15 @@ class ModelSize:
     def kv_bytes(self, num_pages: int) -> int:
         """Bytes of ``num_pages`` KV pages and the scratch page; 0 if unknown."""
         return (num_pages + 1) * self.page_bytes
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that keep keys and values."""
+        return max(1, self.num_layers - (0 if self.linear is None else self.linear.num))
+
+    def slots_bytes(self, max_sessions: int) -> int:
+        """Bytes of the states and rows that linear layers keep for that many sessions."""
+        return 0 if self.linear is None else self.linear.slots_bytes(Slots.of(max_sessions), self.item_bytes)
 
 
 class WeightCounts(NamedTuple):
@@ -102,9 +114,10 @@ def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num
     """The size of a model with this configuration and so many parameters, ``num_whole`` of them in no matrix."""
     text = config.get("text_config") or config
     layers, hidden = _first(text, "num_hidden_layers", "n_layer"), _first(text, "hidden_size", "n_embd")
+    linear = linear_layers(config)
     return ModelSize(
         num_parameters=num_parameters,
-        kv_values=_kv_values(text, layers, hidden),
+        kv_values=_kv_values(text, layers - (0 if linear is None else linear.num), hidden),
         item_bytes=item_bytes,
         num_layers=layers or 1,
         hidden_size=hidden,
@@ -113,6 +126,7 @@ def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num
         num_whole=num_whole,
         num_kv_heads=_kv_heads(text) or 1,
         num_tables=1 if config.get("tie_word_embeddings") else 2,
+        linear=linear,
     )
 
 

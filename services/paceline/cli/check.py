@@ -124,7 +124,7 @@ def _row(pool: Pool) -> tuple[str, ...]:
     parts = (
         estimate.process_bytes,
         estimate.weights_bytes + estimate.packed_bytes,
-        estimate.kv_bytes,
+        estimate.kv_bytes + estimate.linear_bytes,
         estimate.tree_bytes,
         estimate.workspace_bytes,
         estimate.total_bytes,
@@ -152,6 +152,9 @@ def _remarks(config: ServiceConfig, pool: Pool) -> Iterator[str]:
         yield f"{pool.key}: {where}" + ("; kv_fraction decides then how many pages there are." if by_share else ".")
     if estimate.packed_bytes:
         yield f"{pool.key}: compiled weights are held twice; the start that compiles them keeps {_COMPILER} more."
+    if estimate.linear_bytes:
+        size, max_sessions = gib(estimate.linear_bytes), config.target_config.engine_kwargs.max_sessions
+        yield f"{pool.key}: of KV, {size} are states and rows of linear layers, for {max_sessions} sessions."
     if _keeps_something_else(estimate):
         yield f"{pool.key}: how much its attention keeps per token cannot be told from its configuration."
     elif estimate.num_pages:

@@ -19,14 +19,17 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from paceline.checkpoint.linear import LinearSpec, Slots
 from paceline.core.deferred import upload
 from paceline.errors import ResourceExhaustedError
 from paceline.model import layout
+from paceline.model.linear.gated_delta import LinearPools
+from paceline.model.linear.plan import NONE, LinearSlots
 from paceline.types import (
     PAGE_SIZE,  # both also belong to what this module offers
 )
@@ -34,7 +37,7 @@ from paceline.types import (
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """KV size of one attention layer per token."""
+    """KV size of one layer per token; NO_KV: it is no attention layer."""
 
     num_kv_heads: int
     key_dim: int
@@ -45,13 +48,24 @@ class LayerSpec:
         return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
 
 
+NO_KV = LayerSpec(0, 0, 0)
+"""Of a layer that keeps nothing per token."""
+
+
 class KVCache:
     """Pages of keys and values for all sessions of one engine. Not thread-safe: the engine thread owns it."""
 
     def __init__(
-        self, layers: Sequence[LayerSpec], num_pages: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        layers: Sequence[LayerSpec],
+        num_pages: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        linear: Mapping[int, LinearSpec] | None = None,
+        slots: Slots | None = None,
     ) -> None:
-        """``num_pages`` can be allocated; one scratch page comes on top."""
+        """``num_pages`` can be allocated; one scratch page comes on top. ``linear``: the linear layers, by index, for
+        whose states and rows there are ``slots``."""
         self.num_pages = num_pages
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
@@ -66,6 +80,12 @@ class KVCache:
         self._cached: OrderedDict[int, None] = OrderedDict()  # hashed and unreferenced, oldest first
         self.clearing_at_once = Clearing(self)
         self._native = torch.device(device).type == "cpu" and layout.usable()
+        self.linear = LinearSlots(slots or Slots.of(1)) if linear else None
+        """Slots of linear layers; None: the model has none."""
+        self.linear_pools: dict[int, LinearPools] = {}
+        """Memory behind the slots, by layer."""
+        if self.linear is not None and linear:
+            self.linear_pools = {i: LinearPools.of(spec, self.linear.slots, dtype) for i, spec in linear.items()}
 
     def _allocate(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device | str) -> None:
         shape = (self.num_pages + 1, PAGE_SIZE)
@@ -128,6 +148,8 @@ class KVCache:
                 del self._page_of[self._hash_of.pop(page)]
             self._refs[page] = 1
             pages.append(page)
+        if self.linear is not None:
+            self.linear.forget(pages)
         if self.clearing_at_once.is_open:
             self.clearing_at_once.pages += pages
         else:
@@ -167,14 +189,18 @@ class KVCache:
             if self._refs[page] == 0:
                 if page in self._hash_of:
                     self._cached[page] = None
+                    if self.linear is not None:
+                        self.linear.rest(page)
                 else:
                     self._free.append(page)
+                    if self.linear is not None:
+                        self.linear.forget([page])
 
     def match_prefix(self, token_ids: Sequence[int], root: bytes = b"") -> tuple[list[int], list[bytes]]:
         """The longest cached run of full pages that begins ``token_ids``; takes a reference to each.
 
-        At least one token is left over, because its logits must be computed. Returns the pages and their hashes.
-        ``root``: see ``root_hash``.
+        At least one token is left over, because its logits must be computed. The state of linear layers is known at
+        the end of the run. Returns the pages and their hashes. ``root``: see ``root_hash``.
         """
         pages: list[int] = []
         hashes: list[bytes] = []
@@ -189,7 +215,31 @@ class KVCache:
             self._refs[page] += 1
             pages.append(page)
             hashes.append(previous)
+        if self.linear is not None and (count := self.linear.hit(pages)) < len(pages):
+            self.release(pages[count:])
+            return pages[:count], hashes[:count]
         return pages, hashes
+
+    def hold(self, pages: Sequence[int], num_computed: int, held: int) -> int:
+        """Moves a session's hold on a state of linear layers (``LinearSlots.hold``), where there are any."""
+        return NONE if self.linear is None else self.linear.hold(pages, num_computed, held)
+
+    def let_go(self, held: int) -> None:
+        """Ends a session's hold, before its pages are released."""
+        if self.linear is not None:
+            self.linear.let_go(held)
+
+    def promise(self, owner: object, num_chunks: int) -> None:
+        """Sets chunks of rows of linear layers aside for a step (``LinearSlots.promise``), where there are any."""
+        if self.linear is not None:
+            self.linear.promise(owner, num_chunks)
+
+    def copy_rows(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies chunks of rows of linear layers, slots (from, to) each."""
+        for layer in self.linear_pools.values():
+            for pool in layer.rows:
+                for source, target in pairs:
+                    pool[target] = pool[source]
 
     def publish(self, page: int, digest: bytes) -> None:
         """Makes a full page of committed tokens shareable. An equal page published earlier stays the shared one."""
@@ -211,6 +261,8 @@ class KVCache:
             assert (self._refs[page] == 0) == (page in free or page in cached), f"page {page} leaked"
         assert {self._page_of[h] for h in self._page_of} == set(self._hash_of), "page hashes are not one to one"
         assert cached <= set(self._hash_of), "a cached page has no hash"
+        if self.linear is not None:
+            self.linear.check_integrity(self._free, [*self._cached])
 
 
 class Clearing:

@@ -17,6 +17,7 @@ from transformers.utils import logging as hf_logging
 from paceline.checkpoint.files import Checkpoint, context_length
 from paceline.checkpoint.folder import require_no_code
 from paceline.checkpoint.gguf.weights import GgufWeights
+from paceline.checkpoint.linear import LinearLayers, LinearSpec, Slots, linear_layers, require_runnable
 from paceline.checkpoint.size import ModelSize, gib, size_of
 from paceline.config import ModelOptions, Quantization, cache_dir
 from paceline.core.cuda import triton_unavailable
@@ -66,6 +67,8 @@ class LoadedModel:
 
     step: StepFunction
     layers: list[LayerSpec]
+    linear: dict[int, LinearSpec]
+    """Its linear layers, by index."""
     sliding_window: int | None
     spare_tokens: int
     """Padding that each step needs behind its last token (``tails.py``)."""
@@ -99,15 +102,18 @@ class LoadedModel:
         """The exchange with the other ranks; None if the model is whole."""
         return None if self.share is None else self.share.group
 
-    def runner(self, num_pages: int, *, promised: bool = True) -> ModelRunner:
-        """Makes a runner over a new KV cache of ``num_pages`` pages, the fewest that any rank asks for.
+    def runner(self, num_pages: int, *, promised: bool = True, max_sessions: int = 8) -> ModelRunner:
+        """Makes a runner over a new KV cache of ``num_pages`` pages, the fewest that any rank asks for, and of states
+        of linear layers for ``max_sessions`` sessions.
 
         The first rank's is a LeadingRunner, the others' a RankRunner. ``promised`` False: no promise depends on the
         bits of this model, which is a draft; on the CPU its steps are not padded for their sake (``shapes.py``).
         """
         num_pages = agreed(num_pages, self.group)
         leads = self.share is not None and self.share.group.rank == 0
-        cache = (LeadersCache if leads else KVCache)(self.layers, num_pages, self.dtype, self.device)
+        slots = Slots.of(max_sessions)
+        kind = LeadersCache if leads else KVCache
+        cache = kind(self.layers, num_pages, self.dtype, self.device, self.linear, slots)
         graphs = self.cuda_graphs if self.share is None else False
         options: dict[str, Any] = {
             "dtype": self.dtype,
@@ -169,6 +175,15 @@ def load_model(
         require_boundaries(features, num_layers, f"model {checkpoint.path!r}")
     device, dtype = placement or resolve(options, None if group is None else group.device)
     require_graphs(options.cuda_graphs, device, num_ranks=options.tensor_parallel_size)
+    require_runnable(
+        checkpoint.config,
+        checkpoint.quantization,
+        checkpoint.path,
+        device=device.type,
+        tensor_parallel_size=options.tensor_parallel_size,
+        quantization=options.quantization,
+        compile=options.compile,
+    )
     can_compile = _can_compile(device, group)
     if group is None:
         model = load_pretrained(checkpoint, dtype, device, options.quantization)
@@ -181,7 +196,7 @@ def load_model(
         eager = prepare(model, compile=False, attention=options.attention, features=examination.features)
         lead(eager.runner(examination.num_pages), examination)
     compile = can_compile if options.compile == "auto" else options.compile
-    if options.compile == "auto" and compile and (reason := why_eager(model)):
+    if options.compile == "auto" and compile and (reason := _why_eager(model, checkpoint)):
         log.info("model %r is not compiled: %s", checkpoint.path, reason)
         compile = False
     later = later and group is None and compile and device.type == "cpu" and find_compiler() is not None
@@ -201,6 +216,13 @@ def load_model(
     if options.cpu_threads > 1:
         _share(options.cpu_threads, loaded)
     return replace(loaded, cuda_graphs=options.cuda_graphs, max_cuda_graphs=options.max_cuda_graphs)
+
+
+def _why_eager(model: PreTrainedModel, checkpoint: Checkpoint) -> str | None:
+    """Says why a model is not compiled, as a clause; None if it can be."""
+    if linear_layers(checkpoint.config) is not None:
+        return "its linear attention layers are not compiled"
+    return why_eager(model)
 
 
 def _can_compile(device: torch.device, group: Collectives | None) -> bool:
@@ -267,7 +289,7 @@ def prepare(
         keep_bits()
     taps = None if features is None else StateTaps(model, features, name_of(model))
     middle = None if midway is None else Midway(model, midway, name_of(model))
-    layers, window, spare_tokens = probe_layers(model, taps)
+    layers, linear, window, spare_tokens = probe_layers(model, taps)
     text = model.config.get_text_config()
     products_at_hand = cpu_linear.at_hand(cpu_linear.weights_of(model))
     never = compile == "later" and not (cpu_attention.at_hand() and products_at_hand)
@@ -294,13 +316,14 @@ def prepare(
     return LoadedModel(
         step=step or Step(model, kernel, taps, middle),
         layers=layers,
+        linear=linear,
         sliding_window=window,
         spare_tokens=spare_tokens,
         vocab_size=model.get_output_embeddings().out_features,
         max_len=context_length(text) or 1 << 20,
         dtype=model.dtype,
         device=model.device,
-        size=_size(model, layers),
+        size=_size(model, layers, linear),
         share=share_of(model),
         quantization=method,
         batch_dependence=batch_dependence,
@@ -318,7 +341,7 @@ def _why_no_parts(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _size(model: PreTrainedModel, layers: list[LayerSpec]) -> ModelSize:
+def _size(model: PreTrainedModel, layers: list[LayerSpec], linear: dict[int, LinearSpec]) -> ModelSize:
     """The size by the configuration, corrected by the parameters and the layers that there are."""
     counts = parameter_counts(model)
     size = size_of(
@@ -328,7 +351,13 @@ def _size(model: PreTrainedModel, layers: list[LayerSpec]) -> ModelSize:
         sum(count for count, rank in counts if rank < 2),
     )
     kv_bytes = sum(layer.kv_bytes(model.dtype) for layer in layers)
-    return replace(size, kv_values=kv_bytes // model.dtype.itemsize, num_layers=len(layers))
+    specs = [*linear.values()]
+    return replace(
+        size,
+        kv_values=kv_bytes // model.dtype.itemsize,
+        num_layers=len(layers),
+        linear=LinearLayers(len(specs), specs[0]) if specs else None,
+    )
 
 
 def load_pretrained(
@@ -378,6 +407,8 @@ def load_pretrained(
         raise ConfigError(f"model {path!r} is not whole: no weight file holds {_named(missing)}")
     if part is None and (unexpected := sorted(info["unexpected_keys"])):
         log.warning("model %r: ignoring unexpected weights: %s", path, _named(unexpected))
+    if getattr(model, "use_kernels", False):
+        raise ConfigError(f"model {path!r} would run kernels from a hub, whose bits are theirs: they must be off")
     if quantization is not None:
         if device.type == "cpu":
             pack_quantized(model, gguf, quantization)

@@ -103,7 +103,9 @@ class ModelRunner:
 
     def plan(self, steps: Sequence[SequenceStep]) -> StepPlan:
         """Lays a step of this model out."""
-        return StepPlan.of(steps, self.cache.scratch_row, self.shapes)
+        plan = StepPlan.of(steps, self.cache.scratch_row, self.shapes)
+        assert self.cache.linear is None or not plan.shape.is_tree, "linear layers verify branches, no masked trees"
+        return plan if self.cache.linear is None else plan._replace(linear=self.cache.linear.plan(steps))
 
     def close(self) -> None:
         """Gives up what other processes take part in. Idempotent."""
@@ -140,6 +142,8 @@ class ModelRunner:
             self._on_swap()
         with torch.no_grad():
             self.cache.copy(plan.copies)
+            if plan.linear is not None:
+                self.cache.copy_rows(plan.linear.copies)
             return self.backend.run(self._step, plan)
 
     def _of_tokens(self, states: Tensor | None, steps: Sequence[SequenceStep]) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -129,7 +130,7 @@ def check_invariance(
         _check_largest_step(report, runner, tokens, start, (pages, beside), decoded, max_step_tokens)
         _check_prefill(report, runner, tokens, start, decoded, max_step_tokens)
         longest = min(max_len or 1 << 20, available * PAGE_SIZE)
-        _check_long_contexts(report, runner, tokens, (pages, beside), longest, time.perf_counter() - started)
+        _check_long_contexts(report, runner, tokens, start, (pages, beside), longest, time.perf_counter() - started)
         _check_branches(report, runner, tokens, start, pages, decoded)
         return report
     finally:
@@ -216,21 +217,19 @@ def _check_prefill(
     decoded: _Rows,
     max_step_tokens: int,
 ) -> None:
-    """Computes all tokens as a prompt, in other pages, then some of them again from what that left there."""
+    """Computes all tokens as a prompt, in other pages, the last ones from what the others left there."""
     if runner.cache.num_available < pages_for(len(tokens)):
         return
     pages = runner.cache.allocate(pages_for(len(tokens)))
     try:
-        for first in range(0, len(tokens), max_step_tokens):
-            stop = min(first + max_step_tokens, len(tokens))
+        last = max(start, len(tokens) - _CHUNKS[2])
+        for first, stop in pairwise(sorted({*range(0, last, max_step_tokens), last, len(tokens)})):
             wanted = max(0, stop - max(first, start))
             step = _chunk(tokens, first, stop, pages, num_logits=wanted)
             if wanted:
                 _compare(report, runner, [step], 0, _from(decoded, max(first, start) - start))
             else:
                 runner.forward([step])
-        again = max(start, len(tokens) - _CHUNKS[2])
-        _compare(report, runner, [_chunk(tokens, again, len(tokens), pages)], 0, _from(decoded, again - start))
     finally:
         runner.cache.release(pages)
 
@@ -239,13 +238,14 @@ def _check_long_contexts(
     report: InvarianceReport,
     runner: ModelRunner,
     tokens: list[int],
+    start: int,
     owned: tuple[list[int], list[int]],
     longest: int,
     spent_s: float,
 ) -> None:
     """Verifies and decodes the last tokens of contexts that consist of the same few KV pages again and again.
 
-    Nothing has to be computed for such a context, and it takes no memory.
+    Of such a context the rows of the last page alone are computed, and it takes no memory.
     """
     (first, *_), (last,) = owned
     limit_s, spent_s, took_s, length = max(_LEAST_S, spent_s), 0.0, 0.0, _FIRST_CONTEXT
@@ -253,14 +253,18 @@ def _check_long_contexts(
         started, context = time.perf_counter(), min(length, longest)
         if context <= max(report.max_context, PAGE_SIZE + _LAST):
             return
+        if length == _FIRST_CONTEXT:  # whole pages, of one text: only their beginnings were computed last
+            for page in range(start, len(tokens) - PAGE_SIZE + 1, PAGE_SIZE):
+                runner.forward([_chunk(tokens, page, page + PAGE_SIZE, owned[0], num_logits=0)])
         # The last tokens lie in the second half of a page of their own.
         end = context // PAGE_SIZE * PAGE_SIZE - 3
         repeated = [*owned[0][: len(tokens) // PAGE_SIZE]] or [first]
         table = [repeated[i % len(repeated)] for i in range(pages_for(end) - 1)] + [last]
-        span = range(end - _LAST, end)
+        span, before = range(end - _LAST, end), range((len(table) - 1) * PAGE_SIZE, end - _LAST)
+        runner.forward([SequenceStep(tokens[: len(before)], before, before, table, num_logits=0)])
         steps = [SequenceStep(tokens[i : i + 1], [at], [at], table, num_logits=1) for i, at in enumerate(span)]
         decoded = _decode(runner, steps)
-        verified = SequenceStep(tokens[:_LAST], span, span, table, num_logits=_LAST)
+        verified = SequenceStep(tokens[:_LAST], span, span, table, num_logits=_LAST)  # a few rows back
         few = _chunk(tokens, 0, 3, [first], num_logits=1)
         _compare(report, runner, [verified], 0, decoded)
         _compare(report, runner, [few, verified], 1, decoded)
@@ -288,14 +292,16 @@ def _check_branches(
         return
     private = runner.cache.allocate(2)
     try:
+        runner.forward([_chunk(tokens, start, split, pages, num_logits=0)])
         table, other = [*pages[:fork], *private], [(token + 1) % runner.vocab_size for token in tokens]
-        alone = [_chunk(other, at, at + 1, table) for at in range(split, stop + 1)]
+        alone = [replace(_chunk(other, at, at + 1, table), committed=first) for at in range(split, stop + 1)]
         alone[0] = replace(alone[0], copies=[(pages[fork], private[0])])
         expected = _decode(runner, alone)
         noise = [(token + 2) % runner.vocab_size for token in tokens]
-        runner.forward([_chunk(noise, first, stop + 1, each, num_logits=1) for each in (pages, table)])
+        rejected = [_chunk(noise, first, stop + 1, each, num_logits=1) for each in (pages, table)]
+        runner.forward([replace(step, committed=first) for step in rejected])
         ours = replace(_chunk(tokens, first, stop, pages), also=[*enumerate(flat_rows(table, first, split))])
-        steps = [ours, _chunk(other, split, stop, table)]
+        steps = [replace(step, committed=first + 1) for step in (ours, _chunk(other, split, stop, table))]
         _compare(report, runner, steps, 1, expected)
         _compare(report, runner, steps, 0, _from(decoded, first - start))
         _compare(report, runner, [_chunk(tokens, stop, stop + 1, pages)], 0, _from(decoded, stop - start))

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
+from paceline.checkpoint.linear import LINEAR, LinearSpec
 from paceline.errors import ConfigError
 from paceline.model.attention.kernels import Kernel
 from paceline.model.attention.paged import IMPLEMENTATIONS
-from paceline.model.kv_cache import LayerSpec
+from paceline.model.kv_cache import NO_KV, LayerSpec
+from paceline.model.linear.gated_delta import LinearInputs
+from paceline.model.linear.layers import replace_linear_layers
 from paceline.model.midway import Midway
 from paceline.model.states import StateTaps
 from paceline.model.tails import SpareTokens
@@ -62,8 +65,9 @@ class Step(torch.nn.Module):
         masks: list[Tensor],
         keys: list[Tensor],
         values: list[Tensor],
+        linear: LinearInputs | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Runs the model; KV is written in place."""
+        """Runs the model; KV is written in place. ``linear``: of a model with linear layers."""
         if self.taps is not None:
             self.taps.listen()
         if self.midway is not None:
@@ -83,6 +87,7 @@ class Step(torch.nn.Module):
             gather_index=gather_index,
             scatter_index=scatter_index,
             masks=masks,
+            **({} if linear is None else {"linear": linear}),
         ).logits
         return logits if self.taps is None else (logits, self.taps.join(logits_index))
 
@@ -91,7 +96,9 @@ class Probe(NamedTuple):
     """Findings about a model that two tokens have run through."""
 
     layers: list[LayerSpec]
-    """KV that each layer keeps per token, in order."""
+    """KV that each layer keeps per token, in order; NO_KV of a linear one."""
+    linear: dict[int, LinearSpec]
+    """The linear layers, by index."""
     sliding_window: int | None
     """Window of the layers that have one; None: no layer has."""
     spare_tokens: int
@@ -104,8 +111,9 @@ def name_of(model: PreTrainedModel) -> str:
 
 
 def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe:
-    """Runs two tokens through ``model`` to see what each attention layer keeps, and whether it has the states that
-    ``taps`` are to catch.
+    """Runs two tokens through ``model`` to see what each layer keeps, and whether it has the states that ``taps`` want.
+
+    Linear layers are given the forward over slots, with which alone the model runs from then on.
 
     Raises:
         ConfigError: the model has layers without attention, or whose attention is not that of ``paged_attention``
@@ -114,7 +122,8 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
     """
     config, name = model.config.get_text_config(), name_of(model)
     _check_rope(config, name)
-    _check_layer_types(config, name)
+    linear = replace_linear_layers(model, name)
+    _check_layer_types(config, name, gated_delta=bool(linear))
     seen: dict[int, LayerSpec] = {}
     windows: set[int] = set()
 
@@ -148,7 +157,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
                 ids = torch.zeros(1, _PROBED_TOKENS, dtype=torch.long, device=model.device)
                 if taps is not None:
                     taps.listen()
-                model(input_ids=ids, use_cache=False, page_table=None)
+                model(input_ids=ids, use_cache=False, page_table=None, **({"linear": None} if linear else {}))
         except ConfigError:
             raise
         except Exception as error:  # transformers raises whatever its model classes raise
@@ -164,7 +173,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
             "of transformers, where the paged attention would take its place"
         )
     num_layers = config.num_hidden_layers
-    if sorted(seen) != list(range(num_layers)):
+    if sorted([*seen, *linear]) != list(range(num_layers)):
         raise ConfigError(
             f"{name} has {num_layers} layers of which {len(seen)} keep a KV cache; only pure attention decoders work"
         )
@@ -173,15 +182,18 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
     if len(windows) > 1:
         raise ConfigError(f"{name} has sliding windows of {sorted(windows)} tokens; one size is supported")
     on_cpu = model.device.type == "cpu"
-    layers, window = [seen[i] for i in range(num_layers)], windows.pop() if windows else None
-    return Probe(layers, window, spare.count if on_cpu else 0)
+    layers, window = [seen.get(i, NO_KV) for i in range(num_layers)], windows.pop() if windows else None
+    return Probe(layers, linear, window, spare.count if on_cpu else 0)
 
 
-def _check_layer_types(config: PretrainedConfig, name: str) -> None:
+def _check_layer_types(config: PretrainedConfig, name: str, *, gated_delta: bool) -> None:
     unknown = {str(kind) for kind in getattr(config, "layer_types", None) or ()} - _LAYER_TYPES
+    if gated_delta:
+        unknown -= {LINEAR}
     if unknown:
         raise ConfigError(
-            f"{name} has layers of type {', '.join(sorted(unknown))}; only full and sliding attention works"
+            f"{name} has layers of type {', '.join(sorted(unknown))}; only full and sliding attention works, and of "
+            "linear attention the gated delta rule"
         )
     if getattr(config, "attn_temperature_tuning", False):
         raise ConfigError(f"{name} scales its queries by their place in the step, which is not their position")

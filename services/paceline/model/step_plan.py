@@ -21,6 +21,8 @@ from torch import Tensor
 
 from paceline.model import columns, layout
 from paceline.model.kv_cache import KVCache
+from paceline.model.linear.gated_delta import LinearInputs
+from paceline.model.linear.plan import LinearStep
 from paceline.model.shapes import QUERY_ROW_LEN, Shapes
 from paceline.types import PAGE_SIZE, pages_for
 
@@ -56,6 +58,9 @@ class SequenceStep:
     """Further flat KV rows that tokens of this step are written to: (index among ``token_ids``, row) each."""
     copies: Sequence[tuple[int, int]] = ()
     """Pages that are copied before the step: (from, to) each."""
+    committed: int = -1
+    """Length of the session's context after the step's own tokens of it, behind which tokens may be rejected; -1: all
+    tokens are of the context. Linear layers store states of committed tokens alone."""
 
 
 INTEGER_BYTES = 8
@@ -202,6 +207,8 @@ class StepPlan(NamedTuple):
     """uint8 [shape.num_bytes], which ``unpack`` reads."""
     copies: tuple[tuple[int, int], ...] = ()
     """Pages that are copied before the step, on every rank: (from, to) each."""
+    linear: LinearStep | None = None
+    """What linear layers do; None: the model has none."""
 
     @classmethod
     def of(cls, steps: Sequence[SequenceStep], scratch_row: int, shapes: Shapes = _ALL_RULES) -> Self:
@@ -292,10 +299,12 @@ class StepPlan(NamedTuple):
             [mask.to(device) for mask in self.masks(dtype, window)],
             cache.model_keys,
             cache.model_values,
+            *(() if self.linear is None else (LinearInputs(self.linear, cache.linear_pools),)),
         )
 
     def encode(self) -> bytes:
         """A frame for ``decode``: the sizes and all integers as int32, then the tree's bits."""
+        assert self.linear is None, "models with linear layers have one rank"
         values, front = self.buffer.numpy(), self.shape.num_integers * INTEGER_BYTES
         sizes = (self.num_logits, *self.shape.numbers, len(self.copies))
         integers = (np.array((*sizes, *chain(*self.copies))), values[:front].view(np.int64))

@@ -5,7 +5,7 @@ is what a replica is expected to reach under the largest step that its settings 
 
     process    interpreter, torch, transformers, Ray, and the code that oneDNN keeps for every number of tokens
     weights    parameters, twice where they are compiled: packed, and in the library that they were packed from
-    KV         all pages, which are written when the replica starts, and the scratch page
+    KV         all pages, which are written when the replica starts, and the scratch page; states of linear layers
     trees      objects of the speculation trees under the coupled rule; their KV rows are among the pages
     workspace  what the largest step allocates: activations, gathered keys and values, logits (``_workspace_bytes``)
 
@@ -64,6 +64,8 @@ class MemoryEstimate:
     kv_bytes: int = 0
     least_kv_bytes: int = 0
     """KV pages required to start: all of them, or one full-length session's if kv_fraction sizes the cache."""
+    linear_bytes: int = 0
+    """States and rows of linear layers, all of which are required to start."""
     tree_bytes: int = 0
     workspace_bytes: int = 0
     num_pages: int = 0
@@ -86,7 +88,7 @@ class MemoryEstimate:
     @property
     def least_bytes(self) -> int:
         """Lower bound: no replica that reaches its largest step takes less."""
-        model = self.weights_bytes + self.least_kv_bytes + self.workspace_bytes
+        model = self.weights_bytes + self.least_kv_bytes + self.linear_bytes + self.workspace_bytes
         return min(PROCESS_BYTES, self.process_bytes) + model
 
     @property
@@ -97,12 +99,12 @@ class MemoryEstimate:
     @property
     def reserved_bytes(self) -> int:
         """Memory that is allocated on the device after the KV pages, which must leave room for it."""
-        return self.workspace_bytes + (0 if self.on_gpu else self.tree_bytes + CODE_BYTES)
+        return self.linear_bytes + self.workspace_bytes + (0 if self.on_gpu else self.tree_bytes + CODE_BYTES)
 
     @property
     def device_bytes(self) -> int:
         """Memory that the model takes on its device."""
-        return self.weights_bytes + self.packed_bytes + self.kv_bytes + self.workspace_bytes
+        return self.weights_bytes + self.packed_bytes + self.kv_bytes + self.linear_bytes + self.workspace_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -156,6 +158,7 @@ def target_estimate(
         weights_bytes=size.weights_bytes + heads.weights_bytes,
         packed_bytes=_packed_bytes(options, size, on_gpu),
         least_kv_bytes=(least + 1) * page_bytes,
+        linear_bytes=size.slots_bytes(options.max_sessions),
         tree_bytes=options.max_sessions * setup.tree_budget * _NODE_BYTES,
         workspace_bytes=_workspace_bytes(
             size,
@@ -258,7 +261,7 @@ def _draft_tree_bytes(setup: DraftSetup) -> int:
 
 
 def _packed_bytes(options: ModelOptions, size: ModelSize, on_gpu: bool) -> int:
-    return size.weights_bytes if compiles(options, on_gpu) else 0
+    return size.weights_bytes if compiles(options, on_gpu) and size.linear is None else 0
 
 
 def compiles(options: ModelOptions, on_gpu: bool) -> bool:
@@ -303,7 +306,7 @@ def _workspace_bytes(
     tokens, sessions = padded_tokens(max_tokens), min(max_sessions, max_tokens)
     activations = tokens * size.item_bytes * (6 * size.hidden_size + 3 * size.intermediate_size)
     query_rows = -(-tokens // QUERY_ROW_LEN) + sessions
-    attention = query_rows * padded_pages(max_pages) * size.page_bytes // size.num_layers if gathers else 0
+    attention = query_rows * padded_pages(max_pages) * size.page_bytes // size.num_kv_layers if gathers else 0
     rows = padded_tokens(min(max_tokens, num_logits))
     logits = rows * size.vocab_size * (size.item_bytes + num_copies * _FLOAT32_BYTES)
     return activations + max(attention, logits)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder
 from paceline.checkpoint.hub import why_not_fetched
+from paceline.checkpoint.linear import require_no_linear_layers, why_not_runnable
 from paceline.checkpoint.pard import parallel_draft
 from paceline.checkpoint.size import ModelSize, gib
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer, require_same_tokens
@@ -252,6 +253,18 @@ def _read_model(
         problem = f"has {most} tokens and its model only {checkpoint.vocab_size}: name its own tokenizer"
         findings.append(Finding.error(f"{key}.tokenizer_source", problem))
         return None
+    wrong = why_not_runnable(
+        checkpoint.config,
+        checkpoint.quantization,
+        device="cuda" if _on_gpu(config) else "cpu",
+        tensor_parallel_size=options.tensor_parallel_size,
+        quantization=options.quantization,
+        compile=options.compile,
+    )
+    if wrong is not None:
+        option, problem = wrong
+        findings.append(Finding.error(key if option == "model" else f"{pool}.engine_kwargs.{option}", problem))
+        return None
     findings += _check_degree(pool, options.tensor_parallel_size, checkpoint)
     if here and options.cpu_threads > 1:
         findings += _check_threads(pool, options)
@@ -366,6 +379,7 @@ def _check_together(target: _Model, draft: _Model, max_len: int, options: DraftO
     findings = []
     key = f"{_DRAFT}.model_loading_config"
     try:
+        require_no_linear_layers(draft.checkpoint.config, "its model", draft.checkpoint.path)
         require_tokens(target.tokenizer, draft.tokenizer, options.vocabulary)
         parallel_draft(draft.checkpoint, options.parallel_tokens)
     except ConfigError as error:

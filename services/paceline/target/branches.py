@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from paceline.checkpoint.linear import CHUNK
 from paceline.core.tree import Proposal
 from paceline.model.kv_cache import flat_rows
 from paceline.model.step_plan import SequenceStep
@@ -39,6 +40,11 @@ class Branch:
     def page(self, context_len: int) -> int:
         """Index of its first private page."""
         return (context_len + self.depth) // PAGE_SIZE
+
+    def num_chunks(self, context_len: int) -> int:
+        """Chunks of rows of linear layers that it needs on its private pages."""
+        first = max(self.page(context_len) * PAGE_SIZE, context_len) // CHUNK
+        return (context_len + self.depth + self.stop - self.first - 1) // CHUNK - first + 1
 
     def num_pages(self, context_len: int, spare: int = 0) -> int:
         """Private pages that it needs, with ``spare`` rows behind its last token."""
@@ -102,7 +108,7 @@ def sequence_steps(
         if branch.parent < 0:
             rows, token_ids = range(start, rows.stop), [*context, *token_ids]
         num_logits = branch.stop - branch.first + (branch.parent < 0)
-        steps.append(SequenceStep(token_ids, rows, rows, pages, num_logits))
+        steps.append(SequenceStep(token_ids, rows, rows, pages, num_logits, committed=stop))
     owner = [(number, i) for number, b in enumerate(branches) for i in range(b.stop - b.first)]
     also: list[list[tuple[int, int]]] = [[] for _ in steps]
     for branch, step, pages in zip(branches[1:], steps[1:], tables[1:], strict=True):

@@ -124,7 +124,7 @@ def _runner(
         page_bytes += 0 if linked is None else PAGE_SIZE * linked.state_size * model.dtype.itemsize
         num_pages = fraction_pages(options.kv_fraction, max_len, page_bytes, free)
         log.info("target: %d KV pages are %g of the free %s", num_pages, options.kv_fraction, gib(free))
-    runner = model.runner(num_pages)
+    runner = model.runner(num_pages, max_sessions=options.max_sessions)
     bind_heads(heads, runner.cache)
     if link is not None:
         assert runner.features is not None

@@ -333,6 +333,7 @@ class TargetEngine:
         try:
             tables = page_tables(pages, private, branches, 1 + first.depth)
             seconds = []
+            self.runner.forward([SequenceStep([0], range(1), range(1), pages, num_logits=1)])  # the row before them
             for proposal, held in ((chain, [pages]), (siblings, tables)):
                 times = []
                 for _ in range(_TIMED_FORWARDS + 1):

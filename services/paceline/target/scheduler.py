@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.checkpoint.grammar_work import POLL_S
+from paceline.checkpoint.linear import CHUNK
 from paceline.core.native_tree import rows_of
 from paceline.core.processors import Row
 from paceline.core.tree import NO_PROPOSAL, Producer, Proposal
@@ -91,7 +92,7 @@ class Scheduled:
             return sequence_steps(context, self.start, proposal, self.tables)
         context += proposal.token_ids
         rows = range(self.start, self.stop + self.num_drafted)  # a token's KV row is its position
-        return [SequenceStep(context, rows, rows, self.session.pages, self.num_logits)]
+        return [SequenceStep(context, rows, rows, self.session.pages, self.num_logits, committed=self.stop)]
 
     def riding_steps(self, own: SequenceStep) -> list[SequenceStep]:
         """One sequence for each branch of the guesses, each with the logits after its last token. ``own``: the first
@@ -344,6 +345,7 @@ class Scheduler:
         tables: tuple[Sequence[int], ...] = ()
         while True:
             try:
+                self._promise(session, stop, num_reserved, proposal)
                 if not proposal.parents:
                     session.reserve(self._cache, stop + num_reserved + spare)
                 else:
@@ -375,6 +377,8 @@ class Scheduler:
             if len(guesses):
                 branches = branches_of(guesses)
                 try:
+                    chunks = sum(branch.num_chunks(part.stop) for branch in branches)
+                    self._cache.promise((part.session, "guesses"), chunks)
                     private = part.session.fork(self._cache, [branch.num_pages(part.stop) for branch in branches])
                 except ResourceExhaustedError:
                     self._heads.forget_guesses(part.session, guesses)
@@ -384,6 +388,13 @@ class Scheduler:
                     budget -= len(guesses)
             riding.append(part)
         return riding
+
+    def _promise(self, session: TargetSession, stop: int, num_reserved: int, proposal: Proposal) -> None:
+        """Sets chunks of rows of linear layers aside for a part: from the end of the context on, for each branch."""
+        chunks = (stop + num_reserved) // CHUNK - stop // CHUNK + 1
+        if proposal.parents:
+            chunks += sum(branch.num_chunks(stop) for branch in branches_of(proposal)[1:])
+        self._cache.promise(session, chunks)
 
     def _fork(self, session: TargetSession, stop: int, proposal: Proposal, spare: int) -> tuple[Sequence[int], ...]:
         """Holds pages for all branches, each with ``spare`` rows more; returns their page tables.

@@ -13,6 +13,7 @@ from paceline.core.statistics import DecayingRatio
 from paceline.core.tree import NO_PROPOSAL, Proposal, TreeNode
 from paceline.messages import OpenSession
 from paceline.model.kv_cache import KVCache, flat_rows, page_hash, root_hash
+from paceline.model.linear.plan import NONE
 from paceline.target.control.allocation import AcceptanceHistory, expected_tokens
 from paceline.target.control.subtree import SubtreeOffer
 from paceline.target.lookup import Lookup
@@ -69,6 +70,7 @@ class TargetSession:
         "head_depth",
         "head_hits",
         "headed",
+        "held_state",
         "hits",
         "idle_context_len",
         "k",
@@ -177,6 +179,8 @@ class TargetSession:
         self.private_pages: list[int] = []
         """Pages of the further branches of the running step (``branches.py``); none between steps."""
         self.num_computed = 0
+        self.held_state = NONE
+        """The state of linear layers that the session goes on from (``KVCache.hold``)."""
         self.cached_tokens = 0
         self.attachment = 0
         """Times that it was given pages from nothing: once, and again after each preemption."""
@@ -393,16 +397,20 @@ class TargetSession:
         pages, self._hashes = cache.match_prefix(shareable, self._root)
         self.pages = array("q", pages)
         self.num_computed = self.num_attached = len(self.pages) * PAGE_SIZE
+        self.held_state = cache.hold(self.pages, self.num_computed, self.held_state)
         self.attachment += 1
 
     def release(self, cache: KVCache) -> None:
         """Gives all pages back; the context stays and can be recomputed."""
+        cache.let_go(self.held_state)
         cache.release([*self.pages, *self.private_pages])
+        self.held_state = NONE
         self.pages, self.private_pages, self._hashes, self.num_computed = array("q"), [], [], 0
 
     def commit_rows(self, cache: KVCache, num_computed: int) -> None:
         """Declares the KV of rows [0, num_computed) valid and committed; shares pages that became full."""
         self.num_computed = num_computed
+        self.held_state = cache.hold(self.pages, num_computed, self.held_state)
         while (len(self._hashes) + 1) * PAGE_SIZE <= num_computed:
             index = len(self._hashes)
             previous = self._hashes[-1] if self._hashes else self._root

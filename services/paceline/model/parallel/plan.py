@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from paceline.checkpoint.linear import linear_layers
 from paceline.errors import ConfigError
 from paceline.model.local_config import (
     HEADS,
@@ -114,6 +115,8 @@ class _Planner:
         self.model = meta_model(config)
         self.name = f"{type(self.model).__name__} ({config.model_type})"
         self.shapes = shapes_of(self.model)
+        if linear_layers(config.to_dict()) is not None:
+            raise ConfigError(f"{self.name} has linear attention layers, whose states are on one rank: use degree 1")
         plan: dict[str, str] = dict(getattr(self.model, "tp_plan", None) or {})
         if not any(style in _SHARDING for key, style in plan.items() if "*" in key):
             raise ConfigError(f"{self.name} has no tensor-parallel plan in transformers: only degree 1 works")

@@ -1,0 +1,94 @@
+"""Linear layers of unchanged transformers models: the recognition of them, and a forward over slots in place of theirs.
+
+transformers' own forward has another form for one token than for many, whose chunks begin where a call begins; so its
+bits depend on how a text is cut. Where its optional kernel packages or kernels from a hub are installed it has further
+ones. None of these runs: the module's projections, norm and weights are used, ``gated_delta`` is what lies between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from paceline.checkpoint.linear import LinearSpec
+from paceline.errors import ConfigError
+from paceline.model.linear.gated_delta import Gates, LinearInputs, gated_delta
+
+_Projected = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Inputs of the convolution ``[T, conv_dim]``, gate ``[T, value heads, value_dim]``, b and a ``[T, value heads]``."""
+
+
+def _of_qwen3_next(layer: Any, x: Tensor) -> _Projected:
+    q, k, v, z, b, a = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(x), layer.in_proj_ba(x))
+    return torch.cat([part.flatten(2) for part in (q, k, v)], -1)[0], z[0], b[0], a[0]
+
+
+def _of_qwen3_5(layer: Any, x: Tensor) -> _Projected:
+    z = layer.in_proj_z(x)[0].unflatten(-1, (layer.num_v_heads, layer.head_v_dim))
+    return layer.in_proj_qkv(x)[0], z, layer.in_proj_b(x)[0], layer.in_proj_a(x)[0]
+
+
+def _of_olmo_hybrid(layer: Any, x: Tensor) -> _Projected:
+    mixed = torch.cat([project(x)[0] for project in (layer.q_proj, layer.k_proj, layer.v_proj)], -1)
+    gate = layer.g_proj(x)[0].unflatten(-1, (layer.num_v_heads, layer.head_v_dim))
+    return mixed, gate, layer.b_proj(x)[0], layer.a_proj(x)[0]
+
+
+_PROJECTIONS: dict[str, Callable[[Any, Tensor], _Projected]] = {
+    "Qwen3NextGatedDeltaNet": _of_qwen3_next,
+    "Qwen3_5GatedDeltaNet": _of_qwen3_5,
+    "Qwen3_5MoeGatedDeltaNet": _of_qwen3_5,
+    "OlmoHybridGatedDeltaNet": _of_olmo_hybrid,
+}
+"""How each class of transformers projects hidden states."""
+
+
+def replace_linear_layers(model: PreTrainedModel, name: str) -> dict[int, LinearSpec]:
+    """Puts the forward over slots in place of that of each gated delta layer. Returns their sizes by layer index.
+
+    Layers of other kinds stay: of these ``probe_layers`` says what it thinks.
+
+    Raises:
+        ConfigError: a layer does not compute what ``gated_delta`` does.
+    """
+    specs: dict[int, LinearSpec] = {}
+    for module in model.modules():
+        if (project := _PROJECTIONS.get(type(module).__name__)) is None:
+            continue
+        if getattr(module, "activation", "silu") != "silu":
+            raise ConfigError(f"{name} has linear layers with hidden_act {module.activation!r}: 'silu' is allowed")
+        specs[int(module.layer_idx)] = spec = LinearSpec(
+            module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim, module.conv_kernel_size
+        )
+        module.forward = partial(_forward, module, project, spec)
+    return specs
+
+
+def _forward(
+    layer: Any,
+    project: Callable[[Any, Tensor], _Projected],
+    spec: LinearSpec,
+    hidden_states: Tensor,
+    *,
+    linear: LinearInputs | None,
+    **unused: Any,
+) -> Tensor:
+    """``[1, T, hidden] -> [1, T, hidden]``. ``linear`` None: a probe, whose result is not read."""
+    mixed, z, b, a = project(layer, hidden_states)
+    if linear is None:
+        out = z.new_zeros(z.shape, dtype=torch.float32)
+    else:
+        scale = 2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0
+        weight = layer.conv1d.weight.squeeze(1).t().float()
+        gates = Gates(mixed, a, b, weight, layer.A_log, layer.dt_bias, scale)
+        out = gated_delta(linear.step, linear.pools[layer.layer_idx], spec, gates)
+    norm = layer.o_norm if hasattr(layer, "o_norm") else layer.norm
+    out_proj = layer.o_proj if hasattr(layer, "o_proj") else layer.out_proj
+    out = norm(out.to(hidden_states.dtype).flatten(0, 1), z.flatten(0, 1))
+    result: Tensor = out_proj(out.view(1, hidden_states.shape[1], -1))
+    return result

@@ -1,0 +1,310 @@
+"""The chunks and states that linear layers read and write in a step, as numbers of slots. Owned by the KV cache.
+
+A linear layer attends to the rows of the current *chunk*, and to one state from the beginning of that chunk. Chunks are
+CHUNK rows that begin at multiples of CHUNK, so they lie within a page. A state is a function of the tokens before its
+boundary, and what a token computes is a function of that state and of the rows of its chunk. So rejected rows are
+overwritten, a fork needs rows of its own and no state, and prefill, decoding and verification take the same sums.
+
+Rows and states lie in slots. A slot belongs to a chunk of a page: its key is ``page * CHUNKS_OF_PAGE + chunk``.
+
+    key of chunk i -> its rows      from the step that writes the first one, until a state behind them is known
+                   -> the state after its last row, at a boundary of committed tokens
+
+A session holds the last known state of its context. States at ends of pages stay, where there is room, for prefix hits;
+of those that nobody holds the least recently used one is given up first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paceline.checkpoint.linear import CHUNK, Slots
+from paceline.errors import EngineError, ResourceExhaustedError
+from paceline.types import PAGE_SIZE
+
+CHUNKS_OF_PAGE = PAGE_SIZE // CHUNK
+NONE = -1
+"""No slot: a state of zeros, rows that nobody reads after the step, or a state that is not stored."""
+
+
+class Tokens(Protocol):
+    """The part of a ``SequenceStep`` that is read here."""
+
+    token_ids: Sequence[int]
+    rows: Sequence[int]
+    pages: Sequence[int]
+    also: Sequence[tuple[int, int]]
+    copies: Sequence[tuple[int, int]]
+    committed: int
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A chunk that a sequence passes through in a step."""
+
+    rows: int
+    """Slot of its rows; NONE: they are not kept."""
+    first: int
+    """Offset of the first row that is computed. Rows before it are read from the slot."""
+    count: int
+    """Rows that are computed."""
+    store: int = NONE
+    """Slot for the state behind its last row; NONE: it is not stored."""
+    also: list[tuple[int, int, int]] = field(default_factory=list)
+    """Further places of its rows: (offset, slot, offset there)."""
+
+
+@dataclass(slots=True)
+class SequencePart:
+    """The part of one sequence in a step."""
+
+    state: int
+    """Slot of the state before its first chunk; NONE: zeros."""
+    chunks: list[Chunk]
+
+
+@dataclass(slots=True)
+class LinearStep:
+    """What linear layers do in one step, sequence after sequence: later ones may read what earlier ones write."""
+
+    sequences: list[SequencePart]
+    copies: list[tuple[int, int]]
+    """Slots of rows that are copied before, (from, to) each."""
+
+
+class LinearSlots:
+    """Who owns which slot. Knows no tensor."""
+
+    def __init__(self, slots: Slots) -> None:
+        """``slots``: how many there are."""
+        self.slots = slots
+        self._state_of: OrderedDict[int, int] = OrderedDict()  # least recently used first
+        self._rows_of: dict[int, int] = {}
+        self._free_states = [*reversed(range(slots.states))]
+        self._free_rows = [*reversed(range(slots.rows))]
+        self._owners: Counter[int] = Counter()  # keys of each state slot
+        self._held: Counter[int] = Counter()  # sessions that hold the state of a key
+        self._in_step: set[int] = set()  # state slots that the step being planned reads or writes
+        self._ended: list[int] = []  # slots of rows that are free after the step
+        self._promised: dict[object, int] = {}
+
+    # Sessions.
+
+    def hold(self, pages: Sequence[int], num_computed: int, held: int) -> int:
+        """Moves a session's hold from the key ``held`` to the last known state of its rows [0, num_computed).
+
+        Returns the key; NONE: the context begins with zeros.
+        """
+        chunk = num_computed // CHUNK
+        while chunk and _key(pages, chunk - 1) not in self._state_of:
+            chunk -= 1
+        key = _key(pages, chunk - 1) if chunk else NONE
+        if key != held:
+            if key != NONE:
+                self._held[key] += 1
+            self.let_go(held)
+        return key
+
+    def let_go(self, key: int) -> None:
+        """Ends a session's hold. A state within a page is given up with its last hold."""
+        if self._held[key] > 0:
+            self._held[key] -= 1
+        if not self._held[key]:
+            del self._held[key]
+            if key in self._state_of and not _ends_page(key):
+                self._drop_state(key)
+
+    def promise(self, owner: object, count: int) -> None:
+        """Sets slots of rows aside for what ``owner`` writes in the coming step, instead of those set aside before.
+
+        Raises:
+            ResourceExhaustedError: fewer are free.
+        """
+        self._promised.pop(owner, None)
+        free = len(self._free_rows) + len(self._ended) - sum(self._promised.values())
+        if count > free:
+            raise ResourceExhaustedError(f"{count} chunks of rows of linear layers were asked for, {free} are free")
+        self._promised[owner] = count
+
+    def hit(self, pages: Sequence[int]) -> int:
+        """The number of ``pages`` up to the last one at whose end a state is known."""
+        count = len(pages)
+        while count and _key(pages, count * CHUNKS_OF_PAGE - 1) not in self._state_of:
+            count -= 1
+        if count:
+            self._state_of.move_to_end(_key(pages, count * CHUNKS_OF_PAGE - 1))
+        return count
+
+    # Pages.
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Gives up all that belongs to pages that are free."""
+        for page in pages:
+            for key in range(page * CHUNKS_OF_PAGE, (page + 1) * CHUNKS_OF_PAGE):
+                self._drop_state(key)
+                self._drop_rows(key)
+                del self._held[key]
+
+    def rest(self, page: int) -> None:
+        """Keeps of a cached prefix's page the state at its end alone."""
+        *others, last = range(page * CHUNKS_OF_PAGE, (page + 1) * CHUNKS_OF_PAGE)
+        for key in others:
+            self._drop_state(key)
+            self._drop_rows(key)
+        self._drop_rows(last)
+
+    # Steps.
+
+    def plan(self, steps: Sequence[Tokens]) -> LinearStep:
+        """Gives the sequences of a step their slots.
+
+        Raises:
+            EngineError: the state before a sequence is no longer there, or no slot is free.
+        """
+        self._promised.clear()
+        self._in_step.clear()
+        self._free_rows += self._ended
+        self._ended = []
+        copies = [pair for step in steps for pages in step.copies for pair in self._copy(*pages)]
+        return LinearStep([self._sequence(step) for step in steps], copies)
+
+    def _copy(self, source: int, target: int) -> Iterator[tuple[int, int]]:
+        """Gives a page the states of another one, which both own, and slots for copies of its rows."""
+        for chunk in range(CHUNKS_OF_PAGE):
+            ours, theirs = source * CHUNKS_OF_PAGE + chunk, target * CHUNKS_OF_PAGE + chunk
+            self._drop_state(theirs)
+            if ours in self._state_of:
+                self._own(theirs, self._state_of[ours])
+            if ours in self._rows_of:
+                yield self._rows_of[ours], self._take_rows(theirs)
+            else:
+                self._drop_rows(theirs)
+
+    def _sequence(self, step: Tokens) -> SequencePart:
+        pages, start, num_tokens = step.pages, step.rows[0], len(step.token_ids)
+        stop = start + num_tokens
+        committed = stop if step.committed < 0 else step.committed
+        first, last, boundary = start // CHUNK, (stop - 1) // CHUNK, committed // CHUNK
+        base = self._base(pages, first, start)
+        state = self._use_state(_key(pages, base - 1)) if base else NONE
+        for number in range(first, len(pages) * CHUNKS_OF_PAGE):  # what these were computed from is overwritten
+            self._drop_state(_key(pages, number))
+        last_end = boundary // CHUNKS_OF_PAGE * CHUNKS_OF_PAGE  # of a page of committed tokens
+        further: dict[int, list[tuple[int, int]]] = {}
+        for index, row in step.also:
+            further.setdefault((start + index) // CHUNK, []).append(((start + index) % CHUNK, row))
+        chunks = []
+        for number in range(base, last + 1):
+            key, begin = _key(pages, number), number * CHUNK
+            offset = min(max(start - begin, 0), CHUNK)
+            chunk = Chunk(NONE, offset, max(0, min(stop - begin, CHUNK) - offset))
+            if offset:
+                chunk.rows = self._rows_of[key]
+            elif number >= boundary:
+                chunk.rows = self._take_rows(key)
+            if number < boundary:  # the state at the boundary stands for these from now on
+                self._drop_rows(key)
+            if number + 1 == boundary or number + 1 == last_end:
+                chunk.store = self._store(key, must=number + 1 == boundary)
+            for at, row in further.get(number, ()):
+                self._write_also(chunk, at, row, kept=number >= boundary)
+            chunks.append(chunk)
+        if 0 < base < boundary and not self._held[key := _key(pages, base - 1)] and not _ends_page(key):
+            self._drop_state(key)  # that at the boundary takes its place
+        return SequencePart(state, chunks)
+
+    def _base(self, pages: Sequence[int], first: int, start: int) -> int:
+        """The chunk before which a state is known, and from which on all rows before ``start`` are."""
+        known = not start % CHUNK or _key(pages, first) in self._rows_of
+        base = first
+        while known and base and _key(pages, base - 1) not in self._state_of:
+            base -= 1
+            known = _key(pages, base) in self._rows_of
+        if not known:
+            raise EngineError(f"the state of linear layers before row {start} is no longer there")
+        return base
+
+    def _write_also(self, chunk: Chunk, offset: int, row: int, *, kept: bool) -> None:
+        """Has a row of a chunk written to the flat ``row``, too; with its last row the state goes along."""
+        key = row // CHUNK
+        self._drop_state(key)
+        if chunk.store != NONE and offset == CHUNK - 1:
+            self._own(key, chunk.store)
+        if kept:
+            slot = self._rows_of[key] if key in self._rows_of else self._take_rows(key)
+            chunk.also.append((offset, slot, row % CHUNK))
+
+    # Slots.
+
+    def _use_state(self, key: int) -> int:
+        slot = self._state_of[key]
+        self._state_of.move_to_end(key)
+        self._in_step.add(slot)
+        return slot
+
+    def _store(self, key: int, *, must: bool) -> int:
+        """A slot for the state of ``key``; NONE if it need not be stored and all are in use."""
+        self._drop_state(key)
+        if not self._free_states:
+            self._evict()
+        if self._free_states:
+            self._own(key, self._free_states.pop())
+            return self._use_state(key)
+        if must:
+            raise EngineError(f"all {self.slots.states} states of linear layers are in use")
+        return NONE
+
+    def _evict(self) -> None:
+        """Gives up the least recently used state that nobody holds, if there is one."""
+        for key, slot in self._state_of.items():
+            if self._owners[slot] == 1 and slot not in self._in_step and not self._held[key]:
+                self._drop_state(key)
+                return
+
+    def _own(self, key: int, slot: int) -> None:
+        self._state_of[key] = slot
+        self._owners[slot] += 1
+
+    def _drop_state(self, key: int) -> None:
+        slot = self._state_of.pop(key, NONE)
+        if slot == NONE:
+            return
+        self._owners[slot] -= 1
+        if not self._owners[slot]:
+            del self._owners[slot]
+            self._free_states.append(slot)
+
+    def _take_rows(self, key: int) -> int:
+        if key not in self._rows_of:
+            if not self._free_rows:
+                raise EngineError(f"all {self.slots.rows} chunks of rows of linear layers are in use")
+            self._rows_of[key] = self._free_rows.pop()
+        return self._rows_of[key]
+
+    def _drop_rows(self, key: int) -> None:
+        """Gives up rows, whose slot is free from the next step on."""
+        if (slot := self._rows_of.pop(key, NONE)) != NONE:
+            self._ended.append(slot)
+
+    def check_integrity(self, free: Sequence[int], cached: Sequence[int]) -> None:
+        """Asserts that every slot has an owner or is free. ``free``, ``cached``: pages that nobody holds."""
+        rows = [*self._rows_of.values(), *self._free_rows, *self._ended]
+        assert sorted(rows) == [*range(self.slots.rows)], "a slot of rows leaked"
+        states = [*{*self._state_of.values()}, *self._free_states]
+        assert sorted(states) == [*range(self.slots.states)], "a state slot leaked"
+        assert Counter(self._state_of.values()) == self._owners, "owners of states differ"
+        assert all(count > 0 and key in self._state_of for key, count in self._held.items()), "a held state is gone"
+        owned = {key // CHUNKS_OF_PAGE for key in (*self._rows_of, *self._state_of)}
+        assert not owned & {*free}, "a free page owns slots"
+        assert not {*cached} & {key // CHUNKS_OF_PAGE for key in self._rows_of}, "a cached page owns rows"
+
+
+def _key(pages: Sequence[int], chunk: int) -> int:
+    return pages[chunk // CHUNKS_OF_PAGE] * CHUNKS_OF_PAGE + chunk % CHUNKS_OF_PAGE
+
+
+def _ends_page(key: int) -> bool:
+    return key % CHUNKS_OF_PAGE == CHUNKS_OF_PAGE - 1

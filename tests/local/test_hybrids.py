@@ -1,0 +1,129 @@
+"""Checkpoints with linear layers as they are published, in one process: loaded, served, sized, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support.hybrids import FAMILIES, hybrid_config, hybrid_model
+from tests.support.models import letters_tokenizer, prompt, random_model
+from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.linear import LinearLayers, LinearSpec, Slots, linear_layers, why_not_runnable
+from paceline.config import DraftModel, HeadOptions, LocalConfig, TargetModel
+from paceline.errors import ConfigError
+from paceline.local import LocalPipeline
+from paceline.model.kv_cache import KVCache
+from paceline.types import Mode, SpeculationParams
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text model inside one for images, with an MTP module, as Qwen3.5 is published."""
+    folder = tmp_path_factory.mktemp("hybrid") / "qwen3_5"
+    text = hybrid_config("qwen3_5_text", tie_word_embeddings=False)
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text.to_dict(), vision_config=vision))
+    weights = hybrid_model("qwen3_5_text").state_dict()
+    names = {name.replace("model.", "model.language_model.", 1): value for name, value in weights.items()}
+    missing, unexpected = model.load_state_dict(names, strict=False)
+    assert not unexpected
+    assert all("visual" in name for name in missing)
+    model.save_pretrained(folder)
+    block = AutoModelForCausalLM.from_config(
+        hybrid_config("qwen3_5_text", num_hidden_layers=1, layer_types=["full_attention"])
+    )
+    size, file = text.hidden_size, folder / "model.safetensors"
+    mtp = {f"mtp.layers.0.{name}": value.clone() for name, value in block.model.layers[0].state_dict().items()}
+    mtp |= {f"mtp.{name}.weight": torch.zeros(size) for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
+    mtp["mtp.fc.weight"] = torch.eye(size).repeat(1, 2)
+    save_file(load_file(file) | mtp, file, metadata={"format": "pt"})
+    letters_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipeline(folder: Path) -> Iterator[LocalPipeline]:
+    """Nothing is compiled; the MTP module drafts, however badly, and prompt lookup."""
+    options = {"dtype": "float32", "max_model_len": 256, "max_sessions": 2, "max_step_tokens": 64, "adaptive": False}
+    target = TargetModel(path=str(folder), heads=[HeadOptions(method="mtp", probe=False)], **options)
+    with LocalPipeline(LocalConfig(target=target, draft=None, worker="thread", pin_cores=False)) as pipeline:
+        yield pipeline
+
+
+def test_a_published_layout_is_served_with_the_text_of_transformers(pipeline: LocalPipeline, folder: Path) -> None:
+    tokens = [*prompt(1, 30), *prompt(1, 30)]
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    expected = model.generate(torch.tensor([tokens]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    for mode in Mode:
+        result = pipeline.generate(
+            tokens, None, SpeculationParams(mode=mode), max_tokens=24, temperature=0.0, ignore_eos=True
+        ).result
+        assert [*tokens, *result.token_ids] == expected[0].tolist()
+        assert (result.speculation.head_drafted > 0) == (mode is not Mode.PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compile": True}, "compile is true and the model has linear attention layers"),
+        ({"quantization": "int8"}, "quantization is 'int8' and the model has linear attention layers"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 and the model has linear attention layers"),
+    ],
+)
+def test_what_does_not_run_with_linear_layers_is_refused(folder: Path, options: dict, message: str) -> None:
+    target = TargetModel(path=str(folder), **options)
+    with pytest.raises(ConfigError, match=message):
+        LocalPipeline(LocalConfig(target=target, draft=None)).load()
+
+
+def test_other_devices_and_quantized_weights_are_refused() -> None:
+    config, quantized = hybrid_config("qwen3_next").to_dict(), {"quant_method": "fp8"}
+    options = {"tensor_parallel_size": 1, "quantization": None, "compile": "auto"}
+    assert why_not_runnable(config, None, device="cpu", **options) is None
+    for stored, device, option in ((None, "cuda", "device"), (quantized, "cpu", "model")):
+        found = why_not_runnable(config, stored, device=device, **options)
+        assert found is not None
+        assert found[0] == option
+
+
+def test_a_draft_with_linear_layers_is_refused(folder: Path, tmp_path: Path) -> None:
+    random_model("llama").save_pretrained(tmp_path)
+    letters_tokenizer().save_pretrained(tmp_path)
+    target = TargetModel(path=str(tmp_path), compile=False, dtype="float32", batch_invariant="off")
+    config = LocalConfig(target=target, draft=DraftModel(path=str(folder)), worker="thread", pin_cores=False)
+    with pytest.raises(ConfigError, match="which has linear attention layers, and these run in a target alone"):
+        LocalPipeline(config).load()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_and_rows_take_what_is_estimated(family: str, tmp_path: Path) -> None:
+    """By the configuration alone, and by the tensors that there are."""
+    hybrid_model(family).save_pretrained(tmp_path)
+    size = Checkpoint.open(str(tmp_path)).size("float32")
+    assert size is not None
+    assert size.linear is not None
+    slots = Slots.of(3)
+    specs = dict.fromkeys(range(size.linear.num), size.linear.spec)
+    cache = KVCache([], 4, torch.float32, "cpu", specs, slots)
+    taken = sum(pool.nbytes for layer in cache.linear_pools.values() for pool in layer)
+    assert taken == size.slots_bytes(3) > 0
+    assert size.num_kv_layers == 1
+    assert size.kv_values == 2 * 2 * 16
+
+
+def test_published_shapes() -> None:
+    """Qwen3-Next-80B-A3B: 36 linear layers whose kinds its configuration leaves to an interval; 74 MiB a session."""
+    published = {
+        "model_type": "qwen3_next", "num_hidden_layers": 48, "full_attention_interval": 4,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    }  # fmt: skip
+    layers = linear_layers(published)
+    assert layers == LinearLayers(36, LinearSpec(16, 32, 128, 128, 4))
+    assert layers.state_bytes(2) >> 20 == 73
+    assert linear_layers({"model_type": "llama", "num_hidden_layers": 2}) is None

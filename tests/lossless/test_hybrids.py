@@ -1,0 +1,157 @@
+"""Models with linear layers, through both engines: every way of serving gives the tokens of plain decoding."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.lossless.test_trees import any_subtrees
+from tests.support.hybrids import FAMILIES, KnowingDrafter, hybrid, poison
+from tests.support.models import prompt
+from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
+from tests.support.rings import nightly, slow
+
+from paceline.model.linear.plan import LinearSlots
+from paceline.model.loading import LoadedModel
+from paceline.types import Mode, Result, SamplingParams, SpeculationParams
+
+CONTEXTS = (15, 16, 47, 63, 64, 65, 1, 17, 48, 79, 127, 128)
+"""Lengths of prompts: before, at and behind the ends of chunks and pages."""
+FAST = ("qwen3_5_text", torch.bfloat16, 6)
+"""A dense family, its dtype, and the sessions of tests in the fast ring."""
+SLOW = [("qwen3_next", torch.float32, 6)]
+EACH = [(family, dtype, 12) for family in FAMILIES for dtype in (torch.float32, torch.bfloat16)]
+_PREFIX = prompt(999, 64)
+
+
+def requests_of(num: int, max_tokens: int = 20) -> dict[str, Request]:
+    """Sessions whose prompts end around boundaries; every third shares a page with others."""
+    requests = {}
+    for i, length in enumerate(CONTEXTS[:num]):
+        tokens = [*_PREFIX, *prompt(i, 1 + length % 20)] if i % 3 == 0 else prompt(i, length)
+        requests[f"s{i}"] = Request(
+            tokens,
+            SamplingParams(temperature=(0.0, 0.7)[i % 2], max_tokens=max_tokens, seed=i, ignore_eos=True),
+            SpeculationParams(max_draft_tokens=(8, 3, 16)[i % 3]),
+        )
+    return requests
+
+
+@functools.cache
+def reference_of(family: str, dtype: torch.dtype, num: int) -> dict[str, Result]:
+    """Each request alone, one token at a time."""
+    return plain_reference(hybrid(family, dtype), requests_of(num))
+
+
+def pump_of(target: LoadedModel, requests: dict[str, Request], reference: dict[str, Result], **options: Any) -> Pump:
+    """A pump whose drafter knows the reference."""
+    texts = {name: [*requests[name].prompt, *result.token_ids] for name, result in reference.items()}
+    drafter = KnowingDrafter(texts, target.vocab_size)
+    pump = Pump(target, None, drafter=drafter, draft_steps=(1, 8), **options)
+    poison(pump.target.runner)
+    return pump
+
+
+def served(family: str, dtype: torch.dtype, num: int, *modes: Mode, pages: int, seed: int = 0) -> list[Pump]:
+    """Pumps that have served all requests in each mode; asserts that their tokens are the reference's."""
+    target, requests, reference = hybrid(family, dtype), requests_of(num), reference_of(family, dtype, num)
+    pumps = []
+    for mode in modes:
+        pump = pump_of(target, requests, reference, seed=seed, pages=pages, max_step_tokens=48)
+        assert_same(pump.run(in_mode(requests, mode)), reference)
+        pumps.append(pump)
+    return pumps
+
+
+@pytest.mark.parametrize(("family", "dtype", "num"), [FAST, *slow(SLOW), *nightly(EACH)])
+def test_modes_give_identical_tokens(family: str, dtype: torch.dtype, num: int) -> None:
+    """Chains, with arrivals, preemption, shared prefixes, prompts in chunks."""
+    plain, sequential, overlapped = served(family, dtype, num, *Mode, pages=5 if num < 10 else 9)
+    assert plain.target.stats.preemptions > 0
+    assert plain.target.stats.cached_tokens > 0
+    for pump in (sequential, overlapped):
+        assert sum(result.speculation.accepted for result in pump.results.values()) > 30
+
+
+@pytest.mark.parametrize(("family", "dtype", "num"), [FAST, *slow(SLOW), *nightly(EACH)])
+def test_any_subtrees_give_identical_tokens(
+    family: str, dtype: torch.dtype, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Branches that leave each other before, at and behind boundaries; the accepted one goes on."""
+    any_subtrees(monkeypatch)
+    (pump,) = served(family, dtype, num, Mode.OVERLAPPED, pages=14, seed=4)
+    assert pump.target.stats.branches > 15
+    assert pump.target.stats.branches_used > 3
+
+
+def test_a_session_goes_on_elsewhere() -> None:
+    """Another engine continues what the first has generated, as after a migration, from any length."""
+    target, requests, reference = hybrid(*FAST[:2]), requests_of(FAST[2]), reference_of(*FAST)
+    cuts = dict(zip(requests, (1, 15, 16, 17, 5, 19), strict=True))
+    resumed = {
+        name: replace(request, generated=reference[name].token_ids[: cuts[name]]) for name, request in requests.items()
+    }
+    results = pump_of(target, requests, reference).run(resumed)
+    for name, result in results.items():
+        assert result.token_ids == reference[name].token_ids[cuts[name] :]
+
+
+def test_prefix_hits_and_the_loss_of_states_give_identical_tokens() -> None:
+    """A second round of the same prompts hits the first one's pages; without their states it hits none."""
+    target = hybrid(*FAST[:2])
+    requests = {
+        name: replace(request, prompt=[*_PREFIX, *prompt(7, 64), *request.prompt])
+        for name, request in requests_of(3, max_tokens=12).items()
+    }
+    reference = plain_reference(target, requests)
+    pump = pump_of(target, requests, reference, pages=40)
+    slots, hits = pump.target.runner.cache.linear, []
+    assert slots is not None
+    for forget in (False, False, True):
+        if forget:  # as if other sessions had needed their slots
+            for key in [*slots._state_of]:
+                slots._drop_state(key)
+        before = pump.target.stats.cached_tokens
+        pump.results.clear()
+        pump.sessions.clear()
+        assert_same(pump.run(requests, arrivals=0.02), reference)
+        hits.append(pump.target.stats.cached_tokens - before)
+    assert hits[1] > max(hits[0], hits[2])
+    assert hits[1] >= len(requests) * 128
+
+
+def _matches_without_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix is hit whether the state at its end is known or not, and goes on with zeros."""
+    monkeypatch.setattr(LinearSlots, "hit", lambda self, pages: len(pages))
+    monkeypatch.setattr(LinearSlots, "_base", lambda self, pages, first, start: 0 if start % 64 == 0 else first)
+
+
+def _slots_by_row_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States belong to places in a step instead of sessions."""
+    plan = LinearSlots.plan
+
+    def wrong(self: LinearSlots, steps: Any) -> Any:
+        made = plan(self, steps)
+        states = [part.state for part in made.sequences]
+        if len(states) > 1 and min(states) >= 0:
+            for part, state in zip(made.sequences, [*states[1:], states[0]], strict=True):
+                part.state = state
+        return made
+
+    monkeypatch.setattr(LinearSlots, "plan", wrong)
+
+
+MUTANTS = [_matches_without_states, _slots_by_row_of_the_step]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mistakes_are_noticed(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tokens, or by a state that is gone."""
+    reference_of(*FAST)
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError)):
+        served(*FAST, Mode.OVERLAPPED, pages=5)

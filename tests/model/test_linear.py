@@ -1,0 +1,291 @@
+"""Linear layers: transformers' numbers, and the bits of decoding one token at a time, whatever a step holds."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from tests.model.conformance import FP32_LIMIT, transformers_logits
+from tests.support.hybrids import FAMILIES, hybrid, hybrid_model, poison
+from tests.support.models import prompt
+from tests.support.rings import nightly, slow
+from tests.target.test_branches import random_subtree
+from torch import Tensor
+
+from paceline.checkpoint.linear import LinearSpec
+from paceline.errors import EngineError
+from paceline.model.linear import gated_delta as operator
+from paceline.model.linear.plan import CHUNKS_OF_PAGE, Chunk, LinearSlots, LinearStep
+from paceline.model.runner import ModelRunner
+from paceline.model.selftest import check_invariance
+from paceline.model.step_plan import SequenceStep
+from paceline.target.branches import accepted_table, branches_of, page_tables, sequence_steps
+from paceline.types import pages_for
+
+FP32, BF16 = torch.float32, torch.bfloat16
+CONTEXTS = (1, 15, 16, 17, 31, 47, 48, 63, 64, 65, 79, 127, 128, 129)
+"""Before, at and behind the ends of chunks and pages."""
+_MORE = 20
+_TEXT = prompt(3, 300)
+
+
+def chunk(tokens: Sequence[int], start: int, stop: int, pages: Sequence[int], num_logits: int = 0) -> SequenceStep:
+    """The tokens [start, stop) of a context."""
+    return SequenceStep(tokens[start:stop], range(start, stop), range(start, stop), pages, num_logits)
+
+
+@functools.cache
+def runner_of(family: str, dtype: torch.dtype) -> ModelRunner:
+    """A runner whose free slots hold NaN."""
+    return poison(hybrid(family, dtype).runner(60, max_sessions=16))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_greedy_tokens_are_those_of_transformers(family: str) -> None:
+    """Prefill in chunks that end anywhere, then decoding."""
+    model, tokens = hybrid_model(family), list(_TEXT[:100])
+    runner = hybrid(family).runner(8)
+    generated = model.generate(torch.tensor([tokens]), max_new_tokens=20, do_sample=False)[0].tolist()
+    expected = transformers_logits(model, generated)
+    pages = runner.cache.allocate(2)
+    rows = [runner.forward([chunk(tokens, a, b, pages, b - a)]) for a, b in ((0, 37), (37, 38), (38, 100))]
+    for at in range(100, 120):
+        tokens.append(int(rows[-1][-1].argmax()))
+        rows.append(runner.forward([chunk(tokens, at, at + 1, pages, 1)]))
+    assert tokens == generated
+    assert float((torch.cat(rows) - expected).abs().max() / expected.abs().max()) < 2 * FP32_LIMIT
+    runner.cache.release(pages)
+    runner.cache.check_integrity([])
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3_5_text", FP32), *slow([("qwen3_next", BF16)])])
+def test_the_self_test_holds(family: str, dtype: torch.dtype) -> None:
+    """With branches, across ends of chunks."""
+    report = check_invariance(runner_of(family, dtype), max_len=300, max_step_tokens=128)
+    assert report.holds
+    assert report.has_branches
+    runner_of(family, dtype).cache.check_integrity([])
+
+
+class Walk:
+    """A context that is computed in some way, verifies a subtree, accepts one path of it, and goes on."""
+
+    def __init__(self, runner: ModelRunner, rng: random.Random, context: int) -> None:
+        self.runner, self.rng, self.context = runner, rng, context
+        self.proposal = random_subtree(rng, rng.choice((4, 9, 16)))
+        self.end = rng.randrange(-1, len(self.proposal))
+        """The last accepted token."""
+        self.pages = runner.cache.allocate(pages_for(context + 80))
+
+    def prefill(self, neighbor: SequenceStep | None) -> None:
+        """All tokens but the last one, in random chunks; every second one in addition to a neighbor's."""
+        at, stop = 0, self.context - 1
+        while at < stop:
+            size = min(stop - at, self.rng.choice((1, 3, 16, 33, 70)))
+            steps = [chunk(_TEXT, at, at + size, self.pages, 1)]
+            if neighbor is not None and at % 2:
+                steps.insert(self.rng.randrange(2), neighbor)
+            self.runner.forward(steps)
+            at += size
+
+    def verify(self, neighbor: SequenceStep | None) -> list[Tensor]:
+        """Logits after the context, after each token of the proposal, and after the tokens that follow."""
+        cache, proposal, context = self.runner.cache, self.proposal, self.context
+        branches = branches_of(proposal)
+        private = [cache.allocate(branch.num_pages(context)) for branch in branches[1:]]
+        tables = page_tables(self.pages, private, branches, context)
+        steps = sequence_steps(_TEXT[context - 1 : context], context - 1, proposal, tables)
+        rows = self.runner.forward([*steps, *([] if neighbor is None else [neighbor])])[: len(proposal) + 1]
+        path = self.path
+        table = [*(accepted_table(proposal, path, tables) if path else self.pages)]
+        kept = {*table}
+        cache.release([page for page in [*self.pages, *chain(*private)] if page not in kept])
+        self.pages = table + cache.allocate(pages_for(context + 80) - len(table))
+        return [*rows, *self.goes_on(self.rng.choice((1, 5, 20)))]
+
+    @property
+    def path(self) -> list[int]:
+        return [*self.proposal.path(self.end)] if self.end >= 0 else []
+
+    def goes_on(self, size: int) -> list[Tensor]:
+        """Logits of the tokens behind the accepted ones, in steps of ``size``."""
+        tokens = [*_TEXT[: self.context], *[self.proposal.token_ids[i] for i in self.path], *_TEXT[200 : 200 + _MORE]]
+        first, rows = len(tokens) - _MORE, []
+        for at in range(first, len(tokens), size):
+            stop = min(at + size, len(tokens))
+            rows += [*self.runner.forward([chunk(tokens, at, stop, self.pages, stop - at)])]
+        return rows
+
+    def expected(self) -> list[Tensor]:
+        """The same by a prefill of the context at once and one token at a time, in pages of its own."""
+        own, rows, start = Walk.__new__(Walk), [], self.context - 1
+        own.__dict__ |= {**self.__dict__, "pages": self.runner.cache.allocate(pages_for(self.context + 80))}
+        if start:
+            self.runner.forward([chunk(_TEXT, 0, start, own.pages, 1)])
+        for node in [*range(-1, len(self.proposal)), self.end]:  # the accepted path last: it goes on
+            tokens = [*_TEXT[: self.context], *[self.proposal.token_ids[i] for i in self.proposal.path(node)]]
+            for at in range(start, len(tokens)):
+                step = replace(chunk(tokens, at, at + 1, own.pages, 1), committed=start)
+                row = self.runner.forward([step])[0]
+            rows.append(row)
+        rows = [*rows[:-1], *own.goes_on(1)]
+        self.runner.cache.release(own.pages)
+        return rows
+
+
+def differing(family: str, dtype: torch.dtype, contexts: Sequence[int], seed: int = 0) -> int:
+    """Rows of random walks that differ from decoding one token at a time, neighbors or not."""
+    runner, rng, count = runner_of(family, dtype), random.Random(seed), 0
+    beside = runner.cache.allocate(2)
+    neighbor = chunk(_TEXT, 0, 70, beside, 0)
+    try:
+        for context in contexts:
+            walk = Walk(runner, rng, context)
+            walk.prefill(neighbor)
+            rows = walk.verify(neighbor if context % 2 else None)
+            expected = walk.expected()
+            assert len(rows) == len(expected)
+            count += sum(not torch.equal(a, b) for a, b in zip(rows, expected, strict=True))
+            runner.cache.release(walk.pages)
+            runner.cache.check_integrity([beside])
+    finally:
+        runner.cache.release(beside)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "contexts"),
+    [
+        ("qwen3_5_text", FP32, (16, 63, 65)),
+        *slow([("qwen3_next", BF16, CONTEXTS[:8]), ("olmo_hybrid", FP32, CONTEXTS[8:])]),
+        *nightly([(family, dtype, CONTEXTS) for family in FAMILIES for dtype in (FP32, BF16)]),
+    ],
+)
+def test_any_tree_has_the_bits_of_decoding(family: str, dtype: torch.dtype, contexts: Sequence[int]) -> None:
+    """Trees at and across ends of chunks and pages, of up to 16 tokens, after prefill in random chunks."""
+    assert differing(family, dtype, contexts) == 0
+
+
+def _folded(tile: list[Tensor], stop: int, state: Tensor, spec: LinearSpec) -> Tensor:
+    """The state behind the first ``stop`` rows of a chunk."""
+    _, keys, updates, decays = tile
+    wide = keys.repeat_interleave(spec.value_heads // spec.key_heads, 1)
+    total = state * decays[stop - 1].exp()[:, None, None]
+    for row in range(stop):
+        faded = wide[row] * (decays[stop - 1] - decays[row]).exp()[:, None]
+        total = total + faded[:, :, None] * updates[row][:, None]
+    return total
+
+
+def _from_the_first_token(monkeypatch: pytest.MonkeyPatch, count: int = 0) -> None:
+    """Sums begin at the step's first token instead of the chunk's; ``count``: only of steps of so many tokens."""
+    tokens = operator._tokens
+
+    def wrong(tile: list[Tensor], of: Chunk, state: Tensor, tail: Tensor, spec: LinearSpec, *rest: Any) -> Tensor:
+        if not of.first or count not in (0, of.count):
+            return tokens(tile, of, state, tail, spec, *rest)
+        kept, before = [part[: of.first].clone() for part in tile[1:]], tile[3][of.first - 1].clone()
+        state = _folded(tile, of.first, state, spec)
+        for part in tile[1:]:
+            part[: of.first] = 0
+        out = tokens(tile, of, state, tail, spec, *rest)
+        tile[3][of.first : of.first + of.count] += before
+        for part, own in zip(tile[1:], kept, strict=True):
+            part[: of.first] = own
+        return out
+
+    monkeypatch.setattr(operator, "_tokens", wrong)
+
+
+def _one_token_by_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding has a form of its own."""
+    _from_the_first_token(monkeypatch, count=1)
+
+
+def _cumulative_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decays are summed by one call."""
+    monkeypatch.setattr(operator, "_summed", lambda before, rates: before + rates.cumsum(0))
+
+
+def _no_state_for_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A private page does not get the states of the page that it is a copy of."""
+    copy = LinearSlots._copy
+
+    def wrong(self: LinearSlots, source: int, target: int) -> list[tuple[int, int]]:
+        pairs = [*copy(self, source, target)]
+        for key in range(target * CHUNKS_OF_PAGE, (target + 1) * CHUNKS_OF_PAGE):
+            self._drop_state(key)
+        return pairs
+
+    monkeypatch.setattr(LinearSlots, "_copy", wrong)
+
+
+def _also_writes_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that branches share are written to the first one alone."""
+    write = LinearSlots._write_also
+
+    def wrong(self: LinearSlots, of: Chunk, *rest: Any, **options: Any) -> None:
+        write(self, of, *rest, **options)
+        of.also.clear()
+
+    monkeypatch.setattr(LinearSlots, "_write_also", wrong)
+
+
+def _rows_of_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A branch has its rows where the one has them that it leaves, and so reads those of siblings."""
+    plan = LinearSlots.plan
+
+    def wrong(self: LinearSlots, steps: Sequence[SequenceStep]) -> LinearStep:
+        made = plan(self, steps)
+        shared = dict(zip([to for _, to in made.copies], [of for of, _ in made.copies], strict=True))
+        for of in [of for part in made.sequences for of in part.chunks]:
+            of.rows = shared.get(of.rows, of.rows)
+        return made
+
+    monkeypatch.setattr(LinearSlots, "plan", wrong)
+
+
+def _states_of_speculated_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are stored behind draft tokens, too, and rows before them given up."""
+    sequence = LinearSlots._sequence
+    monkeypatch.setattr(LinearSlots, "_sequence", lambda self, step: sequence(self, replace(step, committed=-1)))
+
+
+MUTANTS = [
+    _from_the_first_token,
+    _one_token_by_another_form,
+    _cumulative_sums,
+    _no_state_for_siblings,
+    _also_writes_one_place,
+    _rows_of_siblings,
+    _states_of_speculated_rows,
+]
+IN_THE_SELF_TEST = [_from_the_first_token, _one_token_by_another_form, _cumulative_sums, _also_writes_one_place]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mistakes_are_noticed(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By bits, or by a state that is no longer there."""
+    runner_of.cache_clear()
+    mutant(monkeypatch)
+    try:
+        found = differing("qwen3_5_text", FP32, (63,)) or differing("qwen3_5_text", FP32, (47, 79, 128))
+    except EngineError as error:
+        found = "no longer there" in str(error)
+    finally:
+        runner_of.cache_clear()
+    assert found
+
+
+@pytest.mark.parametrize("mutant", slow(IN_THE_SELF_TEST))
+def test_the_self_test_notices_mistakes(
+    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    assert not check_invariance(poison(hybrid("qwen3_5_text", FP32).runner(16)), 160, 64).holds

@@ -1,0 +1,102 @@
+"""Tiny models with linear layers, a drafter that knows what their target says, and slots that hold NaN while free."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+from tests.model.families import checkpoint, small_config
+from transformers import PretrainedConfig, PreTrainedModel
+
+from paceline.drafters.protocol import Candidates, Leaf
+from paceline.model.loading import LoadedModel, prepare
+from paceline.model.runner import ModelRunner
+from paceline.model.step_plan import SequenceStep, StepPlan
+
+FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+
+
+def hybrid_config(family: str, **changes: Any) -> PretrainedConfig:
+    """Two linear layers and one with attention; heads of 16, and more for values than for keys where that may be."""
+    sizes: dict[str, Any] = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_value_heads": 4}
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
+    sizes |= {"linear_num_key_heads": 2, "head_dim": 16, "num_hidden_layers": 3, "layer_types": kinds}
+    return small_config(family, **sizes | changes)
+
+
+@functools.cache
+def hybrid_model(family: str) -> PreTrainedModel:
+    """A random checkpoint of a family in float32, as transformers runs it."""
+    return checkpoint(hybrid_config(family))
+
+
+@functools.cache
+def hybrid(family: str = "qwen3_next", dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """The same, as we run it."""
+    return prepare(checkpoint(hybrid_config(family)).to(dtype), compile=False)
+
+
+def poison(runner: ModelRunner) -> ModelRunner:
+    """Fills the slots that are free before each step with NaN."""
+    plan, cache = runner.plan, runner.cache
+
+    def poisoned(steps: Sequence[SequenceStep]) -> StepPlan:
+        slots = cache.linear
+        assert slots is not None
+        for layer in cache.linear_pools.values():
+            for pool in (layer.states, layer.tails):
+                pool[slots._free_states] = math.nan
+            for pool in layer.rows:
+                pool[slots._free_rows + slots._ended] = math.nan
+        return plan(steps)
+
+    runner.plan = poisoned  # type: ignore[method-assign]
+    return runner
+
+
+class KnowingDrafter:
+    """Is right with probability ``acceptance``; where it is not, the right token is often its second choice."""
+
+    kind, max_leaves, tokens_per_leaf, conditional = "knowing", 8, 1, True
+
+    def __init__(self, texts: Mapping[str, Sequence[int]], vocab_size: int, acceptance: float = 0.7) -> None:
+        """``texts``: prompt and output of each session."""
+        self._texts, self._vocab_size, self._acceptance = texts, vocab_size, acceptance
+        self._contexts: dict[str, list[int]] = {}
+        self._log_q = torch.tensor([0.6, 0.2, 0.1, 0.05]).log()
+
+    def open(self, session_id: str, token_ids: Sequence[int], sampler: Any, salt: str = "") -> None:
+        self._contexts[session_id] = list(token_ids)
+
+    def prefill(self) -> bool:
+        return False
+
+    def ready(self, session_id: str) -> bool:
+        return True
+
+    def expand(self, leaves: Sequence[Leaf]) -> Candidates:
+        rows = []
+        for leaf in leaves:
+            position, text = len(self._contexts[leaf.session_id]) + len(leaf.path), self._texts[leaf.session_id]
+            draw = crc32(f"{leaf.session_id} {position} {leaf.path}".encode()) / 2**32
+            truth = text[position] if position < len(text) else 0
+            order = [(truth + 1 + position + i) % self._vocab_size for i in range(3)]
+            order.insert(0 if draw < self._acceptance else 1, truth)
+            rows.append(order)
+        return Candidates(torch.tensor(rows), self._log_q.expand(len(leaves), -1).clone())
+
+    def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Any, kept: Any) -> None:
+        self._contexts[session_id].extend(token_ids)
+
+    def close(self, session_id: str) -> None:
+        self._contexts.pop(session_id, None)
+
+    def check_integrity(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
