@@ -31,6 +31,8 @@ from typing import Any
 
 import yaml
 
+from paceline.config.environment import cache_dir
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 TESTBED = Path(os.environ.get("PACELINE_TESTBED", REPOSITORY.parent / "shared" / "testbed")).resolve()
 ROOT, NAMESPACE, NETWORK = Path("/tmp/paceline-kuberay"), "paceline", "10.83.0"
@@ -107,7 +109,9 @@ def confinement(service: dict[str, Any]) -> tuple[str, str]:
     assert not container["allowPrivilegeEscalation"]
     assert container["capabilities"] == {"drop": ["ALL"]}
     user, group = pod["runAsUser"], pod["runAsGroup"]
-    script = f"set -e; chmod 1777 /tmp /dev/shm; mkdir -p /tmp/cache; chown {user}:{group} /tmp/cache; "
+    compiled = cache_dir() / "operators"  # native passes, which each pod of this host would compile alike
+    script = f"set -e; chmod 1777 /tmp /dev/shm; mkdir -p /tmp/cache/paceline; cp -r {compiled} /tmp/cache/paceline/; "
+    script += f"chown -R {user}:{group} /tmp/cache; "
     base = Path(sys.base_prefix)
     if base.is_relative_to("/root"):  # where that user may not look
         script += (
@@ -178,7 +182,11 @@ def manifest(overlay: str) -> tuple[dict[str, Any], dict[str, str]]:
     documents = {
         doc["kind"]: doc for doc in yaml.safe_load_all(built.stdout) if doc["kind"] in ("RayService", "ConfigMap")
     }
-    return documents["RayService"], documents["ConfigMap"]["data"]
+    # programs of the image are in this environment here
+    variables = {
+        name: value.replace("/opt/paceline", sys.prefix) for name, value in documents["ConfigMap"]["data"].items()
+    }
+    return documents["RayService"], variables
 
 
 class Cluster:

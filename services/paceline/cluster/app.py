@@ -20,10 +20,10 @@ from pydantic import BaseModel
 from ray import serve
 from ray.serve import Application
 
-from paceline import __version__
 from paceline.cluster.ingress import IngressReplica
 from paceline.cluster.replicas import Draft, MonitorReplica, Target
 from paceline.config import MONITOR_SCALING, ModelDraftConfig, ServiceConfig
+from paceline.config.installed import installed_version
 from paceline.config.pools import draft_name
 from paceline.errors import ConfigError
 
@@ -158,7 +158,7 @@ def _deployment(cls: type, config: ServiceConfig, options: Mapping[str, Any], na
         "logging_config": {"enable_access_log": False, "log_level": config.log.level},
     }
     parts = [part.model_dump(exclude={"deployment_config"}) if isinstance(part, BaseModel) else part for part in needs]
-    content = json.dumps([__version__, config.log.model_dump(), parts], sort_keys=True, default=str)
+    content = json.dumps([installed_version(), config.log.model_dump(), parts], sort_keys=True, default=str)
     version = hashlib.sha256(content.encode()).hexdigest()[:12]
     with warnings.catch_warnings():
         # About metrics_interval_s: nothing in Ray 2.60 reads the environment variables that should replace it.

@@ -13,7 +13,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from paceline import __version__, logs
+from paceline import logs
 from paceline.checkpoint.chat import load_chat
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import load_tokenizer
@@ -28,6 +28,7 @@ from paceline.cluster.replicas import (
     replica_id,
 )
 from paceline.config import ServiceConfig
+from paceline.config.installed import installed_version
 from paceline.config.memory import settle_front
 from paceline.config.pools import draft_name
 from paceline.errors import EngineError
@@ -287,7 +288,7 @@ class Ingress(PublicMethods):
             max_sessions=sum(s.max_sessions for s in self._router.statuses().get("target", [])),
             pid=os.getpid(),
             node=ray.util.get_node_ip_address(),
-            version=__version__,
+            version=installed_version(),
             protocol=PROTOCOL_VERSION,
             model=self.config.target_config.model_loading_config.model_id,
             counters={

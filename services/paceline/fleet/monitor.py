@@ -19,7 +19,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from paceline import __version__
+from paceline.config.installed import installed_version
 from paceline.fleet.autoscaler import Autoscaler
 from paceline.fleet.report import Report
 from paceline.metrics import catalogue
@@ -141,7 +141,7 @@ class Monitor:
         hits = _number(rounds.get((Cause.HIT.value,), 0.0))
         misses = sum(_number(rounds.get((cause.value,), 0.0)) for cause in MISSES)
         return ServerInfo(
-            version=__version__,
+            version=installed_version(),
             uptime_s=self._clock() - self._started_s,
             pools={
                 kind: tuple(sorted(statuses, key=lambda status: status.replica_id))

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from paceline import __version__
+from paceline.config.installed import installed_version
 from paceline.errors import EngineError
 from paceline.messages import (
     CloseSession,
@@ -219,7 +219,7 @@ class EngineHost(Generic[Out]):
             pid=os.getpid(),
             node=node,
             model=model,
-            version=__version__,
+            version=installed_version(),
             protocol=PROTOCOL_VERSION,
         )
 
