@@ -15,7 +15,10 @@ machine. Then one failure after another, each healed before the next:
 - draft-change, target-change: ``serve deploy`` with another option of the engine, which replaces every replica of the
   pool;
 - target-upgrade: what a new image takes of a machine: it is drained (``paceline.cluster.drain``), switched off, and
-  comes back after as long.
+  comes back after as long;
+- draft-wheel, target-wheel, router-wheel: a step of the rolling upgrade of docs/operations.md: the machine is drained,
+  Ray on it is stopped, ``setup.sh`` installs another wheel of this version, and the head starts Ray there again. The
+  replicas that come must state that wheel.
 
 Every stream of every client must have the tokens that plain decoding gave before. In the end
 cluster/onprem_down.py must leave nothing running on any machine. Exit status 1 if a stream broke or differed, if
@@ -35,6 +38,7 @@ import statistics
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +49,8 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.clusters.testbed import LAUNCHER, REPOSITORY, Machines, derived, merged, say, table, wait_until
+
+from paceline.config.installed import wheel_digest
 
 ADDRESSES = {
     LAUNCHER: "10.77.0.2",
@@ -61,6 +67,7 @@ FAILURES = [
     *("draft-power", "draft-cable", "target-power", "target-cable", "head-power", "head-cable"),
     *("draft-raylet", "target-raylet", "head-gcs"),
     *("draft-change", "target-change", "target-upgrade"),
+    *("draft-wheel", "target-wheel", "router-wheel"),
 ]
 WHOLE = {"router": 1, "draft": 1, "target": 2}
 AUTOGROUPS = Path("/proc/sys/kernel/sched_autogroup_enabled")
@@ -186,6 +193,20 @@ def deploy(machines: Machines, serve: Path) -> None:
     say(f"serve deploy: taken with the token, refused without: {refused.strip().splitlines()[-1][:120]}")
 
 
+def versions_of(machines: Machines) -> dict[str, list[str]]:
+    """What the replicas of each pool say that they run."""
+    said = machines.run(LAUNCHER, f"paceline status --address {ADDRESSES['router']}:9000 --json")
+    pools = json.loads(said[said.index("{") :])["pools"]
+    return {pool: [replica["version"] for replica in replicas] for pool, replicas in pools.items()}
+
+
+def wheel_of(machines: Machines) -> str:
+    """The end of the version of the other wheel."""
+    with zipfile.ZipFile(machines.other_wheel()) as wheel:
+        (record,) = [name for name in wheel.namelist() if name.endswith(".dist-info/RECORD")]
+        return "+" + wheel_digest(wheel.read(record).decode().splitlines())
+
+
 def change(machines: Machines, serve: Path, pool: str) -> None:
     """Deploys the application again with room for one session less in each engine of the pool."""
     config = yaml.safe_load(serve.read_text())
@@ -204,13 +225,18 @@ def disturb(machines: Machines, seen: Seen, failure: str, name: str, config: Pat
             took = wait_until("successors", lambda: not before & seen.ids(pool) and seen.whole(), timeout_s=CHANGE_S)
             say(f"{failure}: every replica is another after {took:.1f} s")
         return time.time()
-    if what == "upgrade":
+    if what in ("upgrade", "wheel"):
         drain = ". ~/paceline/environment.sh; python -m paceline.cluster.drain --graceful-s 1830 --cold-start-s 0"
         say(
             machines.run(name, f"{drain} --timeout-s {DRAIN_S:.0f}", timeout_s=DRAIN_S + 30.0, check=False).strip()[
                 -300:
             ]
         )
+    if what == "wheel":
+        install = f"rm ~/paceline/dist/*.whl; cp {machines.other_wheel()} ~/paceline/dist; bash ~/paceline/setup.sh"
+        machines.run(name, f". ~/paceline/environment.sh; stop_ray; {install}")
+        say(f"{failure}: {name} has another wheel, and no Ray")
+        return time.time()
     if what in PROCESSES:
         machines.run(name, f"pkill -KILL -x {PROCESSES[what]}")
         # Ray's dashboard spins until its GCS is back: on a head of its own that takes no core from the others
@@ -247,6 +273,11 @@ def fail(machines: Machines, seen: Seen, failure: str, name: str, config: Path, 
         wait_until("whole", lambda: seen.whole() and seen.drafting(time.time() - 2.0), timeout_s=RECOVERY_S)
         recovered = time.time() - began
     say(f"{failure}: " + ("NOT WHOLE AGAIN" if recovered is None else f"whole again after {recovered:.1f} s"))
+    if failure.endswith("wheel"):
+        found = versions_of(machines)
+        say(f"{failure}: versions {found}")
+        if not any(version.endswith(wheel_of(machines)) for version in found[pool]):
+            recovered = None
     time.sleep(AFTER_S)
     seen.read()
     end = time.time()

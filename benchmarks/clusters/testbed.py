@@ -162,6 +162,20 @@ class Machines:
             if "paceline" not in entry.name and entry.name != "__pycache__":
                 (self._site / entry.name).symlink_to(entry)
 
+    def other_wheel(self) -> Path:
+        """A wheel of the same version with a module that differs by a comment."""
+        source, folder = self.folder / "source", self.folder / "other"
+        if not folder.exists():
+            shutil.copytree(REPOSITORY / "services", source / "services")
+            for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+                shutil.copy(REPOSITORY / name, source)
+            with (source / "services" / "paceline" / "app.py").open("a") as file:
+                file.write("# another build\n")
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+            subprocess.run([*pip, "wheel", "--no-deps", "-w", str(folder), str(source)], check=True)
+        (wheel,) = folder.iterdir()
+        return wheel
+
     def _furnish(self, name: str) -> None:
         """Links an environment with the dependencies, which a machine with a network would install."""
         folder = self.home(name) / "paceline" / "venv"
