@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,8 @@ from tests.support.models import prompt
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
 from tests.support.rings import nightly, slow
 
-from paceline.model.linear.plan import LinearSlots
+from paceline.model.linear import layers as linear_layers
+from paceline.model.linear.plan import LinearSlots, LinearStep
 from paceline.model.loading import LoadedModel
 from paceline.types import Mode, Result, SamplingParams, SpeculationParams
 
@@ -122,6 +124,23 @@ def test_prefix_hits_and_the_loss_of_states_give_identical_tokens() -> None:
         hits.append(pump.target.stats.cached_tokens - before)
     assert hits[1] > max(hits[0], hits[2])
     assert hits[1] >= len(requests) * 128
+
+
+def test_steps_without_memory_give_identical_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Subtrees of steps that fail in any linear layer, and are computed again in parts."""
+    rng, failed, run = random.Random(1), [], linear_layers.gated_delta
+
+    def short_of_memory(step: LinearStep, *rest: Any) -> torch.Tensor:
+        if sum(chunk.count for part in step.sequences for chunk in part.chunks) > 8 and rng.random() < 0.3:
+            failed.append(step)
+            raise MemoryError
+        return run(step, *rest)
+
+    reference_of(*FAST)
+    any_subtrees(monkeypatch, most=6)  # what one session verifies cannot be divided
+    monkeypatch.setattr(linear_layers, "gated_delta", short_of_memory)
+    served(*FAST, Mode.OVERLAPPED, pages=14, seed=2)
+    assert len(failed) > 10
 
 
 def _matches_without_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ from tests.support.rings import nightly, slow
 from tests.target.test_branches import random_subtree
 from torch import Tensor
 
-from paceline.checkpoint.linear import LinearSpec
+from paceline.checkpoint.linear import LinearSpec, Slots
 from paceline.errors import EngineError
 from paceline.model.linear import gated_delta as operator
-from paceline.model.linear.plan import CHUNKS_OF_PAGE, Chunk, LinearSlots, LinearStep
+from paceline.model.linear.plan import CHUNKS_OF_PAGE, NONE, Chunk, LinearSlots, LinearStep
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
 from paceline.model.step_plan import SequenceStep
@@ -170,6 +170,24 @@ def differing(family: str, dtype: torch.dtype, contexts: Sequence[int], seed: in
 def test_any_tree_has_the_bits_of_decoding(family: str, dtype: torch.dtype, contexts: Sequence[int]) -> None:
     """Trees at and across ends of chunks and pages, of up to 16 tokens, after prefill in random chunks."""
     assert differing(family, dtype, contexts) == 0
+
+
+def test_what_a_failed_step_has_stored_is_not_used() -> None:
+    """A state behind accepted rows is folded by the next step; if that fails, by the one after it."""
+    linear, pages = LinearSlots(Slots(states=4, rows=8)), [0]
+    linear.plan([replace(chunk(_TEXT, 0, 20, pages), committed=10)])
+    linear.confirm()
+    assert linear.hold(pages, 18, NONE) == NONE  # eight draft tokens were accepted, across the boundary at 16
+    step = replace(chunk(_TEXT, 18, 19, pages), committed=19)
+    for confirmed in (False, True):
+        (part,) = linear.plan([step]).sequences
+        assert part.state == NONE
+        assert [(of.first, of.count, of.store != NONE) for of in part.chunks] == [(16, 0, True), (2, 1, False)]
+        if confirmed:
+            linear.confirm()
+    (part,) = linear.plan([step]).sequences
+    assert part.state != NONE
+    assert len(part.chunks) == 1
 
 
 def _folded(tile: list[Tensor], stop: int, state: Tensor, spec: LinearSpec) -> Tensor:

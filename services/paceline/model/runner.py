@@ -144,7 +144,10 @@ class ModelRunner:
             self.cache.copy(plan.copies)
             if plan.linear is not None:
                 self.cache.copy_rows(plan.linear.copies)
-            return self.backend.run(self._step, plan)
+            outputs = self.backend.run(self._step, plan)
+        if self.cache.linear is not None:
+            self.cache.linear.confirm()
+        return outputs
 
     def _of_tokens(self, states: Tensor | None, steps: Sequence[SequenceStep]) -> Tensor:
         """The states of a step without the rows of its padding."""

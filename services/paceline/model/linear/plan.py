@@ -89,6 +89,7 @@ class LinearSlots:
         self._held: Counter[int] = Counter()  # sessions that hold the state of a key
         self._in_step: set[int] = set()  # state slots that the step being planned reads or writes
         self._ended: list[int] = []  # slots of rows that are free after the step
+        self._unconfirmed: list[int] = []  # keys whose states are only there once the step has run
         self._promised: dict[object, int] = {}
 
     # Sessions.
@@ -96,13 +97,16 @@ class LinearSlots:
     def hold(self, pages: Sequence[int], num_computed: int, held: int) -> int:
         """Moves a session's hold from the key ``held`` to the last known state of its rows [0, num_computed).
 
-        Returns the key; NONE: the context begins with zeros.
+        Rows before that state are given up. Returns the key; NONE: the context begins with zeros.
         """
         chunk = num_computed // CHUNK
         while chunk and _key(pages, chunk - 1) not in self._state_of:
             chunk -= 1
         key = _key(pages, chunk - 1) if chunk else NONE
         if key != held:
+            while chunk and (passed := _key(pages, chunk - 1)) != held:
+                self._drop_rows(passed)
+                chunk -= 1
             if key != NONE:
                 self._held[key] += 1
             self.let_go(held)
@@ -159,17 +163,24 @@ class LinearSlots:
     # Steps.
 
     def plan(self, steps: Sequence[Tokens]) -> LinearStep:
-        """Gives the sequences of a step their slots.
+        """Gives the sequences of a step their slots. ``confirm`` follows, once it has run.
 
         Raises:
             EngineError: the state before a sequence is no longer there, or no slot is free.
         """
+        for key in self._unconfirmed:  # the step before failed
+            self._drop_state(key)
+        self._unconfirmed = []
         self._promised.clear()
         self._in_step.clear()
         self._free_rows += self._ended
         self._ended = []
         copies = [pair for step in steps for pages in step.copies for pair in self._copy(*pages)]
         return LinearStep([self._sequence(step) for step in steps], copies)
+
+    def confirm(self) -> None:
+        """Makes the states that the last planned step has stored known: it has run."""
+        self._unconfirmed = []
 
     def _copy(self, source: int, target: int) -> Iterator[tuple[int, int]]:
         """Gives a page the states of another one, which both own, and slots for copies of its rows."""
@@ -205,14 +216,14 @@ class LinearSlots:
                 chunk.rows = self._rows_of[key]
             elif number >= boundary:
                 chunk.rows = self._take_rows(key)
-            if number < boundary:  # the state at the boundary stands for these from now on
+            if number < boundary and step.committed < 0:  # nobody holds it, and the state at the boundary replaces them
                 self._drop_rows(key)
             if number + 1 == boundary or number + 1 == last_end:
                 chunk.store = self._store(key, must=number + 1 == boundary)
             for at, row in further.get(number, ()):
                 self._write_also(chunk, at, row, kept=number >= boundary)
             chunks.append(chunk)
-        if 0 < base < boundary and not self._held[key := _key(pages, base - 1)] and not _ends_page(key):
+        if step.committed < 0 and 0 < base < boundary and not _ends_page(key := _key(pages, base - 1)):
             self._drop_state(key)  # that at the boundary takes its place
         return SequencePart(state, chunks)
 
@@ -233,6 +244,7 @@ class LinearSlots:
         self._drop_state(key)
         if chunk.store != NONE and offset == CHUNK - 1:
             self._own(key, chunk.store)
+            self._unconfirmed.append(key)
         if kept:
             slot = self._rows_of[key] if key in self._rows_of else self._take_rows(key)
             chunk.also.append((offset, slot, row % CHUNK))
@@ -252,6 +264,7 @@ class LinearSlots:
             self._evict()
         if self._free_states:
             self._own(key, self._free_states.pop())
+            self._unconfirmed.append(key)
             return self._use_state(key)
         if must:
             raise EngineError(f"all {self.slots.states} states of linear layers are in use")
