@@ -50,9 +50,10 @@ _SHORT = b'{"prompt": "a", "max_tokens": 2}'
 class Service:
     """A service of this machine, and the streams that run on it."""
 
-    def __init__(self, streams: int, clock: Path | None, descriptors: int | None) -> None:
+    def __init__(self, streams: int, target: str | None, clock: Path | None, descriptors: int | None) -> None:
         """``clock``: a library that shifts the wall clock of the service. ``descriptors``: its limit of them."""
         command = [sys.executable, "-m", "paceline", "serve", "--local", "--drafter", "none", "--no-compile"]
+        command += [] if target is None else ["--target", target]
         with socket.socket() as http_socket, socket.socket() as grpc_socket:
             for one in (http_socket, grpc_socket):
                 one.bind(("127.0.0.1", 0))
@@ -365,10 +366,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a window")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS), metavar="NAME")
+    parser.add_argument("--target", metavar="MODEL", help="another target; chats need one with a chat template")
     parser.add_argument("--clock", type=Path, metavar="LIBRARY")
     parser.add_argument("--descriptors", type=int, metavar="N")
     args = parser.parse_args()
-    service = Service(args.streams, args.clock, args.descriptors)
+    service = Service(args.streams, args.target, args.clock, args.descriptors)
     first = service.rss_mb
     chosen = {name: ATTACKS[name] for name in args.attacks}
     for _ in range(args.rounds):
