@@ -4,9 +4,10 @@ A GGUF file runs in bfloat16, as it is stored, and rounded again by ``quantizati
 and rounded. Each variant is compiled and lives in a process of its own. They take turns. Of each step the fastest
 counts, in seconds of its thread, so that other processes count little; tokens/s are of whole generations, by the clock.
 
-    taskset -c 1 python benchmarks/quantized.py FILE.gguf [--peer]
+    taskset -c 1 python benchmarks/quantized.py FILE.gguf [--peer FOLDER] [--rounds 9] [--only VARIANT ..]
 
-``--peer``: llama.cpp on the same file, with one thread, by the package xllamacpp.
+``--peer``: llama.cpp on the same file, with one thread, by the package node-llama-cpp that ``npm install
+--ignore-scripts node-llama-cpp`` has put into the folder.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import argparse
 import contextlib
 import ctypes
 import gc
-import json
 import logging
 import multiprocessing
+import subprocess
 import time
-import urllib.request
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +29,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.config import LocalConfig, ModelOptions, TargetModel, apply_worker_environment, cache_dir
 from paceline.logs import configure
 
-CONTEXT, NUM_TOKENS, ROUNDS = 192, 48, 9
+CONTEXT, NUM_TOKENS = 192, 48
 ROWS = (1, 2, 4, 8, 16)
 """Rows of a step: a decoded token, and tokens of a proposal under verification or of several sessions."""
 PROMPT, GENERATED = "The history of the lighthouse begins", 128
@@ -99,24 +99,42 @@ def generate(pipeline: Any) -> float:
     return len(result.token_ids) / (time.perf_counter() - started)
 
 
-def serve_peer(path: str, _: None, pipe: Connection) -> None:
-    """llama.cpp's server in this process, on one thread."""
-    import xllamacpp
+PEER = """
+import {createInterface} from "node:readline";
+import {getLlama} from "node-llama-cpp";
+const [path, prompt, count] = [process.argv[2], process.argv[3], Number(process.argv[4])];
+const llama = await getLlama({gpu: false, build: "never", maxThreads: 1, progressLogs: false, logLevel: "error"});
+const model = await llama.loadModel({modelPath: path, gpuLayers: 0});
+const sequence = (await model.createContext({contextSize: 2048, threads: 1})).getSequence();
+console.log(llama.systemInfo);
+for await (const _ of createInterface({input: process.stdin})) {
+  await sequence.clearHistory();
+  const started = performance.now();
+  let left = count;
+  for await (const token of sequence.evaluate(model.tokenize(prompt), {temperature: 0, yieldEogToken: true}))
+    if (!--left) break;
+  console.log(count / (performance.now() - started) * 1000);
+}
+process.exit(0);
+"""
+"""The package's binaries are llama.cpp's own, of which the one for the processor is loaded."""
 
-    params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.cpuparams.n_threads, params.cpuparams_batch.n_threads = path, 2048, 1, 1
-    params.n_parallel, params.warmup = 1, True
-    server = xllamacpp.Server(params)
-    pipe.send((0, True, float("nan")))
-    body = {"prompt": PROMPT, "temperature": 0.0, "n_predict": GENERATED, "ignore_eos": True, "cache_prompt": False}
-    request = urllib.request.Request(
-        f"{server.listening_address}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    while pipe.recv() is not None:
-        started = time.perf_counter()
-        with urllib.request.urlopen(request) as answer:
-            count = json.load(answer)["tokens_predicted"]
-        pipe.send(count / (time.perf_counter() - started))
+
+def serve_peer(path: str, folder: str, pipe: Connection) -> None:
+    """llama.cpp on one thread, by the package node-llama-cpp in a folder."""
+    script = Path(folder) / "paceline-peer.mjs"  # there its import is found; the package starts it again in a process
+    script.write_text(PEER, encoding="utf-8")
+    command = ["node", str(script), path, PROMPT, str(GENERATED)]
+    with subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(f"llama.cpp: {process.stdout.readline().strip()}")
+        pipe.send((0, True, float("nan")))
+        while pipe.recv() is not None:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            pipe.send(float(process.stdout.readline()))
+        process.stdin.close()
 
 
 def resident_bytes() -> int:
@@ -124,7 +142,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def measure(variants: dict[str, tuple[Callable[..., None], str, str | None]]) -> None:
+def measure(variants: dict[str, tuple[Callable[..., None], str, str | None]], rounds: int) -> None:
     """Prints the tables; the first variant is what the others are compared with."""
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
@@ -139,7 +157,7 @@ def measure(variants: dict[str, tuple[Callable[..., None], str, str | None]]) ->
             facts[name] = pipes[name].recv()
         steps = {name: dict.fromkeys(ROWS, float("inf")) for name in variants if variants[name][0] is serve}
         speeds = dict.fromkeys(variants, 0.0)
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             for rows in ROWS:
                 for name, best in steps.items():
                     pipes[name].send(rows)
@@ -165,7 +183,9 @@ def main() -> None:
     """The tables of one checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
-    parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--peer", metavar="FOLDER")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="+", metavar="VARIANT", help="variants to measure, the first compared with")
     args = parser.parse_args()
     path, is_gguf = args.checkpoint, Checkpoint.open(args.checkpoint).gguf is not None
     if is_gguf:
@@ -179,8 +199,8 @@ def main() -> None:
         variants["as stored"] = (serve, args.checkpoint, None)
     variants |= {"int8": (serve, path, "int8"), "int4": (serve, path, "int4")}
     if args.peer:
-        variants["llama.cpp"] = (serve_peer, args.checkpoint, None)
-    measure(variants)
+        variants["llama.cpp"] = (serve_peer, args.checkpoint, args.peer)
+    measure({name: variants[name] for name in args.only or variants}, args.rounds)
 
 
 if __name__ == "__main__":
