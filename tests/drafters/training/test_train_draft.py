@@ -10,10 +10,12 @@ import torch
 from tests.drafters.training.test_served import letters, silent, target  # noqa: F401
 from tests.support.models import letters_tokenizer, random_model
 from tokenizers import Tokenizer as Backend
+from tokenizers import models
+from transformers import PreTrainedTokenizerFast
 
 from paceline.checkpoint.chat import ChatTemplate, load_chat
 from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.tokenizer import load_tokenizer
+from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.cli.main import main
 from paceline.config import LocalConfig
 from paceline.drafters.training.chats import written_chats
@@ -92,6 +94,12 @@ def test_what_a_smaller_tokenizer_writes_has_its_tokens_and_the_same_text() -> N
     assert own.id_to_token(int(small.read_as[backend.token_to_id("jy")])) == "y"
     whole = vocabulary_of(tokenizer, 300, None)
     assert torch.equal(whole.target_ids, torch.arange(300))
+    vocab = {token: i for i, token in enumerate(("a", "b", "c", "d", "ab", "cd", "bc", "abcd"))}
+    merges = [("a", "b"), ("c", "d"), ("b", "c"), ("ab", "cd")]
+    deep = PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE(vocab=vocab, merges=merges)))
+    small = vocabulary_of(Tokenizer("deep", deep), len(vocab), [vocab["abcd"]])
+    assert Backend.from_str(small.content).encode("abcdbc").tokens == ["abcd", "b", "c"]
+    assert small.target_ids.tolist() == [0, 1, 2, 3, 4, 5, 7]
 
 
 @pytest.fixture(scope="module")

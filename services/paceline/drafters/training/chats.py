@@ -94,10 +94,9 @@ def _messages(
         eos_token_id=[*end_ids],
         pad_token_id=end_ids[0],
     )[:, len(opening) :].tolist()
-    special = {token_id for token_id, (_, is_special) in chat.tokenizer.added_tokens.items() if is_special}
     texts = []
     for row in written:
         end = next((i for i, token_id in enumerate(row) if token_id in end_ids), None)
-        if end is not None and not special.intersection(row[:end]):
+        if end is not None:
             texts.append(chat.tokenizer.decode(row[:end]).strip())
     return [text for text in texts if text]
