@@ -270,10 +270,13 @@ def main() -> int:
         plainly = {**form, "speculation": {"enabled": False}}
         bound = answers(over_http(http_port, args, plainly), range(min(args.forms, len(prompts))))
         report("HTTP, bound by a JSON Schema, to plain decoding over HTTP", over_http(http_port, args, form), bound)
-        call = {"tools": [TOOL], "tool_choice": "required"}
-        plainly = {**call, "speculation": {"enabled": False}}
-        bound = answers(over_http(http_port, args, plainly), range(min(args.forms, len(prompts))))
-        report("HTTP, calls of a tool, to plain decoding over HTTP", over_http(http_port, args, call), bound)
+        if chat.calls_tools:
+            call = {"tools": [TOOL], "tool_choice": "required"}
+            plainly = {**call, "speculation": {"enabled": False}}
+            bound = answers(over_http(http_port, args, plainly), range(min(args.forms, len(prompts))))
+            report("HTTP, calls of a tool, to plain decoding over HTTP", over_http(http_port, args, call), bound)
+        else:
+            print("HTTP, calls of a tool: none, the chat template has no tools", flush=True)
         print(likelihoods(http_port, args, reference, chat), flush=True)
     return 1 if differing else 0
 
