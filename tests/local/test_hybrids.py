@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.support.hybrids import FAMILIES, hybrid_config, hybrid_model
 from tests.support.models import letters_tokenizer, prompt, random_model
-from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, BartConfig, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.linear import LinearLayers, LinearSpec, Slots, linear_layers, why_not_runnable
@@ -127,3 +127,10 @@ def test_published_shapes() -> None:
     assert layers == LinearLayers(36, LinearSpec(16, 32, 128, 128, 4))
     assert layers.state_bytes(2) >> 20 == 73
     assert linear_layers({"model_type": "llama", "num_hidden_layers": 2}) is None
+
+
+def test_an_encoder_with_a_decoder_is_no_text_model_with_images(tmp_path: Path) -> None:
+    """Its class is named alike, and transformers has a decoder of that name."""
+    BartConfig(architectures=["BartForConditionalGeneration"]).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="is not a causal language model: its architecture is BartFor"):
+        Checkpoint.open(str(tmp_path))

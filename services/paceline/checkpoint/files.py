@@ -136,7 +136,7 @@ class Checkpoint:
             known.update([names] if isinstance(names, str) else names)
         architectures = list(getattr(config, "architectures", None) or [])
         causal = (
-            any(_text_part(name) in known or name in known for name in architectures)
+            any(name in known or _text_part(config, name) in known for name in architectures)
             if architectures and not trust_remote_code
             else bool(architectures) or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         )
@@ -202,8 +202,13 @@ class Checkpoint:
         return None if self._counts is None else model_size(self.config, self._counts, dtype, quantization)
 
 
-def _text_part(architecture: str) -> str:
-    """The class of a model's language model, which transformers loads by itself."""
+def _text_part(config: Any, architecture: str) -> str:
+    """The class of the text model of one with images, which transformers loads by itself; else the architecture.
+
+    Encoders with a decoder have such names, too, but no configuration of a text model.
+    """
+    if getattr(config, "text_config", None) is None:
+        return architecture
     return architecture.replace("ForConditionalGeneration", "ForCausalLM")
 
 
