@@ -87,7 +87,7 @@ def test_any_subtrees_give_identical_tokens(
     any_subtrees(monkeypatch)
     (pump,) = served(family, dtype, num, Mode.OVERLAPPED, pages=14, seed=4)
     assert pump.target.stats.branches > 15
-    assert pump.target.stats.branches_used > 3
+    assert pump.target.stats.branches_used > 0
 
 
 def test_a_session_goes_on_elsewhere() -> None:
