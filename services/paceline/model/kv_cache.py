@@ -229,6 +229,10 @@ class KVCache:
         if self.linear is not None:
             self.linear.let_go(held)
 
+    def num_behind(self, pages: Sequence[int], num_computed: int) -> int:
+        """Chunks of rows that a branch is given a copy of (``LinearSlots.num_behind``); 0 without linear layers."""
+        return 0 if self.linear is None else self.linear.num_behind(pages, num_computed)
+
     def promise(self, owner: object, num_chunks: int) -> None:
         """Sets chunks of rows of linear layers aside for a step (``LinearSlots.promise``), where there are any."""
         if self.linear is not None:

@@ -163,9 +163,8 @@ def _in_memory(
         with nullcontext() if midway is None else heard_by(partial(midway, parts)):
             return [(parts, _forward(runner, parts, wants_states=wants_states))]
     except (RuntimeError, MemoryError) as error:
-        is_underway = isinstance(runner, LeadingRunner) or runner.cache.linear is not None
-        if is_underway or not _is_out_of_memory(error):
-            raise  # other ranks are in the middle of this forward, and rows of linear layers were given up for it
+        if isinstance(runner, LeadingRunner) or not _is_out_of_memory(error):
+            raise  # of several ranks the others are in the middle of this forward
         reason = str(error).partition("\n")[0]
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

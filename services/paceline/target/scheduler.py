@@ -377,7 +377,8 @@ class Scheduler:
             if len(guesses):
                 branches = branches_of(guesses)
                 try:
-                    chunks = sum(branch.num_chunks(part.stop) for branch in branches)
+                    behind = self._cache.num_behind(part.session.pages, part.start)
+                    chunks = sum(branch.num_chunks(part.stop) + behind for branch in branches)
                     self._cache.promise((part.session, "guesses"), chunks)
                     private = part.session.fork(self._cache, [branch.num_pages(part.stop) for branch in branches])
                 except ResourceExhaustedError:
@@ -393,7 +394,8 @@ class Scheduler:
         """Sets chunks of rows of linear layers aside for a part: from the end of the context on, for each branch."""
         chunks = (stop + num_reserved) // CHUNK - stop // CHUNK + 1
         if proposal.parents:
-            chunks += sum(branch.num_chunks(stop) for branch in branches_of(proposal)[1:])
+            behind = self._cache.num_behind(session.pages, session.num_computed)
+            chunks += sum(branch.num_chunks(stop) + behind for branch in branches_of(proposal)[1:])
         self._cache.promise(session, chunks)
 
     def _fork(self, session: TargetSession, stop: int, proposal: Proposal, spare: int) -> tuple[Sequence[int], ...]:

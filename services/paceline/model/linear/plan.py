@@ -99,9 +99,7 @@ class LinearSlots:
 
         Rows before that state are given up. Returns the key; NONE: the context begins with zeros.
         """
-        chunk = num_computed // CHUNK
-        while chunk and _key(pages, chunk - 1) not in self._state_of:
-            chunk -= 1
+        chunk = num_computed // CHUNK - self.num_behind(pages, num_computed)
         key = _key(pages, chunk - 1) if chunk else NONE
         if key != held:
             while chunk and (passed := _key(pages, chunk - 1)) != held:
@@ -111,6 +109,13 @@ class LinearSlots:
                 self._held[key] += 1
             self.let_go(held)
         return key
+
+    def num_behind(self, pages: Sequence[int], num_computed: int) -> int:
+        """Whole chunks of rows behind the last known state of a session, which each of its branches gets a copy of."""
+        last = chunk = num_computed // CHUNK
+        while chunk and _key(pages, chunk - 1) not in self._state_of:
+            chunk -= 1
+        return last - chunk
 
     def let_go(self, key: int) -> None:
         """Ends a session's hold. A state within a page is given up with its last hold."""
