@@ -333,7 +333,8 @@ class TargetEngine:
         try:
             tables = page_tables(pages, private, branches, 1 + first.depth)
             seconds = []
-            self.runner.forward([SequenceStep([0], range(1), range(1), pages, num_logits=1)])  # the row before them
+            if cache.linear is not None:  # these layers read the row before them
+                self.runner.forward([SequenceStep([0], range(1), range(1), pages, num_logits=1)])
             for proposal, held in ((chain, [pages]), (siblings, tables)):
                 times = []
                 for _ in range(_TIMED_FORWARDS + 1):

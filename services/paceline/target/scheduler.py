@@ -392,6 +392,8 @@ class Scheduler:
 
     def _promise(self, session: TargetSession, stop: int, num_reserved: int, proposal: Proposal) -> None:
         """Sets chunks of rows of linear layers aside for a part: from the end of the context on, for each branch."""
+        if self._cache.linear is None:
+            return
         chunks = (stop + num_reserved) // CHUNK - stop // CHUNK + 1
         if proposal.parents:
             behind = self._cache.num_behind(session.pages, session.num_computed)
