@@ -22,11 +22,11 @@ from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled import package
 
 NEEDED = "needs a C++ compiler and Python's headers"
-_INSTRUCTIONS = {"AVX-512": native.has_avx512, "AVX512-BF16 without AMX": native.packs_bfloat16}
+_INSTRUCTIONS = {"AVX-512": native.has_avx512, "AVX512-BF16": native.packs_bfloat16}
 
 needs_attention = pytest.mark.compiler(instructions="AVX-512")
 """Of the native attention."""
-needs_products = pytest.mark.compiler(instructions="AVX512-BF16 without AMX")
+needs_products = pytest.mark.compiler(instructions="AVX512-BF16")
 """Of the native products by packed weights."""
 
 

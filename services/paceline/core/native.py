@@ -114,9 +114,13 @@ def has_avx512() -> bool:
 
 
 def packs_bfloat16() -> bool:
-    """True if this machine has the instructions of the native products by packed weights: AVX512-BF16, without AMX."""
-    flags = set(machine().split())
-    return "avx512_bf16" in flags and "amx_tile" not in flags
+    """True if this machine has the instructions of the native products by packed weights: AVX512-BF16."""
+    return "avx512_bf16" in machine().split()
+
+
+def has_amx() -> bool:
+    """True if this machine multiplies tiles of bfloat16: AMX."""
+    return {"amx_tile", "amx_bf16"} <= set(machine().split())
 
 
 def _compile(source: Path, path: Path, options: Sequence[str], purpose: str) -> None:

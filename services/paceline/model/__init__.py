@@ -2,3 +2,7 @@
 
 Knows nothing of sessions, speculation or sampling: tokens, positions and KV rows in, logits out.
 """
+
+from paceline.model.libraries import keep_order
+
+keep_order()

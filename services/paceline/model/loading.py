@@ -291,7 +291,7 @@ def prepare(
     middle = None if midway is None else Midway(model, midway, name_of(model))
     layers, linear, window, spare_tokens = probe_layers(model, taps)
     text = model.config.get_text_config()
-    products_at_hand = cpu_linear.at_hand(cpu_linear.weights_of(model))
+    products_at_hand = cpu_linear.at_hand()
     never = compile == "later" and not (cpu_attention.at_hand() and products_at_hand)
     kernel = kernel_for("sdpa" if never and attention == "auto" else attention, model.device, model.dtype, layers)
     log.info("attention of %s on %s: %s", type(model).__name__, model.device.type, kernel)

@@ -1,7 +1,8 @@
 """Step shapes under which a token's logits do not depend on what else is in the batch.
 
 Speculation is lossless in bf16 only if verifying K+1 tokens gives the same bits as decoding them one by one. On
-CPU (torch 2.13, oneDNN and MKL, AVX512 without AMX) this was measured to hold, over thousands of rows, when
+CPU (torch 2.13, oneDNN and MKL, AVX512, without AMX: ``libraries.py``) this was measured to hold, over thousands of
+rows, when
 
 1. a step has at least ``MIN_TOKENS`` tokens and rows of logits: unpacked fp32 matrix products fall into the classes
    {1}, {2, 3}, {4..};

@@ -101,7 +101,7 @@ def artifact_key(
     if midway is not None:
         facts["midway"] = [midway, midway_op.key()]
     if model.dtype == torch.bfloat16:
-        facts["linear"] = cpu_linear.key(cpu_linear.weights_of(model))
+        facts["linear"] = cpu_linear.key()
     if (key := cpu_linear.blocks_key(model)) is not None:
         facts["blocks"] = key
     if _wanted_rows(model, kernel, features) is not None:
@@ -282,7 +282,7 @@ def _compile(
             step = Step(model, kernel, taps, midway, wanted)
             exported = torch.export.export(step, inputs, dynamic_shapes=shapes, strict=False)
         shims = cpu_attention.compiled_shims() if kernel == "native" else {}
-        plain = model.dtype == torch.bfloat16 and cpu_linear.usable(cpu_linear.weights_of(model))
+        plain = model.dtype == torch.bfloat16 and cpu_linear.usable()
         if (plain or cpu_linear.quantized_layers(model)) and replace_linears(exported, plain=plain):
             shims |= cpu_linear.shims()
         if midway is not None:
@@ -297,7 +297,7 @@ def _wanted_rows(model: PreTrainedModel, kernel: Kernel, features: Features | No
     """The forward of the last layer's MLP for the wanted tokens alone; None where operators other than ours are called,
     whose bits may depend on the number of tokens."""
     alone = model.dtype == torch.bfloat16 and share_of(model) is None and not getattr(model, "is_quantized", False)
-    if kernel != "native" or not alone or not cpu_linear.usable(cpu_linear.weights_of(model)):
+    if kernel != "native" or not alone or not cpu_linear.usable():
         return None
     return WantedRows.of(model, features)
 

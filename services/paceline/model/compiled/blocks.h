@@ -69,6 +69,8 @@ struct Blocks {
   static constexpr int64_t kReading = 3;
   static constexpr int32_t kZero = Minima ? 0 : 1 << (Bits - 1);
 
+  struct Session {};
+
   struct Rows {
     const int8_t* x;
     int64_t apart;  // values from row to row

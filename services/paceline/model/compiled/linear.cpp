@@ -70,7 +70,15 @@ bool paceline_linear(const void* x, int64_t value_bytes, int64_t apart, const ui
 #ifdef __AVX512BF16__
   if (step_bytes == paceline::BFloat16::kStepBytes && value_bytes == 2) {
     const paceline::BFloat16Rows rows(static_cast<const uint16_t*>(x), m, k, apart);
-    paceline::multiply_all<paceline::BFloat16>({rows.rows, packed, bias, to, value_bytes, m, n, (k + 1) / 2});
+    constexpr int64_t kWhole = paceline::BFloat16::kWhole, kValues = paceline::BFloat16::kInputs * kWhole;
+    const int64_t steps = (k + kValues - 1) / kValues * kWhole;
+#ifdef __AMX_BF16__
+    if (paceline::Tiles::usable()) {
+      paceline::multiply_all<paceline::Tiles>({rows.rows, packed, bias, to, value_bytes, m, n, steps});
+      return true;
+    }
+#endif
+    paceline::multiply_all<paceline::BFloat16>({rows.rows, packed, bias, to, value_bytes, m, n, steps});
     return true;
   }
 #endif

@@ -3,9 +3,8 @@
 oneDNN reads the weights of a step with few tokens at two thirds of a core's bandwidth. ``linear.cpp`` packs them
 into the order in which its loop reads them, once, when a model is compiled: the package holds them only so. Every
 output is one sum in float32 over the inputs in their order, whatever else is computed beside it, so that a token's
-bits cannot depend on its neighbours. Needs AVX512-BF16. With AMX, whose products of many tokens are several times
-faster, oneDNN stays, but for small models, drafts above all, in which it takes several times as long to begin a product
-as the product itself takes; so it does without a C++ compiler.
+bits cannot depend on its neighbours. Needs AVX512-BF16, and takes AMX where the processor has it: a tile of AMX
+multiplies each of its rows alone. oneDNN stays elsewhere, and without a C++ compiler.
 
 Weights of 4 and 8 bits (``blocks.py``) are another format of the same product, for every x86 processor, and for eager
 steps, too. They are fast with AVX512-VNNI.
@@ -29,20 +28,19 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.gguf.blocks import BLOCK as BLOCK_INPUTS
 from paceline.checkpoint.gguf.blocks import Blocks
-from paceline.core.native import compiled, library_path, machine, torch_options
+from paceline.core.native import compiled, has_amx, library_path, machine, torch_options
 from paceline.errors import EngineError
 from paceline.model.compiled.blocks import OUTPUTS, bits_of, pack_blocks
 
 BLOCK = 32
 """Outputs whose weights lie together."""
+_INPUTS = 32
+"""Inputs come in multiples of it: those of a tile."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _HEADERS = ("product.h", "bfloat16.h", "blocks.h", "threads.h", "../exponential.h")
 _AVX512 = tuple(f"-mavx512{name}" for name in ("f", "bw", "dq", "vl", "bf16", "vnni"))
+_AMX = ("-mamx-tile", "-mamx-bf16")
 _COMMON = ("-ffp-contract=off", "-fvisibility=hidden", "-pthread")
-_SMALL_BYTES = 8 << 20
-"""Weights up to which a model's products are native beside AMX, too. On one core of a Xeon with AMX a draft of 3 MiB
-takes 0.3 ms a step of one token with them and 1.6 with oneDNN's, and 1.8 and 2.0 of 32 tokens; a model of 26 MiB takes
-9 ms a step of one token, and 6 with oneDNN's. What lies between was not measured."""
 _LOADING = threading.Lock()
 """Models in threads load side by side; operators are registered once."""
 log = logging.getLogger(__name__)
@@ -54,27 +52,20 @@ def blocks_usable() -> bool:
     return _library() is not None
 
 
-def usable(num_bytes: int | None = None) -> bool:
-    """True if products are native on this machine; compiles the library if needed. Logs once why not.
-
-    ``num_bytes``: of the weights of the model whose products they are; None: a model of any size.
-    """
-    return _has_use(num_bytes) and _library() is not None
+def usable() -> bool:
+    """True if products by bfloat16 weights are native on this machine; compiles the library if needed. Logs once why
+    not."""
+    return _has_use() and _library() is not None
 
 
-def at_hand(num_bytes: int) -> bool:
+def at_hand() -> bool:
     """True if ``usable`` would compile nothing: the library is in the cache, or this machine has no use for it."""
-    return not _has_use(num_bytes) or library_path(_SOURCE, _digest(_SOURCE)).exists()
+    return not _has_use() or library_path(_SOURCE, _digest(_SOURCE)).exists()
 
 
-def weights_of(model: nn.Module) -> int:
-    """Bytes of a model's weights."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
-
-
-def key(num_bytes: int) -> str:
+def key() -> str:
     """Part of a compiled step's cache key that names the operator of bfloat16 weights."""
-    return _digest(_SOURCE) if usable(num_bytes) else "none"
+    return _digest(_SOURCE) if usable() else "none"
 
 
 def blocks_key(model: nn.Module) -> str | None:
@@ -94,9 +85,9 @@ def shims() -> dict[Any, list[str]]:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """``[N, K] -> [ceil(N / 32), ceil(K / 2), 32, 2]``, filled up with zeros."""
+    """``[N, K] -> [ceil(N / 32), 16 * ceil(K / 32), 32, 2]``, filled up with zeros."""
     outputs, inputs = weight.shape
-    whole = F.pad(weight, (0, inputs % 2, 0, -outputs % BLOCK))
+    whole = F.pad(weight, (0, -inputs % _INPUTS, 0, -outputs % BLOCK))
     return whole.view(-1, BLOCK, whole.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
@@ -188,9 +179,8 @@ def multiply(library: ctypes.CDLL, x: Tensor, packed: Tensor, bias: Tensor | Non
         assert packed.shape[:2] == (-(-outputs // OUTPUTS), -(-inputs // BLOCK_INPUTS)), "packed for these sizes"
     else:
         assert x.dtype == packed.dtype == torch.bfloat16, "of bfloat16"
-        assert packed.shape == (-(-outputs // BLOCK), (inputs + 1) // 2, BLOCK, 2), (
-            "packed for these outputs and inputs"
-        )
+        pairs = -(-inputs // _INPUTS) * _INPUTS // 2
+        assert packed.shape == (-(-outputs // BLOCK), pairs, BLOCK, 2), "packed for these outputs and inputs"
     assert bias is None or (bias.dtype == torch.float32 and bias.shape == (outputs,)), "a bias in float32"
     bias = None if bias is None else bias.contiguous()
     y = x.new_empty(*x.shape[:-1], outputs)
@@ -232,7 +222,7 @@ def why_not_shared(num_threads: int, device: torch.device, dtype: torch.dtype) -
     if dtype != torch.bfloat16:
         return f"the model is in {str(dtype).removeprefix('torch.')}, and products are shared in bfloat16 alone"
     if not usable():
-        return "the native products, which are shared, need AVX512-BF16 without AMX, and a C++ compiler"
+        return "the native products, which are shared, need AVX512-BF16 and a C++ compiler"
     num_cores = len(os.sched_getaffinity(0))  # the instructions are those of Linux's machines
     if num_threads > num_cores:
         return f"this process may run on {num_cores} {'core' if num_cores == 1 else 'cores'}"
@@ -278,7 +268,8 @@ def load(source: Path, *, portable: bool = False) -> ctypes.CDLL:
 def _instructions(*, portable: bool = False) -> tuple[str, ...]:
     if portable:
         return _COMMON
-    return (*(_AVX512 if has_bfloat16() else ("-march=native",)), *_COMMON)
+    tiles = _AMX if has_amx() else ()
+    return (*((*_AVX512, *tiles) if has_bfloat16() else ("-march=native",)), *_COMMON)
 
 
 @functools.cache
@@ -305,13 +296,10 @@ def _loaded() -> ctypes.CDLL | None:
     return library
 
 
-def _has_use(num_bytes: int | None) -> bool:
-    """True if native products are faster than oneDNN's in a model of so many bytes."""
-    if not torch.cpu._is_avx512_bf16_supported():
+def _has_use() -> bool:
+    """True if this machine has the instructions of native products."""
+    if not has_bfloat16():
         _say("the CPU has no AVX512-BF16")
-        return False
-    if torch.cpu._is_amx_tile_supported() and (num_bytes is None or num_bytes > _SMALL_BYTES):
-        _say("the CPU has AMX")
         return False
     return True
 

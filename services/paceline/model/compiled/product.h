@@ -8,6 +8,7 @@
 //     kRows          rows that are computed together at most, so that their sums stay in registers
 //     kReading       rows that never wait but for the memory: the processor fetches ahead best
 //     Rows           the inputs of some rows; at(row, step) are those from there on
+//     Session        what a thread holds during a product
 //     multiply<R>    adds the products of a tile to the sums of R rows, step by step
 //     store          writes up to 16 outputs
 //
@@ -154,6 +155,7 @@ void multiply_all(const Product<Format>& it) {
   const bool in_panels = it.m > Format::kRows && it.steps > kPanelBytes / Format::kStepBytes;
   const int64_t aside = in_panels ? it.m * together * kOutputs : 0;
   const auto multiply_groups = [&](const Product<Format>& some, int64_t first, int64_t stop) {
+    const typename Format::Session session;
     std::vector<float> sums(aside);
     for (int64_t group = first; group < stop; ++group) {
       multiply_blocks(some, group * together, std::min((group + 1) * together, blocks), sums.data());
