@@ -60,7 +60,7 @@ class Message:
         return len(self._asked.token_ids)
 
     def take(self, i: int, item: Chunk | Result) -> Iterator[dict[str, Any]]:
-        """Takes what the request has yielded; yields the events that tell of it."""
+        """Records a chunk or the result of the request; yields its events."""
         is_first, self._usage = self._usage is None, item.usage
         if is_first:
             yield {"type": "message_start", "message": self._whole([])}

@@ -24,7 +24,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 class Thinking(BodyPart):
-    """Whether the model reasons before it answers."""
+    """Enables or disables reasoning before the answer."""
 
     PLACE = "thinking"
 
@@ -81,7 +81,7 @@ class AnthropicTool(BodyPart):
         return data
 
     def as_chats_have_it(self) -> Tool:
-        """The same tool in the body of a chat."""
+        """Returns the tool as the body of a chat names it."""
         function = Function(
             name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
         )
@@ -115,7 +115,7 @@ class CountBody(ToolsBody):
     tools: list[AnthropicTool] = Field(default_factory=list)
     """Tools that the answer may call."""
     thinking: Thinking = Thinking(type="adaptive")
-    """Whether the model reasons before it answers."""
+    """Enables or disables reasoning before the answer."""
     output_config: OutputConfig = OutputConfig()
     """How the answer is made."""
     n: int = Field(default=1, ge=1, le=1)
@@ -123,7 +123,7 @@ class CountBody(ToolsBody):
 
     @classmethod
     def spelling(cls, data: Mapping[str, Any]) -> dict[str, str]:
-        """Our names of parameters -> those by which a body has them, which refusals then use."""
+        """Our names of parameters -> the body's names, which refusals use."""
         config = data.get("output_config")
         has_form = isinstance(config, dict) and config.get("format") is not None
         form = "output_config.format" if has_form else "output_format" if "output_format" in data else ""

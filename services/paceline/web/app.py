@@ -50,7 +50,7 @@ from paceline.web.tokenization import DetokenizeBody, Text, TokenizeBody, Tokens
 log = logging.getLogger(__name__)
 
 _SMALL_BODY = 4096
-"""A body of so many bytes is read at once, unless a chat template is to be rendered: a millisecond or two."""
+"""Bytes up to which the event loop parses a body itself (1-2 ms), unless there is a chat template."""
 _REQUEST_ID = "x-request-id"
 _MAY_BE_NAMED = frozenset(
     name
@@ -69,7 +69,7 @@ class Answer(Protocol):
     """The last line of a stream is ``[DONE]``."""
 
     def take(self, i: int, item: Chunk | Result) -> Iterable[dict[str, Any]]:
-        """Takes what choice ``i`` has yielded; returns the events that tell of it."""
+        """Records a chunk or the result of choice ``i``; returns its events."""
 
     def finish(self) -> Iterable[dict[str, Any]]:
         """Returns the last events of a stream."""
@@ -185,7 +185,7 @@ def make_app(edge: Edge) -> FastAPI:
 
         @app.get("/metrics", response_class=PlainTextResponse)
         async def metrics(request: Request) -> Response:
-            """The metrics, for Prometheus; those of API keys for whoever may see them."""
+            """The metrics, for Prometheus; metrics of API keys only for callers that may see them."""
             try:
                 text = edge.access.visible(await page(), list(request.headers.items()))
                 return PlainTextResponse(text, media_type="text/plain; version=0.0.4")

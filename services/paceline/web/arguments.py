@@ -47,7 +47,7 @@ class Elements:
     """Arguments as ``begin % name``, a value, ``end``: strings as they are, everything else as JSON."""
 
     def __init__(self, begin: str, end: str, after: str, forbidden: Sequence[str], gap: str = "\n") -> None:
-        """``gap`` stands before each ``end``, and ``after`` behind it. ``forbidden``: what no text may hold, besides
+        """``gap`` precedes each ``end``; ``after`` follows it. ``forbidden``: strings that no text may contain, like
         ``end``."""
         self._begin, self._after, self._forbidden = begin, after, list(forbidden)
         self._end, self._closing = end, gap + end
@@ -225,7 +225,7 @@ class BareObjects:
 
 
 def _listed(members: Sequence[tuple[bool, Format]]) -> Format:
-    """Members with commas between those that are there. Each is given with whether it must be there."""
+    """Format of members separated by commas. ``members``: (True if it is required, its format)."""
     comma = const(",")
 
     def after(rest: Sequence[tuple[bool, Format]]) -> list[Format]:
@@ -241,7 +241,7 @@ def _listed(members: Sequence[tuple[bool, Format]]) -> Format:
 
 
 def _members(schema: Schema, name: str, place: str) -> tuple[Mapping[str, Any], set[str]]:
-    """The properties of an object, and those that are required."""
+    """Returns the properties of an object and the names of the required ones."""
     _refuse_keywords(schema, _OF_OBJECT, name, place)
     properties, required = schema.get("properties", {}), set(schema.get("required", ()))
     if missing := sorted(required - properties.keys()):

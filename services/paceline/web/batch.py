@@ -1,9 +1,9 @@
 """OpenAI's batch files: the requests of one JSONL file, their answers in another, over any OpenAI-compatible HTTP.
 
-    input ── read_requests: every line is checked ──▶ Batch.run: so many at once ──▶ output.partial, as they end
+    input ── read_requests: every line is checked ──▶ Batch.run: several at once ──▶ output.partial, as they end
                                                                        Batch.finish: output, in the input's order
 
-What ``output.partial`` holds is not asked again, so an interrupted batch goes on where it ended.
+A request with an answer in ``output.partial`` is not sent again, so an interrupted batch resumes where it ended.
 """
 
 from __future__ import annotations
@@ -106,13 +106,13 @@ def _request(line: bytes) -> BatchRequest:
 
 
 class Batch:
-    """The requests of a file and the answers that there are: some from the start, where it goes on."""
+    """The requests of a file and their answers so far; a resumed batch starts with some."""
 
     def __init__(self, requests: Sequence[BatchRequest], output: Path) -> None:
-        """Reads what an earlier run has left beside ``output``.
+        """Reads the answers that an earlier run left in ``output.partial``.
 
         Raises:
-            ConfigError: ``output`` exists, or what is beside it belongs to other requests, or cannot be written.
+            ConfigError: ``output`` exists, or ``output.partial`` belongs to other requests or cannot be written.
         """
         self._requests, self._output = requests, output
         self._partial = output.with_name(output.name + ".partial")

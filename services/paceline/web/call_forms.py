@@ -51,7 +51,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class JsonForm(CallForm):
-    """Arguments as JSON, behind the name of the function."""
+    """Arguments as JSON, after the name of the function."""
 
     begin: str
     """Text before the arguments; ``NAME`` stands for the name, quoted as JSON where it is between quotes."""
@@ -77,7 +77,7 @@ def _json_objects(begin: str, end: str, *, key: str = "arguments", **more: Any) 
 
 @dataclass(frozen=True, slots=True)
 class KimiForm(CallForm):
-    """Arguments as JSON behind the id of the call, which holds the name and counts the calls."""
+    """Arguments as JSON after the id of the call, which holds the name and counts the calls."""
 
     opens: str = "<|tool_calls_section_begin|>"
     closes: str = "<|tool_calls_section_end|>"
@@ -125,7 +125,7 @@ class PythonForm(CallForm):
 
 @dataclass(frozen=True, slots=True)
 class BareForm(CallForm):
-    """Objects with bare keys and quotes of their own, behind the function's name: Gemma 4."""
+    """Objects with bare keys and quotes of their own, after the function's name: Gemma 4."""
 
     trigger: str | None = "<|tool_call>"
 
@@ -228,7 +228,7 @@ _SAMPLES: Sequence[tuple[str, CallForm]] = (
     (_XML_SAMPLE, _QWEN),
     ('<|tool_call>call:f{a:<|"|>x<|"|>,b:3}<tool_call|>', BareForm()),
 )
-"""A call in each form that response templates of transformers describe, of those that are not JSON."""
+"""A call in each form other than JSON that response templates of transformers describe."""
 _SAMPLE_TOOL = {
     "type": "function",
     "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}},

@@ -118,7 +118,7 @@ _FINAL = "<|channel|>final<|message|>"
 
 
 def _reasoning(chat: ChatTemplate, *then: Format, in_reasoning: bool) -> list[Format]:
-    """The reasoning before an answer, and ``then`` behind it: none, one that has begun, or one that may come."""
+    """Formats of the reasoning before an answer, followed by ``then``: absent, already begun, or optional."""
     regions = [region for region in chat.format.regions if region.kind == "reasoning"]
     frame = _HARMONY if chat.format.calls == "openai" else next(filter(None, map(frame_of, regions)), None)
     if frame is None:

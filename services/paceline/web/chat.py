@@ -23,7 +23,7 @@ REASONING_NAMES = ("reasoning_content", "reasoning")
 
 
 class Asked:
-    """A chat that was rendered: the requests for its answers, and what tells their parts apart."""
+    """A rendered chat: the requests for its answers, and the readers that separate their parts."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Asked:
         logprobs: bool = False,
         options: Mapping[str, Any],
     ) -> None:
-        """``options``: those of the chat template. Raises InvalidRequestError for what can never be served."""
+        """``options``: of the chat template. Raises InvalidRequestError for a request that can never be served."""
         chat = edge.chat
         if chat is None:
             raise InvalidRequestError(
@@ -87,7 +87,7 @@ class Asked:
         ]
 
     def speech(self) -> Speech:
-        """Returns what tells the parts of one answer apart."""
+        """Returns a reader that separates the parts of one answer."""
         ids, skips = self._chat.format.call_ids, self._skips_special
         return Speech(
             self._parser(), self._reading, self._tokenizer, self.token_ids, self._ends, ids, skips_special=skips
@@ -109,7 +109,7 @@ class _Choice:
     scores: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     """Log probabilities of the prompt, if they were asked for."""
     last: Chunk | None = None
-    """Its last chunk, whose last event also says why the answer ends."""
+    """Last chunk of the choice; its last event also says why the answer ends."""
     result: Result | None = None
 
 
@@ -142,7 +142,7 @@ class ChatCompletion:
         self._begun: set[int] = set()
 
     def take(self, i: int, item: Chunk | Result) -> Iterator[dict[str, Any]]:
-        """Takes what choice ``i`` has yielded; yields the events that tell of it."""
+        """Records a chunk or the result of choice ``i``; yields its events."""
         choice = self._choices[i]
         if isinstance(item, Chunk) and item.prompt_logprobs is not None:
             choice.scores += item.prompt_logprobs.tokens
@@ -168,7 +168,7 @@ class ChatCompletion:
         yield from events
 
     def _take_chunk(self, i: int, item: Chunk) -> Iterator[dict[str, Any]]:
-        """Takes a chunk with tokens; yields its events."""
+        """Records a chunk with tokens; yields its events."""
         choice = self._choices[i]
         self._totals.note(i, item)
         extra: dict[str, Any] = {}
@@ -190,7 +190,7 @@ class ChatCompletion:
             yield self._event(i, {}, extra)
 
     def _usage(self) -> dict[str, Any]:
-        """OpenAI's ``usage`` so far, with the tokens of the reasoning among those of the answers."""
+        """Returns OpenAI's ``usage`` so far; completion tokens include the reasoning."""
         usage = self._totals.counts()
         num = sum(choice.speech.num_reasoning_tokens for choice in self._choices)
         usage["completion_tokens_details"]["reasoning_tokens"] = num

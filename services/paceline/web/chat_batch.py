@@ -49,7 +49,7 @@ class ChatBatch:
         self.requests = [chat.requests[0] for chat in self._chats]
 
     def take(self, i: int, item: Chunk | Result) -> Iterable[dict[str, Any]]:
-        """Takes what chat ``i`` has yielded; returns the events that tell of it, which nobody reads."""
+        """Records a chunk or the result of chat ``i``; its events are never sent."""
         return self._chats[i].take(0, item)
 
     def finish(self) -> Iterable[dict[str, Any]]:

@@ -78,7 +78,7 @@ class Totals:
     """Token counts over all choices; the tokens of a prompt count once, however many choices it has."""
 
     def __init__(self, per_prompt: int) -> None:
-        """``per_prompt``: choices of each prompt, which stand beside each other."""
+        """``per_prompt``: choices of each prompt, at consecutive indices."""
         self._per_prompt = per_prompt
         self._usage: dict[int, Usage] = {}
         self._accepted: dict[int, int] = {}
@@ -90,7 +90,7 @@ class Totals:
         self._usage[i] = replace(item.usage, completion_tokens=0)
 
     def note(self, i: int, item: Chunk | Result) -> None:
-        """Takes what a choice has yielded."""
+        """Adds the counts of a chunk, or of the result, of choice ``i``."""
         assert item.usage is not None, "every chunk of a session has it"
         self._usage[i] = item.usage
         if isinstance(item, Result):

@@ -24,7 +24,7 @@ class _Choice:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     columns: TokenColumns | None = None
-    """Its log probabilities, if they are shown."""
+    """Log probabilities of the tokens, if they are shown."""
     detokenizer: Detokenizer | None = None
     """Tells where each of its tokens begins, then."""
     num_echoed: int = 0
@@ -32,7 +32,7 @@ class _Choice:
     scores: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     """Log probabilities of the prompt, if they were asked for."""
     last: Chunk | None = None
-    """Its last chunk, whose event also says why the text ends."""
+    """Last chunk of the choice; its event also says why the text ends."""
     result: Result | None = None
 
 
@@ -56,7 +56,7 @@ class Completion:
         edge.service.info.check_sequences(len(body.prompts()), body.n)
         self._prompts: list[str | tuple[int, ...]] = []
         self._encoded: dict[str, tuple[int, ...]] = {}
-        """The tokens of those prompts that are text, if they are shown."""
+        """Tokens of each prompt that was given as text, if they are shown."""
         ends: tuple[int, ...] = ()
         info = edge.service.info
         for prompt in body.prompts():
@@ -89,7 +89,7 @@ class Completion:
         self._begun: set[int] = set()
 
     def take(self, i: int, item: Chunk | Result) -> Iterator[dict[str, Any]]:
-        """Takes what choice ``i`` has yielded; yields the events that tell of it."""
+        """Records a chunk or the result of choice ``i``; yields its events."""
         choice = self._choices[i]
         if isinstance(item, Chunk) and item.prompt_logprobs is not None:
             self._totals.note(i, item)
@@ -109,7 +109,7 @@ class Completion:
         yield self._event(self._choice(i, text, logprobs=logprobs, result=item, extra=extra))
 
     def _take_chunk(self, i: int, chunk: Chunk | None) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
-        """Takes a chunk with tokens; returns its text, with the echo if it is the first, and what else its event holds.
+        """Records a chunk with tokens; returns the text, log probabilities and further fields of its event.
 
         None: there is no token.
         """
@@ -194,7 +194,7 @@ class Completion:
         return choice.columns
 
     def _take_logprobs(self, i: int, chunk: Chunk) -> None:
-        """Takes the log probabilities of a chunk, if they are shown."""
+        """Adds the log probabilities of a chunk, if they are shown."""
         columns = self._columns(i)
         if columns is None:
             return

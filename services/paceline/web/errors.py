@@ -60,8 +60,8 @@ def to_http(
     """Returns the status, body and headers of an error.
 
     ``names``: parameters of the request; ``param`` is the one that the message begins with. ``spelling``: our names of
-    parameters -> those that the request has for them, with which the message begins instead. An error that is none of
-    ours becomes a 500 whose text shows nothing of it: log it where it is caught.
+    parameters -> the request's names, which replace ours at the beginning of the message. An error that is not a
+    PacelineError becomes a 500 with a fixed text: log the error where it is caught.
     """
     status, kind, code = next(
         (_CODES[base] for base in type(error).__mro__ if base in _CODES), (500, "server_error", None)

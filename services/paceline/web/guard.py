@@ -1,4 +1,4 @@
-"""What stands around the application: hosts and origins that it answers, errors that nobody expected, and HEAD."""
+"""Middleware around the application: allowed hosts and origins, unexpected errors, and HEAD."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Load:
 
 
 class Guard:
-    """Refuses requests that were not meant for this service. Answers those whose error nobody expected, and logs its
-    frames. HEAD is answered as GET, without a body."""
+    """Refuses requests that were not meant for this service. Answers an unexpected error with 500 and logs its frames.
+    HEAD is answered as GET, without a body."""
 
     def __init__(self, app: ASGIApp, refuse: Refuse, load: Load, origins: Origins, hosts: Sequence[str] | None) -> None:
         """``hosts``: see ``Edge.allowed_hosts``."""
@@ -141,8 +141,8 @@ _HERE_NAMES = ("*.localhost", "host.docker.internal", socket.gethostname().lower
 def names_us(host: str, names: Sequence[str]) -> bool:
     """True if the header ``Host`` names this service: by an address, as this machine, or by one of ``names``.
 
-    A page whose name was bound to this machine's address after it was loaded (DNS rebinding) sends its own name, which
-    has a dot: there are no public names of one label. Those of local networks have one, such as ``localhost``.
+    After DNS rebinding, a page sends its own name, which has a dot: no public name has a single label. Names of local
+    networks, such as ``localhost``, have one label and are accepted.
     """
     name = host.rpartition(":")[0] if re.search(r":\d*$", host) and not host.endswith("]") else host
     name = name.lower().removesuffix(".")

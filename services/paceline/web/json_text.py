@@ -1,4 +1,4 @@
-"""JSON from outside: what is parsed can be written as UTF-8, compared, hashed and walked by whoever reads it."""
+"""JSON from outside: every parsed value can safely be written as UTF-8, compared, hashed and walked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 MAX_DEPTH = 128
 """Most levels of lists and objects within each other."""
 MAX_CONTAINERS = 16384
-"""Most lists and objects of a text whose values are bounded: each costs as much as many numbers."""
+"""Maximum lists and objects in a text with bounded values: each costs as much memory as many numbers."""
 
 _TOO_DEEP = f"is nested too deeply: at most {MAX_DEPTH} levels are allowed"
 
@@ -69,7 +69,7 @@ def _check_numbers(text: bytes, max_values: int) -> None:
 
 
 def _check_depth(text: bytes) -> None:
-    """Raises ValueError if brackets nest too deeply; those behind the first ``MAX_CONTAINERS`` are not looked at."""
+    """Raises ValueError if brackets nest too deeply; checks only the first ``MAX_CONTAINERS`` brackets."""
     depth = 0
     for bracket in itertools.islice(re.finditer(rb"[\[{]|[\]}]", text), MAX_CONTAINERS):
         depth += 1 if bracket[0] in b"[{" else -1

@@ -1,4 +1,4 @@
-"""Responses that are kept in memory, for requests that name an earlier one and for those who ask for it again."""
+"""Responses kept in memory: a later request can continue one by its id, or read it again."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Kept:
     response: dict[str, Any]
     """The whole answer."""
     items: list[dict[str, Any]]
-    """All items so far: those of earlier responses, the input, and the output."""
+    """All items so far: of earlier responses, the input, and the output."""
 
 
 class ResponseStore:
-    """The last responses of each API key, up to a number of bytes. Nobody sees those of another key. Thread-safe."""
+    """The last responses of each API key, up to a number of bytes; no key sees another key's. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         """``max_bytes``: size of the JSON text of all responses of one key."""

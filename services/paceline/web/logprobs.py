@@ -32,7 +32,7 @@ def bytes_of(tokenizer: Tokenizer, token_id: int, text: Detokenizer | None = Non
 
 
 def name_of(token: bytes | None, mark: str = "") -> str:
-    """A token as text; of one that is a part of characters the bytes as escapes, behind ``mark``."""
+    """Returns a token as text; a token that is not valid UTF-8 as ``mark`` and escaped bytes."""
     if token is None:
         return "\N{REPLACEMENT CHARACTER}"
     try:
@@ -102,9 +102,9 @@ class TokenColumns:
         Args:
             token_id: the token.
             logprob: None for the first of a prompt, which nothing precedes.
-            top: the likeliest tokens in its place; behind the token itself, even if they are likelier.
+            top: the likeliest tokens at its position; listed after the token itself, even if likelier.
             offset: characters before its text.
-            text: that in which it is the next token (``bytes_of``).
+            text: the text that it continues (``bytes_of``).
         """
         name = self._name(token_id, text)
         self._tokens.append(name)

@@ -131,7 +131,7 @@ class ChatMessage(BodyPart):
 def for_template(
     messages: Sequence[Mapping[str, Any]], reads: Callable[[str], bool], ignored: Ignored
 ) -> list[dict[str, Any]]:
-    """Messages with those of their fields that a template reads.
+    """Returns the messages with only the fields that a template reads.
 
     Raises Fault or InvalidRequestError for a field that is not read and would have to change the answer.
     """
@@ -373,12 +373,12 @@ def offered(tools: Sequence[Tool], choice: Any) -> tuple[list[dict[str, Any]] | 
 def variables(
     given: Mapping[str, Any], options: Mapping[str, Any], read: Collection[str], ignored: Ignored
 ) -> dict[str, Any]:
-    """Variables of a chat template, and options of how it is used: those that it reads.
+    """Returns the variables and options that a chat template reads.
 
     Args:
         given: the variables that a body names.
         read: names of the variables that the template reads.
-        options: ``reasoning_effort`` and ``documents``, variables by parameters of their own, and those of the use.
+        options: ``reasoning_effort`` and ``documents``, which are body parameters, and options of the rendering.
     """
     found, options = dict(given), dict(options)
     effort, documents = options.pop("reasoning_effort", None), options.pop("documents", None)

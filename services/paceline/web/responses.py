@@ -56,7 +56,7 @@ class Response:
         self._open: dict[str, Any] | None = None  # the last item, while text is added to it
         self._text: list[str] = []
         self._entries: list[dict[str, Any]] = []  # log probabilities by place, if they are shown
-        self._logprobs: list[dict[str, Any]] = []  # those of the open item
+        self._logprobs: list[dict[str, Any]] = []  # of the open item
         self._result: Result | None = None
         self._num_events = 0
 
@@ -118,7 +118,7 @@ class Response:
         return Asked(self._edge, body, messages, tools, self._id, logprobs=body.shows_logprobs, options=options)
 
     def take(self, i: int, item: Chunk | Result) -> Iterator[dict[str, Any]]:
-        """Takes what the request has yielded; yields the events that tell of it."""
+        """Records a chunk or the result of the request; yields its events."""
         self._totals.note(i, item)
         if not self._num_events:
             for kind in ("created", "in_progress"):

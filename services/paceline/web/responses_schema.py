@@ -35,7 +35,7 @@ class ResponseTool(Function):
     defer_loading: Literal[False] | None = None
     """Every tool is in the prompt."""
     output_schema: dict[str, Any] | None = None
-    """What the function returns: no template reads it."""
+    """Schema of the function's return value: no template reads it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -45,7 +45,7 @@ class ResponseTool(Function):
         return data
 
     def as_chats_have_it(self) -> Tool:
-        """The same tool in the body of a chat."""
+        """Returns the tool as the body of a chat names it."""
         function = Function(
             name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
         )
@@ -153,7 +153,7 @@ class ResponseBody(ToolsBody):
         return self.input
 
     def messages(self, before: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        """The input as messages of a chat, behind the items ``before``. Raises InvalidRequestError."""
+        """Returns the items ``before`` and the input as messages of a chat. Raises InvalidRequestError."""
         found: list[ChatMessage] = []
         for i, item in enumerate([*before, *self.items()], -len(before)):
             message = _message(item, i)

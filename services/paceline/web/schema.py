@@ -49,11 +49,11 @@ class StreamOptions(BodyPart):
     include_usage: bool = False
     """A last event, without choices, holds the token counts of the whole request."""
     continuous_usage_stats: bool = False
-    """With ``include_usage``: every event holds the token counts so far (of vLLM)."""
+    """Every event holds the token counts so far; needs ``include_usage``. From vLLM."""
     include_speculation: bool = False
     """Every choice of an event says which of its text was drafted, and how its round went."""
     include_trace: bool = False
-    """With ``include_speculation``: also when its round ran, and the nodes of the draft's tree."""
+    """Adds the times of each round and the nodes of the draft's tree to ``include_speculation``."""
 
     @model_validator(mode="after")
     def _trace(self) -> Self:
@@ -100,7 +100,7 @@ class Body(SamplingParams):
     stop: str | list[str] | None = None
     """The text ends before the first of these."""
     return_token_ids: bool = False
-    """Choices hold the token ids of their text, and with the first of them those of the prompt."""
+    """Choices hold the token ids of their text; the first event also holds the ids of the prompt."""
     return_tokens_as_token_ids: bool = False
     """Log probabilities name tokens by their ids, as ``token_id:ID``."""
     cache_salt: str = Field(default="", max_length=MAX_SALT_LEN)
@@ -111,7 +111,7 @@ class Body(SamplingParams):
     bad_words: tuple[str | tuple[TokenId, ...], ...] = ()  # type: ignore[assignment]  # words become ids
     """Words, or sequences of token ids, that the output does not hold."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=MAX_TOKENS)
-    """The prompt is cut to so many tokens; -1: to what the context and ``max_tokens`` leave."""
+    """Maximum prompt tokens; a longer prompt is cut. -1: what the context and ``max_tokens`` leave."""
     truncation_side: Literal["left", "right"] = "left"
     """The side on which the prompt is cut."""
     request_id: str | None = None
@@ -152,7 +152,7 @@ class Body(SamplingParams):
 
     @classmethod
     def spelling(cls, data: Mapping[str, Any]) -> dict[str, str]:
-        """Our names of parameters -> those by which a body has them, which refusals then use."""
+        """Our names of parameters -> the body's names, which refusals use."""
         renamed = {ours: name for name, ours in cls.RENAMED.items() if name in data and ours not in data}
         return renamed | spelling(data, cls.FORMS)
 
@@ -212,9 +212,9 @@ class Body(SamplingParams):
         return self
 
     def sampling(self, logprobs: bool, top_logprobs: int = 0, prompt_logprobs: int | None = None) -> SamplingParams:
-        """The sampling parameters that were given. ``logprobs``: the answer shows log probabilities, which are the raw
-        ones unless the request says otherwise; ``top_logprobs``: and so many likeliest tokens; ``prompt_logprobs``: so
-        many for the prompt, if the request does not say it itself."""
+        """Returns the given sampling parameters. ``logprobs``: the answer shows log probabilities, raw ones unless the
+        request says otherwise; ``top_logprobs``: number of likeliest tokens shown; ``prompt_logprobs``: the same for
+        the prompt, unless the request says otherwise."""
         names = self.model_fields_set & SamplingParams.model_fields.keys()
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         if logprobs:
@@ -261,9 +261,9 @@ class CompletionBody(Body):
     add_special_tokens: bool = True
     """The tokenizer puts its special tokens around a prompt that is text."""
     echo: bool = False
-    """The text begins with the prompt, and the log probabilities with those of its tokens."""
+    """The text and the log probabilities begin with the prompt."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    """The log probability of each token, and of so many likeliest ones in its place."""
+    """Shows the log probability of each token, and of this many likeliest tokens at its position."""
 
     @property
     def shows_logprobs(self) -> bool:

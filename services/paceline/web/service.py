@@ -25,7 +25,7 @@ def fingerprint_of(*parts: str) -> str:
 
 
 class Service(Protocol):
-    """Takes requests: ``router.service.GenerationService``, which gRPC asks too, or ``local.LocalPipeline``."""
+    """Serves requests: ``router.service.GenerationService``, which also serves gRPC, or ``local.LocalPipeline``."""
 
     @property
     def info(self) -> TargetInfo:
@@ -70,8 +70,8 @@ class Edge:
     cors_origins: tuple[str, ...] | None = None
     """Origins of pages that may call, ``*`` for any. None: pages of this machine, where there are no keys."""
     allowed_hosts: tuple[str, ...] | None = None
-    """Further names of this service in the header ``Host``, beside those of this machine; ``*`` before a dot: all below
-    it. None: any name."""
+    """Names allowed in the header ``Host`` in addition to this machine's; ``*.`` before a name: all names below it.
+    None: any name."""
     force_include_usage: bool = False
     """Streams tell their token counts in every event and at the end, unless their options say otherwise."""
     strict_fields: bool = False

@@ -44,8 +44,8 @@ class _Piece:
 class Speech:
     """One answer, read token by token.
 
-    Its text is that of the chunks: where a chunk holds text back, or a stop string has cut it, the marks behind it wait
-    or are dropped, too.
+    Its text is the text of the chunks. Where a chunk withholds text, or a stop string cuts it, the marks after that
+    text wait or are dropped, too.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Speech:
         self._skips_special = skips_special
         self._ends, self._call_ids = frozenset(ends), call_ids
         self._pieces: deque[_Piece] = deque()  # not read yet
-        self._allowed = 0  # code points of the text that may be read: those of the chunks, less what was read
+        self._allowed = 0  # code points of the chunks' text that were not read yet
         self._num_tokens = self._num_calls = self._length = 0
-        self._places: deque[tuple[int, int]] = deque()  # end in the answer as read, and index, of each token
+        self._places: deque[tuple[int, int]] = deque()  # (end in the answer as read, index) of each token
         self.num_reasoning_tokens = 0
 
     def take(self, chunk: Chunk) -> Iterator[Part]:
@@ -116,7 +116,7 @@ class Speech:
         self._pieces.append(_Piece(mark, shown, place))
 
     def _read(self) -> list[Said]:
-        """What is decided by the text that may be read."""
+        """Returns the parts that the available text decides."""
         said: list[Said] = []
         while self._pieces:
             piece = self._pieces[0]
@@ -153,7 +153,7 @@ class Speech:
             yield Part(one.kind, one.text, places=tuple(places) if one.kind == "content" else ())
 
     def _places_of(self, one: Said) -> list[int]:
-        """The tokens whose text this is. Those before it, such as marks, are no part of the answer's text."""
+        """Returns the tokens of this text. Earlier tokens, such as marks, are not part of the answer's text."""
         found = []
         while self._places and self._places[0][0] <= one.end:
             end, place = self._places.popleft()

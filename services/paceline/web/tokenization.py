@@ -25,9 +25,9 @@ class TokenizeBody(ChatBody):
     messages: list[ChatMessage] = Field(default_factory=list)
     """A chat."""
     add_special_tokens: bool | None = None
-    """The special tokens around a prompt: a text has them by default, a chat those of its template alone."""
+    """Adds special tokens around the prompt. Default: yes for a text, no for a chat, whose template has its own."""
     return_token_strs: bool = False
-    """Also the tokens as the tokenizer writes them."""
+    """The answer also holds the tokens as the tokenizer writes them."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:
