@@ -28,7 +28,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How answers are told apart."""
+    """Describes how an answer divides into content, reasoning and calls."""
 
     reasoning: str | None
     """Name of the form of the reasoning. None: there is none."""
@@ -36,7 +36,7 @@ class AnswerFormat:
     """Name of the form of the calls. None: there is none."""
     regions: tuple[Region, ...]
     outside: Kind = "content"
-    """What text outside all regions is."""
+    """Kind of the text outside all regions."""
     call_ids: CallIds = "random"
     named: bool = False
     """The service's configuration names a form."""
@@ -241,7 +241,7 @@ _CALL_MARKS = (
     ("<|python_start|>", "llama4_pythonic"),
     ("<|python_tag|>", "llama3_json"),
 )
-"""What a chat template holds -> the form of its calls; the first that is found counts."""
+"""Text in a chat template -> the form of its calls; the first match counts."""
 _REASONING_MARKS = (
     ("[THINK]", "mistral"),
     ("<seed:think>", "seed_oss"),
@@ -269,7 +269,7 @@ def format_of(
         added: texts of the tokenizer's added tokens.
         response: its response template, which counts where no form is named.
         tool_parser: a name of ``CALLS``, or ``none``; None: by the marks in the template and among the tokens.
-        reasoning_parser: a name of ``REASONING``, or ``none``; None: likewise.
+        reasoning_parser: a name of ``REASONING``, or ``none``; None: by the same marks.
     """
     named = tool_parser is not None or reasoning_parser is not None
     if response is not None and not named:
@@ -339,7 +339,7 @@ _OF_RESPONSE = "response_template"
 
 
 def _may_grow(*patterns: str | None) -> bool:
-    """True if more text could make a match longer: all but those that end with a text are taken for such."""
+    """True if more text could make a match longer: assumed of every pattern that does not end with literal text."""
     return any(pattern is not None and pattern[-1:] in "*+?})]" for pattern in patterns)
 
 

@@ -1,4 +1,4 @@
-"""Answers told apart while they grow: content, reasoning and tool calls, by the regions of a format.
+"""Separates growing answers into content, reasoning and tool calls, by the regions of a format.
 
 An answer is read as a text in which each token that is a mark of the format is one code point of its own, a lone
 surrogate. So a mark that is a token is never mistaken for its text spelled out, and a mark that no token of the
@@ -39,8 +39,8 @@ class Region:
     kind: Kind
     """``nothing``: its text is dropped."""
     opens: str
-    """Regular expression of its beginning, whose named groups the reader gets; the text of a call begins with the group
-    ``body``, if there is one, else behind it."""
+    """Regular expression of the region's beginning; the reader gets its named groups. The text of a call begins with
+    the group ``body``, if there is one, else after the match."""
     closes: str | None = None
     """Regular expression of its end. None: a call ends where its value does, ``nothing`` at once, others never."""
     reader: CallReader | None = None
@@ -50,7 +50,7 @@ class Region:
     bare: bool = False
     """It has no mark of its own, and begins only an answer or a line."""
     behind_calls: bool = False
-    """It begins only behind a call."""
+    """The region begins only after a call."""
     implied: bool = False
     """An answer begins within it, unless the prompt has opened or closed it."""
 
@@ -66,7 +66,7 @@ class Said:
     end: int
     """Number of code points up to its end."""
     call: Call | None = None
-    """Of kind ``call``. Texts of kind ``arguments`` that follow go on with its arguments."""
+    """The call, if the kind is ``call``. Parts of kind ``arguments`` that follow continue its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,11 @@ class Reading:
         """Prepares the regions.
 
         Args:
-            regions: those of the format.
-            added: the added tokens by id, and whether each is special.
-            outside: what text outside all regions is.
-            bound: a grammar binds the answers. So ordinary tokens may spell the marks, too, but for special ones; and
-                a call that has begun is one, whose arguments are said as they come where they are JSON.
+            regions: the format's regions.
+            added: (text, True if special) of each added token, by id.
+            outside: kind of the text outside all regions.
+            bound: a grammar constrains the answers. So ordinary tokens may spell every mark that is not special. A
+                call that begins is certain, and its arguments are streamed where they are JSON.
         """
         patterns = [pattern for one in regions for pattern in (one.opens, one.closes) if pattern is not None]
         patterns += [pattern for one in regions if one.reader is not None for pattern in one.reader.patterns]
@@ -113,14 +113,14 @@ class Reading:
         ]
 
     def rules(self, calls: bool) -> list[_Rule]:
-        """The regions; those of calls only if ``calls`` is true."""
+        """Returns the rules of all regions; without calls if ``calls`` is false."""
         return [rule for rule in self._rules if calls or rule.region.kind != "call"]
 
     def parser(self, tools: Sequence[Mapping[str, Any]] | None, begun: str = "", *, fresh: bool = True) -> AnswerParser:
         """A new parser.
 
         Args:
-            tools: those that are offered. None: whatever looks like a call is content.
+            tools: the offered tools. None: text that looks like a call is content.
             begun: the part of the prompt that belongs to the answer.
             fresh: the answer begins there; False: it continues one.
         """
@@ -136,7 +136,7 @@ class _Open:
     body: int
     groups: dict[str, str] = field(default_factory=dict)
     arguments: ArgumentsStream | None = None
-    """Those of a call that is said as it comes."""
+    """Arguments of a call that is streamed."""
 
 
 class AnswerParser:
@@ -150,7 +150,7 @@ class AnswerParser:
         self._at = 0  # what is before it was said
         self._scan = 0  # where the end of the open region is looked for
         self._open: _Open | None = None
-        self._barred: dict[int, int] = {}  # rule by identity -> where it may begin again, behind what was no call
+        self._barred: dict[int, int] = {}  # rule by identity -> where it may begin again, after text that was no call
         self._behind_call = False
         self._blank = True  # nothing but blanks outside calls since the beginning, or the last call
         self._implied: _Rule | None = None

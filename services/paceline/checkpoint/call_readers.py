@@ -14,7 +14,7 @@ from paceline.checkpoint.json_schema import resolved, types_of
 from paceline.checkpoint.marks import Marks
 
 _LONGEST_LITERAL = 10
-"""Characters behind which a fault is one of the value, not of its end: ``-Infinity`` has nine."""
+"""Characters after which a fault is the value's, not its end's: ``-Infinity`` has nine."""
 
 
 class NoCallError(ValueError):
@@ -307,7 +307,7 @@ class JsonCalls(_JsonReader):
 
 
 class JsonArguments(_JsonReader):
-    """The arguments as JSON, behind the function's name, which the beginning has named."""
+    """Reads arguments as JSON, after a beginning that names the function."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Chats as tokens, and how their answers are told apart: the templates of a tokenizer.
+"""Turns chats into tokens and separates the parts of their answers: the templates of a tokenizer.
 
 transformers' ``apply_chat_template`` renders; ``answer_formats.py`` knows the forms of answers.
 """
@@ -36,7 +36,7 @@ _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a call: an object for templates that read one, JSON text for those that join it to others."""
+    """Arguments of a call: an object for templates that read its members, JSON text where a template prints it."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -52,8 +52,8 @@ class ChatTemplate:
     """The templates of one tokenizer."""
 
     def __init__(self, tokenizer: Any, given: str | None, format: AnswerFormat) -> None:
-        """``tokenizer`` is one of transformers. ``given``: a template in place of its own. ``format``: how an answer is
-        told apart."""
+        """``tokenizer``: from transformers. ``given``: a template that replaces the tokenizer's own. ``format``: of the
+        answers."""
         self._tokenizer, self._given = tokenizer, given
         self.format = format
         self._readings: dict[tuple[int, bool, bool], tuple[Tokenizer, Reading]] = {}
@@ -84,10 +84,10 @@ class ChatTemplate:
         return mark in str(templates) or any(mark == str(one) for one in self._tokenizer.added_tokens_decoder.values())
 
     def reading(self, tokenizer: Tokenizer, *, skips_special: bool = True, bound: bool = False) -> Reading:
-        """What reads answers of a tokenizer; it is kept.
+        """Returns the reading of answers with a tokenizer; it is cached.
 
         Args:
-            tokenizer: that of the model.
+            tokenizer: the model's.
             skips_special: False: text of special tokens is shown, and all of an answer is content unless a form was
                 named.
             bound: a grammar binds the answers (``Reading``).
@@ -136,7 +136,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, options: Mapping[str, Any]
     ) -> str:
-        """The chat as text. ``options``: those of ``apply_chat_template``, and variables of the template.
+        """Renders the chat as text. ``options``: of ``apply_chat_template``, and variables of the template.
 
         Raises:
             InvalidRequestError: the template reads no such variable, or refuses the messages.
@@ -215,7 +215,7 @@ def load_chat(
         file: holds a template in place of the tokenizer's own.
         trust_remote_code: Python code that comes with it may run.
         tool_parser: the form of the calls. None: by the marks of template and tokenizer.
-        reasoning_parser: the form of the reasoning. None: likewise.
+        reasoning_parser: the form of the reasoning. None: by the same marks.
 
     Raises:
         ConfigError: a template cannot be read, or is not valid; or there is no such form.
@@ -252,7 +252,7 @@ def load_chat(
 def _format(
     tokenizer: Any, given: str | None, folder: Path | None, tool_parser: str | None, reasoning_parser: str | None
 ) -> AnswerFormat:
-    """How answers are told apart: as configured, by the tokenizer's response template, by marks, or by model type."""
+    """Finds the answer format: as configured, else by the response template, by marks, or by model type."""
     response = getattr(tokenizer, "response_template", None)
     templates = tokenizer.chat_template if given is None else given
     template = "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)

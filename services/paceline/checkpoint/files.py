@@ -1,7 +1,7 @@
-"""A checkpoint, opened once: everything that can be known of a model without loading its weights. Free of torch.
+"""A checkpoint, opened once: everything known of a model without loading its weights. Free of torch.
 
-What is needed is read from the JSON files where those say everything, so that a process which runs no model starts
-without transformers; else transformers is asked.
+Reads the JSON files where they are sufficient, so that a process without a model starts without transformers.
+Otherwise asks transformers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Checkpoint:
     """A causal language model that exists. Open it once, and hand it on: it is a value, and picklable."""
 
     path: str
-    """Its directory, or the id that transformers resolves."""
+    """Directory of the checkpoint, or the id that transformers resolves."""
     max_model_len: int
     """Longest context that it was trained for, in tokens."""
     eos_token_ids: tuple[int, ...]
@@ -52,13 +52,13 @@ class Checkpoint:
     quantization: Mapping[str, Any] | None = None
     """The ``quantization_config`` of weights that are quantized in the files."""
     folder: Path | None = None
-    """Its directory on this machine; None: it has to be fetched."""
+    """Directory on this machine; None: the checkpoint must be fetched."""
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Its config.json."""
+    """Content of config.json."""
     trust_remote_code: bool = False
     """True if Python code that comes with it may run."""
     generation_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Its generation_config.json; {} if there is none."""
+    """Content of generation_config.json; {} if there is none."""
 
     @classmethod
     def open(cls, source: str, trust_remote_code: bool = False) -> Self:
@@ -171,7 +171,7 @@ class Checkpoint:
 
     @property
     def gguf(self) -> GgufWeights | None:
-        """Its weights, if they are in GGUF files. Raises ConfigError if these are gone."""
+        """Returns the weights, if they are in GGUF files. Raises ConfigError if the files are gone."""
         folder = folder_of(self.path)
         return None if folder is None else gguf_weights(folder)
 
@@ -186,7 +186,7 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Its tokenizer, loaded when it is first asked for. Raises ConfigError if there is none."""
+        """The tokenizer, loaded at first use. Raises ConfigError if there is none."""
         return load_tokenizer(self.path, self.trust_remote_code)
 
     @cached_property
@@ -194,7 +194,7 @@ class Checkpoint:
         return None if self.folder is None else count_weights(self.folder)
 
     def size(self, dtype: str = "auto", quantization: str | None = None) -> ModelSize | None:
-        """Its size as it will run; None if the weights are not on this machine. Headers are read once.
+        """Returns the model's size as it will run; None if the weights are not on this machine. Reads headers once.
 
         Raises:
             ConfigError: a weight file is missing, cut short or cannot be read.

@@ -54,7 +54,7 @@ def _names_a_path(path: str) -> bool:
 
 
 def _nearest(directory: Path) -> str:
-    """The directory of nearly the same name beside it, as the end of a sentence; or nothing."""
+    """Suggests a sibling directory of nearly the same name, as the end of a sentence; "" if there is none."""
     parent = directory.parent
     try:
         names = [one.name for one in parent.iterdir() if one.is_dir()] if parent.is_dir() else []

@@ -1,5 +1,5 @@
-"""What generation_config.json of a checkpoint sets: parameters that stand for those that a request leaves out, and
-settings that are not honored, which are told when the checkpoint is served.
+"""A checkpoint's generation_config.json: defaults for parameters that a request omits, and settings that are not
+honored, which a warning names when the checkpoint is served.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NOT_HONORED: Mapping[str, tuple[Any, ...]] = {
     "token_healing": (False,),
     "max_time": (),
 }
-"""Keys that would change what is generated, and the values with which they change nothing, beside null."""
+"""Keys that would change the output -> values other than null with which they change nothing."""
 WITHOUT_EFFECT = frozenset(
     {
         *("max_length", "min_length"),  # of prompt and answer together, with defaults that nobody means

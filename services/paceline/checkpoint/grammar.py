@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MAX_COMPILED = 64
-"""Compiled grammars that are kept: those that were used last, as far as they fit ``_MAX_COMPILED_BYTES``."""
+"""Maximum compiled grammars in the cache (least recently used leave first), within ``_MAX_COMPILED_BYTES``."""
 _MAX_COMPILED_BYTES = 64 << 20
 _MAX_GRAMMAR_SYMBOLS = 200_000
 _MAX_LEXER_STATES = 10_000
@@ -41,8 +41,8 @@ _MAX_LEXER_STATES = 10_000
 _MAX_ITEMS_OF_ROW = 8_000
 """The most places within its rules at which a parser may be at once."""
 _MAX_ITEMS_OF_GRAMMAR, _MAX_ITEMS_OF_SCHEMA = 10_000, 80_000
-"""The most of these in all places that one mask looks at. Rules may be ambiguous, so that the work grows with the third
-power: at most about 150 ms. Those of schemas and tags are told apart by their first characters: about 20 ms."""
+"""Maximum items that one mask examines in all places. Rules of a grammar may be ambiguous, so that work grows with the
+third power: about 150 ms. Rules of schemas and tags differ in their first characters: about 20 ms."""
 _LEXER_FUEL_OF_STEP = 200_000
 """Work of a single mask; all of it takes about 15 ms."""
 _INITIAL_LEXER_FUEL = 1_000_000
@@ -76,10 +76,10 @@ class Grammars:
         """Describes a vocabulary; nothing is read yet.
 
         Args:
-            tokenizer: the target's, or what loads it when it is needed.
-            vocab_size: ids of the masks, at least those of the tokenizer.
-            eos_token_ids: allowed where the output may end, and nowhere else; none: those of the tokenizer.
-            thread: does the costly work of ``paced`` matchers; None: they do it at once.
+            tokenizer: the target's, or a function that loads it on demand.
+            vocab_size: number of ids in a mask: at least the tokenizer's.
+            eos_token_ids: allowed only where the output may end; empty: the tokenizer's.
+            thread: does the costly work of ``paced`` matchers; None: they do it themselves.
         """
         self._source, self.vocab_size, self._given_eos = tokenizer, vocab_size, eos_token_ids
         self._thread, self._step = thread, StepTime()
@@ -88,11 +88,11 @@ class Grammars:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, vocab_size: int, thread: MaskThread | None = None) -> Self:
-        """Those of a checkpoint's own tokenizer, for a model of ``vocab_size`` ids; nothing is read yet."""
+        """Describes a checkpoint's own tokenizer, for a model of ``vocab_size`` ids; nothing is read yet."""
         return cls(lambda: checkpoint.tokenizer, vocab_size, checkpoint.eos_token_ids, thread)
 
     def vocabulary(self) -> tuple[Tokenizer, int, list[int]]:
-        """What another process makes the same grammars from: the arguments of this class, without anything to load.
+        """Returns arguments of this class, all loaded, from which another process makes the same grammars.
 
         Raises InvalidRequestError if this vocabulary cannot be constrained.
         """
@@ -300,8 +300,8 @@ def _resident_bytes() -> int:
 
 
 def _literals(form: StructuredOutput, specials: Collection[str]) -> str:
-    """Characters of text that outputs hold: all of a choice, and those of other forms that are no part of their
-    notation. Names of special tokens in a structural tag are tokens, not text.
+    """Returns non-ASCII characters of text that outputs may hold, without names of special tokens in a structural tag,
+    which are tokens.
     """
     if form.choice:
         return "".join(form.choice)

@@ -48,7 +48,7 @@ class StepTime:
 class Matcher:
     """The state of one session's grammar after its committed tokens. Owned by one engine.
 
-    Its work has a budget of CPU time, which grows with each token. Beyond it the masks behind drafted tokens are not
+    Its work has a budget of CPU time, which grows with each token. Beyond it the masks after drafted tokens are not
     computed, so the session is decoded plainly; a session whose committed tokens alone exceed it fails.
     """
 
@@ -62,8 +62,8 @@ class Matcher:
         lenient: bool = False,
         step: StepTime | None = None,
     ) -> None:
-        """``prototype``: its copies share what they have found out. ``anew``: one that has found out nothing. ``step``:
-        masks behind drafted tokens are charged to it, and not computed once it is spent."""
+        """``prototype``: its copies share their caches. ``anew``: makes one with empty caches. ``step``: a budget that
+        pays for masks after drafted tokens; once it is spent, they are not computed."""
         import numpy  # engines have it; the command line is up without it
 
         self._numpy = numpy
@@ -73,7 +73,7 @@ class Matcher:
         self._eos_token_ids, self._step = eos_token_ids, step
         self._tokens: list[int] = []
         self._path: tuple[int, ...] = ()
-        """Tokens behind the committed ones that the state has consumed too."""
+        """Tokens after the committed ones that the state has consumed, too."""
         self._known: dict[tuple[int, ...], NDArray[np.uint8]] = {}
         """Masks of continuations of the committed tokens."""
         self._state = prototype.deep_copy()
@@ -128,13 +128,13 @@ class Matcher:
     def masks(self, suffixes: Sequence[tuple[int, ...]]) -> NDArray[np.uint8]:
         """The tokens that may follow each of ``suffixes`` after the committed tokens.
 
-        Suffixes that begin alike share the work, those of later calls too, and what was found stays known until tokens
-        are committed. A suffix that the grammar forbids has no next token, and is left unconstrained: no row below a
-        forbidden token matters. Behind a suffix that exceeds a bound nothing is allowed, so verification ends there.
+        Suffixes with a common beginning share its work, across calls too; masks stay cached until tokens are committed.
+        A suffix that the grammar forbids is left unconstrained: no row below a forbidden token matters. After a suffix
+        that exceeds a bound nothing is allowed, so verification ends there.
 
         Returns:
-            [rows, bytes] with bit v % 8 of byte v // 8 set if token v is allowed; at least one byte per 8 tokens. They
-            are not to be modified.
+            [rows, bytes] with bit v % 8 of byte v // 8 set if token v is allowed; at least one byte per 8 tokens.
+            Read-only.
         """
         count, num_bytes = len(suffixes), self._num_bytes
         masks: NDArray[np.uint8] = self._numpy.empty((count, num_bytes), self._numpy.uint8)
@@ -175,11 +175,11 @@ class Matcher:
 
     @property
     def is_decided(self) -> bool:
-        """True if the mask behind the committed tokens costs nothing more: it is known, or there is none."""
+        """True if the mask after the committed tokens costs nothing more: it is known, or there is none."""
         return () in self._known or self._lost or bool(self.failure)
 
     def _exceeds_budget(self, suffix: tuple[int, ...]) -> bool:
-        """True if no more work is done for a place; then a place behind the committed tokens fails the session."""
+        """True if the budget allows no mask after ``suffix``; without a suffix, the session then fails."""
         if suffix and self._step is not None and not self._step.allows(self._last_s):
             return True
         budget_s = _FREE_S + _FREE_S_PER_TOKEN * len(self._tokens)
@@ -216,10 +216,10 @@ class Matcher:
         return count
 
     def _consume(self, token_ids: Sequence[int], known: tuple[int, ...] | None = None) -> int:
-        """Consumes tokens until one is not allowed, or until the state is an error: the number of those consumed.
+        """Consumes tokens until one is not allowed or the state is an error; returns the number consumed.
 
-        The library stops without an error where the work of all tokens exceeds the bound of one step, or the automaton
-        that sessions share is full. So a token is not allowed only where the mask says so.
+        The library stops without an error if the work of all tokens exceeds the bound of one step, or if the automaton
+        that sessions share is full. So only the mask decides if a token is not allowed.
 
         Args:
             token_ids: the tokens.
@@ -252,8 +252,8 @@ class Matcher:
         return bool(mask[token_id // 8] >> (token_id % 8) & 1)
 
     def _again(self) -> NDArray[np.uint8]:
-        """Mask behind the committed tokens after a bound was exceeded, without what drafted tokens and other sessions
-        have left in the caches. Whether it can be decided then depends on its tokens alone, as in plain decoding.
+        """Computes the mask after the committed tokens again with empty caches, after a bound was exceeded. So the
+        result depends on the session's tokens alone, as in plain decoding.
         """
         num_lacking = self._restart()
         self._check(num_lacking)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from paceline.checkpoint.pieces import Pieces
 
 _MARKER = b"\xff"
-"""What llguidance puts before the name of a special token. It is in no text, for it is no UTF-8."""
+"""llguidance's prefix for the name of a special token. It is not valid UTF-8, so no text holds it."""
 
 
 class GrammarTokenizer:
-    """What ``llguidance.LLTokenizer`` asks for: the bytes of all tokens, and the tokens of a text."""
+    """The interface that ``llguidance.LLTokenizer`` needs: the bytes of all tokens, and the tokens of a text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -42,7 +42,7 @@ class GrammarTokenizer:
         self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: str) -> list[int]:
-        """Ordinary tokens that are exactly a text; if nothing writes a part of it, those before this part."""
+        """Returns ordinary tokens that spell a text exactly, up to the first part that no token spells."""
         return self._longest_first(text.encode())
 
     def unwritable(self, text: str) -> str | None:

@@ -54,7 +54,7 @@ _COSTLY_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a trial found. ``reason``: why the form is refused; empty: it is not."""
+    """Result of a trial. ``reason``: why the form is refused; empty: it is accepted."""
 
     reason: str = ""
     cpu_s: float = 0.0
@@ -99,7 +99,7 @@ class GrammarTrials:
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
-        """A place among those that wait."""
+        """Holds a place in the queue. Raises ResourceExhaustedError if it is full."""
         with self._known_lock:
             if self._num_waiting >= MAX_WAITING:
                 raise ResourceExhaustedError(
@@ -288,7 +288,7 @@ def _try_out(grammars: Grammars, form: StructuredOutput) -> str:
 
 
 def _pages() -> tuple[int, int] | None:
-    """Pages of this process's address space, and those in memory; None where the platform does not tell."""
+    """Returns (pages of this process's address space, pages in memory); None if the platform does not report them."""
     try:
         with open("/proc/self/statm") as file:
             total, resident = file.read().split()[:2]

@@ -1,4 +1,4 @@
-"""Masks of structured outputs beside the steps of an engine.
+"""Computes masks of structured outputs alongside the steps of an engine.
 
 A step has a budget for masks, which all sessions share. A session whose masks are costly does not spend it: a thread
 computes them, while the engine runs steps of other sessions. The session waits for its own mask.
@@ -43,10 +43,10 @@ class MaskThread:
         self._jobs: SimpleQueue[tuple[Future[object], Callable[[], object]] | None] = SimpleQueue()
         self._worker: threading.Thread | None = None
         self._running: tuple[Future[object], float] | None = None
-        """What runs, and the CPU time of the thread when it began."""
+        """The running job, and the CPU time of the thread when it began."""
 
     def submit(self, function: Callable[[], object]) -> Future[object]:
-        """Runs a function behind those that were submitted before."""
+        """Queues a function; functions run in the order of submission."""
         job: Future[object] = Future()
         self._jobs.put((job, function))
         if self._worker is None:
@@ -54,7 +54,7 @@ class MaskThread:
         return job
 
     def gives_up(self, job: Future[object]) -> bool:
-        """True if a function has had ``MAX_S`` of CPU time: what waits behind it goes to another thread."""
+        """True if a function has used ``MAX_S`` of CPU time; then a new thread runs the functions queued after it."""
         worker, running = self._worker, self._running
         if worker is None or running is None or running[0] is not job or _cpu_s(worker) - running[1] < MAX_S:
             return False
@@ -131,7 +131,7 @@ class PacedMatcher:
         self._job: Future[object] | None = None
         self._fault = ""
         self._last_s = 0.0
-        """What the last committed tokens and the mask behind them took."""
+        """Seconds that the last committed tokens and their mask took."""
         if is_made_cheaply:
             self._matcher = make()
         else:
@@ -148,7 +148,7 @@ class PacedMatcher:
         return True
 
     def ready(self) -> bool:
-        """True if the mask behind the committed tokens is known, or cheap. Else it is being computed."""
+        """True if the mask after the committed tokens is known, or cheap. Else it is being computed."""
         if self._job is not None:
             if self._job.done():
                 self._finish(self._job)
@@ -204,8 +204,7 @@ class PacedMatcher:
         self._step.spent_s += self._last_s
 
     def _advance(self, tokens: Sequence[int], *, in_step: bool = False) -> None:
-        """Consumes committed tokens, and finds the mask behind them; a state that must be made again waits for the
-        thread."""
+        """Consumes committed tokens and computes the mask after them; making the state again is left to the thread."""
         if self._matcher is None:
             try:
                 self._matcher = self._make()

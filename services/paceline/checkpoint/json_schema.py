@@ -44,14 +44,14 @@ the set itself of what comes."""
 _EXTENSION = "x-"
 _EITHER = ("anyOf", "oneOf")
 _OWN_EXTENSION = "x-guidance"
-"""What the compiler reads as its own options."""
+"""Keyword that the compiler reads as its own options."""
 _IDENTITY = frozenset({"$schema", "$id"})
 KEYWORDS = _SCHEMA | _SCHEMAS | _NAMED_SCHEMAS | _VALUES | _IDENTITY
 """Keywords of a schema that are honored."""
 
 
 def is_comment(keyword: str) -> bool:
-    """True for a keyword that binds nothing: it describes, as many of pydantic and OpenAPI do, or is not enforced."""
+    """True for a keyword without effect: it describes, as many of pydantic and OpenAPI do, or is not enforced."""
     return keyword in _COMMENTS | _UNENFORCED or (keyword.startswith(_EXTENSION) and keyword != _OWN_EXTENSION)
 
 
@@ -101,7 +101,7 @@ def _as_compiled(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _tagged(parts: list[Any], root: Mapping[str, Any]) -> list[Any] | None:
-    """Objects that one of their properties, which each must then have, tells apart; None if none does."""
+    """Returns the objects with the property that distinguishes them made required; None if no property does."""
     try:
         whole = [resolved(part, root) for part in parts]
         names = [name for name in whole[0].get("properties", ()) if all(part.get("type") == "object" for part in whole)]
@@ -146,7 +146,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 TYPES = ("integer", "number", "boolean", "null", "object", "array", "string")
-"""JSON types, those whose text is told from another's first."""
+"""JSON types; types whose text is easily distinguished come first."""
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _types_of(schema: Any, root: Mapping[str, Any], known: dict[int, set[str] | None]) -> set[str] | None:
-    """The types of a schema; None: any. ``known``: those of schemas that were met, none while they are looked at."""
+    """Returns the types of a schema; None: any. ``known``: types by schema id; None while one is being examined."""
     if (key := id(schema)) in known:
         return known[key]
     known[key] = None

@@ -54,11 +54,11 @@ class Slots:
 
     @classmethod
     def of(cls, max_sessions: int) -> Slots:
-        """The slots for that many sessions.
+        """Returns the slots for ``max_sessions`` sessions.
 
-        A session holds one state and needs another one where its context passes a boundary. What is free of these
-        keeps states for prefix hits. Its rows are in two chunks, and in four where a long proposal crosses a boundary;
-        each further branch of a tree needs as many.
+        A session holds one state, and a second one while its context passes a boundary. Free slots keep states for
+        prefix hits. A session's rows are in two chunks, and in four where a long proposal crosses a boundary; each
+        further branch of a tree needs the same number.
         """
         return cls(2 * max_sessions + 8, 4 * max_sessions + 32)
 

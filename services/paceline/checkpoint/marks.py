@@ -27,9 +27,9 @@ class Marks:
         """Finds the marks.
 
         Args:
-            added: text of each added token by its id, and whether it is special: its text is never shown.
-            patterns: those of the format.
-            by_text: ordinary tokens may spell a mark that is not special, too, as a grammar allows.
+            added: (text, True if special) of each added token, by id; text of special tokens is never shown.
+            patterns: the format's patterns.
+            by_text: ordinary tokens may also spell a mark that is not special, as a grammar allows.
         """
         self._by_other_tokens = {text for text, special in added.values() if by_text and not special}
         source = "\0".join(patterns)

@@ -11,7 +11,7 @@ from paceline.checkpoint.folder import read_json
 from paceline.checkpoint.gguf.described import gguf_weights
 
 MTP_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
-"""Names of weights of a layer: MTP modules may be layers behind the last one."""
+"""Names of weights of a layer: MTP modules may be layers after the last one."""
 
 
 def mtp_modules(names: Iterable[str], num_layers: int) -> set[int]:

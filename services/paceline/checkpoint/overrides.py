@@ -28,7 +28,7 @@ _KEPT = ("rope_theta", "partial_rotary_factor")
 def with_rope(source: str, rope: Mapping[str, Any], max_position_embeddings: int | None, folder: Path) -> Path:
     """A directory below ``folder`` with a checkpoint's files, whose config.json has other rotary embeddings.
 
-    ``rope``: parameters that replace those of the checkpoint; ``rope_theta`` stays where it is not among them.
+    ``rope``: replaces the checkpoint's parameters; ``rope_theta`` stays unless ``rope`` names it.
 
     Raises:
         ConfigError: the checkpoint is not on this machine, or its embeddings cannot be replaced so.

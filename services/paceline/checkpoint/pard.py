@@ -1,7 +1,7 @@
 """PARD checkpoints: causal language models that predict several tokens at once (An et al. 2025, arXiv 2504.18583).
 
-Behind the last token K - 1 times the *pard token* is appended, and the K rows of one forward are the distributions of
-the K tokens that follow. ``config.json`` names the token: ``pard_token``, and beside it ``spd_type: "pard"``.
+The *pard token* is appended K - 1 times to the last token; the K rows of one forward are the distributions of the K
+tokens that follow. ``config.json`` names the token, ``pard_token``, together with ``spd_type: "pard"``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.errors import ConfigError
 
 DEFAULT_TOKENS = 8
-"""Tokens at once where nothing is configured: the published models were adapted to so many."""
+"""Default number of tokens per forward: the number that the published models were adapted to."""
 
 
 def parallel_draft(checkpoint: Checkpoint, wanted: int | None) -> tuple[int, int]:
-    """Number of tokens that a draft model predicts at once, and the token that stands for those to come: (1, 0) if it
-    predicts one at a time.
+    """Returns (tokens that a draft model predicts at once, placeholder token id); (1, 0) if it predicts one at a time.
 
     ``wanted``: the configured number; None: 8 of a PARD checkpoint, 1 of any other.
 

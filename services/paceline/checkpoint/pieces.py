@@ -1,4 +1,4 @@
-"""What each token of a tokenizer is: bytes of a text, or a special token with a name; and the tokens of any bytes."""
+"""Bytes of each ordinary token of a tokenizer, names of its special tokens, and the tokens of any bytes."""
 
 from __future__ import annotations
 

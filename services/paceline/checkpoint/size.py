@@ -44,7 +44,7 @@ class ModelSize:
     num_tables: int = 2
     """Matrices of the vocabulary: an embedding and an output layer, or one for both."""
     linear: LinearLayers | None = None
-    """Its linear layers; None: it has none."""
+    """Linear layers of the model; None: it has none."""
 
     def of_rank(self, tensor_parallel_size: int) -> ModelSize:
         """The size of one of ``tensor_parallel_size`` ranks: its share of every matrix, and at least one KV head.
@@ -111,7 +111,7 @@ def model_size(
 
 
 def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num_whole: int = 0) -> ModelSize:
-    """The size of a model with this configuration and so many parameters, ``num_whole`` of them in no matrix."""
+    """Returns the size of a model with ``num_parameters`` parameters, of which ``num_whole`` are in no matrix."""
     text = config.get("text_config") or config
     layers, hidden = _first(text, "num_hidden_layers", "n_layer"), _first(text, "hidden_size", "n_embd")
     linear = linear_layers(config)

@@ -1,7 +1,7 @@
-"""The text of tokens: the bytes that each stands for, and the text of a sequence as it grows.
+"""The text of tokens: the bytes of each, and the text of a growing sequence.
 
-Most tokenizers write a text token by token: each stands for bytes, which may begin or end inside a character. Those
-whose text of one token depends on its neighbours are decoded in windows instead.
+In most tokenizers a token is a fixed sequence of bytes, which may begin or end inside a character. A tokenizer whose
+text of one token depends on its neighbors is decoded in windows instead.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _parts(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _replacement(part: dict[str, Any]) -> tuple[str, str] | None:
-    """What a decoder replaces in each token, and with what."""
+    """Returns (text that a decoder replaces in each token, replacement); None if it replaces nothing."""
     if part["type"] == "Metaspace":
         return str(part.get("replacement", "\u2581")), " "
     if part["type"] == "Replace" and "String" in part.get("pattern", {}):

@@ -34,7 +34,7 @@ _CHANGING_KEYS = (
 LONG_TEXT = 2048
 """Texts of more characters are tokenized without the interpreter lock: below, a millisecond or two hold nobody up."""
 _PIECE = 65536
-"""Characters that are tokenized at once where only a count is wanted."""
+"""Characters that are tokenized at once where only a count is needed."""
 _DENSE_TEXT = 8
 """Characters per token of the context above which a text is counted in pieces first: a text has about four."""
 _NORMALIZED = 4
@@ -100,7 +100,7 @@ class Tokenizer:
 
     @property
     def _backend(self) -> Any:
-        """What may be asked in the place of the whole tokenizer. None: there is none, or it would not do all of it."""
+        """The fast backend that can replace the whole tokenizer; None: there is none, or its result could differ."""
         is_split = getattr(self._tokenizer, "split_special_tokens", False)
         return None if is_split else getattr(self._tokenizer, "backend_tokenizer", None)
 
@@ -128,7 +128,7 @@ class Tokenizer:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """One more than the largest token id, those of added tokens included; not all below need a token."""
+        """One more than the largest token id, added tokens included; some ids below may have no token."""
         return max(len(self._tokenizer), 1 + max(self._tokenizer.get_vocab().values(), default=-1))
 
     @functools.cached_property
@@ -170,8 +170,8 @@ class Tokenizer:
 
     @functools.cached_property
     def max_token_bytes(self) -> int:
-        """Most bytes of text, in UTF-8, that one token may stand for: no text of ``n`` tokens has more than ``n`` times
-        as many. Of a tokenizer whose normalizer drops text without a trace it is an estimate.
+        """Maximum UTF-8 bytes of text per token: no text of ``n`` tokens has more than ``n`` times this number. An
+        estimate if the tokenizer's normalizer drops text without a trace.
         """
         longest = max(len(token.encode("utf-8", "surrogatepass")) for token in self._tokenizer.get_vocab())
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -277,7 +277,7 @@ def check_text(tokenizer: Tokenizer, text: str, max_model_len: int) -> None:
         )
     if len(text) <= _DENSE_TEXT * max_model_len + _PIECE:
         return
-    # Long tokens may save it. The tokens of its pieces are its own but for those at the cuts.
+    # Long tokens may save it. Except at the cuts, the tokens of its pieces are its own tokens.
     num_tokens = 0
     for start in range(0, len(text), _PIECE):
         num_tokens += len(tokenizer.encode(text[start : start + _PIECE]))
@@ -334,10 +334,10 @@ def transformers_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def read_json_tokenizer(path: str) -> JsonTokenizer | None:
-    """The tokenizer that ``tokenizer.json`` describes, if it is all there is to it; None if transformers must judge.
+    """Returns the tokenizer of ``tokenizer.json``; None if the file is not complete, so that transformers must load it.
 
-    It must name the generic fast class and bring its own post-processor, and neither it nor the settings beside it
-    may add tokens, truncate or pad.
+    The file must name the generic fast class and have a post-processor. Neither it nor tokenizer_config.json may add
+    tokens, truncate or pad.
     """
     if (folder := folder_of(path)) is None:
         return None

@@ -31,7 +31,7 @@ class WeightFiles:
     shapes: Mapping[str, tuple[int, ...]]
     """The shape of each tensor."""
     gguf: GgufWeights | None = None
-    """What reads them if the files are GGUF's."""
+    """Reader of the weights, if the files are GGUF."""
 
     @classmethod
     def open(cls, folder: Path, single: Iterable[str] = ()) -> WeightFiles:
@@ -39,7 +39,7 @@ class WeightFiles:
 
         Args:
             folder: the checkpoint.
-            single: stems of ``.pt`` files that may lie beside them with one tensor each, which is named by its stem.
+            single: stems of further ``.pt`` files in the folder that hold one tensor each, named by its stem.
 
         Raises:
             ConfigError: there are no weights, or a file is missing, cut short, or holds anything else.
@@ -66,7 +66,7 @@ class WeightFiles:
         return cls(folder, files, shapes)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors of these names on the CPU, as they are stored; those of GGUF files in float32."""
+        """Returns the tensors of these names on the CPU in their stored dtype; from GGUF files in float32."""
         if self.gguf is not None:
             return {name: self.gguf.read(name) for name in names}
         from safetensors import safe_open
@@ -86,7 +86,7 @@ class WeightFiles:
 
 
 def _paths(folder: Path) -> list[Path]:
-    """The weight files of the first kind that there is."""
+    """Returns the weight files of the first kind that exists."""
     for stem in _STEMS:
         for ending in (".safetensors", ".bin", ".pt"):
             index = read_json(folder, f"{stem}{ending}.index.json").get("weight_map")

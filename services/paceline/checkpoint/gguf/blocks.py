@@ -25,7 +25,7 @@ class Blocks(NamedTuple):
     minima: np.ndarray[Any, Any] | None
     """As the scales; None: the format has none."""
     bits: int
-    """Of ``u``: 4 or 8."""
+    """Bits of each ``u``: 4 or 8."""
 
 
 def is_kept(kind: str) -> bool:

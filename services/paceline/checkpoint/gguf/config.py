@@ -22,7 +22,7 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
 }
-"""By ``general.architecture`` the model type and the class in transformers."""
+"""``general.architecture`` -> (model type, class) of transformers."""
 _KEYS = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -200,10 +200,10 @@ def _longrope(meta: _Metadata, values: Callable[[str], list[float]]) -> dict[str
 
 
 def _llama3(meta: _Metadata, width: int, theta: float, factors: list[float]) -> dict[str, Any]:
-    """The numbers that Llama 3's factors were made of; transformers makes them anew.
+    """Recovers the parameters of Llama 3's factors, from which transformers computes the factors again.
 
     A factor is 1 for short waves and ``factor`` for long ones. Between the bounds its inverse is linear in the
-    frequency: two of those give both bounds, and one gives both if they are 4 apart, as in published models.
+    frequency: two such factors give both bounds; one suffices if the bounds differ by 4, as in published models.
     """
     refusal = ConfigError(f"{meta.what} holds rope_freqs.weight with factors that are not Llama 3's: those are read")
     turns = [theta ** (-2 * i / width) / (2 * math.pi) for i in range(width // 2)]
@@ -239,7 +239,7 @@ def _llama3(meta: _Metadata, width: int, theta: float, factors: list[float]) -> 
 
 
 def _llama3_factor(turns: float, rope: Mapping[str, Any]) -> float:
-    """Factor of a wave that makes so many turns in one token."""
+    """Returns the factor of a wave with ``turns`` turns per token."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     total = turns * rope["original_max_position_embeddings"]
     if total > high:
@@ -251,7 +251,7 @@ def _llama3_factor(turns: float, rope: Mapping[str, Any]) -> float:
 
 
 def _llama(meta: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Llama, with experts Mixtral, and Mistral, which llama.cpp tells apart by the name at most."""
+    """Completes the configuration of Llama, Mixtral and Mistral, which llama.cpp distinguishes by name at most."""
     if meta.get("expert_count", 0):
         experts = meta.number("expert_count")
         return config | {

@@ -1,6 +1,6 @@
 """A directory that describes GGUF files as a checkpoint: configuration, tokenizer, and where the files are.
 
-It is made once for each version of the files, beside the compiled models, and holds no weight.
+It is made once for each version of the files, in the cache of compiled models, and holds no weight.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Stored:
     """A tensor as it lies in a file."""
 
     file: int
-    """Index of the file among those of the model."""
+    """Index of the file among the model's files."""
     offset: int
     """First byte in the file."""
     kind: str
@@ -142,7 +142,7 @@ def is_decoded(kind: str) -> bool:
 
 
 class _Reader:
-    """Takes values from where the last one ended."""
+    """Reads consecutive values."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content, self.at = content, 0
@@ -154,7 +154,7 @@ class _Reader:
         return values
 
     def text(self) -> str:
-        """A text behind its length."""
+        """Reads the length of a text, then the text."""
         (length,) = self.take("Q")
         if self.at + length > len(self.content):
             raise IndexError
@@ -162,7 +162,7 @@ class _Reader:
         return self.content[self.at - length : self.at].decode("utf-8")
 
     def value(self) -> Any:
-        """A value of the metadata behind its type."""
+        """Reads the type of a metadata value, then the value."""
         (kind,) = self.take("I")
         return self._value(kind)
 

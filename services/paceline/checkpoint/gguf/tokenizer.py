@@ -32,9 +32,9 @@ _SPLITS: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("tekken",): (_TEKKEN,),
     ("gpt-4o", "llama4", "kanana2"): (_GPT4O,),
 }
-"""By ``tokenizer.ggml.pre`` the patterns that cut a text before tokens are merged."""
+"""``tokenizer.ggml.pre`` -> the patterns that split a text before tokens are merged."""
 _WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken")
-"""Of these, a piece that is a token is one, however its merges go; and they begin with BOS."""
+"""Pre-tokenizers that begin with BOS and keep a piece that is a token whole, whatever its merges give."""
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|return|>", "<|call|>")
 """Tokens that end a turn in the templates that write them."""
 
@@ -86,7 +86,7 @@ _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Tokens that end an answer: EOS, ends of turns that the file names, and those that its chat template writes."""
+    """Tokens that end an answer: EOS, and ends of turns that the file names or its chat template writes."""
     named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     found = dict.fromkeys(one for one in named if isinstance(one, int))
     template = str(metadata.get("tokenizer.chat_template", ""))

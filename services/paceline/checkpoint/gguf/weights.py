@@ -67,7 +67,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "qwen3_moe": _EXPERTS,
 }
-"""Names within a layer by transformers' model types, beside those that all have. ``*``: one for each expert."""
+"""transformers' model type -> names within a layer, in addition to the common ones. ``*``: one per expert."""
 _PERMUTED = ("llama", "mistral", "mixtral")
 """Model types whose query and key rows llama.cpp interleaves."""
 _PLUS_ONE = ("gemma", "gemma2", "gemma3_text")
