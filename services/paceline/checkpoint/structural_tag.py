@@ -97,7 +97,7 @@ class _Grammar:
         return [f"{name}{body}" for body, name in self._names.items()]
 
     def expression(self, node: Any, place: str, then: str = "", *, last: bool = False, depth: int = 0) -> str:
-        """Returns the rule of a format and the text ``then`` after it. ``last``: nothing follows. Raises as ``lark_of``."""
+        """Rule of a format followed by the text ``then``. ``last``: nothing follows. Raises as ``lark_of``."""
         if depth > MAX_DEPTH:
             raise _fault(place, f"is nested too deep: at most {MAX_DEPTH} levels are allowed")
         _check_fields(node, place)

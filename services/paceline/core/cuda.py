@@ -1,4 +1,4 @@
-"""What can be compiled for CUDA devices on this machine; imports no triton."""
+"""Checks if this machine can compile kernels for CUDA devices; imports no triton."""
 
 from __future__ import annotations
 

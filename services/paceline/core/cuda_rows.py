@@ -77,7 +77,7 @@ _COUNTS = ["num_tokens", "first", "stream", "row_stride", "seed_stride", "positi
 _POINTERS = ["log_weights", "seeds", "positions", "nonces"]
 
 
-# Compiled once for a dtype, as those of ``model/attention/triton.py``: for sizes and addresses of all kinds.
+# Compiled once per dtype for all sizes and addresses, like the kernels of ``model/attention/triton.py``.
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_POINTERS)  # type: ignore[untyped-decorator]
 def _parts(  # type: ignore[no-untyped-def]
     log_weights,

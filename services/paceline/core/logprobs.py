@@ -1,5 +1,5 @@
-"""Log probabilities that the choice of tokens does not tell: the model's own, those of the likeliest tokens, and those
-of a prompt's tokens."""
+"""Log probabilities that choosing tokens does not compute: the model's own, of the likeliest tokens, and of a prompt's
+tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def logprobs_at(
 
 
 def _tops(log_probs: Tensor, token_ids: Sequence[int], params: SamplingParams) -> tuple[TopLogprobs, ...]:
-    """What is reported beside each token, ``log_probs`` [tokens, vocab] in its place; () if nothing is."""
+    """Further tokens to report with each token; () if none. ``log_probs``: [tokens, vocab], at each position."""
     if params.logprob_token_ids:
         wanted = [list(dict.fromkeys((token_id, *params.logprob_token_ids))) for token_id in token_ids]
         values = [row[upload(ids, row.device)].tolist() for row, ids in zip(log_probs, wanted, strict=True)]

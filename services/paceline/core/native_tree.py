@@ -76,7 +76,7 @@ class NativeTree(SpeculationTree):
     __slots__ = ()
 
     def add(self, nodes: Iterable[Node]) -> Added:
-        """Attaches nodes as ``SpeculationTree.add`` does; those of ``NodeColumns`` without making ``Node`` objects."""
+        """Attaches nodes as ``SpeculationTree.add`` does; ``NodeColumns`` without making ``Node`` objects."""
         if isinstance(nodes, NodeColumns):
             added: Added = _passes().add(self, nodes)
             return added

@@ -1,6 +1,6 @@
-"""The logit processors of a session, in the order in which they run, each on the logits x that the last one left:
+"""The logit processors of a session, in the order in which they run, each on the previous one's logits x:
 
-0. structured output    x[v] = -inf if no output of the form goes on with the row's tokens and v
+0. structured output    x[v] = -inf if no output of the form continues the row's tokens with v
 1. allowed token ids    x[v] = -inf for all others
 2. logit bias           x[v] += bias[v]
 3. bad words            x[last] = -inf if the tokens before the row end with the sequence's other tokens
@@ -13,9 +13,9 @@
                         id ranks first
 10. min-p               keep v if p[v] >= min_p * max p
 
-A row is one position of a session. Its tokens are the committed ones and those of the proposal before it, so
-"output" and "emitted" above count these draft tokens too: a row is processed exactly as plain decoding would
-once they were committed. Nothing depends on the other rows of the batch, not even the rounding.
+A row is one position of a session. Its tokens are the committed tokens and the proposal's tokens before it, so
+"output" and "emitted" above include these draft tokens: a row is processed exactly as in plain decoding once they
+are committed. Nothing depends on the other rows of the batch, not even the rounding.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ class Grammar(Protocol):
         ...
 
     def ready(self) -> bool:
-        """False while the mask behind the committed tokens is computed elsewhere; ``masks`` would wait for it."""
+        """False while another thread computes the mask after the committed tokens; ``masks`` would wait for it."""
         ...
 
     def masks(self, suffixes: Sequence[tuple[int, ...]]) -> native.Masks:
-        """The tokens that may come after the committed ones and each row's; those beyond the masks may not."""
+        """Masks of the tokens that may follow the committed tokens and each suffix; ids beyond a mask may not."""
         ...
 
 
 class SamplerState:
     """Processor state of one session, derived from its context. Owned by one engine; ``append`` on commit."""
 
-    __slots__ = (  # an instance dict of so many attributes is slow to read; it holds the cached ones alone
+    __slots__ = (  # an instance dict of this size is slow to read; it holds only cached attributes
         "__dict__",
         "_bad_words",
         "_bias",
@@ -123,10 +123,9 @@ class SamplerState:
     ) -> None:
         """Starts from a prompt, and after a failure from the tokens emitted since.
 
-        ``grammar``: that of ``params.structured_output``, after ``output_token_ids``. ``num_ranked``: children of a
-        node, at most, of drafts that draw with the target's noise, or at temperature 0 with none; 0: there is no such
-        draft. ``num_guessed``: tokens that drafts by the rejection rule guess for those that the target draws itself;
-        0: none.
+        ``grammar``: of ``params.structured_output``, after ``output_token_ids``. ``num_ranked``: maximum children per
+        node of a draft that draws with the target's noise, or with none at temperature 0; 0: no such draft.
+        ``num_guessed``: tokens that a draft guesses for the target's own draws under the rejection rule; 0: none.
 
         Raises:
             InvalidRequestError: an id outside the vocabulary, or a structured output without its grammar.
@@ -237,7 +236,7 @@ class SamplerState:
 
     @property
     def raw_logprobs(self) -> bool:
-        """True if log probabilities are those before all processors."""
+        """True if log probabilities are taken before all processors."""
         return self.params.logprobs_mode is LogprobsMode.RAW
 
     @property
@@ -287,7 +286,7 @@ class SamplerState:
         # Slots [0, num_slots) are the tokens that occurred in the context; the draft tokens of this batch that did not
         # get the slots after them. Everything below is [rows, slots], never [rows, vocab].
         device, num_slots = logits.device, len(self._slots)
-        # Draft tokens outside the vocabulary are never accepted, so the rows behind them do not matter.
+        # Draft tokens outside the vocabulary are never accepted, so the rows after them do not matter.
         drafted = {token for suffix in suffixes for token in suffix if 0 <= token < self.vocab_size}
         new = {token: num_slots + i for i, token in enumerate(sorted(drafted - self._slots.keys()))}
         ids = torch.cat((self._ids[:num_slots], upload(list(new), device, torch.int64)))
@@ -323,7 +322,7 @@ class SamplerState:
             self._emitted.index_add_(0, slots, torch.ones_like(slots, dtype=torch.float32))
 
     def _touch(self, token_ids: Sequence[int]) -> list[int]:
-        """The slots of tokens; those without one are given the next free ones."""
+        """Returns the slots of tokens; assigns the next free slots to new tokens."""
         num_slots, slots = len(self._slots), self._slots
         indices = [slots.setdefault(token, len(slots)) for token in token_ids]
         if len(slots) > len(self._ids):
@@ -453,8 +452,8 @@ def truncate_(x: Tensor, rows: Sequence[Row], check: Check = check_now) -> None:
     """Sets the tokens cut by top-k, top-p and min-p to -inf. x: [rows, vocab] with row maxima 0, modified in place.
 
     Top-k and top-p both keep a prefix of one ranking (value descending, equal ones by id ascending), so together they
-    keep the shorter prefix. Its length needs the largest values only: as many as top_k, or as hold the mass top_p; of
-    those that tie with the k-th, all of which top-k keeps, it needs the number.
+    keep the shorter prefix. Its length needs only the top_k largest values, or the largest with mass top_p, and the
+    number of ties with the k-th, all of which top-k keeps.
     With ``DeferredChecks`` a check fails where top_p needs more than ``_MORE_CANDIDATES``.
     """
     states = [row.state for row in rows]

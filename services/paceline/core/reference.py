@@ -39,7 +39,7 @@ def speculative_decode(
     output: list[int] = []
 
     def draw(model: Model, proposal: Sequence[int], num_tokens: int) -> list[int]:
-        """The last ``num_tokens`` tokens of those for the place after the output and after each of the proposal.
+        """Draws a token after the output and after each token of the proposal; returns the last ``num_tokens``.
 
         argmax(log p + g) is an exact sample of p, because g is Gumbel noise; and the same sample on every machine,
         because g depends on (key, position, token) alone.

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def usable(x: Tensor, *dtypes: torch.dtype) -> bool:
-    """True if the functions below can take ``x`` [rows, tokens]; ``dtypes``: those accepted by the one in question."""
+    """True if a function below accepts ``x`` [rows, tokens]; ``dtypes``: the ones that it accepts."""
     return (
         x.device.type == "cpu"
         and x.dtype in dtypes
@@ -92,10 +92,10 @@ def pick(
         temperatures: one per row.
         keys: seed bits, position and nonce of each row, flat.
         stream: of the noise.
-        masks: the tokens that may be taken; None: all. Maximum and log-probability are those of the allowed ones, and
-            NaN and +inf elsewhere do not matter.
-        top_k: the k largest are kept, and all that equal the k-th; None: all.
-        floors: tokens below them after the temperature are left out; None: none.
+        masks: allowed tokens; None: all. Maximum and log-probability are over the allowed tokens; NaN and +inf
+            elsewhere do not matter.
+        top_k: keeps the k largest and all that equal the k-th; None: all.
+        floors: drops tokens below them after the temperature; None: none.
         wanted: tokens of each row; 1 with ``behind``.
         behind: the draft token that each row follows, and the earlier row that this one follows, -1 for a row that
             follows a context. A row is reached if the row before its draft token picks that token. None: all are.
@@ -126,7 +126,7 @@ def unlisted(
     floors: Sequence[float] | None = None,
     wanted: int,
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of each row with the largest weight + noise but for those ``listed``, and their weights.
+    """The tokens of each row with the largest weight + noise, except ``listed``, and their weights.
 
     A weight is (x - x of the first listed token) / temperature.
 
@@ -246,8 +246,8 @@ def guess(
     """The siblings of the tokens ``drawn`` (``ranking.py``), from [rows, m] candidates, the last ones unlisted.
 
     Returns:
-        of each row the siblings, by how much each is behind the best as a recovered token, and by how much the drawn
-        token and each of them is as a bonus token, in nats.
+        for each row: the siblings; how far each scores below the best as a recovered token; and how far the drawn
+        token and each sibling score below it as a bonus token; in nats.
     """
     rows, m = token_ids.shape
     token_ids, log_q = token_ids.contiguous(), log_q.contiguous()
@@ -325,9 +325,9 @@ def draft(
 
 
 def keep_largest_(x: Tensor, limits: Sequence[float], rooms: Sequence[int]) -> None:
-    """Keeps the values above their row's limit and, of those that equal it, ``rooms`` with the lowest ids.
+    """Keeps the values above their row's limit, and the first ``rooms`` values (by id) that equal it.
 
-    The rest becomes -inf; ``x`` is [rows, tokens] float32.
+    Sets the rest to -inf; ``x`` is [rows, tokens] float32.
     """
     rows, tokens = x.shape
     given = (ctypes.c_float * rows)(*limits)

@@ -144,8 +144,8 @@ def pick_unprocessed(
     Args:
         logits: [rows, vocab].
         rows: one per row of ``logits``.
-        proposals: what the rows verify, one proposal behind the other; those behind a token that is rejected have
-            token -2, and nothing is computed there. (): all rows are picked.
+        proposals: the proposals that the rows verify, in order; rows after a rejected token get token -2, and
+            nothing is computed there. (): all rows are picked.
     """
     if len(rows) != len(logits) or not native.usable(logits, torch.float32, torch.bfloat16):
         return None
@@ -157,7 +157,7 @@ def pick_unprocessed(
 
 
 def picked_on_cuda(logits: Tensor, rows: Sequence[Row]) -> Tensor | None:
-    """What ``pick_unprocessed`` picks, on CUDA and not waited for: [rows, 2] float64, token ids and log-probabilities.
+    """Picks as ``pick_unprocessed``, on CUDA, without waiting: [rows, 2] float64, token ids and log-probabilities.
 
     Token -1: a row without a distribution. None: another device, or a session with another processor than the
     temperature, or a machine that cannot compile the kernels.
@@ -238,14 +238,14 @@ GREEDY_CANDIDATES = 48
 def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tensor, Tensor]:
     """Candidates for the next token of a draft, in each row the m most likely ones; an approximation of ``process``.
 
-    Temperature, top-k, top-p and min-p act within the m most likely tokens. Where a native pass draws the tokens of a
-    session with ``num_ranked``, candidates are so many with the largest log q + noise instead, of the whole vocabulary:
-    no others can be the first of the ranking, and of a flat distribution the m most likely may hold no more than nine
-    tenths. Any difference to ``process`` costs acceptance, never correctness.
+    Temperature, top-k, top-p and min-p act within the m most likely tokens. Where a native function draws the tokens of
+    a session with ``num_ranked``, candidates are the ``num_ranked`` tokens with the largest log q + noise of the whole
+    vocabulary: no others can rank first, and the m most likely tokens of a flat distribution may hold only nine tenths
+    of its mass. Any difference to ``process`` costs acceptance, never correctness.
 
     Args:
         logits: [rows, vocab] of any float dtype, not modified.
-        m: candidates per row; the vocabulary size bounds it, and ``GREEDY_CANDIDATES`` those of a row of temperature 0.
+        m: candidates per row, at most the vocabulary size; ``GREEDY_CANDIDATES`` at most for rows of temperature 0.
 
     Returns:
         token_ids [rows, at most m] int64 and log_q float32, sorted by log_q descending; cut candidates are -inf.
@@ -269,17 +269,17 @@ def draft_candidates(logits: Tensor, rows: Sequence[Row], m: int) -> tuple[Tenso
 def unlisted(logits: Tensor, rows: Sequence[Row], token_ids: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor] | None:
     """Rejection rule: tokens beyond a draft's candidates that the target may draw for one that it rejects.
 
-    A draft token is drawn from the candidates alone, so all of the target's probability elsewhere is left to the tokens
-    that it draws itself: of a flat distribution half of them come from there.
+    A draft token is drawn from the candidates alone, so the target itself draws all of its probability elsewhere: half
+    of its own draws, if the distribution is flat.
 
     Args:
-        logits: [rows, vocab], those that the candidates are of.
+        logits: [rows, vocab], from which the candidates were taken.
         token_ids, log_q: [rows, m] from ``draft_candidates``.
 
     Returns:
-        token_ids and log_q [rows, w] with the normalization of the candidates; -inf where there is none. Of the
-        sessions with ``num_guessed`` the tokens with the largest log q + noise, by ``Stream.RECOVER``. None: there are
-        none in any row, or no native pass draws them (another device or dtype, another processor).
+        token_ids and log_q [rows, w] with the normalization of the candidates; -inf where there is none. For
+        sessions with ``num_guessed``: the tokens with the largest log q + noise, by ``Stream.RECOVER``. None: no row
+        has any, or no native function draws them (another device or dtype, another processor).
     """
     m = token_ids.shape[1]
     at = [i for i, row in enumerate(rows) if (s := row.state).num_guessed and s.picks_at_once and s.top_k > m]
@@ -392,9 +392,9 @@ def best_coupled(
 
 
 def best_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[list[int]], list[list[float]]] | None:
-    """``best_coupled`` of ``draft_candidates`` in one pass: in each row as many as the most that a session ranks.
+    """``best_coupled`` of ``draft_candidates`` in one pass; each row has the maximum that any session ranks.
 
-    None: a session ranks none (``num_ranked``) or has another processor, or no native pass takes these logits.
+    None: a session ranks none (``num_ranked``) or has another processor, or no native function takes these logits.
 
     Args:
         logits: [rows, vocab], not modified.
@@ -432,10 +432,10 @@ def draws_at_once(logits: Tensor, rows: Sequence[Row]) -> bool:
 def best_recovered(
     token_ids: Tensor, log_q: Tensor, rows: Sequence[Row], wanted: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """The first ``wanted`` candidates of each row by log q + g, with the noise g that the target draws a recovered or a
-    bonus token by (``Stream.RECOVER``), on the host: ids and scores.
+    """The first ``wanted`` candidates of each row by log q + g, with the noise g by which the target draws a recovered
+    or a bonus token (``Stream.RECOVER``), on the host: ids and scores.
 
-    It is the better a guess of that token, the nearer q is to what the target draws it from.
+    The guess improves as q approaches the distribution that the target draws from.
 
     Args:
         token_ids, log_q: [rows, m], on the CPU; candidates whose log q is not finite have the score -inf.
@@ -471,7 +471,7 @@ def _edited(logits: Tensor, rows: Sequence[Row], *, bind: bool = True) -> Tensor
 
 
 def _check_rows(top: Tensor, logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    """Indices of the undecidable rows; raises for those that plain decoding would reach (see ``process``).
+    """Returns indices of the undecidable rows; raises if plain decoding would reach one (see ``process``).
 
     ``top``: [rows, 1] maxima before the temperature, NaN where a row holds one.
     """

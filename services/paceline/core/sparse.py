@@ -66,7 +66,7 @@ def _probability(q: SparseDistribution, token_id: int, vocab_size: int) -> float
 
 
 def normalized(q: SparseDistribution) -> Columns:
-    """Its columns, with probabilities that sum to 1 as nearly as floats do. ``q``: a distribution that is drawable."""
+    """Columns of ``q``, which must be drawable, with probabilities that sum to 1 within float precision."""
     found = columns(q)
     assert found is not None, "columns of unequal length are not drawable"
     ids, probs = found

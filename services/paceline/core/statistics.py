@@ -15,11 +15,11 @@ class Ewma:
     value: float | None = None
 
     def add(self, value: float) -> None:
-        """Takes a measurement."""
+        """Adds a measurement."""
         self.value = value if self.value is None else self.value + self.weight * (value - self.value)
 
     def add_all(self, values: Sequence[float]) -> None:
-        """Takes measurements one after the other."""
+        """Adds measurements in order."""
         average = self.value
         for value in values:
             average = value if average is None else average + self.weight * (value - average)
@@ -38,7 +38,7 @@ class DecayingMax:
     value: float = 0.0
 
     def add(self, value: float) -> None:
-        """Takes a measurement."""
+        """Adds a measurement."""
         self.value = max(value, self.keep * self.value)
 
 
@@ -57,7 +57,7 @@ class DecayingRatio:
     whole: float = 0.0
 
     def add(self, part: float, whole: float, num_steps: float = 1.0) -> None:
-        """Takes a measurement after ``num_steps`` steps, here and in the parent."""
+        """Adds a measurement after ``num_steps`` steps, here and in the parent."""
         ratio: DecayingRatio | None = self
         while ratio is not None:
             keep = ratio.keep**num_steps
@@ -91,7 +91,7 @@ class RateEstimate:
     seconds: float = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """Takes an amount and the seconds in which it came."""
+        """Adds an amount and the seconds in which it came."""
         keep = 0.5 ** (seconds / self.half_life_s)
         self.amount = keep * self.amount + amount
         self.seconds = keep * self.seconds + seconds
@@ -113,7 +113,7 @@ class RateSample:
     _ss: float = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """Takes one step."""
+        """Adds one step."""
         self.count += 1
         self.amount += amount
         self.seconds += seconds
@@ -142,7 +142,7 @@ class DecayingHistogram:
     _total: float = 0.0
 
     def add(self, value: int) -> None:
-        """Takes a value."""
+        """Counts a value."""
         self._counts[value] = self._counts.get(value, 0.0) + 1.0
         self._total += 1.0
         if self._total >= self.capacity:

@@ -103,9 +103,9 @@ class TreeNode:
         self.expanded = False
         """Draft only: its children were requested from the drafter."""
         self.gaps: tuple[float, ...] = ()
-        """Draft only: score gaps of its candidates when it was expanded (``drafters/calibration.py``),"""
+        """Draft only: score gaps of its candidates when it was expanded (``drafters/calibration.py``)."""
         self.bonus: tuple[float, ...] = ()
-        """and under the rejection rule those of the same candidates as guesses of a bonus token."""
+        """Rejection rule: score gaps of the same candidates as guesses of a bonus token."""
 
     def shift(self, by: float) -> None:
         """Makes the paths to this node, and to all below it, likelier by a factor, whose logarithm is ``by``."""
@@ -122,7 +122,7 @@ class Proposal:
 
     A chain, or a subtree in which every branch is complete before the next one begins::
 
-        0 ─▶ 1 ─▶ 2        parents (-1, 0, 1, 0, -1): branches 0 1 2, 3 (behind 0) and 4 (behind the context)
+        0 ─▶ 1 ─▶ 2        parents (-1, 0, 1, 0, -1): branches 0 1 2, 3 (after 0) and 4 (after the context)
         │    └──▶ 3
         └──▶ 4
     """
@@ -186,7 +186,7 @@ class Proposal:
         return rows
 
     def after(self, index: int, token_id: int) -> int | None:
-        """Index of ``token_id`` behind token ``index``, -1 for the context; None: it is not proposed there."""
+        """Index of ``token_id`` after token ``index`` (-1: the context); None: it is not proposed there."""
         for child in (index + 1,) if not self.parents else range(index + 1, len(self.token_ids)):
             if child < len(self.token_ids) and self.token_ids[child] == token_id and self.parent(child) == index:
                 return child
@@ -202,7 +202,7 @@ class Proposal:
             return list(range(num_equal(self.token_ids, own)))
         path: list[int] = []
         at = -1
-        for index, token_id in enumerate(self.token_ids):  # a child comes behind its parent, and siblings differ
+        for index, token_id in enumerate(self.token_ids):  # a child comes after its parent, and siblings differ
             if self.parent(index) == at and token_id == own[at + 1]:
                 path.append(index)
                 at = index
@@ -239,9 +239,9 @@ class Refusal(Enum):
     """Reason why a tree has not taken a node."""
 
     STALE = auto()
-    """Its parent was pruned, or it contradicts committed tokens: normal after a miss."""
+    """The node's parent was pruned, or it contradicts committed tokens: normal after a miss."""
     INVALID = auto()
-    """Its peer should not have sent it: id, token, probability or q out of range, or a duplicate."""
+    """The peer should not have sent it: id, token, probability or q out of range, or a duplicate."""
     DROPPED = auto()
     """The tree had no room for it."""
 
@@ -522,7 +522,7 @@ class SpeculationTree:
 
 
 GREW, OFFERS, FIRST, LOST = 1, 2, 4, 8
-"""What ``add_each`` tells of a tree after a message: it has more nodes; it has a proposal; it had none before; it is
+"""Effects of a message on a tree (``add_each``): it has more nodes; it has a proposal; it had none before; it is
 lost."""
 
 

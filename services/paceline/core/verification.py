@@ -62,7 +62,7 @@ class Verdict:
     """Likeliest tokens in the place of each token, if the session asks for them."""
 
     def rows(self, proposal: Proposal) -> list[int]:
-        """The rows, of those of its session, at which its tokens were decided."""
+        """Rows, within the session's, at which the tokens were decided."""
         return [0, *(1 + index for index in proposal.along(self.token_ids[: self.num_accepted]))]
 
 
@@ -116,9 +116,9 @@ def decide(
 ) -> list[Verdict]:
     """Processes logits and verifies the proposals: in one pass on the CPU, with one wait on an accelerator.
 
-    The rejection rule on an accelerator, both rules in one batch, and rare cases (a row without a distribution,
-    scores that only the exact logarithm tells apart, top-p over more tokens than expected) take the general path,
-    ``verify(process(...))``, which may wait several times.
+    The general path, ``verify(process(...))``, may wait several times. It serves the rejection rule on an
+    accelerator, both rules in one batch, and rare cases: a row without a distribution, scores that differ only by the
+    exact logarithm, top-p over more tokens than expected.
 
     Args:
         logits: [rows, vocab], where session i owns ``len(proposals[i]) + 1`` consecutive rows.
@@ -162,8 +162,8 @@ def _decide_on_host(
 ) -> list[Verdict] | None:
     """Decides by the coupled rule in one pass over the logits; None where ``pick_unprocessed`` cannot.
 
-    A session with a structured output is followed row by row: behind its first token that was not proposed nobody asks
-    which tokens are allowed, as that costs more than a row.
+    A session with a structured output is followed row by row: after its first token that was not proposed, no mask is
+    computed, since a mask costs more than a row.
     """
     states = [rows[end - 1].state for end in ends]
     if not all(state.picks_at_once for state in states):
@@ -289,7 +289,7 @@ def verify(
     Args:
         processed: session i owns the rows [starts[i], starts[i] + K_i + 1), K_i = ``len(proposals[i])``. Row
             starts[i] is the target's distribution after the context, row starts[i] + 1 + j the one after draft token j
-            and those that it follows.
+            and its ancestors.
         proposals, rules: one per session.
         choices: the random choices of the rejection rule; position-keyed noise by default.
 
@@ -301,8 +301,8 @@ def verify(
     x_j was drawn, so its own validity says nothing about x_j, and a token without mass has probability zero
     under q_j.
 
-    Where a verdict reaches an undecidable row it ends with the token before: the next round meets the dead end
-    as plain decoding would.
+    A verdict that reaches an undecidable row ends with the token before it: the next round meets the dead end as plain
+    decoding does.
     """
     sizes = [len(proposal) + 1 for proposal in proposals]
     starts = [0, *accumulate(sizes)]  # one more than proposals: the last is the number of rows

@@ -36,12 +36,12 @@ class TargetInfo:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     defaults: SamplingParams = field(default_factory=SamplingParams)
-    """Sampling parameters of requests that leave them out: those that are set here."""
+    """Defaults of the sampling parameters that a request omits; only the ones set here."""
     vocab_size: int | None = None
     """Rows of the model's embedding, padding included: token ids are below it. None: as the tokenizer has them."""
 
     most_sequences: int | None = None
-    """Sequences that run or wait at once, at most. None: as many as there are."""
+    """Maximum sequences that run or wait at once. None: no limit."""
 
     def check_sequences(self, num_prompts: int, n: int) -> None:
         """Raises InvalidRequestError for a body with more sequences than can ever run and wait at once."""
@@ -55,9 +55,9 @@ class TargetInfo:
         return self.tokenizer.vocab_size if self.vocab_size is None else self.vocab_size
 
     def tokenize(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Token ids of a text that may be somewhat longer than the context; ``special``: with those around a prompt.
+        """Returns the token ids of a text; ``special``: with the special tokens around a prompt.
 
-        Raises PromptTooLongError for one that is much longer.
+        Raises PromptTooLongError for a text that is much longer than the context.
         """
         return encode_bounded(self.tokenizer, text, self.max_model_len, special=special)
 
@@ -110,7 +110,7 @@ class ActiveRequest:
 
 
 class Admission:
-    """Checks requests and holds the queue of those that wait for a target."""
+    """Checks requests and queues the ones that wait for a target."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class Admission:
         return now - active.arrived_s
 
     def enqueue(self, active: ActiveRequest) -> None:
-        """Queues a request, a stream that broke and goes on before those that have not begun."""
+        """Queues a request. A stream that broke and resumes goes before requests that have not begun."""
         self.queue.add(active, active.share, first=bool(active.request.generated_token_ids))
 
     def leave(self, active: ActiveRequest) -> None:

@@ -13,12 +13,12 @@ Named = tuple[str, str]
 
 
 class Elsewhere:
-    """Asks the other routers, with one question at a time: what comes meanwhile goes with the next. One event loop."""
+    """Asks the other routers, one question at a time; requests that come meanwhile join the next. One event loop."""
 
     def __init__(self, ask: Callable[[Sequence[Named]], Awaitable[Collection[Named]]], *, timeout_s: float) -> None:
-        """``ask`` returns those of the requests that some router had, which it has cancelled.
+        """``ask`` returns the requests that another router had and has cancelled.
 
-        ``timeout_s``: after which a question has no answer; so an answer takes at most twice as long.
+        ``timeout_s``: of a question; a request waits at most twice as long, since a question may precede its own.
         """
         self._ask, self._timeout_s = ask, timeout_s
         self._waiting: list[tuple[Named, asyncio.Future[bool]]] = []
@@ -47,7 +47,7 @@ class Elsewhere:
         self._task = None
 
     async def stop(self) -> None:
-        """Gives up what is asked. Idempotent."""
+        """Cancels the open question. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()

@@ -125,7 +125,7 @@ class Link(Generic[Sent, Received]):
             self._queue([each for each in messages if not isinstance(each, States | Hint) or self._holds(each)])
 
     def _holds(self, aside: States | Hint) -> bool:
-        """Takes states or a hint into account that are to be queued; False: there is no room, and they are dropped."""
+        """Reserves room for states or a hint; False: there is none, and they are dropped."""
         if self._states_bytes + len(aside.packed) > _MOST_STATES_BYTES:
             if self._on_dropped is not None:
                 self._on_dropped("states" if isinstance(aside, States) else "hint")
@@ -140,7 +140,7 @@ class Link(Generic[Sent, Received]):
 
     @property
     def load(self) -> int:
-        """Number of sessions on the replica: this router's own, and those of others at the last heartbeat."""
+        """Sessions on the replica: this router's, and other routers' as of the last heartbeat."""
         return len(self.sessions) + self._num_others
 
     @property
@@ -292,7 +292,7 @@ class Link(Generic[Sent, Received]):
 
     @property
     def _standing(self) -> tuple[bool, bool, bool, int]:
-        """What a heartbeat may change that sessions are placed by."""
+        """The values that placement depends on and a heartbeat may change."""
         return self.up, self.has_room, self.crowded, self.max_sessions
 
     def _down(self, reason: str) -> None:

@@ -18,7 +18,7 @@ class Overview:
         self._ended = _Counts()
 
     def count(self, session: Session) -> None:
-        """Takes a session that has ended."""
+        """Adds the counts of a session that has ended."""
         self._ended.add(session.stats)
 
     def server_info(

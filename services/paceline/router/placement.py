@@ -72,9 +72,9 @@ class LinkPool(Generic[AnyLink]):
         *,
         without: Iterable[AnyLink] = (),
     ) -> AnyLink | None:
-        """Returns the best link but the ``current`` one and those to do ``without``; None if no replica has room.
+        """Returns the best link except ``current`` and ``without``; None if no replica has room.
 
-        ``gain``: what a replica of this id saves, as ``choose`` weighs it.
+        ``gain``: savings of a replica, by its id, as ``choose`` weighs them.
         """
         not_these = [current, *without]
         links = {link.member.replica_id: link for link in self.open_links() if link not in not_these and link.has_room}
@@ -275,7 +275,7 @@ def choose(
 
 
 class PrefixIndex:
-    """Prompt prefixes that each replica has probably cached: those that were sent there, the oldest forgotten first.
+    """Prompt prefixes that were sent to each replica and are probably cached there; the oldest are forgotten first.
 
     Prefixes of different salts are different prefixes, as they are in the replicas' caches.
     """

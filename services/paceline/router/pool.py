@@ -1,7 +1,7 @@
 """Pools: where the replicas of one kind are. No Ray, no gRPC, no clock.
 
 The members of a pool take new sessions; a replica that has left it is draining: its sessions go on until they are
-migrated. A lease tells whoever runs the pool that a session occupies a replica.
+migrated. A lease tells the manager of the pool that a session occupies a replica.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Lease(Protocol):
     """A session's place on a replica, as the control plane sees it."""
 
     def close(self) -> None:
-        """Gives the place back. Idempotent; never blocks."""
+        """Ends the lease. Idempotent; never blocks."""
         ...
 
 
@@ -77,7 +77,7 @@ class StaticPool:
         return _NoLease()
 
     def set_members(self, members: Iterable[Member]) -> None:
-        """Replaces the members. Must be called on the event loop of those who watch."""
+        """Replaces the members. Must be called on the watchers' event loop."""
         self._members = {member.replica_id: member for member in members}
         for changed in self._watchers:
             changed()

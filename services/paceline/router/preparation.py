@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class _Lane:
-    """One thread, and those that wait for it."""
+    """One thread, and the number of callers that wait for it."""
 
     limit: int
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "paceline-prepare"))
@@ -53,9 +53,9 @@ class Preparation:
         return bool(self._short.num_waiting or self._long.num_waiting)
 
     async def run(self, size: int, function: Callable[[], _T]) -> _T:
-        """What a function returns or raises. ``size``: bytes of its input.
+        """Runs a function in a thread; returns or raises its result. ``size``: bytes of its input.
 
-        Raises ResourceExhaustedError if too much is waiting. Whoever stops waiting leaves the queue.
+        Raises ResourceExhaustedError if too many calls wait. A cancelled call leaves the queue.
         """
         lane = self._long if size > LONG_BYTES else self._short
         if lane.num_waiting > lane.limit:
@@ -72,7 +72,7 @@ class Preparation:
                 self._trim_later()
 
     def _trim_later(self) -> None:
-        """Gives memory back once no long input has come for a while."""
+        """Schedules a return of memory to the system, once no long input has come for ``_TRIM_S``."""
         if self._trimming is not None:
             self._trimming.cancel()
         self._trimming = asyncio.get_running_loop().call_later(_TRIM_S, self._long.thread.submit, trim)

@@ -174,7 +174,7 @@ def model_info(
 
 
 def _metadata(grpc_context: Any) -> list[tuple[str, str | bytes]]:
-    """What a call says, and about encryption what its connection says."""
+    """Returns the metadata of a call; its encryption is the connection's, not the caller's claim."""
     metadata = [(name, value) for name, value in grpc_context.invocation_metadata() if name != TLS_HEADER]
     encrypted = b"ssl" in grpc_context.auth_context().get("transport_security_type", ())
     return [*metadata, (TLS_HEADER, "1")] if encrypted else metadata

@@ -1,8 +1,8 @@
 """The queue of requests: whose turn is next, and who may still wait. Pure.
 
-Requests that belong together have a *share*: those of one API key or, in a service without keys, the sequences of one
-request. A place goes to the share that holds the fewest; equal shares take turns. Nothing is kept free: a share has all
-places and the whole queue while no other waits.
+Requests that belong together have a *share*: the requests of one API key or, in a service without keys, the sequences
+of one request. A place goes to the share that holds the fewest; equal shares take turns. Nothing is kept free: a share
+has all places and the whole queue while no other waits.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ class FairQueue(Generic[Item]):
     def __init__(self) -> None:
         # ascending by turn: a share that is served, or begins to wait, comes last
         self._shares: OrderedDict[str, deque[Item]] = OrderedDict()
-        self._first: dict[str, deque[Item]] = {}  # by share: those that go before its others
+        self._first: dict[str, deque[Item]] = {}  # by share: requests that precede its others
 
     def __len__(self) -> int:
         return sum(map(len, self._shares.values())) + sum(map(len, self._first.values()))
 
     def __iter__(self) -> Iterator[Item]:
-        """Yields all requests, those of one share after those of another."""
+        """Yields all requests, grouped by share."""
         for share, waiting in self._shares.items():
             yield from self._first.get(share, ())
             yield from waiting
 
     def add(self, item: Item, share: str, *, first: bool = False) -> None:
-        """Queues a request; ``first``: before those of its share that are not first."""
+        """Queues a request; ``first``: before the others of its share."""
         waiting = self._shares.setdefault(share, deque())
         (self._first.setdefault(share, deque()) if first else waiting).append(item)
 

@@ -43,7 +43,7 @@ class Relay:
         """Open sessions by id; the owner adds and removes them."""
 
     def on_target(self, messages: Sequence[FromTarget]) -> Outbox:
-        """Takes a batch from a target: outcomes become commits for the drafts."""
+        """Relays a batch of a target's messages: outcomes become commits for the drafts."""
         outbox = Outbox()
         sessions, touched, failed = self.sessions, outbox.touched, outbox.target_failed
         actions = Actions(outbox.to_target, outbox.to_draft)  # of all messages; what ends one session is taken out
@@ -72,7 +72,7 @@ class Relay:
         return outbox
 
     def on_draft(self, messages: Sequence[FromDraft]) -> Outbox:
-        """Takes a batch from a draft: nodes go to the targets as they are."""
+        """Relays a batch of a draft's messages: nodes go to the targets unchanged."""
         outbox = Outbox()
         sessions, touched, actions = self.sessions, outbox.touched, Actions(outbox.to_target)
         drafts_missing = False

@@ -1,8 +1,8 @@
 """When refused clients should come again. Pure: the time is given.
 
-Refused clients are told different times, one after the other, as far apart as places become free: a crowd comes back as
-a line. Those who come without having been told take some of the places; the more of the clients that come back are
-refused again, the farther apart the next ones are told to come.
+Each refused client gets a later time than the one before, at the rate at which places become free: a crowd comes back
+as a line. Clients that come without a hint take some of the places. The more returning clients are refused again, the
+farther apart the next hints are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RetryHints:
         self._rng = rng or random.Random()
         self._freed: deque[float] = deque(maxlen=_REMEMBERED)
         self._refused: deque[float] = deque(maxlen=_REMEMBERED)
-        self._told: list[float] = []  # when those who were refused should come, ascending
+        self._told: list[float] = []  # when refused clients should come, ascending
         self._service_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._num_told = 0
         self._full_since = 0.0  # when the present crowd began

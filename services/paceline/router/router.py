@@ -79,8 +79,8 @@ class Router:
         self._admission = Admission(info, config, self.router_id, metrics=metrics, clock=clock)
         self._queue = self._admission.queue
         self._active: dict[str, ActiveRequest] = {}  # by Request.key
-        self._entering: dict[str, bool] = {}  # requests that are tokenized -> whether they were cancelled
-        self._entering_ends: dict[str, PacelineError] = {}  # of those, what ends them
+        self._entering: dict[str, bool] = {}  # requests in tokenization -> True if cancelled
+        self._entering_ends: dict[str, PacelineError] = {}  # errors that end them
         self._by_session: dict[str, ActiveRequest] = {}
         self._orphaned: list[ActiveRequest] = []
         self._touched: dict[str, ActiveRequest] = {}  # sessions to digest, by session id
@@ -144,7 +144,7 @@ class Router:
             await asyncio.gather(self._main, return_exceptions=True)
 
     def end(self, error: PacelineError) -> None:
-        """Ends all requests that are in progress by an error, also those that are still tokenized."""
+        """Ends all requests in progress with an error, also during tokenization."""
         self._entering_ends.update(dict.fromkeys(self._entering, error))
         for active in list(self._active.values()):
             self._fail(active, error)
@@ -194,7 +194,7 @@ class Router:
 
     async def _enter(self, request: Request) -> ActiveRequest:
         self._require_new(request)
-        self._require_room(request)  # before anything that costs those who are served
+        self._require_room(request)  # before anything that slows running requests
         self._entering[request.key] = False
         try:
             active = await self._admission.prepare(request, self._targets.statuses())
@@ -216,9 +216,9 @@ class Router:
             raise RequestInProgressError(f"request_id {request.request_id!r} is in progress: each needs its own")
 
     def _require_room(self, request: Request) -> None:
-        """Raises ResourceExhaustedError if no target has room and as many requests wait as may.
+        """Raises ResourceExhaustedError if no target has room and the queue is full.
 
-        Streams that broke and go on may wait beyond that, as many as a lost router can have served.
+        Streams that broke and resume may exceed the queue's limit by the sessions that a lost router can have served.
         """
         self._place_queue()
         limit = self._config.max_queued_requests
@@ -386,7 +386,7 @@ class Router:
             return
         has_drafts = bool(self._drafts.open_links())
         if has_drafts and not self._had_drafts:
-            # What targets wanted of drafts that are gone does not hold for new ones.
+            # The targets' limits were for the drafts that are gone, not for new ones.
             for target in self._targets.links.values():
                 target.most_with_drafts = None
         self._had_drafts = has_drafts
@@ -532,7 +532,7 @@ class Router:
     def _on_draft(self, link: DraftLink, messages: Sequence[FromDraft]) -> None:
         outbox = link.relay.on_draft(messages)
         self._send_to_targets(outbox.to_target)
-        # Drafts that are wanted now are given after the next outcome: a replica without room would refuse at once.
+        # Sessions that need a draft now get one after the next outcome: a replica without room would refuse at once.
         self._after_batch(outbox)
 
     def _after_batch(self, outbox: Outbox) -> None:

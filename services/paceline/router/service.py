@@ -89,9 +89,9 @@ class GenerationService:
         return self._draining
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests from now on, and returns when those in progress have ended.
+        """Refuses new requests from now on, and returns when all requests in progress have ended.
 
-        Those that have not ended by themselves after ``timeout_s`` end by a RouterStoppedError.
+        After ``timeout_s`` the remaining requests end with a RouterStoppedError.
         """
         self._draining, self._stops_s = True, time.monotonic() + timeout_s
         log.info("draining: %d requests in progress have %g s to end", self._num_running, timeout_s)
@@ -122,8 +122,8 @@ class GenerationService:
         """Yields the responses to one request. Raises PacelineError; leaving the generator frees the session.
 
         ``message``: the bytes of a GenerateRequest, or one that the host has parsed. ``owner``: name of the caller's
-        API key; request ids and cached texts are those of a key alone. ``on_usage`` takes the tokens so far, with each
-        response. ``metadata``: of the call, which may hold the trace that the request is part of.
+        API key; no key shares request ids or cached texts with another. ``on_usage``: called with the tokens so far at
+        each response. ``metadata``: of the call, which may hold the trace that the request is part of.
         """
         request, logprobs = self.bounds.read(message)
         if self._tracing is not None:
@@ -140,7 +140,7 @@ class GenerationService:
     async def run(
         self, request: Request, owner: str = "", on_usage: Callable[[Usage], None] = lambda _: None
     ) -> AsyncGenerator[Chunk | Result, None]:
-        """Yields the chunks of a request, then its result; the arguments and errors are those of ``generate``."""
+        """Yields the chunks of a request, then its result. Arguments and errors: as for ``generate``."""
         if self._draining:
             left_s = max(1.0, self._stops_s - time.monotonic())
             raise RouterStoppedError("the service is being stopped: send the request again, or to another", left_s)

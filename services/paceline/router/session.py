@@ -123,7 +123,7 @@ class Actions:
 class Session:
     """One request from admission to finish. Not thread-safe: the owner serializes the calls."""
 
-    __slots__ = (  # an instance dict of so many attributes is slow to read
+    __slots__ = (  # an instance dict of this size is slow to read
         "_cache_salt",
         "_cached_tokens",
         "_clock",
@@ -202,8 +202,8 @@ class Session:
         self.seed = sampling.seed if sampling.seed is not None else secrets.randbits(64)
         self.sampling = sampling.model_copy(update={"seed": self.seed})
         self.noise_key = noise_key(self.seed, sampling.seed_scope, prompt_token_ids)
-        """Key of the noise on every engine that serves the session; the request's ``seed`` is what results name."""
-        if not sampling.max_tokens:  # no token is wanted, so none is drafted
+        """Key of the noise on every engine that serves the session; results name the request's ``seed``."""
+        if not sampling.max_tokens:  # no token is requested, so none is drafted
             speculation = speculation.model_copy(update={"mode": Mode.PLAIN})
         self.speculation = speculation
         self.stats = SpeculationStats()
@@ -317,9 +317,9 @@ class Session:
         return actions
 
     def on_target(self, event: FromTarget, actions: Actions | None = None) -> Actions:
-        """Takes a message of the target: outcomes are committed to the draft at once.
+        """Follows a message of the target: outcomes are committed to the draft at once.
 
-        ``actions``: what the consequences are added to; None: new ones.
+        ``actions``: receives the consequences, and is returned; None: new ones.
         """
         if actions is None:
             actions = Actions()
@@ -353,7 +353,7 @@ class Session:
         return actions
 
     def _on_scores(self, event: PromptScores, actions: Actions) -> None:
-        """Takes log probabilities of the prompt, of each token once."""
+        """Records log probabilities of the prompt, of each token once."""
         first, num_taken = event.logprobs.position, len(self._scores)
         if event.epoch != self._target_epoch:
             self.relay_stats.stale += 1
@@ -436,7 +436,7 @@ class Session:
             self._leave_draft(actions)
 
     def on_draft(self, event: FromDraft, actions: Actions | None = None) -> Actions:
-        """Takes a message of the draft: nodes go to the target as they are. ``actions``: as for ``on_target``."""
+        """Follows a message of the draft: nodes go to the target unchanged. ``actions``: as for ``on_target``."""
         if actions is None:
             actions = Actions()
         if self._target_done:
@@ -469,7 +469,7 @@ class Session:
         return actions
 
     def leave_draft(self) -> Actions:
-        """Gives up a draft that works, for instance one that drains: the session is closed there."""
+        """Closes the session on a draft that works, for instance one that drains."""
         actions = Actions()
         if not self._target_done:
             self._leave_draft(actions)
@@ -648,13 +648,13 @@ class Session:
     def _release(self, text: str) -> tuple[str, str | None]:
         """Adds decided text; returns the part that no stop string can withhold, and the complete stop string.
 
-        A stop string that the first ``min_tokens`` tokens complete stands for nothing; one that begins in their text
-        and ends behind it counts.
+        A stop string that the first ``min_tokens`` tokens complete has no effect; one that begins in their text and
+        ends after it counts.
         """
         if not self._stops:
             return text, None
         num_withheld, text = len(self._withheld), self._withheld + text
-        # What is withheld completes no stop string, unless ``min_tokens`` held that back; so a match ends behind it.
+        # Withheld text holds no complete stop string, unless ``min_tokens`` hid one; so a match ends after it.
         found = [
             (at, stop)
             for stop in self._stops

@@ -1,7 +1,7 @@
-"""What a session saw of its rounds: when each was verified, and what the draft sent meanwhile.
+"""Trace of a session's rounds: when each was verified, and what the draft sent meanwhile.
 
-Only sessions whose request asks for it have a tracer. It holds what has arrived as it came, which costs no engine any
-time; texts of tokens are made where chunks are made.
+Only sessions whose request asks for it have a tracer. It keeps messages as they arrive, which costs engines no time;
+texts of tokens are made along with the chunks.
 """
 
 from __future__ import annotations
