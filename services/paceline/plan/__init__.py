@@ -1,1 +1,1 @@
-"""A model of time: what a service of so many targets and drafts yields, before it exists. Torch-free, no clocks."""
+"""A model of time: predicts the throughput of a service before it exists. Torch-free, no clocks."""

@@ -1,10 +1,10 @@
-"""The best use of some devices for one target with each drafter that is at hand, in closed form (``closed_form.py``).
+"""The best use of some devices for one target with each available drafter, in closed form (``closed_form.py``).
 
-A drafter inside the target is drafted with and verified in turn, on the target's own devices; one in the draft pool
-runs while the target verifies, on devices that could have been targets. A head there needs the states of what was
-decided, so it is drafted with in turn, too, and its states take time on the link; unless it has been measured what it
-brings ahead of them. So every forecast is held against plain
-decoding by targets on all devices. CPU cores may also share the products of a target, by as many as were measured.
+A drafter inside the target drafts in turn with verification, on the target's own devices. A drafter in the draft pool
+runs while the target verifies, on devices that could have been targets. A head in the pool needs the target's states,
+so it also drafts in turn, and its states take time on the link; unless its acceptance ahead of its states was
+measured. Every forecast is compared with plain decoding by targets on all devices. CPU cores may also share the
+products of a target, in the numbers that were measured.
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ class Candidate:
     riding_rows: int = 0
     """Rows of each session that ride in each step of the target (lookahead)."""
     state_bytes: int = 0
-    """Bytes that the target sends for every token that it decides (a head apart)."""
+    """Bytes that the target sends for every token that it decides (a head in the draft pool)."""
     kept: float | None = None
     """R, the share of a head's accepted tokens that is left where it drafts ahead of its states; None: not known."""
     shared: Mapping[int, StepTable] = field(default_factory=dict)
-    """``step`` of a drafter inside a target whose products so many cores share; as ``step`` where it is missing."""
+    """Cores that share the target's products -> ``step`` of a drafter inside it; where missing: ``step``."""
     path: StepTable | None = None
     """Seconds of a path of one session by one call, by its tokens, where ``step`` is not from ``shared``; None: each of
     its tokens takes a forward."""
     on_target_nodes: bool = False
-    """There is one draft beside each target."""
+    """Each target has one draft on its own node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Forecast:
     drafts: int
     predicted: Prediction
     times_plain: float
-    """Tokens per second over those of plain decoding by targets on all devices."""
+    """Speedup over plain decoding by targets on all devices."""
 
 
 def forecasts(site: Site, candidates: Sequence[Candidate]) -> list[Forecast]:
@@ -159,7 +159,7 @@ def _of_states(site: Site, candidate: Candidate, system: System, load: Load, k: 
 
 
 def _system(site: Site, candidate: Candidate | None, k: int = 1) -> System:
-    """The model's system; the K forwards that it counts for a proposal are as many as the candidate needs for it."""
+    """Returns the model's system; its K forwards per proposal cost as much as the candidate's own forwards."""
     tokens = site.sessions * (1 + k)
     if candidate is None:
         return System(site.target, site.target, Outcomes.derived(0.0), max_step_tokens=max(256, tokens))
@@ -182,7 +182,7 @@ def _system(site: Site, candidate: Candidate | None, k: int = 1) -> System:
 
 
 def expected(acceptance: float, n: int) -> float:
-    """Tokens accepted of n, each with this probability given those before it (2312.11462; 2211.17192)."""
+    """Expected accepted tokens of n; ``acceptance``: of each given its ancestors (2312.11462; 2211.17192)."""
     return sum(acceptance**i for i in range(1, n + 1))
 
 

@@ -1,7 +1,7 @@
-"""Acceptance of a draft token given those before it, where nothing was measured: published figures, and our own.
+"""Acceptance of a draft token given its ancestors, where nothing was measured: published figures, and our own.
 
 Published accept lengths L of proposals of K tokens are turned into the a of L = (1 - a^(K + 1)) / (1 - a)
-(2211.17192, equation 1). They are of other targets and texts than yours: good for an order, not for a promise.
+(2211.17192, equation 1). Their targets and texts differ from yours: use them to rank methods, not as a promise.
 """
 
 from __future__ import annotations

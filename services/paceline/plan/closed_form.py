@@ -1,24 +1,24 @@
-"""Tokens per second in closed form: one session's mean round, solved for the times that depend on each other.
+"""Tokens per second in closed form: one session's mean round, solved for its interdependent times.
 
 - plain:       R = T(B)                                         1 token
 - sequential:  R = D + 2 l + T(B (1 + k))                       (1 - a^(k+1)) / (1 - a) tokens (2211.17192, eq. 1)
-- overlapped:  R = T(B (1 + mean k)), and what is waited for    the same, averaged over the proposals that were there
+- overlapped:  R = T(B (1 + mean k)), plus waits               the same, averaged over the available proposals
 - co-located:  R = D + T(B (1 + k)), D of B sessions             as sequential: one device does one thing at a time
                R = d + (k - 1) d(w) + T(B (1 + m))               1 + the path probabilities of the m likeliest nodes
 
 T and d are the steps of target and draft, l the link one way, B the sessions of a target. D is the time of a path of k
-tokens: k d, or less where a draft makes the path of a session by one call (``System.path``). Where tokens beside a
-chain's may be verified (``System.ranked``), a co-located draft has a tree of k depths, each of which expands w nodes of
-a session, and a step verifies as many of its likeliest nodes as pay (``subtree``). Overlapped, how many tokens are
-there depends on the steps the draft had time for, which depends on R; so the length of the proposal is a Markov chain
-(``tree.prepared``) whose stationary distribution is iterated together with R. What a draft grows for an outcome it has
-not heard of arrives two links late, so there are (R - 2 l) / d steps; where that is less than one, the session decodes
-plain for some rounds, which the tree has to foresee. A session that has target and draft to itself and waits after a
-miss waits for one path.
+tokens: k d, or less where a draft makes the path of a session by one call (``System.path``). Where siblings of a
+chain's tokens may be verified (``System.ranked``), a co-located draft grows a tree of k depths, each of which expands w
+nodes of a session; a step verifies the likeliest nodes that have positive expected gain (``subtree``). Overlapped, the
+number of available tokens depends on the steps the draft had time for, which depends on R. So the length of the
+proposal is a Markov chain (``tree.prepared``) whose stationary distribution is iterated together with R. Nodes that a
+draft grows for an outcome that it has not received arrive two links late, so there are (R - 2 l) / d steps. Where that
+is less than one, the session decodes plainly for some rounds, which the tree has to predict. After a miss, a session
+with a target and a draft of its own waits for one path.
 
-With requests, T has the rows of the prompt chunks that the tokens emitted meanwhile call for, and the keys and values
-that it reads; d likewise, and the draft's own prefill takes its share of the draft's time. Sessions that prefill do not
-decode. Of preemption, prefix caches and whatever else replicas of one machine take from each other there is nothing.
+With requests, T has the rows of the prompt chunks that the tokens emitted meanwhile require, and the keys and values
+that it reads. So has d; the draft's own prefill takes its share of the draft's time. Sessions that prefill do not
+decode. The model ignores preemption, prefix caches and other interference between replicas of one machine.
 """
 
 from __future__ import annotations
@@ -67,24 +67,24 @@ class System:
     tree_budget: int = 256
     """Nodes that the draft keeps per session. Each that is expanded brings ``fan_out`` new ones."""
     min_path_prob: float = LEAST_PATH_PROB
-    """Of a node that a draft expands: less likely ones are not worth it."""
+    """Lowest path probability of a node that a draft expands."""
     draft_width: int = 64
     """Nodes of a tree step, at most."""
     adaptive: bool = True
-    """The target verifies as many tokens as pay (``target/control/allocation.py``), not all that there are."""
+    """The target verifies the tokens with positive expected gain (``target/control/allocation.py``), not all."""
     max_step_tokens: int = 256
-    """Tokens of a step, prompt chunks and proposals together; of a draft's prefill likewise."""
+    """Tokens of a target step, prompt chunks and proposals together; also of a step of a draft's prefill."""
     target_kv_s: float = 0.0
     """Seconds that a token of context adds to each target step that reads its keys and values."""
     draft_kv_s: float = 0.0
     """Seconds that a token of context adds to each tree step that reads its keys and values."""
     sharing: float = 1.0
-    """Steps take so many times as long when both kinds compute at once, as overlapped ones do: cores, memory, power."""
+    """Slowdown of steps while both kinds compute at once (overlapped): they share cores, memory and power."""
     colocated: bool = False
     """Lock step on one device: the target's own drafts, and verifies, in turn. There are no other drafts."""
     ranked: int = 1
-    """Candidates of a co-located draft at each place that may be verified: its likeliest, and those beside it. Under
-    the rejection rule it is one, whatever this says."""
+    """Candidates of a co-located draft that may be verified at each position: the likeliest and its siblings. Always
+    one under the rejection rule."""
     trees: bool = False
     """Overlapped sessions are simulated with whole trees (``trees.py``), as the service has them: any node may be
     expanded, and but under the rejection rule verified. False, and in closed form: the chains below the outcomes."""
@@ -92,9 +92,9 @@ class System:
     """Seconds that a branch of siblings adds to a step beyond its rows, with ``trees``."""
     lookup_share: float = 0.0
     """Share of a session's rounds, with ``trees``, in which the target has K tokens from the session's own text
-    (``target/lookup.py``). It verifies those if it expects more of them than of the draft's."""
+    (``target/lookup.py``). It verifies these if it expects more of them than of the draft's tokens."""
     lookup_acceptance: float = 0.0
-    """Probability that such a token is accepted there, given those before it."""
+    """Probability that a looked-up token is accepted, given its ancestors."""
     most_leaves: int = 1
     """Nodes of a session that a depth of a co-located draft expands, at most."""
 
@@ -119,7 +119,7 @@ class System:
         return prepared(self.outcomes, in_flight, k, self.fan_out, steps, nodes, self.min_path_prob)
 
     def most_expanded(self, k: int) -> int:
-        """Nodes that are expanded below a proposal, at most: those of the proposal and their siblings count too."""
+        """Maximum nodes expanded below a proposal; the proposal's own nodes and siblings use up the budget, too."""
         return max(1, self.tree_budget // self.fan_out - k)
 
 
@@ -198,7 +198,7 @@ def predict(system: System, load: Load, mode: Mode, k: int) -> Prediction:
 
 
 def best_k(system: System, load: Load, mode: Mode, most: int = 16) -> Prediction:
-    """The K of 1 to ``most`` with the most tokens per second; the least of those within 0.1 %."""
+    """The K of 1 to ``most`` with the most tokens per second; the least K within 0.1 % of it."""
     predictions = [predict(system, load, mode, k) for k in range(1, most + 1)]
     best = max(p.tokens_per_s for p in predictions)
     return next(p for p in predictions if p.tokens_per_s >= 0.999 * best)
@@ -255,7 +255,7 @@ def subtree(system: System, batch: int, k: int) -> Subtree:
 
 
 def _likeliest(system: System, batch: int, k: int, leaves: int) -> Subtree:
-    """As many nodes of trees with so many expanded nodes in each depth as pay."""
+    """Subtree of the nodes with positive expected gain, if each depth expands ``leaves`` nodes."""
     nodes = system.outcomes.likeliest(k, system.ranked, leaves)[:MAX_TREE_TOKENS]
     paths = [path for path, _ in nodes]
     each = [path / before for path, before in zip(paths, [1.0, *paths], strict=False)]  # whose products are the paths
@@ -275,8 +275,8 @@ def _likeliest(system: System, batch: int, k: int, leaves: int) -> Subtree:
 
 
 def drafting_s(system: System, sessions: float, k: int, leaves: int) -> float:
-    """Seconds in which a co-located draft makes trees of ``k`` depths, which but for the first expand so many nodes of
-    each session; paths, where they have one leaf each, by calls if that is faster."""
+    """Seconds in which a co-located draft makes trees of ``k`` depths; after the first, a depth expands ``leaves``
+    nodes of each session. With one leaf, paths are made by calls if that is faster."""
     steps_s = draft_step_s(system, sessions) + (k - 1) * draft_step_s(system, sessions * leaves)
     if system.path is None or leaves > 1:
         return steps_s
@@ -295,11 +295,11 @@ class _Batch:
 
     @classmethod
     def of(cls, system: System, load: Load, tokens: float, rows: float) -> Self:
-        """Rounds of so many tokens that verify so many rows of each session.
+        """Batch whose rounds emit ``tokens`` and verify ``rows`` per session.
 
         A prompt of P tokens takes P / (tokens of a step that verification leaves) rounds, at least one, and waits for
-        those before it as in an M/D/1 queue. In a round the decoding sessions call for P / (rounds of a request) rows
-        each, for which there may be no room.
+        earlier prompts as in an M/D/1 queue. In a round each decoding session needs P / (rounds of a request) rows,
+        for which there may be no room.
         """
         requests = load.requests
         if requests is None or not requests.prompt_tokens:
@@ -361,7 +361,7 @@ def colocated(system: System, load: Load, k: int) -> Prediction:
 
 
 def draft_step_s(system: System, nodes: float) -> float:
-    """Seconds of the draft steps over so many nodes: one after the other if they are more than the width."""
+    """Seconds of the draft steps over ``nodes``: several consecutive steps if they exceed the width."""
     return system.draft.seconds(min(nodes, system.draft_width)) * max(1.0, nodes / system.draft_width)
 
 
@@ -403,7 +403,7 @@ def sequential(system: System, load: Load, k: int) -> Prediction:
 
 
 def _prefill_use(system: System, load: Load, tokens_per_s: float) -> float:
-    """Share of a draft's time that prompts take when its sessions yield so many tokens; at most 0.95."""
+    """Share of a draft's time that prompts take when its sessions yield ``tokens_per_s``; at most 0.95."""
     if load.requests is None:
         return 0.0
     return min(0.95, tokens_per_s / load.requests.output_tokens * system.prefill_s(load.requests.prompt_tokens))
@@ -418,7 +418,7 @@ def overlapped(system: System, load: Load, k: int) -> Prediction:
         return plain(system, load)
     alone = load.batch <= 1
     calls = alone and system.path is not None and load.sessions <= load.drafts
-    lengths = [0.0] * most + [1.0]  # probability of a proposal with so many tokens
+    lengths = [0.0] * most + [1.0]  # probability of a proposal, by its length
     full = system.prepared(most, k, k, system.most_expanded(k))
     step_s = round_s = system.target.seconds(load.batch)
     wait_s, hit, least, tokens, share, period_s = 0.0, 0.9, 0, 1.0, 1.0, 0.0
@@ -462,7 +462,7 @@ def overlapped(system: System, load: Load, k: int) -> Prediction:
     if missed and hit < 0.99:
         slow_s += missed_s
     use = min(1.0, step_s / round_s)
-    wanted = max(k, min(full.num_candidates, system.most_expanded(k)) / share)  # tree steps, until nothing is worth one
+    wanted = max(k, min(full.num_candidates, system.most_expanded(k)) / share)  # steps until all likely nodes exist
     draft_use = min(1.0, wanted * period_s / round_s)
     return Prediction(Mode.OVERLAPPED, k, rate, tokens, round_s, slow_s, hit, use, draft_use, batch.ttft_s(round_s))
 
@@ -519,8 +519,8 @@ def _reach(system: System, in_flight: int, k: int, share: float, period_s: float
     """Distribution of the next proposal's length: index 0 is a miss."""
     steps, hazard = (round_s - 2 * system.link_s) / period_s, 1.0
     if in_flight == 0:
-        # The step under way when the draft hears of the miss is in vain. Until nodes arrive the session decodes plain,
-        # and what its tokens are then has to be in the tree as well.
+        # The step in progress when the draft learns of the miss is wasted. Until nodes arrive the session decodes
+        # plainly, and the tree has to contain these tokens, too.
         rounds, ahead = 1.0, steps - 1.0
         for lag in range(1, _MOST_LAG):
             ahead = (lag * round_s - 2 * system.link_s) / period_s - 1.0

@@ -47,7 +47,7 @@ class HeadTimes:
     depth: StepTable
     """Seconds of one depth by the sessions that it is asked for."""
     acceptance: float
-    """Probability that a token of it is accepted, given those before it."""
+    """Probability that a token of the head is accepted, given its ancestors."""
     num_tokens: int
     """The most tokens that it proposes at once."""
 
@@ -57,7 +57,7 @@ class HeadTimes:
         return expected_tokens(self.acceptance, self.num_tokens) - 1.0
 
     def share(self, target: StepTable) -> float:
-        """Seconds of a full proposal of one session over those of a one-token step."""
+        """Time of a full proposal of one session over the time of a one-token step."""
         return self.num_tokens * self.depth.seconds(1) / target.seconds(1)
 
     def alone(self, system: System) -> System:
@@ -69,11 +69,11 @@ class HeadTimes:
 def ways(
     system: System, load: Load, k: int, devices: Devices, *, head: HeadTimes | None = None, seed: int = 0
 ) -> Iterator[Way]:
-    """Plain, co-located, in turn and overlapped with the devices and sessions of ``load``, requests without a pause.
+    """Yields every way of decoding with the devices and sessions of ``load``, and requests without a pause.
 
-    ``k`` is that of overlapped decoding; the others have their best. Co-located: every replica is a target that drafts
-    for itself, on as many devices, a step of its draft taking as long as on the draft's own. ``head``: and with this
-    head in every target instead of a draft, which needs no devices of its own.
+    ``k``: of overlapped decoding; the others use their best K. Co-located: every replica is a target that drafts for
+    itself, on the same total of devices; its draft's step takes as long as on a draft's own device. ``head``: also
+    yields this head in every target instead of a draft, which needs no devices.
     """
     if load.requests is not None:
         load = replace(load, requests=replace(load.requests, per_s=None))

@@ -39,7 +39,7 @@ class Drafting(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CoreTimes:
-    """Times of a target whose products so many cores share, measured by ``paceline bench local --cpu-threads``."""
+    """Times of a target with its products shared among cores, from ``paceline bench local --cpu-threads``."""
 
     target: StepTable
     """Seconds of its step by tokens."""
@@ -77,7 +77,7 @@ class Layout:
     """Cores of a target."""
     load: Load
     predicted: Prediction | None
-    """None: no step of so many threads was measured."""
+    """None: no step with this number of threads was measured."""
     measured: float | None = None
     """Tokens per second that a run at this load had in this layout, at K of its own; None: there was none."""
 
@@ -91,9 +91,9 @@ class Layout:
 
 
 def divisions(devices: int, target_devices: int, draft_devices: int) -> Iterator[tuple[int, int]]:
-    """(targets, drafts): ways to divide devices of which each target and each draft takes so many, at least one each.
+    """Yields ways (targets, drafts) to divide the devices, at least one of each.
 
-    Of many numbers of drafts about a dozen are looked at.
+    Tries about a dozen numbers of drafts if many are possible.
     """
     most = (devices - target_devices) // draft_devices
     growth = max(1.0, most ** (1 / _MOST_SPLITS)) if most > 0 else 1.0
@@ -103,13 +103,13 @@ def divisions(devices: int, target_devices: int, draft_devices: int) -> Iterator
 
 
 def layouts(system: System, wish: Wish, cores: int, run: Run) -> list[Layout]:
-    """All layouts that hold the sessions: those with a forecast, the most tokens per second first, then the others.
+    """All layouts that hold the sessions: with a forecast by falling tokens per second, then without one.
 
     Args:
         system: of the target on one core and the draft on another.
         wish: the load; its limits are for ``best``.
         cores: of all replicas together.
-        run: without times of one thread in it, ``system`` stands for them.
+        run: measured times; ``system`` replaces missing times of one thread.
     """
     found = list(_all(system, wish, cores, run))
     decides = all(layout.measured for layout in found if layout.predicted)
@@ -134,7 +134,7 @@ def _all(system: System, wish: Wish, cores: int, run: Run) -> Iterator[Layout]:
             times = CoreTimes(system.target, system.draft, system.gap_s, system.path)
         for drafting in Drafting:
             loads = list(_loads(wish, drafting, cores, threads))
-            if times is None:  # those that leave no core idle
+            if times is None:  # loads that leave no core idle
                 whole = (load for load in loads if load.targets * threads + load.drafts == cores and load.drafts <= 1)
                 yield from (Layout(drafting, threads, load, None) for load in whole)
             elif loads:

@@ -65,7 +65,7 @@ class Measurements:
     cores: Mapping[int, CoreTimes] = field(default_factory=dict)
     """Keyed by the cores that share a target's products; empty: not measured."""
     core_rows: tuple[CoreRow, ...] = ()
-    """Their tokens per second."""
+    """Tokens per second of the core times."""
 
     @property
     def run(self) -> Run:
@@ -197,9 +197,9 @@ def _core_rows(one: Mapping[str, Any], temperature: float, sessions: int) -> Ite
 def read_service(path: Path, like: System) -> list[Measurements]:
     """Measurements of a ``bench serve`` file without added delay, one for each place: one process, and the service.
 
-    Its step times are those of plain decoding at that concurrency; drafts and statistics, which it does not hold,
-    are those of ``like``, from a run of the same pair. Tokens per second are the streams', without prefill. Raises
-    ConfigError if it is none.
+    Step times are plain decoding's at that concurrency. Drafts and statistics, which the file lacks, come from
+    ``like``, a run of the same pair. Tokens per second are the streams', without prefill. Raises ConfigError for any
+    other file.
     """
     data = _load(path)
     try:

@@ -1,6 +1,6 @@
 """Outcomes that a draft has prepared when a step ends: how likely each is, and how far its chain was grown.
 
-Every draft token is accepted with probability a given those before it, as in 2211.17192, section 3.1. A proposal of k
+Every draft token is accepted with probability a given its ancestors, as in 2211.17192, section 3.1. A proposal of k
 tokens is then cut at j < k with probability a^j (1 - a) and accepted in full with a^k. The target's next token is the
 draft's n-th other candidate (n = 1, 2, ..) with probability n^-r - (n + 1)^-r, so that F of them miss it with
 probability (F + 1)^-r: the power law of 2603.03251. After full acceptance the draft's first candidate comes before
@@ -114,8 +114,8 @@ class Outcomes:
 
         Args:
             depth: of the tree, in tokens.
-            ranked: candidates that each expanded node brings: the first, and those beside it. 1: a chain.
-            leaves: nodes that each depth expands, the likeliest of the one before.
+            ranked: candidates per expanded node: the likeliest and its siblings. 1: a chain.
+            leaves: nodes that each depth expands: the likeliest of the depth above.
         """
         chances = self.children(ranked)
         found: list[tuple[float, int]] = []
@@ -128,7 +128,7 @@ class Outcomes:
     def children(self, fan_out: int, *, bonus: bool = False) -> list[float]:
         """Probabilities of the first ``fan_out`` children of a node to be the text's next token there.
 
-        ``bonus``: behind the last token of a proposal, where under the rejection rule nothing is verified.
+        ``bonus``: after the last token of a proposal, where the rejection rule verifies nothing.
         """
         a, r = self.acceptance, self.power
         if bonus and self.bonus_power is not None:
@@ -168,7 +168,7 @@ class Prepared:
     distribution: tuple[float, ...]
     """Probability that the next proposal has 0 (miss), 1, .. K tokens."""
     num_candidates: int
-    """Nodes that are worth expanding, however much time there is."""
+    """Nodes likely enough to be expanded, given unlimited time."""
     num_outcomes: int
     """The first nodes of chains among these: no step has more to expand."""
 

@@ -1,4 +1,4 @@
-"""Drafts per target, in closed form and within milliseconds: for whoever scales two pools, from what they measure."""
+"""Drafts per target in closed form, within milliseconds, from measurements: for autoscalers of two pools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PAYS = 1.02
 """Times plain decoding; the prediction is not exact enough to tell less."""
 _LOOKAHEADS = (1, 2, 4, 8)
 _TARGETS = 64
-"""So many share the drafts: the ratio comes in units of one over this."""
+"""Targets that share the drafts in the model: the ratio is a multiple of one over this."""
 _PER_DOUBLING = 4
 _NO_LIMIT = 1 << 16
 
@@ -31,16 +31,16 @@ def drafts_per_target(
 ) -> float:
     """The fewest drafts per target that yield 97 % of the tokens per second of a draft for each session.
 
-    A fraction means that targets share a draft: 0.25 is one for four. 0.0: speculation does not pay here.
+    A fraction means that targets share a draft: 0.25 is one for four. 0.0: speculation has no expected gain.
 
     Args:
         target_step_s: of a step of one token; ``target_row_s`` for each further one.
         draft_step_s: of a tree step of one node; ``draft_row_s`` for each further one.
         acceptance: probability that a draft token is accepted, given those before it.
-        sessions_per_target: that decode at once, a mean.
+        sessions_per_target: mean number that decode at once.
         link_s: one way between target and draft.
 
-    Raises ValueError for what cannot be.
+    Raises ValueError for impossible values.
     """
     for name, value in (("target_step_s", target_step_s), ("draft_step_s", draft_step_s)):
         if not 0 < value < math.inf:

@@ -52,7 +52,7 @@ class Counts:
     ttfts: array[float] = field(default_factory=lambda: array("d"))
 
     def result(self, mode: Mode, k: int, window_s: float, num_targets: int, num_drafts: int, num_events: int) -> Result:
-        """Over ``window_s`` seconds of so many replicas."""
+        """Returns the result of a window of ``window_s`` seconds with these numbers of replicas."""
         hits, events = self.causes[Cause.HIT.value], self.causes.total()
         # The gap before a session's first counted message is not known: its tokens are left out in proportion.
         tokens_of_gaps = self.tokens * len(self.gaps) / max(self.rounds, 1)

@@ -29,7 +29,7 @@ _MOST_ROUNDS = 120_000
 _WHOLE_ROUNDS = 1_000_000
 """Session rounds of the last simulation, of a whole fleet, about: ten seconds."""
 _SLICE_SESSIONS, _SLICE_DRAFTS, _SLICE_TARGETS = 2000, 32, 16
-"""A slice has at least so many of each."""
+"""Minimum sessions, drafts and targets of a slice."""
 _LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 _BUDGETS = (16, 32, 64, 128, 256, 512, 1024)
 _AS_GOOD = 0.995
@@ -90,7 +90,7 @@ class Wish:
         return self.requests is not None and self.requests.per_s is not None
 
     def load(self, sessions: int, targets: int, drafts: int = 0) -> Load:
-        """So many sessions of these requests."""
+        """Load of ``sessions`` sessions of these requests."""
         return Load(sessions, targets, drafts, self.requests)
 
 
@@ -105,7 +105,7 @@ class Fleet:
     """All of it, or a slice."""
     per_hour: float
     per_million: float
-    """Cost of a million tokens at the simulated tokens per second; those of the traffic, where there is any."""
+    """Cost of a million tokens at the simulated tokens per second, or at the traffic's rate, if it has one."""
 
 
 def measure(result: Result, objective: Objective) -> float:
@@ -145,7 +145,7 @@ def seconds_for(load: Load, prediction: Prediction, most_rounds: int = _MOST_ROU
 
 
 def slice_of(load: Load) -> Load:
-    """A slice of a fleet: as many times fewer replicas and sessions as leave enough of them, in proportion."""
+    """Slice of a fleet: replicas and sessions divided by the largest integer that leaves enough of them."""
     fewer = min(
         load.sessions // _SLICE_SESSIONS,
         load.targets // _SLICE_TARGETS,
@@ -164,7 +164,7 @@ def slice_of(load: Load) -> Load:
 def run(system: System, wish: Wish, load: Load, mode: Mode, k: int, *, seed: int = 0) -> Result:
     """Simulates a fleet for about as long as it takes to tell its rates to a percent."""
     seconds = seconds_for(load, predict(system, load, mode, k))
-    if wish.arrives:  # as many as there is room for
+    if wish.arrives:  # the maximum that has room
         load = replace(load, sessions=wish.max_sessions * load.targets)
     return simulate(system, load, mode, k, seconds=seconds, seed=seed)
 
@@ -182,7 +182,7 @@ def whole(system: System, wish: Wish, fleet: Fleet, *, seed: int = 0) -> Fleet:
 
 
 def cheapest_plain(system: System, wish: Wish, prices: Prices, *, seed: int = 0) -> Fleet | None:
-    """Without drafts; None if even a target of its own for each session is too slow."""
+    """Cheapest fleet without drafts; None if even one target per session is too slow."""
 
     def at(targets: int) -> tuple[Load, Prediction]:
         return _settled(wish, lambda sessions: (lo := wish.load(sessions, targets), plain(system, lo)))
@@ -296,7 +296,7 @@ def _overlapped(system: System, wish: Wish, targets: int, *, drafts: int, k: int
 
 
 def _settled(wish: Wish, at: Callable[[int], tuple[Load, Prediction]]) -> tuple[Load, Prediction]:
-    """The fleet with the sessions of the wish, or as many at once as its requests make at their speed then."""
+    """Load with the sessions of the wish, or with the concurrency that its arriving requests reach."""
     load, predicted = at(wish.sessions)
     if wish.requests is None or not wish.arrives:
         return load, predicted

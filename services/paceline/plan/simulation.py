@@ -1,17 +1,17 @@
 """A discrete-event simulation of many sessions on many targets and drafts, for sizes that no test machine has.
 
-Events are the ends of steps, arrivals of messages that somebody waits for, and requests. Targets batch continuously: a
-step takes all sessions of the target that are ready, each with what its tree holds, at most as many tokens as the
-engine's own rule verifies at that load (``model.lookahead``). Drafts step over the trees of all their sessions,
-the width shared evenly, as long as there is anything worth expanding. Outcomes are drawn from ``tree.Outcomes``; what
-was prepared for them is what ``tree.prepared`` says of the draft steps that really ended, and whose nodes really
-arrived, in time. Waiting on a miss is ``model.awaited``, the engine's criterion.
+Events are the ends of steps, arrivals of awaited messages, and requests. Targets batch continuously: a step has all
+ready sessions of the target, each with the tokens of its tree, up to the number that the engine's own rule verifies at
+that load (``model.lookahead``). Drafts step over the trees of all their sessions, the width shared evenly, while any
+node is likely enough. Outcomes are drawn from ``tree.Outcomes``. ``tree.prepared`` says what was prepared for them,
+from the draft steps that ended, and whose nodes arrived, in time. Waiting on a miss follows ``model.awaited``, the
+engine's criterion.
 
-Prompts are prefilled in chunks, in order of arrival, along with the sessions that decode, as far as a step's tokens
-go; by drafts in turn with their tree steps. A session that waits for its draft after a miss, alone there, gets a path
-by one call where ``System.path`` says so. A new request goes to the replicas with the fewest sessions.
+Prompts are prefilled in chunks, in order of arrival, in steps with decoding sessions, as far as a step's tokens
+suffice; drafts alternate prefills and tree steps. A session alone on its draft that waits for it after a miss gets a
+path by one call where ``System.path`` allows. A new request goes to the replicas with the fewest sessions.
 
-Left out: preemption, prefix caches, and what ``System.sharing`` does not say of replicas on one machine.
+Not modeled: preemption, prefix caches, and interference on one machine beyond ``System.sharing``.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Simulation:
         return link_s
 
     def _tree(self, in_flight: int, steps: int, nodes: int) -> Prepared:
-        """``System.prepared``, without hashing all that is the same here."""
+        """``System.prepared``, without hashing its constant arguments."""
         key = (in_flight, min(steps, self._k), min(nodes, self._most_nodes))
         tree = self._trees.get(key)
         if tree is None:
@@ -135,7 +135,7 @@ class Simulation:
         return tree
 
     def _most(self, batch: int) -> int:
-        """``model.lookahead``, likewise."""
+        """``model.lookahead``, without hashing its constant arguments."""
         most = self._lookahead.get(batch)
         if most is None:
             most = self._lookahead[batch] = lookahead(self._system, max(1, batch), self._k)
@@ -240,7 +240,7 @@ class Simulation:
         return sum(session.in_flight for session in batch)
 
     def _take_prompts(self, target: Target, room: int) -> int:
-        """Tokens of prompts for a step; those that it ends leave the list."""
+        """Takes tokens of prompts for a step and removes completed prompts; returns the number of tokens."""
         num_prompt, done = 0, 0
         for session in target.prefilling:
             chunk = min(session.prompt, room - num_prompt)
@@ -394,7 +394,7 @@ class Simulation:
             self._step(what)
 
     def _step(self, draft: Draft) -> None:
-        """A tree step over the sessions with something worth expanding, in turn if the width is less than they are."""
+        """Runs a tree step over the sessions with likely nodes; they take turns if they exceed the width."""
         now, system = self._now, self._system
         k, enough = self._k, self._enough
         if draft.prefilling and draft.prefill_next:

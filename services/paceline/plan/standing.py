@@ -21,8 +21,8 @@ _LONGEST = 8
 def layouts_now(info: ServerInfo) -> Mapping[str, float]:
     """Predicted tokens/s of ``APART``, ``COLOCATED`` and ``PLAIN`` for the sessions that run now, on the same devices.
 
-    Apart is the service as it is. For the two others each draft replica is a target replica, so where those need more
-    devices than a draft has, they are overestimated. Without prompts; {} without running sessions, drafts, or
+    ``APART`` is the service as it is. The two others count each draft replica as a target replica, so they are
+    overestimated if a target needs more devices than a draft. Without prompts; {} without running sessions, drafts, or
     measurements of both kinds.
     """
     targets, drafts = (_up(info.pools.get(kind, ())) for kind in ("target", "draft"))

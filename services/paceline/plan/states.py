@@ -40,8 +40,8 @@ class Session:
         self.context, self.left = context, left  # known to the target; output tokens to come
         self.chain = self.in_flight = 0
         self.known_at = 0.0  # when the draft hears of the outcome that it grows for
-        self.fresh = True  # the draft had not predicted the outcome: a step begun earlier is in vain
-        self.arrivals: list[float] = []  # at the target, of what each of its steps since then has added
+        self.fresh = True  # the draft had not predicted the outcome: a step begun earlier is wasted
+        self.arrivals: list[float] = []  # when the nodes of each of its steps since then arrive at the target
         self.share = 0  # nodes of such a step, the last one's
         self.need = 0  # draft tokens that are waited for
         self.looked_up = 0  # tokens of the session's own text that are being verified

@@ -57,12 +57,12 @@ class StepTable:
         return type(self)(tuple((tokens, factor * seconds) for tokens, seconds in self.points), self.known)
 
     def of_rows(self, rows: float) -> Self:
-        """The same where each token is so many rows (at least 1) of the step."""
+        """Returns the table of steps in which each token has ``rows`` rows (at least 1)."""
         sizes = {1} | {math.ceil(tokens / rows) + further for tokens, _ in self.points for further in (0, 1)}
         return type(self)(tuple((size, self.seconds(size * rows)) for size in sorted(sizes)), self.known)
 
     def seconds(self, num_tokens: float) -> float:
-        """Seconds of a step with so many tokens; a mean number may have a fraction."""
+        """Seconds of a step of ``num_tokens`` tokens, which may be a fractional mean."""
         return _at(self.points, num_tokens)
 
     def floor(self, num_tokens: float) -> float:

@@ -1,12 +1,12 @@
-"""The simulation with whole trees: what drafts expand and targets verify, node by node, as the engines choose them.
+"""The simulation with whole trees: drafts expand and targets verify node by node, as the engines choose them.
 
-``simulation.py`` knows of a tree how far the chain below each outcome was grown. Here every session has a tree of its
-own. A step of a draft expands the likeliest nodes of all its sessions (``draft/growth.py``), siblings among them; a
-target verifies of each session the nodes that pay (``target/control/allocation.py``), under the coupled rule siblings
-among these, or waits while all of its sessions would (``target/control/waiting.py``). Probabilities are the means that
-``Outcomes`` has: of a node's children the first is the next token of the text with probability a, and the others share
-the rest. A draft sends the nodes of several steps together. Now and then a target finds tokens in a session's own text
-(``System.lookup_share``), and verifies those if it expects more of them than of the draft's.
+``simulation.py`` only knows how far the chain below each outcome was grown. Here every session has a tree of its own.
+A step of a draft expands the likeliest nodes of all its sessions (``draft/growth.py``), including siblings. A target
+verifies each session's nodes with positive expected gain (``target/control/allocation.py``), including siblings under
+the coupled rule, or waits while all of its sessions would (``target/control/waiting.py``). Probabilities are the means
+of ``Outcomes``: a node's first child is the next token of the text with probability a, and the others share the rest.
+A draft sends the nodes of several steps together. Sometimes a target finds tokens in a session's own text
+(``System.lookup_share``), and verifies these if it expects more of them than of the draft's tokens.
 
 A path by one call (``System.path``) is left out: each token takes a step.
 """
@@ -31,9 +31,9 @@ from paceline.types import Cause
 HOLD_ROUNDS = 0.2
 """Share of a round for which a draft holds its nodes back after it has sent some (``draft/session.py``)."""
 LEAST_PROB = 0.01
-"""Of a child beside the first one, given its parent: a less likely one is no node (``draft/engine.py``)."""
+"""Lowest probability, given its parent, of a child after the first (``draft/engine.py``)."""
 GIVE_UP = 3.0
-"""A wait ends after so many times as long as was expected (``target/control/waiting.py``)."""
+"""A wait ends after this many times its expected duration (``target/control/waiting.py``)."""
 _ROUND_WEIGHT, _RATE_WEIGHT = 0.2, 0.05
 _NO_RANK = 1 << 30
 
@@ -61,7 +61,7 @@ class Node:
 
     def __init__(self, position: int = 0, log: float = 0.0, ahead: int = 0) -> None:
         self.position, self.log, self.ahead = position, log, ahead
-        """Below the last miss; of its path's probability below the anchor; tokens behind those in flight."""
+        """Tokens below the last miss; -log of its path probability below the anchor; tokens after those in flight."""
         self.children: tuple[Node, ...] = ()  # by rank; none before it is expanded
         self.arrives = math.inf  # at the target
         self.in_flight = False  # it is being verified
@@ -117,7 +117,7 @@ class Tree:
         self._unsent: list[Node] = []
         self._hold_until = 0.0
         self._round_s, self._followed_at = Fading(_ROUND_WEIGHT), math.nan
-        self._heap: list[tuple[float, int, Node]] = []  # worth expanding, if ``_sorted``
+        self._heap: list[tuple[float, int, Node]] = []  # likely enough to expand, if ``_sorted``
         self._sorted = False
         self._serial, self._size = count(), 1
 
@@ -140,7 +140,7 @@ class Tree:
                 self.place = self.anchor
 
     def next_leaf(self) -> float | None:
-        """-log probability of the node to expand next; None: none is worth it."""
+        """-log probability of the node to expand next; None: none is likely enough."""
         if not self._sorted:
             self._sort()
         planned = len(self.chosen) * len(self._usual)
@@ -149,7 +149,7 @@ class Tree:
         return self._heap[0][0]
 
     def choose(self) -> None:
-        """Takes the next leaf for the coming step."""
+        """Moves the next leaf to the coming step."""
         self.chosen.append(heapq.heappop(self._heap)[2])
 
     def grow(self, now: float, arrives: float) -> bool:
@@ -188,7 +188,7 @@ class Tree:
             heapq.heappush(self._heap, (-node.log, next(self._serial), node))
 
     def _sort(self) -> None:
-        """Places all nodes anew, below the anchor and behind those in flight."""
+        """Recomputes the place of all nodes, relative to the anchor and to the tokens in flight."""
         self._heap, self._size, self._sorted = [], 0, True
         self.anchor.log, self.anchor.ahead = 0.0, 0
         stack = [self.anchor]
@@ -205,7 +205,7 @@ class Tree:
     # the target
 
     def offer(self, now: float) -> Offer:
-        """What may be verified."""
+        """Returns the nodes that may be verified."""
         return Offer(self.place or Node(), self._k, self._verified, now)
 
     def chain(self, now: float) -> int:
@@ -294,7 +294,7 @@ class TreeSimulation(Simulation):
         return since + GIVE_UP * expected if worth_waiting(gain, cost_s, self._rate()) else -math.inf
 
     def _rate(self) -> float:
-        """Tokens per second of a session so far, at least those of plain decoding."""
+        """Tokens per second of a session so far, at least plain decoding's."""
         return max(self._tokens.get(1.0) / self._round_s.get(math.inf), 1.0 / self._system.target.seconds(1))
 
     def _propose(self, target: Target) -> float:
