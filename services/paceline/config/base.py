@@ -1,7 +1,7 @@
 """The bases of every model of the configuration: frozen, without unknown keys, and strict about types.
 
 YAML 1.1, which PyYAML, Ray and most tools of Kubernetes read, takes the words on, off, yes and no for booleans and
-``1e-3`` for text. A field knows what it was meant to hold, whoever read the file, so the word is put back here.
+``1e-3`` for text. A field knows its type, whichever tool read the file, so the word is restored here.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Config(BaseModel):
         return {key: as_meant(value, kinds[key]) if key in kinds else value for key, value in data.items()}
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
-        """Unpickles what a process of another version may have pickled: keys that it did not have get their defaults,
-        and those that only it has are left out."""
+        """Unpickles a state that another version may have pickled: keys missing there get their defaults, and unknown
+        keys are dropped."""
         given, known = state["__dict__"], type(self).model_fields.items()
         values = {key: given.get(key, field.get_default(call_default_factory=True)) for key, field in known}
         super().__setstate__(state | {"__dict__": values})

@@ -54,14 +54,14 @@ def variable_of(key: str) -> str:
 
 
 def settings(keys: Collection[str]) -> dict[str, str]:
-    """The keys of the configuration that environment variables set, with their values as text of YAML.
+    """Returns the configuration keys that environment variables set -> their values as YAML text.
 
-    ``keys``: every dotted key that there is. Sections come before the keys in them, as a later setting wins. Neither
-    variables of other programs nor ``OTHER_VARIABLES`` count.
+    ``keys``: every existing dotted key. Sections come before the keys in them, since a later setting wins. Variables
+    of other programs and ``OTHER_VARIABLES`` do not count.
 
     Raises:
-        ConfigError: a variable that begins with ``PACELINE_`` is none of these. Its value is not told: it may be a key
-            of the API that was put into the wrong variable.
+        ConfigError: a variable that begins with ``PACELINE_`` names no key. The message omits its value: it may be an
+            API key in the wrong variable.
     """
     known = {variable_of(key): key for key in keys}
     found = {}

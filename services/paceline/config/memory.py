@@ -1,4 +1,4 @@
-"""What a process does with its memory: what the collector goes through, and what goes back to the system."""
+"""Memory of a process: how often the garbage collector runs, and when free memory returns to the system."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ctypes
 import gc
 
 _YOUNG_OBJECTS = 20_000
-"""Objects that may be there beyond those of the last collection before the next: some megabytes."""
+"""Objects that may be allocated between two garbage collections: some megabytes."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Parameters of ``mallopt``, from malloc.h of glibc."""
 _KEPT_BYTES = 512 << 20
@@ -40,7 +40,7 @@ def settle_front() -> None:
 
 
 def trim() -> None:
-    """Gives free memory back to the system. Takes some milliseconds, without the interpreter lock."""
+    """Returns free memory to the system, in some milliseconds without the interpreter lock."""
     with contextlib.suppress(AttributeError, OSError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -38,12 +38,12 @@ class ModelOptions(Strict):
     """On the CPU, compile ahead of time, once per machine and checkpoint (half a minute to two); on CUDA, compile what
     lies between the matrix products. ``auto``: where it can be."""
     background_compilation: bool | Literal["auto", "detached"] = "auto"
-    """Where the model is to be compiled, serve it eagerly at once and compile it beside, in a process of low priority;
-    sessions that begin afterwards are compiled. ``auto``: where ``compile`` is ``auto``, on one rank, with memory for
-    both. ``detached``: as ``auto``, and an engine that ends sooner leaves that process to finish."""
+    """Serve a model that is to be compiled eagerly at first, and compile it meanwhile in a process of low priority;
+    later sessions are compiled. ``auto``: if ``compile`` is ``auto``, on one rank, with memory for both. ``detached``:
+    as ``auto``; the process finishes even if the engine ends first."""
     device: Device = "auto"
-    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: a GPU where there is one, else the CPU. ``cuda:N``: the GPU
-    of that number and, for several ranks, those after it; not under Ray, which chooses GPUs. A draft without a number
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: a GPU where there is one, else the CPU. ``cuda:N``: GPU N
+    and, for several ranks, the GPUs after it; not under Ray, which chooses GPUs. A draft without a number
     takes the first GPU that its target leaves free."""
     quantization: Quantization | None = None
     """None: the weights as they are in the checkpoint, which may come quantized."""
@@ -120,9 +120,9 @@ _WITHOUT_WEIGHTS = ("lookahead", "suffix")
 """Methods without weights; the field of ``HeadOptions`` that has their options is of the same name."""
 _OF_LAYERS = ("eagle3", "peagle", "dflash", "dspark", "jetspec")
 _OF_TARGET_LAYERS = ("early_exit", "speculative_streaming")
-_BESIDE = 8
-"""The most tokens that a draft model proposes at once as a head, where it may serve in either place."""
 """Methods that draft with layers of the target itself."""
+_BESIDE = 8
+"""Maximum tokens that a draft model with ``placement: auto`` proposes at once as a head."""
 REMOTE_METHODS = ("mtp", "eagle", *_OF_LAYERS)
 """Methods that the states of each position suffice for, wherever they run."""
 
@@ -132,15 +132,15 @@ class LookaheadOptions(Strict):
     this class."""
 
     window: int = Field(default=5, ge=1, le=32)
-    """Columns of guesses: W (N - 1) - 1 tokens ride beside each session's own in a step."""
+    """Columns of guesses, W: a step has W (N - 1) - 1 further tokens per session."""
     ngram: int = Field(default=4, ge=3, le=8)
     """Tokens of an n-gram, the one that it is found by included: at most N - 1 are proposed from one."""
     guesses: int = Field(default=5, ge=1, le=32)
-    """N-grams kept for each first token; those that were seen last stay."""
+    """N-grams kept for each first token; the least recently seen are dropped."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that ride beside those of one session."""
+        """Further tokens that a step computes for one session."""
         return self.window * (self.ngram - 1) - 1
 
 
@@ -172,8 +172,8 @@ class SuffixMatching(Strict):
 
 
 class HeadOptions(Strict):
-    """A head: a drafter inside each target replica. The keys are those of vLLM's ``speculative_config``. A new option
-    of all heads costs one edit: a field of this class."""
+    """A head: a drafter inside each target replica. The keys are named as in vLLM's ``speculative_config``. A new
+    option of all heads costs one edit: a field of this class."""
 
     method: HeadMethod
     """``draft_model``: a smaller model with the target's tokenizer, in the target's process. ``early_exit``: the first
@@ -181,24 +181,24 @@ class HeadOptions(Strict):
     ``lookahead``: n-grams that the target makes up on rows that ride in its steps. ``suffix``: what followed the
     longest end of the text before. The others read the target's hidden states."""
     model: str | None = Field(default=None, min_length=1)
-    """Directory of the head's checkpoint, or an id that transformers resolves; of ``early_exit`` that of an exit head,
-    which ``paceline train-head early_exit`` writes. None, for ``mtp``, ``early_exit``, ``lookahead`` and ``suffix``
-    only: there is nothing beside the target's own files."""
+    """Directory of the head's checkpoint, or an id that transformers resolves; for ``early_exit`` an exit head that
+    ``paceline train-head early_exit`` writes. None: the target's own files suffice; for ``mtp``, ``early_exit``,
+    ``lookahead`` and ``suffix`` only."""
     boundaries: list[int] | None = Field(default=None, min_length=1)
-    """Hidden states to read in place of those that the checkpoint names (``eagle3``, ``peagle``, ``dflash``,
-    ``dspark``, ``jetspec``): b for the residual stream before layer b, the number of layers for that after the last
-    one. ``early_exit`` needs one, the layers below it draft; None: that of its exit head."""
+    """Hidden states to read instead of the ones that the checkpoint names (``eagle3``, ``peagle``, ``dflash``,
+    ``dspark``, ``jetspec``): b for the residual stream before layer b, the number of layers for the stream after the
+    last one. ``early_exit`` needs one: the layers below it draft; None: its exit head's."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS)
-    """The most tokens that it proposes in a round. With ``adaptive`` it makes as many of them as are expected to
-    pay."""
+    """Maximum tokens that the head proposes in a round. With ``adaptive`` it proposes only tokens with positive
+    expected gain."""
     lookahead: LookaheadOptions | None = None
     """Sizes of method ``lookahead``. None: the defaults."""
     suffix: SuffixMatching | None = None
     """Texts of method ``suffix``. None: the session's own."""
     probe: bool = True
-    """Ask the head, when the target starts, for some text that the target writes. One that predicts hardly any of it is
-    refused, and one that would predict more with another setting is warned of, with that setting. False: take it as it
-    is. A draft model, an early exit, streams, lookahead and suffixes are not asked."""
+    """Test the head when the target starts, on some text that the target writes. A head that predicts almost none of
+    it is refused. A warning names a setting with which the head would predict more. False: no test. Draft models, early
+    exits, streams, lookahead and suffixes are not tested."""
     probe_file: str | None = Field(default=None, min_length=1)
     """A text file from whose first four paragraphs the target goes on for this. None: sentences of our own."""
 
@@ -282,11 +282,11 @@ class TargetOptions(ModelOptions):
     """Compare the bits of verification and of decoding when the target starts. ``auto``: and warn where they differ;
     ``require``: and refuse to start then; ``off``: start sooner, and promise nothing."""
     adaptive: bool = True
-    """Use as many draft tokens per step as pay by measured times, and no draft where none do. False: always as many as
-    a request allows."""
+    """Verify the draft tokens per step with positive expected gain by measured times, and use no draft where none
+    have. False: always as many as a request allows."""
     tree_verification: Literal["auto", "off"] = "auto"
     """Verify alternative tokens in addition to the likeliest one of a position. ``auto``: with ``adaptive``, where
-    measured times say that they pay; ``off``: chains only. Sessions under the rejection rule always have chains."""
+    they have positive expected gain; ``off``: chains only. Sessions under the rejection rule always have chains."""
     kv_pages: int | None = Field(default=None, ge=1)
     """KV pages of 64 tokens. None: kv_fraction, else enough for max_sessions at 1024 positions, or one at
     max_model_len."""
@@ -296,9 +296,9 @@ class TargetOptions(ModelOptions):
     """Drafters inside the target replica. A session whose draft has nothing, or that has no draft, is given the tokens
     of the first one that is ready for it."""
     mtp_modules: Literal["auto", "off"] = "auto"
-    """MTP modules in the target's own files. ``auto``: with ``adaptive`` they are a head where no other is configured,
-    here or in the draft pool; where they cannot be, the target runs without them, and the log says why. ``off``: only
-    those of ``heads`` draft."""
+    """MTP modules in the target's own files. ``auto``: with ``adaptive`` they are a head if no other is configured,
+    here or in the draft pool; where that is impossible, the target runs without them, and the log says why. ``off``:
+    only the heads of ``heads`` draft."""
     hints: HintOptions | None = None
     """Hints to the drafts while a step runs. None: none, and nothing is computed for them."""
 
@@ -353,8 +353,8 @@ class Growing(Strict):
     tree_budget: int = Field(default=256, ge=1, le=4096)
     """Nodes kept per session beyond the context."""
     tree_step_tokens: int | None = Field(default=None, ge=1, le=1024)
-    """Tree nodes in one step, all sessions together. None: for n-grams 64, for a model as many as one forward takes at
-    little more than the cost of one, measured at start-up."""
+    """Tree nodes in one step, all sessions together. None: 64 for n-grams; for a model, the number that costs little
+    more per forward than one, measured at start-up."""
     fan_out: int = Field(default=6, ge=1, le=32)
     """F, alternative next tokens prepared at a position."""
     min_path_prob: float = Field(default=0.02, gt=0, lt=1)
@@ -367,7 +367,7 @@ class DraftOptions(Growing, ModelOptions):
     """Options of the engine of a draft model. A new option costs one edit: a field of this class."""
 
     max_sessions: int | None = Field(default=None, ge=1, le=16384)
-    """Sessions that the KV pages are sized for; one draft may serve several targets. None: as many as a target."""
+    """Sessions that the KV pages are sized for; one draft may serve several targets. None: the target's number."""
     draft_top_m: int = Field(default=256, ge=1, le=65536)
     """Candidates of the distribution that are ranked; the rest of its tail is never proposed. Where the draft shares
     the target's noise and a native pass on the CPU finds them, ``fan_out`` candidates of the whole vocabulary are
@@ -377,11 +377,11 @@ class DraftOptions(Growing, ModelOptions):
     ``pard_token``), else 1."""
     vocabulary: Literal["same", "shared"] = "same"
     """``same``: a draft whose tokenizer differs from the target's is refused. ``shared``: such a draft proposes the
-    tokens that both have; it is refused where those are too few."""
+    tokens that both have; it is refused if these are too few."""
     placement: Literal["apart", "auto"] = "apart"
-    """``apart``: replicas of their own, which draft ahead. ``auto``: each target loads the model, too, as a head, and
-    every load is served by what was measured to make more tokens per second: drafts that are apart, or none, with the
-    head where it pays. In ``paceline.local`` a draft's cores share the target's products while it does not draft."""
+    """``apart``: replicas of their own, which draft ahead. ``auto``: each target also loads the model as a head, and
+    each load is served in the way measured to be faster: by separate drafts, or without them, by the head where it has
+    positive expected gain. In ``paceline.local`` an idle draft's cores share the target's products."""
 
     @model_validator(mode="after")
     def _has_the_tokens_of_a_head(self) -> Self:
@@ -431,10 +431,10 @@ class CascadeDrafter(Strict):
     model: str | None = Field(default=None, min_length=1)
     """Directory of the checkpoint of a draft model, or an id that transformers resolves."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """The engine_kwargs that a pool of this kind of drafter would have, but for those that are the cascade's."""
+    """The engine_kwargs of a pool of this kind of drafter, without the cascade's own."""
 
     def full_options(self, cascade: CascadeOptions) -> DraftOptions | NgramOptions | SuffixOptions:
-        """The options of this drafter, with those of the cascade that it shares."""
+        """Returns the options of this drafter, including the ones that it shares with the cascade."""
         kinds: dict[str, type[DraftOptions | NgramOptions | SuffixOptions]]
         kinds = {"model": DraftOptions, "ngram": NgramOptions, "suffix": SuffixOptions}
         return kinds[self.kind](**self.options, **{key: getattr(cascade, key) for key in Growing.model_fields})
@@ -499,8 +499,8 @@ class CascadeOptions(Growing):
 
 
 class HeadDraftOptions(Growing):
-    """Options of a head in the draft pool: a drafter that reads the target's hidden states, which the target sends it
-    behind every outcome. A new option costs one edit: a field of this class."""
+    """Options of a head in the draft pool: a drafter that reads the target's hidden states, which the target sends
+    after every outcome. A new option costs one edit: a field of this class."""
 
     method: HeadMethod
     """``mtp``, ``eagle``, ``eagle3``, ``peagle``, ``dflash``, ``dspark`` or ``jetspec``; the others are served in the
@@ -509,26 +509,26 @@ class HeadDraftOptions(Growing):
     """Directory of the head's checkpoint, or an id that transformers resolves, on the machines of targets and of
     drafts. None, for ``mtp`` only: the modules are in the target's own files."""
     boundaries: list[int] | None = Field(default=None, min_length=1)
-    """Hidden states to read in place of those that the checkpoint names, as of a head in the target."""
+    """Hidden states to read instead of the ones that the checkpoint names, as for a head in the target."""
     num_speculative_tokens: int = Field(default=16, ge=1, le=MAX_DRAFT_TOKENS)
-    """The most tokens behind the last one whose state has come that a head predicts by one pass (``peagle``,
+    """Maximum tokens that a head predicts by one pass after the last token with a received state (``peagle``,
     ``dflash``, ``dspark``, ``jetspec``)."""
     ahead: bool | Literal["auto"] = "auto"
-    """Draft for outcomes that are still to come, whose states are the head's own guesses. ``auto``: where the share of
-    the accepted tokens that is left then, as measured, is worth the time that is saved; False: only once an outcome and
-    its states have come."""
+    """Draft for future outcomes, with the head's own guesses of their states. ``auto``: if the measured share of
+    tokens that is still accepted then outweighs the time saved; False: only once an outcome and its states have
+    arrived."""
     dtype: DType = "auto"
     """The number format of the head."""
     device: Device = "auto"
     """As of a model."""
     max_sessions: int | None = Field(default=None, ge=1, le=16384)
-    """Sessions that the KV pages are sized for; one draft may serve several targets. None: as many as a target."""
+    """Sessions that the KV pages are sized for; one draft may serve several targets. None: the target's number."""
     draft_top_m: int = Field(default=256, ge=1, le=65536)
     """Candidates of the distribution that are ranked; the rest of its tail is never proposed."""
 
     @property
     def head(self) -> HeadOptions:
-        """The same head as one of a target, where ``method`` allows it."""
+        """Returns the same head inside a target, where ``method`` allows it."""
         return HeadOptions(
             method=self.method,
             model=self.model,
@@ -571,7 +571,7 @@ class TargetSetup:
     link: HeadDraftOptions | None = None
     """The head in the draft pool that it sends hidden states to. None: its drafts read none."""
     lent_cores: int = 0
-    """Cores of drafts beside it that share its products while no session has a draft."""
+    """Cores of idle drafts that share the target's products while no session has a draft."""
 
     @classmethod
     def with_draft(
@@ -595,10 +595,10 @@ class TargetSetup:
 
 
 def require_placement(target: TargetOptions, draft: object, key: str) -> None:
-    """Refuses a draft that may serve in either place beside a target that cannot choose; ``key``: of its placement.
+    """Refuses a draft with placement ``auto`` if its target cannot choose; ``key``: of the placement.
 
     Raises:
-        Fault: what is refused, and what is allowed.
+        Fault: names the refused value and the allowed ones.
     """
     if not isinstance(draft, DraftOptions) or draft.placement != "auto":
         return
@@ -616,10 +616,10 @@ class DraftSetup:
     __setstate__ = restored
 
     source: str | None
-    """Directory or id of the draft model's checkpoint. None: the options are those of a drafter without a model."""
+    """Directory or id of the draft model's checkpoint. None: a drafter without a model."""
     options: DraftOptions | ModellessOptions
     target_source: str
-    """Directory or id of the target's checkpoint, whose vocabulary and context length are those of the drafts."""
+    """Directory or id of the target's checkpoint, whose vocabulary and context length the drafts share."""
     num_sessions: int
     """Sessions that the engine is sized for."""
     max_model_len: int | None
@@ -629,7 +629,7 @@ class DraftSetup:
     trusts_target: bool = False
     """True if code that comes with the target's checkpoint may run."""
     tokenizers: tuple[str, str] | None = None
-    """Directories or ids of the target's and the draft model's tokenizers. None: those of their checkpoints."""
+    """Directories or ids of the target's and the draft model's tokenizers. None: their checkpoints'."""
     target_gpus: tuple[int, ...] = ()
     """Numbers of the GPUs that the target owns, if both engines see the same ones. The draft prefers others."""
 

@@ -29,7 +29,7 @@ class ScalingPolicy(Strict):
     """A replica goes when the others would be less than full by this share of their goal. Noise of a signal up to
     hysteresis / (2 - hysteresis) of its mean changes nothing to and fro."""
     max_step_up: float = Field(default=2.0, gt=1)
-    """The pool grows to at most so many times its size in one decision, and by one replica at least."""
+    """Maximum growth factor of the pool in one decision; it may always grow by one replica."""
     max_step_down: float = Field(default=0.5, gt=0, lt=1)
     """The pool shrinks to at least this share of its size in one decision, and by one replica at least."""
 
@@ -49,9 +49,9 @@ class TargetPolicy(ScalingPolicy):
     queue_drain_s: float = Field(default=300.0, ge=1, le=86400)
     """Seconds within which waiting requests should get a place: fewer ask for more targets than arrivals do."""
     burst_window_s: float | Literal["auto"] | None = "auto"
-    """Bursts that are shorter than ``upscale_delay_s`` count together: if requests waited for that long in all, in at
-    least two bursts within this many seconds, from 1 to 86400, the load of those moments is what the pool is sized
-    for. ``auto``: twice ``downscale_delay_s``. None: each burst counts by itself."""
+    """Seconds, 1 to 86400, within which bursts shorter than ``upscale_delay_s`` count together. If requests waited for
+    that delay in total, in at least two bursts, the pool is sized for the load of these moments. ``auto``: twice
+    ``downscale_delay_s``. None: each burst counts by itself."""
 
     @model_validator(mode="after")
     def _window(self) -> Self:
@@ -70,7 +70,7 @@ class DraftPolicy(ScalingPolicy):
     drafts_per_target: float | Literal["auto"] | None = "auto"
     """More drafts than this for each target are no use. ``auto``: by the model of time, from measured times."""
     probe_interval_s: float = Field(default=300.0, gt=0)
-    """Speculation that did not pay is tried again after it, then after 2, 4 and 8 times as long."""
+    """Speculation without gain is tried again after this time, then after 2, 4 and 8 times as long."""
     probe_s: float = Field(default=90.0, gt=0)
     """Length of a trial, from the moment when its first draft serves: targets try by themselves every 64 s at the
     latest."""

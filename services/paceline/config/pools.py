@@ -205,7 +205,7 @@ class CascadeDraftConfig(_Replicas):
 
     @property
     def _wants_gpu(self) -> bool:
-        """Its drafters share one."""
+        """True if a drafter of the cascade needs a GPU; all share one."""
         options = [drafter.full_options(self.engine_kwargs) for drafter in self.engine_kwargs.drafters]
         return any(needs_gpu(getattr(one, "device", "cpu")) for one in options)
 

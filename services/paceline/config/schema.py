@@ -46,7 +46,7 @@ def in_yaml(text: str | None) -> str:
 
 
 def _plain(node: Any) -> Any:
-    """Without the titles that pydantic derives from names, and without the defaults of whole sections."""
+    """Removes the titles that pydantic derives from names, and the defaults of whole sections."""
     if isinstance(node, list):
         return [_plain(inner) for inner in node]
     if not isinstance(node, dict):

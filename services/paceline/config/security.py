@@ -13,15 +13,15 @@ class ServerTls(Strict):
     """TLS at the public ports: gRPC, and HTTP unless ``http`` is off."""
 
     certificate: str = Field(min_length=1)
-    """PEM file: the service's certificate, then those between it and the authority."""
+    """PEM file: the service's certificate, then the intermediate ones up to the authority."""
     key: str = Field(min_length=1)
     """PEM file: the private key of the certificate, without a passphrase."""
     client_ca: str | None = Field(default=None, min_length=1)
     """PEM file: the authorities that clients' certificates are checked against; gRPC clients without one are refused.
     None: clients need no certificate."""
     http: bool = True
-    """Also on the HTTP port, which asks for no certificate of the client. False: that serves metrics and health
-    alone."""
+    """Use TLS on the HTTP port, too, without client certificates. False: that port serves only metrics and
+    health."""
 
 
 class InternalTls(Strict):

@@ -130,7 +130,7 @@ class ServerConfig(Strict):
     a dot. ``*.example.com``: all below it; ``*``: any. null: no more while ``host`` is the loopback, so that no web
     page can call it by a name of its own; else any."""
     force_include_usage: bool = False
-    """Every event of a stream holds the token counts so far, and a last one those of the request, unless its
+    """Every event of a stream holds the token counts so far, and a last event the request's counts, unless
     ``stream_options`` say otherwise."""
     strict_fields: bool = False
     """Refuse a body over HTTP that holds an unknown field. Else it is ignored, logged once, and named in the header
@@ -380,7 +380,7 @@ class ServiceConfig(Strict):
         return {"pools": pools, "max_sessions": max_sessions, "log": self.log.model_dump(by_alias=True)}
 
     def reserved_cpus(self, num_replicas: Callable[[DeploymentConfig], int]) -> float:
-        """Cores that Ray reserves for all pools, with as many replicas of each as ``num_replicas`` says."""
+        """Cores that Ray reserves for all pools; ``num_replicas`` returns the replicas of each."""
         reserved = 0.0
         for pool in (self.target_config, self.router_config, self.draft_config):
             if pool is not None:
