@@ -5,20 +5,20 @@ A step over n sessions that verifies draft tokens with path probabilities p_1 >=
     E(m) = n + p_1 + .. + p_m  tokens  in  D(m) = h + C(n) + C(t + m) - C(t)  seconds,
 
 where C is the measured cost of a step by its tokens (``step_cost.py``), h the time between two steps, and t the tokens
-that the step computes anyway: n, and prefill chunks, whose own cost is the same whatever is drafted. Sessions whose
-prompts are computed count among the n: that many decode when the time comes that draft tokens of now would save. The m
-with the largest E / D is chosen, unless that is hardly more than n / D(0): what some sessions gain lets them end before
-others, and steps of fewer sessions yield less per second. A path probability never exceeds that of the node before it,
-so the likeliest m tokens are always connected, prefixes of chains or subtrees, and E is concave; C is lumpy, so every m
-is looked at, up to where a convex function below C proves that no further one can be better.
+that the step computes anyway: n, and prefill chunks, whose own cost does not depend on drafting. Sessions in prefill
+count among the n: they will decode at the time that today's draft tokens would save. The m with the largest E / D is
+chosen, unless its gain over n / D(0) is small: sessions that gain end before others, and steps of fewer sessions yield
+less per second. A path probability never exceeds its parent's. So the likeliest m tokens are always connected, prefixes
+of chains or subtrees, and E is concave. C is lumpy, so every m is tried, up to where a convex function below C proves
+that no further one can be better.
 
 A sibling of another token begins a branch, which makes the step longer by b beyond its row (``target/branches.py``).
-Such a token is ranked by its path probability less b times the tokens per second, so that a step has siblings where
-they pay, chains where these do not, and D counts every branch.
+Such a token ranks by its path probability less b times the tokens per second. So a step has siblings where they have
+positive expected gain, chains elsewhere, and D counts every branch.
 
-Under the rejection rule whether a position is proposed must not depend on drawn values, nor on anything that does: not
-on the probabilities of nodes, and not on how long the proposal is. Such a session offers the averages of its earlier
-rounds, whatever its proposal, as soon as there is a first token (``blind_offer``).
+Under the rejection rule the decision to propose at a position must not depend on drawn values, nor on anything that
+does: node probabilities and the length of the proposal. Such a session offers the averages of its earlier rounds,
+whatever its proposal, as soon as there is a first token (``blind_offer``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CHAINS_EVERY = 32
 _MOST_BRANCH_TOKENS = 0.5
 """A sibling is never likelier than this: where a branch costs as much, there is none to look for."""
 _JUDGED_STEPS = 16
-"""Steps between two judgements of whether any draft token could pay."""
+"""Steps between two checks whether any draft token can have positive expected gain."""
 
 
 class StepTimes(Protocol):
@@ -88,13 +88,13 @@ class AcceptanceHistory:
         return self._of_trials.whole
 
     def add(self, trials: int, predicted: float, accepted: int, any_accepted: int | None = None) -> None:
-        """Takes the result of a round, here and in the parent.
+        """Adds the result of a round, here and in the parent.
 
         Args:
-            trials: places at which draft tokens were compared with the target's: up to the first where none was right.
+            trials: positions where draft tokens were compared with the target's: up to the first rejection.
             predicted: sum of the nodes' own probabilities over all tokens there.
-            accepted: at how many of them the likeliest token was accepted.
-            any_accepted: at how many of them any token was; None: there was one at each.
+            accepted: positions where the likeliest token was accepted.
+            any_accepted: positions where any token was accepted; None: each had one token.
         """
         right = accepted if any_accepted is None else any_accepted
         for of_trials, of_predicted in self._levels:
@@ -115,11 +115,11 @@ class AcceptanceHistory:
         self._of_predicted.fade(0.0)
 
     def rate(self) -> float:
-        """Probability that a draft token is accepted, given that those before it were."""
+        """Probability that a draft token is accepted, given that its ancestors were."""
         return self._of_trials.value(PRIOR_ACCEPTANCE)
 
     def correction(self) -> float:
-        """Factor that turns the nodes' own probabilities into those of being accepted."""
+        """Factor from the nodes' own probabilities to their probabilities of acceptance."""
         return self._of_predicted.value(1.0)
 
 
@@ -133,7 +133,7 @@ def expected_tokens(probs: Sequence[float]) -> float:
 
 
 def offer(proposal: Proposal, num_wanted: int, hits: AcceptanceHistory, *, extend: bool = False) -> list[float]:
-    """Coupled rule: acceptance probabilities of at most ``num_wanted`` draft tokens, each given those before it.
+    """Coupled rule: acceptance probabilities of at most ``num_wanted`` draft tokens, each given its ancestors.
 
     ``extend``: as if the draft had already sent ``num_wanted`` tokens.
     """
@@ -184,12 +184,12 @@ def allocate_draft_tokens(
         limit: the largest sum of all counts.
         overhead_s: h, the seconds between two steps.
         branch_s: b, the seconds that a branch costs beyond its rows.
-        tokens_per_s: what a second is worth, to rank branches by.
-        least_gain: the best E / D over that without draft tokens, below which there are none.
+        tokens_per_s: tokens that a second yields, by which branches are ranked.
+        least_gain: minimum speedup E / D over n / D(0); below it no draft token is chosen.
 
     Returns:
-        The number of draft tokens of each session, of a subtree in the order in which it ranks them; everything that is
-        offered before any step was measured.
+        The number of draft tokens of each session; a subtree's first ones in the order of its ranking. Before any step
+        was measured: everything offered.
     """
     counts = [0] * len(offers)
     if not cost.known:
@@ -199,7 +199,7 @@ def allocate_draft_tokens(
         return counts
     branch_tokens = branch_s * tokens_per_s
     streams = [_ranked(offer, branch_tokens) for offer in offers]
-    # A heap of (-worth of the session's next draft token, session, its path probability, begins a branch).
+    # A heap of (-worth of a session's next draft token, session, the token's path probability, begins a branch).
     heap = [(-token[0], i, *token[1:]) for i, stream in enumerate(streams) if (token := next(stream, None))]
     heapq.heapify(heap)
     order: list[int] = []
@@ -211,7 +211,7 @@ def allocate_draft_tokens(
     while heap and len(order) < limit:
         negative, i, path, begins = heap[0]
         floor_s, next_floor_s = next_floor_s, cost.floor(at + 1)
-        # No further path is likelier than this one's worth and a branch's price. With j more: at most
+        # No further path is likelier than this one's worth plus a branch's price. With j more: at most
         # (tokens + j * most) / (floor + j * slope), which lies between these two.
         most = branch_tokens - negative
         if most <= best * (next_floor_s - floor_s) and tokens <= best * (base_s + floor_s):
@@ -261,7 +261,7 @@ def ideal_gain(cost: StepTimes, num_sessions: int, acceptance: float, k: int, ov
 
 
 def least_gain(num_sessions: int) -> float:
-    """Speedup of a step of ``num_sessions`` below which draft tokens are not worth it: from 1 for one to 1.05."""
+    """Minimum speedup for which a step of ``num_sessions`` has draft tokens: from 1 for one session to 1.05."""
     return 1.0 + _LEAST_GAIN * (1.0 - 1.0 / max(1, num_sessions))
 
 
@@ -276,7 +276,7 @@ class Allocation:
 
     adaptive: bool = True
     trees: bool = True
-    """Sessions may have siblings verified, where that pays; False: chains only."""
+    """Sessions may have siblings verified, where they have positive expected gain; False: chains only."""
     cost: StepCost = field(default_factory=StepCost)
     """Seconds of a step on the cores that take it now."""
     overhead_s: Ewma = field(default_factory=lambda: Ewma(0.05))
@@ -291,13 +291,13 @@ class Allocation:
     branch_prior_s: float = 0.0
     """Seconds of a branch beyond its rows, as measured before the first session."""
     branch: DecayingRatio = field(default_factory=lambda: DecayingRatio(_BRANCH_KEEP, _BRANCH_WEIGHT))
-    """The same while serving: seconds beyond the cost of the rows, for each branch."""
+    """Seconds of a branch beyond its rows, as measured while serving."""
     tokens_per_s: Ewma = field(default_factory=lambda: Ewma(0.1))
     """Tokens per second of the steps."""
     _num_offers: int = 0
     """Steps for which siblings were asked about."""
     _judged: tuple[int, int] = (0, 0)
-    """Sessions and draft tokens of each for which it was last judged whether any could pay."""
+    """(sessions, draft tokens of each) at the last check whether any draft token can have gain."""
     _none_pays: bool = False
     _num_judged: int = 0
     _costs: dict[int, StepCost] = field(default_factory=dict)
@@ -308,11 +308,11 @@ class Allocation:
         self.cost = self._costs.setdefault(num_cores, StepCost())
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """Takes the seconds of a step that only decoded."""
+        """Records the seconds of a step that only decoded."""
         self.cost.observe(num_tokens, seconds)
 
     def observe_branches(self, num_branches: int, num_tokens: int, seconds: float) -> None:
-        """Takes the seconds of a step that only decoded and had branches."""
+        """Records the seconds of a step that only decoded and had branches."""
         self.branch.add(seconds - self.cost.seconds(num_tokens), num_branches)
 
     @property
@@ -321,7 +321,7 @@ class Allocation:
         return max(0.0, self.branch.value(self.branch_prior_s))
 
     def offers_trees(self) -> bool:
-        """True if a sibling could pay in this step. What branches were found to cost fades while there are none."""
+        """True if a sibling could have gain in this step. The measured cost of branches fades while there are none."""
         if not (self.trees and self.adaptive and self.cost.known):
             return False
         self._num_offers += 1

@@ -55,7 +55,7 @@ class RankCounts:
         self.verified = [0] * NUM_RANKS
         """Places on accepted paths, ends included, with a token of this rank, where none before it was right."""
         self.accepted = [0] * NUM_RANKS
-        """Those at which it was."""
+        """Places among these where this token was accepted."""
 
     def add(self, proposal: Proposal, path: Sequence[int]) -> None:
         """Counts a round whose accepted tokens are ``path``; only nodes of a draft count."""

@@ -1,16 +1,16 @@
-"""When a head is asked for tokens: only where that is expected to make tokens faster, from measured times.
+"""When a head is asked for tokens: only if that is expected to raise tokens per second, from measured times.
 
 Asking a head for n of the N sessions of a step, to depth D, delays the step by T(n, D). With a the acceptance of its
 tokens so far and b the tokens expected without it (prompt lookup), it is asked while (Dinkelbach's criterion)
 
     sum over the n sessions of (a + a^2 + .. + a^D - b)  >  R * T(n, D),
 
-R being the tokens per second that are made now, by plain decoding at least. That is asked again before each further
-depth, with the path probabilities that are then known. What that leaves out,
-feeding the head with every step, is in its *account*: at each load its accepted tokens are set against those that are
-made, at R, in all the time that it took. R includes what the head brings, which does not change the sign: a tokens in
-h seconds beside c tokens in T bring a - (c + a) / (T + h) h > 0 if and only if (c + a) / (T + h) > c / T. A head whose
-account falls short is paused there: neither asked nor fed, for 2, 4, 8, .. 64 s of steps.
+R being the current tokens per second, at least plain decoding's. The test is repeated before each further depth, with
+the path probabilities known by then. It omits feeding the head with every step. So the head has an *account*: at each
+load its accepted tokens are compared with the tokens made, at R, in all the time that it took. R includes the head's
+own tokens, which does not change the sign: a tokens in h seconds in addition to c tokens in T have gain
+a - (c + a) / (T + h) h > 0 if and only if (c + a) / (T + h) > c / T. A head with a negative account at a load is paused
+there: neither asked nor fed, for 2, 4, 8, .. 64 s of steps.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class _Account:
 
 @dataclass(slots=True)
 class Trials:
-    """When a head is asked although it is not expected to pay: a few times, ever more rarely."""
+    """Asks a head without expected gain a few times, with increasing pauses."""
 
     _asks: int = 0
-    """Times left that the head is asked whatever is expected."""
+    """Remaining requests to the head without expected gain."""
     _declined: int = 0
     """Failed trials of this kind in a row."""
     _next_at: float = 0.0
@@ -70,7 +70,7 @@ class Trials:
         return True
 
     def paid(self) -> None:
-        """Takes that the head was asked because it was expected to pay."""
+        """Records that the head was asked because of its expected gain."""
         self._declined = 0
 
 
@@ -134,7 +134,7 @@ class HeadGate:
             self.observe_depth(len(lengths), seconds / max(lengths), first=first)
 
     def observe_depth(self, num_leaves: int, seconds: float, *, first: bool) -> None:
-        """Takes the time of one depth."""
+        """Records the time of one depth."""
         self.level_s.setdefault((load_class(num_leaves), first), Ewma(0.1)).add(seconds)
 
     def pays(self, gain: float, num_leaves: int, tokens_per_s: float, *, first: bool) -> bool:
@@ -150,8 +150,8 @@ class HeadGate:
         return not self.adaptive or seconds is None or gain > tokens_per_s * seconds
 
     def most_leaves(self, worths: Sequence[float], tokens_per_s: float) -> int:
-        """How many leaves of a further depth are worth their time: those that add the most tokens beyond what is made
-        otherwise meanwhile, by falling ``worths``, the tokens that each is expected to add."""
+        """Number of leaves of a further depth that maximizes expected tokens less the tokens otherwise made in their
+        time. ``worths``: tokens that each leaf is expected to add."""
         if not self.adaptive:
             return len(worths)
         best, num_best, gain = 0.0, 0, 0.0

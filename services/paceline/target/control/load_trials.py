@@ -1,22 +1,21 @@
-"""Drafting or plain decoding at each concurrency: by the tokens per second measured with the one and the other.
+"""Drafting or plain decoding at each concurrency: by the measured tokens per second of both.
 
-No model of a step knows all that drafts take: cores that they share with their target, messages, event loops. So for
-each load (``allocation.load_class``) the two are tried against each other:
+No model of a step knows all that drafts take: cores that they share with their target, messages, event loops. So at
+each load (``allocation.load_class``) both are tried:
 
     choice ──────────────▶ trial of the other ──▶ the faster one is the choice
           1, 2.5, 6, .. 64 s                a few steps
 
-Steps count with the time since the step before, less what prefill chunks are expected to have taken; the first few
-after a change, and those that are mostly prefill, do not count.
-Drafting that is clearly faster than a plain step can be (``StepCost``) needs no trial, nor does drafting that could not
-pay with the best of drafts (``ideal_gain``). A trial of drafts takes place when the gain that drafts promise, over as
-long as their load has lasted, repays what a trial is expected to lose, at the latest when that is a hundredth of this
-time: they promise what ideal ones would yield at the acceptance so far, times what they reached of it at the nearest
-load. A trial ends as soon as the evidence is clear: its rate differs from what it has to reach by two and a half
-standard errors of its steps, more where they are few. What a trial has lost against the choice, the steps until the
-choice is in force again included, is repaid before the next one starts: no load loses more than a hundredth of its
-time to trials. All of a step's sessions take part: with a share f of them the difference to be seen is f times as large
-and takes 1 / f^2 as long, so that few would cost more than all.
+A step counts with the time since the previous step, less the expected time of its prefill chunks. The first few steps
+after a change, and steps that are mostly prefill, do not count. No trial is needed if drafting is clearly faster than a
+plain step can be (``StepCost``), or could not gain even with ideal drafts (``ideal_gain``). A trial of drafts starts
+when their promised gain, over as long as the load has lasted, repays the expected loss of the trial; at the latest when
+that loss is a hundredth of this time. Drafts promise the yield of ideal drafts at the acceptance so far, times the
+share of it that they reached at the nearest load. A trial ends as soon as the evidence is clear: its rate differs from
+its mark by two and a half standard errors of its steps, more if they are few. The loss of a trial against the choice,
+including the steps until the choice is in force again, is repaid before the next trial starts: no load loses more than
+a hundredth of its time to trials. All of a step's sessions take part: with a share f of them the visible difference is
+f times as large and takes 1 / f^2 as long, so a few would cost more than all.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ _TRIAL_S = {True: 0.4, False: 2.0}
 """Seconds of a trial that is not clear before: against plain decoding (True), or against what speculates, too, whose
 steps have one token or several."""
 _LEAST_STEPS, _MOST_STEPS, _ENOUGH_TOKENS = 4, {True: 12, False: 96}, 192
-"""Least and most steps of a trial; between them as many as yield 192 tokens by plain decoding."""
+"""Minimum and maximum steps of a trial (True: of plain decoding); between them until 192 tokens by plain decoding."""
 _TRIAL_LIMIT_S = 3.0
 _SETTLE_STEPS = 4
 _HALF_LIFE_S = {True: 1.0, False: 4.0}
 _WORTH, _WORTHLESS = 1.04, 0.99
-"""Drafting begins if it is so many times as fast as plain decoding, and ends if plain decoding is so many times as
-fast as drafting, or faster."""
+"""Drafting begins at this speedup over plain decoding, and ends if plain decoding has at least the second number as its
+speedup over drafting."""
 _CERTAIN = 2.5
 """Standard errors by which a trial has to miss or to pass its mark to end early."""
 _ENOUGH_TRIALS = 64.0
@@ -75,10 +74,10 @@ class _Load:
     trial: bool = False
     """The alternative to the choice is being tried."""
     seconds: float = 0.0
-    """Seconds of steps since the last change that were as wanted."""
+    """Seconds of steps since the last change that ran as requested."""
     steps: int = 0
     unanswered_s: float = 0.0
-    """Seconds of steps since the last change that were not as wanted: no draft has answered yet."""
+    """Seconds of steps since the last change that did not: no draft has answered yet."""
     num_failures: int = 0
     """Trials in a row that have not changed the choice."""
     tried: RateSample = field(default_factory=RateSample)
@@ -93,12 +92,12 @@ class _Load:
         return self.choice is not self.trial  # a trial wants the opposite of the choice
 
     def pause_s(self) -> float:
-        """Seconds of the choice before the next trial: longer after every vain one, and until its loss is repaid."""
+        """Seconds of the choice before the next trial: longer after each failed one, and until its loss is repaid."""
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S[self.choice] * 2.5 ** min(self.num_failures, 5))
         return max(pause_s, min(_LONGEST_REPAY_S, self.lost_s / _TRIAL_SHARE))
 
     def lose(self, tokens: float, seconds: float) -> None:
-        """Takes a step of a trial, or one of the first few after it: the seconds that the choice would have saved."""
+        """Adds the seconds that the choice would have saved in a step of a trial, or in one of the few after it."""
         if (rate := self.rates[self.choice].per_s()) > 0:
             self.lost_s = max(0.0, self.lost_s + seconds - tokens / rate)
 
@@ -114,7 +113,7 @@ class Standing:
     """The current choice for one load, and the measurements it rests on."""
 
     drafting: bool
-    """Drafts are wanted now."""
+    """Drafts are requested now."""
     on_trial: bool
     tokens_per_s: dict[bool, float]
     """Rates measured last, with drafts (True) and without; 0: not measured yet."""
@@ -135,7 +134,7 @@ class LoadTrials:
     """Without drafts, sessions are decoded one token a step on the same cores: a bound on their rate follows from the
     cost of a step. False where heads or more cores may make them faster."""
     begins_without: bool = False
-    """Unknown loads begin without drafts, though these pay by the cost of a step: their model and their cores serve in
+    """Unknown loads begin without drafts even if the cost of a step promises gain: the drafts' model and cores serve in
     the target meanwhile."""
     num_trials: int = 0
     _loads: dict[int, _Load] = field(default_factory=dict)
@@ -153,7 +152,7 @@ class LoadTrials:
         return None if first is None else (1 << first) >> 1  # a load begins where the one below it ends
 
     def measure(self, num_sessions: int, tokens: int, seconds: float, *, drafting: bool) -> None:
-        """Takes a step that yielded ``tokens`` for ``num_sessions``, ``seconds`` after the end of the one before.
+        """Records a step that yielded ``tokens`` for ``num_sessions``, ``seconds`` after the end of the previous step.
 
         ``drafting``: the drafts of at least half of the sessions that may have one have answered.
         """
@@ -229,7 +228,7 @@ class LoadTrials:
         return _Load(self.begins_with_drafts(num_sessions), rates)
 
     def begins_with_drafts(self, num_sessions: int) -> bool:
-        """First choice for an unknown load: drafting if it clearly pays by the cost of a step, and at smaller loads."""
+        """Choice for an unknown load: drafting if it clearly gains by the cost of a step, and at smaller loads."""
         at = load_class(num_sessions)
         smaller = [other for key, other in list(self._loads.items()) if key < at]
         acceptance = self.allocation.coupled.rate()
@@ -245,7 +244,7 @@ class LoadTrials:
         return max(load.pause_s(), min(_LONGEST_REPAY_S, promise_s))
 
     def _promise(self, num_sessions: int, load: _Load) -> float:
-        """Tokens per second expected with drafts, over those measured without."""
+        """Expected speedup of drafts over the rate measured without them."""
         ideal, without = self._ideal_rate(num_sessions), load.rates[False].per_s()
         tried = [at for at, other in list(self._loads.items()) if other.rates[True].per_s() > 0]
         if tried and ideal > 0:
@@ -270,7 +269,7 @@ class LoadTrials:
         return load.rates[True].per_s() < _CLEAR * most / plain_s
 
     def scale(self, num_sessions: int) -> float:
-        """Tokens per second of plain decoding with the most sessions of this load, over those with ``num_sessions``.
+        """Tokens per second of plain decoding with the most sessions of this load, over the rate with ``num_sessions``.
 
         It makes steps of different concurrency within a load comparable.
         """

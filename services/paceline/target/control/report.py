@@ -1,7 +1,7 @@
-"""The controller's choices and their reasons, as text and as gauges: from its measurements, nothing else.
+"""The controller's choices and their reasons, as text and as gauges: from its measurements alone.
 
-Read by other threads than the engine's while it runs: collections are copied before they are read, and two numbers of
-one answer may be a step apart.
+Other threads call this while the engine runs: collections are copied before they are read, and two numbers of one
+answer may be from consecutive steps.
 """
 
 from __future__ import annotations
@@ -135,5 +135,5 @@ def measures(engine: TargetEngine) -> Mapping[str, float]:
 
 
 def acceptance(*known: AcceptanceHistory) -> float:
-    """Acceptance rate of draft tokens, given that those before them were accepted: of the rule with more trials."""
+    """Acceptance rate of draft tokens given that their ancestors were accepted: of the rule with more trials."""
     return max(known, key=lambda hits: hits.trials).rate()

@@ -1,23 +1,23 @@
-"""Sessions with a draft and without: drafting that costs more than it brings is paused, and tried again later.
+"""Pauses drafting for sessions that lose by it, and tries it again later.
 
-All sessions of a load together are judged by ``load_trials.py``. Here each session is judged alone: every round of one
-that has a draft is booked in its ``Account``. In plain tokens, its rounds have brought
+``load_trials.py`` judges all sessions of a load together. Here each session is judged alone: every round with a draft
+is booked in its ``Account``. The net gain of its rounds, in plain tokens, is
 
     net = accepted - lost,  lost = sum over its rounds of (waited_s + n row_s) / plain_s,
 
-where plain_s = h + C(n) is the time of one plain token at the load of the round, waited_s the time that the session
-waited for its draft, and row_s by how much its draft tokens made the step longer, (C(t + m) - C(t)) * its share of the
-m, for each of the n sessions in it. ``judge`` pauses drafting for a session whose account shows next to no draft tokens
-(its draft sends none in time) or next to no gain.
+where plain_s = h + C(n) is the time of one plain token at the load of the round, and waited_s the time that the session
+waited for its draft. row_s is the delay of the step by the session's draft tokens, (C(t + m) - C(t)) * its share of the
+m, which each of the n sessions bears. ``judge`` pauses drafting for a session whose account shows almost no draft
+tokens (its draft sends none in time) or almost no gain.
 
 A paused session is resumed
 
-- by load: within half a second when so many sessions have left that the gain of an ideal draft (``ideal_gain``), at
-  the acceptance seen before, is beneficial;
-- by time: after 2, 4, 8, .. seconds; one session at a time, and no more often than costs half a percent of the time.
-  Such a trial verifies a few draft tokens whatever the allocation says, so that no wrong average stays indefinitely.
+- by load: within half a second after enough sessions left that an ideal draft has gain (``ideal_gain``) at the
+  acceptance seen before;
+- by time: after 2, 4, 8, .. seconds; one session at a time, for at most half a percent of the time. Such a trial
+  verifies a few draft tokens whatever the allocation says, so that no wrong average stays indefinitely.
 
-Both take longer every time that drafting has not paid for long, so no session flaps.
+Both back off each time that drafting fails again soon, so no session flaps.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Judgement(enum.Enum):
     NOT_SENT = "not sent in time"
     """Next to no draft tokens arrive in time."""
     NO_GAIN = "not worth it"
-    """The accepted tokens do not pay for drafting."""
+    """The accepted tokens do not cover the cost of drafting."""
     LOAD = "not worth it at this load"
     """Drafting is paused for all sessions."""
 
@@ -72,8 +72,8 @@ def judge(account: Account, *, trial: bool = False) -> Judgement:
     """Judges a session by its account since the last judgement; pure. With r = rounds in the account:
 
     - r < 32 (in a trial 16): OPEN, unless r >= 8 and net < -4;
-    - draft tokens verified per round < 0.1: NOT_SENT if less than 0.5 per round were there; else they have no room,
-      which is a matter of load: PAYS;
+    - draft tokens verified per round < 0.1: NOT_SENT if fewer than 0.5 per round were available; else they have no
+      room, which is a matter of load: PAYS;
     - net / r < 0.03 (to end a trial well: 0.06): NO_GAIN;
     - PAYS otherwise.
     """
@@ -129,10 +129,10 @@ class SessionGate:
         self.trials = LoadTrials(self.allocation)
 
     def begin(self, session: TargetSession, now: float, num_sessions: int) -> None:
-        """Takes a new session, one of ``num_sessions``; it begins paused if drafting is off at this load.
+        """Adds a new session, one of ``num_sessions``; it begins paused if drafting is off at this load.
 
-        After the first pause every new session is sent an explicit state, because routers give no drafts to sessions
-        that are more than the target last wanted drafts for.
+        After the first pause every new session is sent an explicit state, because routers assign no drafts to sessions
+        beyond the number that the target last requested drafts for.
         """
         if session.k == 0:
             return
@@ -173,7 +173,7 @@ class SessionGate:
         account.lost += lost
 
     def review(self, session: TargetSession, now: float, num_sessions: int) -> None:
-        """Judges a session after one of its rounds, and pauses it if drafting does not pay."""
+        """Judges a session after one of its rounds, and pauses it if drafting has no gain."""
         trial = session is self._trial
         account = session.account
         if num_sessions <= _FEWER_SESSIONS * account.num_sessions:

@@ -1,16 +1,15 @@
 """Seconds of a target step by the number of its tokens, learned while serving.
 
-A step of few tokens waits for the weights, so several cost as much as one, until arithmetic takes over; where that
-happens depends on machine, model and context. So it is measured: steps that only decode are averaged by size, the cost
-between measured sizes is interpolated, and one *level*, which every step moves, carries sizes that have not been
-measured for a while along when contexts grow or the machine slows down.
+A step of few tokens waits for the weights, so several tokens cost as much as one, until arithmetic takes over; where
+that happens depends on machine, model and context. So it is measured: steps that only decode are averaged by size, and
+costs between measured sizes are interpolated. Every step moves one common *level*, which corrects sizes that were not
+measured recently when contexts grow or the machine slows down.
 
 An unexpected time moves the level and the size's ratio to it, each by its share of the uncertainty: a Kalman filter of
-their logarithms, covariances neglected. The level of a step may be any, a ratio hardly drifts. Else a machine that was
-slow for some steps would make their size look dear beside one that is measured when it is fast again; and plain steps,
-which are not taken while they look dear, would go on looking so. A size that is met for the first time begins with what
-lies between its neighbours, and the level is not moved by it: one that was met at a lucky moment would be taken again
-and again.
+their logarithms, covariances neglected. The level may change freely; a ratio drifts slowly. Otherwise, after some slow
+steps, their size would look more expensive than a size measured when the machine is fast again. Plain steps that look
+expensive are not taken, so they would keep looking so. A size that is met for the first time starts at the interpolated
+cost and does not move the level: otherwise a size met at a lucky moment would be chosen again and again.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from collections.abc import Iterable
 from paceline.model.shapes import MIN_TOKENS, QUERY_MULTIPLE, padded_row_len
 
 _EXACT, _LARGE = 64, 256
-"""Sizes are told apart one by one, so that lumps of the cost show, up to 64; by padded size up to 256, by 64 beyond."""
+"""Sizes are kept one by one up to 64, so that lumps of the cost show; by padded size to 256, in steps of 64 beyond."""
 
 _LEVEL_WEIGHT = 0.15
 _NOISE, _LEVEL_DRIFT, _SIZE_DRIFT = 1e-2, 2e-2, 5e-6
 """Variances of the logarithms of a step's seconds about what they should be, and of what its level and a size's ratio
 change by in a step."""
 _ONCE, _BETWEEN = 5e-3, 2e-3
-"""Variances of the logarithm of a ratio that was measured once, and of one that was read between those of two sizes."""
+"""Variances of the logarithm of a ratio: measured once; interpolated between two sizes."""
 _FEW, _SOON = 3, 64
 """A size measured less than ``_FEW`` times, and not in the last ``_SOON`` steps, is forgotten: an outlier there must
 not keep that size from being tried again."""
@@ -41,7 +40,7 @@ _LARGEST_TABLE = 1024
 
 
 def size_class(num_tokens: int) -> int:
-    """The largest number of tokens whose steps are averaged with those of ``num_tokens``."""
+    """Largest number of tokens that is averaged together with ``num_tokens``."""
     if num_tokens <= _EXACT:
         return num_tokens
     return padded_row_len(num_tokens) if num_tokens <= _LARGE else -(-num_tokens // 64) * 64
@@ -81,7 +80,7 @@ class StepCost:
         return bool(self._sizes)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Takes the seconds of a step that only decoded; none if they are not positive."""
+        """Records the seconds of a step that only decoded; ignores values that are not positive."""
         if not seconds > 0.0:
             return
         self._num_observed += 1
@@ -176,7 +175,7 @@ def _monotone(points: list[tuple[int, float, float]]) -> list[tuple[int, float]]
 
 
 def _with_padding(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Adds points that follow from padding: sizes of one padded size cost the same unless they were measured apart."""
+    """Adds points that follow from padding: sizes of one padded size cost the same unless measured separately."""
     seen = {at for at, _ in points}
     padded: list[tuple[int, float]] = []
     for (at, value), (following, _) in itertools.pairwise([*points, (1 << 62, 0.0)]):

@@ -76,7 +76,7 @@ class TargetStats:
     head_rows_used: int = 0
     """Tokens of these proposals that were accepted."""
     guesses: int = 0
-    """Tokens of lookahead, computed in addition to those of sessions."""
+    """Lookahead's guesses, computed in addition to the sessions' tokens."""
     head_s: float = 0.0
     """Seconds that heads were asked for, before the forwards that verify their tokens."""
     states_sent: int = 0
@@ -93,7 +93,7 @@ class TargetStats:
 
 
 STEP_SIZES = (1, *(2**n for n in range(3, 15)))
-"""Rows up to which steps are counted together; those of more rows are counted together, too."""
+"""Upper bounds, in rows, of the buckets in which steps are counted; larger steps share one more bucket."""
 
 
 class StepSizes:
@@ -134,14 +134,14 @@ class MeasuredStep:
     plain_s: float
     """A plain step of the same sessions, start to start."""
     guess_s: float
-    """Seconds of the guesses that rode in it."""
+    """Seconds of lookahead's guesses in the step."""
     decoding: float
     """Share of the step's time, 0 to 1, that it would have taken without its prefill chunks."""
 
 
 DecidedRound = tuple[Scheduled, Verdict, int, int, FinishReason | None]
-"""The outcome of one part of a step: its verdict, the tokens of it that were accepted and those that are emitted, both
-cut at the end of the session, and the reason if that is here."""
+"""Outcome of one part of a step: verdict, accepted tokens, emitted tokens (both cut at the session's end), and the
+reason if the session ends here."""
 
 
 class StepMeter:
@@ -165,16 +165,16 @@ class StepMeter:
         self._all_waited = False  # since the last step
 
     def idle(self, *, waiting: bool) -> None:
-        """Takes an attempt to step without a ready session; ``waiting``: there are sessions, all wait for drafts."""
+        """Records an attempt to step without a ready session; ``waiting``: all sessions, at least one, await drafts."""
         self._all_waited = waiting
         if not waiting:
             self._ended_at = None
 
     def begin(self, parts: Sequence[Scheduled], started: float, head_s: float = 0.0) -> None:
-        """Takes the start of a forward, and accounts for the time since the last step.
+        """Records the start of a forward, and accounts for the time since the last step.
 
-        ``head_s``: seconds of it that heads were asked for: neither a gap nor a part of the step, whose times are
-        those of plain decoding.
+        ``head_s``: seconds of this time in heads. They count neither as a gap nor as part of the step, whose times
+        describe plain decoding.
         """
         self._started, self._forward_at = started + head_s, self._clock()
         self.stats.head_s += head_s
@@ -194,7 +194,7 @@ class StepMeter:
             stats.hit_bubble_steps += 1
 
     def decided(self, parts: Sequence[Scheduled]) -> MeasuredStep:
-        """Takes the time at which the verdicts of the step are known."""
+        """Records the time at which the verdicts of the step are known."""
         now, cost = self._clock(), self._allocation.cost
         verifying = [p for p in parts if p.verifies]
         num_context = num_drafted = num_branches = num_guesses = num_guessed = 0
@@ -221,7 +221,7 @@ class StepMeter:
             decoding = 0.0
         plain_s = self._allocation.plain_s(num_verifying)
         step = MeasuredStep(parts, verifying, self._started, now, row_s, plain_s, guess_s, decoding)
-        if num_context == len(parts):  # one token each; the costs above are those known before this step
+        if num_context == len(parts):  # one token each; the costs above do not include this step
             self._wait_policy.step_s.add(now - self._started)
             ahead_s = self._forward_at - self._started
             if num_branches + num_guessed:  # pages of branches are forked before the forward
@@ -238,7 +238,7 @@ class StepMeter:
         return step
 
     def rounds(self, step: MeasuredStep, decided: Sequence[DecidedRound]) -> None:
-        """Takes the outcomes of a step, before they are committed."""
+        """Counts the outcomes of a step, before they are committed."""
         stats, gate, lengths = self.stats, self._gate, self._allocation.lengths
         row_s, plain_s = step.row_s, step.plain_s
         num_rows = num_rows_used = num_rows_trimmed = 0
@@ -295,7 +295,7 @@ class StepMeter:
         stats.draft_rows_trimmed += num_rows_trimmed
 
     def compare(self, step: MeasuredStep, running: Sequence[TargetSession]) -> None:
-        """Takes the tokens per second of a step for the choice between drafting and plain decoding at its load.
+        """Records the tokens per second of a step for the choice between drafting and plain decoding at its load.
 
         Steps after a pause, of sessions that may not have a draft, or mostly of prefill do not count.
         """
@@ -310,6 +310,6 @@ class StepMeter:
         self._gate.trials.measure(len(step.parts), num_tokens, seconds, drafting=2 * heard >= len(may))
 
     def end(self, step: MeasuredStep) -> None:
-        """Takes the end of a step: the time from now to the next forward is a bubble or a wait."""
+        """Records the end of a step: the time from now to the next forward is a bubble or a wait."""
         self._ended_at, self._decided_at = self._clock(), step.decided_at
         self._all_waited = False

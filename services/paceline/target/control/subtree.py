@@ -1,8 +1,8 @@
-"""The nodes of a session's tree that are most worth verifying, likeliest first: what it offers to a step.
+"""The nodes that a session's tree offers to a step, by falling expected gain (*worth*).
 
 A node's worth is its path probability, the product of its own and its ancestors' calibrated ones. A sibling of
 another token begins a branch, which costs the step a page copy and query rows of its own: its worth is less by the
-tokens that the step could make in that time. Where no sibling is worth that, what is offered is the chain.
+tokens that the step could make in that time. If no sibling has positive worth, the offer is the chain.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Waiting for a draft or stepping without it: the choice with more tokens per second, from measured times.
 
-Waiting is beneficial while the tokens it is expected to add exceed those that the session makes elsewhere in that time
+Waiting has gain while the tokens it is expected to add exceed the tokens that the session makes otherwise in that time
 (Dinkelbach's criterion for maximizing tokens / time): wait iff ``gain > rate * cost``, with
 
-- gain: the probability that the draft token waited for comes in time, by the share of earlier waits that were
-  answered, and is accepted, path included; less the worth of a proposal that is available without waiting. A wait for
-  a first token is worth what such waits have brought so far, the tokens that came with it or were waited for behind it
-  included. What follows counts as well: the next round has the draft's tokens in time more or less often than after a
-  step without them, and is spared that wait;
+- gain: the probability that the awaited draft token comes in time, by the share of earlier waits that were answered,
+  and is accepted, path included; less the gain of a proposal that is available without waiting. The gain of a wait for
+  a first token is the mean of such waits so far, including the tokens that came with it or were awaited after it.
+  The next round counts as well: it has the draft's tokens in time more or less often than after a step without them,
+  and is spared that wait;
 - cost: the expected time until it arrives, from the delays measured on earlier rounds, and the time that verifying
   it takes (``step_cost.py``);
-- rate: the tokens per second of sessions so far, at least those of plain decoding, which can be had at any time: vain
-  waits lower the rate so far, and must not make the next one look cheap.
+- rate: the tokens per second of sessions so far, at least plain decoding's, which is always possible: failed waits
+  lower the rate so far, and must not make the next one look cheap.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def worth_now(probs: Sequence[float], row_s: float, tokens_per_s: float) -> floa
     """Net gain, in tokens, of verifying the best prefix of an available proposal.
 
     Args:
-        probs: probability that each token is accepted, given those before it.
+        probs: probability that each token is accepted, given its ancestors.
         row_s: seconds that one more token makes the step longer.
-        tokens_per_s: what a second is worth.
+        tokens_per_s: tokens that a second yields otherwise.
     """
     worth, path = 0.0, 1.0
     for prob in probs:
@@ -58,8 +58,8 @@ def worth_now(probs: Sequence[float], row_s: float, tokens_per_s: float) -> floa
 
 
 FinishedRound = tuple[int, int, int, float, float]
-"""One round of a session: draft tokens compared with the target's and accepted ones, tokens that it brought, seconds
-since the previous outcome, and those that it waited for its first draft token, 0 if there was none or no need."""
+"""One round of a session: draft tokens compared with the target's, accepted ones, emitted tokens, seconds since the
+previous outcome, and seconds of waiting for its first draft token (0: none came, or no need)."""
 
 
 @dataclass(slots=True)
@@ -79,9 +79,9 @@ class WaitPolicy:
     acceptance: Ewma = field(default_factory=lambda: Ewma(0.02, 0.7))
     """Share of draft tokens that are accepted if all before them were."""
     draft_tokens: Ewma = field(default_factory=lambda: Ewma(0.05))
-    """Draft tokens accepted in a round that had any to verify;"""
+    """Draft tokens accepted in a round that had any to verify."""
     answer_tokens: Ewma = field(default_factory=lambda: Ewma(0.05))
-    """and in one that waited for its first one. Taken for the former before there was a wait."""
+    """Draft tokens accepted in a round that waited for its first one; ``draft_tokens`` until there was a wait."""
     answer_wait_s: Ewma = field(default_factory=lambda: Ewma(0.05))
     """How long it waited in all."""
     hits: dict[bool, Ewma] = field(default_factory=lambda: {True: Ewma(0.05), False: Ewma(0.05)})
@@ -91,7 +91,7 @@ class WaitPolicy:
     round_s: Ewma = field(default_factory=lambda: Ewma(0.05))
 
     def observe_rounds(self, rounds: Sequence[FinishedRound]) -> None:
-        """Takes finished rounds, one after the other."""
+        """Records finished rounds, in order."""
         tried = [(num_drafted, num_accepted) for num_drafted, num_accepted, *_ in rounds if num_drafted]
         self.first_acceptance.add_all([1.0 if num_accepted else 0.0 for _, num_accepted in tried])
         accepted: list[float] = []
@@ -114,16 +114,16 @@ class WaitPolicy:
                 self.observe_answer(num_accepted, waited_s)
 
     def observe_hit(self, *, after_draft: bool, hit: bool) -> None:
-        """Takes whether a draft had tokens when a round began; ``after_draft``: the one before has verified some."""
+        """Records if a draft had tokens when a round began; ``after_draft``: the previous round verified some."""
         self.hits[after_draft].add(float(hit))
 
     def observe_answer(self, num_accepted: int, waited_s: float) -> None:
-        """Takes a round that waited for its first draft token, and had it."""
+        """Records a round that waited for its first draft token, and had it."""
         self.answer_tokens.add(float(num_accepted))
         self.answer_wait_s.add(waited_s)
 
     def observe_nodes(self, session: TargetSession, message: Nodes, now: float, *, resolved: bool) -> None:
-        """Takes the arrival of nodes; ``resolved``: a session without a proposal has one now."""
+        """Records the arrival of nodes; ``resolved``: a session without a proposal has one now."""
         if message.step_s > 0:
             self.draft_step_s.add(message.step_s)
         if resolved and message.context_len == session.num_tokens:
@@ -131,7 +131,7 @@ class WaitPolicy:
             self.answered.add(1.0)
 
     def may_wait(self, session: TargetSession, *, others_ready: bool) -> bool:
-        """False if ``wait_until`` is None however many draft tokens are wanted."""
+        """False if ``wait_until`` is None for any ``wanted``."""
         num_tokens = len(session.tokens)
         return (
             session.draft_available
@@ -159,8 +159,8 @@ class WaitPolicy:
         Args:
             now: seconds, as on the engine's clock.
             others_ready: other sessions step now, so that waiting costs a whole step of the batch.
-            wanted: draft tokens that would be verified if they were there (``allocation.py``), and so the most that
-                are waited for; None: all that the session may have.
+            wanted: draft tokens that would be verified if available (``allocation.py``), so the maximum to wait for;
+                None: all that the session may have.
             row_s: seconds that one more draft token makes the step longer.
             fallback: probabilities of the tokens that can be proposed without waiting (``lookup.py``, ``heads/``).
             fallback_s: seconds that making those takes.
@@ -237,6 +237,6 @@ class WaitPolicy:
         return 0.0 if after_draft is None or after_others is None else after_draft - after_others
 
     def rate(self) -> float:
-        """Tokens per second of a session, at least those of plain decoding; rounds change it, waits do not."""
+        """Tokens per second of a session, at least plain decoding's; rounds change it, waits do not."""
         step_s = max(self.step_s.get(0.02), 1e-6)
         return max(self.tokens_per_round.get(2.0) / max(self.round_s.get(step_s), 1e-6), 1.0 / step_s)
