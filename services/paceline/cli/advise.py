@@ -227,7 +227,7 @@ def _on_hosts(args: argparse.Namespace, draft: str | None, found: Sequence[AtHan
 
 
 def _if_served(each: AtHand, target: str, target_devices: int) -> AtHand:
-    """The method, refused where a service with so many ranks refuses its configuration."""
+    """Returns the method, refused if a service with ``target_devices`` ranks refuses its configuration."""
     if each.refusal:
         return each
     tree = each.method.configuration(target, each.model)
@@ -326,7 +326,7 @@ def _riding_rows(each: AtHand) -> int:
 def _weighed(
     args: argparse.Namespace, target: str, found: Sequence[AtHand], run: Measurements | None
 ) -> tuple[list[AtHand], dict[str, Acceptance]]:
-    """The methods, refused too where measuring them refuses, and the acceptance of those that are possible."""
+    """Returns the methods, also refused where measuring fails, and the acceptance of every possible one."""
     examined, acceptances = [], {}
     for each in found:
         if not each.refusal:
@@ -354,7 +354,7 @@ def _acceptance(args: argparse.Namespace, target: str, each: AtHand, run: Measur
 
 
 def _prompts(path: Path | None) -> Sequence[str]:
-    """The lines of a file; None: those of the start-up probe. Raises ConfigError."""
+    """Returns the lines of a file; None: the start-up probe's. Raises ConfigError."""
     from paceline.drafters.heads.probe import TEXTS as PROBE_TEXTS
 
     if path is None:

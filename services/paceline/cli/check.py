@@ -49,7 +49,7 @@ def run_check(args: argparse.Namespace) -> int:
     config = read_config(args)
     against = None if args.against is None else _comparison(args.against, config)
     with working("reading the checkpoints"):
-        # As ``serve`` does: its Ray is told of as many cores as it takes.
+        # As ``serve`` does: its Ray is told of all the cores that it needs.
         examination = examine(config, cores=False, surge=True)
     if args.json:
         found = as_json(examination) | ({} if against is None else {"against": asdict(against)})

@@ -109,7 +109,7 @@ def run_demo(args: argparse.Namespace) -> int:
 
 
 def _prompt(config: LocalConfig) -> tuple[str, str | Sequence[int]]:
-    """What is shown of the prompt, and the prompt: a chat if the target has a template."""
+    """Returns (text to show, prompt): a chat if the target has a template."""
     from paceline.checkpoint.chat import load_chat
 
     chat = load_chat(config.target.path, None, config.target.trust_remote_code)

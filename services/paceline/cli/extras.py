@@ -28,7 +28,7 @@ MODULES = {
 configuration: ``preflight/tracing.py``."""
 
 _WITH = {"serve": ("embedded",), "bench": ("embedded", "endpoint")}
-"""Extras -> those that they install, too. (``local`` is another name of ``embedded``.)"""
+"""Extra -> further extras that it installs. (``local`` is another name of ``embedded``.)"""
 
 
 def extras_of(args: argparse.Namespace) -> tuple[str, ...]:

@@ -215,7 +215,7 @@ class _Drafters(tuple[str, ...]):
 
 
 def drafters(*more: str) -> Sequence[str]:
-    """The names that ``--drafter`` takes; ``more``: beside drafters, such as ``none``."""
+    """The names that ``--drafter`` accepts; ``more``: names in addition to drafters, such as ``none``."""
     return _Drafters(("model", *MODELLESS, *plugin_names(), _CASCADE, *more))
 
 

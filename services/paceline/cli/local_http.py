@@ -1,7 +1,7 @@
 """The HTTP port of ``paceline serve --local``: uvicorn's protocol with the bounds that a proxy would hold.
 
-Behind Ray Serve HAProxy holds them (``cluster/environment.py``). uvicorn bounds neither the head of a request nor the
-time in which it comes, and keeps idle connections that have sent nothing.
+In front of Ray Serve HAProxy enforces them (``cluster/environment.py``). uvicorn bounds neither the head of a request
+nor the time of its arrival, and keeps idle connections that have sent nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.web.errors import body_of
 HEAD_S = 10.0
 """Longest time from a connection, or the first byte of a later request, to the end of the request's headers."""
 MAX_HEAD_BYTES = 32768
-"""Bytes of a request line with its headers; and of chunk framing and trailers beyond those of the body itself."""
+"""Maximum bytes of a request line with its headers; also of chunk framing and trailers around the body."""
 MAX_HEADERS = 128
 """Headers and trailers of one request."""
 MAX_PIPELINED = 8
@@ -137,12 +137,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Takes a part of the path."""
+        """Counts a part of the path."""
         self._take_head(len(url), 0)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a header, or a trailer, which nobody reads."""
+        """Counts a header, or a trailer, which is dropped."""
         self._take_head(len(name) + len(value), 1)
         if self.cycle is None or self.scope is not self.cycle.scope:
             super().on_header(name, value)
@@ -164,7 +164,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._arm(BODY_S + _GRACE_S)
 
     def on_body(self, body: bytes) -> None:
-        """Takes a part of the body."""
+        """Counts a part of the body."""
         self._framing -= len(body)
         self._body_bytes += len(body)
         super().on_body(body)

@@ -1,4 +1,4 @@
-"""``paceline serve --local``: both engines in processes of this machine behind HTTP and gRPC, without Ray."""
+"""``paceline serve --local``: HTTP and gRPC over both engines in processes of this machine, without Ray."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def local_of(config: ServiceConfig) -> LocalConfig:
 
 
 def _given(options: Strict) -> dict[str, Any]:
-    """The options that were set; those that were not depend on where an engine runs."""
+    """The options that were set; defaults of the others depend on where an engine runs."""
     return {name: getattr(options, name) for name in options.model_fields_set}
 
 
@@ -262,7 +262,7 @@ def _signals() -> Iterator[None]:
 
 
 def _done(number: int, frame: FrameType | None) -> None:
-    """Takes the signal that uvicorn raises again after it has ended."""
+    """Ignores the signal that uvicorn raises again after it has ended."""
 
 
 class _Renewed:
@@ -273,7 +273,7 @@ class _Renewed:
         self._shown = None if certificates is None else certificates.current
 
     def refresh(self, context: ssl.SSLContext | None) -> None:
-        """Takes those files again that have changed; ``context`` shows the certificate to later connections."""
+        """Rereads changed files; ``context`` shows the certificate to later connections."""
         if self._keys is not None:
             self._keys.refresh()
             self._metrics.reload_failures("api_keys", self._keys.num_failures)

@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser with the flags of ``command``; None: with those of all commands."""
+    """Returns the parser with the flags of ``command``; None: with all commands' flags."""
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser(
         prog="paceline", description="Lossless speculative decoding.", epilog=_EXAMPLES, formatter_class=form

@@ -17,11 +17,11 @@ _DRAFT_TOKENS = 4
 
 
 def acceptance_of(target: str, each: AtHand, prompts: Sequence[str], temperature: float) -> tuple[float, str]:
-    """(acceptance, how it was measured) of a method that can be used.
+    """Returns (acceptance, how it was measured) of an available method.
 
-    Acceptance is that of a token given those before it: accepted tokens over those that were decided, which are the
-    accepted ones and of each proposal that was cut the first that was not. Lookahead's n-grams are asked for in every
-    round, so that one without a proposal counts as one whose first token was not accepted.
+    Acceptance is of a token given its ancestors: accepted tokens over decided ones. Decided are the accepted tokens and
+    the first rejected one of each proposal. Lookahead's n-grams are asked for in every round, so a round without a
+    proposal counts as a rejected first token.
 
     Raises:
         ConfigError: it cannot be loaded.

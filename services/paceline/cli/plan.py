@@ -75,7 +75,7 @@ _OTHER_THAN_MEASURED = (
     "hit_rate",
     "siblings",
 )
-"""Flags with which the tokens per second of a run are those of something else."""
+"""Flags that make the prediction differ from the measured run, so that its tokens per second are not shown."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -478,7 +478,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def _draft_devices(args: argparse.Namespace) -> int:
-    """Devices of a draft: none of its own beside a target. Raises ConfigError for flags that contradict each other."""
+    """Devices of a draft; 0 on a target's node. Raises ConfigError for flags that contradict each other."""
     if args.draft_on_target_nodes is None:
         return args.draft_devices or _DRAFT_DEVICES
     for flag, value in (("--draft-devices", args.draft_devices), ("--draft-cost-per-hour", args.draft_cost_per_hour)):
@@ -488,7 +488,7 @@ def _draft_devices(args: argparse.Namespace) -> int:
 
 
 def _check_cores(args: argparse.Namespace) -> None:
-    """Raises ConfigError for flags of fleets beside ``--cpu-cores``, and for its own without it."""
+    """Raises ConfigError for flags of fleets with ``--cpu-cores``, and for its own flags without it."""
     if args.cpu_cores is None:
         for name in ("target", "draft"):
             if getattr(args, name) is not None:

@@ -59,7 +59,7 @@ _FILE_KEYS = {
 _PAGE_KEY = "server.playground"
 _LIST_KEYS = ("server.served_model_name", "server.cors_origins", "server.allowed_hosts")
 _RUNNING = ("dtype", "compile", "background_compilation")
-"""Flags of a target that are those of its draft models, too."""
+"""Flags of a target that its draft models share."""
 _ENGINE_KEYS = [f"target_config.engine_kwargs.{name}" for name in _RUNNING]
 _TARGET_KEYS = [
     *_ENGINE_KEYS,
@@ -290,7 +290,7 @@ def run_serve(args: argparse.Namespace) -> int:
         return EXIT_DONE
     config = read_config(args)
     local = args.address is None
-    # Our own Ray is told of as many cores as it takes, and what it runs ends with this command.
+    # Our own Ray is told of all the cores that it needs, and its processes end with this command.
     require_service(config, memory=local, cores=False, ports=local, surge=not local)
     with StartView(live=not args.verbose) as view:
         how = {"address": args.address, "dashboard": args.dashboard, "verbose": args.verbose}

@@ -36,7 +36,7 @@ _EXECUTION = {
     "compiling": "eager until it is compiled, which is done in the background",
     "failed": "eager, as it could not be compiled: its log says why",
 }
-"""Phrases by the value in a replica's status, of those that are worth one."""
+"""Value in a replica's status -> a phrase, for the values that need one."""
 _CLEAR = "\x1b[H\x1b[2J"
 
 

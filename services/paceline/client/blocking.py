@@ -132,7 +132,7 @@ class Client(ClientBase[Stream], _Closes):
         return call.read(answer)
 
     def cancel(self, request_id: str, *, timeout_s: float = INFO_TIMEOUT_S) -> bool:
-        """Ends a request by its id, whoever started it; its stream completes with finish_reason ``abort``.
+        """Ends a request by its id, also another client's; its stream completes with finish_reason ``abort``.
 
         False: no such request is in progress.
         """

@@ -299,8 +299,8 @@ class ClientBase(Generic[StreamT]):
         if tls is not None and tls.server_name is not None:
             self._options.append(("grpc.ssl_target_name_override", tls.server_name))
         self._lock = threading.Lock()
-        self._current: list[Connection] = []  # those that take new calls
-        self._connections: WeakSet[Connection] = WeakSet()  # these, and those that streams still have
+        self._current: list[Connection] = []  # connections for new calls
+        self._connections: WeakSet[Connection] = WeakSet()  # these, and others that streams still use
         self._streams: WeakSet[StreamBase] = WeakSet()
 
     def _make_channel(self) -> Any:
@@ -436,7 +436,7 @@ class StreamBase:
         return chunk
 
     def _failed(self, error: grpc.RpcError) -> float | None:
-        """Takes the end of a call: seconds until the request is sent again; None: the stream is over."""
+        """Records the end of a call; returns seconds until the request is sent again; None: the stream is over."""
         closed = self._client.closed
         pause_s = None if closed else self._transcript.pause_s(error)
         if pause_s is None:

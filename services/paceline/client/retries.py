@@ -37,8 +37,8 @@ class Retries:
         clock: Callable[[], float] = time.monotonic,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
-        """``resume``: whether a stream that has begun is continued, and ``answered``: whether the service has answered
-        this client before, and is worth waiting for. ``uniform`` spreads the pauses of many clients."""
+        """``resume``: continue a stream that has begun. ``answered``: the service has answered this client before, so
+        waiting for it is useful. ``uniform`` spreads the pauses of many clients."""
         self._resume, self._patient, self._clock, self._uniform = resume, resume and answered, clock, uniform
         self._num_tokens = 0
         self._num_failures = 0

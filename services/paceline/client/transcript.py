@@ -55,7 +55,7 @@ class Transcript:
         self._started_s = self._first_s = self._last_s = time.perf_counter()
 
     def feed(self, message: pb.GenerateResponse) -> Chunk | None:
-        """Takes in one message and returns its chunk, if it has one. ``end`` must follow the last message."""
+        """Records one message and returns its chunk, if it has one. ``end`` must follow the last message."""
         kind = message.WhichOneof("response")
         try:
             if kind == "complete":
@@ -82,7 +82,7 @@ class Transcript:
         return chunk
 
     def _feed_scores(self, chunk: Chunk, logprobs: PromptLogprobs) -> Chunk | None:
-        """Takes log probabilities of the prompt, each once: a request that is sent again gets them from the first."""
+        """Records log probabilities of the prompt, each once: a request that is sent again gets all of them again."""
         rest = logprobs.after(len(self._scores))
         if rest is None:
             return None

@@ -1,8 +1,8 @@
 """Every metric of the service, declared once, and the objects through which the processes count.
 
-Names that begin with ``vllm:`` are those of vLLM, with its meaning and its histogram bounds, so that the tools which
+Names that begin with ``vllm:`` are vLLM's, with its meaning and its histogram bounds, so that the tools which
 read them (``vllm bench serve``, dashboards, planners) work unchanged; ``paceline_`` is what only this service has.
-Events are counted here; rates are derived by whoever reads.
+Events are counted here; readers derive rates.
 
     declaration, catalogue, engines   names, labels, units
     registry, mirror                  the metrics of one process (prometheus_client), mirrored to Ray's exporter

@@ -14,7 +14,7 @@ from paceline.metrics.registry import Registry
 
 
 class AccessMetrics:
-    """One method per event. A key's name comes from the file of keys, so the labels are as many as its entries."""
+    """One method per event. A key's name comes from the file of keys, so there is one label per entry."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -43,7 +43,7 @@ class AccessMetrics:
         self._registry.gauge(CERTIFICATE_EXPIRY, use).set(expires_at)
 
     def reload_failures(self, file: str, total: int) -> None:
-        """Takes how many versions of a file could not be used so far."""
+        """Sets the number of versions of a file that could not be used so far."""
         counter = self._registry.counter(RELOAD_FAILURES, file)
         counter.inc(total - self._reload_failures.get(file, 0))
         self._reload_failures[file] = total

@@ -50,10 +50,10 @@ CATALOGUE: dict[str, Metric] = {}
 
 
 _VLLM_CONSTANTS = (("engine", "0"),)
-"""vLLM numbers the data-parallel engines behind an address; a service is one to its callers, of which targets are told
-apart by ``replica_id``."""
+"""vLLM numbers the data-parallel engines of an address; callers see a service as one engine, whose targets differ by
+``replica_id``."""
 _NO_COUNTERS = ("vllm:iteration_tokens_total",)
-"""Names of vLLM that end as those of counters do."""
+"""vLLM's names that end like a counter's, but are none."""
 
 
 def declare(metric: Metric) -> Metric:

@@ -32,7 +32,7 @@ class ReplicaMetrics:
         self._cache: tuple[str, ...] | None = None  # labels of CACHE_CONFIG
 
     def update(self, status: ReplicaStatus) -> None:
-        """Takes the newest status. A new incarnation, or a counter that fell, counts from zero again."""
+        """Records the newest status. A new incarnation, or a counter that fell, counts from zero again."""
         registry, kind = self._registry, status.kind
         if status.incarnation != self._incarnation:
             self._incarnation, self._seen = status.incarnation, {}
@@ -75,7 +75,7 @@ class ReplicaMetrics:
         return 0.0
 
     def _steps(self, status: ReplicaStatus, num_steps: float, bound: str) -> None:
-        """Observes the steps of a size, each with the mean of those that came since the last status."""
+        """Observes the new steps of a size, each with their mean since the last status."""
         tokens = f"step_tokens_of:{bound}"
         num_new, num_tokens = self._grown(f"steps_of:{bound}", num_steps), status.counters.get(tokens, 0.0)
         new_tokens, histogram = (

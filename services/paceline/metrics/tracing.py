@@ -1,11 +1,11 @@
-"""Traces of requests for OpenTelemetry: a span for each request, and below it where its time went.
+"""Traces of requests for OpenTelemetry: a span for each request, and child spans for its parts.
 
     request ─┬─ queue        from its arrival until it is opened on a target
              ├─ prefill      until its first tokens
-             ├─ round ...    one target step each, for as many rounds as are asked for
+             ├─ round ...    one target step each, for the configured rounds
              └─ migration    from the loss of its target to the first tokens of another
 
-Those of the replicas that serve it are below it too (``engine_tracing.py``).
+Spans of the replicas that serve it are its children, too (``engine_tracing.py``).
 
 A service without traces has no ``Tracing``, and a request that is not sampled no ``RequestSpans``: both are None, and
 nothing of OpenTelemetry is imported or called. Spans are sent by a thread of the SDK, which drops what a collector does
@@ -56,8 +56,8 @@ class Tracing:
         round_every: int = 0,
         exporter: SpanExporter | None = None,
     ) -> None:
-        """``first_rounds`` and ``round_every``: the rounds of a request that get a span: so many after the one of its
-        prefill, and later every so many-th; 0: none. ``exporter`` is shut down with the provider.
+        """``first_rounds``: rounds after the prefill that get a span; ``round_every`` = n: later every n-th round; 0:
+        none. ``exporter`` is shut down with the provider.
         """
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -78,9 +78,9 @@ class Tracing:
         round_every: int,
         instance_id: str = "",
     ) -> Self:
-        """Spans that go to a collector by OTLP; nothing is sent yet.
+        """Opens a tracer whose spans go to a collector by OTLP; nothing is sent yet.
 
-        What the arguments leave open is as the variables of OpenTelemetry say (OTEL_EXPORTER_OTLP_*, OTEL_BSP_*,
+        OpenTelemetry's variables set what the arguments leave open (OTEL_EXPORTER_OTLP_*, OTEL_BSP_*,
         OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES).
 
         Args:
@@ -89,7 +89,7 @@ class Tracing:
             protocol: ``grpc`` or ``http/protobuf``.
             sample_ratio: share of the requests that are traced where the caller has not decided. None: OpenTelemetry's
                 variables, then all.
-            instance_id: name of this process among those of the service.
+            instance_id: name of this process within the service.
 
         Raises:
             ConfigError: the packages of the extra ``tracing`` are missing.
@@ -172,7 +172,7 @@ class RequestSpans:
         self._tracing, self._span, self._clock = tracing, span, clock
         self._context = set_span_in_context(span)
         self.traceparent = tracing.traceparent(self._context)
-        """Context of the request's span, for those who make spans below it."""
+        """Context of the request's span, for its child spans."""
         self._last_ns = clock.now_ns()
         self._num_rounds = 0
         self._lost_ns: int | None = None
@@ -206,7 +206,7 @@ class RequestSpans:
         self._last_ns = now
 
     def lost(self) -> None:
-        """Its target has failed: it waits for another."""
+        """Records that the request's target failed; it waits for another."""
         if self._lost_ns is None:
             self._lost_ns = self._clock.now_ns()
 

@@ -1,8 +1,8 @@
 """Keeps the ports of a Ray of our own to this machine; only HAProxy's two public ones are at the address asked for.
 
 Ray's own processes listen on the node's address, which ``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0`` makes 127.0.0.1. Serve's
-gRPC servers (those of routers, of its fallback proxy, and of every replica) listen on all addresses, whatever they are
-told: ``keep_local`` is the ``worker_process_setup_hook`` that turns that into 127.0.0.1.
+gRPC servers (of routers, of its fallback proxy, and of every replica) always listen on all addresses: ``keep_local``
+is the ``worker_process_setup_hook`` that turns that into 127.0.0.1.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def needed(sampling: SamplingParams) -> int:
 
 
 def unknown_fields(message: Message, path: str = "") -> Iterator[str]:
-    """Yields the fields of a message, and of those in it, that this version does not know, by name and number."""
+    """Yields fields that this version does not know, of a message and of messages in it, by name and number."""
     for field in cast(Any, UnknownFieldSet(message)):
         yield f"{path}{field.field_number}"
     for descriptor, value in message.ListFields():

@@ -21,7 +21,7 @@ from paceline.v1 import generation_pb2
 GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
 HEALTH: ServiceDescriptor = health_pb2.DESCRIPTOR.services_by_name["Health"]
 REFLECTION = "grpc.reflection.v1.ServerReflection"
-"""The name under which clients ask for reflection first; its messages are those of v1alpha."""
+"""The name under which clients ask for reflection first; its messages equal v1alpha's."""
 
 
 def add_generation(servicer: Any, server: Any) -> None:

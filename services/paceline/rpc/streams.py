@@ -83,7 +83,7 @@ _FINISH_REASONS = {
     types_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
 }
 _UNKNOWN = object()
-"""What stands for a finish reason that this version does not know."""
+"""Placeholder for a finish reason that this version does not know."""
 _FINISH_REASONS_TO_PROTO = {reason: number for number, reason in _FINISH_REASONS.items()}
 _NODE_COLUMNS = attrgetter("node_id", "parent_id", "token_id", "prob", "sampled", "q")
 _FURTHER_ROUND_COLUMNS = attrgetter("lookup_drafted", "lookup_accepted", "head_drafted", "head_accepted")
@@ -423,8 +423,8 @@ def _write_headers(messages: Sequence[Outcome | InFlight | Commit | Nodes | Rela
 
 
 def _joined(code: str, rows: Sequence[Sequence[float]]) -> tuple[list[int], bytes]:
-    """How many numbers each row has, and those of all rows as ``struct`` packs them: a repeated field takes ten times
-    as long."""
+    """Returns the length of each row, and all numbers packed by ``struct``: a repeated field takes ten times as
+    long."""
     flat = list(chain.from_iterable(rows))
     return list(map(len, rows)), struct.pack(f"<{len(flat)}{code}", *flat)
 

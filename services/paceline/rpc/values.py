@@ -181,7 +181,7 @@ def status_from_proto(proto: types_pb2.ReplicaStatus) -> ReplicaStatus | None:
 
 
 def sampling_to_proto(params: SamplingParams, names: Collection[str]) -> types_pb2.SamplingParams:
-    """Sampling parameters as a message; of the scalars only those in ``names``, the others stay unset."""
+    """Sampling parameters as a message; scalars that are not in ``names`` stay unset."""
     form = params.structured_output
     return types_pb2.SamplingParams(
         structured_output=None if form is None else _form_to_proto(form),
@@ -227,7 +227,7 @@ def _form_fields(proto: types_pb2.StructuredOutput) -> dict[str, Any]:
 
 
 def speculation_to_proto(params: SpeculationParams, names: Collection[str]) -> types_pb2.SpeculationOptions:
-    """Speculation parameters as a message; only those in ``names``, the others stay unset."""
+    """Speculation parameters as a message; fields that are not in ``names`` stay unset."""
     return types_pb2.SpeculationOptions(
         **{name: getattr(params, name) for name in _SPECULATION_SCALARS if name in names}
     )
