@@ -51,7 +51,7 @@ def build(args: Mapping[str, Any] | ServiceConfig) -> Application:
         raise ConfigError(f"{key} {problem}")
     actor: dict[str, Any] = {"num_cpus": 0}
     if labels := config.router_config.deployment_config.ray_actor_options.label_selector:
-        actor["label_selector"] = labels  # beside a router: pools come and go
+        actor["label_selector"] = labels  # on a router's node: other pools come and go
     monitor_options = {
         "ray_actor_options": actor,
         "autoscaling_config": MONITOR_SCALING,

@@ -72,7 +72,7 @@ def running_config(where: str) -> ServiceConfig:
 def compare(running: ServiceConfig, wanted: ServiceConfig) -> Comparison:
     """Returns what deploying ``wanted`` over ``running`` does.
 
-    Both are taken as of this version of Paceline: another version replaces every process.
+    Both are assumed to run this version of Paceline: another version replaces every process.
     """
     before, after = _deployments(running), _deployments(wanted)
     names = sorted({**before, **after}, key=_order)

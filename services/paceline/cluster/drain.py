@@ -1,4 +1,4 @@
-"""Takes this Ray node out of the cluster without a client noticing: what a pod runs before it is stopped.
+"""Removes this Ray node from the cluster without a client noticing: a pod runs it before it stops.
 
     python -m paceline.cluster.drain --graceful-s 1830 --cold-start-s 900
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 _GONE_AFTER_S = 15.0
-"""Without an answer for so long the cluster is taken for gone."""
+"""Seconds without an answer after which the cluster is considered gone."""
 _GRACEFUL_S, _COLD_START_S = 600.0, 900.0
 _RPC_TIMEOUT_S = 5.0
 

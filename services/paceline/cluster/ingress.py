@@ -159,7 +159,7 @@ class Ingress(PublicMethods):
         return self._router.num_running + self._router.num_queued
 
     async def cancel_these(self, requests: Sequence[Named]) -> list[Named]:
-        """Cancels those of the requests that are with this router, and returns them."""
+        """Cancels the requests that this router has, and returns them."""
         return [(request_id, owner) for request_id, owner in requests if self._service.cancel(request_id, owner)]
 
     async def _cancel_at_peers(self, requests: Sequence[Named]) -> set[Named]:
@@ -241,7 +241,7 @@ class Ingress(PublicMethods):
         return {"running": float(self._router.num_running), "queued": float(self._router.num_queued)}
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests, and returns when those in progress have ended (``GenerationService.drain``)."""
+        """Refuses new requests, and returns when none is in progress (``GenerationService.drain``)."""
         await self._service.drain(timeout_s)
 
     def _stop_within(self, left_s: float) -> float:
@@ -266,7 +266,7 @@ class Ingress(PublicMethods):
             await asyncio.to_thread(self._tracing.close)
 
     def _reload(self) -> None:
-        """Takes keys and certificates again if their files have changed."""
+        """Reloads keys and certificates if their files have changed."""
         metrics = self._access_metrics
         if self._keys is not None:
             self._keys.refresh()
@@ -314,7 +314,7 @@ class Ingress(PublicMethods):
             self._demand = None
 
     async def _ask_peers(self, method: str, *args: Any) -> list[Any]:
-        """Answers of all routers, this one included; those that fail are left out."""
+        """Returns the answers of all routers, including this one; omits failures."""
         if self._peers is None:
             self._peers = serve.get_deployment_handle(self._myself.deployment, self._myself.app_name)
         try:
@@ -329,7 +329,7 @@ class Ingress(PublicMethods):
 
 @serve.ingress()
 class IngressReplica(Ingress):
-    """The ingress behind Serve's HTTP. Apart from it, since a destructor that is awaited is for Serve to call alone."""
+    """The ingress for Serve's HTTP; a separate class, since only Serve may call a destructor that is awaited."""
 
     async def __del__(self) -> None:
         """Stops the router when Serve ends the replica, which awaits this."""

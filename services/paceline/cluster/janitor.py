@@ -1,4 +1,4 @@
-"""A process that waits for the end of the one that started it, and tidies up behind it. Standard library only.
+"""A process that waits for its parent to end, and then cleans up. Standard library only.
 
     python -I janitor.py FOLDER   standard input: a byte, then its end: an orderly end. Only its end: it was killed.
 

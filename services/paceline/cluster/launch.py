@@ -42,7 +42,7 @@ _MANY = 16
 
 
 def reserved_cpus(config: ServiceConfig) -> int:
-    """Cores that the replicas reserve when there are as many as there may be, at most 16 of a kind."""
+    """Cores that the maximum number of replicas reserves, at most 16 of a kind."""
     reserved = config.reserved_cpus(lambda deployment: min(deployment.most_replicas, _MANY))
     return max(1, math.ceil(reserved - 1e-9))
 

@@ -1,4 +1,4 @@
-"""What Ray and Serve say in this process goes to a file: the terminal is for what a user can act on."""
+"""Sends the output of Ray and Serve in this process to a file: the terminal shows what a user can act on."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class PoolRequestRouter(RequestRouter):  # type: ignore[misc]  # ray is not foll
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replica that the lease is pinned to; without a pin, all, those with the fewest calls first."""
+        """Returns the replica that the lease is pinned to; without a pin, all of them."""
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # else Serve asks again without a pause
@@ -149,7 +149,7 @@ class ServePool:
         return len(self._leases)
 
     async def stop(self) -> None:
-        """Gives all leases back. Idempotent."""
+        """Ends all leases. Idempotent."""
         self._unwatch()
         tasks = [lease.task for lease in self._leases if lease.task is not None]
         for lease in list(self._leases):
@@ -206,7 +206,7 @@ class _ServeLease:
             self.task.cancel()
 
     def end_if_waiting(self) -> None:
-        """Its replica takes no sessions any more: a lease that is not held yet never will be."""
+        """Ends a lease that is not held yet: its replica accepts no more sessions."""
         if not self._held:
             self.close()
 

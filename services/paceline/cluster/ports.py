@@ -14,8 +14,8 @@ _BLOCK_RANGE, BLOCK = (10000, 26000), 64
 
 
 def free_ports(count: int, taken: Sequence[int] = ()) -> list[int]:
-    """Different ports that nobody uses now, below those that systems hand out to outgoing connections by themselves:
-    what is free there stays free while Ray starts and takes dozens. ``taken``: ports that somebody is about to use."""
+    """Returns different unused ports, below the range that systems assign to outgoing connections: a free port there
+    stays free while Ray starts and takes dozens. ``taken``: ports that are about to be used."""
     ports: list[int] = []
     while len(ports) < count:
         port = random.randrange(*_RANGE)

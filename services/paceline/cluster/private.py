@@ -12,9 +12,9 @@ from paceline.errors import ConfigError
 
 
 def protect_token() -> None:
-    """Makes Ray's token file (mode 0600) before Ray does (mode 0644), or takes others' rights to one that is there.
+    """Creates Ray's token file (mode 0600) before Ray does (mode 0644), or removes others' rights to an existing one.
 
-    Whoever reads it may run code in the cluster. Does nothing where Ray takes its token elsewhere, or asks for none.
+    A reader of the file can run code in the cluster. Does nothing if Ray's token is elsewhere, or not required.
     """
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or "RAY_AUTH_TOKEN" in os.environ:
         return

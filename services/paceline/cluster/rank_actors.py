@@ -47,7 +47,7 @@ class Rank:
     """One rank of a replica that is not its first; runs until that one leaves."""
 
     def __init__(self, name: str, log_config: LogConfig, version: str) -> None:
-        """``name``: in logs. ``version``: of the first rank; the bits of a replica are those of one version.
+        """``name``: in logs. ``version``: of the first rank; all ranks need one version for the same bits.
 
         Raises ConfigError if this process runs another.
         """

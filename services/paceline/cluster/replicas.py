@@ -58,7 +58,7 @@ _TOKEN_KEY, _NAMESPACE = "internal-token", "paceline"
 
 
 class MonitorReplica:
-    """The monitor of the fleet: metrics, starting replicas, and the wanted sizes of the pools."""
+    """The monitor of the fleet: metrics, starting replicas, and the decided sizes of the pools."""
 
     def __init__(self) -> None:
         self._monitor = Monitor()
@@ -68,7 +68,7 @@ class MonitorReplica:
         self._serve_answered: float | None = None
 
     async def reconfigure(self, settings: Mapping[str, Any]) -> None:
-        """Takes the value of ``ServiceConfig.scaling``, now and whenever it has changed. Called by Serve."""
+        """Sets ``ServiceConfig.scaling``; Serve calls it at start and after every change."""
         logs.configure_replica(LogConfig.model_validate(settings["log"]), replica_id())
         self._monitor.autoscaler.configure(settings)
         if self._ticker is None:
@@ -92,17 +92,17 @@ class MonitorReplica:
         return {WANTED_AT: at} | {WANTED + pool: float(size) for pool, size in wanted.items() if size is not None}
 
     async def push(self, report: Report) -> tuple[str, ...]:
-        """Takes a report, whose sender has started by now. Returns the pools whose sizes are decided here."""
+        """Records a report, whose sender has started by now. Returns the pools whose sizes are decided here."""
         self._starting.pop(report.source_id, None)
         self._monitor.push(report)
         return tuple(self._monitor.autoscaler.wanted()[1])
 
     async def note_startup(self, startup: Startup) -> None:
-        """Takes a note about what a starting replica does."""
+        """Records the stage of a starting replica."""
         self._starting[startup.replica_id] = (startup, time.monotonic())
 
     async def starting(self) -> list[Startup]:
-        """Returns the replicas that are starting: those with a note within the last 3 s."""
+        """Returns the starting replicas: with a note within the last 3 s."""
         oldest = time.monotonic() - 3 * _REPORT_S
         self._starting = {rid: entry for rid, entry in self._starting.items() if entry[1] >= oldest}
         return [startup for startup, _ in self._starting.values()]
@@ -178,7 +178,7 @@ class EngineDeployment:
         fit together, and whether their code is trusted.
         """
         apply_worker_environment()
-        show_gpus(reserved_gpus().names)  # of several ranks each adds those of the others
+        show_gpus(reserved_gpus().names)  # each rank adds the others' GPUs
         started = time.monotonic()
         self._setup = setup
         self._monitor = monitor

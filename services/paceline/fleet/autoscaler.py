@@ -58,7 +58,7 @@ class Autoscaler:
     def __init__(
         self, settings: Mapping[str, Any], *, wall: Callable[[], float] = time.time, recommend: bool = True
     ) -> None:
-        """Takes ``ServiceConfig.scaling`` as ``settings``. ``recommend``: whether to ask the model of time."""
+        """``settings``: ``ServiceConfig.scaling``. ``recommend``: also ask the model of time."""
         self._wall = wall
         self._pools: dict[str, _Pool] = {}
         self._signals = Signals(ScalingPolicy().window_s)
@@ -69,7 +69,7 @@ class Autoscaler:
         self.configure(settings)
 
     def configure(self, settings: Mapping[str, Any]) -> None:
-        """Takes new settings. Measurements stay, and decisions as far as the new bounds allow."""
+        """Sets new settings. Keeps measurements, and decisions as far as the new bounds allow."""
         pools = {}
         for kind, (model, default) in _KINDS.items():
             if (data := settings["pools"].get(kind)) is None:
@@ -86,7 +86,7 @@ class Autoscaler:
         self._signals.window_s = max((pool.policy.window_s for pool in pools.values()), default=5.0)
 
     def observe(self, report: Report, now: float) -> None:
-        """Takes the report of a process; ``now`` as for ``decide``."""
+        """Records the report of a process; ``now`` as for ``decide``."""
         self._signals.observe(report, now)
 
     def decide(self, now: float) -> None:
@@ -105,7 +105,7 @@ class Autoscaler:
         self._decided_at = self._wall()
 
     def wanted(self) -> tuple[float, dict[str, int | None]]:
-        """Returns the time of the latest decision, in seconds of the epoch, and the wanted replicas of each pool.
+        """Returns the time of the latest decision, in seconds of the epoch, and the decided size of each pool.
 
         None: nothing is decided yet, and the pool keeps its size. Pools with another policy are absent.
         """

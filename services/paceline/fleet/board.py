@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 BOARD: dict[str, tuple[float, dict[str, int]]] = {}
-"""Name of the application -> time of the decision, in seconds of the epoch, and the wanted replicas by pool."""
+"""Name of the application -> time of the decision, in seconds of the epoch, and the decided size of each pool."""

@@ -1,9 +1,9 @@
 """Number of replicas that each pool needs now, from one look at the service, with little memory between two looks.
 
-Targets and routers need as many as there is load, whatever their number is now, so that changing it does not change
-the demand. Drafts are different: a draft grows its trees as long as it may, and further drafts find further work. So
-busy drafts are not a reason for more of them; rounds must have missed because a draft was too late, and the model of
-time must expect that more drafts help.
+The demand for targets and routers follows the load alone, so changing their number does not change it. Drafts are
+different: a draft grows its trees as long as it may, and further drafts find further work. So busy drafts are no reason
+for more of them. Rounds must have missed because a draft was too late, and the model of time must expect that more
+drafts help.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Flow:
         self._last = running, queued
 
     def needed(self, fleet: Fleet, places: float, drain_s: float) -> tuple[float, str]:
-        """Returns the sessions that should have a place, and why: those of the queue within ``drain_s`` seconds.
+        """Returns the sessions that should have a place, and why; the queue should have one within ``drain_s`` seconds.
 
-        Arrivals are taken to be fewer than counted by two standard errors, so that noise alone adds nothing. A pool
-        that serves its queue runs more than arrive: beyond ``places``, which fill it well, that is no need.
+        Two standard errors are subtracted from counted arrivals, so that noise alone adds nothing. A pool that serves
+        its queue runs more sessions than arrive: beyond ``places``, which fill it well, these are no need.
         """
         waiting = f", {fleet.queued} of them waiting" if fleet.queued else ""
         if self.duration_s is None:
@@ -89,8 +89,8 @@ class Flow:
 class TargetDemand:
     """Demand for targets by sessions or KV pages. Missed latency goals lower the sessions that fill a target.
 
-    While requests wait, the number of sessions only grows until further targets have started. So what is needed then
-    are the sessions that the present arrivals lead to (``Flow``), and those that serve the queue in time.
+    While requests wait, the number of sessions grows until further targets have started. So the need is then the
+    sessions that the present arrivals lead to (``Flow``), and the sessions that serve the queue in time.
     """
 
     max_sessions: int
@@ -113,7 +113,7 @@ class TargetDemand:
     ) -> Demand:
         """Returns the demand of this moment.
 
-        ``up_delay_s``: seconds of waiting requests that ask for more targets; ``wanted``: targets that were ordered.
+        ``up_delay_s``: seconds of waiting requests that require more targets; ``wanted``: ordered targets.
         """
         passed_s, self._at = 0.0 if self._at is None else now - self._at, now
         goal = policy.occupancy * self.max_sessions
@@ -178,12 +178,12 @@ def _goals(policy: TargetPolicy) -> str:
 
 
 class DraftDemand:
-    """Demand for drafts by busy drafts that are too late, while more of them help and speculation pays."""
+    """Demand for drafts by busy drafts that are too late, while more of them help and speculation has gain."""
 
     def __init__(self, recommend: Callable[[Times], float]) -> None:
         """Starts without a recommendation.
 
-        ``recommend`` gives drafts per target by the model of time, 0 if it expects that speculation does not pay.
+        ``recommend`` returns drafts per target by the model of time, 0 if it expects no gain of speculation.
         """
         self._recommend = recommend
         self.pays = Pays()
@@ -221,28 +221,28 @@ class DraftDemand:
 
 @dataclass(slots=True)
 class Pays:
-    """Decides whether speculation pays, from what the targets' controllers want, and when to ask them again.
+    """Decides from the requests of the targets' controllers if speculation has gain, and when to ask them again.
 
-    It does not when fewer than one in ten speculating sessions had or wanted a draft, in the mean over all of the time
-    until the pool may be emptied (targets try drafts by themselves for moments). Only time with a draft that serves
-    counts, however long its machine and its model take to start. With an empty pool no target can find out, so drafts
-    come back for ``probe_s``
+    It has none if fewer than one in ten speculating sessions had or requested a draft, in the mean over the time until
+    the pool may be emptied (targets try drafts by themselves for moments). Only time with a serving draft counts,
+    however long its machine and its model take to start. With an empty pool no target can measure, so drafts come back
+    for ``probe_s``
 
     - ``probe_interval_s`` later, then after 2, 4 and 8 times as long, while sessions speculate;
-    - when there are at most half as many speculating sessions for each target as when it was given up.
+    - when a target has at most half as many speculating sessions as when speculation was given up.
     """
 
     trial: str | None = None
     """Reason of the trial of drafts in progress; None: there is none."""
     _seen: deque[tuple[float, int, int]] = field(default_factory=deque)
-    """(time, sessions that have or want a draft, those that might)."""
+    """(time, sessions that have or request a draft, speculating sessions)."""
     _resting_since: float | None = None
     _probing_until: float = -math.inf
     _load: float = 0.0
     _failures: int = 0
 
     def see(self, fleet: Fleet, policy: DraftPolicy, zero_delay_s: float, now: float) -> str | None:
-        """Returns None if speculation may pay, else the reason why drafts have not been wanted for ``zero_delay_s``."""
+        """Returns None if speculation may have gain, else why drafts were not requested for ``zero_delay_s``."""
         if self._resting_since is not None:
             return self._rest(fleet, policy, now)
         if self.trial is not None and not fleet.drafts:

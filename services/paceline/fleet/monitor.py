@@ -81,7 +81,7 @@ class Monitor:
         self._unknown: set[str] = set()
 
     def push(self, report: Report) -> None:
-        """Takes a report; one that is older than the newest of its incarnation is ignored."""
+        """Records a report; ignores one that is older than the newest of its incarnation."""
         key = (report.source_id, report.status.incarnation)
         source = self._sources.get(key)
         if source is None:

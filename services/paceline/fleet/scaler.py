@@ -1,17 +1,17 @@
 """Turns a demand that is measured again and again into a steady number of replicas.
 
-Demand is in replicas, as a real number: at 2.3 two replicas are too few. With n replicas wanted, and all evidence taken
+Demand is in replicas, as a real number: at 2.3 two replicas are too few. With n replicas decided, and all evidence from
 *after the last change*:
 
-- more, if demand was above n for all of ``up_delay_s``: as many as the least demand of that time needs;
-- fewer, if for all of ``down_delay_s`` the signals were complete and demand was below (n - 1) (1 - hysteresis): as
-  many as the most demand of that time needs, with the hysteresis on top;
+- more, if demand was above n for all of ``up_delay_s``: enough for the least demand of that time;
+- fewer, if for all of ``down_delay_s`` the signals were complete and demand was below (n - 1) (1 - hysteresis): enough
+  for the largest demand of that time, with the hysteresis on top;
 - none, if for all of ``zero_delay_s`` there was no demand at all, or immediately where that is known already
   (``at_once``); from none to some immediately;
-- at most ``max_step_up`` times as many in one step, at least ``max_step_down`` as many, always within the bounds.
+- one step multiplies n by at most ``max_step_up`` and at least ``max_step_down``, always within the bounds.
 
-It follows, whatever the demand does (``tests/fleet/test_scaler.py``): between two changes lies at least the delay
-of the second, and going up, down and up again takes up_delay_s + down_delay_s. And if demand stays within
+Whatever the demand does (``tests/fleet/test_scaler.py``), at least the delay of the second change lies between two
+changes, and going up, down and up again takes up_delay_s + down_delay_s. And if demand stays within
 (1 +- e) of a mean with e <= hysteresis / (2 - hysteresis), the pool goes in one direction only, if at all: going up to
 n needs demand above n - 1 at some time, going down from it demand below (n - 1) (1 - hysteresis), and
 (1 - e) / (1 + e) >= 1 - hysteresis.
@@ -63,7 +63,7 @@ class Change:
 
 @dataclass(slots=True)
 class Scaler:
-    """Holds the wanted number of replicas of one pool. Times are seconds of any monotonic clock."""
+    """Holds the decided number of replicas of one pool. Times are seconds of any monotonic clock."""
 
     pace: Pace
     wanted: int | None = None
@@ -73,7 +73,7 @@ class Scaler:
     _complete_since: float | None = None
 
     def see(self, demand: Demand | None, actual: int, now: float) -> Change | None:
-        """Takes one measurement and returns the change that it causes. ``actual``: replicas that exist.
+        """Records one measurement and returns the change that it causes. ``actual``: existing replicas.
 
         ``demand`` None: nothing is known. Then nothing is decided, and earlier measurements are dropped.
         """
@@ -142,7 +142,7 @@ class Scaler:
         return self._change(max(needed, step), reason, wanted)
 
     def _since(self, begin: float) -> list[tuple[float, str]]:
-        """The newest sample, and those that are not older than ``begin``."""
+        """Returns the samples since ``begin``; the newest one in any case."""
         samples = [(demand, reason) for at, demand, reason in self._samples if at >= begin]
         return samples or [self._samples[-1][1:]]
 

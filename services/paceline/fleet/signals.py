@@ -1,7 +1,7 @@
 """Signals for the sizes of pools, from the reports of all processes.
 
-Shares, rates and percentiles are those of the last ``window_s``, from the totals that each process reports: a report
-that is lost or late only changes the time that the next one stands for. Only arrival here is timed.
+Shares, rates and percentiles are of the last ``window_s``, from the totals that each process reports: a lost or late
+report only lengthens the time that the next one covers. Times are of arrival here.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class Fleet:
 
     routers: int
     sessions: int
-    """Sessions of all routers, those that wait for a target included."""
+    """Sessions of all routers, including the ones that wait for a target."""
     queued: int
     opened: float
     """Requests per second that left the queue for a target."""
     refused: float
-    """Requests per second that found the queue full, less those that should come again now: each counts once."""
+    """Requests per second that found the queue full, less expected returns: each counts once."""
     cpu: float
     """CPU use of all routers, in cores."""
     speculating: int
     """Running sessions that may have a draft, by what was asked for."""
     drafting: int
-    """Those of the speculating sessions that have a draft, or whose target wants one for them."""
+    """Speculating sessions that have a draft, or whose target requests one for them."""
     targets: int
     """Targets that take sessions now."""
     kv: float
@@ -109,7 +109,7 @@ class Line:
     _xy: float = 0.0
 
     def add(self, steps: float, rows: float, seconds: float) -> None:
-        """Takes the steps of one second: ``steps`` of them had ``rows`` rows and took ``seconds`` together."""
+        """Adds one second's steps: their number, and their rows and seconds together."""
         keep, x, y = 0.5 ** (1.0 / _FADE_S), rows / steps, seconds / steps
         self.weight = keep * self.weight + steps
         self._x, self._y = keep * self._x + steps * x, keep * self._y + steps * y
@@ -139,7 +139,7 @@ class Signals:
         self._target_steps, self._draft_steps = Line(), Line()
 
     def observe(self, report: Report, now: float) -> None:
-        """Takes a report. One that is older than the newest of its process is ignored."""
+        """Records a report. Ignores one that is older than the newest of its process."""
         self._sweep(now)
         source = self._sources.get(report.source_id)
         if source is not None:

@@ -25,8 +25,8 @@ from paceline.preflight.heads import remote_size
 from paceline.preflight.host_memory import available_bytes
 
 _COPIES = 5
-"""Copies of the weights while an engine serves eagerly and another process compiles: the engine's, that process' own,
-those that are packed, the file that they go into, and the packed ones when they are loaded."""
+"""Copies of the weights while an engine serves eagerly and another process compiles: the engine's, that process's, its
+packed ones, the file of these, and the packed ones once loaded."""
 log = logging.getLogger(__name__)
 
 

@@ -1,15 +1,15 @@
 """The memory that a rank of a replica takes, from its checkpoint and its settings. Plain numbers: no torch.
 
-One estimate, two readings. ``least_bytes`` is certain, and what needs more than there is cannot run. ``total_bytes``
-is what a replica is expected to reach under the largest step that its settings allow; of that
+``least_bytes`` is certain: a replica that needs more than the machine has cannot run. ``total_bytes`` is expected under
+the largest step that the settings allow. It consists of
 
     process    interpreter, torch, transformers, Ray, and the code that oneDNN keeps for every number of tokens
     weights    parameters, twice where they are compiled: packed, and in the library that they were packed from
     KV         all pages, which are written when the replica starts, and the scratch page; states of linear layers
     trees      objects of the speculation trees under the coupled rule; their KV rows are among the pages
-    workspace  what the largest step allocates: activations, gathered keys and values, logits (``_workspace_bytes``)
+    workspace  allocations of the largest step: activations, gathered keys and values, logits (``_workspace_bytes``)
 
-A replica of several ranks splits its matrices and its KV heads among them; all numbers are those of one rank.
+A replica of several ranks splits its matrices and its KV heads among them; all numbers are of one rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROCESS_BYTES = 256 << 20
 REPLICA_RAY_BYTES = 130 << 20
 """Memory that Ray was measured to add to the process of a replica."""
 CODE_BYTES = 96 << 20
-"""Memory that the steps of an engine leave behind on CPUs, in oneDNN and the allocator, at most as measured."""
+"""Measured maximum of memory that an engine's steps leave allocated on CPUs, in oneDNN and the allocator."""
 ENGINE_PROCESS_BYTES = (374 << 20) + REPLICA_RAY_BYTES + CODE_BYTES
 """Memory of an engine's replica without a model: torch and transformers were measured to be 374 MiB."""
 ROUTER_PROCESS_BYTES = 160 << 20
@@ -121,7 +121,7 @@ class HeadsSize:
     kv_values: int = 0
     """Numbers that they keep on the target's pages per token."""
     page_values: int = 0
-    """Numbers that are kept per page beside them: the states of its last position."""
+    """Further numbers kept per page: the states of its last position."""
     host_bytes: int = 0
     """Memory of the machine that they take, whatever the device is."""
 
@@ -291,7 +291,7 @@ def _workspace_bytes(
     num_copies: int,
     gathers: bool,
 ) -> int:
-    """Bytes that the largest step allocates beside the KV pages.
+    """Bytes that the largest step allocates in addition to the KV pages.
 
     With T tokens, S sessions of which one has the longest context (P pages), R = min(T, ``num_logits``) rows of
     logits, and b bytes per number::

@@ -84,7 +84,7 @@ class _Fit:
         return Finding(self.severity, key, f"{key} is {value}: {needs}, {here}: set it to at most {remedy}")
 
     def too_large(self, key: str, size: ModelSize, **smallest: float) -> Finding:
-        """No setting helps. ``smallest``: those that need the least."""
+        """Finding that no setting helps. ``smallest``: the settings that need the least memory."""
         needed = self.needed(**smallest)
         remedy = "choose a smaller model or a larger machine"
         fitting = size.num_parameters - -(-(needed - self.room.left) // size.item_bytes)

@@ -1,9 +1,9 @@
 """The memory that the heads of a target take, from their files: plain numbers, without torch.
 
 Only the first rank holds them. A head that reads hidden states keeps its layers on the target's KV pages; a draft model
-has a KV cache of its own. What a head uses of the target's weights is the target's where that runs eagerly, on one rank
-and with plain weights, and is read once more beside any other. Packed for the native products it takes as much, but is
-no longer the same as a table that it was tied to.
+has a KV cache of its own. A head shares the target's weights if the target runs eagerly, on one rank and with plain
+weights; otherwise it reads its part of them once more. Packed for the native products they take the same memory, but
+are no longer shared with a tied table.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: 
     borrowed = 0 if lends else _num_borrowed(head.method, shapes) * table
     page_values = _STATES.get(head.method, 0) * target.hidden_size
     kv_values = (target.kv_values or 0) // max(1, target.num_layers)
-    if head.source is None:  # MTP: its weights are among those of the target's files
+    if head.source is None:  # MTP: its weights are in the target's files
         return HeadsSize(borrowed, kv_values, page_values)
     if head.method in ("medusa", "mlp_speculator"):
         return HeadsSize(weights + borrowed)
@@ -172,7 +172,7 @@ def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: 
 
 
 def _shapes(head: HeadOptions, target: ModelSize, target_source: str = "") -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors that a head loads, by their names. Those of MTP modules may lie among the target's.
+    """Shapes of the tensors that a head loads, by name. MTP modules may be in the target's files.
 
     Raises:
         ConfigError: its checkpoint cannot be read, or is not on this machine.
@@ -190,7 +190,7 @@ def _shapes(head: HeadOptions, target: ModelSize, target_source: str = "") -> di
 
 
 def _is_mtp(name: str, num_layers: int) -> bool:
-    """True for a tensor of an MTP module, by its name in the files of a target with so many layers."""
+    """True for a tensor of an MTP module, by its name in the files of a target with ``num_layers``."""
     layer = _LAYER.match(name)
     return name.startswith("mtp.") or (layer is not None and int(layer[1]) >= num_layers)
 
@@ -242,7 +242,7 @@ def _folder(head: HeadOptions) -> Path:
 
 
 def _num_states(head: HeadOptions, config: Mapping[str, Any], own: ModelSize) -> int:
-    """Layers of the target that a block head reads: those that are named, else one for each layer of its own."""
+    """Number of the target's layers that a block head reads: as named, else one for each layer of its own."""
     if head.boundaries is not None:
         return len(head.boundaries)
     values = {**config, **(config.get("dflash_config") or {})}

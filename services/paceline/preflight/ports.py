@@ -1,4 +1,4 @@
-"""Ports of this machine: which are free, and what is wrong with those that the service is to listen on.
+"""Ports of this machine: which are free, and faults of the ports that the service should listen on.
 
 Called by ``preflight.service``, and by ``cluster.ports``, which chooses ports.
 """
@@ -33,7 +33,7 @@ def check_ports(host: str, grpc_port: int, http_port: int) -> list[Finding]:
 
 
 def bind(host: str, port: int) -> None:
-    """Takes a port for a moment. Raises OSError if a server could not."""
+    """Binds a port for a moment. Raises OSError if a server could not."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

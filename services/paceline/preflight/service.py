@@ -67,7 +67,7 @@ class Pool:
     """A pool of replicas as the service starts it."""
 
     key: str
-    """Its part of the configuration."""
+    """The model's part of the configuration."""
     model_id: str | None
     """None: it runs no model."""
     num_replicas: int
@@ -131,7 +131,7 @@ def require_service(
 def check_service(
     config: ServiceConfig, *, memory: bool = True, cores: bool = True, ports: bool = True, surge: bool = False
 ) -> list[Finding]:
-    """Everything that is wrong, errors first. The flags are those of ``examine``."""
+    """Returns all findings, errors first. Flags: as for ``examine``."""
     return list(examine(config, memory=memory, cores=cores, ports=ports, surge=surge).findings)
 
 
@@ -247,7 +247,7 @@ def _read_model(
     except ConfigError as error:
         findings.append(Finding.error(f"{key}.tokenizer_source", f"cannot be used: {error}"))
         return None
-    # Added tokens may lie beyond: the rows of text models end where those of images begin.
+    # Added tokens may lie beyond: a text model's rows end where the rows of images begin.
     most = 1 + max({*tokenizer.vocab.values()} - tokenizer.added_tokens.keys(), default=-1)
     if most > checkpoint.vocab_size:
         problem = f"has {most} tokens and its model only {checkpoint.vocab_size}: name its own tokenizer"
@@ -283,7 +283,7 @@ def _check_threads(pool: str, options: ModelOptions) -> list[Finding]:
 def _read_cascade(
     config: ServiceConfig, setup: DraftSetup | None, target: _Model | None, findings: list[Finding], *, here: bool
 ) -> list[_Model | None]:
-    """The models of a cascade's drafters, None for those without; what is wrong with them is added to ``findings``."""
+    """Returns the models of a cascade's drafters, None for a drafter without one; adds their faults to ``findings``."""
     if setup is None or not isinstance(config.draft_config, CascadeDraftConfig):
         return []
     models: list[_Model | None] = []
@@ -306,7 +306,7 @@ def _read_cascade(
 
 
 def _check_degree(key: str, size: int, checkpoint: Checkpoint) -> list[Finding]:
-    """Checks that ranks can share out whole attention heads. Other rules are those of the model's class
+    """Checks that ranks can divide whole attention heads. Each model class has further rules
     (``model/parallel/plan.py``)."""
     config = checkpoint.config
     heads = (config.get("text_config") or config).get("num_attention_heads")

@@ -31,7 +31,7 @@ class EngineSpec:
     rendezvous: Rendezvous | None = None
     """Meeting point of the ranks of a tensor-parallel engine, and the number of this one; rank 0 is the engine."""
     shares_interpreter: bool = False
-    """What sends the engine's messages is another thread of its process."""
+    """Another thread of the engine's process sends its messages."""
 
     @property
     def kind(self) -> str:

@@ -58,6 +58,6 @@ class CoreClaim:
         return None
 
     def release(self) -> None:
-        """Gives the cores back. Idempotent."""
+        """Releases the cores. Idempotent."""
         while self._descriptors:
             os.close(self._descriptors.pop())

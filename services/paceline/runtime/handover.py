@@ -27,7 +27,7 @@ class Handover:
     """Makes calls on an event loop, in their order; any thread may ask for them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """To be called on the loop. Raises OSError if this process may open no more files."""
+        """Must be called on the loop. Raises OSError if this process may open no more files."""
         self._loop = loop
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._woken = False
@@ -37,7 +37,7 @@ class Handover:
         loop.add_reader(self._reading, self._make_calls)
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Has the loop call a function soon; never, once this is closed."""
+        """Schedules a function on the loop; ignored once this is closed."""
         self._calls.append((function, args))
         if not self._woken:
             self._woken = True

@@ -185,11 +185,10 @@ class EngineHost(Generic[Out]):
         observer: Observer | None = None,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """Takes what makes the engine, without building it.
+        """Sets up the host, without building the engine.
 
-        ``max_sessions``: sessions that the engine serves concurrently without queueing. ``cores``: to pin its
-        threads to. ``followers`` make the workers of the engine's other ranks. ``observer`` is told what the engine
-        does.
+        ``factory`` builds the engine. ``max_sessions``: served concurrently without queueing. ``cores``: its threads
+        are pinned to them. ``followers`` make the workers of its other ranks. ``observer`` is told of its events.
         """
         self.kind = kind
         self.num_foreign = 0
@@ -385,7 +384,7 @@ class EngineHost(Generic[Out]):
                 stream.beat()
 
     def _on_beat_end(self, task: asyncio.Task[None]) -> None:
-        """Without statuses routers would give the replica up: it fails, and is replaced."""
+        """Fails the replica, so that it is replaced: without statuses routers would give it up."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s failed", task.get_name(), exc_info=error)
             self._fail(f"{task.get_name()} failed: {type(error).__name__}: {error}")

@@ -158,10 +158,10 @@ def local_worker(
     on_messages: Emit[Any],
     on_death: Callable[[str], None],
 ) -> Worker[Any]:
-    """An engine of the one-process pipeline and its other ranks, on cores of their own where there are enough.
+    """Returns the worker of an engine and its other ranks, on cores of their own where there are enough.
 
-    ``factory`` defaults to the engine that ``config`` names; one for several ranks is a dataclass with a rendezvous,
-    one beside a draft whose placement is ``auto`` has a setup, too.
+    ``factory`` defaults to the engine that ``config`` names. For several ranks it is a dataclass with a rendezvous;
+    with a draft of placement ``auto`` it also has a setup.
     """
     own, others, lent = _cores(config, is_draft=kind == "draft")
     setup: TargetSetup | DraftSetup | None = config.draft_setup() if kind == "draft" else config.target_setup()
@@ -179,8 +179,8 @@ def local_worker(
 
 
 def _cores(config: LocalConfig, *, is_draft: bool) -> tuple[list[int], list[int], int]:
-    """Cores of an engine's first rank, none if there are too few; those from which its other ranks take theirs; and how
-    many of the first ones a draft lends to its target."""
+    """Returns the cores of an engine's first rank, [] if there are too few; the cores for its other ranks; and the
+    number of the first rank's cores that a draft shares with its target."""
     cores = available_cores() if config.pin_cores else []
     # target, draft, the target's other ranks, the draft's other ranks, the target's other threads, the draft's
     models = [config.target] if config.draft is None else [config.target, config.draft]

@@ -41,7 +41,7 @@ class Engine(Protocol[_In]):
     """Interface of the target engine and the draft engine to the worker that runs them. One thread calls it."""
 
     def receive(self, messages: Sequence[_In]) -> None:
-        """Takes in messages; does no heavy work."""
+        """Applies messages; does no heavy work."""
         ...
 
     def step(self) -> bool:
@@ -119,7 +119,7 @@ def available_cores() -> list[int]:
 
 
 def pin(cores: Collection[int]) -> None:
-    """Pins the calling thread, and those that it starts, to these cores; none: leaves it where it is."""
+    """Pins the calling thread, and threads that it starts, to these cores; none: leaves it where it is."""
     if cores and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):  # a core that went offline or left the cpuset
             os.sched_setaffinity(0, cores)  # 0: the calling thread
@@ -127,7 +127,7 @@ def pin(cores: Collection[int]) -> None:
 
 def limit_torch_threads() -> None:
     """Makes PyTorch compute in one thread, if the engine has imported it."""
-    torch = sys.modules.get("torch")  # an engine without torch does not pay for its import
+    torch = sys.modules.get("torch")  # an engine without torch need not import it
     if torch is not None:
         torch.set_num_threads(1)
 
@@ -234,4 +234,4 @@ class ThreadWorker(Generic[In, Out]):
         finally:
             engine.close()
             self._engine = None
-            gc.unfreeze()  # what its factory has settled
+            gc.unfreeze()  # objects that its factory has frozen

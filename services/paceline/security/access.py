@@ -30,7 +30,7 @@ _RECENT_S = 60.0
 
 
 class AccessMetrics(Protocol):
-    """Counters about callers. Names are those of the key file, so they are few."""
+    """Counters about callers. Names come from the key file, so they are few."""
 
     def unauthenticated(self) -> None:
         """A call came without a key, or with a wrong one."""
@@ -55,7 +55,7 @@ class _Usage:
         self._at = now
 
     def deficit(self, limit: int, now: float) -> float:
-        """Tokens that are spent beyond what the last minute allows; negative: so many are left."""
+        """Tokens spent beyond the last minute's allowance; negative: tokens that are left."""
         self._spent = max(0.0, self._spent - (now - self._at) * limit / 60)
         self._at = now
         return self._spent - limit
@@ -72,7 +72,7 @@ class Charge:
         self._prompt = self._completion = 0
 
     def note(self, usage: Usage) -> None:
-        """Takes the totals of the request so far."""
+        """Charges the increase of the request's totals."""
         prompt = max(0, usage.prompt_tokens - self._prompt)
         completion = max(0, usage.completion_tokens - self._completion)
         self._prompt += prompt
@@ -154,7 +154,7 @@ class Access:
         """One request of a key, from its arrival to its end.
 
         Raises:
-            ResourceExhaustedError: the key has as many requests in progress as it may, or has used its tokens.
+            ResourceExhaustedError: the key has its maximum of requests in progress, or has used its tokens.
         """
         entry = None if self._keys is None else self._keys.keys.get(name)
         usage = self._usage.setdefault(name, _Usage(self._clock()))

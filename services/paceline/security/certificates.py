@@ -42,7 +42,7 @@ class CertificateFiles:
     def at(
         cls, setting: str, certificate: str, key: str, ca: str | None = None, ca_setting: str = "ca"
     ) -> CertificateFiles:
-        """Takes the names of files as a configuration gives them."""
+        """Makes the object from the names of files in a configuration."""
         paths = [None if name is None else Path(name).expanduser() for name in (certificate, key, ca)]
         assert paths[0] is not None
         assert paths[1] is not None
@@ -107,10 +107,10 @@ class Certificates:
         return self._current
 
     def refresh(self) -> Identity:
-        """Takes the files again if they have changed, and returns the version to use.
+        """Rereads the files if they have changed, and returns the version to use.
 
         A version that is not sound is logged and counted when it is found for the second time: certificate and key
-        are seldom replaced in one moment.
+        are rarely replaced at the same moment.
         """
         with self._lock:
             now = signature(self._paths)

@@ -1,11 +1,11 @@
 """Serve's proxy: stands in for the ``haproxy`` binary that Ray Serve starts, and starts it with our configuration.
 
     Serve ─▶ this, with Serve's configuration ─▶ as ``haproxy_config`` edits it ─▶ haproxy
-                └── stays beside it where there is TLS: renewed certificates go in by its admin socket
+                └── stays alongside it if TLS is used: renewed certificates go in by its admin socket
 
 RAY_SERVE_HAPROXY_BINARY_PATH names this program (``environment``), PACELINE_TLS holds the files (``tls_environment``).
-It refuses to start a proxy that would not encrypt. Each version of the certificates is checked, then kept beside
-Serve's configuration: a broken file on disk does not stop a proxy that is started anew.
+It refuses to start a proxy that would not encrypt. Each version of the certificates is checked, then kept next to
+Serve's configuration: a broken file on disk does not stop a proxy that is restarted.
 """
 
 from __future__ import annotations

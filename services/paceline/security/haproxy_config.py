@@ -57,7 +57,7 @@ class Pem:
 
 @dataclass
 class _Section:
-    """One section: its first line, and those below."""
+    """One section: its first line, and the lines below."""
 
     header: str
     lines: list[str] = field(default_factory=list)
@@ -68,7 +68,7 @@ class _Section:
         return " ".join(self.header.split()[:2])
 
     def servers(self) -> set[str]:
-        """Names of the routers of a backend, without those that stand in for them."""
+        """Names of the routers of a backend, without backups."""
         words = [line.split() for line in self.lines]
         return {each[1] for each in words if each[:1] == ["server"] and "backup" not in each}
 
@@ -129,8 +129,8 @@ def _encrypted_http(lines: Sequence[str], server: Pem | None) -> Iterator[str]:
 def _pass_grpc(by_name: Mapping[str, _Section], settings: Mapping[str, Any], used: Mapping[str, Pem]) -> None:
     """Makes haproxy pass connections of gRPC on to the routers.
 
-    Serve tells several applications apart by a header: that stays so where nothing is encrypted. Where something is,
-    the port is that of routers alone. While there is none, Serve's answer would be NOT_FOUND.
+    Serve selects the application by a header, which stays so without encryption. With it, the port serves routers
+    alone. Without a router, Serve's answer would be NOT_FOUND.
     """
     frontend = by_name[_GRPC]
     app = next((f"backend {w[1]}" for w in map(str.split, frontend.lines) if w[:1] == ["default_backend"]), "")

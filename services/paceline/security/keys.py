@@ -72,7 +72,7 @@ class KeyRing:
         """Versions of the file that could not be used."""
 
     def refresh(self) -> None:
-        """Takes the file again if it has changed; a version that cannot be used is logged, counted and left."""
+        """Rereads the file if it has changed; logs, counts and ignores a version that cannot be used."""
         now: Signature = signature([self._path])
         if now == self._seen:
             return

@@ -1,4 +1,4 @@
-"""The certificates of a running haproxy: checked, kept beside its configuration, and renewed without a restart.
+"""The certificates of a running haproxy: checked, kept next to its configuration, and renewed without a restart.
 
 files of the configuration ─▶ one bundle per use, which haproxy reads ─▶ its admin socket, whenever they change
 """
