@@ -1,7 +1,7 @@
-"""Paceline: lossless speculative decoding, with drafting hidden behind verification.
+"""Paceline: lossless speculative decoding that drafts while the target verifies.
 
 Importing this package loads neither torch, transformers nor gRPC: worker processes set their thread limits first,
-and a client is loaded when it is asked for.
+and a client is loaded at first use.
 """
 
 from typing import TYPE_CHECKING

@@ -1,11 +1,11 @@
-"""One target and one draft on this machine, behind an iterator of text: the one-process wiring.
+"""One target and one draft on this machine, as an iterator of text: the one-process wiring.
 
     client ── submit ──▶ Session ◀── messages ──▶ target worker
            ◀─ chunks ──          ◀── messages ──▶ draft worker
 
-The workers' reader threads call the relay; one lock orders all that touches a session. The draft is expendable:
-without it sessions go on by plain decoding, and it is started again. Without the target they fail. A step that takes
-too long counts as a loss, too: of the target until the step ends.
+The workers' reader threads call the relay; one lock orders every access to a session. The draft is expendable: without
+it sessions continue by plain decoding, and it is restarted. Without the target they fail. A step that takes too long
+counts as a failure, too; of the target until the step ends.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ log = logging.getLogger(__name__)
 _RESTART_S, _LONGEST_RESTART_S = 0.5, 60.0
 """Pause before a dead draft is started again, doubled each time."""
 _ROUTER = RouterConfig()
-"""Limits of requests and of those that wait are a router's, where there is none."""
+"""Limits of requests and of the queue: a router's defaults."""
 
 
 Prompts = list[str] | list[tuple[int, ...]] | list[list[int]]
@@ -210,7 +210,7 @@ class LocalPipeline:
 
     @property
     def default_sampling(self) -> SamplingParams:
-        """Sampling parameters that stand for those that a request leaves out: the ones that are set here."""
+        """Defaults of the sampling parameters that a request omits; only the ones set here."""
         return self.checkpoint.sampling_defaults() if self.config.generation_config == "auto" else SamplingParams()
 
     def encode(self, prompt: str | Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
@@ -240,9 +240,8 @@ class LocalPipeline:
         ``prompt``: text, or token ids of the target's tokenizer. ``stop``: the text ends before the first of these;
         one text is one stop string. ``on_change`` is called, by any thread, whenever there is more for the consumer.
         ``cache_salt``: cached prompts and texts that the draft learns from are shared with requests of the same salt
-        only. ``trace``: chunks hold the times and the tree of their round. ``share``: places are shared fairly among
-        those that have different ones; each request has its own by default. ``on_open`` is called, by any thread, when
-        its turn has come.
+        only. ``trace``: chunks hold the times and the tree of their round. ``share``: places are divided fairly
+        among shares; each request has its own by default. ``on_open`` is called, by any thread, when its turn has come.
 
         Raises InvalidRequestError for a prompt that is empty or too long, or for parameters that cannot be served,
         EngineError if the target is gone.
@@ -315,13 +314,13 @@ class LocalPipeline:
         """Continues a prompt, or each prompt of a list.
 
         For one prompt (text or token ids) it returns the generation at once: iterate over its chunks. For a list of
-        texts, or of sequences of token ids, it waits and returns their results in the order of the prompts; as many
-        as ``max_sessions`` are in progress together. ``sampling_fields``: fields of SamplingParams, instead of
-        ``sampling``. The other parameters are those of ``submit``.
+        texts, or of sequences of token ids, it waits and returns their results in the order of the prompts; up to
+        ``max_sessions`` are in progress together. ``sampling_fields``: fields of SamplingParams, instead of
+        ``sampling``. Other parameters: as for ``submit``.
 
         Raises:
-            InvalidRequestError: a prompt is empty or too long, or a parameter cannot be served; of a list, before
-                any of its prompts is begun.
+            InvalidRequestError: a prompt is empty or too long, or a parameter cannot be served; a list is checked
+                before any of its prompts is begun.
             EngineError: the target is gone. All prompts of the list are cancelled then.
         """
         params = as_sampling(sampling, sampling_fields)
@@ -407,7 +406,7 @@ class LocalPipeline:
 
         Raises:
             InvalidRequestError: the request can never be served.
-            ResourceExhaustedError: as many requests wait as may.
+            ResourceExhaustedError: the queue is full.
             EngineError: the target is gone.
         """
         if owner:
@@ -574,7 +573,7 @@ class LocalPipeline:
         return self._most_with_drafts is not None and len(self._active) > self._most_with_drafts
 
     def _give_draft(self, sessions: Iterable[Session]) -> None:
-        """Opens those that want a draft on it, if it is up."""
+        """Opens the sessions that request a draft on it, if it is up."""
         if self._draft_up and not self._crowded:
             for session in sessions:
                 self._send(session.on_draft_up())
@@ -600,7 +599,7 @@ class LocalPipeline:
                 self._on_draft_death(f"the draft has been in one step for {of_draft.stuck_s:.1f} s")
 
     def _on_target_pulse(self, hangs: bool) -> None:
-        """Refuses requests while the target hangs, and fails those in progress: it may never come back."""
+        """Refuses requests while the target hangs, and fails the ones in progress: it may never come back."""
         with self._lock:
             if not hangs:
                 if self._hung is not None:

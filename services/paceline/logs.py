@@ -37,8 +37,8 @@ _is_quiet = False
 
 @contextlib.contextmanager
 def quiet(wanted: bool) -> Iterator[None]:
-    """For the block, commands of this process tell nothing beside results, warnings and errors, if that is ``wanted``:
-    no stages of a start, no progress, no summaries."""
+    """While the block runs, and if ``wanted``, commands of this process print only results, warnings and errors: no
+    stages of a start, no progress, no summaries."""
     global _is_quiet
     before, _is_quiet = _is_quiet, wanted
     try:
@@ -73,7 +73,7 @@ class _Sentence(logging.Formatter):
 
 
 def configure(log_level: int) -> None:
-    """Prints Paceline's records from ``log_level`` on, those of other libraries from warnings on."""
+    """Prints Paceline's records from ``log_level`` on, other libraries' from warnings on."""
     _hush_torchao()
     logging.basicConfig(level=logging.WARNING, handlers=[_handler(_Sentence("paceline: %(message)s"))])
     logging.getLogger(_ROOT).setLevel(log_level)
@@ -87,7 +87,7 @@ def level() -> int:
 def configure_service(config: LogConfig, *, replica_id: str = "", stream: TextIO | None = None) -> None:
     """Prints one structured line per record, plain or JSON, to ``stream`` (default: standard error).
 
-    Paceline's records are printed from the configured level on, those of other libraries from warnings on.
+    Paceline's records are printed from the configured level on, other libraries' from warnings on.
     ``replica_id`` is part of every line of this process. A later call replaces an earlier one.
     """
     root = logging.getLogger()

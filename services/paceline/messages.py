@@ -153,7 +153,7 @@ class OpenSession:
     token_ids: tuple[int, ...] = field(repr=False)
     """The context: the prompt, and after a failure the tokens decided so far."""
     num_prompt_tokens: int
-    """Number of leading ``token_ids`` that are the prompt (penalties and min_tokens tell them apart)."""
+    """Number of leading ``token_ids`` that are the prompt, which penalties and min_tokens treat differently."""
     seed: int
     """Key of the session's noise (``types.noise_key``), the same on every engine and in every epoch."""
     sampling: SamplingParams
@@ -261,8 +261,8 @@ class Outcome:
 
 @record
 class PromptScores:
-    """Message from the target: log probabilities of those tokens of the prompt that a step has computed. All of them
-    come before the first outcome. A target that the session was re-opened on sends them again from the first."""
+    """Message from the target: log probabilities of prompt tokens that a step has computed. All of them come before the
+    first outcome. A target on which the session was re-opened sends them again from the first."""
 
     session_id: str
     epoch: int
@@ -283,8 +283,8 @@ class InFlight:
 @record
 class States:
     """Message from the target to a draft that is a head: hidden states of committed tokens, fused as the head reads
-    them. Sent behind the outcome that they belong to, so that no token waits for them; one that is lost, or comes late,
-    costs acceptance only."""
+    them. Sent after the outcome that they belong to, so that no token waits for them; a lost or late message costs only
+    acceptance."""
 
     session_id: str
     epoch: int
@@ -315,7 +315,7 @@ class Hint:
     node_ids: tuple[int, ...]
     """The nodes that the tokens may follow, 0 for the last token of the context; distinct."""
     weight: float
-    """Weight of the hint beside the draft's own ranking, in (0, 1]."""
+    """Weight of the hint relative to the draft's own ranking, in (0, 1]."""
     packed: bytes
     """[nodes, tokens] int32 token ids, then as many float32 log probabilities, -inf where there is no token;
     little-endian."""
@@ -336,7 +336,7 @@ class TreeLost:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationWanted:
-    """Message from the target: states whether drafting for this session is worth its cost; sent when that changes."""
+    """Message from the target: requests drafting for this session, or ends it; sent when that changes."""
 
     session_id: str
     epoch: int

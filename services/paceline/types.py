@@ -86,8 +86,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
 """Most tokens that a request can list, to be told their log probabilities in the place of each token."""
 TopLogprobs = tuple[tuple[int, float], ...]
-"""Likeliest tokens of one place with their log probabilities, equal ones by their ids; forbidden ones are left out. Or
-the token itself and those that the request lists, in its order."""
+"""Likeliest tokens of one position with their log probabilities, ties by id, without forbidden tokens. Or the token
+itself and the tokens that the request lists, in its order."""
 
 
 class TokenLogprob(NamedTuple):
@@ -97,7 +97,7 @@ class TokenLogprob(NamedTuple):
     rank: int
     """Place of the token among all, the likeliest first, from 1; equal ones by their ids."""
     top: TopLogprobs = ()
-    """Likeliest tokens in its place, as many as were asked for."""
+    """Likeliest tokens at its position, in the requested number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +127,12 @@ class LogprobsMode(enum.StrEnum):
 def noise_key(seed: int, scope: SeedScope, prompt_token_ids: Sequence[int]) -> int:
     """Returns the 64-bit key of a session's noise.
 
-    Computed once, where the session begins, and handed to every engine that serves it, so that target, draft and
-    whatever replaces them share the noise. The tokens decided since do not count: a session that goes on elsewhere
-    keeps its key.
+    Computed once, where the session begins, and sent to every engine that serves it, so that target, draft and
+    their replacements share the noise. Tokens decided since do not count: a migrated session keeps its key.
 
     Args:
         seed: in ``[0, 2**64)``.
-        prompt_token_ids: those of the request's original prompt, each in ``[0, 2**32)``.
+        prompt_token_ids: the request's original prompt, each in ``[0, 2**32)``.
     """
     if scope is SeedScope.GLOBAL:
         return seed
@@ -274,7 +273,7 @@ class SamplingParams(_RequestParams):
     structured_output: StructuredOutput | None = None
     """Forbids the tokens with which the output would not have this form."""
     allowed_token_ids: tuple[TokenId, ...] | None = None
-    """Forbids all other tokens, those that end the text included; None allows every token."""
+    """Forbids all other tokens, including the ones that end the text; None allows every token."""
     logit_bias: dict[TokenId, float] = Field(default_factory=dict)
     """Added to the logits of these token ids; -inf forbids one."""
     bad_words: tuple[tuple[TokenId, ...], ...] = ()
@@ -298,8 +297,8 @@ class SamplingParams(_RequestParams):
     """Keeps tokens of at least this share of the largest probability; 0 keeps every token."""
 
     max_tokens: int = Field(default=128, ge=0, lt=MAX_TOKENS)
-    """The output ends after so many tokens; 0 is allowed with ``prompt_logprobs`` only. The default is lowered to what
-    the prompt leaves of the context."""
+    """Maximum output tokens; 0 is allowed only with ``prompt_logprobs``. The default is lowered to what the prompt
+    leaves of the context."""
     stop_token_ids: tuple[TokenId, ...] = ()
     """The output ends with the first of these."""
     include_stop_str_in_output: bool = False
@@ -313,14 +312,14 @@ class SamplingParams(_RequestParams):
     tokens, except under the rejection rule at temperatures above 0, whose tokens also depend on which draft tokens
     arrive in time."""
     seed_scope: SeedScope = SeedScope.PROMPT
-    """Requests that share noise if their seeds are equal: those of the same prompt, or all."""
+    """Which requests with equal seeds share noise: of the same prompt, or all."""
     logprobs_mode: LogprobsMode = LogprobsMode.PROCESSED
     """Log probabilities before or after the processors, which change no token either way."""
     top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     """Likeliest tokens, with their log probabilities, that are reported for the place of each token; 0: none."""
     logprob_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=MAX_LOGPROB_TOKEN_IDS)
-    """Tokens whose log probabilities are reported for the place of each token, behind that of the token itself; they
-    take the place of the likeliest ones."""
+    """Tokens whose log probabilities are reported at each position, after the token's own; they replace the likeliest
+    ones."""
 
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     """Likeliest tokens that are reported, with their log probabilities and its own, for the place of each token of the
@@ -354,7 +353,7 @@ class SamplingParams(_RequestParams):
         return self
 
     def with_defaults(self, defaults: SamplingParams) -> Self:
-        """Returns these parameters, with the values that are set in ``defaults`` for those that are not set here.
+        """Returns these parameters; values set in ``defaults`` fill the ones that are not set here.
 
         ``model_fields_set`` still names what the client has given.
 
@@ -544,7 +543,7 @@ class SpeculationParams(_RequestParams):
     acceptance: Acceptance = Acceptance.COUPLED
     """The rule by which the target accepts draft tokens."""
     max_draft_tokens: int = Field(default=8, ge=0, le=MAX_DRAFT_TOKENS)
-    """Longest proposal (K), in tokens from its first to its last; alternatives beside them do not count. 0 is plain
+    """Longest proposal (K), in tokens from its first to its last; alternatives do not count. 0 is plain
     decoding."""
     saguaro: float = Field(default=1.0, gt=0, le=1)
     """Rejection rule only: q of the predicted next tokens is scaled by this before sampling; 1 is off."""
@@ -644,7 +643,7 @@ class Request:
     owner: str = ""
     """Name of the API key of the caller; empty while the service has no keys."""
     share: str = ""
-    """Requests of one share have their fair part of the places together: those of one API key, or of one body."""
+    """Requests of one share, of an API key or of a body, have one fair part of the places together."""
     trace: bool = False
     """Chunks hold the times and the tree of their round. Over HTTP only."""
     trace_headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
@@ -698,8 +697,8 @@ class Round:
 
 
 Execution = Literal["eager", "compiling", "compiled", "failed", ""]
-"""How a model runs on a CPU: ``compiling`` is eagerly until its compilation beside it ends, ``failed`` eagerly because
-that has failed; empty: on another device, or no model."""
+"""How a model runs on a CPU: ``compiling`` is eagerly until its compilation ends, ``failed`` eagerly because that
+failed; empty: on another device, or no model."""
 
 BatchInvariant = Literal["yes", "no", "untested", ""]
 """Verdict on a target: if it gave the same bits for verification and for decoding when it started; empty: not known,
@@ -707,8 +706,8 @@ or no target."""
 
 
 def restored(self: Any, state: Sequence[Any]) -> None:
-    """Unpickles what a process of another version may have pickled, as ``__setstate__`` of a dataclass whose new fields
-    come last: fields that it did not have get their defaults, and those that only it has are left out."""
+    """Unpickles a state that another version may have pickled, as ``__setstate__`` of a dataclass whose new fields come
+    last: missing fields get their defaults, and unknown ones are dropped."""
     own: tuple[Any, ...] = fields(self)
     for each, value in zip(own, state, strict=False):
         object.__setattr__(self, each.name, value)
@@ -761,7 +760,7 @@ class ReplicaStatus:
     controller: str = ""
     """Current choice of the target's controller and its reason, in words; of a draft, its drafter and its figures."""
     measures: Mapping[str, float] = field(default_factory=dict)
-    """Measurements behind the controller's choice: gauges by name, with a label after a colon."""
+    """Measurements that the controller's choice uses: gauges by name, with a label after a colon."""
     batch_invariant: str = ""
     """Result of a target's self-test: ``yes``, ``no`` or ``untested``; empty: not known, or no target."""
     execution: str = ""
@@ -856,8 +855,8 @@ class ModelInfo:
     ``no`` or ``untested``; empty while none is up. Without ``yes`` tokens may differ from plain decoding's at
     near-ties."""
     default_sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Values of the sampling parameters that a request leaves out: those of the checkpoint's generation_config.json,
-    unless the service is told not to read it, and the documented defaults."""
+    """Values of the sampling parameters that a request omits: from the checkpoint's generation_config.json, unless the
+    service is configured to ignore it, and the documented defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1017,7 +1016,7 @@ class Chunk:
     top_logprobs: tuple[TopLogprobs, ...] = ()
     """Likeliest tokens in the place of each token, for a request that asked for them; else ()."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Log probabilities of tokens of the prompt, in a chunk of their own before those with the tokens."""
+    """Log probabilities of tokens of the prompt, in a separate chunk before the output's chunks."""
     last: bool = False
     """No chunk follows: the result is next, at once. False in the chunks that a client receives."""
 
@@ -1120,7 +1119,7 @@ class Rendezvous:
     """Number of ranks."""
     rank: int = 0
     timeout_s: float = 10.0
-    """Longest delay in seconds of one rank behind another at an exchange, before it counts as hung."""
+    """Maximum delay in seconds between ranks at an exchange; after it the late rank counts as hung."""
     start_timeout_s: float = START_TIMEOUT_S
     reserved: abc.Callable[[], ReservedGpus] | None = None
     """Tells a rank which GPUs its launcher has reserved for it; called in the process of the rank. None: no launcher

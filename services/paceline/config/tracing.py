@@ -26,7 +26,7 @@ class TracingConfig(Strict):
     first_rounds: int = Field(default=8, ge=0)
     """The first rounds after the prefill have a span each: of a request, and of its session on each replica."""
     round_every: int = Field(default=0, ge=0)
-    """Of later rounds, every n-th has a span. 0: none."""
+    """Every n-th later round has a span. 0: none."""
 
     @model_validator(mode="after")
     def _names_a_collector(self) -> Self:

@@ -1,4 +1,4 @@
-"""The embedded pair: a 14M-parameter target and a 1.6M-parameter draft that come with the package.
+"""The embedded pair: a 14M-parameter target and a 1.6M-parameter draft that are part of the package.
 
 With them a service, a test or a benchmark works without fetching anything. Both are Llama-shaped Hugging Face
 checkpoints in bfloat16 with one byte-level BPE of 4,096 tokens, and both complete Python source.
@@ -6,7 +6,7 @@ checkpoints in bfloat16 with one byte-level BPE of 4,096 tokens, and both comple
 Provenance: trained from random weights by `benchmarks/train_embedded.py` on the `.py` files of the CPython
 3.11 standard library and on nothing else; the draft was then distilled from the target, and the heads were trained on
 the target's states. The files listed in
-`held_out.json` were not trained on: prompts and measurements are taken from those. `README.md` is the model
+`held_out.json` were not trained on: prompts and measurements use these. `README.md` is the model
 card. The training text is under the PSF licence, reproduced in `LICENSE-PSF.txt`; see `NOTICE`.
 """
 

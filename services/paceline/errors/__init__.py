@@ -98,7 +98,7 @@ class RouterStoppedError(EngineError):
 def by_name(name: str, base: type[PacelineError] = PacelineError) -> type[PacelineError]:
     """Returns the error of this name if it is a kind of ``base``, else ``base``.
 
-    For those who receive an error as text: from another process, over gRPC, out of a traceback.
+    For receivers of an error as text: from another process, over gRPC, out of a traceback.
     """
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, base) else base

@@ -240,7 +240,7 @@ class Simulation:
         return sum(session.in_flight for session in batch)
 
     def _take_prompts(self, target: Target, room: int) -> int:
-        """Takes tokens of prompts for a step and removes completed prompts; returns the number of tokens."""
+        """Removes tokens of prompts for a step, and completed prompts; returns the number of tokens."""
         num_prompt, done = 0, 0
         for session in target.prefilling:
             chunk = min(session.prompt, room - num_prompt)

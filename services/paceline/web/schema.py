@@ -1,4 +1,4 @@
-"""Bodies of requests: OpenAI's parameters, and those that servers of open models add.
+"""Bodies of requests: OpenAI's parameters, and additions of servers of open models.
 
 A parameter is honored, or it is a field of ``fields``, which says what becomes of it.
 """
