@@ -17,6 +17,7 @@ from tests.support.pump import Pump, Request, assert_same, in_mode, plain_refere
 from tests.support.rings import nightly, slow
 
 from paceline.model.linear import layers as linear_layers
+from paceline.model.linear.gated_delta import LinearInputs
 from paceline.model.linear.plan import LinearSlots, LinearStep
 from paceline.model.loading import LoadedModel
 from paceline.types import Mode, Result, SamplingParams, SpeculationParams
@@ -128,17 +129,18 @@ def test_prefix_hits_and_the_loss_of_states_give_identical_tokens() -> None:
 
 def test_steps_without_memory_give_identical_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Subtrees of steps that fail in any linear layer, and are computed again in parts."""
-    rng, failed, run = random.Random(1), [], linear_layers.gated_delta
+    rng, failed, run = random.Random(1), [], linear_layers.run
 
-    def short_of_memory(step: LinearStep, *rest: Any) -> torch.Tensor:
+    def short_of_memory(inputs: LinearInputs, *rest: Any) -> torch.Tensor:
+        step = LinearStep.decode(inputs.numbers.tolist())
         if sum(chunk.count for part in step.sequences for chunk in part.chunks) > 8 and rng.random() < 0.3:
             failed.append(step)
             raise MemoryError
-        return run(step, *rest)
+        return run(inputs, *rest)
 
     reference_of(*FAST)
     any_subtrees(monkeypatch, most=6)  # what one session verifies cannot be divided
-    monkeypatch.setattr(linear_layers, "gated_delta", short_of_memory)
+    monkeypatch.setattr(linear_layers, "run", short_of_memory)
     served(*FAST, Mode.OVERLAPPED, pages=14, seed=2)
     assert len(failed) > 10
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.checkpoint.linear import LinearSpec, Slots
 from paceline.errors import EngineError
 from paceline.model.linear import gated_delta as operator
+from paceline.model.linear import native
 from paceline.model.linear.plan import CHUNKS_OF_PAGE, NONE, Chunk, LinearSlots, LinearStep
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
@@ -190,6 +191,11 @@ def test_what_a_failed_step_has_stored_is_not_used() -> None:
     assert len(part.chunks) == 1
 
 
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs linear layers by the reference implementation, as on a machine without a compiler."""
+    monkeypatch.setattr(native, "unavailable", lambda: "they are not to run")
+
+
 def _folded(tile: list[Tensor], stop: int, state: Tensor, spec: LinearSpec) -> Tensor:
     """The state behind the first ``stop`` rows of a chunk."""
     _, keys, updates, decays = tile
@@ -218,6 +224,7 @@ def _from_the_first_token(monkeypatch: pytest.MonkeyPatch, count: int = 0) -> No
             part[: of.first] = own
         return out
 
+    by_torch(monkeypatch)
     monkeypatch.setattr(operator, "_tokens", wrong)
 
 
@@ -228,6 +235,7 @@ def _one_token_by_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _cumulative_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decays are summed by one call."""
+    by_torch(monkeypatch)
     monkeypatch.setattr(operator, "_summed", lambda before, rates: before + rates.cumsum(0))
 
 

@@ -20,6 +20,7 @@ from paceline.model import midway
 from paceline.model.attention import native as cpu_attention
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled import package
+from paceline.model.linear import native as linear_attention
 
 NEEDED = "needs a C++ compiler and Python's headers"
 _INSTRUCTIONS = {"AVX-512": native.has_avx512, "AVX512-BF16": native.packs_bfloat16}
@@ -42,6 +43,7 @@ def lacking(item: pytest.Item) -> str | None:
 def load_operators() -> None:
     """Loads the native operators of compiled steps, so that a test with a cache of its own need not compile them."""
     cpu_attention.unavailable()
+    linear_attention.unavailable()
     cpu_linear.usable()
     midway.key()
     package._library()

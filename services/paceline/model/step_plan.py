@@ -299,7 +299,7 @@ class StepPlan(NamedTuple):
             [mask.to(device) for mask in self.masks(dtype, window)],
             cache.model_keys,
             cache.model_values,
-            *(() if self.linear is None else (LinearInputs(self.linear, cache.linear_pools),)),
+            *(() if self.linear is None else (LinearInputs(cache.linear_pools, torch.tensor(self.linear.encode())),)),
         )
 
     def encode(self) -> bytes:

@@ -5,13 +5,15 @@
     o_t = e^(G_t) S q_t + sum over j < t in the chunk of (q_t k_j) e^(G_t - G_j) u_j + (q_t k_t) u_t
     S'  = e^(G_C) S + sum over j of e^(G_C - G_j) k_j (x) u_j     at the chunk's end
 
-Every product and sum has the shape of a whole chunk, and a token its place in it, whatever else a step holds: kernels
-of torch that round by shape or place then round each token alike. Numbers are float32, the convolution's result is
-rounded to the model's dtype, as in transformers.
+Every sum begins with 0 and is taken in one order that names no size of the step: rows of a chunk one by one, a
+state's rows in blocks of BLOCK, products of two rows in lanes. So a token's bits do not depend on what else a step
+holds, and ``native.py``, which runs where it can, gives the same. This is its reference implementation. Numbers are
+float32; the convolution's result is rounded to the model's dtype, as in transformers.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -20,6 +22,12 @@ from torch import Tensor
 
 from paceline.checkpoint.linear import CHUNK, LinearSpec, Slots
 from paceline.model.linear.plan import NONE, Chunk, LinearStep, SequencePart
+
+BLOCK = 16
+"""Rows of a state that are summed by themselves, and lanes in which products of two rows are summed."""
+_LOG2E = 1.44269504
+_EXP2 = (1.54035304e-4, 1.33335581e-3, 9.61812911e-3, 5.55041087e-2, 2.40226507e-1, 6.93147181e-1, 1.0)
+"""Coefficients of 2^x in ``exponential.h``."""
 
 
 class LinearPools(NamedTuple):
@@ -52,11 +60,12 @@ class LinearPools(NamedTuple):
 
 
 class LinearInputs(NamedTuple):
-    """What linear layers are called with beside hidden states."""
+    """What linear layers are called with in addition to hidden states."""
 
-    step: LinearStep
     pools: dict[int, LinearPools]
     """Of each linear layer, by its index."""
+    numbers: Tensor
+    """``LinearStep.encode``, int64."""
 
 
 class Gates(NamedTuple):
@@ -66,20 +75,20 @@ class Gates(NamedTuple):
     a: Tensor  # [T, value heads]
     b: Tensor  # [T, value heads]
     weight: Tensor  # [width, conv_dim] float32
-    log_rate: Tensor  # [value heads]: A_log
-    bias: Tensor  # [value heads]: dt_bias
-    scale: float
-    """Factor of b's sigmoid: 2 allows negative eigenvalues."""
+    decay: Tensor  # [value heads] float32: -e^A_log
+    bias: Tensor  # [value heads] float32: dt_bias
+    scale: int
+    """Factor of b's sigmoid: 1, or 2, which allows negative eigenvalues."""
 
 
 def gated_delta(step: LinearStep, pools: LinearPools, spec: LinearSpec, gates: Gates) -> Tensor:
-    """Runs the tokens of all sequences, and writes rows and states. Returns ``[T, value heads, value_dim]`` float32,
-    zeros for padding."""
+    """Runs the tokens of all sequences, and writes rows and states. Returns ``[T, value heads, value_dim]`` in the
+    model's dtype, zeros for padding."""
     out = gates.inputs.new_zeros(len(gates.inputs), spec.value_heads, spec.value_dim, dtype=torch.float32)
     at = 0
     for part in step.sequences:
         at = _run(part, pools, spec, gates, at, out)
-    return out
+    return out.to(gates.inputs.dtype)
 
 
 def _run(part: SequencePart, pools: LinearPools, spec: LinearSpec, gates: Gates, at: int, out: Tensor) -> int:
@@ -122,15 +131,15 @@ def _tokens(
     beta, rate = _gated(gates, spec, first, at, chunk.count)
     groups = spec.value_heads // spec.key_heads
     q, wide = q.repeat_interleave(groups, 1), keys.repeat_interleave(groups, 1)
-    out, rows = torch.zeros_like(updates), torch.arange(CHUNK)[:, None]
+    out = torch.zeros_like(updates)
     decays[own] = _summed(decays[first - 1] if first else torch.zeros_like(rate[0]), rate[own])
+    reads = _read(state, torch.stack((wide[own], q[own])))
     for t in range(first, end):
-        total = decays[t]
-        both = torch.stack((wide[t], q[t]))  # [2, heads, key_dim]
-        faded = torch.where(rows < t, total - decays, -torch.inf).exp()  # [CHUNK, heads]
-        weights = (wide * both[:, None]).sum(-1)  # [2, CHUNK, heads]
-        read = (state * both[..., None]).sum(2) * total.exp()[:, None]  # [2, heads, value_dim]
-        read = read + ((weights * faded)[..., None] * updates).sum(1)
+        read = reads[:, t - first] * _exponential(decays[t])[:, None]  # [2, heads, value_dim]
+        weights = _dots(wide[: t + 1], torch.stack((wide[t], q[t]))[:, None])  # [2, t + 1, heads]
+        faded = weights[:, :t] * _exponential(decays[t] - decays[:t])
+        for row in range(t):
+            read = read + faded[:, row, :, None] * updates[row]
         updates[t] = (v[t] - read[0]) * beta[t][:, None]
         out[t] = read[1] + weights[1, t][:, None] * updates[t]
     return out[own]
@@ -144,40 +153,86 @@ def _summed(before: Tensor, rates: Tensor) -> Tensor:
     return torch.stack(sums)
 
 
+def _read(state: Tensor, rows: Tensor) -> Tensor:
+    """Products of a state with ``rows [.., heads, key_dim]``: ``[.., heads, value_dim]``."""
+    heads, size, value_dim = state.shape
+    blocks = F.pad(state, (0, 0, 0, -size % BLOCK)).view(heads, -1, BLOCK, value_dim)
+    factors = _in_blocks(rows)
+    of_block = torch.zeros_like(factors[..., :1] * blocks[:, :, 0])
+    for row in range(BLOCK):
+        of_block = of_block + blocks[:, :, row] * factors[..., row, None]
+    total = torch.zeros_like(of_block[..., 0, :])
+    for sums in of_block.unbind(-2):
+        total = total + sums
+    return total
+
+
+def _in_blocks(x: Tensor) -> Tensor:
+    """``[.., n] -> [.., blocks, BLOCK]``, the last one padded with zeros."""
+    return F.pad(x, (0, -x.shape[-1] % BLOCK)).view(*x.shape[:-1], -1, BLOCK)
+
+
+def _dots(a: Tensor, b: Tensor) -> Tensor:
+    """Products of rows, over the last dimension, of which the lanes are added up by halves."""
+    lanes = _in_blocks(a * b)
+    total = torch.zeros_like(lanes[..., 0, :])
+    for part in lanes.unbind(-2):
+        total = total + part
+    while (half := total.shape[-1] // 2) > 0:
+        total = total[..., :half] + total[..., half:]
+    return total[..., 0]
+
+
 def _convolved(inputs: Tensor, tail: Tensor, weight: Tensor, spec: LinearSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys ``[CHUNK, key heads, key_dim]``, normalized, and values of a chunk's rows."""
     x = torch.cat((tail, inputs)).float()
-    total = x[:CHUNK] * weight[0]
-    for place in range(1, spec.width):
+    total = torch.zeros_like(x[:CHUNK])
+    for place in range(spec.width):
         total = total + x[place : place + CHUNK] * weight[place]
-    mixed = F.silu(total.to(inputs.dtype)).float()
+    total = total.to(inputs.dtype).float()
+    mixed = (total / (1 + _exponential(-total))).to(inputs.dtype).float()
     size = spec.key_heads * spec.key_dim
     q, k, v = torch.split(mixed, [size, size, spec.value_heads * spec.value_dim], -1)
     shape = CHUNK, spec.key_heads, spec.key_dim
     return (
-        _normalized(q.reshape(shape)) * spec.key_dim**-0.5,
+        _normalized(q.reshape(shape)) * (1 / math.sqrt(spec.key_dim)),
         _normalized(k.reshape(shape)),
         v.reshape(CHUNK, spec.value_heads, spec.value_dim),
     )
 
 
 def _normalized(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+    return x * (
+        1 / (_dots(x, x)[..., None] + 1e-6).double().sqrt().float()
+    )  # torch's in float32 is not always the nearest
 
 
 def _gated(gates: Gates, spec: LinearSpec, first: int, at: int, count: int) -> tuple[Tensor, Tensor]:
     """Strength of each token's update, and its logarithm of decay, ``[CHUNK, value heads]`` float32."""
     a, b = (gates.a.new_zeros(CHUNK, spec.value_heads) for _ in range(2))
     a[first : first + count], b[first : first + count] = gates.a[at : at + count], gates.b[at : at + count]
-    rate = -gates.log_rate.float().exp() * F.softplus(a.float() + gates.bias)
-    return (b.sigmoid() * gates.scale).float(), rate
+    x = a.float() + gates.bias
+    softplus = torch.where(x > 20, x, x.double().exp().log1p().float())
+    beta = (1 / (1 + (-b.double()).exp())).float().to(b.dtype).float() * gates.scale
+    return beta, gates.decay * softplus
+
+
+def _exponential(x: Tensor) -> Tensor:
+    """e^x as ``exponential.h`` computes it; what it rounds once is rounded here to float64 first."""
+    x = (x * _LOG2E).clamp(max=200.0)
+    whole = x.round()
+    rest, total = (x - whole).double(), torch.full_like(x, _EXP2[0])
+    for coefficient in torch.tensor(_EXP2[1:]).double():
+        total = (total.double() * rest + coefficient).float()
+    power = (whole.clamp(min=-126.0).long() + 1023 << 52).view(torch.float64)
+    return torch.where(x < -126, 0.0, (total.double() * power).float())
 
 
 def _fold(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor, spec: LinearSpec) -> Tensor:
     """The state behind a whole chunk, row after row."""
-    faded = (decays[-1] - decays).exp()
+    faded = _exponential(decays[-1] - decays)
     wide = keys.repeat_interleave(spec.value_heads // spec.key_heads, 1) * faded[..., None]
-    state = state * decays[-1].exp()[:, None, None]
+    state = state * _exponential(decays[-1])[:, None, None]
     for row in range(CHUNK):
         state = state + wide[row][:, :, None] * updates[row][:, None]
     return state

@@ -2,14 +2,15 @@
 
 transformers' own forward has another form for one token than for many, whose chunks begin where a call begins; so its
 bits depend on how a text is cut. Where its optional kernel packages or kernels from a hub are installed it has further
-ones. None of these runs: the module's projections, norm and weights are used, ``gated_delta`` is what lies between.
+ones. None of these runs: the module's projections, norm and weights are used. Between them runs the native operator,
+or ``gated_delta`` where that is unavailable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from transformers import PreTrainedModel
 
 from paceline.checkpoint.linear import LinearSpec
 from paceline.errors import ConfigError
-from paceline.model.linear.gated_delta import Gates, LinearInputs, gated_delta
+from paceline.model.linear import native
+from paceline.model.linear.gated_delta import Gates, LinearInputs, LinearPools, gated_delta
+from paceline.model.linear.plan import LinearStep
 
 _Projected = tuple[Tensor, Tensor, Tensor, Tensor]
 """Inputs of the convolution ``[T, conv_dim]``, gate ``[T, value heads, value_dim]``, b and a ``[T, value heads]``."""
@@ -65,14 +68,44 @@ def replace_linear_layers(model: PreTrainedModel, name: str) -> dict[int, Linear
         specs[int(module.layer_idx)] = spec = LinearSpec(
             module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim, module.conv_kernel_size
         )
-        module.forward = partial(_forward, module, project, spec)
+        module.forward = partial(_forward, module, project, spec, _Weights.of(module))
     return specs
+
+
+class _Weights(NamedTuple):
+    """A layer's own numbers, as ``Gates`` has them."""
+
+    weight: Tensor
+    decay: Tensor
+    bias: Tensor
+    scale: int
+
+    @classmethod
+    def of(cls, layer: Any) -> Self:
+        with torch.no_grad():
+            weight = layer.conv1d.weight.squeeze(1).t().float().contiguous()
+            scale = 2 if getattr(layer, "allow_neg_eigval", False) else 1
+            return cls(weight, -layer.A_log.float().exp(), layer.dt_bias.float(), scale)
+
+
+def run(inputs: LinearInputs, index: int, spec: LinearSpec, gates: Gates) -> Tensor:
+    """The step of the linear layer ``index``, by the native operator where there is one."""
+    pools = inputs.pools[index]
+    if gates.inputs.dtype in native.DTYPES and native.unavailable() is None:
+        return native.gated_delta(inputs.numbers, pools, gates, spec.key_heads)
+    return by_torch(inputs.numbers, pools, spec, gates)
+
+
+def by_torch(numbers: Tensor, pools: LinearPools, spec: LinearSpec, gates: Gates) -> Tensor:
+    """The step of a linear layer by the reference implementation."""
+    return gated_delta(LinearStep.decode(numbers.tolist()), pools, spec, gates)
 
 
 def _forward(
     layer: Any,
     project: Callable[[Any, Tensor], _Projected],
     spec: LinearSpec,
+    weights: _Weights,
     hidden_states: Tensor,
     *,
     linear: LinearInputs | None,
@@ -80,15 +113,9 @@ def _forward(
 ) -> Tensor:
     """``[1, T, hidden] -> [1, T, hidden]``. ``linear`` None: a probe, whose result is not read."""
     mixed, z, b, a = project(layer, hidden_states)
-    if linear is None:
-        out = z.new_zeros(z.shape, dtype=torch.float32)
-    else:
-        scale = 2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0
-        weight = layer.conv1d.weight.squeeze(1).t().float()
-        gates = Gates(mixed, a, b, weight, layer.A_log, layer.dt_bias, scale)
-        out = gated_delta(linear.step, linear.pools[layer.layer_idx], spec, gates)
+    out = z.new_zeros(z.shape) if linear is None else run(linear, layer.layer_idx, spec, Gates(mixed, a, b, *weights))
     norm = layer.o_norm if hasattr(layer, "o_norm") else layer.norm
     out_proj = layer.o_proj if hasattr(layer, "o_proj") else layer.out_proj
-    out = norm(out.to(hidden_states.dtype).flatten(0, 1), z.flatten(0, 1))
+    out = norm(out.flatten(0, 1), z.flatten(0, 1))
     result: Tensor = out_proj(out.view(1, hidden_states.shape[1], -1))
     return result

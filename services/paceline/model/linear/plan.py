@@ -16,10 +16,12 @@ of those that nobody holds the least recently used one is given up first.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import chain
+from typing import Protocol, Self
 
 from paceline.checkpoint.linear import CHUNK, Slots
 from paceline.errors import EngineError, ResourceExhaustedError
@@ -73,6 +75,32 @@ class LinearStep:
     sequences: list[SequencePart]
     copies: list[tuple[int, int]]
     """Slots of rows that are copied before, (from, to) each."""
+
+    def encode(self) -> array[int]:
+        """All numbers in a row, which ``native.cpp`` and other ranks read; copies come last."""
+        numbers = array("q", (len(self.sequences),))
+        for part in self.sequences:
+            numbers.extend((part.state, len(part.chunks)))
+            for chunk in part.chunks:
+                numbers.extend((chunk.rows, chunk.first, chunk.count, chunk.store, len(chunk.also)))
+                numbers.extend(chain.from_iterable(chunk.also))
+        numbers.append(len(self.copies))
+        numbers.extend(chain.from_iterable(self.copies))
+        return numbers
+
+    @classmethod
+    def decode(cls, numbers: Iterable[int]) -> Self:
+        """The step that ``encode`` has put in a row."""
+        left = iter(numbers)
+        sequences = []
+        for _ in range(next(left)):
+            part = SequencePart(next(left), [])
+            for _ in range(next(left)):
+                chunk, num_also = Chunk(next(left), next(left), next(left), next(left)), next(left)
+                chunk.also = [(next(left), next(left), next(left)) for _ in range(num_also)]
+                part.chunks.append(chunk)
+            sequences.append(part)
+        return cls(sequences, [(next(left), next(left)) for _ in range(next(left))])
 
 
 class LinearSlots:

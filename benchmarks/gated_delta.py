@@ -1,0 +1,218 @@
+"""A linear layer's step (gated delta rule) by torch, by the native operator, and by a state without chunks.
+
+Each way has layers of its own, and ways take turns on one core, so that no cache holds a state before its turn. Of each
+way the fastest turn counts.
+Sizes are one key head's for two value heads, as published: 32 heads of 128 x 128, and a tiny model's.
+
+    operator     the native operator, of tokens [first, first + T) of a chunk, without projections
+    torch        its reference implementation
+    recurrent    one state, read and written for each token, which neither keeps nor rolls back: the least that any
+                 engine does that cannot verify (``FORM_R``, by the same compiler options)
+
+The last table compares the prefill of a prompt with transformers' own fallback, which runs where no kernel package is
+installed: convolution, gates and rule of one layer, in float32.
+
+    python benchmarks/gated_delta.py [--tokens 1 5 8] [--prompt 512] [--seconds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.qwen3_next import modeling_qwen3_next as theirs
+
+from paceline.checkpoint.linear import CHUNK, LinearSpec, Slots
+from paceline.cli.table import table
+from paceline.core.native import find_compiler
+from paceline.model.linear import native
+from paceline.model.linear.gated_delta import Gates, LinearPools
+from paceline.model.linear.layers import by_torch
+from paceline.model.linear.plan import NONE, Chunk, LinearStep, SequencePart
+
+PUBLISHED = LinearSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128, width=4)
+TINY = LinearSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=16, width=4)
+LAYERS = 8
+FORM_R = r"""
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+extern "C" void form_r(float* states, const float* q, const float* k, const float* v, const float* g, const float* b,
+                       float* o, int64_t heads, int64_t tokens, int64_t dk) {
+  constexpr int D = 128;
+  for (int64_t h = 0; h < heads; ++h) {
+    float* s = states + h * dk * D;
+    for (int64_t t = 0; t < tokens; ++t) {
+      const float *qt = q + (t * heads + h) * dk, *kt = k + (t * heads + h) * dk, *vt = v + (t * heads + h) * D;
+      const float fade = std::exp(g[t * heads + h]), beta = b[t * heads + h];
+      float read[D] = {}, out[D] = {}, u[D];
+      for (int64_t c = 0; c < dk; ++c) {
+        for (int d = 0; d < D; ++d) read[d] += (s[c * D + d] *= fade) * kt[c];
+      }
+      for (int d = 0; d < D; ++d) u[d] = (vt[d] - read[d]) * beta;
+      for (int64_t c = 0; c < dk; ++c) {
+        for (int d = 0; d < D; ++d) out[d] += (s[c * D + d] += kt[c] * u[d]) * qt[c];
+      }
+      std::memcpy(o + (t * heads + h) * D, out, sizeof out);
+    }
+  }
+}
+"""
+
+
+def fastest_s(ways: list[Callable[[], object]], seconds: float) -> list[float]:
+    """Fastest seconds of each way; they take turns for ``seconds``, and at least three times."""
+    best, turns, end = [float("inf")] * len(ways), 0, time.perf_counter() + seconds
+    while turns < 3 or time.perf_counter() < end:
+        for i, way in enumerate(ways):
+            started = time.thread_time()
+            way()
+            best[i] = min(best[i], time.thread_time() - started)
+        turns += 1
+    return best
+
+
+def recurrent() -> ctypes.CDLL:
+    """The library of ``FORM_R``."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise SystemExit("no C++ compiler was found")
+    with tempfile.TemporaryDirectory() as folder:
+        source, path = Path(folder, "form_r.cpp"), Path(folder, "form_r.so")
+        source.write_text(FORM_R, encoding="utf-8")
+        options = ["-std=c++20", "-O3", "-shared", "-fPIC", "-march=native", "-ffp-contract=off", "-fno-math-errno"]
+        subprocess.run([compiler, *options, str(source), "-o", str(path)], check=True)
+        return ctypes.CDLL(str(path))
+
+
+def step_of(first: int, count: int, *, prompt: bool = False) -> LinearStep:
+    """Tokens [first, first + count) of a chunk; a ``prompt`` has all chunks that its tokens need, and no rows."""
+    if not prompt:
+        return LinearStep([SequencePart(0, [Chunk(0, first, count)])], [])
+    chunks = [Chunk(NONE, 0, min(CHUNK, count - at)) for at in range(0, count, CHUNK)]
+    chunks[-1].store = 1
+    return LinearStep([SequencePart(NONE, chunks)], [])
+
+
+def random_layer(spec: LinearSpec, dtype: torch.dtype, tokens: int) -> tuple[LinearPools, Gates]:
+    """Pools and gates of one layer."""
+    pools = LinearPools.of(spec, Slots(states=2, rows=1), dtype)
+    for pool in pools[:-1]:
+        pool.copy_(torch.randn(pool.shape) * 0.1)
+    pools.decays.copy_(-torch.rand(pools.decays.shape).cumsum(1) * 0.1)
+    inputs, a, b = [torch.randn(tokens, n).to(dtype) for n in (spec.conv_dim, spec.value_heads, spec.value_heads)]
+    own = torch.randn(spec.width, spec.conv_dim), -torch.rand(spec.value_heads), torch.randn(spec.value_heads)
+    return pools, Gates(inputs, a, b, *own, scale=1)
+
+
+def native_way(step: LinearStep, layers: list[tuple[LinearPools, Gates]], spec: LinearSpec) -> Callable[[], object]:
+    """A step of all layers by the operator."""
+    numbers = torch.tensor(step.encode())
+    return lambda: [native.gated_delta(numbers, pools, gates, spec.key_heads) for pools, gates in layers]
+
+
+def steps_of(spec: LinearSpec, dtype: torch.dtype, num_tokens: list[int], seconds: float) -> list[tuple[str, ...]]:
+    """The rows of a table: microseconds of a layer's step of T tokens."""
+    library = recurrent() if spec.value_dim == 128 else None
+    jobs: list[Callable[[], object]] = []
+    for tokens in num_tokens:
+        layers, others, last = ([random_layer(spec, dtype, tokens) for _ in range(LAYERS)] for _ in range(3))
+        step = step_of((CHUNK - tokens) // 2, tokens)
+        whole = LinearStep([SequencePart(0, [Chunk(0, CHUNK - tokens, tokens, 0)])], [])
+        jobs += [native_way(step, layers, spec), native_way(whole, others, spec)]
+        numbers = torch.tensor(step.encode())
+        jobs.append(lambda numbers=numbers, layers=layers: [by_torch(numbers, p, spec, g) for p, g in layers])
+        jobs.append(recurrent_way(library, last, spec, tokens) if library is not None else lambda: None)
+    times = [1e6 * each / LAYERS for each in fastest_s(jobs, seconds * len(num_tokens))]
+    rows = []
+    for at, tokens in enumerate(num_tokens):
+        ours, folding, reference, least = times[4 * at : 4 * at + 4]
+        fold = (folding - ours) * tokens / CHUNK
+        against = (f"{least:.0f}", f"{(ours + fold) / least:.2f}") if library is not None else ("", "")
+        further = f"{(ours - times[0]) / (tokens - 1) / times[0]:.2f}" if tokens > 1 and num_tokens[0] == 1 else ""
+        each = (f"{ours:.0f}", f"{folding - ours:.0f}", f"{reference:.0f}", f"{reference / ours:.0f}")
+        rows.append((str(tokens), *each, *against, further))
+    return rows
+
+
+def recurrent_way(
+    library: ctypes.CDLL, layers: list[tuple[LinearPools, Gates]], spec: LinearSpec, tokens: int
+) -> Callable[[], object]:
+    """A step of all layers by one state each, which every token changes."""
+    heads, n = spec.value_heads, F.normalize
+    q, k = (n(torch.randn(tokens, heads, spec.key_dim), dim=-1) for _ in range(2))
+    v, out = (torch.randn(tokens, heads, spec.value_dim) for _ in range(2))
+    g, b = -torch.rand(tokens, heads) * 0.1, torch.rand(tokens, heads)
+    given = [ctypes.c_void_p(x.data_ptr()) for x in (q, k, v, g, b, out)]
+    sizes = [ctypes.c_int64(x) for x in (heads, tokens, spec.key_dim)]
+
+    def way(kept: tuple[Tensor, ...] = (q, k, v, g, b, out)) -> None:
+        for pools, _ in layers:
+            library.form_r(ctypes.c_void_p(pools.states.data_ptr()), *given, *sizes)
+
+    return way
+
+
+def prefill(spec: LinearSpec, tokens: int, seconds: float) -> tuple[str, ...]:
+    """Milliseconds of a prompt in one layer: the operator's, transformers' fallback's."""
+    pools, gates = random_layer(spec, torch.float32, tokens)
+    size = spec.key_heads * spec.key_dim
+    conv = gates.weight.t()[:, None].contiguous()
+    decay, bias = gates.decay, gates.bias
+
+    def fallback() -> None:
+        x = F.silu(F.conv1d(F.pad(gates.inputs.t()[None], (spec.width - 1, 0)), conv, groups=spec.conv_dim))[0].t()
+        q, k, v = torch.split(x, [size, size, spec.value_heads * spec.value_dim], -1)
+        groups = spec.value_heads // spec.key_heads
+        q, k = (y.reshape(1, tokens, spec.key_heads, spec.key_dim).repeat_interleave(groups, 2) for y in (q, k))
+        v = v.reshape(1, tokens, spec.value_heads, spec.value_dim)
+        g, beta = (decay * F.softplus(gates.a + bias))[None], gates.b.sigmoid()[None]
+        theirs.torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
+
+    with torch.no_grad():
+        ours, other = fastest_s(
+            [native_way(step_of(0, tokens, prompt=True), [(pools, gates)], spec), fallback], seconds
+        )
+    return str(tokens), f"{1e3 * ours:.1f}", f"{1e3 * other:.1f}", f"{other / ours:.1f}"
+
+
+def main() -> None:
+    """Prints one table for each size, and one for prompts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 5, 8])
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each row of a table")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if (reason := native.unavailable()) is not None:
+        raise SystemExit(f"linear attention layers cannot run natively here: {reason}")
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, one thread; us of a layer's step\n")
+    head = (
+        "T",
+        "operator",
+        "its fold",
+        "torch",
+        "torch / operator",
+        "recurrent",
+        "with folds / recurrent",
+        "further row / first",
+    )
+    sizes = {"32 heads of 128 x 128": PUBLISHED, "4 heads of 16 x 16": TINY}
+    for name, spec in sizes.items():
+        rows = steps_of(spec, torch.bfloat16, args.tokens, args.seconds)
+        print("\n".join(table([(f"{name}, {head[0]}", *head[1:]), *rows])) + "\n", flush=True)
+    head = ("prompt", "operator ms", "transformers ms", "transformers / operator")
+    print("\n".join(table([head, prefill(PUBLISHED, args.prompt, args.seconds)])))
+
+
+if __name__ == "__main__":
+    main()

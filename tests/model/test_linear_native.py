@@ -1,0 +1,140 @@
+"""The native gated delta rule: the bits of its reference implementation, in outputs, states and rows.
+
+Mutants are changed sources, compiled and loaded alongside the operator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.compilers import needs_attention
+from tests.support.rings import slow
+from torch import Tensor
+
+from paceline.checkpoint.linear import CHUNK, LinearSpec, Slots
+from paceline.errors import EngineError
+from paceline.model.linear import native
+from paceline.model.linear.gated_delta import Gates, LinearPools
+from paceline.model.linear.layers import by_torch
+from paceline.model.linear.plan import NONE, Chunk, LinearStep, SequencePart
+
+pytestmark = needs_attention
+
+FP32, BF16 = torch.float32, torch.bfloat16
+SMALL = LinearSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=16, width=4)
+ODD = LinearSpec(key_heads=1, value_heads=3, key_dim=20, value_dim=152, width=3)
+"""Sizes that end within a vector, and more columns than registers hold."""
+PUBLISHED = LinearSpec(key_heads=2, value_heads=4, key_dim=128, value_dim=128, width=4)
+SLOTS = Slots(states=8, rows=24)
+
+
+def random_step(rng: random.Random, num_sequences: int) -> LinearStep:
+    """Sequences that begin and end anywhere in a chunk, over slots that nobody shares."""
+    states, rows = iter(rng.sample(range(SLOTS.states), SLOTS.states)), iter(rng.sample(range(SLOTS.rows), SLOTS.rows))
+    sequences = []
+    for _ in range(num_sequences):
+        first, left = rng.randrange(CHUNK + 1), rng.choice((1, 5, 16, 40))
+        part = SequencePart(rng.choice((next(states), NONE)), [])
+        while left > 0 or first == CHUNK:
+            count = min(left, CHUNK - first)
+            whole = first + count == CHUNK
+            keeps = first > 0 or rng.random() < 0.5
+            chunk = Chunk(next(rows) if keeps else NONE, first, count)
+            if whole and rng.random() < 0.5:
+                chunk.store = next(states, NONE)
+            if count and rng.random() < 0.3:
+                chunk.also.append((first + count - 1, next(rows), rng.randrange(CHUNK)))
+            part.chunks.append(chunk)
+            first, left = 0, left - count
+        sequences.append(part)
+    return LinearStep(sequences, [(1, 2)])
+
+
+def random_inputs(spec: LinearSpec, dtype: torch.dtype, step: LinearStep, seed: int) -> tuple[LinearPools, Gates]:
+    """Pools whose rows and states are like those of a model, and gates with a token of padding."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=generator) * scale
+
+    pools = LinearPools.of(spec, SLOTS, dtype)
+    for pool in pools[:-1]:
+        pool.copy_(normal(*pool.shape, scale=0.3))
+    pools.decays.copy_(-torch.rand(pools.decays.shape, generator=generator).cumsum(1))
+    num_tokens = 1 + sum(chunk.count for part in step.sequences for chunk in part.chunks)
+    heads = spec.value_heads
+    projected = [normal(num_tokens, size, scale=2).to(dtype) for size in (spec.conv_dim, heads, heads)]
+    own = normal(spec.width, spec.conv_dim), -normal(heads).exp(), normal(heads)
+    return pools, Gates(projected[0], projected[1], projected[2], *own, scale=1 + seed % 2)
+
+
+def differing(library: ctypes.CDLL, spec: LinearSpec, dtype: torch.dtype, seed: int) -> int:
+    """Numbers of a random step whose bits differ from the reference's."""
+    step = random_step(random.Random(seed), 3)
+    pools, gates = random_inputs(spec, dtype, step, seed)
+    ours, numbers = LinearPools(*[pool.clone() for pool in pools]), torch.tensor(step.encode())
+    tensors = (numbers, gates.inputs, gates.a, gates.b, gates.weight, gates.decay, gates.bias, *ours)
+    out = native.call(library, *tensors, spec.key_heads, gates.scale)
+    expected = by_torch(numbers, pools, spec, gates)
+    pairs = zip((out, *ours), (expected, *pools), strict=True)
+    integer = {2: torch.int16, 4: torch.int32}
+    return sum(int((a.view(integer[a.itemsize]) != b.view(integer[b.itemsize])).sum()) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "seeds"),
+    [(SMALL, BF16, 12), (ODD, FP32, 6), *slow([(PUBLISHED, BF16, 12), (PUBLISHED, FP32, 12)])],
+)
+def test_bits_are_those_of_the_reference(spec: LinearSpec, dtype: torch.dtype, seeds: int) -> None:
+    library = native.load(native.SOURCE)
+    for seed in range(seeds):
+        assert differing(library, spec, dtype, seed) == 0, f"seed {seed}"
+
+
+def test_a_step_survives_its_encoding() -> None:
+    for seed in range(20):
+        step = random_step(random.Random(seed), 3)
+        assert LinearStep.decode(step.encode()) == step
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        SequencePart(SLOTS.states, [Chunk(0, 0, 1)]),
+        SequencePart(NONE, [Chunk(SLOTS.rows, 0, 1)]),
+        SequencePart(NONE, [Chunk(NONE, 3, 1)]),
+        SequencePart(NONE, [Chunk(0, 8, 9)]),
+        SequencePart(NONE, [Chunk(0, 0, 1, also=[(0, 0, CHUNK)])]),
+        SequencePart(NONE, [Chunk(0, 0, 4)]),
+    ],
+)
+def test_numbers_that_fit_no_slot_are_refused(wrong: SequencePart) -> None:
+    """States, rows, rows of a chunk that has no slot, more rows than a chunk has, more tokens than the step has."""
+    step = LinearStep([SequencePart(NONE, [Chunk(0, 0, 2)])], [])
+    pools, gates = random_inputs(SMALL, FP32, step, 0)
+    numbers = torch.tensor(LinearStep([wrong], []).encode())
+    with pytest.raises(EngineError, match="not those of its slots and rows"):
+        native.gated_delta(numbers, pools, gates, SMALL.key_heads)
+
+
+MUTANTS = {
+    "rows in another order": ("for (int64_t j = 0; j < t; ++j) {", "for (int64_t j = t - 1; j >= 0; --j) {"),
+    "products and sums are fused": ("_mm512_add_ps(sum, _mm512_mul_ps(a, b))", "_mm512_fmadd_ps(a, b, sum)"),
+    "the last row is not folded": ("int j = 0; j < kChunk;", "int j = 0; j < kChunk - 1;"),
+    "no inputs before the chunk": ("if (slot != kNone) load_rows", "if (false) load_rows"),
+    "further places are not written": ("i < chunk.num_also; ++i) {", "i < 0; ++i) {"),
+}
+
+
+@pytest.mark.parametrize("name", slow([*MUTANTS]))
+def test_mistakes_are_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    (right, wrong), source, path = MUTANTS[name], native.SOURCE.read_text(encoding="utf-8"), tmp_path / "native.cpp"
+    assert source.count(right) == 1
+    path.write_text(source.replace(right, wrong), encoding="utf-8")
+    library = native.load(path)
+    assert any(differing(library, SMALL, BF16, seed) for seed in range(6))
