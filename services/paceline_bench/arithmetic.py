@@ -35,7 +35,7 @@ class Share:
 
     @classmethod
     def of_claims(cls, records: Sequence[RequestRecord]) -> Self:
-        """Requests whose tokens are plain decoding's, among those where that is claimed."""
+        """Share of requests with plain decoding's tokens, among the requests that claim this."""
         claims = [record.identical for record in records if record.identical is not None]
         return cls(sum(claims), len(claims))
 

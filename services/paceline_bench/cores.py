@@ -43,7 +43,7 @@ WAYS = {Drafting.PLAIN: (Mode.PLAIN, 0), Drafting.COLOCATED: (Mode.OVERLAPPED, _
 
 @dataclass(frozen=True, slots=True)
 class CoresRecord:
-    """Measurements of a target with so many threads."""
+    """Measurements of a target with ``cpu_threads`` threads."""
 
     cpu_threads: int
     tokens_per_s: Mapping[Drafting, Mapping[float, float]]
@@ -70,7 +70,7 @@ def chosen(settings: LocalSettings) -> LocalConfig:
 
 
 def configs(settings: LocalSettings) -> dict[int, LocalConfig]:
-    """The pipelines of a run by their threads: 1, and those of ``--cpu-threads``.
+    """Returns the pipelines of a run by their threads: 1, and the numbers of ``--cpu-threads``.
 
     Raises:
         ConfigError: threads of this machine cannot share the products of such a target.
@@ -98,7 +98,7 @@ def configs(settings: LocalSettings) -> dict[int, LocalConfig]:
 
 
 def name_of(what: str, threads: int) -> str:
-    """Name of a method that so many threads share."""
+    """Name of a method that ``threads`` threads share."""
     return f"{what}, {threads} thread" + "s" * (threads > 1)
 
 

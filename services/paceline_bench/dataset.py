@@ -34,7 +34,7 @@ class Question:
 
 
 def read_questions(path: Path, categories: Sequence[str] = ()) -> Iterator[Question]:
-    """The questions of a file in its order, only those of ``categories`` if any are given.
+    """Yields the questions of a file in order; only of ``categories`` if any are given.
 
     Raises:
         ConfigError: the file cannot be read or a line is wrong; the message names file and line.

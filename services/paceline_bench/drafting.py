@@ -12,7 +12,7 @@ from paceline.errors import ConfigError
 from paceline.types import Mode
 
 NEED_MODEL = ("assisted", "colocated")
-"""Baselines that have a draft model of their own beside the target."""
+"""Baselines that have a draft model of their own in addition to the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class Drafting:
         return None if draft is None else draft.engine_kwargs
 
     def modes(self, given: Sequence[Mode] | None) -> tuple[Mode, ...]:
-        """Modes to compare: those that are given, or all that make sense.
+        """Returns the modes to compare: as given, or all that make sense.
 
         Raises:
-            ConfigError: one that is given does not.
+            ConfigError: a given mode does not make sense.
         """
         if self.drafter != "none":
             return tuple(Mode) if given is None else tuple(given)
@@ -58,10 +58,10 @@ class Drafting:
         return (Mode.PLAIN, Mode.OVERLAPPED) if given is None else tuple(given)
 
     def baselines(self, given: Sequence[str] | None, default: Sequence[str]) -> tuple[str, ...]:
-        """Baselines to compare: those that are given, or those of ``default`` that make sense.
+        """Returns the baselines to compare: as given, or the ones of ``default`` that make sense.
 
         Raises:
-            ConfigError: one that is given does not.
+            ConfigError: a given baseline does not make sense.
         """
         if self.has_model:
             return tuple(default if given is None else given)
@@ -71,10 +71,10 @@ class Drafting:
         return tuple(name for name in (default if given is None else given) if name not in NEED_MODEL)
 
     def check(self, modes: Sequence[Mode], flags: dict[str, object]) -> None:
-        """Refuses what makes no sense together.
+        """Refuses contradictory flags.
 
         Args:
-            modes: those that are compared.
+            modes: compared modes.
             flags: values of flags that are for a draft model, by their names; None: not given.
 
         Raises:

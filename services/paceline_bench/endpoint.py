@@ -1,7 +1,7 @@
 """Any server that speaks the OpenAI API, measured like our own: streamed completions over HTTP, real tokens counted.
 
-The tokens of a chunk are taken from its ``usage`` where the server sends it with every chunk
-(``continuous_usage_stats``), are one where there are as many chunks as tokens, and are else unknown: no ITL then.
+A chunk's tokens come from its ``usage`` if the server sends it with every chunk (``continuous_usage_stats``). They are
+one if there are as many chunks as tokens. Otherwise they are unknown, and there is no ITL.
 """
 
 from __future__ import annotations

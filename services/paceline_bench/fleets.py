@@ -1,7 +1,7 @@
-"""A pool of targets under a virtual clock: arrivals, a queue, sessions, and machines that take their time to start.
+"""A pool of targets under a virtual clock: arrivals, a queue, sessions, and machines with a start-up time.
 
-One step is one second. Sessions, places and machines are all that there is of the service; what decides about its size
-is given, so that policies can be compared under the same load.
+One step is one second. The service consists of sessions, places and machines alone. The caller decides its size, so
+that policies can be compared under the same load.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNHEARD = {"router": 0, "target": 0, "draft": 0}
 
 @dataclass(slots=True)
 class Machines:
-    """Replicas of a pool: those that are ordered serve ``start_s`` later, those that are too many go at once."""
+    """Replicas of a pool: an ordered replica serves ``start_s`` later; a surplus replica goes at once."""
 
     start_s: float
     running: int = 1
@@ -32,7 +32,7 @@ class Machines:
         return self.running + len(self.starting)
 
     def follow(self, wanted: int, now: float) -> None:
-        """Orders and stops what it takes to have ``wanted`` replicas; the youngest go first."""
+        """Orders and stops replicas until there are ``wanted``; the youngest go first."""
         while self.ordered < wanted:
             self.starting.append(now + self.start_s)
         while self.ordered > wanted:

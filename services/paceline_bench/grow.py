@@ -3,14 +3,14 @@
 A benchmark needs models of realistic cost whose draft still agrees with its target. Where no large weights
 can be downloaded, ``grow`` makes them from a small pair: it widens every MLP with neurons whose output weights
 are zero, and interleaves layers whose two outputs (attention and MLP) are zero. The zeros are computed like
-any other number, so time and memory are those of the larger model, while the residual stream - and so every
-logit and every acceptance - is that of the small one. The idea is Net2Net's (Chen et al. 2016).
+any other number, so time and memory equal the larger model's, while the residual stream - and so every
+logit and every acceptance - equals the small one's. The idea is Net2Net's (Chen et al. 2016).
 
-What a grown model stands in for: traffic, memory and loading time of weights, the arithmetic of the MLPs, the
-number of layers. What it does not: unless a ``hidden_size`` is given, that and the heads stay small, so the products
-have other shapes than those of large models (slow ones on GPUs), the KV cache grows with the number of layers only and
-messages between tensor-parallel ranks stay narrow. The vocabulary stays small in any case. The config of a grown model
-carries ``grown_from_num_parameters``; whoever reports a figure measured on one says so.
+A grown model represents traffic, memory and loading time of weights, the arithmetic of the MLPs, and the number of
+layers. It does not represent the rest: without ``hidden_size``, the hidden size and the heads stay small. So products
+have other shapes than in large models (slow ones on GPUs), the KV cache grows with the number of layers only, and
+messages between tensor-parallel ranks stay narrow. The vocabulary always stays small. The config of a grown model
+carries ``grown_from_num_parameters``; a report with a figure measured on one must say so.
 
 A wider residual stream has zeros in the dimensions that are new. RMSNorm divides by the root of the mean of squares, so
 with n times as many dimensions it returns sqrt(n) times as much: its weights are divided by that, and epsilon by n,
@@ -54,7 +54,7 @@ def grow(
     In exact arithmetic the logits are equal; in floating point they differ by the order in which a longer row
     is summed (about 1e-6 relative in float32). Depth follows what models of that size have: 32 layers at 8B,
     scaled by the fourth root of the size; ``num_layers`` chooses it instead. The MLP width takes the rest. With
-    ``hidden_size`` the residual stream has that width, and as many heads as fill it.
+    ``hidden_size`` the residual stream has that width, filled by further heads.
 
     Raises:
         ValueError: ``num_parameters`` or ``num_layers`` is below the model's own, or out of reach, or ``hidden_size``
@@ -131,7 +131,7 @@ def _plan(model: LlamaForCausalLM, num_parameters: int, num_layers: int | None) 
 
 
 def _widen(model: LlamaForCausalLM, hidden_size: int) -> LlamaForCausalLM:
-    """The same function with a residual stream of ``hidden_size``."""
+    """Returns a model of the same function with a residual stream of ``hidden_size``."""
     config: LlamaConfig = copy.deepcopy(model.config)
     own, factor = config.hidden_size, hidden_size / config.hidden_size
     if factor < 1 or not (math.log2(factor) / 2).is_integer():

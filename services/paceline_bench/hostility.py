@@ -48,7 +48,7 @@ class Hostility:
         ]
 
     async def run(self, per_s: float) -> None:
-        """Calls for ever, so many times a second on average."""
+        """Calls indefinitely, on average ``per_s`` times a second."""
         kinds: dict[str, Callable[[], Awaitable[str]]] = {
             "long prompt": lambda: self._generate(pb.GenerateRequest(text="x" * (3 << 20))),
             "long answer": lambda: self._generate(self._asking(max_tokens=_MANY)),

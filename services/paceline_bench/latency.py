@@ -3,9 +3,9 @@
     submitted ── TTFT ──▶ first tokens ── gap ──▶ tokens ── gap ──▶ last tokens
               ◀──────────────────────── E2EL ──────────────────────▶
 
-A chunk is what arrives at once: the tokens of a round. A *gap* lies between two chunks. *ITL* has one value per token
-after the first chunk: the gap for a chunk's first token and 0 for those that come with it, so under speculation its
-median goes to 0 and its 99 % to the time of a round. Where every chunk is one token, both are the same.
+A chunk is the tokens that arrive at once, of a round. A *gap* lies between two chunks. *ITL* has one value per token
+after the first chunk: the gap for a chunk's first token and 0 for its other tokens. So under speculation its median
+tends to 0 and its 99 % to the time of a round. If every chunk is one token, ITL equals the gap.
 *TPOT* has one value per request: (E2EL - TTFT) / (tokens - 1).
 """
 
@@ -61,13 +61,13 @@ def percentiles(values: Sequence[float]) -> Percentiles:
 
 
 def _percentile(values: Sequence[float], percent: float) -> float:
-    import numpy as np  # not for those who only render tables
+    import numpy as np  # callers that only render tables need none
 
     return float(np.percentile(values, percent))
 
 
 def latencies(records: Iterable[RequestRecord]) -> dict[str, Percentiles]:
-    """Percentiles over all requests, by ``METRICS``; those of ITL and gaps are over all of their values together."""
+    """Percentiles over all requests, by ``METRICS``; ITL and gaps: over all values together."""
     found = [t for record in records if (t := times(record)) is not None]
     every_itl = all(t.itl_s is not None for t in found)
     return {

@@ -2,7 +2,7 @@
 
     pair of engines     core 0: target, core 1: draft       plain, sequential, overlapped
     two replicas        a core each (``replicas.py``)        replicated, colocated
-    shared targets      1 core, N cores (``cores.py``)       plain and co-located by so many threads, and what chooses
+    shared targets      1 core, N cores (``cores.py``)       plain and co-located by number of threads, and the choice
     transformers        core 0 (``baselines.py``)            transformers, assisted, lookup, continuous
     other engines       1 core, N cores (``peers.py``)       plain and with the draft
 
@@ -56,7 +56,7 @@ class Method:
     cores: int = 1
     """Number of cores that it is given."""
     shared: Drafting | None = None
-    """The same of a target whose products ``cores`` threads share."""
+    """Way of drafting of a target whose products ``cores`` threads share."""
     chooses: bool = False
     """A target and a draft on ``cores`` cores choose for themselves where to draft, and whether."""
     peer: Peer | None = None
@@ -64,7 +64,7 @@ class Method:
 
     @property
     def engine(self) -> str:
-        """Its name; empty if it is ours."""
+        """Name of the engine; empty if it is ours."""
         return self.peer.engine if self.peer else TRANSFORMERS if self.mode in baselines.MODES else ""
 
 
@@ -163,10 +163,10 @@ class LocalBench:
         self._stack.close()
 
     def prompts(self) -> list[Prompt]:
-        """Prompts of the run, as many as fill whole units.
+        """Returns the prompts of the run.
 
         Raises:
-            ConfigError: they do not, or cannot be had.
+            ConfigError: they do not fill whole units, or cannot be read.
         """
         settings, tokenizer = self.settings, self._pipeline.tokenizer
         prompts = choose(tokenizer, settings.prompts_file, settings.num_prompts, settings.task_groups, settings.seed)
@@ -180,11 +180,11 @@ class LocalBench:
         return prompts
 
     def run(self, settings: LocalSettings | None = None) -> list[RequestRecord]:
-        """Warms up, measures, and returns a record per request. ``settings``: other loads, methods or prompts than
-        those that the engines were built for.
+        """Warms up, measures, and returns a record per request. ``settings``: other loads, methods or prompts for the
+        same engines.
 
         Raises:
-            ConfigError: the prompts cannot be had.
+            ConfigError: the prompts cannot be read.
             EngineError: an engine failed.
         """
         self.settings = settings = settings or self.settings

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_LEN = 2048
-"""Tokens of a prompt and its answer, if the target reads so many."""
+"""Maximum tokens of a prompt and its answer, if the target's context allows."""
 DTYPES = ("bfloat16", "float32")
 """Weights and KV that are asked for."""
 Answer = Callable[[dict[str, Any]], list[dict[str, Any]]]
@@ -173,7 +173,7 @@ ENGINES = tuple(_STARTS)
 
 def main() -> None:
     """Answers units until standard input ends."""
-    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: not left behind, stopped, by a benchmark that is killed
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: ends with a benchmark that is killed
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print to it
     start = json.loads(sys.argv[1])

@@ -106,8 +106,8 @@ def family(root: int) -> list[Process]:
 
 
 def cpu_by_role(before: list[Process], after: list[Process]) -> dict[str, float]:
-    """CPU seconds between two readings, by role. Processes that started in between count from their start, those that
-    ended not at all."""
+    """CPU seconds between two readings, by role. Processes that started in between count from their start; ended ones
+    do not count."""
     earlier = {(p.pid, p.started): p.cpu_s for p in before}
     spent = dict.fromkeys(ROLES, 0.0)
     for process in after:
@@ -131,8 +131,8 @@ class ServiceProcess:
         timeout_s: float = _START_TIMEOUT_S,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        """``config`` is that of a ServiceConfig without ``server``, ``server`` what that has beside address and ports.
-        ``say`` gets what the service prints while it starts.
+        """``config``: a ServiceConfig without ``server``; ``server``: that section without address and ports.
+        ``say`` gets the output of the service while it starts.
 
         Raises:
             ConfigError: ``config`` is wrong.
@@ -173,7 +173,7 @@ class ServiceProcess:
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def family(self) -> list[Process]:
-        """Its processes now."""
+        """The service's processes now."""
         return family(self.pid)
 
     def check(self) -> None:
@@ -232,7 +232,7 @@ class ServiceProcess:
 
 
 def _wait_gone(members: list[Process]) -> None:
-    """Waits until none of them runs; those that stay are killed."""
+    """Waits until no member runs; kills the ones that stay."""
     end = time.monotonic() + _STOP_TIMEOUT_S / 4
     while left := [p for p in members if _same(p)]:
         if time.monotonic() > end:

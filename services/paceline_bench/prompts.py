@@ -1,8 +1,7 @@
 """Prompts to measure with: text that neither embedded model was trained on, or the user's own.
 
 Held-out prompts are windows of whole lines from the standard-library files in ``embedded/held_out.json``, at random
-or by task group (``tasks.py``). Where those files are not installed, windows of this package's own source take their
-place.
+or by task group (``tasks.py``). If these files are not installed, windows of this package's own source replace them.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def held_out_prompts(tokenizer: Tokenizer, count: int, seed: int = 0, group: str
     of ``tasks.GROUPS``, or empty for any.
 
     Raises:
-        ConfigError: the texts do not hold as many.
+        ConfigError: the texts hold fewer.
     """
     rng = random.Random(f"{seed} {group}" if group else seed)
     texts = sorted(held_out_texts().items())

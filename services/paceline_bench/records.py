@@ -63,7 +63,7 @@ class RequestRecord:
     the token of this rank was verified and none before it was right, and at how many of them it was. Empty: not
     counted."""
     identical: bool | None = None
-    """True if the tokens are those of plain decoding; None where that is not claimed."""
+    """True if the tokens equal plain decoding's; None where that is not claimed."""
     category: str = ""
     """Task group of the prompt; empty if none was asked for."""
     submitted_s: float = 0.0
@@ -205,5 +205,5 @@ def with_identity(units: Sequence[UnitRecord]) -> Iterator[UnitRecord]:
 
 
 def differing(units: Sequence[UnitRecord]) -> list[tuple[UnitRecord, RequestRecord]]:
-    """Requests whose tokens are not those of plain decoding in one process."""
+    """Requests whose tokens differ from plain decoding's in one process."""
     return [(unit, request) for unit in units for request in unit.requests if request.identical is False]

@@ -23,7 +23,7 @@ from paceline_bench.jobs import Job, Reply, run_jobs
 from paceline_bench.steps import WatchedFactory, timed_draft, timed_target
 
 NUM_REPLICAS = 2
-"""Number of replicas: as many devices as a target and its draft have."""
+"""Number of replicas, equal to the devices of a target and its draft."""
 MODES = {"replicated": Mode.PLAIN, "colocated": Mode.SEQUENTIAL}
 """Mode of each replica, by the name of the baseline."""
 

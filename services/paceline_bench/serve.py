@@ -81,10 +81,10 @@ class ServeBench:
         self._stack.close()
 
     def prompts(self) -> list[Prompt]:
-        """One prompt per request of the largest unit; those of a file are repeated. Task groups take turns.
+        """Returns one prompt per request of the largest unit; repeats the prompts of a file. Task groups take turns.
 
         Raises:
-            ConfigError: the prompts cannot be had.
+            ConfigError: the prompts cannot be read.
         """
         settings = self.settings
         count = max(map(settings.num_requests, settings.loads))

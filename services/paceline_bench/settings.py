@@ -39,7 +39,7 @@ class RunSettings:
     dtype: DType = "bfloat16"
     compile: bool = True
     num_prompts: int | None = None
-    """Number of prompts, of each task group if any are given; None: all of the file, or as many as the load needs."""
+    """Number of prompts, of each task group if any are given; None: the whole file, or as the load needs."""
     prompts_file: Path | None = None
     task_groups: tuple[str, ...] = ()
     max_tokens: int = 128
@@ -79,9 +79,9 @@ class LocalSettings(RunSettings):
     """Where the draft model runs."""
     worker: Literal["process", "thread"] = "process"
     cpu_threads: tuple[int, ...] = ()
-    """Threads by which the products of further targets are shared, beside one."""
+    """Numbers of threads other than one that share the products of further targets."""
     peers: tuple[Peer, ...] = ()
-    """Other engines that are measured beside ours."""
+    """Other engines to measure in addition to ours."""
 
     @property
     def thread_counts(self) -> tuple[int, ...]:
@@ -90,8 +90,8 @@ class LocalSettings(RunSettings):
 
     @property
     def peer_cores(self) -> tuple[int, ...]:
-        """Numbers of cores that other engines are measured on: one, those of a target and its draft, and as many as
-        share a target's products, as far as there are so many."""
+        """Numbers of cores on which other engines are measured: one, two (a target and its draft), and the numbers that
+        share a target's products, as far as the machine has them."""
         from paceline.runtime.workers import available_cores  # torch is for the kinds that run a model
 
         return tuple(n for n in sorted({1, 2, *self.cpu_threads}) if n <= max(1, len(available_cores())))

@@ -1,4 +1,4 @@
-"""The sides of ``paceline bench serve``: the one-process pipeline, and a real service behind its port."""
+"""The sides of ``paceline bench serve``: the one-process pipeline, and a real service through its port."""
 
 from __future__ import annotations
 

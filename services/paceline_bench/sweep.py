@@ -28,8 +28,8 @@ from paceline_bench.settings import PARTS, LocalSettings, ServeSettings, SweepSe
 from paceline_bench.tasks import GROUPS
 
 _ALONE, _SERIAL, _SERIAL_SESSIONS = ("continuous",), ("assisted", "lookup"), 4
-"""Baselines that are left out: those for several sessions at one session, and above ``_SERIAL_SESSIONS`` sessions those
-that take one request after the other, whose tokens/s are the same as with fewer."""
+"""Baselines that are left out: with one session the ones for several; above ``_SERIAL_SESSIONS`` sessions the ones that
+run requests in sequence, whose tokens/s do not change."""
 _KS, _HEAVY_KS, _OVERLAPPED_KS = (3, 4, 6), (2, 3, 4), (4, 8)
 
 

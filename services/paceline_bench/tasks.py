@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 GROUPS = ("headers", "comments", "tables", "repetition", "classes", "functions")
 LONG_LINES = 24
-"""A function with at least as many lines is long."""
+"""Minimum lines of a long function."""
 _AHEAD_LINES = 4
 """Lines after a prompt that tell its group: three of them have to be of it."""
 _ALIKE_LINES = 3

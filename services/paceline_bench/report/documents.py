@@ -41,8 +41,8 @@ def of_local(
 def of_service(
     settings: Mapping[str, Any], labels: Mapping[str, ModelLabel], outcome: Outcome, label: str = ""
 ) -> dict[str, Any]:
-    """Document of ``paceline bench serve``: services, every request, and cells: ours in closed loads, and those of open
-    loads and endpoints apart."""
+    """Returns the document of ``paceline bench serve``: services, every request, and cells: ours in closed loads, and
+    separately the ones of open loads and endpoints."""
     cells = cells_of(outcome.units, settings.get("goodput"))
     head = _head(settings, labels, label)
     if not settings.get("places", True):  # an endpoint alone, of which these say nothing
@@ -96,7 +96,7 @@ class ServeRun:
 
     @property
     def foreign(self) -> bool:
-        """True if an endpoint was measured and nothing of ours beside it."""
+        """True if only an endpoint was measured, and nothing of ours."""
         return not self.data["settings"].get("places", True)
 
     @property

@@ -1,4 +1,4 @@
-"""Writes the sections of a report: one HTML page that needs nothing else, and Markdown with its plots beside it."""
+"""Writes the sections of a report: one self-contained HTML page, and Markdown with plots in separate files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Section:
 
     @property
     def anchor(self) -> str:
-        """Its name in links and files."""
+        """Name of the section in links and files."""
         return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
 

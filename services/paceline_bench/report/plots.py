@@ -16,9 +16,9 @@ FOREGROUND, BACKGROUND = "#1a1a1a", "#fefefe"
 """Colors of text and lines, and of what they stand on: a page replaces both by its own."""
 _TARGET, _DRAFT = "#0072b2", "#e69f00"
 _COLORS = (_TARGET, _DRAFT, "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a8a8a")
-"""Okabe and Ito's palette, which color-blind readers tell apart, without its black and yellow."""
+"""Okabe and Ito's palette, which color-blind readers can distinguish, without its black and yellow."""
 _MARKERS = "osD^v<>PX"
-"""Their number has no factor in common with that of the colors: 63 series differ from each other."""
+"""Markers; their number and the number of colors are coprime, so 63 series differ from each other."""
 _PERCENTILE_MARKERS = {"50": "o", "90": "|", "95": "x", "99": ">"}
 _STYLE = {
     "svg.hashsalt": "paceline",
@@ -59,7 +59,7 @@ def require_matplotlib() -> Any:
 
 
 def lines(panels: Mapping[str, Mapping[str, Sequence[Point]]], x_label: str, y_label: str) -> str:
-    """A panel per title with a line per name and its intervals; x is drawn by the values that there are."""
+    """A panel per title with a line per name and its intervals; x has one tick per value."""
     figure, axes = _panels(len(panels), 4.6, 3.4, columns=min(len(panels), 3))
     names = list(dict.fromkeys(name for series in panels.values() for name in series))
     ticks = sorted({p.x for series in panels.values() for points in series.values() for p in points})

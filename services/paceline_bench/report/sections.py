@@ -118,7 +118,7 @@ def against_transformers(runs: Sequence[LocalRun]) -> Section | None:
 
 
 def against_others(runs: Sequence[LocalRun]) -> Section | None:
-    """The fastest of ours over other engines on as many cores."""
+    """The fastest of ours over other engines on the same number of cores."""
     rows: list[Row] = []
     for run, temperature, summaries in _cells(runs):
         for found in against_engines(summaries):
@@ -326,7 +326,7 @@ def timeline(runs: Sequence[LocalRun]) -> Section | None:
 
 
 def overlap_s(target: Iterable[Sequence[float]], draft: Iterable[Sequence[float]]) -> float:
-    """Seconds in which a step (start, seconds, ...) of both is in progress; those of one engine do not overlap."""
+    """Seconds in which both engines run a step (start, seconds, ...); steps of one engine do not overlap."""
     total = 0.0
     for d_at, d_s, *_ in draft:
         for t_at, t_s, *_ in target:

@@ -64,7 +64,7 @@ class Summary:
     after_no_proposal: Share
     causes: dict[str, int]
     producers: dict[str, tuple[int, Share]]
-    """Rounds by what proposed their tokens (``RoundRecord.producer``), and the tokens accepted of those proposed."""
+    """Producer (``RoundRecord.producer``) -> (its rounds, share of its proposed tokens that were accepted)."""
     target_step_s: float | None
     """Median."""
     draft_step_s: float | None
@@ -100,7 +100,7 @@ def _summary(records: Sequence[RequestRecord], plain: Sequence[RequestRecord]) -
     totals = RoundTotals.of(records)
     identical = Share.of_claims(records)
     after_rejection, after_full, after_none = hit_shares(records)
-    # The requests of one unit ran concurrently and saw the same steps: count those of the first.
+    # The requests of one unit ran concurrently and saw the same steps: count the first one's.
     target_steps = [step for unit in units.values() for step in unit[0].target_steps]
     draft_steps = [step for unit in units.values() for step in unit[0].draft_steps]
     return Summary(
@@ -145,7 +145,7 @@ def best_of(summaries: Sequence[Summary], mode: str, temperature: float) -> Summ
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """Our fastest method against the fastest of another engine on as many cores, by one measure."""
+    """Our fastest method against another engine's fastest on the same number of cores, by one measure."""
 
     cores: int
     ours: Summary
@@ -230,7 +230,7 @@ class Cell:
 
     @property
     def apart(self) -> bool:
-        """True for open loads and endpoints, which documents hold apart from our own closed loads."""
+        """True for open loads and endpoints, which documents keep separate from our own closed loads."""
         return bool(self.rate) or self.place == ENDPOINT
 
 
