@@ -271,7 +271,7 @@ def _model_drafter(
 
         def measure_again() -> None:
             if options.tree_step_tokens is None:
-                with contextlib.suppress(ResourceExhaustedError):  # no page is free: as many as before
+                with contextlib.suppress(ResourceExhaustedError):  # no page is free: the number stays
                     drafter.max_leaves = max(1, affordable_width(runner) // tokens_per_leaf)
 
         stages.info("serving eagerly, and compiling in the background")
@@ -317,5 +317,5 @@ def _engine(setup: DraftSetup, emit: Emit, target: Checkpoint, built: _Built) ->
 
 
 def _ahead(options: DraftOptions | ModellessOptions) -> bool | None:
-    """True if a head drafts ahead of outcomes; None: where it pays."""
+    """True if a head drafts ahead of outcomes; None: where it has positive expected gain."""
     return options.ahead if isinstance(options, HeadDraftOptions) and options.ahead != "auto" else None

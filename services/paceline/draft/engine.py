@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 Emit = Callable[[Sequence[Nodes | SessionFailed]], None]
 
 _MIN_PROB = 0.01
-"""Predicted tokens less likely than this are not worth a node. Never applied to a first choice."""
+"""Lowest probability of a predicted token that becomes a node. Never applied to a first choice."""
 _LEAST_CHAINED = 0.2
 """A path of one call ends where it is less likely than this: siblings further up may be the better nodes."""
 _LATE_S = 0.25
@@ -121,9 +121,9 @@ class DraftStats:
     paths: int = 0
     """Tree steps that drafted the path of one session by one call,"""
     path_tokens: int = 0
-    """their nodes expanded,"""
+    """Nodes that these steps expanded."""
     path_s: float = 0.0
-    """and their seconds."""
+    """Seconds of these steps."""
 
 
 class DraftEngine:
@@ -139,7 +139,7 @@ class DraftEngine:
         device: of the candidates and sampler states.
         grammars: compiles structured outputs; None: drafts are not bound by them, which costs acceptance only.
         description: of the drafter, for the status.
-        ahead: of a drafter that reads hidden states: draft while a proposal is being verified; None: where it pays.
+        ahead: of a drafter that reads hidden states: draft while a proposal is being verified; None: where it gains.
         runner: of the drafter's model, if it has one, for the status.
         clock: seconds.
     """
@@ -171,7 +171,7 @@ class DraftEngine:
         self._chains = cast(Chainer, drafter) if hasattr(drafter, "chain") else None
         self._ranker = cast(Ranker, drafter) if hasattr(drafter, "expand_best") else None
         self.overlap = None if self._reads is None else Overlap(ahead)
-        """Measures if drafting ahead pays; None: the drafter reads no hidden states."""
+        """Measures if drafting ahead has gain; None: the drafter reads no hidden states."""
         self._emit = emit
         self._vocab_size = vocab_size
         self._tree_budget = tree_budget
@@ -208,7 +208,7 @@ class DraftEngine:
         return 0 if self._runner is None else self._runner.backend.num_unrecorded
 
     def receive(self, messages: Iterable[ToDraft]) -> None:
-        """Takes messages in order. Never raises: a message that cannot be followed ends its own session."""
+        """Applies messages in order. Never raises: a message that cannot be followed ends its own session."""
         for message in messages:
             session = self._sessions.get(message.session_id)
             if isinstance(message, OpenSession):
@@ -426,7 +426,7 @@ class DraftEngine:
         )
 
     def _observe_round(self, session: DraftSession, node_ids: Sequence[int], now: float) -> None:
-        """Takes the outcome of the proposal in flight, of a drafter that reads states."""
+        """Records the outcome of the proposal in flight, for a drafter that reads states."""
         if self.overlap is None or session.announced_at is None or not session.in_flight:
             return
         self.overlap.observe(
@@ -585,8 +585,8 @@ class DraftEngine:
                 self._publish(session, node, ranking, probs)
 
     def _choose(self) -> list[tuple[DraftSession, TreeNode]]:
-        """The likeliest leaves of all sessions, each session's in the order of its own policy, one session's behind the
-        other's."""
+        """Returns the likeliest leaves of all sessions, grouped by session, each session's in the order of its own
+        policy."""
         # A heap of (-log path probability of a session's next leaf, order of the session, session).
         heap: list[tuple[float, int, DraftSession]] = []
         now = self._clock()
@@ -639,10 +639,10 @@ class DraftEngine:
             return parts
 
     def _publish_blocks(self, chosen: Sequence[tuple[DraftSession, TreeNode]], candidates: Candidates) -> None:
-        """Publishes what a drafter of several tokens at once predicts, depth by depth.
+        """Publishes the predictions of a drafter of several tokens at once, depth by depth.
 
-        The next depth continues the token that the drafter has guessed, or the likeliest one if it guesses none; it
-        is left to a later step where no tokens are worth having there.
+        The next depth continues the token that the drafter has guessed, or the likeliest one if it guesses none. A
+        depth without likely enough tokens is left to a later step.
         """
         known = candidates.log_q.isfinite().any(-1).tolist()  # [leaves][depths]
         at = list(enumerate(chosen))
@@ -672,10 +672,10 @@ class DraftEngine:
         probs: Sequence[float],
         follow: int | None = None,
     ) -> TreeNode | None:
-        """Attaches and queues the children of an expanded node, all of one expansion together: as many as there are
-        ``probs``.
+        """Attaches and queues the children of an expanded node, one per entry of ``probs``, all of an expansion
+        together.
 
-        Returns the child of the token ``follow``, if it is worth expanding: its own children are published next.
+        Returns the child of the token ``follow``, if likely enough: its own children are published next.
         """
         parent.expanded, parent.gaps, parent.bonus = True, ranking.gaps, ranking.bonus
         session.changed = True
@@ -721,7 +721,7 @@ class DraftEngine:
 
 
 def _expected(nodes: Sequence[tuple[DraftSession, TreeNode]], rankings: Sequence[Ranking]) -> list[list[float]]:
-    """Probabilities of the children that are worth a node, of each node and its ranking."""
+    """Probabilities of the children that are likely enough for a node, by node and ranking."""
     expansions = [session.expansion(node, ranking) for (session, node), ranking in zip(nodes, rankings, strict=True)]
     return expect(expansions, _MIN_PROB)
 

@@ -19,9 +19,9 @@ from paceline.core.tree import SpeculationTree, TreeNode
 class Growth(Protocol):
     """Order of expansion: the least key comes first; None: not before the next commit.
 
-    ``ahead`` is how many tokens of the node's path follow those of the proposal in flight: 0 is a place where the
-    proposal may be cut, 1 a next token of that outcome, and the continuations of an outcome have ahead 2 to K + 1. So
-    nodes of ahead <= K are worth expanding.
+    ``ahead``: number of tokens of the node's path after the proposal in flight. 0 is a place where the proposal may be
+    cut, 1 a next token of that outcome, and the continuations of an outcome have ahead 2 to K + 1. So nodes with
+    ahead <= K may be expanded.
     """
 
     @property
@@ -73,10 +73,10 @@ _SLACK = 2
 
 @dataclass(slots=True)
 class Reach:
-    """Depth to which a session's tree is worth growing: two tokens beyond the longest of the last few proposals.
+    """Depth limit of a session's tree: two tokens beyond the longest of the last few proposals.
 
-    The target verifies as many draft tokens as pay at its load; nodes beyond those take time from other sessions, and
-    where draft and target share a machine from the target. The two in excess let proposals grow again, by two in every
+    The target verifies the draft tokens with positive expected gain at its load. Deeper nodes take time from other
+    sessions and, on a shared machine, from the target. The two in excess let proposals grow again, by two in every
     round. A miss has no proposal: it only lets the longest one fade.
     """
 
@@ -88,12 +88,12 @@ class Reach:
         self.longest = DecayingMax(_KEEP_REACH, float(self.k))
 
     def observe(self, num_in_flight: int) -> None:
-        """Takes the length of a proposal that is being verified."""
+        """Records the length of a proposal that is being verified."""
         self.longest.add(float(num_in_flight))
 
     @property
     def tokens(self) -> int:
-        """Nodes up to this many tokens ahead are worth expanding, no others."""
+        """Maximum tokens ahead of a node that may be expanded."""
         return min(self.k, math.ceil(self.longest.value) + _SLACK)
 
 
@@ -128,7 +128,7 @@ class Frontier:
     def __init__(self, tree: SpeculationTree, growth: Growth) -> None:
         self.reach: Reach | None = Reach(growth.k) if isinstance(growth, BestFirst) else None
         """None: the policy alone limits the depth."""
-        self._most_ahead = self._reached()  # of a node that is worth expanding, since the last commit
+        self._most_ahead = self._reached()  # of a node that may be expanded, since the last commit
         self._tree = tree
         self._growth = growth
         self._num_in_flight = 0  # length of the longest path in flight
@@ -165,12 +165,12 @@ class Frontier:
                 heapq.heappush(self._heap, (key, node.node_id, node))
 
     def wants(self, node: TreeNode) -> bool:
-        """True if a node, of the frontier or not, is worth expanding before the next commit."""
+        """True if a node, of the frontier or not, may be expanded before the next commit."""
         self._sort()
         return self._key(node, self._ahead_of(node)) is not None
 
     def peek(self) -> TreeNode | None:
-        """The node to expand next, None if no node is worth expanding before the next commit."""
+        """The node to expand next; None if none may be expanded before the next commit."""
         if self._committed is not None:
             self._sort()
         heap = self._heap
@@ -197,7 +197,7 @@ class Frontier:
             heapq.heappush(self._heap, (key, node.node_id, node))
 
     def _ahead_of(self, node: TreeNode) -> int:
-        """Tokens of a node's path behind the proposal in flight, or the anchor. O(1) where its parent's are known."""
+        """Tokens of a node's path after the proposal in flight, or the anchor. O(1) if its parent's are known."""
         if (ahead := self._ahead.get(node.node_id)) is None:
             assert node.parent is not None, "the anchor's are known"
             ahead = self._ahead[node.node_id] = self._ahead_of(node.parent) + 1

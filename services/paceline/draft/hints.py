@@ -1,11 +1,11 @@
 """The outcomes that a draft expects, ranked with a target's hint: the two rankings multiplied.
 
-A hint says which tokens an early exit of the target finds likely behind the nodes of a step that runs
-(``target/hints.py``). It is ranked as the draft's own candidates are, by the noise that the target's rule draws with.
-Of an outcome the draft has the probability q, by its calibration, and the hint e: it counts with q^(1 - w) e^w, and a
-token that one of them leaves out counts there as the last one that it has. Only the order in which nodes are expanded
-changes, and tokens that the draft had not thought of may become nodes. No probability that a token was published with
-changes, and under the rejection rule neither does the token that may be proposed, nor anything about it.
+A hint holds the tokens that an early exit of the target finds likely after the nodes of the step in progress
+(``target/hints.py``). It is ranked like the draft's own candidates, by the noise that the target's rule draws with.
+An outcome with probability q by the draft's calibration and e by the hint counts with q^(1 - w) e^w. A token that one
+of them lacks counts there as its last token. Only the order in which nodes are expanded changes, and tokens that the
+draft did not have may become nodes. No published probability changes. Under the rejection rule the proposed token and
+everything about it stay the same, too.
 """
 
 from __future__ import annotations
@@ -95,6 +95,6 @@ def expected(session: DraftSession, parent: TreeNode) -> dict[int, float]:
 
 
 def _probabilities(token_ids: list[int], scores: list[float]) -> dict[int, float]:
-    """Those of tokens by their scores, best first; tokens without a score are left out."""
+    """Probabilities of tokens by their scores, best first; omits tokens without a score."""
     num = sum(score > float("-inf") for score in scores)
     return dict(zip(token_ids[:num], ranked(scores[:num]).priors, strict=True))

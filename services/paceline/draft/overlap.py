@@ -1,8 +1,8 @@
-"""Drafting ahead of outcomes by a head whose states are late then: whether it pays, from measured rounds.
+"""Decides from measured rounds if a head should draft ahead of outcomes, although its states are late then.
 
-Between an outcome and its states a head draws on states of its own making, so a proposal that was made ahead is worth
-less: of the tokens accepted per proposal it keeps a share R. Made after the outcome it costs the time of its K depths,
-t_d each, beside a verification of T_v. So drafting ahead pays if ``R > 1 / (1 + K t_d / T_v)``.
+Between an outcome and its states a head uses states of its own making, so fewer tokens of a proposal made ahead are
+accepted: a share R of them. A proposal made after the outcome costs the time of its K depths, t_d each, in addition to
+a verification of T_v. So drafting ahead has gain if ``R > 1 / (1 + K t_d / T_v)``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from paceline.core.statistics import Ewma
 _LEAST_ROUNDS = 64
 """Rounds of either kind before they are compared."""
 _TRIAL_EVERY = 8
-"""One in so many sessions is of the other kind, so that the comparison stays true."""
+"""One in this many sessions uses the other choice, so that the comparison stays true."""
 
 
 @dataclass(slots=True)
 class Overlap:
-    """Compares rounds of sessions that are drafted ahead with rounds of those that are not."""
+    """Compares rounds of sessions that are drafted ahead with rounds of other sessions."""
 
     forced: bool | None = None
-    """The choice, where there is none."""
+    """The fixed choice; None: by measurement."""
     accepted: dict[bool, Ewma] = field(default_factory=lambda: {ahead: Ewma(0.02) for ahead in (True, False)})
     """Draft tokens accepted of a proposal, by whether it was made ahead."""
     rounds: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
@@ -44,7 +44,7 @@ class Overlap:
         return self.pays != (number % _TRIAL_EVERY == 0)
 
     def observe(self, *, ahead: bool, num_proposed: int, num_accepted: int, verify_s: float) -> None:
-        """Takes the outcome of a proposal of the draft."""
+        """Records the outcome of a proposal of the draft."""
         self.rounds[ahead] += 1
         self.accepted[ahead].add(float(num_accepted))
         self.num_proposed.add(float(num_proposed))
@@ -59,14 +59,14 @@ class Overlap:
 
     @property
     def needed(self) -> float:
-        """The share above which drafting ahead pays."""
+        """The share R above which drafting ahead has gain."""
         verify_s = self.verify_s.get(0.0)
         drafting_s = self.num_proposed.get(0.0) * self.depth_s.get(0.0)
         return 1 / (1 + drafting_s / verify_s) if verify_s > 0 else 1.0
 
     @property
     def pays(self) -> bool:
-        """True if sessions are drafted ahead, but for those that measure the other kind."""
+        """True if sessions are drafted ahead, except the ones that measure the other choice."""
         return self.kept is not None and self.kept > self.needed
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""The children of all leaves of a step by one native pass, ``publish.cpp``: probabilities, nodes and their order.
+"""The children of all leaves of a step by one native function, ``publish.cpp``: probabilities, nodes, their order.
 
-It does what ``DraftEngine._publish`` does with candidates that are ranked already. A leaf that is not the common case
-(a hint, a node that a tree refuses) is left to that with all behind it, as are all leaves where the
-pass cannot be compiled, which takes a C++ compiler and Python's headers.
+It does the work of ``DraftEngine._publish`` for ranked candidates. From the first leaf on that is not the common case
+(a hint, a node that a tree refuses), leaves are left to ``_publish``; so are all leaves if the function cannot be
+compiled, which needs a C++ compiler and Python's headers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def publish(
     """Publishes the ranked candidates of leaves as their children, without those less likely than ``least_prob``.
 
     Returns:
-        the number of nodes, and of the first leaves that were published: the others are left.
+        the number of nodes, and the number of leading leaves that were published.
     """
     passes = _passes()
     if passes is None:

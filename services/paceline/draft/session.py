@@ -106,14 +106,14 @@ class DraftSession:
         self.ahead = True
         """False: nothing is drafted while a proposal is being verified."""
         self.hinted: dict[int, dict[int, float]] = {}
-        """Probabilities of tokens behind nodes of the step that runs, by a hint of the target (``draft/hints.py``)."""
+        """Node of the step in progress -> probabilities of next tokens, by a target's hint (``draft/hints.py``)."""
         self.hint_weight = 0.0
         self.hold_until = 0.0
         """Time until which nodes are held back, to be sent together; inf: each is sent immediately, for the target may
         wait for it."""
 
     def begin_round(self, now: float, passed: Sequence[int], *, hit: bool) -> None:
-        """Takes a commit at ``now`` along the nodes ``passed``, after the tree was walked; drops pruned nodes unsent.
+        """Follows a commit at ``now`` along the nodes ``passed``, after the tree was walked; drops unsent pruned nodes.
 
         ``hit``: all committed tokens were in the tree, so the target does not wait.
         """
@@ -181,7 +181,7 @@ class DraftSession:
         return node.best is not None and node.best.node_id in self.in_flight
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        """Takes committed tokens, before the tree is walked: which of each node's candidates the target took."""
+        """Records which candidates of each node the committed tokens took, before the tree is walked."""
         node = self.tree.anchor
         for token_id in token_ids:
             child = node.children.get(token_id)
@@ -230,9 +230,9 @@ class DraftSession:
         sampled: bool = True,
         q: SparseDistribution | None = None,
     ) -> list[TreeNode]:
-        """Attaches new nodes to the draft's tree and queues them for sending; returns those that the tree has taken.
+        """Attaches new nodes to the draft's tree and queues them for sending; returns the accepted ones.
 
-        ``sampled``: all of them are, unless there is a ``q``, which the first one alone was drawn from.
+        ``sampled``: of all of them; with a ``q``, only the first one was drawn from it.
         """
         first, parent_id = self.next_node_id, parent.node_id
         self.next_node_id += len(token_ids)

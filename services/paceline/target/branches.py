@@ -47,7 +47,7 @@ class Branch:
         return (context_len + self.depth + self.stop - self.first - 1) // CHUNK - first + 1
 
     def num_pages(self, context_len: int, spare: int = 0) -> int:
-        """Private pages that it needs, with ``spare`` rows behind its last token."""
+        """Private pages that the branch needs, with ``spare`` rows after its last token."""
         return pages_for(context_len + self.depth + self.stop - self.first + spare) - self.page(context_len)
 
 
@@ -58,7 +58,7 @@ def branches_of(proposal: Proposal) -> Sequence[Branch]:
 
 @functools.lru_cache(_REMEMBERED)
 def _branches(parents: tuple[int, ...], num_tokens: int) -> tuple[Branch, ...]:
-    """``branches_of`` a proposal: a step asks for those of each several times."""
+    """``branches_of`` a proposal, cached: a step asks for them several times."""
     starts = [i for i in range(1, num_tokens) if parents and parents[i] != i - 1]
     bounds = [0, *starts, num_tokens]
     branches: list[Branch] = []
@@ -97,7 +97,7 @@ def sequence_steps(
         tables: page table of each branch.
 
     Returns:
-        Steps whose logits are those after the context and after each token of the proposal, in this order.
+        Steps with logits after the context and after each token of the proposal, in this order.
     """
     stop = start + len(context)
     branches = branches_of(proposal)
@@ -138,13 +138,13 @@ def riding_tables(
 def riding_steps(
     own: SequenceStep, start: int, stop: int, guesses: Proposal, tables: Sequence[Sequence[int]]
 ) -> list[SequenceStep]:
-    """Steps of guesses in addition to a session's own: what they compute lies on their private pages alone.
+    """Steps of guesses in addition to a session's own step; they write only to their private pages.
 
     Args:
-        own: the session's step with the context tokens at rows [start, stop); it writes those to private pages as well.
+        own: the session's step with the context tokens at rows [start, stop); also writes these to private pages.
         start: the first row that ``own`` computes.
         stop: length of the context.
-        guesses: the tree that rides.
+        guesses: the tree of guesses.
         tables: page table of each of its branches (``riding_tables``).
 
     Returns:
@@ -163,6 +163,6 @@ def riding_steps(
 
 
 def accepted_table(proposal: Proposal, path: Sequence[int], tables: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Pages that the session goes on with: those of the branch in which the accepted ``path`` ends."""
+    """Returns the session's pages from now on: of the branch in which the accepted ``path`` ends."""
     end = path[-1] if path else 0
     return next(table for branch, table in zip(branches_of(proposal), tables, strict=True) if end < branch.stop)

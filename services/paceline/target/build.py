@@ -204,7 +204,7 @@ def _grammars(checkpoint: Checkpoint, model: LoadedModel) -> Grammars:
 
 
 def _compared(setup: TargetSetup, runner: ModelRunner, max_len: int) -> InvarianceReport | None:
-    """Compares the bits of decoding and verification and says what was found; None: that is not wanted."""
+    """Compares the bits of decoding and verification, and logs the result; None: the test is off."""
     options, path = setup.options, setup.source
     if options.batch_invariant == "off":
         return None

@@ -1,7 +1,7 @@
-"""Cores that share a target's products on a CPU: its own, and those of drafts next to it while no session has a draft.
+"""Cores that share a target's products on a CPU: its own, and idle drafts' while no session has a draft.
 
-A draft that is not asked sleeps, and its core with it. Where drafts do not pay, a target takes it: no bit depends on
-the number of cores.
+A draft that is not asked sleeps, and its core with it. Where drafts have no gain, the target uses that core: no bit
+depends on the number of cores.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ log = logging.getLogger(__name__)
 
 
 class TargetCores:
-    """The cores of the thread that makes it, which steps the target: the first ones are its own, the others lent."""
+    """The cores of the creating thread, which steps the target: first its own cores, then shared ones of drafts."""
 
     def __init__(self, num_own: int, num_lent: int) -> None:
         self._cores = sorted(os.sched_getaffinity(0))[: num_own + num_lent]
         self._num_own = num_own
         self.lent = False
-        """The lent ones are in use."""
+        """The drafts' cores are in use."""
         self.use(lent=False)
 
     @classmethod
     def of(cls, num_own: int, num_lent: int, model: LoadedModel) -> TargetCores | None:
-        """The cores of this thread; None, and the log says why, if none are lent or ``model``'s products not shared."""
+        """Returns this thread's cores; None if no draft shares any, or ``model``'s products cannot be (logged)."""
         if num_lent == 0:
             return None
         if reason := why_not_shared(num_own + num_lent, model):
@@ -46,8 +46,8 @@ class TargetCores:
         return len(self._cores)
 
     def use(self, *, lent: bool) -> None:
-        """Takes the lent cores, or gives them back."""
+        """Starts or ends using the drafts' cores."""
         self.lent = lent
-        share_products(1)  # ends the threads of before, with which this one gets back all of its cores
+        share_products(1)  # ends the earlier threads, so that this one has all of its cores again
         os.sched_setaffinity(0, self._cores[: self.num])
         share_products(self.num)

@@ -103,15 +103,15 @@ class TargetEngine:
             max_sessions: sessions that are served at the same time; more wait.
             max_step_tokens: tokens computed in one step.
             max_model_len: tokens of a session's context, prompt and output together.
-            adaptive: verify as many draft tokens per step as pay, and pause drafting where none do; False: always K.
-            trees: with ``adaptive``, verify siblings where they pay; False: chains.
-            batch_invariant: whether the model gave the same bits however its tokens were batched.
-            heads: what proposes tokens where a session's draft has none; the first that is ready is asked.
+            adaptive: verify draft tokens with positive expected gain, pause drafting without any; False: always K.
+            trees: with ``adaptive``, verify siblings with positive expected gain; False: chains.
+            batch_invariant: result of the test that bits do not depend on the batch.
+            heads: propose tokens where a session's draft has none; the first that is ready is asked.
             link: sends hidden states to drafts that read them; None: they read none.
-            hints: tells drafts in the middle of a step what is likely; None: they are told nothing.
+            hints: sends drafts the likely tokens in the middle of a step; None: no hints.
             grammars: compiles structured outputs; None: sessions that ask for one are refused.
-            compilation: that of an eager ``runner``'s model: sessions that are opened once it has ended are compiled.
-            cores: what share its products, some of a draft's among them; None: their number never changes.
+            compilation: of an eager ``runner``'s model: sessions that are opened after its end are compiled.
+            cores: cores that share its products, some of a draft's among them; None: their number never changes.
             holds_outcomes: outcomes leave when the next forward begins, or there is none to begin; False: at once.
             clock: seconds.
         """
@@ -187,7 +187,7 @@ class TargetEngine:
         return any(session.session_id == session_id for session in self._scheduler.waiting)
 
     def receive(self, messages: Sequence[OpenSession | Nodes | CloseSession | DraftState]) -> None:
-        """Takes messages; those for unknown sessions or other epochs are dropped and counted."""
+        """Applies messages; drops and counts messages for unknown sessions or other epochs."""
         now, sessions = self._clock(), self._sessions
         drafted: list[tuple[TargetSession, Nodes]] = []  # nodes that follow each other
         opened: list[TargetSession] = []
@@ -272,7 +272,7 @@ class TargetEngine:
         self._meter.idle(waiting=False)
 
     def calibrate(self) -> None:
-        """Times steps of 1 to 64 tokens, as far as so many sessions may verify them, so that the first sessions meet
+        """Times steps of 1 to 64 tokens, up to the number that all sessions may verify, so that the first sessions meet
         measured costs. Without sessions only."""
         assert not self._sessions
         if self.cores is None:
@@ -283,7 +283,7 @@ class TargetEngine:
             self._calibrate()
 
     def _follow_drafts(self) -> None:
-        """Takes the cores of drafts while no session has one, and tells heads in what circumstances they are asked."""
+        """Uses drafts' cores while no session has a draft, and tells heads in which circumstances they are asked."""
         cores, num_running = self.cores, len(self._scheduler.running)
         if cores is not None and cores.lent is any(session.draft_available for session in self._sessions.values()):
             self._use_cores(lent=not cores.lent)
@@ -291,7 +291,7 @@ class TargetEngine:
             self.heads.use(0 if cores is None else cores.num, drafting=self.gate.trials.wanted(num_running))
 
     def _use_cores(self, *, lent: bool) -> None:
-        """Has the steps that follow shared by the target's own cores, or by lent ones, too."""
+        """Shares the following steps among the target's own cores and, if ``lent``, its drafts'."""
         assert self.cores is not None
         self.cores.use(lent=lent)
         self.allocation.use_cores(self.cores.num)
@@ -324,7 +324,7 @@ class TargetEngine:
             cache.release(pages)
 
     def _time_branches(self, pages: list[int], rows: Sequence[Row]) -> None:
-        """Times a step with branches against one of as many tokens without."""
+        """Times a step with branches against a step of the same size without."""
         cache = self.runner.cache
         chain = Proposal((0,) * _TIMED_BRANCHES)
         siblings = Proposal(chain.token_ids, parents=(-1,) * _TIMED_BRANCHES)
@@ -446,7 +446,7 @@ class TargetEngine:
         session.draft_available = message.available and session.k > 0 and not session.paused
 
     def _add_nodes(self, drafted: Sequence[tuple[TargetSession, Nodes]], now: float) -> None:
-        """Takes messages of nodes, each for its session."""
+        """Adds nodes, each message's to its session."""
         stats, policy = self.stats, self.wait_policy
         trees = [session.tree for session, _ in drafted]
         added, effects = add_each(trees, [message.nodes for _, message in drafted])
@@ -493,7 +493,7 @@ class TargetEngine:
         self.stats.ahead_depth_total += depth_total
 
     def _in_flight(self, parts: Sequence[Scheduled]) -> list[InFlight]:
-        """What the drafts are told, so that they grow below it while it is verified."""
+        """Returns the proposals in flight for the drafts, which grow below them during verification."""
         in_flight = []
         for part in parts:
             session = part.session
@@ -518,7 +518,7 @@ class TargetEngine:
             if not part.session.picks:
                 verdicts.append(next(others))
                 continue
-            end = start + part.num_drafted + 1  # the part's rows are [start, end) of those drawn by the runner
+            end = start + part.num_drafted + 1  # the part's rows are [start, end) of the rows drawn by the runner
             try:
                 drawn = forwarded.token_ids[start:end], forwarded.logprobs[start:end]
                 verdicts.append(verify_picked(part.proposal, *drawn))
@@ -556,7 +556,7 @@ class TargetEngine:
         return messages
 
     def _score(self, step: MeasuredStep, logits: Tensor) -> list[PromptScores | SessionFailed]:
-        """Log probabilities of prompts. ``logits``: those of all rows of the parts that are scored, in order."""
+        """Returns log probabilities of prompts. ``logits``: all rows of the scored parts, in order."""
         messages: list[PromptScores | SessionFailed] = []
         start = 0
         for part in step.parts:
@@ -613,7 +613,7 @@ class TargetEngine:
         return outcome
 
     def _learn_guesses(self, step: MeasuredStep, logits: Tensor) -> None:
-        """Gives heads the likeliest tokens after their guesses, those of sessions that go on."""
+        """Sends heads the likeliest tokens after their guesses, for sessions that continue."""
         likeliest, start = logits.argmax(-1).tolist(), 0
         for part in step.parts:
             stop = start + len(part.guess_tables)
@@ -628,7 +628,7 @@ class TargetEngine:
         self.stats.hints_sent, self.stats.hints_bytes = self.hints.num_sent, self.hints.num_bytes
 
     def _send_states(self) -> bool:
-        """Sends states that drafts lack, as many as one step may; False: they lack none."""
+        """Sends states that drafts lack, within the limit of a step; False: they lack none."""
         if self.link is None:
             return False
         messages = self.link.take(self._sessions.values())
@@ -655,7 +655,7 @@ class TargetEngine:
             self.heads.book()
 
     def _accepted_first(self, step: MeasuredStep, states: Tensor) -> Tensor:
-        """The states of a step with those of accepted tokens right behind their context, as those of chains are."""
+        """Reorders a step's states so that accepted tokens directly follow their context, as in a chain."""
         features = self.runner.features
         assert features is not None
         index: list[int] = []
@@ -669,7 +669,7 @@ class TargetEngine:
         return states[upload(index, states.device)]
 
     def _adapt(self, step: MeasuredStep) -> None:
-        """Pauses drafting where it does not pay, and resumes it where it may."""
+        """Pauses drafting where it has no gain, and resumes it where it may."""
         if not self.allocation.adaptive:
             return
         running, now = self._scheduler.running, step.decided_at

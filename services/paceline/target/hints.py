@@ -6,7 +6,7 @@ Bhendawade et al. 2025 (Mirror speculative decoding, arXiv:2510.13161)::
                                    └ Hint ─▶                          └ Outcome ─▶
     draft    grows below the outcomes that it finds likely, then below those that both find likely
 
-The exit holds the step up by one product with the LM head and the top of its rows. A hint decides nothing: the draft
+The exit delays the step by one product with the LM head and the top of its rows. A hint decides nothing: the draft
 expands other nodes first, and may add some that the target verifies like any other.
 """
 
@@ -40,11 +40,11 @@ class Hints:
         self._exit = exit
 
     def of(self, parts: Sequence[Scheduled], states: Tensor) -> list[Hint]:
-        """The hints to the drafts of a step's sessions.
+        """Returns the hints to the drafts of a step's sessions.
 
         Args:
             parts: of the step, in order.
-            states: [R, hidden] at the boundary: those of the verifying parts' rows come first.
+            states: [R, hidden] at the boundary; rows of the verifying parts come first.
         """
         told: list[tuple[TargetSession, tuple[int, ...], slice]] = []
         index: list[int] = []

@@ -1,11 +1,11 @@
-"""Hidden states for a head in the draft pool: fused here, kept on the KV pages, sent behind outcomes.
+"""Hidden states for a head in the draft pool: fused here, kept on the KV pages, sent after outcomes.
 
-    forward ─▶ verify ─▶ commit ─▶ send ─▶ fuse, keep on the pages ─▶ States, as many as a step may send
+    forward ─▶ verify ─▶ commit ─▶ send ─▶ fuse, keep on the pages ─▶ States, up to the limit of a step
 
-A fused state is one vector per token: exactly what the head computes first, and a third or a fifth of what it is
-computed from. It lies on the session's own pages as keys and values do, in a layer of its own, so a prompt whose
-beginning was found in the cache has its states, and a draft that is opened anew, with a context of any length, is sent
-all of them. Chunks are small and a step sends few of them, so that no outcome waits long for the stream.
+A fused state is one vector per token: exactly the head's first result, and a third or a fifth of its input. It is
+stored on the session's own pages like keys and values, in a layer of its own. So a prompt with a cached prefix has its
+states, and a re-opened draft gets all of them, with a context of any length. Chunks are small and a step sends few of
+them, so that no outcome waits long for the stream.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class _Followed:
     attachment: int = -1
     """The session's pages that it speaks of (``TargetSession.attachment``)."""
     num_held: int = 0
-    """Positions [0, num_held) were found with their states on shared pages,"""
+    """Positions [0, num_held) were found with their states on shared pages."""
     first: int = 0
-    """those from here on were computed by the session itself; none lie between but such as have no states."""
+    """First position that the session itself computed; positions between have no states."""
     stop: int = 0
     """Positions below it have been computed."""
     draft_epoch: int = -1
@@ -50,11 +50,11 @@ class StatesLink:
     """The states of one target for its drafts. Owned by the engine's thread."""
 
     def __init__(self, fuse: Callable[[Tensor], Tensor], wanted: Features, width: int) -> None:
-        """Keeps what makes the states.
+        """Sets how states are made.
 
         Args:
-            fuse: the states of the boundaries side by side -> [..., width].
-            wanted: the boundaries, in the order in which ``fuse`` takes them.
+            fuse: the concatenated states of the boundaries -> [..., width].
+            wanted: the boundaries, in the order of ``fuse``'s input.
             width: numbers of a fused state.
         """
         self.wanted, self.width = wanted, width
@@ -67,7 +67,7 @@ class StatesLink:
         self._num_boundaries = 0
         self._pool = torch.empty(0)
         self._holds: set[int] = set()
-        """Full pages all of whose rows have states."""
+        """Full pages with states in all rows."""
         self._sessions: dict[str, _Followed] = {}
 
     @property
@@ -76,7 +76,7 @@ class StatesLink:
         return LayerSpec(1, self.width, 0)
 
     def bind(self, cache: KVCache, states: Features) -> None:
-        """Takes its layer of the target's cache. ``states``: what the target's steps return."""
+        """Binds the link to its layer of the target's cache. ``states``: returned by the target's steps."""
         assert states.every_position
         self._columns, self._num_boundaries = (
             tuple(states.boundaries.index(b) for b in self.wanted.boundaries),
@@ -104,7 +104,7 @@ class StatesLink:
             self._pool[upload(target, self._pool.device)] = self._fuse(rows).to(self._pool.dtype)
 
     def take(self, sessions: Iterable[TargetSession]) -> list[States]:
-        """The messages of one step: states that the sessions' drafts lack, those who lack the fewest first."""
+        """Returns the messages of one step: states that sessions' drafts lack, sessions that lack the fewest first."""
         lacking = []
         for session in sessions:
             followed = self._sessions.get(session.session_id)

@@ -3,17 +3,17 @@
     ... the cat sat on the mat . the cat sat ▌      match: ``the cat sat``, 3 tokens; then ``on the mat .``
         └────────────┘ └─────────┘
 
-It needs no draft and no message, so it serves a miss immediately, and a session without a draft as well. Where a draft
-has tokens, too, the proposal that is expected to bring more is verified (``TargetSession.proposal``). Looked-up tokens
-compete for verification like any others (``control/allocation.py``), by the probability that they are accepted. That
-follows from the length of the match: the next token is as likely as matches of that length were right before, the one
-after it as matches longer by one. Every prediction is compared with the tokens that the target decides, proposed or
-not, so learning these shares costs no verification. The text is only followed when a proposal is asked for: where none
-could pay, nothing is spent on it.
+It needs no draft and no message, so it serves a miss immediately, and a session without a draft as well. If a draft
+has tokens, too, the proposal with more expected tokens is verified (``TargetSession.proposal``). Looked-up tokens
+compete for verification like any others (``control/allocation.py``), by their probability of acceptance. It follows
+from the length of the match: the next token is as likely as earlier matches of that length were right, the token after
+it as matches longer by one. Every prediction is compared with the tokens that the target decides, proposed or not, so
+learning these shares costs no verification. The text is only followed when a proposal is requested: where none could
+have gain, it costs nothing.
 
-For the coupled rule and greedy decoding only, where what is proposed can change nothing but the time. Under the
-rejection rule such a token is drawn from a point mass: it would be accepted with p(x) alone, and it could replace the
-draft's only where the choice between the two depends on nothing that was drawn, but a match does.
+For the coupled rule and greedy decoding only, where a proposal can change only the time. Under the rejection rule such
+a token is drawn from a point mass: it would be accepted with p(x) alone. It could replace the draft's token only if the
+choice between the two did not depend on drawn tokens, but a match does.
 
 The idea: prompt lookup decoding (Saxena 2023).
 """
@@ -49,7 +49,7 @@ class Lookup:
     __slots__ = ("_at", "_followed", "_index", "_limit", "_match", "_proposal", "_shares", "_tokens")
 
     def __init__(self, tokens: list[int], shares: Sequence[DecayingRatio]) -> None:
-        """``tokens``: the session's own list, which grows. ``shares``: those of the engine (``new_shares``)."""
+        """``tokens``: the session's own list, which grows. ``shares``: the engine's (``new_shares``)."""
         self._tokens = tokens
         self._shares = tuple(DecayingRatio(_SESSION_KEEP, _SESSION_WEIGHT, share) for share in shares)
         self._index = NgramIndex(tokens, SHORTEST, SHORTEST, counts=False)

@@ -172,11 +172,11 @@ def _hint_adapter(options: HintOptions, target: Checkpoint) -> HeadPlan | None:
 
 
 def load_hints(setup: TargetSetup, target: Checkpoint, model: LoadedModel) -> Hints | None:
-    """Sender of hints, by the target's own final norm and LM head behind the exit head, if there is one; None: it is
-    to send none.
+    """Returns the sender of hints, by the exit head, if there is one, then the target's final norm and LM head; None:
+    hints are off.
 
     Raises:
-        ConfigError: the target's files cannot be read, or those of the exit head.
+        ConfigError: the files of the target or of the exit head cannot be read.
     """
     if (options := setup.options.hints) is None:
         return None
@@ -189,7 +189,7 @@ def load_hints(setup: TargetSetup, target: Checkpoint, model: LoadedModel) -> Hi
 
 
 def behind(adapter: HeadModule, finish: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Logits of states by an exit head and what is behind it."""
+    """Returns a function from states to logits: the exit head, then ``finish``."""
     adapter = adapter.eval().requires_grad_(False)
     return lambda states: finish(adapter(states))
 
@@ -253,7 +253,7 @@ def load_own_mtp(
 
 
 def bind_heads(heads: Sequence[MountedHead], cache: KVCache) -> None:
-    """Gives the heads their layers on the target's pages."""
+    """Binds the heads to their layers on the target's pages."""
     for mounted in heads:
         mounted.head.bind(cache, cache.add_layers(mounted.head.layers))
 
@@ -265,7 +265,7 @@ def _lookahead(setup: TargetSetup, options: HeadOptions) -> MountedHead:
 
 
 def _load(setup: TargetSetup, plan: HeadPlan, model: LoadedModel) -> HeadDrafter:
-    """A head that reads states. It borrows the target's tables where those are whole modules of this process."""
+    """Loads a head that reads states. It borrows the target's tables if these are whole modules of this process."""
     embed = lm_head = None
     if (lasting := _lasting(model)) is not None and model.share is None:
         embed, lm_head = lasting.get_input_embeddings(), lasting.get_output_embeddings()
@@ -281,8 +281,8 @@ def _lasting(model: LoadedModel) -> Any:
 
 
 def _warm_up(drafter: DraftModelHead, vocab_size: int, device: torch.device) -> None:
-    """Drafts a token, and one behind it, greedily and at temperature 1: what first calls compile and allocate would
-    else count as the time of a head, which is then paused for long, and delay a request."""
+    """Drafts a token, and one after it, greedily and at temperature 1. Otherwise compiling and allocating in first
+    calls would count as the head's time, so that it is paused for long, and would delay a request."""
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature)
         drafter.open(_WARM_UP, (0, 0), SamplerState(params, 0, (0, 0), vocab_size=vocab_size, device=str(device)))

@@ -43,14 +43,14 @@ class NoMemoryError(Exception):
 
 
 class Forwarded(NamedTuple):
-    """Result of a forward. Where the runner has drawn some tokens itself, ``logits`` are those of the other parts."""
+    """Result of a forward. If the runner has drawn tokens of some parts itself, ``logits`` are of the other parts."""
 
     logits: Tensor
     """[rows, vocab]: one row per draft token of each verifying part, and one more."""
     token_ids: Sequence[int] | None = None
     logprobs: Sequence[float] = ()
     states: Tensor | None = None
-    """[n, width]: hidden states for the heads, of all tokens or of those with logits; None: no head wants any."""
+    """[n, width]: hidden states for the heads, of all tokens or of those with logits; None: no head reads any."""
     guessed: Tensor | None = None
     """[branches, vocab]: logits after the guesses that rode in the step; None: there were none."""
     scored: Tensor | None = None
@@ -145,7 +145,7 @@ def _generation(part: Scheduled) -> int:
 
 
 def _num_states(parts: Sequence[Scheduled], *, every_position: bool) -> int:
-    """Rows of states that belong to the parts' own tokens; those of guesses follow."""
+    """Rows of states that belong to the parts' own tokens; rows of guesses follow."""
     if every_position:
         return sum(part.num_tokens for part in parts)
     return sum(part.num_drafted + 1 for part in parts if part.verifies)
@@ -158,13 +158,13 @@ def _in_memory(
     wants_states: bool,
     midway: Callable[[Sequence[Scheduled], Tensor], None] | None,
 ) -> list[tuple[list[Scheduled], Forwarded]]:
-    """The forward of parts of one runner, or those of their halves where the device has no memory for it."""
+    """Runs the forward of one runner's parts; of their halves if the device has no memory for all."""
     try:
         with nullcontext() if midway is None else heard_by(partial(midway, parts)):
             return [(parts, _forward(runner, parts, wants_states=wants_states))]
     except (RuntimeError, MemoryError) as error:
         if isinstance(runner, LeadingRunner) or not _is_out_of_memory(error):
-            raise  # of several ranks the others are in the middle of this forward
+            raise  # other ranks are in the middle of this forward
         reason = str(error).partition("\n")[0]
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

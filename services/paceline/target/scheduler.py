@@ -29,8 +29,8 @@ from paceline.target.session import TargetSession
 from paceline.types import Mode, pages_for
 
 _MOST_VAIN, _LONGEST_REST, _RESTING_SESSIONS = 4, 7, 8
-"""Prompt lookups that have been asked in so many steps in vain rest for one step, after the next in vain for two, ..;
-for the longest rest at most, and for one step for each so many sessions, as the time to ask grows with them."""
+"""Back-off of prompt lookups, which cost time per session. After 4 consecutive steps without a lookup they pause for
+one step, after the next for two, ..: at most 7, and at most one step per 8 sessions."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,8 +84,8 @@ class Scheduled:
     def sequence_steps(self) -> list[SequenceStep]:
         """The tokens, positions and KV rows for the model's forward, one sequence for each branch.
 
-        Their tokens are the context's and then the proposal's, in order; their logits, if the part verifies, those
-        after the context and after each draft token.
+        Their tokens are the context's and then the proposal's, in order. If the part verifies, they have logits after
+        the context and after each draft token.
         """
         context, proposal = self.session.tokens[self.start : self.stop], self.proposal
         if self.tables:
@@ -322,7 +322,7 @@ class Scheduler:
             stop: the end of the context tokens [session.num_computed, stop) to compute.
             budget: tokens that the step may still compute.
             wanted: allocated draft tokens by ``id`` of the session; K for those without an entry.
-            scores: log probabilities of the prompt are wanted (``Scheduled.scores``).
+            scores: log probabilities of the prompt are requested (``Scheduled.scores``).
 
         Returns:
             The number of tokens that the part uses.
@@ -444,9 +444,9 @@ def _scores(part: Scheduled) -> bool:
 
 
 def offer_of(session: TargetSession, *, sent: bool = False, trees: bool = False) -> Offer:
-    """The draft tokens that a session may verify now: acceptance probabilities, each given those before it.
+    """Returns the draft tokens that a session may verify now: acceptance probabilities, each given its ancestors.
 
-    ``sent``: as if its draft had sent all that it may. ``trees``: siblings may be among them.
+    ``sent``: as if its draft had sent its maximum. ``trees``: siblings may be among them.
     """
     if not session.k:
         return ()
@@ -463,7 +463,7 @@ def offer_of(session: TargetSession, *, sent: bool = False, trees: bool = False)
     if hits is None:
         return ()
     if session.rejection:
-        # Nothing that depends on a drawn token goes in: that there is a first token is decided before it is drawn.
+        # Nothing here depends on a drawn token: the existence of a first token is decided before it is drawn.
         return blind_offer(most if drafted else min(session.head_depth, most), hits)
     if trees and (drafted or session.head_anchor is not None):
         return session.subtree()

@@ -49,7 +49,7 @@ class TargetSession:
     [num_tokens, num_tokens + k)   the proposal of the running step, its first branch; overwritten later where rejected
     """
 
-    __slots__ = (  # an instance dict of so many attributes is slow to read
+    __slots__ = (  # an instance dict of this size is slow to read
         "_hashes",
         "_outcome",
         "_root",
@@ -216,13 +216,13 @@ class TargetSession:
         """Time of the last outcome, seconds."""
         self.last_nodes_at = now
         self.waiting_since: float | None = None
-        """Time at which it began to wait for its draft in this round."""
-        # The worth of drafting, and the state of its pauses.
+        """Time at which the session began to wait for its draft in this round."""
+        # The gain of drafting, and the state of its pauses.
         self.hits = AcceptanceHistory((rejection if self.rejection else coupled) or AcceptanceHistory())
         """Acceptance of the draft's tokens."""
         self.account = Account()
         self.paused = False
-        """Drafting does not pay now: plain rounds until it is resumed."""
+        """Drafting has no gain now: plain rounds until it is resumed."""
         self.draft_heard = False
         """Nodes have arrived since the draft was opened."""
         self.on_trial = False
@@ -256,12 +256,11 @@ class TargetSession:
         return self.num_scored < self.scored_end
 
     def next_chunk(self, budget: int, scored_budget: int) -> tuple[int, bool]:
-        """The end of the next prefill chunk, and whether the log probabilities that its rows tell are wanted: those of
-        all of its rows, or of none.
+        """Returns (end of the next prefill chunk, True if log probabilities of all its rows are requested).
 
         Args:
             budget: tokens that the step may still compute.
-            scored_budget: rows of them whose log probabilities may be wanted.
+            scored_budget: maximum rows of these with log probabilities.
         """
         start = self.num_computed
         if not self.scores_prompt:
@@ -300,8 +299,8 @@ class TargetSession:
         return not self._outcome
 
     def proposal(self, limit: int) -> Proposal:
-        """Proposes at most ``limit`` tokens to verify now: the draft's, for lack of those a head's, or prompt lookup's
-        where these are expected to bring more."""
+        """Proposes at most ``limit`` tokens to verify now: the draft's, else a head's; or prompt lookup's where these
+        are expected to bring more."""
         limit = min(self.max_draft(), limit)
         if limit <= 0:
             return NO_PROPOSAL
@@ -329,7 +328,7 @@ class TargetSession:
         return NO_PROPOSAL if self.lookup is None else self.lookup.proposal(min(self.max_draft(), limit))
 
     def subtree(self) -> SubtreeOffer:
-        """The nodes that may be proposed now: the draft's, or for lack of those a head's."""
+        """The nodes that may be proposed now: the draft's, else a head's."""
         most = self.max_draft()
         if self.head_anchor is not None and self.head_hits is not None and not len(self.drafted(1)):
             return SubtreeOffer(self.head_anchor, most, self.head_hits.correction())
@@ -372,7 +371,7 @@ class TargetSession:
             self.pages.extend(cache.allocate(missing))
 
     def fork(self, cache: KVCache, counts: Sequence[int]) -> list[list[int]]:
-        """Takes private pages for further branches, as many for each as ``counts`` says.
+        """Allocates private pages for further branches; ``counts``: the number for each.
 
         Raises:
             ResourceExhaustedError: too few pages are free; nothing is changed.
@@ -401,7 +400,7 @@ class TargetSession:
         self.attachment += 1
 
     def release(self, cache: KVCache) -> None:
-        """Gives all pages back; the context stays and can be recomputed."""
+        """Releases all pages; the context stays and can be recomputed."""
         cache.let_go(self.held_state)
         cache.release([*self.pages, *self.private_pages])
         self.held_state = NONE
