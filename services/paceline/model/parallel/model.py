@@ -79,6 +79,9 @@ def load_shard(
 def apply_plan(model: PreTrainedModel, plan: ShardPlan, group: Collectives) -> None:
     """Lets the modules of a rank exchange what the plan says; ``share_of`` finds the group again."""
     setattr(model, _SHARE, Share(group, plan.vocab))
+    for path, size in plan.sizes.items():
+        module, _, name = path.rpartition(".")
+        setattr(model.get_submodule(module), name, size)
     for name in plan.summed:
         _wrap(model.get_submodule(name), _Summed(group))
     for name in plan.gathered:

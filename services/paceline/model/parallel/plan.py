@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from paceline.checkpoint.linear import linear_layers
 from paceline.errors import ConfigError
@@ -29,6 +30,7 @@ from paceline.model.local_config import (
     smaller,
     values_of,
 )
+from paceline.model.parallel.tables import QKV, divided_sizes, own_plan, written_out
 
 Range = tuple[int, int]
 """Half-open: [first, stop)."""
@@ -36,7 +38,7 @@ Range = tuple[int, int]
 _COLUMN = {"colwise", "colwise_rep", "colwise_gather_output"}
 _ROW = {"rowwise", "rowwise_rep", "rowwise_split_input"}
 _PACKED = {"packed_colwise", "packed_rowwise"}
-_SHARDING = _COLUMN | _ROW | _PACKED
+_SHARDING = _COLUMN | _ROW | _PACKED | {QKV}
 _SUMMING = _ROW | {"moe_tp_experts", "all_reduce"}
 _SHARED = {"moe_identity_expert"}
 _NEUTRAL = {"replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "local_params", "embedding_rowwise"}
@@ -82,6 +84,8 @@ class ShardPlan:
     """Norms over a dimension that is split: they see the whole of it, and the rank keeps its part."""
     divided: tuple[str, ...]
     """Modules without weights whose input every rank adds to a sum: each adds its part of it."""
+    sizes: Mapping[str, int]
+    """Attributes of the rank's modules, by their paths, which its configuration does not make small."""
     embedding: str
     head: str
     vocab_size: int
@@ -111,15 +115,17 @@ def plan_shards(config: PretrainedConfig, rank: int, degree: int) -> ShardPlan:
 
 class _Planner:
     def __init__(self, config: PretrainedConfig, rank: int, degree: int) -> None:
-        self.config, self.rank, self.degree = config, rank, degree
-        self.model = meta_model(config)
+        self.config, self.rank, self.degree = written_out(config), rank, degree
+        self.model = meta_model(self.config)
         self.name = f"{type(self.model).__name__} ({config.model_type})"
         self.shapes = shapes_of(self.model)
         if linear_layers(config.to_dict()) is not None:
             raise ConfigError(f"{self.name} has linear attention layers, whose states are on one rank: use degree 1")
         plan: dict[str, str] = dict(getattr(self.model, "tp_plan", None) or {})
         if not any(style in _SHARDING for key, style in plan.items() if "*" in key):
-            raise ConfigError(f"{self.name} has no tensor-parallel plan in transformers: only degree 1 works")
+            if not (own := own_plan(config)):
+                raise ConfigError(f"{self.name} has no tensor-parallel plan, in transformers or here: use degree 1")
+            plan |= own
         if unknown := sorted(
             {style for style in plan.values() if style not in _SUMMING | _SHARDING | _SHARED | _NEUTRAL}
         ):
@@ -193,12 +199,17 @@ class _Planner:
             summed=summed,
             gathered=tuple(gathered),
             divided=tuple(name for name, _ in self.model.named_modules() if self._style(name) in _SHARED),
+            sizes={path: self._attribute(path) // self.degree for path in divided_sizes(self.config)},
             embedding=self.embedding,
             head=self.head,
             vocab_size=vocab_size,
             vocab=vocab,
             vocab_width=width,
         )
+
+    def _attribute(self, path: str) -> int:
+        module, _, name = path.rpartition(".")
+        return int(getattr(self.model.get_submodule(module), name))
 
     def _only_whole(self, reason: str) -> ConfigError:
         return ConfigError(f"{self.name}: {reason}: use degree 1")
@@ -329,7 +340,7 @@ class _Planner:
             return ParameterShard(shape, elsewhere=self.rank > 0 and self._is_added_bias(name))
         dims = [d for d in range(len(shape)) if shape[d] != local[d]]
         (dim,) = dims if len(dims) == 1 else (-1,)
-        expected = len(shape) - 1 if style in _ROW | {"packed_rowwise"} else max(0, len(shape) - 2)
+        expected = self._split_dim(name, shape, style)
         if style not in _SHARDING:
             if len(shape) == 1:
                 return ParameterShard(shape)  # a norm over a split dimension: whole, and its input is gathered
@@ -352,6 +363,13 @@ class _Planner:
             start += whole
         return ParameterShard(shape, dim, tuple(parts))
 
+    def _split_dim(self, name: str, shape: tuple[int, ...], style: str | None) -> int:
+        """The dimension that a style splits. Those of a Conv1D are the other way round: inputs, outputs."""
+        last = style in _ROW | {"packed_rowwise"}
+        if isinstance(self.model.get_submodule(name.rpartition(".")[0]), Conv1D):
+            last = not last
+        return len(shape) - 1 if last else max(0, len(shape) - 2)
+
     def _by_heads(self, name: str, shape: tuple[int, ...], style: str | None) -> ParameterShard:
         """Shard of an attention that takes as many heads as its layers have columns.
 
@@ -361,7 +379,7 @@ class _Planner:
         attention = self.model.get_submodule(module)
         if not hasattr(attention, "layer_idx"):
             attention = self.model.get_submodule(module.rpartition(".")[0])
-        dim = len(shape) - 1 if style in _ROW else 0
+        dim = self._split_dim(name, shape, style)
         if not hasattr(attention, "layer_idx") or style in _PACKED:
             raise ConfigError(
                 f"{self.name}: {name} is to be split, but no known setting governs its size: use degree 1"
@@ -377,8 +395,10 @@ class _Planner:
                 f"{self.name}: degree {self.degree} and {key} with {value} heads, which it does not divide: "
                 f"{self._allowed(counts)}"
             )
-        size = shape[dim] // self.degree
-        return ParameterShard(shape, dim, ((self.rank * size, (self.rank + 1) * size),))
+        pieces = 3 if style == QKV else 1
+        size = shape[dim] // pieces // self.degree
+        firsts = [(piece * self.degree + self.rank) * size for piece in range(pieces)]
+        return ParameterShard(shape, dim, tuple((first, first + size) for first in firsts))
 
     def _blocks(
         self, name: str, length: int, keys: set[str], sizes: dict[str, Range], style: str | None

@@ -1,0 +1,54 @@
+"""Tensor-parallel plans of classes for which transformers ships none, in the styles of its own plans.
+
+A key is a module or parameter of a layer. Weights of experts are no linear layers: ``rowwise`` splits their last
+dimension, ``colwise`` the one before it, as in transformers' plans of other experts.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from transformers import PretrainedConfig
+
+QKV = "colwise_qkv"
+"""Three ranges, of queries, keys and values; transformers has no such style."""
+_ATTENTION = {"self_attn.q_proj": "colwise", "self_attn.k_proj": "colwise", "self_attn.v_proj": "colwise",
+              "self_attn.o_proj": "rowwise"}  # fmt: skip
+_LAYERS = {
+    "gpt2": ("transformer.h.*", {
+        "attn.c_attn": QKV, "attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise",
+    }),
+    "gpt_oss": ("model.layers.*", _ATTENTION | {
+        "self_attn.sinks": "colwise",
+        # Gate and up alternate: a range that begins at a gate and ends behind an up holds whole pairs.
+        "mlp.experts.gate_up_proj": "rowwise", "mlp.experts.gate_up_proj_bias": "rowwise",
+        "mlp.experts.down_proj": "colwise", "mlp.experts": "moe_tp_experts",
+    }),
+    "hunyuan_v1_dense": ("model.layers.*", _ATTENTION | {
+        "mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise",
+    }),
+}  # fmt: skip
+"""By model type, the path of the layers and the plan of one."""
+_SIZES = {"gpt2": ("transformer.h.*.attn.split_size", "transformer.h.*.attn.c_attn.nf")}
+"""Attributes that hold a size which no setting governs: a rank's are divided by the degree."""
+
+
+def own_plan(config: PretrainedConfig) -> dict[str, str]:
+    """The plan of a model type by full names; {}: there is none here either."""
+    layers, styles = _LAYERS.get(config.model_type, ("", {}))
+    return {f"{layers}.{name}": style for name, style in styles.items()}
+
+
+def divided_sizes(config: PretrainedConfig) -> list[str]:
+    """Paths of the attributes that a rank's model holds a part of."""
+    names = _SIZES.get(config.model_type, ())
+    return [name.replace("*", str(layer)) for name in names for layer in range(config.num_hidden_layers)]
+
+
+def written_out(config: PretrainedConfig) -> PretrainedConfig:
+    """A configuration that names the sizes which its class would derive from others."""
+    if config.model_type != "gpt2" or config.n_inner is not None:
+        return config
+    config = copy.deepcopy(config)
+    config.n_inner = 4 * config.n_embd
+    return config

@@ -1,0 +1,222 @@
+"""Our own tensor-parallel plans: the ranks add up to the whole, and likely mistakes of each table are noticed."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.model.families import checkpoint, small_config
+from tests.model.parallel.ranks import Ranks, run_invariance
+from tests.support.models import prompt
+from tests.support.rings import slow
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.config import cache_dir
+from paceline.errors import ConfigError
+from paceline.model.parallel import model as sharded
+from paceline.model.parallel.collectives import Collectives
+from paceline.model.parallel.plan import ParameterShard, ShardPlan, plan_shards
+
+FAMILIES = ("gpt2", "gpt_oss", "hunyuan_v1_dense")
+LIMIT = 1e-5
+Change = Callable[[str, ParameterShard, int], ParameterShard]
+"""From the name of a parameter, its shard and the rank to another shard."""
+
+
+class Neighbors(Collectives):
+    """The exchange of two ranks in threads of one process."""
+
+    def __init__(self, rank: int, given: list[Tensor | None], barrier: threading.Barrier) -> None:
+        super().__init__(rank, 2, device=torch.device("cpu"), timeout_s=60.0)
+        self._given, self._barrier = given, barrier
+
+    def all_gather(self, tensor: Tensor, *, timeout_s: float | None = None) -> Tensor:
+        self._given[self.rank] = tensor
+        self._barrier.wait(self.timeout_s)
+        gathered = torch.stack([given for given in self._given if given is not None])
+        self._barrier.wait(self.timeout_s)
+        return gathered
+
+    def close(self) -> None:
+        self._barrier.abort()
+
+
+def logits_of_two(path: str) -> Tensor:
+    """[tokens, vocab] of TEXT by two ranks, with transformers' own attention."""
+    given: list[Tensor | None] = [None, None]
+    barrier = threading.Barrier(2)
+
+    def of_rank(rank: int) -> Tensor:
+        group = Neighbors(rank, given, barrier)
+        try:
+            model = sharded.load_shard(Checkpoint.open(path), torch.float32, group)
+            with torch.no_grad():
+                return model(torch.tensor([TEXT]), use_cache=False).logits[0]
+        except BaseException:
+            group.close()
+            raise
+
+    with ThreadPoolExecutor(2) as threads:
+        return torch.cat([*threads.map(of_rank, range(2))], dim=-1)
+
+
+TEXT = prompt(1, 70)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, Tensor]]:
+    """A checkpoint of a family whose biases are not zero, and the logits of one process."""
+
+    @functools.cache
+    def made(family: str) -> tuple[str, Tensor]:
+        model = checkpoint(small_config(family), seed=3)
+        folder = str(tmp_path_factory.mktemp(family))
+        model.save_pretrained(folder)
+        with torch.no_grad():
+            return folder, model(torch.tensor([TEXT]), use_cache=False).logits[0]
+
+    return made
+
+
+def difference(path: str, want: Tensor) -> float:
+    """The largest of any logit, relative to the largest one."""
+    got = logits_of_two(path)[:, : want.shape[1]]
+    return float((got - want).abs().max() / want.abs().max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_add_up_to_the_whole(family: str, paths: Callable[[str], tuple[str, Tensor]]) -> None:
+    assert difference(*paths(family)) <= LIMIT
+
+
+def added_twice(name: str, shard: ParameterShard, rank: int) -> ParameterShard:
+    """Biases of outputs that are summed, on both ranks."""
+    return replace(shard, elsewhere=False)
+
+
+def halves(name: str, shard: ParameterShard, rank: int) -> ParameterShard:
+    """Half of the gates and half of the ups, as if all gates came first."""
+    if "gate_up_proj" not in name or shard.dim is None:
+        return shard
+    size = shard.shape[shard.dim] // 4
+    return replace(shard, parts=tuple((first, first + size) for first in (rank * size, (2 + rank) * size)))
+
+
+def sinks_of_the_first(name: str, shard: ParameterShard, rank: int) -> ParameterShard:
+    """The sinks of the first rank's heads, on both."""
+    return replace(shard, parts=((0, shard.local_shape[0]),)) if name.endswith("sinks") else shard
+
+
+def one_range(name: str, shard: ParameterShard, rank: int) -> ParameterShard:
+    """Of a fused projection the half as it lies there."""
+    if "c_attn" not in name or shard.dim is None:
+        return shard
+    size = shard.shape[shard.dim] // 2
+    return replace(shard, parts=((rank * size, (rank + 1) * size),))
+
+
+def other_rows(name: str, shard: ParameterShard, rank: int) -> ParameterShard:
+    """The other rank's inputs of the second feed-forward layer."""
+    if "down_proj" not in name or shard.dim is None:
+        return shard
+    size = shard.local_shape[shard.dim]
+    return replace(shard, parts=(((1 - rank) * size, (2 - rank) * size),))
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("gpt2", added_twice),
+        ("gpt2", one_range),
+        ("gpt_oss", added_twice),
+        ("gpt_oss", halves),
+        ("gpt_oss", sinks_of_the_first),
+        ("hunyuan_v1_dense", other_rows),
+    ],
+)
+def test_a_mutant_of_a_table_is_noticed(
+    family: str, change: Change, paths: Callable[[str], tuple[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mutated(config: PretrainedConfig, rank: int, degree: int) -> ShardPlan:
+        plan = plan_shards(config, rank, degree)
+        changed = {name: change(name, shard, rank) for name, shard in plan.parameters.items()}
+        assert changed != plan.parameters or rank == 0
+        return replace(plan, parameters=changed)
+
+    path, want = paths(family)
+    monkeypatch.setattr(sharded, "plan_shards", mutated)
+    assert difference(path, want) > 100 * LIMIT
+
+
+def test_what_the_table_of_gpt_oss_says() -> None:
+    """Hand-computed, of 4 heads of 32, 2 KV heads, experts of 96, on the second of two ranks."""
+    plan = plan_shards(small_config("gpt_oss"), 1, 2)
+    parts = {name.removeprefix("model.layers.1."): shard for name, shard in plan.parameters.items()}
+    assert parts["self_attn.q_proj.bias"].parts == ((64, 128),)
+    assert parts["self_attn.k_proj.weight"].parts == ((32, 64),)
+    assert parts["self_attn.sinks"].parts == ((2, 4),)
+    assert (parts["self_attn.o_proj.weight"].dim, parts["self_attn.o_proj.weight"].parts) == (1, ((64, 128),))
+    assert parts["self_attn.o_proj.bias"].elsewhere
+    experts = "mlp.experts"
+    assert (parts[f"{experts}.gate_up_proj"].dim, parts[f"{experts}.gate_up_proj"].parts) == (2, ((96, 192),))
+    assert parts[f"{experts}.gate_up_proj_bias"].parts == ((96, 192),)
+    assert (parts[f"{experts}.down_proj"].dim, parts[f"{experts}.down_proj"].parts) == (1, ((48, 96),))
+    assert parts[f"{experts}.down_proj_bias"].elsewhere
+    assert parts["mlp.router.weight"].dim is None
+    assert not parts["mlp.router.bias"].elsewhere
+    assert set(plan.summed) == {f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn.o_proj", experts)}
+
+
+def test_what_the_table_of_gpt2_says() -> None:
+    """Its linear layers have [inputs, outputs], and three projections in one."""
+    plan = plan_shards(small_config("gpt2"), 1, 2)
+    parts = {name.removeprefix("transformer.h.1."): shard for name, shard in plan.parameters.items()}
+    ranges = ((32, 64), (96, 128), (160, 192))
+    assert (parts["attn.c_attn.weight"].dim, parts["attn.c_attn.weight"].parts) == (1, ranges)
+    assert parts["attn.c_attn.bias"].parts == ranges
+    assert (parts["attn.c_proj.weight"].dim, parts["attn.c_proj.weight"].parts) == (0, ((32, 64),))
+    assert parts["mlp.c_fc.weight"].local_shape == (64, 128)
+    assert parts["mlp.c_proj.weight"].local_shape == (128, 64)
+    assert parts["attn.c_proj.bias"].elsewhere
+    assert parts["mlp.c_proj.bias"].elsewhere
+    assert plan.sizes["transformer.h.1.attn.split_size"] == 32
+    assert plan.sizes["transformer.h.0.attn.c_attn.nf"] == 96
+
+
+@pytest.mark.parametrize(
+    ("family", "degree", "said"),
+    [
+        ("gpt2", 3, "degree 3 and n_inner 256, which it does not divide: use 1, 2, 4"),
+        ("gpt2", 8, "degree 8 and num_attention_heads with 4 heads, which it does not divide: use 1, 2, 4$"),
+        ("gpt_oss", 3, "degree 3 and num_attention_heads 4, which it does not divide: use 1, 2, 4$"),
+        ("hunyuan_v1_dense", 5, "degree 5 and intermediate_size 96, which it does not divide: use 1, 2, 4$"),
+    ],
+)
+def test_degrees_that_do_not_divide_are_named(family: str, degree: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plan_shards(small_config(family), 0, degree)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with Ranks(2, tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    slow([("gpt2", torch.float32), ("gpt_oss", torch.bfloat16), ("hunyuan_v1_dense", torch.bfloat16)]),
+)
+def test_verified_rows_have_the_bits_of_decoded_ones(
+    family: str, dtype: torch.dtype, two: Ranks, paths: Callable[[str], tuple[str, Tensor]]
+) -> None:
+    said = two.run(run_invariance, paths(family)[0], dtype, str(cache_dir()), False, transport="shared")
+    assert said[0].startswith("batch-invariant: ")
