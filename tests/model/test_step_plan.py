@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from paceline.model import columns, layout, step_plan
+from paceline.model.attention.chunks import Chunks
 from paceline.model.kv_cache import flat_rows
 from paceline.model.shapes import QUERY_ROW_LEN, Shapes
 from paceline.model.step_plan import SequenceStep, StepPlan
@@ -264,7 +265,7 @@ def test_a_native_layout_that_is_wrong_is_noticed(
 def test_native_masks_are_those_of_torch(dtype: torch.dtype) -> None:
     for seed in range(24):
         plan = StepPlan.of(_batch(seed), SCRATCH_ROW, SHAPES[seed % len(SHAPES)])
-        for window in (None, 1, 50):
+        for window in (None, 1, 50, Chunks(1), Chunks(50)):
             made, expected = plan.masks(dtype, window), step_plan.attention_masks(plan.arrays, dtype, window)
             assert [mask.shape for mask in made] == [mask.shape for mask in expected]
             for mask, twin in zip(made, expected, strict=True):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.model.families import small_config
 from tests.model.parallel.ranks import Ranks, load
 from tests.support.compilers import needs_attention
 from tests.support.models import VOCAB, prompt, random_model
@@ -35,7 +36,9 @@ MIXTRAL = MixtralConfig(
     vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     intermediate_size=64, num_local_experts=4, num_experts_per_tok=2, bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
-MODELS = {"llama": "llama", "sliding windows": "gemma3", "experts": MIXTRAL}
+LLAMA4 = small_config("llama4_text", attention_chunk_size=65, vocab_size=VOCAB)
+"""Borders of chunks at 65, 130, 195 and 260."""
+MODELS = {"llama": "llama", "sliding windows": "gemma3", "experts": MIXTRAL, "chunks": LLAMA4}
 BOUNDARIES = (1, 30, PAGE_SIZE - 3, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 2 * PAGE_SIZE - 2, 100, 150, 255)
 
 

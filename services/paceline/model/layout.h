@@ -42,6 +42,7 @@ struct Fields {
   }
 };
 
+// `window`: of the layers that slide; negative: the size of the chunks of those that attend in chunks.
 template <class T>
 void fill_masks(const Shape& s, const Fields& f, int64_t window, T infinity, T* whole, T* near) {
   for (int64_t row = 0; row < s.rows; ++row) {
@@ -56,7 +57,8 @@ void fill_masks(const Shape& s, const Fields& f, int64_t window, T infinity, T* 
         for (int64_t key = 0; key < s.keys(); ++key) whole[key] = seen[key] ? T{0} : infinity;
       }
       if (near == nullptr) continue;
-      const int64_t first = f.positions[f.gather[place]] - window;  // positions beyond it are near
+      const int64_t at = f.positions[f.gather[place]];
+      const int64_t first = window > 0 ? at - window : at - at % -window - 1;  // positions beyond it are near
       for (int64_t key = 0; key < s.keys(); ++key) {
         near[key] = (keys == nullptr ? key : keys[key]) > first ? whole[key] : infinity;
       }

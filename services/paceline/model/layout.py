@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.core.native import compiled, machine
 from paceline.errors import EngineError
+from paceline.model.attention.chunks import code_of
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 HEADER = _SOURCE.with_suffix(".h")
@@ -110,7 +111,7 @@ def masks(sizes: Sizes, plan: Tensor, dtype: torch.dtype, window: int | None) ->
     made = [torch.empty(rows, 1, row_len, keys, dtype=dtype) for _ in range(1 if window is None else 2)]
     near = None if window is None else made[1].data_ptr()
     given = array("q", sizes)
-    _call("paceline_masks", given, plan.data_ptr(), window or 0, dtype.itemsize, made[0].data_ptr(), near)
+    _call("paceline_masks", given, plan.data_ptr(), code_of(window), dtype.itemsize, made[0].data_ptr(), near)
     return made
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.model import columns, layout
+from paceline.model.attention.chunks import first_seen
 from paceline.model.kv_cache import KVCache
 from paceline.model.linear.gated_delta import LinearInputs
 from paceline.model.linear.plan import LinearStep
@@ -279,7 +280,7 @@ class StepPlan(NamedTuple):
         return unpack(self.shape, self.buffer)
 
     def masks(self, dtype: torch.dtype, window: int | None) -> list[Tensor]:
-        """Additive masks ``[B, 1, n, pages * PAGE_SIZE]``: the causal one, and one with the sliding window if any."""
+        """Additive masks ``[B, 1, n, pages * PAGE_SIZE]``: the causal one, and one of the window or chunks if any."""
         if layout.masks_usable(dtype):
             return layout.masks(self.shape.numbers, self.buffer, dtype, window)
         return attention_masks(self.arrays, dtype, window)
@@ -408,14 +409,15 @@ def _row_len(num_sequences: int, shortest: int, longest: int, shapes: Shapes) ->
 
 
 def attention_masks(step: StepArrays, dtype: torch.dtype, window: int | None) -> list[Tensor]:
-    """Additive masks ``[B, 1, n, pages * PAGE_SIZE]`` on the step's device: full attention, then a window if any."""
+    """Additive masks ``[B, 1, n, pages * PAGE_SIZE]`` on the step's device: full attention, then a window or chunks if
+    any."""
     key = torch.arange(step.page_table.shape[1] * PAGE_SIZE, device=step.page_table.device)
     seen = key <= step.query_rows[:, :, None] if step.visible is None else step.visible
     masks = [_additive(seen, dtype)]
     if window is not None:
         query_positions = step.positions[step.gather]
         key_positions = key[None] if step.key_positions is None else step.key_positions
-        near = query_positions[:, :, None] - key_positions[:, None, :] < window
+        near = key_positions[:, None, :] >= first_seen(query_positions, window)[:, :, None]
         masks.append(_additive(seen & near, dtype))
     return masks
 

@@ -28,6 +28,8 @@ def _attention(
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise ConfigError(f"{type(module).__name__} attends with {name}, which heads do not have")
+    if hasattr(module, "attn_temperature_tuning"):
+        raise ConfigError(f"{type(module).__name__} attends in chunks and by temperature, which heads do not")
     scaling, window = kwargs.get("scaling"), kwargs.get("sliding_window")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attend(module.layer_idx, query, key, value, scaling, window), None

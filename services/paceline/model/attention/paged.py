@@ -45,10 +45,11 @@ def paged_attention(
     page_table: Tensor,  # [B, pages]
     gather_index: Tensor,  # [B, n] flat token of each query row entry (padding repeats some token)
     scatter_index: Tensor,  # [T] index into B * n of each token
-    masks: list[Tensor],  # additive [B, 1, n, Tk]: full attention, then sliding if the model has it
+    masks: list[Tensor],  # additive [B, 1, n, Tk]: full attention, then windows or chunks if the model has them
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    token_positions: Tensor | None = None,  # [1, T]
     softcap: float | None = None,
     kernel: Kernel = "sdpa",
     s_aux: Tensor | None = None,  # [num_heads] attention sinks: a logit of each head that attends to nothing
@@ -64,7 +65,10 @@ def paged_attention(
     num_rows, row_len = gather_index.shape
     num_keys = page_table.shape[1] * page_size
 
-    mask = masks[0] if sliding_window is None else masks[-1]
+    is_local = sliding_window is not None or getattr(module, "attends_in_chunks", False)
+    mask = masks[-1] if is_local else masks[0]
+    if (temperature := getattr(module, "temperature", None)) is not None:
+        query = temperature(query, token_positions)
     scale = scaling if scaling is not None else key_dim**-0.5
     pages = key_pages, value_pages, page_table
     if kernel == "triton":

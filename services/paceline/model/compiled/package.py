@@ -32,6 +32,7 @@ from paceline.core.native import compiled, machine, torch_options
 from paceline.core.noise import Stream
 from paceline.errors import EngineError
 from paceline.model import layout
+from paceline.model.attention.chunks import code_of
 from paceline.model.chain import Chain, Ranked
 from paceline.model.compiled.backend import StepFunction
 
@@ -176,7 +177,7 @@ class CompiledPackage:
         if cache is not self._cache:
             self._cache, self._cached = cache, _Handles((*cache.model_keys, *cache.model_values))
         kept = self._cached.array
-        return _Model(self._run, self._container, window or 0, dtype.itemsize, ctypes.addressof(kept), len(kept))
+        return _Model(self._run, self._container, code_of(window), dtype.itemsize, ctypes.addressof(kept), len(kept))
 
     def _call(self, name: str, *arguments: Any) -> None:
         if getattr(self._library, name)(*arguments) != 0:  # it has said why on standard error
