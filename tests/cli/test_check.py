@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.support.models import save_pair
+from tests.support.models import FAMILIES, letters_tokenizer, random_model, save_pair
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.cli.main import main
@@ -251,3 +251,18 @@ def test_what_deploying_it_would_replace(capsys, models, tmp_path):
     assert any(re.match(r"Target:\S+ +kept$", line) for line in lines[first:])
     status, out = check(capsys, *flags, "--json")
     assert "router_config.max_queued_requests" in json.loads(out)["against"]["keys"]
+
+
+def test_the_set_of_rotary_factors_is_named(capsys, models, tmp_path):
+    """Of a model with two sets, by the longest context of the service."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    config = FAMILIES["phi3"]()
+    config.update({"rope_parameters": config.rope_parameters | rope, "original_max_position_embeddings": 512})
+    random_model(config).save_pretrained(tmp_path)
+    letters_tokenizer().save_pretrained(tmp_path)
+    capsys.readouterr()
+    short = ("--max-model-len", "512")
+    for flags, side in (((), f"long rotary factors, as max_model_len is {MAX_LEN}, more than 512"),
+                        (short, "short rotary factors, as max_model_len is 512, at most 512")):  # fmt: skip
+        _, out = check(capsys, "--target", str(tmp_path), *models[2:], "--no-compile", *flags)
+        assert f"target_config: the {side}, the context that these were trained for." in out

@@ -66,7 +66,6 @@ EXCLUDED = {
     "jamba": _LINEAR,
     "kimi_linear": _LINEAR,
     "lfm2_moe": _LINEAR,
-    "llama4_text": "layers of type chunked_attention",
     "minimax": _LINEAR,
     "nemotron": "does not hand on to its attention what it is called with",
     "nemotron_h": _LINEAR,
@@ -78,19 +77,14 @@ EXCLUDED = {
     "gptj, no plan": _BY_ITSELF,
     "mpt, no plan": _BY_ITSELF,
     "llama, rope dynamic": "rope_type 'dynamic', whose angles depend on the longest sequence",
-    "phi3, rope longrope": "rope_type 'longrope', whose angles depend on the longest sequence",
 }
 """Refused at any degree, with a reason that matches this."""
-_NO_PLAN = "has no tensor-parallel plan in transformers: only degree 1 works"
 _ONE_RANK = "has linear attention layers, whose states are on one rank: use degree 1"
 WHOLE_ONLY = {
     "olmo_hybrid": _ONE_RANK,
     "qwen3_5_moe_text": _ONE_RANK,
     "qwen3_5_text": _ONE_RANK,
     "qwen3_next": _ONE_RANK,
-    "gpt2, no plan": _NO_PLAN,
-    "gpt_oss, no plan": _NO_PLAN,
-    "hunyuan_v1_dense, no plan": _NO_PLAN,
 }
 """Refused at degree 2."""
 
@@ -123,6 +117,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 32, "num_key_value_heads": 2, "num_experts": 4},
     "hunyuan_v1_dense": {"head_dim": 32, "num_key_value_heads": 2},
+    "llama4_text": {
+        "attention_chunk_size": 48, "floor_scale": 16, "attn_scale": 0.5, "no_rope_layers": [1, 0], "moe_layers": [1],
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"num_layers": 2, "head_dim": 16, "zero_expert_num": 2},
     "ministral": {"head_dim": 32},
@@ -175,7 +172,8 @@ VARIANTS = [
         "rope_parameters": {
             "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
             **_TRAINED,
-        }
+        },
+        **_TRAINED,
     }),
     Case("mistral, no window", "mistral", {"sliding_window": None}),
     Case("mixtral, window", "mixtral", {"sliding_window": WINDOW}),
@@ -183,10 +181,11 @@ VARIANTS = [
         "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"],
     }),
     Case("gemma2, strong softcap", "gemma2", {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 12.0}),
-    Case("gpt2, no plan", "gpt2"),
-    Case("gpt_oss, no plan", "gpt_oss"),
+    Case("hunyuan_v1_dense, alpha", "hunyuan_v1_dense", {
+        "rope_parameters": {"rope_type": "dynamic", "alpha": 4.0, **_ROPE}
+    }),
+    *(Case(f"{family}, our plan", family) for family in ("gpt2", "gpt_oss", "hunyuan_v1_dense")),
     Case("stablelm, no plan", "stablelm"),
-    Case("hunyuan_v1_dense, no plan", "hunyuan_v1_dense"),
     *(Case(f"{family}, no plan", family) for family in ("bloom", "codegen", "falcon", "gptj", "mpt")),
 ]  # fmt: skip
 """What defaults do not show, and popular families that come without a plan."""

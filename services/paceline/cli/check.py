@@ -150,6 +150,8 @@ def _remarks(config: ServiceConfig, pool: Pool) -> Iterator[str]:
     if pool.on_gpu:
         where = "weights, KV and workspace are in the memory of a GPU, which is read when the replica starts"
         yield f"{pool.key}: {where}" + ("; kv_fraction decides then how many pages there are." if by_share else ".")
+    if pool.rotary is not None:
+        yield f"{pool.key}: {pool.rotary}, the context that these were trained for."
     if estimate.packed_bytes:
         yield f"{pool.key}: compiled weights are held twice; the start that compiles them keeps {_COMPILER} more."
     if estimate.linear_bytes:

@@ -151,7 +151,8 @@ def _runner(
     options = setup.model[1]
     placement = resolve(options, occupy(options, setup.target_gpus) if group is None else group.device)
     require_draft(setup, checkpoint, placement, group)
-    model = load_model(checkpoint, options, group, placement, later=begins_eagerly(options, checkpoint, placement))
+    later = begins_eagerly(options, checkpoint, placement)
+    model = load_model(checkpoint, options, group, placement, later=later, max_model_len=setup.max_model_len)
     max_len = min(setup.max_model_len or model.max_len, model.max_len)
     return model, model.runner(draft_pages(setup, max_len), promised=False), max_len
 
@@ -275,7 +276,8 @@ def _model_drafter(
                     drafter.max_leaves = max(1, affordable_width(runner) // tokens_per_leaf)
 
         stages.info("serving eagerly, and compiling in the background")
-        runner.follow(Compilation(CompileJob.of(source, options), model.load_compiled), measure_again)
+        job = CompileJob.of(source, options, max_model_len=setup.max_model_len)
+        runner.follow(Compilation(job, model.load_compiled), measure_again)
     return _Built(drafter, max_context_len, description, runner)
 
 

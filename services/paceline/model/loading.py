@@ -49,6 +49,7 @@ from paceline.model.quantized import (
     require_whole,
     why_eager,
 )
+from paceline.model.rope import settle_rope
 from paceline.model.runner import ModelRunner
 from paceline.model.states import StateTaps, require_boundaries
 from paceline.model.step import Step, name_of, probe_layers
@@ -158,13 +159,15 @@ def load_model(
     *,
     later: bool = False,
     midway: int | None = None,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Loads, checks and, if configured, compiles the model; with a ``group`` this rank's share of it.
 
     ``placement``: what the options resolve to on this machine; None: it is resolved here. ``features``: the hidden
     states that its steps are to return. ``examination``: called before the model is compiled. ``later``: a whole model
     that is to be compiled, and has not been on this machine, is left eager and given ``load_compiled``. ``midway``: the
-    boundary at which its steps can be heard (``midway.py``).
+    boundary at which its steps can be heard (``midway.py``). ``max_model_len``: the longest context; None: what it was
+    made for.
 
     Raises:
         ConfigError: the checkpoint cannot be loaded, unsupported attention, CUDA graphs demanded where there are none,
@@ -193,26 +196,32 @@ def load_model(
         require_whole(checkpoint, options.quantization, group.degree)
         model = load_shard(checkpoint, dtype, group, progress=_progress(group))
     if examination is not None:
-        eager = prepare(model, compile=False, attention=options.attention, features=examination.features)
+        eager = prepare(
+            model,
+            compile=False,
+            attention=options.attention,
+            features=examination.features,
+            max_model_len=max_model_len,
+        )
         lead(eager.runner(examination.num_pages), examination)
     compile = can_compile if options.compile == "auto" else options.compile
     if options.compile == "auto" and compile and (reason := _why_eager(model, checkpoint)):
         log.info("model %r is not compiled: %s", checkpoint.path, reason)
         compile = False
     later = later and group is None and compile and device.type == "cpu" and find_compiler() is not None
+    settings: dict[str, Any] = {
+        "attention": options.attention,
+        "features": features,
+        "midway": midway,
+        "max_model_len": max_model_len,
+    }
     try:
-        loaded = prepare(
-            model,
-            compile="later" if later else compile,
-            attention=options.attention,
-            features=features,
-            midway=midway,
-        )
+        loaded = prepare(model, compile="later" if later else compile, **settings)
     except NoCompilerError:
         if options.compile != "auto":
             raise
         log.warning("model %r is not compiled, and slower: there is no C++ compiler", checkpoint.path)
-        loaded = prepare(model, compile=False, attention=options.attention, features=features, midway=midway)
+        loaded = prepare(model, compile=False, **settings)
     if options.cpu_threads > 1:
         _share(options.cpu_threads, loaded)
     return replace(loaded, cuda_graphs=options.cuda_graphs, max_cuda_graphs=options.max_cuda_graphs)
@@ -271,15 +280,17 @@ def prepare(
     attention: Attention = "auto",
     features: Features | None = None,
     midway: int | None = None,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Makes a loaded transformers model runnable. All ranks of a sharded one must do so: it takes a step.
 
     ``compile``: ``later`` takes what has been compiled before, else leaves the model eager with ``load_compiled``.
+    ``max_model_len``: the longest context; None: what the model was made for.
 
     Raises:
         ConfigError: the model cannot run on the paged attention, or on the ``attention`` kernel, or ``compile`` with
             weights that are not compiled or on a GPU that nothing can be compiled for, or has not the states of
-            ``features``.
+            ``features``, or its rotary embedding depends on the batch.
     """
     model, on_cpu = model.eval(), model.device.type == "cpu"
     pad_experts(model)
@@ -289,8 +300,10 @@ def prepare(
         keep_bits()
     taps = None if features is None else StateTaps(model, features, name_of(model))
     middle = None if midway is None else Midway(model, midway, name_of(model))
-    layers, linear, window, spare_tokens = probe_layers(model, taps)
     text = model.config.get_text_config()
+    max_len = context_length(text) or 1 << 20
+    settle_rope(model, min(max_model_len or max_len, max_len), name_of(model))
+    layers, linear, window, spare_tokens = probe_layers(model, taps)
     products_at_hand = cpu_linear.at_hand()
     never = compile == "later" and not (cpu_attention.at_hand() and products_at_hand)
     kernel = kernel_for("sdpa" if never and attention == "auto" else attention, model.device, model.dtype, layers)
@@ -320,7 +333,7 @@ def prepare(
         sliding_window=window,
         spare_tokens=spare_tokens,
         vocab_size=model.get_output_embeddings().out_features,
-        max_len=context_length(text) or 1 << 20,
+        max_len=max_len,
         dtype=model.dtype,
         device=model.device,
         size=_size(model, layers, linear),

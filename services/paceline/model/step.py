@@ -11,6 +11,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from paceline.checkpoint.linear import LINEAR, LinearSpec
 from paceline.errors import ConfigError
+from paceline.model.attention.chunks import CHUNKED, adopt_chunks
 from paceline.model.attention.kernels import Kernel
 from paceline.model.attention.paged import IMPLEMENTATIONS
 from paceline.model.kv_cache import NO_KV, LayerSpec
@@ -25,7 +26,6 @@ _PROBE = "paceline_probe"
 _PROBED_TOKENS = 2
 _PROBING = threading.Lock()
 """Attention functions are registered by name for the whole process; engines in threads load side by side."""
-_UNSUPPORTED_ROPE = ("dynamic", "longrope")
 _LAYER_TYPES = {"attention", "full_attention", "sliding_attention"}
 """Layers of another kind mask more, or something else, and do not tell the attention function of it."""
 _KNOWN = {"s_aux", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
@@ -87,6 +87,7 @@ class Step(torch.nn.Module):
             gather_index=gather_index,
             scatter_index=scatter_index,
             masks=masks,
+            token_positions=positions,
             **({} if linear is None else {"linear": linear}),
         ).logits
         return logits if self.taps is None else (logits, self.taps.join(logits_index))
@@ -100,7 +101,7 @@ class Probe(NamedTuple):
     linear: dict[int, LinearSpec]
     """The linear layers, by index."""
     sliding_window: int | None
-    """Window of the layers that have one; None: no layer has."""
+    """Window of the layers that have one, or their chunks (``Chunks``); None: no layer has."""
     spare_tokens: int
     """Padding that steps on the CPU need behind their last token (``tails.py``)."""
 
@@ -117,13 +118,12 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
 
     Raises:
         ConfigError: the model has layers without attention, or whose attention is not that of ``paged_attention``
-            (several window sizes, biases, masks of their own), or a rotary embedding that depends on the batch, or no
-            such states.
+            (several window sizes, biases, masks of their own), or no such states.
     """
     config, name = model.config.get_text_config(), name_of(model)
-    _check_rope(config, name)
     linear = replace_linear_layers(model, name)
-    _check_layer_types(config, name, gated_delta=bool(linear))
+    chunks = adopt_chunks(model, name)
+    _check_layer_types(config, name, {LINEAR} if linear else set(), {CHUNKED} if chunks else set())
     seen: dict[int, LayerSpec] = {}
     windows: set[int] = set()
 
@@ -179,6 +179,8 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
         )
     if taps is not None:
         taps.require(_PROBED_TOKENS)
+    if chunks is not None:
+        windows.add(chunks)
     if len(windows) > 1:
         raise ConfigError(f"{name} has sliding windows of {sorted(windows)} tokens; one size is supported")
     on_cpu = model.device.type == "cpu"
@@ -186,26 +188,11 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
     return Probe(layers, linear, window, spare.count if on_cpu else 0)
 
 
-def _check_layer_types(config: PretrainedConfig, name: str, *, gated_delta: bool) -> None:
-    unknown = {str(kind) for kind in getattr(config, "layer_types", None) or ()} - _LAYER_TYPES
-    if gated_delta:
-        unknown -= {LINEAR}
+def _check_layer_types(config: PretrainedConfig, name: str, *adopted: set[str]) -> None:
+    """``adopted``: types whose layers have been given a forward of ours."""
+    unknown = {str(kind) for kind in getattr(config, "layer_types", None) or ()} - _LAYER_TYPES.union(*adopted)
     if unknown:
         raise ConfigError(
-            f"{name} has layers of type {', '.join(sorted(unknown))}; only full and sliding attention works, and of "
-            "linear attention the gated delta rule"
+            f"{name} has layers of type {', '.join(sorted(unknown))}; only full, sliding and Llama 4's chunked "
+            "attention works, and of linear attention the gated delta rule"
         )
-    if getattr(config, "attn_temperature_tuning", False):
-        raise ConfigError(f"{name} scales its queries by their place in the step, which is not their position")
-
-
-def _check_rope(config: PretrainedConfig, name: str) -> None:
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [r for r in rope.values() if isinstance(r, dict)] if isinstance(rope, dict) else []
-    for parameters in nested or [rope]:
-        kind = parameters.get("rope_type", "default")
-        if kind in _UNSUPPORTED_ROPE:
-            raise ConfigError(
-                f"{name} has rope_type {kind!r}, whose angles depend on the longest sequence of the batch: "
-                "its output would depend on its neighbours"
-            )

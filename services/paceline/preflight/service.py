@@ -18,6 +18,7 @@ from paceline.checkpoint.folder import local_folder
 from paceline.checkpoint.hub import why_not_fetched
 from paceline.checkpoint.linear import require_no_linear_layers, why_not_runnable
 from paceline.checkpoint.pard import parallel_draft
+from paceline.checkpoint.rope import factors_in_use
 from paceline.checkpoint.size import ModelSize, gib
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer, require_same_tokens
 from paceline.checkpoint.vocabulary import require_tokens
@@ -75,6 +76,8 @@ class Pool:
     on_gpu: bool
     estimate: MemoryEstimate | None
     """Memory of a rank of one replica. None: its model is not on this machine, or cannot be used, as a finding says."""
+    rotary: str | None = None
+    """A clause that names the set of rotary factors of a model with two of them; None: it has one."""
 
     @property
     def num_processes(self) -> int:
@@ -209,6 +212,10 @@ class _Model:
     def max_len(self, configured: int | None) -> int:
         """The longest context that it may have."""
         return min(configured or self.limit, self.limit)
+
+    def rotary(self, configured: int | None) -> str | None:
+        """See ``Pool.rotary``."""
+        return factors_in_use(self.checkpoint.config, self.max_len(configured))
 
 
 def _read_model(
@@ -401,9 +408,9 @@ def _check_together(target: _Model, draft: _Model, max_len: int, options: DraftO
 def _target_pool(config: ServiceConfig, setup: TargetSetup, target: _Model | None, left: int) -> Pool:
     part = config.target_config
     on_gpu = _on_gpu(part)
-    estimate = None
+    estimate = rotary = None
     if target is not None:
-        max_len = target.max_len(setup.options.max_model_len)
+        max_len, rotary = target.max_len(setup.options.max_model_len), target.rotary(setup.options.max_model_len)
         estimate = target_estimate(
             setup,
             target.size,
@@ -412,7 +419,8 @@ def _target_pool(config: ServiceConfig, setup: TargetSetup, target: _Model | Non
             heads=known_heads_size(setup, target.size, max_len, on_gpu=on_gpu),
             left_bytes=0 if on_gpu else left // setup.options.tensor_parallel_size,
         )
-    return Pool(_TARGET, part.model_loading_config.model_id, part.deployment_config.first_replicas, on_gpu, estimate)
+    model_id = part.model_loading_config.model_id
+    return Pool(_TARGET, model_id, part.deployment_config.first_replicas, on_gpu, estimate, rotary)
 
 
 def _draft_pools(
@@ -438,12 +446,13 @@ def _draft_pools(
         yield Pool(_DRAFT, None, part.deployment_config.first_replicas, False, modelless_estimate(setup))
     else:
         on_gpu = _on_gpu(part)
-        estimate = None
+        estimate = rotary = None
         if draft is not None:
+            rotary = draft.rotary(setup.max_model_len)
             max_len = min(draft.max_len(setup.max_model_len), target.limit if target is not None else draft.limit)
             estimate = draft_estimate(setup, draft.size, max_len, on_gpu=on_gpu)
         model_id = part.model_loading_config.model_id
-        yield Pool(_DRAFT, model_id, part.deployment_config.first_replicas, on_gpu, estimate)
+        yield Pool(_DRAFT, model_id, part.deployment_config.first_replicas, on_gpu, estimate, rotary)
 
 
 def _cascade_pool(

@@ -103,7 +103,17 @@ def _runner(
     probe = probe_of(opened, checkpoint)
     later = begins_eagerly(options, checkpoint, placement)
     features, midway = features_of(opened, linked), None if options.hints is None else options.hints.boundary
-    model = load_model(checkpoint, options, group, placement, features, probe, later=later, midway=midway)
+    model = load_model(
+        checkpoint,
+        options,
+        group,
+        placement,
+        features,
+        probe,
+        later=later,
+        midway=midway,
+        max_model_len=options.max_model_len,
+    )
     max_len = options.max_model_len or model.max_len
     if max_len > model.max_len:
         raise ConfigError(
@@ -193,7 +203,9 @@ def _compilation(setup: TargetSetup, model: LoadedModel, max_len: int, *, tests:
         return None
     test = SelfTest(max_len, setup.options.max_step_tokens) if tests else None
     midway = None if setup.options.hints is None else setup.options.hints.boundary
-    return Compilation(CompileJob.of(setup.source, setup.options, model.features, test, midway), model.load_compiled)
+    max_model_len = setup.options.max_model_len
+    job = CompileJob.of(setup.source, setup.options, model.features, test, midway, max_model_len)
+    return Compilation(job, model.load_compiled)
 
 
 def _grammars(checkpoint: Checkpoint, model: LoadedModel) -> Grammars:

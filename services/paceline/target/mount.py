@@ -298,8 +298,9 @@ def _draft_model(setup: TargetSetup, head: HeadOptions, target: Checkpoint, plac
     checkpoint = Checkpoint.open(source, options.trust_remote_code)
     require_same_tokens(target.tokenizer, checkpoint.tokenizer)
     require_draft(draft_setup, checkpoint, placement)
-    model = load_model(checkpoint, options, None, placement, later=begins_eagerly(options, checkpoint, placement))
-    max_len = min(setup.options.max_model_len or model.max_len, model.max_len)
+    later, max_model_len = begins_eagerly(options, checkpoint, placement), setup.options.max_model_len
+    model = load_model(checkpoint, options, None, placement, later=later, max_model_len=max_model_len)
+    max_len = min(max_model_len or model.max_len, model.max_len)
     runner = model.runner(draft_pages(draft_setup, max_len), promised=False)
     num_sessions, max_leaves = setup.options.max_sessions, MOST_LEAVES * setup.options.max_sessions
     max_pages = min(pages_for(max_len + TREE_BUDGET) + 1, runner.cache.num_pages)
@@ -309,6 +310,7 @@ def _draft_model(setup: TargetSetup, head: HeadOptions, target: Checkpoint, plac
     )
     _warm_up(drafter, runner.vocab_size, placement.device)
     if model.load_compiled is not None:
-        runner.follow(Compilation(CompileJob.of(source, options), model.load_compiled))
+        job = CompileJob.of(source, options, max_model_len=max_model_len)
+        runner.follow(Compilation(job, model.load_compiled))
     longest = min(max_len, runner.cache.num_pages * PAGE_SIZE)
     return MountedHead(str(head), drafter, num_tokens=head.num_speculative_tokens, max_len=longest)

@@ -61,6 +61,8 @@ class CompileJob:
     """Where the worker may run; empty: where it is started."""
     midway: int | None = None
     """The boundary at which the step can be heard."""
+    max_model_len: int | None = None
+    """The longest context; None: what the model was made for."""
 
     @classmethod
     def of(
@@ -70,10 +72,11 @@ class CompileJob:
         features: Features | None = None,
         test: SelfTest | None = None,
         midway: int | None = None,
+        max_model_len: int | None = None,
     ) -> Self:
         """The job for a model of this process; of ``options`` those of the model. It may run on all cores."""
         own = ModelOptions(**options.model_dump(include=set(ModelOptions.model_fields)))
-        return cls(source, own, features, test, all_cores(), midway)
+        return cls(source, own, features, test, all_cores(), midway, max_model_len)
 
     @property
     def detached(self) -> bool:
@@ -83,7 +86,7 @@ class CompileJob:
     @property
     def digest(self) -> str:
         """The same for jobs that compile the same step, wherever they run."""
-        facts = (self.source, self.options.model_dump_json(), self.features, self.midway)
+        facts = (self.source, self.options.model_dump_json(), self.features, self.midway, self.max_model_len)
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
