@@ -16,12 +16,14 @@ from torch import Tensor
 from transformers import Llama4Config, Llama4ForConditionalGeneration, PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.config import ModelOptions
 from paceline.drafters.heads.lent import layers_from, require_lendable
 from paceline.errors import ConfigError
 from paceline.model.attention.chunks import Chunks, Temperature
-from paceline.model.loading import LoadedModel, load_pretrained, prepare
+from paceline.model.loading import LoadedModel, load_model, load_pretrained, prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
+from paceline.model.step import Step
 
 CHUNK = 65
 """Borders at 65, 130 and 195: beside the ends of pages, and not at them."""
@@ -114,3 +116,13 @@ def test_its_layers_are_refused_as_heads(tmp_path: Path) -> None:
     llama4().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="Llama4TextAttention attends in chunks and by temperature, which heads do"):
         require_lendable("method", Checkpoint.open(str(tmp_path)), lambda family: layers_from(1, family), [1])
+
+
+def test_compile_true_is_refused_and_auto_is_eager(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    llama4().save_pretrained(tmp_path)
+    options = ModelOptions(device="cpu", dtype="float32")
+    with caplog.at_level("INFO", "paceline.model.loading"):
+        assert isinstance(load_model(Checkpoint.open(str(tmp_path)), options).step, Step)
+    assert "is not compiled: Llama 4's layers are not compiled on the CPU" in caplog.text
+    with pytest.raises(ConfigError, match="compile is true, but Llama 4's layers are not compiled on the CPU: set"):
+        load_model(Checkpoint.open(str(tmp_path)), options.model_copy(update={"compile": True}))

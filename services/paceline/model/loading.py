@@ -22,6 +22,7 @@ from paceline.checkpoint.size import ModelSize, gib, size_of
 from paceline.config import ModelOptions, Quantization, cache_dir
 from paceline.core.cuda import triton_unavailable
 from paceline.errors import ConfigError
+from paceline.model.attention import chunks
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.kernels import Attention, kernel_for
 from paceline.model.compiled import linear as cpu_linear
@@ -231,7 +232,7 @@ def _why_eager(model: PreTrainedModel, checkpoint: Checkpoint) -> str | None:
     """Says why a model is not compiled, as a clause; None if it can be."""
     if linear_layers(checkpoint.config) is not None:
         return "its linear attention layers are not compiled"
-    return why_eager(model)
+    return why_eager(model) or (chunks.why_eager(model) if model.device.type == "cpu" else None)
 
 
 def _can_compile(device: torch.device, group: Collectives | None) -> bool:
@@ -310,7 +311,7 @@ def prepare(
     log.info("attention of %s on %s: %s", type(model).__name__, model.device.type, kernel)
     step: StepFunction | None = None
     if compile:
-        reason = why_eager(model) if on_cpu else _why_no_parts(model)
+        reason = why_eager(model) or chunks.why_eager(model) if on_cpu else _why_no_parts(model)
         if reason:
             raise ConfigError(f"compile is true, but {reason}: set compile to auto or false")
 
