@@ -109,7 +109,7 @@ class LocalBench:
     """The running engines, the baselines' processes and the records so far. A context manager."""
 
     def __init__(self, settings: LocalSettings, max_sessions: int | None = None) -> None:
-        """``max_sessions``: the most sessions of any run (default: those of ``settings``)."""
+        """``max_sessions``: maximum sessions of any run (default: of ``settings``)."""
         self.settings = settings
         self.records: list[RequestRecord] = []
         self.timelines: list[dict[str, Any]] = []

@@ -30,7 +30,7 @@ class AtHand:
 
     method: Method
     model: str | None = None
-    """Its checkpoint."""
+    """Checkpoint of the method."""
     refusal: str = ""
     """One sentence; empty: it can be used."""
     forward_bytes: int = 0
@@ -87,7 +87,7 @@ def head_kind(method: Method) -> str:
 
 
 def _is_of(method: Method, head: HeadOptions) -> bool:
-    """True if a head is one of the method: exits with weights of their own are another one than those without."""
+    """True if a head is of the method; exits with weights of their own are a different method than exits without."""
     return head.method == head_kind(method) and (
         method.kind != "early_exit" or method.needs_model == (head.model is not None)
     )

@@ -72,7 +72,7 @@ def sampled(log_q: Sequence[float], behind: Sequence[float]) -> Evidence:
 
     Args:
         log_q: the two largest of all tokens, in nats.
-        behind: by how much the score of each guessed sibling is below the best one, in nats.
+        behind: how far the score of each guessed sibling is below the best one, in nats.
     """
     return evidence_of(sampled_gaps(log_q, behind), sampled=True)
 
@@ -99,7 +99,7 @@ def guessed(behind: Sequence[float]) -> Evidence:
     """Evidence on a bonus token, which the target draws with nothing to verify: the sampled token is a guess like any.
 
     Args:
-        behind: by how much each guess's score is below the best one, in nats, in ascending order.
+        behind: how far each guess's score is below the best one, in nats, in ascending order.
     """
     if not behind:
         return Evidence((), ())
@@ -124,8 +124,8 @@ class _Table(ctypes.Structure):
 class Calibration:
     """Share of hits by rank and bin of the gap, leaning on ``parent`` or, without one, on the prior.
 
-    ``weight`` is how many observations that is worth; ``horizon`` how many observations of a bin are remembered. A
-    parent has none itself; it takes every observation, too, and ranks that only one of the two has are that one's.
+    ``weight``: observations that the parent or prior counts as; ``horizon``: observations of a bin that are
+    remembered. A parent has none itself; it also records every observation. A rank that only one has is its own.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Calibration:
         return _EDGES, constants, slopes, _RANKED_MASS
 
     def observe(self, gaps: Sequence[float], rank: int | None, first_rank: int = 0) -> None:
-        """Takes the rank of the candidate that the target took, None for none of them, here and in the parent.
+        """Records the rank of the candidate that the target took (None: none of them), here and in the parent.
 
         Ranks below ``first_rank`` were not on trial.
         """
@@ -206,10 +206,10 @@ class Calibration:
 
 @record
 class Expansion:
-    """What the probabilities of one node's candidates follow from."""
+    """Evidence from which the probabilities of one node's candidates follow."""
 
     gaps: tuple[float, ...]
-    """Their evidence: of ``ranked``, or with ``bonus`` of ``sampled``."""
+    """Evidence on the candidates: of ``ranked``, or with ``bonus`` of ``sampled``."""
     calibration: Calibration
     bonus: tuple[float, ...] = ()
     """Rejection rule: the gaps of the same candidates as guesses of a bonus token, in the order of ``gaps``."""
@@ -220,10 +220,10 @@ class Expansion:
 
 
 def expect(expansions: Sequence[Expansion], least: float) -> list[list[float]]:
-    """Probabilities of the candidates of nodes, by ``Calibration.probabilities``, of each node the first ones that are
-    worth a node: without the last ones that are less likely than ``least``, a bonus token by its share.
+    """Probabilities of the candidates of nodes, by ``Calibration.probabilities``; trailing candidates of a node that
+    are less likely than ``least`` are left out, a bonus token by its share.
 
-    A first candidate always is.
+    A first candidate always stays.
     """
     library = _library()
     if library is None:

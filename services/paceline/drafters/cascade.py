@@ -29,7 +29,7 @@ class VerticalDrafter(ModelDrafter):
     kind = "cascade"
 
     def __init__(self, runner: ModelRunner, *, guesser: Drafter, num_guesses: int, **options: Any) -> None:
-        """``num_guesses``: tokens that are guessed after a leaf, at most; ``options``: those of a ``ModelDrafter``."""
+        """``num_guesses``: maximum tokens guessed after a leaf; ``options``: a ``ModelDrafter``'s."""
         super().__init__(runner, **options)
         self.tokens_per_leaf = num_guesses + 1
         self._guesser = guesser
@@ -81,7 +81,7 @@ class VerticalDrafter(ModelDrafter):
         return [self._tail(guessed) for guessed in guesses]
 
     def _tail(self, guesses: Sequence[int]) -> Tail:
-        """Keeps as many of the guesses as the model has tokens for."""
+        """Keeps the guesses up to the first without a token of the model."""
         inputs: list[int] = []
         for token_id in guesses:
             own = self._own(token_id)

@@ -10,6 +10,6 @@ from paceline.drafters.protocol import Stateless
 
 
 class DraftModelHead(Stateless, ModelDrafter):
-    """A ``ModelDrafter`` behind the ``Head`` protocol. Its keys and values are in a cache of its own."""
+    """A ``ModelDrafter`` with the ``Head`` protocol. Its keys and values are in a cache of its own."""
 
     kind = "draft_model"

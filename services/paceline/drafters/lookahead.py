@@ -1,7 +1,7 @@
-"""Lookahead decoding: n-grams that the target makes up by itself, on rows that ride beside its verification.
+"""Lookahead decoding: n-grams that the target generates itself, on extra rows of its verification steps.
 
-Fu et al. 2024 (arXiv:2402.02057), Jacobi iteration in a window. Guessed tokens of W columns and N - 1 levels ride in
-each step, and the likeliest token after each column is the next level::
+Fu et al. 2024 (arXiv:2402.02057), Jacobi iteration in a window. Each step has guessed tokens of W columns and N - 1
+levels in extra rows, and the likeliest token after each column is the next level::
 
                    column 0      1      2
     level 0        anchor   ──▶  x1 ──▶ x2        a chain: guesses of the tokens that follow the anchor
@@ -11,9 +11,9 @@ each step, and the likeliest token after each column is the next level::
     likeliest        y0          y1     y2        N-grams: anchor a0 b0 y0,  x1 a1 b1 y1,  x2 a2 b2 y2
 
 The N-grams go to a pool of the session, at most G of each first token, the least recently seen one leaving first. Then
-all levels move up: a1 a2 are the next chain, and the y are level N - 2. The pool has the N-grams of the session's own
-text, too, as prompt lookup has. Those that begin with the anchor are proposed as a head's tokens are. What rides binds
-nothing: these are query rows with pages of their own, which no committed row sees.
+all levels move up: a1 a2 are the next chain, and the y are level N - 2. Like prompt lookup, the pool also has the
+N-grams of the session's own text. N-grams that begin with the anchor are proposed like a head's tokens. Extra rows
+decide nothing: they are query rows with pages of their own, which no committed row sees.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SEEDS = 64
 """The last tokens of the prompt, from which the first guesses are drawn."""
 
 Pool = OrderedDict[int, OrderedDict[tuple[int, ...], None]]
-"""First token of N-grams -> their other tokens, those seen last at the end."""
+"""First token of N-grams -> their other tokens, the most recently seen at the end."""
 
 
 @dataclass(slots=True)
@@ -45,9 +45,9 @@ class _Session:
     levels: list[list[int]]
     """[N - 1][W] guesses; that of level 0 and column 0 is the anchor, whatever it is here."""
     num_steps: int = 0
-    """Steps in which they rode: after N - 2 of them no token is left of those drawn at first."""
+    """Steps with these guesses: after N - 2 of them none of the first random tokens is left."""
     riding: list[list[int]] = field(default_factory=list)
-    """The levels that ride in the running step; [] if none do."""
+    """The levels in the running step; [] if there are none."""
     pool: Pool = field(default_factory=OrderedDict)
     text: Sequence[int] = ()
     """The last N - 1 tokens of the text, whose N-grams are in the pool."""
@@ -61,7 +61,7 @@ class LookaheadHead(Stateless):
     conditional = True
 
     def __init__(self, window: int, ngram: int, guesses: int, *, max_leaves: int = 64) -> None:
-        """Takes the sizes of the window and the pool.
+        """Sets the sizes of the window and the pool.
 
         Args:
             window: W, columns, at least 1.
@@ -74,7 +74,7 @@ class LookaheadHead(Stateless):
         self._sessions: dict[str, _Session] = {}
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
-        """Takes any session; its first guesses are tokens of its prompt, drawn by a seed of their own."""
+        """Opens a session; its first guesses are tokens of its prompt, drawn by a seed of their own."""
         draw, seen = random.Random(len(token_ids)), token_ids[-_SEEDS:]
         levels = [draw.choices(seen, k=self._window) for _ in range(self._num_levels)]
         self._sessions[session_id] = session = _Session(token_ids[-1], levels)
@@ -95,7 +95,7 @@ class LookaheadHead(Stateless):
         return self._window * self._num_levels - 1
 
     def guesses(self, session_id: str) -> Proposal:
-        """The tokens that ride in the coming step: a tree of one branch for each column, the last column first."""
+        """The extra tokens of the next step: a tree of one branch for each column, the last column first."""
         session = self._session(session_id)
         first, *others = session.levels
         session.riding = [[session.anchor, *first[1:]], *others]
@@ -109,7 +109,7 @@ class LookaheadHead(Stateless):
         return Proposal(tuple(token_ids), (None,) * len(token_ids), parents=tuple(parents))
 
     def learn(self, session_id: str, token_ids: Sequence[int]) -> None:
-        """Takes the likeliest token after each branch of ``guesses``, in their order; (): they did not ride."""
+        """Records the likeliest token after each branch of ``guesses``, in order; (): none was computed."""
         session = self._session(session_id)
         levels, session.riding = session.riding, []
         if not token_ids:
@@ -123,7 +123,7 @@ class LookaheadHead(Stateless):
         session.levels = [*levels[1:], found]
 
     def expand(self, leaves: Sequence[Leaf]) -> Candidates:
-        """The pool's tokens after each leaf; those of n-grams that begin earliest come first, then those seen last."""
+        """The pool's tokens after each leaf; n-grams that begin earlier come first, then the more recently seen."""
         token_ids = torch.zeros(len(leaves), self._guesses, dtype=torch.int64)
         log_q = torch.full((len(leaves), self._guesses), -math.inf)
         for row, leaf in enumerate(leaves):

@@ -277,7 +277,7 @@ class ModelDrafter:
         return ranked
 
     def keep(self, session_id: str, node_ids: Sequence[int]) -> None:
-        """Takes the nodes that became of the tokens that ``chain`` computed behind its leaf; the rest is dropped."""
+        """Keeps the rows of ``chain``'s tokens that became these nodes; drops the rest."""
         session = self._session(session_id)
         for node_id, row in zip(node_ids, session.chained, strict=False):
             session.node_rows[node_id] = row
@@ -285,7 +285,7 @@ class ModelDrafter:
         session.chained = []
 
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
-        """Declares the rows of committed nodes committed, and frees those of nodes that are not ``kept``."""
+        """Marks the rows of committed nodes as committed, and frees rows of nodes that are not ``kept``."""
         session = self._session(session_id)
         pairs: Iterable[tuple[int, int]] = zip(token_ids, node_ids, strict=True)
         if self._translation is not None:
@@ -293,7 +293,7 @@ class ModelDrafter:
         tokens, node_rows, ready = session.tokens, session.node_rows, session.ready
         for token_id, node_id in pairs:
             row = node_rows.get(node_id)
-            # Only a row right behind the cached tokens extends them; after a gap the token is pending.
+            # Only a row directly after the cached tokens extends them; after a gap the token is pending.
             if row is not None and ready and session.num_cached == len(tokens):
                 del node_rows[node_id]
                 session.committed[row] = True
@@ -375,10 +375,10 @@ class ModelDrafter:
         ]
 
     def _part(self, session: RowSession, leaves: Sequence[tuple[Leaf, Tail]]) -> Part:
-        """One session's part in the forward: pending tokens, nodes above leaves that have no row, then every leaf and
-        its tail, which logits are wanted of.
+        """Returns one session's part of the forward: pending tokens, nodes without rows above leaves, then every leaf
+        and its tail, which have logits.
 
-        The engine gives a drafter of one token per leaf no other nodes than leaves, and pending tokens only with the
+        The engine gives a drafter of one token per leaf only leaves as nodes, and pending tokens only with the
         anchor (``protocol.py``): then this is one token per leaf.
 
         Raises:
@@ -406,7 +406,7 @@ class ModelDrafter:
             num_logits += 1 + len(tail.inputs)
         rows = session.take_rows(self._cache, len(tokens))
         session.positions[rows] = positions
-        # seen: [tokens, num_rows] bool: each token attends to the committed rows, those above it, and its own.
+        # seen: [tokens, num_rows] bool: each token attends to the committed rows, its ancestors' and its own.
         # In numpy: indexing tensors this small costs torch ten times as much.
         seen = np.repeat(session.committed[None, : session.num_rows], len(tokens), axis=0)
         num_pending, at = len(pending), len(pending)
@@ -466,7 +466,7 @@ class ModelDrafter:
             row_positions[row] = depth
             above.append(row)
             kept[leaf.node_id] = row
-        own_rows = cast(list[list[int]], seen)  # all of those above are known
+        own_rows = cast(list[list[int]], seen)  # all ancestors' rows are known
         return Part(session, chain_step(session, tokens, depths, rows, own_rows, len(tokens)), 0, kept)
 
     def _publish(self, session: RowSession) -> None:

@@ -1,9 +1,9 @@
 """Prompt lookup: the tokens that followed the last few tokens earlier in the same text are likely to follow again.
 
-No model and no state beyond the text itself; nothing is shared between sessions. Costs microseconds per node, and pays
-off where the output repeats the input (code edits, summaries, extraction). The idea is prompt lookup decoding (Saxena
+No model and no state beyond the text itself; nothing is shared between sessions. Costs microseconds per node, and helps
+where the output repeats the input (code edits, summaries, extraction). The idea is prompt lookup decoding (Saxena
 2023); here the candidates carry their empirical frequencies. The target proposes from an index of its own where a
-draft has nothing to offer (``target/lookup.py``).
+draft has no tokens (``target/lookup.py``).
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ class NgramDrafter:
         self._num_candidates = num_candidates
         self._indices: dict[str, NgramIndex] = {}
         self._unready: dict[str, NgramIndex] = {}
-        """Sessions whose context is not indexed yet, those that wait longest first."""
+        """Sessions whose context is not indexed yet, the longest waiting first."""
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
-        """Takes any session."""
+        """Opens a session."""
         index = NgramIndex(list(token_ids), *self._ngrams, counts=True)
         self._indices[session_id] = self._unready[session_id] = index
 
@@ -133,7 +133,7 @@ class NgramDrafter:
         return Candidates(token_ids, log_q)
 
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
-        """Indexes the committed tokens, after those of the prompt."""
+        """Indexes the committed tokens, after the prompt's."""
         index = self._indices[session_id]
         index.tokens.extend(token_ids)
         if session_id not in self._unready:

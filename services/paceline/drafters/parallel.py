@@ -19,14 +19,14 @@ from paceline.model.runner import ModelRunner
 
 
 class ParallelDrafter(ModelDrafter):
-    """A PARD model behind the ``Drafter`` protocol."""
+    """A PARD model with the ``Drafter`` protocol."""
 
     kind = "pard"
     conditional = False
 
     def __init__(self, runner: ModelRunner, *, pard_token: int, tokens_per_leaf: int, **options: Any) -> None:
-        """``pard_token``: the model's own id of the token that stands for those to come; ``options``: those of a
-        ``ModelDrafter``."""
+        """``pard_token``: the model's own id of the placeholder for future tokens; ``options``: a
+        ``ModelDrafter``'s."""
         super().__init__(runner, **options)
         self.tokens_per_leaf = tokens_per_leaf
         self._tail = Tail((pard_token,) * (tokens_per_leaf - 1))

@@ -32,11 +32,11 @@ def prepare() -> None:
 def parts_of(
     leaves: Sequence[Leaf], sessions: Mapping[str, RowSession], cache: KVCache
 ) -> tuple[list[Part], list[Row]] | None:
-    """Lays leaves out, those of a session next to each other; takes the rows that they need.
+    """Lays leaves out, grouped by session; allocates the rows that they need.
 
     Returns:
-        the part of each session and the row of each leaf, in order; None: nothing is done, they are not the common
-        case, or there is no room for all of them.
+        the part of each session and the row of each leaf, in order; None: nothing is done, since they are not the
+        common case, or not all of them have room.
     """
     if (passes := _passes()) is None:
         return None

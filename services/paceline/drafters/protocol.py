@@ -1,7 +1,7 @@
 """The interface of a drafter: a draft model, an n-gram index, a head, or anything else that ranks next tokens.
 
 The engine owns the trees and decides which nodes to expand; a drafter only turns nodes into candidates, many sessions
-in one forward, and keeps whatever makes that cheap (for a model: one KV row per expanded node). The life of a session::
+in one forward, and keeps what makes this cheap (for a model: one KV row per expanded node). A session's life::
 
     open ─▶ prefill .. prefill ─▶ ready ─▶ expand, advance, expand, expand, advance, .. ─▶ close
 
@@ -13,7 +13,7 @@ in one forward, and keeps whatever makes that cheap (for a model: one KV row per
 A drafter without state per node, such as ``ngram.py``, needs only the context (``open``, ``advance``) and each leaf's
 ``path``. Wrong candidates cost time, never correctness: the target verifies every token.
 
-For a drafter that keeps a row per node, this is the contract that makes every node cost one row and no row twice::
+A drafter that keeps a row per node relies on this contract, by which every node costs one row, computed once::
 
     context[0 : c]   expanded below the anchor
     ├── cached ──┤├ pending ┤       a leaf's row attends to the context and to the rows of ``path`` before it
@@ -21,19 +21,19 @@ For a drafter that keeps a row per node, this is the contract that makes every n
 
 - A committed token is *cached* if its node was expanded and *pending* otherwise; pending tokens are the last
   ones of the context, at least none. Expanding the anchor computes all pending tokens in one forward, so a
-  miss costs the row of the token that was missed (and of an unexpanded outcome before it), nothing else.
+  miss costs only the row of the missed token (and of an unexpanded outcome before it).
 - A leaf other than the anchor has only expanded nodes above it, up to and including the anchor: one row per
   leaf.
 - No leaf of a call is above another leaf of it.
 - The drafter alone knows which rows it holds: a node for which it had no room counts as pending when it is
   committed, although the engine has expanded it.
 
-A drafter of several tokens per leaf (``tokens_per_leaf``) answers for the tokens after the leaf, too: the engine makes
-children of the leaf, of one of these children, and so on, by one call. All these nodes count as expanded, whether the
-drafter holds rows of them or not; those that it does not hold may be above a leaf, and are its to compute.
+A drafter of several tokens per leaf (``tokens_per_leaf``) also answers for the tokens after the leaf: by one call, the
+engine makes children of the leaf, of one of these children, and so on. All these nodes count as expanded, even if the
+drafter holds no rows of them; nodes without rows may be above a leaf, and the drafter has to compute them.
 
-A *head* (``Head``) is a drafter inside the target replica. After every step of the target it is fed with the hidden
-states of the step and the tokens that follow them, in one call for all sessions, prefill chunks included::
+A *head* (``Head``) is a drafter inside the target replica. After every step of the target it is fed the hidden states
+of the step and the tokens that follow them, in one call for all sessions, including prefill chunks::
 
     position          P            P+1          P+2
     state of       h[P]         h[P+1]                     of the target, which has computed these positions
@@ -43,11 +43,11 @@ states of the step and the tokens that follow them, in one call for all sessions
 
 So the state of P and the token at P+1 predict the token at P+2; the last row of a prefill chunk gets the next *prompt*
 token. A head that attends to earlier positions keeps their keys and values on the session's own pages of the target's
-cache, in layers of its own (``Head.layers``): those of (h[P], t[P+1]) in **row P+1**, with rotary position P+1. A page
-then depends on tokens of the prefix only, and is shared by prefix as the target's pages are; row 0 is never written
-and must be masked. A prompt whose first pages are cached lacks one state, that of the last cached position: the target
-keeps it beside the page and feeds it first. While a head is paused it is fed with nothing, which costs nothing; what it
-is fed with afterwards names the rows that it has missed (``Fed.holes``), and these are masked as well.
+cache, in layers of its own (``Head.layers``): of (h[P], t[P+1]) in **row P+1**, with rotary position P+1. A page then
+depends on tokens of the prefix only, and is shared by prefix like the target's pages; row 0 is never written and must
+be masked. A prompt whose first pages are cached lacks one state, of the last cached position: the target keeps it with
+the page and feeds it first. A paused head is not fed, which costs nothing. The next feeding names the rows that it has
+missed (``Fed.holes``), and these are masked as well.
 """
 
 from __future__ import annotations
@@ -118,13 +118,13 @@ class Candidates(NamedTuple):
     """The shape of ``token_ids``, float: log probabilities (nats) after the session's processors; -inf: no candidate.
     The probabilities of a row may sum to less than 1; a row of nothing but -inf is normal (no match, no room)."""
     guesses: tuple[tuple[int, ...], ...] = ()
-    """Per leaf the tokens that its candidates after the first ones follow, at most K - 1; (): none were guessed,
-    and those of a depth are the same for whatever token comes before."""
+    """Per leaf the guessed tokens, at most K - 1, that its candidates after the first depth follow; (): none were
+    guessed, and the candidates of a depth do not depend on the token before."""
     beyond: tuple[Tensor, Tensor] | None = None
     """Rejection rule: tokens that are never drawn here, and that the target may draw itself (``sampling.unlisted``)."""
     ranked: Ranked | None = None
-    """Of each leaf its best candidates in the order of ``ranking.rank``, and their scores; then ``token_ids`` and
-    ``log_q`` are [num_leaves, 0]. None: they are not ranked yet."""
+    """Best candidates of each leaf in the order of ``ranking.rank``, and their scores; then ``token_ids`` and
+    ``log_q`` are [num_leaves, 0]. None: candidates are not ranked yet."""
     unread: tuple[Tensor, int] | None = None
     """Rejection rule: logits [num_leaves, vocab] before the sessions' processors, and the number of candidates that are
     to be found in each row; then ``token_ids`` and ``log_q`` are [num_leaves, 0]. None: they are found already."""
@@ -144,8 +144,8 @@ class Drafter(Protocol):
     tokens_per_leaf: int
     """Tokens after a leaf that one ``expand`` predicts: 1, or K of a drafter that predicts them all at once."""
     conditional: bool
-    """True: candidates depend on the path to the leaf. False: those of a depth are the same below every path
-    (Medusa)."""
+    """True: candidates depend on the path to the leaf. False: the candidates of a depth are the same below every
+    path (Medusa)."""
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Begins a session whose context is ``token_ids`` (not empty); node 0, the anchor, is its last token.
@@ -177,8 +177,8 @@ class Drafter(Protocol):
 
         Raises:
             DrafterSessionError: this session ends, the others are tried again without it.
-            Exception: for any other error (but ``FATAL``) the engine tries each session alone and ends those that
-                fail. In either case the sessions must be as they were before the call.
+            Exception: for any other error (but ``FATAL``) the engine tries each session alone and ends the
+                failing ones. In either case the sessions must be as they were before the call.
         """
         ...
 
@@ -189,7 +189,7 @@ class Drafter(Protocol):
 
         Args:
             token_ids: the committed tokens, at least one.
-            node_ids: their nodes, in order. Those that were expanded become cached context, the others pending.
+            node_ids: their nodes, in order. Expanded ones become cached context, the others pending.
             kept: the expanded nodes below the new anchor: their rows stay as they are. Rows of any other node are
                 dropped.
         """
@@ -222,7 +222,7 @@ class Fed:
     pages: Sequence[int]
     """The session's page table on the target, with a page for row position + n."""
     holes: tuple[range, ...] = ()
-    """Rows below position + 1 that were never written for this context, in ascending order; row 0 apart."""
+    """Rows below position + 1 that were never written for this context, in ascending order; without row 0."""
 
 
 class Head(Drafter, Protocol):
@@ -250,12 +250,12 @@ class Head(Drafter, Protocol):
         ...
 
     def bind(self, cache: KVCache, first_layer: int) -> None:
-        """Gives the head its layers: ``cache.keys[first_layer:][: len(layers)]``, and the values alike. Called once,
-        before anything is opened."""
+        """Binds the head to its layers: ``cache.keys[first_layer:][: len(layers)]``, and the same of the values. Called
+        once, before any session is opened."""
         ...
 
     def feed(self, fed: Sequence[Fed]) -> None:
-        """Takes the states of one step of the target, for all sessions together, after ``advance`` of its tokens.
+        """Processes the states of one step of the target, for all sessions together, after ``advance`` of its tokens.
 
         Raises:
             DrafterSessionError: this session ends on the head, the others are fed again without it.
@@ -265,19 +265,19 @@ class Head(Drafter, Protocol):
 
 
 class StatesDrafter(Drafter, Protocol):
-    """A head outside the target replica. The states of committed positions are sent to it, fused already
-    (``HeadModule.fuse``), behind the commits that they belong to: they may come late, or never.
+    """A head outside the target replica. The states of committed positions are sent to it, already fused
+    (``HeadModule.fuse``), after the commits that they belong to: they may come late, or never.
 
-    It is ``ready`` once the states before the anchor of its opening have come, but for those that are lost. Of tokens
-    behind the last state it has only states of its own making, as of nodes that nobody has decided on, until better
-    ones come; a state that never comes leaves a hole in the context, which it does not look at.
+    It is ``ready`` once the states before the anchor of its opening have come, except lost ones. For tokens after the
+    last state, and for undecided nodes, it uses states of its own making until the target's come. A state that never
+    comes leaves a hole in the context, which is masked.
     """
 
     width: int
     """Numbers of one state."""
 
     def feed(self, session_id: str, position: int, states: Tensor) -> int:
-        """Takes the states ``[n, width]`` of positions [position, position + n).
+        """Records the states ``[n, width]`` of positions [position, position + n).
 
         Returns:
             Positions before these whose states are lost; -1: these are late, repeated or ahead of the commit that
@@ -301,7 +301,7 @@ class Stateless:
     layers: tuple[LayerSpec, ...] = ()
 
     def bind(self, cache: KVCache, first_layer: int) -> None:
-        """Takes nothing of the target's cache."""
+        """Ignores the target's cache."""
 
     def feed(self, fed: Sequence[Fed]) -> None:
         """Is never called: it has no ``features``."""
@@ -316,12 +316,12 @@ class Chainer(Drafter, Protocol):
         ...
 
     def chain(self, leaf: Leaf, most: int, fan_out: int, stop: Stop) -> Ranked:
-        """The ``fan_out`` best candidates of the leaf, of the first of these, .. ``most`` times at most; () if there is
-        no room. ``keep`` comes next, with the nodes that were made of those that were computed, without the leaf."""
+        """Returns the ``fan_out`` best candidates of the leaf, of the best of these, .. at most ``most`` times; () if
+        there is no room. ``keep`` must follow, with the nodes made of the computed tokens, without the leaf."""
         ...
 
     def keep(self, session_id: str, node_ids: Sequence[int]) -> None:
-        """Takes the nodes of a chain, all of which count as expanded; what it has computed beyond them is dropped."""
+        """Assigns nodes to a chain's rows; all count as expanded. Drops further rows of the chain."""
         ...
 
 
@@ -335,19 +335,19 @@ class Ranker(Drafter, Protocol):
 
 
 class Rider(Head, Protocol):
-    """A head with rows of its own in the target's steps: what it guesses is computed behind a session's context, on
-    pages that no committed row sees, and what the target would say there is told to it. Nothing of that binds."""
+    """A head with extra rows in the target's steps: the target computes its guesses after a session's context, on
+    pages that no committed row sees, and returns the likeliest tokens there. They decide nothing."""
 
     @property
     def num_guesses(self) -> int:
-        """The most tokens that ride beside one session."""
+        """Maximum extra tokens for one session."""
         ...
 
     def guesses(self, session_id: str) -> Proposal:
-        """The tree of tokens that ride in the coming step of a session; ``learn`` follows, unless it is closed."""
+        """The tree of extra tokens in a session's next step; ``learn`` follows, unless the session is closed."""
         ...
 
     def learn(self, session_id: str, token_ids: Sequence[int]) -> None:
-        """Takes the target's likeliest token after each branch of ``guesses``, in their order; (): there was no room,
-        and none was computed. Comes after ``advance`` of the step's tokens."""
+        """Records the target's likeliest token after each branch of ``guesses``, in order; (): there was no room, and
+        none was computed. Comes after ``advance`` of the step's tokens."""
         ...

@@ -30,11 +30,11 @@ from paceline.model.chain import Ranked
 
 _GREEDY_TIES = 4
 _SHIFT = math.log(1.0 - ACCEPTANCE)
-"""Of the weight of a candidate as a recovered token, where there are tokens that the draft never draws."""
+"""Shift of a candidate's weight as a recovered token, where there are tokens that the draft never draws (nats)."""
 
 
 class Rule(enum.Enum):
-    """Rule by which a session's children are ranked; calibrations are kept apart by it."""
+    """Rule by which a session's children are ranked; each rule has its own calibration."""
 
     GREEDY = "greedy"
     COUPLED = "coupled"
@@ -48,7 +48,7 @@ class RankingRow:
     row: Row
     rule: Rule
     fan_out: int
-    """Number of children wanted."""
+    """Number of requested children."""
     saguaro: float = 1.0
     """Rejection rule: q of the predicted next tokens is scaled by this before sampling."""
     nonce: int = 0
@@ -61,7 +61,7 @@ class Ranking:
 
     token_ids: tuple[int, ...]
     gaps: tuple[float, ...]
-    """Of ``evidence``."""
+    """Score gaps that ``evidence`` uses."""
     q: SparseDistribution | None = None
     """Rejection rule: the distribution that the first was drawn from."""
     bonus: tuple[float, ...] = ()
@@ -188,8 +188,8 @@ def _drawn(logits: Tensor, m: int, rows: Sequence[RankingRow]) -> list[Ranking]:
 
 
 Siblings = tuple[list[int], list[float], list[float]]
-"""Guesses of the target's own token, by how much each is behind the best as a recovered token, and by how much the
-drawn token and each of them is as a bonus token (nats)."""
+"""Guesses of the target's own token; how far each scores below the best as a recovered token; and how far the drawn
+token and each guess score below the best as a bonus token (nats)."""
 
 
 def guess_siblings(
@@ -237,7 +237,7 @@ def _scored(token_ids: list[list[int]], scores: list[list[float]]) -> list[Score
 
 
 def _siblings(drawn: int, recovered: Scores, bonus: Scores, fan_out: int) -> Siblings:
-    """The best of both in turn, as many as there are children beside the drawn token."""
+    """Returns the best of both alternately: one guess for each child other than the drawn token."""
     recovered, bonus = recovered[: 2 * fan_out], bonus[: 2 * fan_out]
     in_turn = [pair[0] for both in itertools.zip_longest(recovered, bonus) for pair in both if pair is not None]
     of_recovered, of_bonus = dict(recovered), dict(bonus)

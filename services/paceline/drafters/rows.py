@@ -1,4 +1,4 @@
-"""Rows of a session's keys and values, committed ones and those of tree nodes, and its part in a forward over them."""
+"""Rows of a session's keys and values, of committed tokens and of tree nodes, and its part in a forward over them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RowSession:
         return self.num_cached >= self.num_prefill
 
     def take_rows(self, cache: KVCache, count: int) -> list[int]:
-        """Takes ``count`` unused rows.
+        """Allocates ``count`` unused rows.
 
         Raises:
             ResourceExhaustedError: there is no page for them; nothing is changed.
@@ -98,7 +98,7 @@ class Part:
     session: RowSession
     step: SequenceStep
     num_pending: int
-    """Its first tokens are pending ones."""
+    """Number of pending tokens, the first of the part."""
     node_rows: Mapping[int, int]
     """Rows of nodes that are computed; what has a negative id is not kept."""
 
@@ -136,7 +136,7 @@ def tree_step(
 ) -> SequenceStep:
     """The tokens of a session's part in a forward, those with logits last.
 
-    ``seen``: bool [tokens, num_rows], the rows that each of them attends to.
+    ``seen``: bool [tokens, num_rows], the rows that each token attends to.
     """
     key_positions = torch.from_numpy(session.positions[: session.num_rows])
     return SequenceStep(tokens, positions, rows, session.pages, num_logits, torch.from_numpy(seen), key_positions)
@@ -161,6 +161,6 @@ def chain_step(
 
 
 def prompt_chunk(session: RowSession, stop: int) -> SequenceStep:
-    """The part of a session whose prompt is computed up to ``stop``: no logits are wanted."""
+    """The part of a session whose prompt is computed up to ``stop``: it has no logits."""
     span = range(session.num_cached, stop)
     return SequenceStep(session.tokens[session.num_cached : stop], span, span, session.pages, num_logits=0)

@@ -1,12 +1,12 @@
-"""Suffix decoding: the longest end of the text that has occurred before, here or in another text, and what followed it.
+"""Suffix decoding: finds the longest end of the text that occurred before, here or in another text, and its followers.
 
-The method is that of SuffixDecoding (Oliaro et al. 2024, 2411.04975). Candidates are the followers of the longest
-match of the last ``max_tree_depth`` tokens, with their frequencies; texts are the session's own, the outputs of other
-sessions with the same salt, and a corpus that was loaded at start-up. It pays off where outputs repeat long passages:
-agents that edit one file again and again, or answer many similar requests.
+The method is SuffixDecoding (Oliaro et al. 2024, 2411.04975). Candidates are the followers of the longest match of the
+last ``max_tree_depth`` tokens, with their frequencies; texts are the session's own, the outputs of other sessions with
+the same salt, and a corpus loaded at start-up. It helps where outputs repeat long passages: agents that edit one file
+again and again, or answer many similar requests.
 
-A suffix automaton (Blumer et al. 1985) of n tokens has at most 2 n states; adding a token is amortized O(1) beside
-``max_tree_depth`` counts, and a match takes as many look-ups as it has tokens.
+A suffix automaton (Blumer et al. 1985) of n tokens has at most 2 n states; adding a token is amortized O(1) plus
+``max_tree_depth`` counts, and a match takes one look-up per token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf, St
 
 _PREFILL_TOKENS = 1024
 _PARTS, _PART_COST = 4, 16
-"""Shared texts are dropped in parts: an automaton has at most this share of their tokens, and costs as many more."""
+"""Shared texts are dropped in parts: an automaton has at most 1/4 of their tokens, and counts as 16 tokens more."""
 
 
 class SuffixAutomaton:
@@ -56,7 +56,7 @@ class SuffixAutomaton:
             state = self._link[state]
 
     def _shrunk(self, state: int, length: int) -> tuple[int, int]:
-        """The state of the last ``length`` tokens of the substring of ``state`` that had at least so many."""
+        """Returns the state of the last ``length`` tokens of a substring of ``state``, which is at least as long."""
         while state > 0 and self._length[self._link[state]] >= length:
             state = self._link[state]
         return state, length
@@ -82,7 +82,7 @@ class SuffixAutomaton:
         return new
 
     def _split(self, state: int, token_id: int, follower: int) -> int:
-        """Gives the shorter substrings of ``follower``, those that end a text now, a state of their own."""
+        """Moves the shorter substrings of ``follower``, which end a text now, to a state of their own; returns it."""
         clone = self._new(self._length[state] + 1)
         self._next[clone] = dict(self._next[follower])
         self._link[clone], self._count[clone] = self._link[follower], self._count[follower]
@@ -152,16 +152,16 @@ class _Session:
 
 
 class SharedTexts:
-    """The outputs of all sessions, those of one salt apart from all others."""
+    """The outputs of all sessions, kept separate by salt."""
 
     def __init__(self, max_tokens: int, max_depth: int) -> None:
-        """``max_tokens``: tokens that are kept, of all salts together; 0: nothing is shared."""
+        """``max_tokens``: maximum tokens of all salts together; 0: nothing is shared."""
         self._max_tokens, self._max_depth = max_tokens, max_depth
         self._parts: OrderedDict[str, deque[SuffixAutomaton]] = OrderedDict()  # by salt, the one used last at the end
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are kept, and what an automaton takes beside them."""
+        """Tokens that are kept, plus the fixed cost of each automaton."""
         return sum(part.num_tokens + _PART_COST for parts in self._parts.values() for part in parts)
 
     def of(self, salt: str) -> Sequence[SuffixAutomaton]:
@@ -236,16 +236,16 @@ class SuffixDrafter(Stateless):
                 self._corpus.append(cursor, token_id)
         self._sessions: dict[str, _Session] = {}
         self._unready: dict[str, _Session] = {}
-        """Sessions whose context is not indexed yet, those that wait longest first."""
+        """Sessions whose context is not indexed yet, the longest waiting first."""
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
-        """Takes any session."""
+        """Opens a session."""
         num_prompt = sampler.num_tokens - sampler.num_output_tokens
         session = _Session(list(token_ids), SuffixAutomaton(self._depth), salt, num_prompt)
         self._sessions[session_id] = self._unready[session_id] = session
 
     def prefill(self) -> bool:
-        """Indexes the next thousand tokens of the sessions that wait, those that wait longest first."""
+        """Indexes the next thousand tokens of waiting sessions, the longest waiting first."""
         if not self._unready:
             return False
         left = _PREFILL_TOKENS
@@ -273,7 +273,7 @@ class SuffixDrafter(Stateless):
         return Candidates(token_ids, torch.tensor([[prob for _, prob in row] for row in rows]).log())
 
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
-        """Indexes the committed tokens, after those of the prompt."""
+        """Indexes the committed tokens, after the prompt's."""
         session = self._sessions[session_id]
         session.tokens.extend(token_ids)
         if session_id not in self._unready:

@@ -12,7 +12,7 @@ from paceline.checkpoint.vocabulary import SharedVocabulary
 
 
 class Translation:
-    """Between the target's tokens, which the trees hold, and those of a draft model (``SharedVocabulary``).
+    """Translates between the target's tokens, which the trees hold, and a draft model's (``SharedVocabulary``).
 
     Args:
         vocab_size: of the target.
@@ -47,10 +47,10 @@ class Translation:
         return self._ids.get(token_id)
 
     def committed(self, token_ids: Sequence[int], node_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Further tokens of the context in the draft's, each with its node, or -1.
+        """Yields further tokens of the context as draft tokens, each with its node, or -1.
 
-        A shared token is one token, as it was drafted. The text of others is cut by the draft's tokenizer, those that
-        follow one another together; it may have no token at all.
+        A shared token is one token, as it was drafted. The text of consecutive other tokens is cut by the draft's
+        tokenizer as a whole; it may have no token at all.
         """
         others: list[int] = []
         for token_id, node_id in zip(token_ids, node_ids, strict=True):
@@ -64,7 +64,7 @@ class Translation:
         yield from self._cut(others)
 
     def logits(self, logits: Tensor) -> Tensor:
-        """Logits of the target's tokens: -inf for those that the draft lacks.
+        """Returns logits of the target's tokens: -inf for tokens that the draft lacks.
 
         Args:
             logits: [rows, draft vocabulary].

@@ -1,6 +1,6 @@
-"""Chats that a target writes itself: it is given the opening of a user's turn, and what it writes there it is asked.
+"""Chats that a target writes itself: it gets the opening of a user's turn, and its continuation becomes the question.
 
-Text of its own is what a drafter has to guess, and there is no end to it. The answers are those of ``FeatureCache``.
+A drafter has to guess the target's own text, and the supply is unlimited. ``FeatureCache`` makes the answers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from paceline.errors import ConfigError
 
 _BATCH = 64
 _TEMPERATURE = 0.8
-"""Of the users. At 1 a small model asks for what nobody would."""
+"""Temperature of the users' turns. At 1 a small model asks for nonsense."""
 _MARK = "\x1a"
 _LEAST_SHARE = 0.02
-"""Of a batch that must be of use."""
+"""Minimum share of new prompts in a batch."""
 
 
 def written_chats(
@@ -40,8 +40,8 @@ def written_chats(
         count: prompts.
         longest: tokens of a prompt at most.
         seed: of the messages.
-        path: file that keeps them, one a line; an interrupted run goes on behind what it holds.
-        done: told how many there are, after each batch.
+        path: file that keeps them, one a line; an interrupted run continues after its content.
+        done: called with the number of prompts, after each batch.
 
     Raises:
         ConfigError: the template has no turns of users, or the target hardly ever ends one.
@@ -81,7 +81,7 @@ def _rendered(chat: ChatTemplate, message: str) -> str:
 def _messages(
     target: PreTrainedModel, chat: ChatTemplate, opening: Sequence[int], end_ids: Sequence[int], room: int
 ) -> list[str]:
-    """What the target writes in a user's turn, where it ends it."""
+    """Returns the users' turns that the target writes and ends."""
     ids = torch.tensor([opening] * _BATCH, device=target.device)
     written = target.generate(
         ids,

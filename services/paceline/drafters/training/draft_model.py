@@ -33,9 +33,9 @@ class Vocabulary:
     read_as: Tensor
     """[vocabulary] int64: the draft's token for each of the target's, of others the last one that it is cut into."""
     content: str
-    """Of ``tokenizer.json``."""
+    """Content of ``tokenizer.json``."""
     names: dict[str, str]
-    """Its tokens that have a role."""
+    """Role -> token that has it."""
 
     def save(self, folder: Path) -> None:
         """Writes the tokenizer."""
@@ -100,7 +100,7 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, frequent: Sequence[int]
 
 
 class DraftModel(HeadModule):
-    """A model under training, behind the interface of heads; the states that these are given mean nothing to it."""
+    """A model under training, with the interface of heads; it ignores the states."""
 
     alike = True
 

@@ -98,7 +98,7 @@ def _eagle(head: TrainableHead, source: str) -> _Written:
 
 
 def _eagle3(head: TrainableHead, source: str) -> _Written:
-    """The keys of SafeAILab; of P-EAGLE those of the speculators library, whose layers are numbered."""
+    """Returns tensors by SafeAILab's keys; P-EAGLE by the speculators library's, whose layers are numbered."""
     module, (_, vocab_size) = head.module, _sizes(head.target)
     tensors = {key.replace("layers.0.", "midlayer."): value for key, value in module.state_dict().items()}
     config = {
@@ -118,7 +118,7 @@ def _eagle3(head: TrainableHead, source: str) -> _Written:
 
 
 def _block(head: TrainableHead, source: str) -> _Written:
-    """The keys of z-lab's DFlash, of DSpark those of DeepSpec; a layer id names the layer whose output is read."""
+    """Returns tensors by the keys of z-lab's DFlash, DSpark's of DeepSpec; a layer id names the layer read."""
     form, config = head.form, head.target.config.get_text_config()
     scale, cap = logits_form(head.target)
     own: dict[str, Any] = {

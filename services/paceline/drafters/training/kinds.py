@@ -210,7 +210,7 @@ def _mlp(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
 
 
 def _mtp(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
-    """The target's last layer behind a projection that guesses its input, and the target's final norm."""
+    """Makes a projection that guesses the input of the target's last layer, then that layer and the final norm."""
     config = target.config.get_text_config()
     (embed, lm_head), (layer, norm) = _shared(target), _last_layer(target)
     target_ids = fit.frequent_tokens(form.draft_vocab_size) if form.draft_vocab_size else None
@@ -255,7 +255,7 @@ def _eagle(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
 
 
 def _eagle3(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
-    """The target's last layer behind a projection that guesses its input; the attention also sees the next token."""
+    """Makes a projection that guesses the last layer's input, then that layer, which also sees the next token."""
     config, lm_head = target.config.get_text_config(), target.get_output_embeddings()
     (embed, _), (layer, norm) = _shared(target), _last_layer(target)
     size = config.hidden_size

@@ -25,7 +25,7 @@ Kind = Literal[
     "draft_model",
 ]
 DRAFT_MODEL: Kind = "draft_model"
-"""What ``paceline train-draft`` trains; the others are heads."""
+"""Kind that ``paceline train-draft`` trains; the others are heads."""
 KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != DRAFT_MODEL)
 SMALLER: tuple[Kind, ...] = ("mtp", "eagle3", "peagle")
 """Kinds whose vocabulary may be smaller than the target's."""
@@ -42,8 +42,8 @@ class HeadForm:
 
     kind: Kind
     depths: int = 4
-    """Tokens that it learns to draft in a row; of Medusa, MLP, P-EAGLE, block heads and streams the most that it can,
-    of an exit and of a draft model those of the report."""
+    """Consecutive tokens that the head learns to draft. Medusa, MLP, P-EAGLE, block heads and streams: the maximum;
+    an exit and a draft model: tokens in the report."""
     boundaries: tuple[int, ...] = ()
     """Boundaries of EAGLE-3 and P-EAGLE, (): 2, L // 2 and L - 3 of L layers; of block heads, (): up to five between 2
     and L - 2; of an exit the one at which it leaves the target, of streams the one at which they enter it."""
@@ -56,7 +56,7 @@ class HeadForm:
     num_layers: int = 2
     """Layers of a block head, and of a draft model, which has the target's first ones."""
     num_anchors: int = 64
-    """Blocks of a row that a block head is trained on in an update, behind random anchors; streams alike."""
+    """Blocks of a row that train a block head or streams in an update, each after a random anchor."""
     rank: int = 32
     """Rank of the additions of streams to the target's linear layers, and of the anchor's map; of DSpark's Markov
     chain."""
@@ -121,7 +121,7 @@ class TrainingOptions:
     device: str = "auto"
     dtype: str = "auto"
     compare: str | None = None
-    """A draft model whose figures are reported beside the head's."""
+    """A draft model whose figures are reported with the head's."""
     trust_remote_code: bool = False
 
     def check(self) -> None:

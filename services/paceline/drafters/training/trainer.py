@@ -120,7 +120,7 @@ class Trainer:
                 self.save()
 
     def _gradients(self) -> float:
-        """Those of the next update, clipped; returns the loss."""
+        """Computes the gradients of the next update, clipped; returns the loss."""
         self.optimizer.zero_grad(set_to_none=True)
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.learning_rate * self.schedule.scale(self.step)
