@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from paceline.checkpoint.size import ModelSize
 from paceline.config import DraftOptions, DraftSetup, HeadDraftOptions, ModelOptions, SuffixOptions, TargetSetup
 from paceline.core import native
+from paceline.model.attention.scratch import BLOCK, MAX_SCRATCH_BYTES, num_splits
 from paceline.model.shapes import QUERY_ROW_LEN, most_scored_rows, padded_pages, padded_tokens
 from paceline.preflight.host_memory import (
     DEFAULT_SESSION_TOKENS,
@@ -30,6 +32,9 @@ from paceline.preflight.host_memory import (
     target_pages,
 )
 from paceline.types import MAX_DRAFT_TOKENS, PAGE_SIZE
+
+Kernel = Literal["sdpa", "native", "triton"]
+"""As of ``model/attention/kernels.py``, which imports torch."""
 
 PROCESS_BYTES = 256 << 20
 """The least that a replica takes before it holds a model: interpreter, torch and Ray."""
@@ -169,7 +174,7 @@ def target_estimate(
                 options.max_sessions * (MAX_DRAFT_TOKENS + 1), min(_scored_rows(size), options.max_step_tokens)
             ),
             num_copies=2,
-            gathers=_gathers(options, on_gpu),
+            attention=_attention_of(options, on_gpu),
         ),
         num_ranks=num_ranks,
         on_gpu=on_gpu,
@@ -219,7 +224,7 @@ def draft_estimate(
             min(longest, num_pages),
             num_logits=options.tree_step_tokens or MEASURED_LEAVES,
             num_copies=1,
-            gathers=model is None or _gathers(model, on_gpu),
+            attention="sdpa" if model is None else _attention_of(model, on_gpu),
         ),
         num_pages=num_pages,
         max_len=max_len,
@@ -269,12 +274,14 @@ def compiles(options: ModelOptions, on_gpu: bool) -> bool:
     return not on_gpu and options.compile is not False
 
 
-def _gathers(options: ModelOptions, on_gpu: bool) -> bool:
-    """True if attention copies keys and values: torch's does, ours do not (``model/attention/kernels.py``). A CPU is
-    taken to be like this machine's."""
-    if on_gpu or options.attention in ("sdpa", "triton"):
-        return options.attention != "triton"
-    return not native.has_avx512()
+def _attention_of(options: ModelOptions, on_gpu: bool) -> Kernel:
+    """The kernel that is expected to run (``model/attention/kernels.py``): on a CPU as on this machine's, on a GPU
+    Triton's."""
+    if options.attention != "auto":
+        return options.attention
+    if on_gpu:
+        return "triton"
+    return "native" if native.has_avx512() else "sdpa"
 
 
 def _scored_rows(size: ModelSize) -> int:
@@ -289,7 +296,7 @@ def _workspace_bytes(
     *,
     num_logits: int,
     num_copies: int,
-    gathers: bool,
+    attention: Kernel,
 ) -> int:
     """Bytes that the largest step allocates in addition to the KV pages.
 
@@ -297,16 +304,26 @@ def _workspace_bytes(
     logits, and b bytes per number::
 
         activations  T * b * (6 * hidden + 3 * intermediate)     residual, norms, q, k, v, attention; gate, up, product
-        attention    (T / 16 + S) * P * (a page's bytes in a layer)    keys and values, if gathered, for every query row
+        attention    (T / 16 + S) * P * (a page's bytes in a layer)    sdpa: gathered keys and values of every query row
+                     (T / 16 + S) * P * 1024 * b + partial sums        triton: masks, and its scratch (``scratch.py``)
         logits       R * vocab * (b + 4 * num_copies)            the model's, and ``num_copies`` in float32
 
-    The last two never coexist: the larger one counts.
+    The last two never coexist: the larger one counts. How many attention heads there are is not known here: for partial
+    sums they are taken to be as wide as two residual states together.
     Sampling on GPUs needs more: there the noise of all rows is drawn in one call.
     """
     tokens, sessions = padded_tokens(max_tokens), min(max_sessions, max_tokens)
     activations = tokens * size.item_bytes * (6 * size.hidden_size + 3 * size.intermediate_size)
     query_rows = -(-tokens // QUERY_ROW_LEN) + sessions
-    attention = query_rows * padded_pages(max_pages) * size.page_bytes // size.num_kv_layers if gathers else 0
+    pages = padded_pages(max_pages)
+    attended = 0
+    if attention == "sdpa":
+        attended = query_rows * pages * size.page_bytes // size.num_kv_layers
+    elif attention == "triton":
+        query_bytes = num_splits(pages) * 2 * size.hidden_size * _FLOAT32_BYTES
+        sums = query_rows * QUERY_ROW_LEN * query_bytes
+        attended = min(sums, max(MAX_SCRATCH_BYTES, BLOCK * query_bytes))
+        attended += query_rows * QUERY_ROW_LEN * pages * PAGE_SIZE * size.item_bytes
     rows = padded_tokens(min(max_tokens, num_logits))
     logits = rows * size.vocab_size * (size.item_bytes + num_copies * _FLOAT32_BYTES)
-    return activations + max(attention, logits)
+    return activations + max(attended, logits)

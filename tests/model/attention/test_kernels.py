@@ -20,6 +20,7 @@ from paceline.config import ModelOptions, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.kernels import choose_kernel
+from paceline.model.attention.scratch import calls, query_bytes
 from paceline.model.kv_cache import LayerSpec
 from paceline.model.loading import load_model, prepare
 from paceline.model.runner import ModelRunner
@@ -137,7 +138,7 @@ def test_no_size_of_a_step_makes_triton_compile_another_variant() -> None:
     pytest.importorskip("triton")
     from paceline.model.attention import triton as kernel
 
-    changing = {"num_queries", "row_len", "num_pages", "num_splits"}
+    changing = {"num_queries", "row_len", "num_pages", "num_splits", "num_rows", "first_row", "first_query"}
     changing |= {f"{of}_stride" for of in ("head", "token", "key_head", "key_token", "value_head", "value_token")}
     for function in (kernel._partial, kernel._combined, kernel._write):
         parameters = getattr(function, "params", None)
@@ -191,6 +192,20 @@ def test_a_row_has_the_same_bits_in_every_batch(row_len: int, more_pages: int) -
             pages = torch.cat([table[row], table[row, :1].expand(more_pages)])[None]
             got = attend(alone, keys, values, pages, torch.arange(4, device=DEVICE)[None], longer)
             assert torch.equal(got[0, 0], want[0, token])
+
+
+@needs_triton
+@pytest.mark.parametrize("limit", [1, 3 * 5 * 2 * 34 * 4 * 16, 2 * 16 * 5 * 2 * 34 * 4])
+def test_a_step_in_several_calls_has_the_bits_of_one(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block of queries a call, and some rows a call, where the last call has less than the others."""
+    from paceline.model.attention import triton as kernel
+
+    given = inputs(5, 2, 10, 9, 32, 32)
+    want = attend(*given)
+    cut = calls(5, 20, query_bytes(9, 2, 32), limit)
+    assert len(cut) > 1
+    monkeypatch.setattr(kernel, "calls", lambda *_: cut)
+    assert torch.equal(attend(*given), want)
 
 
 @needs_triton

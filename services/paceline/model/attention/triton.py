@@ -1,6 +1,6 @@
 """Attention that reads pages in place, for CUDA: no gathered copy of the keys, and bits that no neighbour changes.
 
-Every query row sees its keys in tiles of one page. Tiles are summed up one after the other, ``_SPLIT`` of them by one
+Every query row sees its keys in tiles of one page. Tiles are summed up one after the other, ``SPLIT`` of them by one
 program, and the programs' partial results one after the other again. None of these sizes depends on the step, and a
 masked tile adds exact zeros: so a row's result does not depend on what else is in the batch, on the length of the
 page table, nor on whether the row is decoded or verified. (Flash-decoding, Dao et al. 2023, with a fixed split size.)
@@ -16,13 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_SPLIT = 2
-"""Pages of one program, which takes them one after the other: few, as short contexts leave most of a device free."""
+from paceline.model.attention.scratch import BLOCK, SPLIT, calls, num_splits, query_bytes
+
 _CHUNK = 16
 """Partial results that are loaded at once when they are added up."""
-_BLOCK = 16
-"""Query rows, times grouped heads, of one program: the smallest tile that matrix units take. A larger one reads a long
-row's keys less often, but sums in another order: on an H100 bits differed with heads of 32 and 64 numbers."""
 _PREFETCHED_BYTES = 1 << 15
 """Keys and values of a page that the next one's are loaded beside: two of them fit the shared memory of any device."""
 
@@ -30,7 +27,10 @@ _PREFETCHED_BYTES = 1 << 15
 # Triton compiles a variant for each kind of size (1, multiples of 16, others) and of address, which would happen in the
 # middle of serving. These kernels are compiled once for a model, when its first step runs.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_queries", "row_len", "num_pages", "num_splits", "head_stride", "token_stride"],
+    do_not_specialize=[
+        *("first_row", "first_query", "num_queries", "row_len", "num_pages", "num_splits"),
+        *("head_stride", "token_stride"),
+    ],
     do_not_specialize_on_alignment=["table", "gather", "mask"],
 )
 def _partial(  # type: ignore[no-untyped-def]
@@ -45,6 +45,8 @@ def _partial(  # type: ignore[no-untyped-def]
     totals,
     scale,
     softcap,
+    first_row,
+    first_query,
     num_queries,
     row_len,
     num_pages,
@@ -62,11 +64,14 @@ def _partial(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Softmax sums of ``BLOCK`` query rows of one head over one split's keys."""
+    """Softmax sums of ``BLOCK`` query rows of one head over one split's keys; ``num_queries`` of each row are there."""
     row, head = (tl.program_id(0) // HEADS).to(tl.int64), (tl.program_id(0) % HEADS).to(tl.int64)
     split, block = tl.program_id(1), tl.program_id(2)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    real = at < num_queries
+    own_query = block * BLOCK + tl.arange(0, BLOCK)
+    real = own_query < num_queries
+    partial = ((row * HEADS + head) * num_splits + split) * num_queries + own_query
+    row += first_row
+    at = first_query + own_query
     places = tl.arange(0, PAGE)
     mask_rows = mask + (row * row_len + at % row_len) * (num_pages * PAGE)
     own = split * SPLIT * PAGE + tl.arange(0, SPLIT * PAGE)
@@ -109,7 +114,6 @@ def _partial(  # type: ignore[no-untyped-def]
         total = total * fade + tl.sum(weights, 1)
         out = out * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = higher
-    partial = ((row * HEADS + head) * num_splits + split) * num_queries + at
     tl.store(maxima + partial, top, mask=real)
     tl.store(totals + partial, total, mask=real)
     tl.store(
@@ -120,7 +124,8 @@ def _partial(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_queries", "row_len", "num_splits"], do_not_specialize_on_alignment=["scatter"]
+    do_not_specialize=["first_row", "num_rows", "first_query", "num_queries", "row_len", "num_splits"],
+    do_not_specialize_on_alignment=["scatter"],
 )
 def _combined(  # type: ignore[no-untyped-def]
     sums,
@@ -129,6 +134,9 @@ def _combined(  # type: ignore[no-untyped-def]
     sinks,
     scatter,
     result,
+    first_row,
+    num_rows,
+    first_query,
     num_queries,
     row_len,
     num_splits,
@@ -139,11 +147,13 @@ def _combined(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Adds up the partial results of one token's head, ``CHUNK`` splits after ``CHUNK`` splits."""
+    """Adds up the partial results of one token's head, ``CHUNK`` splits after ``CHUNK`` splits, if they are there."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.load(scatter + token).to(tl.int64)
-    first = (place // row_len * HEADS + head // GROUPS) * num_splits * num_queries
-    first += head % GROUPS * row_len + place % row_len
+    row, query = place // row_len - first_row, head % GROUPS * row_len + place % row_len - first_query
+    here = (row >= 0) & (row < num_rows) & (query >= 0) & (query < num_queries)
+    first = (row * HEADS + head // GROUPS) * num_splits * num_queries + query
+    num_splits = tl.where(here, num_splits, 0)
     dims, slots = tl.arange(0, VALUE_TILE), tl.arange(0, CHUNK)
     tops = tl.full([CHUNK], float("-inf"), tl.float32)
     for start in range(0, num_splits, CHUNK):
@@ -170,7 +180,7 @@ def _combined(  # type: ignore[no-untyped-def]
     tl.store(
         result + (token * HEADS * GROUPS + head) * VALUE_DIM + dims,
         (out / tl.where(total == 0.0, 1.0, total)).to(result.dtype.element_ty),
-        mask=dims < VALUE_DIM,
+        mask=here & (dims < VALUE_DIM),
     )
 
 
@@ -258,66 +268,76 @@ def attend_in_place(
         mask: additive [B, 1, n, pages * page_size]. sinks: [num_heads].
 
     Returns:
-        [1, T, num_heads, value_dim]; zeros for a token that sees no key.
+        [1, T, num_heads, value_dim]; zeros for a token that sees no key. Partial sums take ``scratch_bytes``.
     """
     query = _dense(query)
     _, num_heads, num_tokens, key_dim = query.shape
     _, page_size, num_kv_heads, value_dim = value_pages.shape
     (num_rows, num_pages), row_len, groups = page_table.shape, gather_index.shape[1], num_heads // num_kv_heads
-    num_splits, pairs, num_queries = -(-num_pages // _SPLIT), num_rows * num_kv_heads, groups * row_len
-    sums = query.new_empty(pairs, num_splits, num_queries, value_dim, dtype=torch.float32)
-    maxima = query.new_empty(pairs, num_splits, num_queries, dtype=torch.float32)
+    num_queries, splits = groups * row_len, num_splits(num_pages)
+    todo = calls(num_rows, num_queries, query_bytes(num_pages, num_kv_heads, value_dim))
+    most = max(call.num_queries for call in todo) * num_kv_heads * splits
+    sums = query.new_empty(most, value_dim, dtype=torch.float32)
+    maxima = query.new_empty(most, dtype=torch.float32)
     totals = torch.empty_like(maxima)
     result = query.new_empty(1, num_tokens, num_heads, value_dim)
     key_tile, value_tile = _tile(key_dim), _tile(value_dim)
     tile_bytes = (key_tile + value_tile) * page_size * query.element_size()
-    _partial[(pairs, num_splits, -(-num_queries // _BLOCK))](
-        query,
-        key_pages,
-        value_pages,
-        page_table.contiguous(),
-        gather_index.contiguous(),
-        mask.contiguous(),
-        sums,
-        maxima,
-        totals,
-        scale,
-        softcap or 1.0,
-        num_queries,
-        row_len,
-        num_pages,
-        num_splits,
-        query.stride(1),
-        query.stride(2),
-        HEADS=num_kv_heads,
-        GROUPS=groups,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        KEY_TILE=key_tile,
-        VALUE_TILE=value_tile,
-        PAGE=page_size,
-        SPLIT=_SPLIT,
-        BLOCK=_BLOCK,
-        CAPPED=softcap is not None,
-        num_stages=2 if tile_bytes <= _PREFETCHED_BYTES else 1,
-    )
-    _combined[(num_tokens, num_heads)](
-        sums,
-        maxima,
-        totals,
-        maxima if sinks is None else sinks,
-        scatter_index,
-        result,
-        num_queries,
-        row_len,
-        num_splits,
-        HEADS=num_kv_heads,
-        GROUPS=groups,
-        VALUE_DIM=value_dim,
-        VALUE_TILE=value_tile,
-        CHUNK=_CHUNK,
-        SINKS=sinks is not None,
-    )
+    page_table, gather_index, mask = page_table.contiguous(), gather_index.contiguous(), mask.contiguous()
+    for call in todo:
+        rows, queries = call.stop_row - call.first_row, call.stop_query - call.first_query
+        _partial[(rows * num_kv_heads, splits, -(-queries // BLOCK))](
+            query,
+            key_pages,
+            value_pages,
+            page_table,
+            gather_index,
+            mask,
+            sums,
+            maxima,
+            totals,
+            scale,
+            softcap or 1.0,
+            call.first_row,
+            call.first_query,
+            queries,
+            row_len,
+            num_pages,
+            splits,
+            query.stride(1),
+            query.stride(2),
+            HEADS=num_kv_heads,
+            GROUPS=groups,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            KEY_TILE=key_tile,
+            VALUE_TILE=value_tile,
+            PAGE=page_size,
+            SPLIT=SPLIT,
+            BLOCK=BLOCK,
+            CAPPED=softcap is not None,
+            num_stages=2 if tile_bytes <= _PREFETCHED_BYTES else 1,
+        )
+        _combined[(num_tokens, num_heads)](
+            sums,
+            maxima,
+            totals,
+            maxima if sinks is None else sinks,
+            scatter_index,
+            result,
+            call.first_row,
+            rows,
+            call.first_query,
+            queries,
+            row_len,
+            splits,
+            HEADS=num_kv_heads,
+            GROUPS=groups,
+            VALUE_DIM=value_dim,
+            VALUE_TILE=value_tile,
+            CHUNK=_CHUNK,
+            SINKS=sinks is not None,
+        )
     return result
 
 
