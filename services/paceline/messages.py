@@ -256,7 +256,7 @@ class Outcome:
     cached_tokens: int = 0
     """Prompt tokens whose KV was shared with an earlier session; set in the first outcome only."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
-    """Likeliest tokens in the place of each token, if the session asks for them."""
+    """Likeliest tokens at the position of each token, if the session asks for them."""
 
 
 @record
@@ -317,7 +317,7 @@ class Hint:
     weight: float
     """Weight of the hint relative to the draft's own ranking, in (0, 1]."""
     packed: bytes
-    """[nodes, tokens] int32 token ids, then as many float32 log probabilities, -inf where there is no token;
+    """[nodes, tokens] int32 token ids, then their float32 log probabilities, -inf where there is no token;
     little-endian."""
 
     @property

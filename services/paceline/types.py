@@ -84,7 +84,7 @@ class SeedScope(enum.StrEnum):
 MAX_TOP_LOGPROBS = 20
 """Most likeliest tokens that can be reported for the place of a token."""
 MAX_LOGPROB_TOKEN_IDS = 128
-"""Most tokens that a request can list, to be told their log probabilities in the place of each token."""
+"""Maximum tokens that a request can list for their log probabilities at each position."""
 TopLogprobs = tuple[tuple[int, float], ...]
 """Likeliest tokens of one position with their log probabilities, ties by id, without forbidden tokens. Or the token
 itself and the tokens that the request lists, in its order."""
@@ -662,7 +662,7 @@ class Request:
 
 def _salt_of(owner: str, salt: str) -> str:
     """Returns the salt of a key's requests. No salt that another key can send has the same value."""
-    named = f"{owner}\0{salt}".encode()  # no two pairs are written alike: the name of a key holds no NUL
+    named = f"{owner}\0{salt}".encode()  # no two pairs have the same bytes: the name of a key holds no NUL
     return hashlib.blake2b(named, digest_size=16, person=b"api key").hexdigest()
 
 
@@ -1006,7 +1006,7 @@ class Chunk:
     """Flag of each token: True if it was an accepted token of the proposal: the draft's, then ``round.head_accepted``
     of a head, then ``round.lookup_accepted`` looked up."""
     segments: tuple[tuple[str, bool], ...]
-    """Decided text with the flag of the token that decided it; may lag behind the tokens."""
+    """Decided text with the flag of the token that decided it; may come later than its tokens."""
     round: Round | None
     """Round that decided the tokens. None: withheld text that the end of the session releases."""
     usage: Usage | None = None
@@ -1014,7 +1014,7 @@ class Chunk:
     trace: Trace | None = None
     """Times and tree of the round, for a request that asked for them."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
-    """Likeliest tokens in the place of each token, for a request that asked for them; else ()."""
+    """Likeliest tokens at the position of each token, for a request that asked for them; else ()."""
     prompt_logprobs: PromptLogprobs | None = None
     """Log probabilities of tokens of the prompt, in a separate chunk before the output's chunks."""
     last: bool = False
@@ -1065,7 +1065,7 @@ class Result:
     matched_stop: int | str | None = None
     """Stop token id, end-of-sequence token id or stop string that ended the session; None if none of them did."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
-    """Likeliest tokens in the place of each token, for a request that asked for them; else ()."""
+    """Likeliest tokens at the position of each token, for a request that asked for them; else ()."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     """Log probability of each token of the prompt, for a request that asked for them; else (). The first has none."""
 

@@ -8,9 +8,9 @@
     early_exit     ``generate`` with ``assistant_early_exit`` at three quarters of the target's layers
     mtp            ``generate`` with ``use_mtp``
 
-The last three are asked for by `benchmarks/methods.py` alone.
+Only `benchmarks/methods.py` uses the last three.
 The process is pinned like the target engine. It waits in ``recv`` between requests, so it is idle while the
-engines run, and they are while it runs.
+engines run, and they are idle while it runs.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Endpoint:
             raise ConfigError("--endpoint needs aiohttp: pip install 'paceline[endpoint]'") from error
         headers = {"Authorization": f"Bearer {self.settings.key}"} if self.settings.key else {}
         timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S, sock_connect=_CONNECT_TIMEOUT_S)
-        connector = aiohttp.TCPConnector(limit=0)  # as many connections as there are requests
+        connector = aiohttp.TCPConnector(limit=0)  # no limit: one connection per request
         self._http = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector)
         try:
             if not self.model:

@@ -53,7 +53,7 @@ class Load:
     seconds: int
     duration_s: float = 30.0
     varies: bool = True
-    """Durations are exponentially distributed; else they are all alike."""
+    """Durations are exponentially distributed; else they are all equal."""
 
 
 Policy = Callable[[Fleet, Machines, float], int]
@@ -78,7 +78,7 @@ class PoolWorld:
     most_ordered: int = 0
 
     def run(self) -> PoolWorld:
-        """Runs the whole load, and then until nobody waits, without arrivals."""
+        """Runs the whole load, and then, without arrivals, until no session waits."""
         rng, now, hints = random.Random(self.seed), 0, RetryHints(random.Random(self.seed))
         queue: deque[tuple[float, float]] = deque()  # (first attempt, duration)
         running: list[tuple[float, float]] = []  # (end, duration)

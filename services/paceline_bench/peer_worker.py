@@ -110,7 +110,7 @@ def _exported(checkpoint: str, cache: str) -> str:
 
 
 def vllm(start: dict[str, Any]) -> tuple[str, Answer]:
-    """vLLM's engine, with a draft model where tokens of it are asked for."""
+    """Starts vLLM's engine, with a draft model if its tokens are requested."""
     import vllm
 
     config = json.loads((Path(start["target"]) / "config.json").read_text(encoding="utf-8"))

@@ -51,7 +51,7 @@ NOT_HONORED: Mapping[str, tuple[Any, ...]] = {
 """Keys that would change the output -> values other than null with which they change nothing."""
 WITHOUT_EFFECT = frozenset(
     {
-        *("max_length", "min_length"),  # of prompt and answer together, with defaults that nobody means
+        *("max_length", "min_length"),  # of prompt and answer together, with meaningless defaults
         *("early_stopping", "length_penalty"),  # of beams
         *("encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "decoder_start_token_id"),  # of encoders
         *("pad_token_id", "bos_token_id", "renormalize_logits", "remove_invalid_values"),

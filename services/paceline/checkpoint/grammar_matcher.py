@@ -41,7 +41,7 @@ class StepTime:
         self.spent_s = 0.0
 
     def allows(self, expected_s: float = 0.0) -> bool:
-        """True if a mask that may take so long can begin. Else it waits for a later step, or is done without."""
+        """True if a mask of ``expected_s`` may begin. Else it waits for a later step, or is left out."""
         return self.spent_s + expected_s < STEP_S
 
 

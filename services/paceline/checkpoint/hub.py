@@ -28,7 +28,7 @@ def why_not_fetched() -> str | None:
 
 
 def require_fetchable(source: str) -> None:
-    """Raises ConfigError, in seconds, if a checkpoint is neither here nor to be had from the hub.
+    """Raises ConfigError, in seconds, if a checkpoint is neither here nor available on the hub.
 
     transformers itself would try for half a minute.
     """

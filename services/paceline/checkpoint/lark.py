@@ -17,7 +17,7 @@ def quoted(text: str) -> str:
 
 
 def with_text_of_tokens(grammar: str, tokens: GrammarTokenizer) -> str:
-    """The grammar with the text of each ordinary token, as ``<think>`` may be one, in the place of its name or id."""
+    """Returns the grammar with names and ids of ordinary tokens (``<think>`` may be one) replaced by their text."""
 
     def written(found: re.Match[str]) -> str:
         name = found["token"]

@@ -154,7 +154,7 @@ class ByteDetokenizer:
         self.num_chars = 0
 
     def token(self, token_id: int) -> bytes:
-        """The bytes of a token in the place of the next one; of a hidden token, too."""
+        """Returns the bytes that a token would have as the next one; of a hidden token, too."""
         own = self._bytes(token_id)
         return own if self._begun or token_id in self._hidden else self._bytes.first(own)
 

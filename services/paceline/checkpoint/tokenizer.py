@@ -32,7 +32,7 @@ _CHANGING_KEYS = (
     "additional_special_tokens",
 )
 LONG_TEXT = 2048
-"""Texts of more characters are tokenized without the interpreter lock: below, a millisecond or two hold nobody up."""
+"""Characters above which a text is tokenized without the interpreter lock; shorter ones hold it for 1 to 2 ms."""
 _PIECE = 65536
 """Characters that are tokenized at once where only a count is needed."""
 _DENSE_TEXT = 8

@@ -64,7 +64,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # -- connections --
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins a connection, in the place of an idle one if need be."""
+        """Begins a connection; closes an idle one if necessary."""
         super().connection_made(transport)
         if len(self.connections) > self.limit:
             waiting = [one for one in self.connections if isinstance(one, BoundedProtocol) and one.waits]

@@ -20,7 +20,7 @@ from paceline.web.service import TargetInfo
 
 
 class Measured:
-    """A pipeline whose requests are counted and traced: in the place of a router."""
+    """A pipeline whose requests are counted and traced, as a router's are."""
 
     def __init__(
         self,
@@ -111,4 +111,4 @@ class Measured:
 
 
 def _nothing() -> None:
-    """Stands for spans that nobody wants."""
+    """Replaces spans that are not recorded."""

@@ -134,9 +134,9 @@ def _addresses(server: ServerConfig) -> str:
 
 
 def _with_grpc_port(server: ServerConfig) -> ServerConfig:
-    """The addresses with a gRPC port that is free: the one that is configured, or any in the place of the default.
+    """Returns the addresses with a free gRPC port: the configured one, or any instead of the default.
 
-    Raises ConfigError for a configured one that is taken.
+    Raises ConfigError for a configured port that is taken.
     """
     try:
         bind(server.host, server.grpc_port)

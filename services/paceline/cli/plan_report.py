@@ -224,7 +224,7 @@ def same_devices(devices: Devices, same: Sequence[Way]) -> Iterator[str]:
 
 
 def about_head(system: System, head: HeadTimes, same: Sequence[Way]) -> Iterator[str]:
-    """Cost and yield of a head, alone and in the place of drafts."""
+    """Yields lines on the cost and yield of a head, alone and instead of drafts."""
     yield (
         f"head: {head.depth.seconds(1) * 1e3:.3g} ms a depth of one session, acceptance {head.acceptance:.3g}: its "
         f"{_number_of(head.num_tokens, 'token')} take {head.share(system.target):.0%} of a step, and "

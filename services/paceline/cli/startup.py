@@ -49,8 +49,8 @@ class StartView(logging.Handler):
         lasting: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``live``: False for plain lines on a terminal, too. ``lasting``: False to leave no line behind, and to show
-        nothing where there is no terminal."""
+        """``live``: False for plain lines on a terminal, too. ``lasting``: False to erase all lines at the end, and to
+        show nothing without a terminal."""
         super().__init__(logging.INFO)
         self._console = console or Console(stderr=True)
         self._clock, self._began_s = clock, clock()

@@ -2,10 +2,10 @@
 the age of connections, and how long to wait for a service that starts. Nothing here waits.
 
 Retries: gRPC itself repeats a unary call that failed with UNAVAILABLE, twice at most; ``retries.py`` decides about
-streams. A connection is left, for new calls, when what served a call was lost, and when it is MAX_CONNECTION_AGE_S old:
-the next one is opened to an address that is looked up anew, so no client stays with machines that are being replaced.
-Streams in progress keep theirs. What is in front of the service balances connections, so a client with many streams
-opens several.
+streams. New calls leave a connection when the server of a call was lost, and when it is MAX_CONNECTION_AGE_S old. The
+next one is opened to an address that is looked up again, so no client stays with machines that are being replaced.
+Streams in progress keep their connection. Load balancers balance connections, so a client with many streams opens
+several.
 """
 
 from __future__ import annotations

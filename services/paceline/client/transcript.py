@@ -101,7 +101,7 @@ class Transcript:
         return replace(result, prompt_logprobs=tuple(self._scores))
 
     def _check_count(self, theirs: int, ours: int) -> None:
-        """Raises EngineError if a server counts other tokens than came: an older one begins anew instead."""
+        """Raises EngineError if a server's count differs from the received tokens: an older one starts over instead."""
         if theirs != ours:
             reason = f"counts {theirs} tokens where {ours} have come: it cannot resume streams"
             raise EngineError(f"the service at {self._address} {reason}")

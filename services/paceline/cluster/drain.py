@@ -69,7 +69,7 @@ def drain(
                 if node_id is not None and not asked:
                     asked = _ask(cluster, node_id, wall() + until - clock())
                 answered = clock()
-            except Exception as error:  # whatever Ray's client raises when nobody answers
+            except Exception as error:  # whatever Ray's client raises without an answer
                 log.info("the cluster does not answer: %s", error)
                 gone = clock() - answered > _GONE_AFTER_S
         if gone and not num_streams():

@@ -75,7 +75,7 @@ def serve_environment(
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc_port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(_DRAIN_S),
         "RAY_SERVE_PORT_QUARANTINE_S": "0",  # all routers belong to one application
-        # A proxy is started anew after three of these: at 10 s, its default, no client is served for half a minute.
+        # A proxy is restarted after three of these: at 10 s, its default, no client is served for half a minute.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
         # Work that never rests, on the cores that the engines need: by default ten times a second in every process.
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",

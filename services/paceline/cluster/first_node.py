@@ -32,7 +32,7 @@ def start_ray(**options: Any) -> Any:
 
 
 def _end_node(error: BaseException) -> None:
-    """Ends the processes of the node whose start has raised the error, which nobody else knows."""
+    """Ends the processes of the node whose start raised the error; only the error refers to the node."""
     from ray._private.node import Node
 
     for frame, _ in traceback.walk_tb(error.__traceback__):

@@ -25,7 +25,7 @@ def free_ports(count: int, taken: Sequence[int] = ()) -> list[int]:
 
 
 def free_block() -> int:
-    """The first of ``BLOCK`` ports in a row that nobody uses now."""
+    """Returns the first of ``BLOCK`` consecutive unused ports."""
     while True:
         first = random.randrange(*_BLOCK_RANGE, BLOCK)
         if all(is_free(port) for port in range(first, first + BLOCK)):

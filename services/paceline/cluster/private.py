@@ -30,10 +30,10 @@ def protect_token() -> None:
 
 
 def session_folder() -> Path:
-    """Folder in which a Ray of our own keeps logs and sockets: one that is its owner's alone, below the temporary one.
+    """Folder in which a Ray of our own keeps logs and sockets: private to its owner, below the temporary folder.
 
-    Ray makes everything below it readable and writable for all, over and over. Raises ConfigError if the folder is
-    somebody else's.
+    Ray repeatedly makes everything below it readable and writable for all. Raises ConfigError if another user owns the
+    folder.
     """
     folder = Path("/tmp") / f"paceline-{os.getuid()}"  # short: paths of sockets have 107 characters at most
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -123,7 +123,7 @@ class ActorWorker:
         self.wait_ready()
 
     def send(self, messages: Any) -> None:
-        """Nobody talks to a follower."""
+        """Never called: a follower receives no messages."""
         assert not messages
 
     @property

@@ -240,7 +240,7 @@ class EngineDeployment:
     async def _report(self) -> None:
         assert self._monitor is not None
         status = self._host.status()
-        if self.kind == "target":  # nobody waits for a draft
+        if self.kind == "target":  # no session waits for a draft
             local_streams.note(status.num_sessions)
         self._metrics.update(status)
         own = {"leases": float(self._num_leases), "asyncio_tasks": float(len(asyncio.all_tasks()))}

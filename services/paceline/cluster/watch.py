@@ -37,7 +37,7 @@ Question = concurrent.futures.Future[Any]
 
 
 class StatusSource:
-    """Asks Serve for its status, in a thread that nobody waits for, and one question at a time.
+    """Asks Serve for its status, in a thread that blocks no caller, one question at a time.
 
     ``serve.status`` has no deadline, and blocks for as long as the controller is paused.
     """
@@ -236,5 +236,5 @@ def tell(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Prints what somebody may have to look after."""
+    """Prints a message that may need action."""
     print(f"paceline: {text}", file=sys.stderr, flush=True)

@@ -259,7 +259,7 @@ class HintOptions(Strict):
     top: int = Field(default=8, ge=1, le=64)
     """Tokens for each place of a proposal."""
     weight: float = Field(default=0.5, gt=0, le=1)
-    """w, where an outcome counts with q^(1 - w) e^w: q is the draft's probability, e the hint's."""
+    """Weight w of a hint: an outcome counts with q^(1 - w) e^w, q the draft's probability, e the hint's."""
 
     @property
     def head(self) -> HeadOptions | None:

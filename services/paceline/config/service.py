@@ -107,7 +107,7 @@ class ServerConfig(Strict):
     tls: ServerTls | None = None
     """None: what clients send and get is not encrypted."""
     api_keys: str | None = Field(default=None, min_length=1)
-    """YAML file of the API keys and their limits. None: everybody may call."""
+    """YAML file of the API keys and their limits. None: any caller may call."""
     share_cache_between_keys: bool = False
     """Share cached prompts, and texts that drafts learn from, among all API keys. A caller can then find out, by
     ``cached_tokens`` and by time, what others have asked."""

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024
-"""Tokens of one program: a row of 128,256 keeps 126 of them busy, about as many as a large device runs at once."""
+"""Tokens of one program: a row of 128,256 makes 126 programs, about the number that a large device runs at once."""
 UNFUSED = {"enable_fp_fusion": False}
 """An option of each launch whose float64 must be exact: by default triton fuses products with sums."""
 _NOWHERE = tl.constexpr(1 << 62)

@@ -61,10 +61,10 @@ def _tops(log_probs: Tensor, token_ids: Sequence[int], params: SamplingParams) -
 def score(logits: Tensor, token_ids: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
     """The log probabilities of given tokens by the model's own distribution, each with the ``count`` likeliest.
 
-    A row is looked at by itself, so the values do not depend on how many there are.
+    Each row is processed by itself, so its values do not depend on the number of rows.
 
     Args:
-        logits: [tokens, vocab], each row in the place of a token.
+        logits: [tokens, vocab], a row at the position of each token.
         token_ids: one per row.
         count: likeliest tokens of each row.
 

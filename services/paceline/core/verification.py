@@ -59,7 +59,7 @@ class Verdict:
     num_invalid: int = 0
     """Draft tokens that were ignored because the first of them has an invalid q."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
-    """Likeliest tokens in the place of each token, if the session asks for them."""
+    """Likeliest tokens at the position of each token, if the session asks for them."""
 
     def rows(self, proposal: Proposal) -> list[int]:
         """Rows, within the session's, at which the tokens were decided."""

@@ -119,7 +119,7 @@ class DraftStats:
     states_late: int = 0
     """Anchors that were expanded without the states of their context, which had not come in time."""
     paths: int = 0
-    """Tree steps that drafted the path of one session by one call,"""
+    """Tree steps that drafted the path of one session by one call."""
     path_tokens: int = 0
     """Nodes that these steps expanded."""
     path_s: float = 0.0
@@ -390,7 +390,7 @@ class DraftEngine:
         self.stats.states_missing += missing
 
     def _take_hint(self, session: DraftSession, message: Hint) -> None:
-        """Ranks the outcomes of the step that runs anew."""
+        """Ranks the outcomes of the step in progress again."""
         if message.context_len != session.tree.context_len:
             self.stats.hints_late += 1
             return

@@ -33,7 +33,7 @@ from paceline.types import PAGE_SIZE, pages_for
 
 
 class ModelDrafter:
-    """A draft model behind the ``Drafter`` protocol, with the ``top_m`` likeliest candidates of q per node."""
+    """A draft model with the ``Drafter`` protocol, and the ``top_m`` likeliest candidates of q per node."""
 
     kind = "model"
     tokens_per_leaf = 1
@@ -480,7 +480,7 @@ class ModelDrafter:
 
 @functools.lru_cache
 def _nothing(num_leaves: int) -> tuple[Tensor, Tensor]:
-    """``_none`` of each leaf, which nobody can change."""
+    """``_none`` of each leaf; read-only."""
     return _none((num_leaves, 0))
 
 

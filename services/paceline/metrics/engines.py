@@ -1,5 +1,5 @@
 """The counters of targets, drafts and routers by the names of their fields, and the declaration that belongs to any
-name, also of a counter that an engine has and nobody has declared.
+name, also of an engine's counter without a declaration.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Comparison:
     predicted: Prediction
     simulated: Result
     possible: Result
-    """Simulated with as many hits as measured; the same as ``simulated`` if not overlapped."""
+    """Simulated with the measured hit rate; the same as ``simulated`` if not overlapped."""
 
     @property
     def error(self) -> float:
@@ -304,8 +304,8 @@ def _ranks(requests: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
 def _outcomes(
     acceptance: float, siblings: list[tuple[int, int]], summaries: list[Mapping[str, Any]], *, coupled: bool
 ) -> Outcomes:
-    """r from the siblings that were verified, of which the first misses with probability 2^-r; if they were few, from
-    the hits after a rejection, which F - 1 alternatives miss with probability F^-r."""
+    """Estimates r from verified siblings, of which the first misses with probability 2^-r; if they were few, from the
+    hits after a rejection, which F - 1 alternatives miss with probability F^-r."""
     derived = Outcomes.derived(acceptance, coupled=coupled)
     verified, accepted = siblings[0] if siblings else (0, 0)
     if verified >= _FEWEST_SIBLINGS:

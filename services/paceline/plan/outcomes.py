@@ -28,7 +28,7 @@ _MOST_LOG_RANK = 20.0
 
 
 def coupled_power(acceptance: float) -> float:
-    """r under the coupled rule. Fitted to benchmarks/results/hit-rates.txt: after a rejection 3 alternatives hold the
+    """Power r, coupled rule. Fitted to benchmarks/results/hit-rates.txt: after a rejection 3 alternatives hold the
     next token in 0.665, 0.704 and 0.784 of cases at acceptance 0.588, 0.703 and 0.883; this gives 0.67, 0.72, 0.78."""
     return max(0.1, 1.07 * acceptance + 0.16)
 
@@ -50,9 +50,9 @@ class Outcomes:
     """Distribution of where a proposal is cut and which candidate the next token is."""
 
     acceptance: float
-    """a, below 1 or exactly 1."""
+    """Acceptance a of a draft token, at most 1."""
     power: float
-    """r of the module's head."""
+    """Power r of the module's docstring."""
     bonus_power: float | None = None
     """Under the rejection rule: after full acceptance F candidates miss with (F + 1)^-this. None: coupled."""
     coverage: float = 1.0

@@ -1,9 +1,9 @@
 """The search for numbers of targets and drafts and for K: the cheapest tokens that keep the promised time per token.
 
-The closed form looks at every K and at numbers of replicas around the least that can do; the simulation has the last
-word: while it misses the objective, the next best is taken. Plain decoding is held to the same objective.
+The closed form examines every K, and numbers of replicas around the least sufficient one. The simulation decides: while
+it misses the objective, the next best fleet is taken. Plain decoding has to meet the same objective.
 
-Replicas of a kind are alike and sessions are spread evenly over them, so of a large fleet the search simulates a slice.
+Replicas of a kind are equal and sessions are spread evenly over them, so of a large fleet the search simulates a slice.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ class Simulation:
 
     def _target_ends(self, what: object) -> None:
         assert isinstance(what, Target)
-        batch, what.batch = what.batch, []  # busy until all of them are seen to: a request in the place of one waits
+        batch, what.batch = what.batch, []  # busy until all are processed: a request that replaces one waits
         if what.prefilled:
             batch += what.prefilled
             what.prefilled = []

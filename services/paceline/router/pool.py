@@ -73,7 +73,7 @@ class StaticPool:
         self._watchers.append(changed)
 
     def lease(self, session_id: str, replica_id: str | None) -> Lease:
-        """Returns a lease that holds nothing: nobody scales this pool."""
+        """Returns a lease that holds nothing: this pool is not scaled."""
         return _NoLease()
 
     def set_members(self, members: Iterable[Member]) -> None:

@@ -54,7 +54,7 @@ class PublicMethods:
         raise NotImplementedError
 
     async def cancel_elsewhere(self, request_id: str, owner: str) -> bool:
-        """Cancels a request that is not here; False: nobody else serves any."""
+        """Cancels a request at another router; False: no other router has it."""
         return False
 
     # -- paceline.v1.GenerationService --

@@ -460,7 +460,7 @@ class Router:
         while True:
             started = time.monotonic()
             await asyncio.sleep(_TICK_S)
-            self._target_seen_s += max(0.0, time.monotonic() - started - 2 * _TICK_S)  # nobody could be seen meanwhile
+            self._target_seen_s += max(0.0, time.monotonic() - started - 2 * _TICK_S)  # none could be seen meanwhile
             try:
                 self._tick()
             except Exception:  # without the next tick no time limit would hold any more

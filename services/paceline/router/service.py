@@ -44,7 +44,7 @@ class Requests(Protocol):
 
 
 class GenerationService:
-    """Requests over one router, for gRPC and HTTP alike. Its host turns PacelineErrors into statuses."""
+    """Requests over one router, for gRPC and HTTP. Its host turns PacelineErrors into statuses."""
 
     def __init__(self, router: Requests, tracing: Tracing | None = None, *, shares_cache: bool = False) -> None:
         """``tracing``: None: requests leave no traces. ``shares_cache``: API keys share cached prompts and texts."""

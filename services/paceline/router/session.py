@@ -712,7 +712,7 @@ class Session:
         sampling = self.sampling
         if len(self._scores) >= self._num_scores_wanted:
             sampling = sampling.model_copy(update={"prompt_logprobs": None})
-        if not sampling.max_tokens:  # engines end a session with a token, which nobody is sent then
+        if not sampling.max_tokens:  # engines end a session with a token, which is not sent then
             sampling = sampling.model_copy(update={"max_tokens": 1, "min_tokens": 0})
         return OpenSession(
             session_id=self.session_id,

@@ -32,8 +32,8 @@ class CoreClaim:
 
     @classmethod
     def take(cls, folder: Path | None = None, count: int = 1) -> Self | None:
-        """The first ``count`` free cores; None: there is but one, or too few are free, or locks cannot be kept here, or
-        the cores are shared with containers whose locks nobody sees here.
+        """Locks the first ``count`` free cores; None: there is only one, too few are free, locks cannot be kept here,
+        or containers whose locks are not visible here share the cores.
 
         ``folder`` holds one lock file per core. It must be the same for all engines of the machine.
         """
@@ -43,7 +43,7 @@ class CoreClaim:
             return None
         claim = cls([], [])
         for core in cores:
-            with contextlib.suppress(OSError):  # taken, or somebody else's folder
+            with contextlib.suppress(OSError):  # taken, or another user's folder
                 folder.mkdir(mode=0o777, parents=True, exist_ok=True)
                 descriptor = os.open(folder / f"{core}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
                 try:

@@ -84,7 +84,7 @@ class Charge:
 
 
 class Access:
-    """The access of callers: who may call, and how much. Without keys: everybody, and as much as the service can."""
+    """The access of callers: who may call, and how much. Without keys: any caller, without limits."""
 
     def __init__(
         self,

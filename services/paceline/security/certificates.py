@@ -1,7 +1,7 @@
-"""Certificates with their keys, read from files that somebody else renews.
+"""Certificates with their keys, read from files that are renewed from outside.
 
 A version is used only if it is whole: every file can be read, the key belongs to the certificate, and the certificate
-is valid today. Otherwise the service does not start, or goes on with the version before.
+is valid today. Otherwise the service does not start, or keeps the previous version.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def _written(path: Path) -> Path:
 
 
 def main() -> None:
-    """Starts haproxy in the place of this process. Ray Serve calls it with the arguments of haproxy."""
+    """Replaces this process by haproxy. Ray Serve calls it with the arguments of haproxy."""
     arguments = sys.argv[1:]
     try:
         binary = _binary()

@@ -4,7 +4,7 @@ Bhendawade et al. 2025 (Mirror speculative decoding, arXiv:2510.13161)::
 
     target   layers 0 .. b-1 ── norm, LM head ── layers b .. L-1 ── verdicts
                                    └ Hint ─▶                          └ Outcome ─▶
-    draft    grows below the outcomes that it finds likely, then below those that both find likely
+    draft    grows below the outcomes that it finds likely, then below outcomes that both find likely
 
 The exit delays the step by one product with the LM head and the top of its rows. A hint decides nothing: the draft
 expands other nodes first, and may add some that the target verifies like any other.

@@ -261,7 +261,7 @@ class Scheduler:
         spent_s = self._heads.took_s if self._heads else 0.0
         only_decodes = ready and not prefilling and not spent_s
         if only_decodes and self._allocation.none_pays(len(ready), max(session.k for session in ready)):
-            return {id(session): self._trial_rows(session) for session in ready}  # nobody need look for any
+            return {id(session): self._trial_rows(session) for session in ready}  # no draft token can have gain
         only_lookups = not any(len(s.headed) or (s.draft_available and s.draft_heard) for s in self.running)
         if only_lookups and self._num_rests:
             self._num_rests -= 1

@@ -1,7 +1,7 @@
 """Fields of bodies that Paceline has no parameter for: what clients of other servers send.
 
 A field that cannot change the answer is accepted. One that would change it is refused by its name, unless its value
-changes nothing. A field that nobody here knows is accepted, named in a header of the answer, and logged once.
+changes nothing. An unknown field is accepted, named in a header of the answer, and logged once.
 """
 
 from __future__ import annotations

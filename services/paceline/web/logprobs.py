@@ -42,7 +42,7 @@ def name_of(token: bytes | None, mark: str = "") -> str:
 
 
 def token_logprobs(chunk: Chunk, tokenizer: Tokenizer, *, as_ids: bool = False) -> list[dict[str, Any]]:
-    """Log probabilities of the tokens of a chunk, and of the likeliest in the place of each, as chats show them.
+    """Log probabilities of the tokens of a chunk, and of the likeliest at each position, as chats show them.
 
     ``as_ids``: tokens are named by their ids.
     """
@@ -62,7 +62,7 @@ def token_logprobs(chunk: Chunk, tokenizer: Tokenizer, *, as_ids: bool = False) 
 def prompt_entries(
     scores: Sequence[TokenLogprob | None], token_ids: Sequence[int], tokenizer: Tokenizer
 ) -> list[dict[str, Any] | None]:
-    """vLLM's ``prompt_logprobs``: for each token of a prompt, by their ids, the likeliest in its place and itself."""
+    """vLLM's ``prompt_logprobs``: for each token of a prompt, by id, the likeliest at its position and itself."""
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": shown(logprob), "rank": rank, "decoded_token": name_of(bytes_of(tokenizer, token_id))}

@@ -23,7 +23,7 @@ class Blocks(NamedTuple):
     scales: np.ndarray[Any, Any]
     """float16 ``[N, K / 32]``."""
     minima: np.ndarray[Any, Any] | None
-    """As the scales; None: the format has none."""
+    """float16 ``[N, K / 32]``; None: the format has no minima."""
     bits: int
     """Bits of each ``u``: 4 or 8."""
 

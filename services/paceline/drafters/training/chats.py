@@ -44,7 +44,7 @@ def written_chats(
         done: called with the number of prompts, after each batch.
 
     Raises:
-        ConfigError: the template has no turns of users, or the target hardly ever ends one.
+        ConfigError: the template has no turns of users, or the target rarely ends one.
     """
     opening, _, closing = _rendered(chat, _MARK).partition(_MARK)
     first, last = chat.encode(opening), chat.encode(closing)
