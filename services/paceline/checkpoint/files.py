@@ -27,6 +27,7 @@ from paceline.checkpoint.generation import not_honored, sampling_defaults
 from paceline.checkpoint.gguf.described import gguf_weights
 from paceline.checkpoint.gguf.weights import GgufWeights
 from paceline.checkpoint.hub import fetch_gguf, require_fetchable
+from paceline.checkpoint.quantization import is_dequantized
 from paceline.checkpoint.size import ModelSize, WeightCounts, count_weights, model_size
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.errors import ConfigError
@@ -199,7 +200,11 @@ class Checkpoint:
         Raises:
             ConfigError: a weight file is missing, cut short or cannot be read.
         """
-        return None if self._counts is None else model_size(self.config, self._counts, dtype, quantization)
+        if (counts := self._counts) is None:
+            return None
+        if is_dequantized(self.quantization):
+            counts = counts.dequantized
+        return model_size(self.config, counts, dtype, quantization)
 
 
 def _text_part(config: Any, architecture: str) -> str:

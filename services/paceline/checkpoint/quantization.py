@@ -70,6 +70,11 @@ def method_of(config: Mapping[str, Any]) -> str:
     return method
 
 
+def is_dequantized(config: Mapping[str, Any] | None) -> bool:
+    """True if several ranks dequantize the weights of a ``quantization_config`` while they read their slices."""
+    return config is not None and method_of(config) == "mxfp4"
+
+
 def require_method(path: str, method: str, device: str) -> None:
     """Raises ConfigError in one sentence if the checkpoint at ``path``, quantized by ``method``, cannot run here."""
     known = METHODS.get(method)

@@ -95,6 +95,11 @@ class WeightCounts(NamedTuple):
     stored_bytes: int
     """Bytes of the stored numbers."""
 
+    @property
+    def dequantized(self) -> WeightCounts:
+        """The counts of MXFP4 weights as they run: 17 bytes hold 32 numbers and their exponent."""
+        return WeightCounts(self.numbers - self.stored + self.stored_bytes * 32 // 17, self.whole, 0, 0)
+
 
 def model_size(
     config: Mapping[str, Any], counts: WeightCounts, dtype: str = "auto", quantization: str | None = None

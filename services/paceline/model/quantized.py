@@ -18,7 +18,13 @@ from transformers import PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.gguf.weights import GgufWeights
-from paceline.checkpoint.quantization import batch_dependence, method_of, require_method, require_quantization
+from paceline.checkpoint.quantization import (
+    batch_dependence,
+    is_dequantized,
+    method_of,
+    require_method,
+    require_quantization,
+)
 from paceline.config import Quantization
 from paceline.errors import ConfigError
 from paceline.model.compiled.blocks import OUTPUTS, quantize
@@ -54,8 +60,9 @@ def load_options(checkpoint: Checkpoint, quantization: Quantization | None, devi
 
 
 def require_whole(checkpoint: Checkpoint, quantization: Quantization | None, degree: int) -> None:
-    """Raises ConfigError if several ranks were to share quantized weights: they read slices of plain ones."""
-    if quantization is not None or checkpoint.quantization is not None:
+    """Raises ConfigError if several ranks were to share quantized weights: they read slices of plain ones, or of what
+    they dequantize."""
+    if quantization is not None or not (checkpoint.quantization is None or is_dequantized(checkpoint.quantization)):
         how = f"quantization is {quantization!r}" if quantization else f"model {checkpoint.path!r} is quantized"
         raise ConfigError(
             f"tensor_parallel_size is {degree} and {how}: one process runs quantized weights, so set it to 1"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import json
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.model.families import checkpoint, small_config
 from tests.model.parallel.ranks import Ranks, run_invariance
 from tests.support.models import prompt
@@ -20,9 +24,12 @@ from transformers import PretrainedConfig
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import cache_dir
 from paceline.errors import ConfigError
+from paceline.model.local_config import meta_model, shapes_of
 from paceline.model.parallel import model as sharded
 from paceline.model.parallel.collectives import Collectives
+from paceline.model.parallel.mxfp4 import Mxfp4Files
 from paceline.model.parallel.plan import ParameterShard, ShardPlan, plan_shards
+from paceline.model.quantized import require_whole
 
 FAMILIES = ("gpt2", "gpt_oss", "hunyuan_v1_dense")
 LIMIT = 1e-5
@@ -220,3 +227,47 @@ def test_verified_rows_have_the_bits_of_decoded_ones(
 ) -> None:
     said = two.run(run_invariance, paths(family)[0], dtype, str(cache_dir()), False, transport="shared")
     assert said[0].startswith("batch-invariant: ")
+
+
+def packed(folder: Path) -> Tensor:
+    """Writes a gpt-oss checkpoint whose experts are in MXFP4. Returns the logits of one process on what they mean."""
+    model, generator = checkpoint(small_config("gpt_oss"), seed=3), torch.Generator().manual_seed(5)
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = torch.cat([numbers, -numbers])
+    state = model.state_dict()
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = state.pop(name).shape
+        size = experts, outputs, inputs // 32
+        blocks = torch.randint(0, 256, (*size, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 125, size, generator=generator, dtype=torch.uint8)
+        state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        values = torch.stack([numbers[(blocks & 15).long()], numbers[(blocks >> 4).long()]], -1).flatten(3)
+        values = values * torch.exp2(scales.float() - 127)[..., None]
+        model.get_parameter(name).data = values.flatten(2).transpose(1, 2).contiguous()
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    config = model.config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        return model(torch.tensor([TEXT]), use_cache=False).logits[0]
+
+
+def test_ranks_dequantize_the_experts_of_gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a rank's part begins within a group of 32, as the half of 96 does; a rank that cuts at the group's
+    beginning is noticed."""
+    want = packed(tmp_path)
+    opened = Checkpoint.open(str(tmp_path))
+    require_whole(opened, None, 2)
+    whole = sum(math.prod(shape) for shape in shapes_of(meta_model(small_config("gpt_oss"))).values())
+    assert (size := opened.size()) is not None
+    assert (size.num_parameters, size.saved_bytes) == (whole, 0)
+    assert difference(str(tmp_path), want) <= LIMIT
+    copy = Mxfp4Files.copy
+
+    def cut_at_groups(self: Mxfp4Files, name: str, box: tuple[slice, ...], target: Tensor) -> None:
+        if name.endswith("down_proj"):
+            size, first = box[1].stop - box[1].start, box[1].start // 32 * 32
+            box = (box[0], slice(first, first + size), *box[2:])
+        copy(self, name, box, target)
+
+    monkeypatch.setattr(Mxfp4Files, "copy", cut_at_groups)
+    assert difference(str(tmp_path), want) > 100 * LIMIT

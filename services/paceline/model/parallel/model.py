@@ -18,10 +18,12 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.quantization import is_dequantized
 from paceline.errors import ConfigError
 from paceline.model.local_config import BUILDING, build
 from paceline.model.parallel.collectives import Collectives
-from paceline.model.parallel.load import CheckpointFiles, GgufFiles, Progress, read_shard
+from paceline.model.parallel.load import CheckpointFiles, Files, GgufFiles, Progress, read_shard
+from paceline.model.parallel.mxfp4 import Mxfp4Files
 from paceline.model.parallel.plan import Range, ShardPlan, plan_shards
 
 _SHARE = "_paceline_share"
@@ -55,11 +57,16 @@ def load_shard(
     )
     if checkpoint.trust_remote_code and getattr(config, "auto_map", None):
         raise ConfigError(f"model {path!r} brings code of its own: only degree 1 works")
-    if getattr(config, "quantization_config", None) is not None:
+    packed = is_dequantized(checkpoint.quantization)
+    if packed:
+        del config.quantization_config  # what runs is plain
+    elif getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"model {path!r} is quantized: only degree 1 works")
     plan = plan_shards(config, group.rank, group.degree)
     gguf = checkpoint.gguf
-    files = CheckpointFiles(path) if gguf is None else GgufFiles(path, gguf, dtype)
+    files: Files = CheckpointFiles(path) if gguf is None else GgufFiles(path, gguf, dtype)
+    if packed:
+        files = Mxfp4Files(files)
     try:
         with BUILDING, no_init_weights():  # what is not written to here takes no memory
             model = build(plan.config, dtype=dtype)
