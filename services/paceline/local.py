@@ -148,7 +148,6 @@ class LocalPipeline:
             device=target.device,
             tensor_parallel_size=target.tensor_parallel_size,
             quantization=target.quantization,
-            compile=target.compile,
         )
         self.tokenizer = tokenizer or self.checkpoint.tokenizer
         if tokenizer is None and isinstance(draft, DraftModel):

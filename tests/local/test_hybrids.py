@@ -49,7 +49,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pipeline(folder: Path) -> Iterator[LocalPipeline]:
     """Nothing is compiled; the MTP module drafts, however badly, and prompt lookup."""
-    options = {"dtype": "float32", "max_model_len": 256, "max_sessions": 2, "max_step_tokens": 64, "adaptive": False}
+    options: dict = {
+        "dtype": "float32",
+        "compile": False,
+        "max_model_len": 256,
+        "max_sessions": 2,
+        "max_step_tokens": 64,
+        "adaptive": False,
+    }
     target = TargetModel(path=str(folder), heads=[HeadOptions(method="mtp", probe=False)], **options)
     with LocalPipeline(LocalConfig(target=target, draft=None, worker="thread", pin_cores=False)) as pipeline:
         yield pipeline
@@ -70,7 +77,6 @@ def test_a_published_layout_is_served_with_the_text_of_transformers(pipeline: Lo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compile": True}, "compile is true and the model has linear attention layers"),
         ({"quantization": "int8"}, "quantization is 'int8' and the model has linear attention layers"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 and the model has linear attention layers"),
     ],
@@ -83,7 +89,7 @@ def test_what_does_not_run_with_linear_layers_is_refused(folder: Path, options: 
 
 def test_other_devices_and_quantized_weights_are_refused() -> None:
     config, quantized = hybrid_config("qwen3_next").to_dict(), {"quant_method": "fp8"}
-    options = {"tensor_parallel_size": 1, "quantization": None, "compile": "auto"}
+    options = {"tensor_parallel_size": 1, "quantization": None}
     assert why_not_runnable(config, None, device="cpu", **options) is None
     for stored, device, option in ((None, "cuda", "device"), (quantized, "cpu", "model")):
         found = why_not_runnable(config, stored, device=device, **options)

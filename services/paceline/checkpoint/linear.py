@@ -104,7 +104,6 @@ def why_not_runnable(
     device: str,
     tensor_parallel_size: int,
     quantization: str | None,
-    compile: bool | str,
 ) -> tuple[str, str] | None:
     """The option with which a model with linear layers cannot run, and why not, which continues a sentence that begins
     with the option; None: it has no such layers or can run.
@@ -115,7 +114,6 @@ def why_not_runnable(
         device: type of the device.
         tensor_parallel_size: ranks.
         quantization: the option.
-        compile: the option.
     """
     if linear_layers(config) is None:
         return None
@@ -128,8 +126,6 @@ def why_not_runnable(
         return "quantization", f"is {quantization!r} {has}, which run with plain weights alone: null is allowed"
     if stored is not None:
         return "model", f"is quantized by {method_of(stored)!r} {has}, which run with plain weights alone"
-    if compile is True:
-        return "compile", f"is true {has}, which are not compiled: 'auto' and false are allowed"
     return None
 
 

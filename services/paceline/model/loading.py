@@ -17,7 +17,7 @@ from transformers.utils import logging as hf_logging
 from paceline.checkpoint.files import Checkpoint, context_length
 from paceline.checkpoint.folder import require_no_code
 from paceline.checkpoint.gguf.weights import GgufWeights
-from paceline.checkpoint.linear import LinearLayers, LinearSpec, Slots, linear_layers, require_runnable
+from paceline.checkpoint.linear import LinearLayers, LinearSpec, Slots, require_runnable
 from paceline.checkpoint.size import ModelSize, gib, size_of
 from paceline.config import ModelOptions, Quantization, cache_dir
 from paceline.core.cuda import triton_unavailable
@@ -34,6 +34,8 @@ from paceline.model.device import Placement, keep_bits, resolve
 from paceline.model.experts import pad_experts
 from paceline.model.features import Features
 from paceline.model.kv_cache import KVCache, LayerSpec
+from paceline.model.linear import native as linear_attention
+from paceline.model.linear.layers import linear_indices
 from paceline.model.local_config import BUILDING
 from paceline.model.midway import Midway
 from paceline.model.parallel.collectives import Collectives
@@ -186,7 +188,6 @@ def load_model(
         device=device.type,
         tensor_parallel_size=options.tensor_parallel_size,
         quantization=options.quantization,
-        compile=options.compile,
     )
     can_compile = _can_compile(device, group)
     if group is None:
@@ -206,7 +207,7 @@ def load_model(
         )
         lead(eager.runner(examination.num_pages), examination)
     compile = can_compile if options.compile == "auto" else options.compile
-    if options.compile == "auto" and compile and (reason := _why_eager(model, checkpoint)):
+    if options.compile == "auto" and compile and (reason := _why_eager(model)):
         log.info("model %r is not compiled: %s", checkpoint.path, reason)
         compile = False
     later = later and group is None and compile and device.type == "cpu" and find_compiler() is not None
@@ -228,10 +229,13 @@ def load_model(
     return replace(loaded, cuda_graphs=options.cuda_graphs, max_cuda_graphs=options.max_cuda_graphs)
 
 
-def _why_eager(model: PreTrainedModel, checkpoint: Checkpoint) -> str | None:
+def _why_eager(model: PreTrainedModel) -> str | None:
     """Says why a model is not compiled, as a clause; None if it can be."""
-    if linear_layers(checkpoint.config) is not None:
-        return "its linear attention layers are not compiled"
+    if linear_indices(model):
+        if (reason := linear_attention.unavailable()) is not None:
+            return f"it has linear attention layers, and {reason}"
+        if model.dtype not in linear_attention.DTYPES:
+            return f"it has linear attention layers in {model.dtype}, which are compiled in bfloat16 and float32 alone"
     return why_eager(model) or (chunks.why_eager(model) if model.device.type == "cpu" else None)
 
 
@@ -311,7 +315,7 @@ def prepare(
     log.info("attention of %s on %s: %s", type(model).__name__, model.device.type, kernel)
     step: StepFunction | None = None
     if compile:
-        reason = why_eager(model) or chunks.why_eager(model) if on_cpu else _why_no_parts(model)
+        reason = _why_eager(model) if on_cpu else _why_no_parts(model)
         if reason:
             raise ConfigError(f"compile is true, but {reason}: set compile to auto or false")
 
@@ -324,7 +328,7 @@ def prepare(
     elif compile and not on_cpu:
         log.info("%d parts of %s are compiled", compile_parts(model), type(model).__name__)
     elif compile:
-        step = compiled_step(model, layers, window, kernel, cache_dir() / "compiled", taps, middle)
+        step = compiled_step(model, layers, window, kernel, cache_dir() / "compiled", taps, middle, linear)
     waits = compile == "later" and step is None
     method, batch_dependence = quantization_of(model)
     return LoadedModel(

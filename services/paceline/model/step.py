@@ -16,7 +16,7 @@ from paceline.model.attention.kernels import Kernel
 from paceline.model.attention.paged import IMPLEMENTATIONS
 from paceline.model.kv_cache import NO_KV, LayerSpec
 from paceline.model.linear.gated_delta import LinearInputs
-from paceline.model.linear.layers import replace_linear_layers
+from paceline.model.linear.layers import linear_indices, replace_linear_layers
 from paceline.model.midway import Midway
 from paceline.model.states import StateTaps
 from paceline.model.tails import SpareTokens
@@ -51,6 +51,7 @@ class Step(torch.nn.Module):
         self.taps = taps
         self.midway = midway
         self.rows = rows
+        self.linear = linear_indices(model)
 
     def forward(
         self,
@@ -65,9 +66,10 @@ class Step(torch.nn.Module):
         masks: list[Tensor],
         keys: list[Tensor],
         values: list[Tensor],
-        linear: LinearInputs | None = None,
+        linear: list[Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Runs the model; KV is written in place. ``linear``: of a model with linear layers."""
+        """Runs the model; KV, and of linear layers rows and states, are written in place. ``linear``:
+        ``LinearInputs.tensors``."""
         if self.taps is not None:
             self.taps.listen()
         if self.midway is not None:
@@ -88,7 +90,7 @@ class Step(torch.nn.Module):
             scatter_index=scatter_index,
             masks=masks,
             token_positions=positions,
-            **({} if linear is None else {"linear": linear}),
+            **({} if linear is None else {"linear": LinearInputs.of(self.linear, linear)}),
         ).logits
         return logits if self.taps is None else (logits, self.taps.join(logits_index))
 

@@ -300,7 +300,11 @@ class StepPlan(NamedTuple):
             [mask.to(device) for mask in self.masks(dtype, window)],
             cache.model_keys,
             cache.model_values,
-            *(() if self.linear is None else (LinearInputs(cache.linear_pools, torch.tensor(self.linear.encode())),)),
+            *(
+                ()
+                if self.linear is None
+                else (LinearInputs(cache.linear_pools, torch.tensor(self.linear.encode())).tensors,)
+            ),
         )
 
     def encode(self) -> bytes:

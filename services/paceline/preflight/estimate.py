@@ -266,7 +266,7 @@ def _draft_tree_bytes(setup: DraftSetup) -> int:
 
 
 def _packed_bytes(options: ModelOptions, size: ModelSize, on_gpu: bool) -> int:
-    return size.weights_bytes if compiles(options, on_gpu) and size.linear is None else 0
+    return size.weights_bytes if compiles(options, on_gpu) else 0
 
 
 def compiles(options: ModelOptions, on_gpu: bool) -> bool:

@@ -266,7 +266,6 @@ def _read_model(
         device="cuda" if _on_gpu(config) else "cpu",
         tensor_parallel_size=options.tensor_parallel_size,
         quantization=options.quantization,
-        compile=options.compile,
     )
     if wrong is not None:
         option, problem = wrong

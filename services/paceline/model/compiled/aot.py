@@ -20,7 +20,8 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.export import Dim
 from transformers import PreTrainedModel
 
+from paceline.checkpoint.linear import LinearSpec, Slots
 from paceline.errors import ConfigError, EngineError
 from paceline.model import midway as midway_op
 from paceline.model.attention import native as cpu_attention
@@ -39,6 +41,9 @@ from paceline.model.compiled.joined import replace_linears
 from paceline.model.compiled.package import load_package
 from paceline.model.features import Features
 from paceline.model.kv_cache import KVCache, LayerSpec
+from paceline.model.linear import native as linear_attention
+from paceline.model.linear.layers import linear_indices
+from paceline.model.linear.plan import LinearSlots
 from paceline.model.midway import Midway
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.model import share_of
@@ -106,6 +111,8 @@ def artifact_key(
         facts["blocks"] = key
     if _wanted_rows(model, kernel, features) is not None:
         facts["rows"] = "wanted"
+    if linear_indices(model):
+        facts["linear attention"] = linear_attention.key()
     if share is not None:
         facts["share"] = f"{share.vocab} {share.group.compiled_key()}"
     digest.update(json.dumps(facts, sort_keys=True).encode())
@@ -143,11 +150,12 @@ def compiled_step(
     cache_dir: Path,
     taps: StateTaps | None = None,
     midway: Midway | None = None,
+    linear: Mapping[int, LinearSpec] | None = None,
 ) -> StepFunction:
     """The compiled step of ``model``, from the cache or built now (about half a minute to two).
 
     Of a rank, returns when all ranks have theirs. With ``taps`` or ``midway`` the bare step is built as well, if it is
-    not in the cache, to compare the bits of both.
+    not in the cache, to compare the bits of both. ``linear``: the model's linear layers.
 
     Raises:
         ConfigError: the ranks exchange in a way that a compiled model cannot, or the step has other logits than the
@@ -174,10 +182,10 @@ def compiled_step(
             for left in path.parent.glob(f"{path.stem}.*.pt2"):  # by a process that was ended
                 left.unlink()
             temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
-            _compile(model, layers, sliding_window, kernel, temporary, taps, midway)
+            _compile(model, layers, sliding_window, kernel, temporary, taps, midway, linear)
             if share is None and (taps is not None or midway is not None):
-                bare = compiled_step(model, layers, sliding_window, kernel, cache_dir)
-                _require_same_logits(_load(temporary, kernel), bare, model, layers, sliding_window, temporary)
+                bare = compiled_step(model, layers, sliding_window, kernel, cache_dir, linear=linear)
+                _require_same_logits(_load(temporary, kernel), bare, model, layers, sliding_window, temporary, linear)
             temporary.rename(path)
             log.warning("compiled %s in %.0f s", _name(model), time.perf_counter() - started)
     step = _load(path, kernel)
@@ -194,10 +202,11 @@ def _require_same_logits(
     layers: list[LayerSpec],
     sliding_window: int | None,
     path: Path,
+    linear: Mapping[int, LinearSpec] | None,
 ) -> None:
     """Compares a step's logits with the bare one's. Raises ConfigError if any differ, and removes ``path``."""
     vocab_size = model.get_output_embeddings().out_features
-    cache = KVCache(layers, num_pages=4, dtype=model.dtype, device="cpu")
+    cache = KVCache(layers, num_pages=4, dtype=model.dtype, device="cpu", linear=linear)
     with torch.no_grad():
         different, num_rows = num_different_rows(step, bare, cache, model.dtype, sliding_window, vocab_size)
     if different:
@@ -214,6 +223,8 @@ def _load(path: Path, kernel: Kernel) -> StepFunction:
     """The step of a package; threads that help with its products help with its attention, too."""
     if kernel == "native" and cpu_linear.usable():
         cpu_attention.share_by(cpu_linear.sharer())
+        if linear_attention.at_hand() and linear_attention.unavailable() is None:
+            linear_attention.share_by(cpu_linear.sharer())
     return load_package(path)
 
 
@@ -249,15 +260,19 @@ def _compile(
     path: Path,
     taps: StateTaps | None,
     midway: Midway | None,
+    linear: Mapping[int, LinearSpec] | None,
 ) -> None:
-    cache = KVCache(layers, num_pages=16, dtype=model.dtype, device="cpu")
+    cache = KVCache(layers, num_pages=16, dtype=model.dtype, device="cpu", linear=linear, slots=Slots.of(8))
     example = [
         SequenceStep(list(range(1, 6)), list(range(70, 75)), list(range(70, 75)), [1, 2], num_logits=3),
         SequenceStep(
             list(range(1, 6)), list(range(200, 205)), list(range(200, 205)), [3, 4, 5, 6], 4, also=((0, 500),)
         ),
     ]
-    inputs = StepPlan.of(example, cache.scratch_row).inputs(cache, model.dtype, sliding_window)
+    plan = StepPlan.of(example, cache.scratch_row)
+    if linear:
+        plan = plan._replace(linear=LinearSlots(Slots.of(8)).plan([replace(step, rows=range(5)) for step in example]))
+    inputs = plan.inputs(cache, model.dtype, sliding_window)
     tokens, logits = Dim("tokens", min=1, max=1 << 16), Dim("logits", min=1, max=1 << 16)
     writes = Dim("writes", min=1, max=1 << 16)
     rows, row_len = Dim("rows", min=1, max=1 << 12), Dim("row_len", min=1, max=1 << 14)
@@ -274,6 +289,7 @@ def _compile(
         [{0: rows, 2: row_len, 3: PAGE_SIZE * pages} for _ in inputs[8]],
         [{0: pool} for _ in layers],
         [{0: pool} for _ in layers],
+        *([_linear_shapes(len(linear))] if linear else []),
     )
     wanted = _wanted_rows(model, kernel, None if taps is None else taps.features)
     with torch.no_grad(), warnings.catch_warnings(), _int8_lowering(model):
@@ -287,10 +303,18 @@ def _compile(
             shims |= cpu_linear.shims()
         if midway is not None:
             shims |= midway_op.compiled_shims()
+        if linear:
+            shims |= linear_attention.compiled_shims()
         if (share := share_of(model)) is not None:
             shims |= share.group.compiled_shims() or {}
         configs: dict[str, Any] = {**COMPILER, "aot_inductor.custom_ops_to_c_shims": shims}
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=configs)
+
+
+def _linear_shapes(num_layers: int) -> list[dict[int, Any]]:
+    """What varies in the inputs of linear layers (``LinearInputs.tensors``): numbers of slots, and a step's numbers."""
+    states, rows = Dim("states", min=2, max=1 << 20), Dim("row_slots", min=2, max=1 << 20)
+    return [*[{0: states}, {0: states}, *[{0: rows}] * 4] * num_layers, {0: Dim("numbers", min=2, max=1 << 24)}]
 
 
 def _wanted_rows(model: PreTrainedModel, kernel: Kernel, features: Features | None) -> WantedRows | None:

@@ -85,16 +85,22 @@ struct Model {
   void* container;
   int64_t window;  // of a step's second mask, 0 if there is none
   int64_t bytes;   // of a value of a mask: 2 for bfloat16, 4 for float32
-  const AtenTensorHandle* cache;  // keys and values of all layers, which stay the caller's
+  const AtenTensorHandle* cache;  // keys and values of all layers, then pools of linear ones, which stay the caller's
   int64_t num_cache;
 };
 
+// The numbers of linear layers in a step; none where there are none.
+struct Linear {
+  int64_t* numbers = nullptr;
+  int64_t count = 0;
+};
+
 // StepPlan.inputs of a buffer of `sizes`, and a run.
-AOTITorchError run_step(const Model& it, const int64_t* sizes, int64_t* buffer, AtenTensorHandle* outputs,
+AOTITorchError run_step(const Model& it, const int64_t* sizes, int64_t* buffer, Linear linear, AtenTensorHandle* outputs,
                         int64_t num_outputs) {
   const paceline::Shape s(sizes);
   const paceline::Fields f(buffer, s);
-  Inputs inputs(10 + it.num_cache);
+  Inputs inputs(11 + it.num_cache);
   inputs.add_integers(f.tokens, {1, s.tokens});
   inputs.add_integers(f.positions, {1, s.tokens});
   inputs.add_integers(f.logits_index, {s.wanted});
@@ -107,6 +113,7 @@ AOTITorchError run_step(const Model& it, const int64_t* sizes, int64_t* buffer, 
   void* whole = inputs.add_empty({s.rows, 1, s.row_len, s.keys()}, dtype);
   void* near = it.window ? inputs.add_empty({s.rows, 1, s.row_len, s.keys()}, dtype) : nullptr;
   for (int64_t i = 0; i < it.num_cache; ++i) inputs.add(it.cache[i]);
+  if (linear.count) inputs.add_integers(linear.numbers, {linear.count});
   if (inputs.failed()) return AOTI_TORCH_FAILURE;
   paceline::make_masks(s, f, it.window, it.bytes, whole, near);
   std::vector<AtenTensorHandle> given = inputs.release();
@@ -164,9 +171,9 @@ double first_of(const Stop& it, const double* scores, int64_t fan_out) {
 
 extern "C" {
 
-int paceline_run_step(const Model* it, const int64_t* sizes, int64_t* buffer, AtenTensorHandle* outputs,
-                      int64_t num_outputs) {
-  return run_step(*it, sizes, buffer, outputs, num_outputs);
+int paceline_run_step(const Model* it, const int64_t* sizes, int64_t* buffer, int64_t* linear, int64_t num_linear,
+                      AtenTensorHandle* outputs, int64_t num_outputs) {
+  return run_step(*it, sizes, buffer, {linear, num_linear}, outputs, num_outputs);
 }
 
 // Up to `most` tokens of a chain, each by a step of a model of one output. The first step has one row of logits; the
@@ -186,7 +193,7 @@ int64_t paceline_run_chain(const Model* it, const int64_t* first_sizes, int64_t*
       for (int64_t place = 0; place < s.row_len; ++place) f.visible[place * s.keys() + rows[depth - 1]] = 1;
     }
     AtenTensorHandle logits = nullptr;
-    if (run_step(*it, depth ? next_sizes : first_sizes, depth ? next : first, &logits, 1)) return -1;
+    if (run_step(*it, depth ? next_sizes : first_sizes, depth ? next : first, {}, &logits, 1)) return -1;
     const bool ranked = rank_row(*draw, depth, logits, ids, scores);
     aoti_torch_delete_tensor_object(logits);
     if (!ranked) return -1;

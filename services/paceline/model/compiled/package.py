@@ -21,6 +21,7 @@ import weakref
 import zipfile
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,7 @@ _HUGE_PAGE, _LARGE = 1 << 21, 1 << 24
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # of Linux; there are no such files as are read below elsewhere
 _NEEDS_EXECUTOR = b"aoti_torch_proxy_executor_call_function("
 _LIBRARY_CALL = re.compile(rb"\baoti_torch_cpu_(\w+)\(")
-_NATIVE = {b"packed_linear", b"gated_silu", b"attend_pages", b"midway", b"ranks_sum", b"ranks_gather"}
+_NATIVE = {b"packed_linear", b"gated_silu", b"attend_pages", b"midway", b"ranks_sum", b"ranks_gather", b"gated_delta"}
 """Operators of ours, which compute every token alike in steps of any size."""
 
 
@@ -121,10 +122,10 @@ class CompiledPackage:
         """The output of the exported function for the inputs of ``plan`` (``StepPlan.inputs``), all on the CPU."""
         if (library := self._native(dtype)) is None:
             return self(*plan.inputs(cache, dtype, window))
-        outputs = (ctypes.c_void_p * self._num_outputs)()
+        outputs, linear = (ctypes.c_void_p * self._num_outputs)(), _numbers_of(plan)
         model, sizes = self._model(cache, dtype, window), array("q", plan.shape.numbers)
-        at = sizes.buffer_info()[0]
-        if library.paceline_run_step(ctypes.byref(model), at, plan.buffer.data_ptr(), outputs, self._num_outputs):
+        given = (sizes.buffer_info()[0], plan.buffer.data_ptr(), *linear.buffer_info())
+        if library.paceline_run_step(ctypes.byref(model), *given, outputs, self._num_outputs):
             raise EngineError("a step of a compiled model failed")  # it has said why on standard error
         return _results(outputs)
 
@@ -175,13 +176,19 @@ class CompiledPackage:
 
     def _model(self, cache: KVCache, dtype: torch.dtype, window: int | None) -> _Model:
         if cache is not self._cache:
-            self._cache, self._cached = cache, _Handles((*cache.model_keys, *cache.model_values))
+            pools = chain.from_iterable(cache.linear_pools.values())
+            self._cache, self._cached = cache, _Handles((*cache.model_keys, *cache.model_values, *pools))
         kept = self._cached.array
         return _Model(self._run, self._container, code_of(window), dtype.itemsize, ctypes.addressof(kept), len(kept))
 
     def _call(self, name: str, *arguments: Any) -> None:
         if getattr(self._library, name)(*arguments) != 0:  # it has said why on standard error
             raise EngineError(f"{name} of a compiled model failed")
+
+
+def _numbers_of(plan: StepPlan) -> array[int]:
+    """The numbers of linear layers; none where there are none."""
+    return array("q") if plan.linear is None else plan.linear.encode()
 
 
 class _Model(ctypes.Structure):
@@ -249,7 +256,7 @@ def _library() -> ctypes.CDLL | None:
         log.warning("the inputs of compiled steps are made one by one, which is slower: %s", error)
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.paceline_run_step.argtypes = [pointer, pointer, pointer, pointer, number]
+    library.paceline_run_step.argtypes = [pointer, pointer, pointer, pointer, number, pointer, number]
     library.paceline_run_step.restype = ctypes.c_int
     library.paceline_run_chain.argtypes = [*[pointer] * 5, number, *[pointer] * 6]
     library.paceline_run_chain.restype = number

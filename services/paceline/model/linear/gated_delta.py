@@ -14,7 +14,9 @@ float32; the convolution's result is rounded to the model's dtype, as in transfo
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +68,18 @@ class LinearInputs(NamedTuple):
     """Of each linear layer, by its index."""
     numbers: Tensor
     """``LinearStep.encode``, int64."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them, the numbers last: a compiled step is called with nothing but tensors."""
+        return [*chain.from_iterable(self.pools.values()), self.numbers]
+
+    @classmethod
+    def of(cls, layers: Sequence[int], tensors: Sequence[Tensor]) -> Self:
+        """The inputs whose ``tensors`` are given, of these layers."""
+        each = len(LinearPools._fields)
+        pools = {index: LinearPools(*tensors[i * each : (i + 1) * each]) for i, index in enumerate(layers)}
+        return cls(pools, tensors[-1])
 
 
 class Gates(NamedTuple):

@@ -72,6 +72,11 @@ def replace_linear_layers(model: PreTrainedModel, name: str) -> dict[int, Linear
     return specs
 
 
+def linear_indices(model: PreTrainedModel) -> list[int]:
+    """Indices of the layers that ``replace_linear_layers`` replaces, in its order."""
+    return [int(module.layer_idx) for module in model.modules() if type(module).__name__ in _PROJECTIONS]
+
+
 class _Weights(NamedTuple):
     """A layer's own numbers, as ``Gates`` has them."""
 

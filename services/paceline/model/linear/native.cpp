@@ -49,6 +49,7 @@ struct Call {
   int64_t tokens, key_heads, value_heads, key_dim, value_dim, width, state_slots, row_slots;
   int64_t scale;  // of the strength of updates: 1 or 2
   int64_t value_bytes;  // 2: bfloat16, 4: float32
+  int64_t inputs_row, a_row, b_row;  // numbers from a token to the next one
 };
 
 struct Float32 {
@@ -198,7 +199,7 @@ class Head {
       const int64_t slot = *next++;
       for (int64_t g = 0; g < groups_; ++g) states_[g] = slot == kNone ? nullptr : state(slot, g);
       std::fill_n(x_.begin(), history_ * wide_, 0.0f);
-      if (slot != kNone) load_rows(static_cast<const Value*>(it_.tails) + slot * history_ * conv_dim_, history_, 0);
+      if (slot != kNone) load_rows(static_cast<const Value*>(it_.tails) + slot * history_ * conv_dim_, conv_dim_, history_, 0);
       for (int64_t chunks = *next++; chunks > 0; --chunks) {
         const Chunk chunk = {next[0], next[1], next[2], next[3], next + 5, next[4]};
         next += 5 + 3 * chunk.num_also;
@@ -227,12 +228,12 @@ class Head {
   }
 
   // Inputs of the convolution, `count` rows of the head's channels, from row `to` of the tile on.
-  void load_rows(const Value* from, int64_t count, int64_t to) {
+  void load_rows(const Value* from, int64_t stride, int64_t count, int64_t to) {
     for (int64_t row = 0; row < count; ++row) {
       for (const Span& span : spans_) {
         for (int64_t i = 0; i < span.size; i += 16) {
           const __mmask16 some = first_of(span.size - i);
-          _mm512_storeu_ps(&x_[(to + row) * wide_ + span.to + i], T::load(from + row * conv_dim_ + span.from + i, some));
+          _mm512_storeu_ps(&x_[(to + row) * wide_ + span.to + i], T::load(from + row * stride + span.from + i, some));
         }
       }
     }
@@ -251,10 +252,10 @@ class Head {
 
   // The rows of a chunk before the first one that is computed, and the inputs of those that are.
   void load(const Chunk& chunk, int64_t at) {
-    load_rows(static_cast<const Value*>(it_.inputs) + at * conv_dim_, chunk.count, history_ + chunk.first);
+    load_rows(static_cast<const Value*>(it_.inputs) + at * it_.inputs_row, it_.inputs_row, chunk.count, history_ + chunk.first);
     if (chunk.first == 0) return;
     const int64_t row = chunk.rows * kChunk, read = std::max<int64_t>(0, chunk.first - history_);  // by the convolution
-    load_rows(static_cast<const Value*>(it_.rows) + (row + read) * conv_dim_, chunk.first - read, history_ + read);
+    load_rows(static_cast<const Value*>(it_.rows) + (row + read) * conv_dim_, conv_dim_, chunk.first - read, history_ + read);
     for (int64_t j = 0; j < chunk.first; ++j) {
       const float* key = it_.keys + ((row + j) * it_.key_heads + head_) * it_.key_dim;
       std::copy(key, key + it_.key_dim, &k_[j * keys_]);
@@ -316,14 +317,14 @@ class Head {
     for (auto* sums : {&by_k_, &by_q_}) std::fill_n(&(*sums)[chunk.first * values_], chunk.count * values_, 0.0f);
     if (states_[g] != nullptr) read(states_[g], chunk.first, stop);
     for (int64_t t = chunk.first; t < stop; ++t) {
-      const int64_t token = at + t - chunk.first, gate = token * it_.value_heads + head;
-      const float a = T::widen(static_cast<const Value*>(it_.a)[gate]);
-      const float b = T::widen(static_cast<const Value*>(it_.b)[gate]);
+      const int64_t token = at + t - chunk.first;
+      const float a = T::widen(static_cast<const Value*>(it_.a)[token * it_.a_row + head]);
+      const float b = T::widen(static_cast<const Value*>(it_.b)[token * it_.b_row + head]);
       const __m512 rounded = T::round(_mm512_set1_ps(sigmoid(b)));
       const float beta = _mm512_cvtss_f32(rounded) * static_cast<float>(it_.scale);
       decays[t] = (t ? decays[t - 1] : 0.0f) + it_.decay[head] * softplus(a + it_.bias[head]);
       correct(t, decays, u, beta, &mixed_[t * wide_ + 2 * keys_ + g * values_]);
-      Value* out = static_cast<Value*>(it_.out) + gate * it_.value_dim;
+      Value* out = static_cast<Value*>(it_.out) + (token * it_.value_heads + head) * it_.value_dim;
       for (int64_t i = 0; i < it_.value_dim; i += 16) {
         T::store(out + i, first_of(it_.value_dim - i), _mm512_loadu_ps(&by_q_[t * values_ + i]));
       }
@@ -461,7 +462,8 @@ int paceline_gated_delta(const Call* it) {
 // Steps are shared by `by` from now on, which knows for each thread who helps it.
 void paceline_gated_delta_share(Share by) { share.store(by, std::memory_order_release); }
 
-// What compiled models call, without the dispatcher and the interpreter. Tensors are contiguous.
+// What compiled models call, without the dispatcher and the interpreter. Tensors are contiguous; inputs, a and b may be
+// columns of wider ones.
 AOTITorchError aoti_torch_cpu_gated_delta(AtenTensorHandle numbers, AtenTensorHandle inputs, AtenTensorHandle a,
                                           AtenTensorHandle b, AtenTensorHandle weight, AtenTensorHandle decay,
                                           AtenTensorHandle bias, AtenTensorHandle states, AtenTensorHandle tails,
@@ -470,11 +472,18 @@ AOTITorchError aoti_torch_cpu_gated_delta(AtenTensorHandle numbers, AtenTensorHa
                                           AtenTensorHandle* out) {
   const AtenTensorHandle given[] = {numbers, inputs, a, b, weight, decay, bias, states, tails, rows, keys, updates, decays};
   void* at[std::size(given)];
+  int64_t row[std::size(given)] = {};  // strides of inputs, a and b
   for (size_t i = 0; i < std::size(given); ++i) {
     bool contiguous = false;
-    if (aoti_torch_is_contiguous(given[i], &contiguous) || !contiguous || aoti_torch_get_data_ptr(given[i], &at[i])) {
+    int64_t *strides = nullptr, *sizes = nullptr;
+    if (aoti_torch_is_contiguous(given[i], &contiguous) || aoti_torch_get_strides(given[i], &strides) ||
+        aoti_torch_get_sizes(given[i], &sizes) || aoti_torch_get_data_ptr(given[i], &at[i])) {
       return AOTI_TORCH_FAILURE;
     }
+    if (const bool columns = i >= 1 && i <= 3; columns ? strides[1] != 1 && sizes[1] > 1 : !contiguous) {
+      return AOTI_TORCH_FAILURE;
+    }
+    row[i] = strides[0];
   }
   int64_t num_numbers = 0, *of_inputs = nullptr, *of_states = nullptr, *of_tails = nullptr, *of_rows = nullptr;
   int32_t dtype = 0;
@@ -494,7 +503,7 @@ AOTITorchError aoti_torch_cpu_gated_delta(AtenTensorHandle numbers, AtenTensorHa
   const Call call = {static_cast<int64_t*>(at[0]), num_numbers, at[1], at[2], at[3], floats(4), floats(5), floats(6),
                      floats(7), at[8], at[9], floats(10), floats(11), floats(12), to, tokens, key_heads, value_heads,
                      of_states[2], value_dim, of_tails[1] + 1, of_states[0], of_rows[0], scale,
-                     dtype == aoti_torch_dtype_bfloat16() ? 2 : 4};
+                     dtype == aoti_torch_dtype_bfloat16() ? 2 : 4, row[1], row[2], row[3]};
   return paceline_gated_delta(&call) == 0 ? AOTI_TORCH_SUCCESS : AOTI_TORCH_FAILURE;
 }
 

@@ -73,12 +73,14 @@ def gated_delta(numbers: Tensor, pools: LinearPools, gates: Gates, key_heads: in
 def call(library: ctypes.CDLL, *given: Any) -> Tensor:
     """``gated_delta`` by a library that was loaded; arguments as in the operator's schema."""
     *tensors, key_heads, scale = given
-    numbers, inputs, *_, states, tails, rows, _, _, _ = tensors = [x.contiguous() for x in tensors]
+    tensors = [x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous() for x in tensors]
+    numbers, inputs, a, b, *_, states, tails, rows, _, _, _ = tensors
     _, value_heads, key_dim, value_dim = states.shape
     out: Tensor = inputs.new_empty(len(inputs), value_heads, value_dim)
     at = [x.data_ptr() for x in (*tensors, out)]
     sizes = (len(inputs), key_heads, value_heads, key_dim, value_dim, tails.shape[1] + 1, len(states), len(rows))
-    numbers_of = array("q", (at[0], len(numbers), *at[1:], *sizes, scale, inputs.itemsize))
+    strides = inputs.stride(0), a.stride(0), b.stride(0)
+    numbers_of = array("q", (at[0], len(numbers), *at[1:], *sizes, scale, inputs.itemsize, *strides))
     if failed := library.paceline_gated_delta(ctypes.c_void_p(numbers_of.buffer_info()[0])):
         if failed == _NO_MEMORY:
             raise MemoryError

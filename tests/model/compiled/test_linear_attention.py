@@ -1,0 +1,95 @@
+"""Compiled models with linear layers: verification has the bits of decoding, and a mistake in slots is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tests.model import test_linear
+from tests.model.families import checkpoint
+from tests.model.test_linear import chunk, differing
+from tests.support.compilers import needs_attention
+from tests.support.hybrids import FAMILIES, hybrid_config, poison
+from tests.support.models import prompt
+from tests.support.rings import nightly, slow
+from torch import Tensor
+
+from paceline.errors import ConfigError
+from paceline.model.compiled import package
+from paceline.model.compiled.package import CompiledPackage
+from paceline.model.features import OUT, Features
+from paceline.model.linear import native
+from paceline.model.loading import prepare
+from paceline.model.runner import ModelRunner
+from paceline.model.selftest import check_invariance
+
+FP32, BF16 = torch.float32, torch.bfloat16
+_KINDS = ["linear_attention", "full_attention"]
+
+
+def compiled(family: str, dtype: torch.dtype) -> ModelRunner:
+    """A runner of a compiled model with one layer of each kind, whose free slots hold NaN."""
+    model = checkpoint(hybrid_config(family, num_hidden_layers=2, layer_types=_KINDS)).to(dtype)
+    loaded = prepare(model, compile=True)
+    assert isinstance(loaded.step, CompiledPackage)
+    return poison(loaded.runner(60, max_sessions=16))
+
+
+def logits_of(runner: ModelRunner, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Logits of a prompt that is computed in parts."""
+    tokens, pages = prompt(3, 100, runner.vocab_size), runner.cache.allocate(2)
+    rows = torch.cat([runner.forward([chunk(tokens, a, b, pages, b - a)]) for a, b in spans])
+    runner.cache.release(pages)
+    return rows
+
+
+@needs_attention
+@pytest.mark.usefixtures("compiled_steps")
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*slow([("qwen3_5_text", BF16)]), *nightly([(f, d) for f in FAMILIES for d in (FP32, BF16)])]
+)
+def test_compiled_steps_have_the_bits_of_decoding(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees and chunks around boundaries; rows of siblings are noticed; and one call of a plan is the run of its
+    inputs."""
+    runner = compiled(family, dtype)
+    assert check_invariance(runner, max_len=200, max_step_tokens=64).holds
+    monkeypatch.setattr(test_linear, "runner_of", lambda *_: runner)
+    assert differing(family, dtype, (16, 47, 65)) == 0
+    spans = [(0, 37), (37, 38), (38, 100)]
+    by_plan = logits_of(runner, spans)
+    with monkeypatch.context() as patch:
+        patch.setattr(package, "_library", lambda: None)
+        assert torch.equal(logits_of(runner, spans), by_plan)
+    test_linear._rows_of_siblings(monkeypatch)
+    assert differing(family, dtype, (47, 63, 79)) > 0
+
+
+@needs_attention
+@pytest.mark.nightly
+@pytest.mark.usefixtures("compiled_steps")
+def test_states_that_leave_the_graph_change_no_bit() -> None:
+    """What MTP modules read: the compiled step is compared with the bare one, and refused if a bit differs."""
+    features = Features((0, OUT), every_position=True)
+    model = checkpoint(hybrid_config("qwen3_next", num_hidden_layers=2, layer_types=_KINDS)).to(BF16)
+    runner = poison(prepare(model, compile=True, features=features).runner(20))
+    report = check_invariance(runner, max_len=200, max_step_tokens=64)
+    assert report.holds
+    assert not report.num_states_different
+
+
+def test_without_the_operator_compilation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    test_linear.by_torch(monkeypatch)
+    with pytest.raises(
+        ConfigError, match="compile is true, but it has linear attention layers, and they are not to run"
+    ):
+        prepare(checkpoint(hybrid_config("qwen3_5_text")), compile=True)
+
+
+@needs_attention
+def test_float16_is_not_compiled() -> None:
+    assert native.unavailable() is None
+    with pytest.raises(ConfigError, match=r"in torch.float16, which are compiled in bfloat16 and float32 alone"):
+        prepare(checkpoint(hybrid_config("qwen3_5_text")).to(torch.float16), compile=True)
