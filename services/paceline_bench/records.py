@@ -59,9 +59,9 @@ class RequestRecord:
     draft_steps: tuple[tuple[int, float], ...] = ()
     """(nodes, seconds) of the draft's tree steps while this unit decoded."""
     ranks: tuple[tuple[int, int], ...] = ()
-    """(verified, accepted) tokens of the draft by rank while this unit decoded: at how many places on the accepted path
-    the token of this rank was verified and none before it was right, and at how many of them it was. Empty: not
-    counted."""
+    """(verified, accepted) tokens of the draft by rank while this unit decoded: positions on the accepted path where
+    the token of this rank was verified and no earlier rank was right, and positions among these where it was right.
+    Empty: not counted."""
     identical: bool | None = None
     """True if the tokens equal plain decoding's; None where that is not claimed."""
     category: str = ""

@@ -32,11 +32,11 @@ def limit_ages(age_s: float) -> None:
 
 
 def note_shutdown(begins: Callable[[float], float]) -> None:
-    """Calls ``begins`` with the seconds that are left when Serve begins to stop the replica of this process, and lets
-    clients leave for as long as it says before Serve goes on.
+    """Calls ``begins`` with the remaining seconds when Serve begins to stop the replica of this process. Serve then
+    waits until all clients have left, at most for the seconds that ``begins`` returns.
 
-    Serve tells a replica of its end when that has no requests any more, and kills it after
-    graceful_shutdown_timeout_s whether it has or not.
+    Serve notifies a replica of its end once it has no requests, and kills it after graceful_shutdown_timeout_s in any
+    case.
     """
     from ray.serve._private import replica
 

@@ -17,23 +17,23 @@ _NUM_ARENAS = 2
 
 
 def settle() -> None:
-    """Exempts all objects of now from garbage collection, makes it rarer, and keeps the memory that a step gives back;
-    called once an engine is built.
+    """Exempts all present objects from garbage collection, makes collections rarer, and keeps the memory that a step
+    frees; called once an engine is built.
 
-    Libraries and models are some hundred thousand objects, and a collection during a step takes a tenth of a second
-    to go through them. A step makes thousands of objects and drops them without cycles, for which Python's own
-    limit of 700 has a collection in each. Of the tens of megabytes that a step of many tokens takes on a CPU, the C
-    library returns what lies uppermost, and the next step gets it page by page: it is told to keep ``_KEPT_BYTES``.
+    Libraries and models are some hundred thousand objects: a collection during a step takes a tenth of a second. A
+    step makes thousands of objects and drops them without cycles, so Python's own limit of 700 collects in each step.
+    A step of many tokens takes tens of megabytes on a CPU. The C library returns the uppermost part of them, and the
+    next step gets it page by page: so the library is set to keep ``_KEPT_BYTES``.
     """
     _set((_M_TRIM_THRESHOLD, _KEPT_BYTES), (_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES))
     _exempt()
 
 
 def settle_front() -> None:
-    """Exempts all objects of now from garbage collection and makes it rarer; called once a front is built.
+    """Exempts all present objects from garbage collection and makes it rarer; called once a front is built.
 
-    A body of many values has the collector go through everything, while all streams wait. Threads share few arenas
-    of memory, as each keeps what its largest body took.
+    A body of many values would start a full collection, while all streams wait. Threads share few arenas of memory,
+    since each arena keeps the memory of its largest body.
     """
     _set((_M_ARENA_MAX, _NUM_ARENAS))
     _exempt()

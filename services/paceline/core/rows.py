@@ -1,8 +1,8 @@
 """Passes over vocabulary rows on the CPU, in ``rows.cpp``: each replaces dozens of torch operators or a sort.
 
-Each function has a twin in torch (``noise.py``, ``sampling.py``, ``processors.py``) that gives the same bits where bits
-matter, and stands in for it on other devices, for other dtypes, and where there is no compiler: ``usable`` tells.
-Calls hold no interpreter lock.
+Each function has a reference implementation in torch (``noise.py``, ``sampling.py``, ``processors.py``) with the same
+bits where bits matter. It serves other devices, other dtypes, and machines without a compiler: see ``usable``. Calls
+hold no interpreter lock.
 """
 
 from __future__ import annotations

@@ -293,10 +293,10 @@ def verify(
         proposals, rules: one per session.
         choices: the random choices of the rejection rule; position-keyed noise by default.
 
-    Under the rejection rule a q that is missing, NaN, negative, not normalized within 1e-6, or without mass
-    at its token (or a token outside the vocabulary) is not trusted: the proposal is cut before that token,
-    and the next token is drawn from p as if the proposal had been that long. This keeps the law: whether
-    position j is cut is known before any of the target's noise at j is used, so a token drawn after a cut is
+    Under the rejection rule a q is invalid if it is missing, NaN, negative, not normalized within 1e-6, or has no
+    mass at its token (or the token is outside the vocabulary). The proposal is cut before that token, and the next
+    token is drawn from p as if the proposal had been that long. This keeps the law: the cut at position j is
+    known before any of the target's noise at j is used, so a token drawn after a cut is
     an exact sample of p_j. Where it is not cut, theorem 1 needs x_j ~ q_j given that. q_j was fixed before
     x_j was drawn, so its own validity says nothing about x_j, and a token without mass has probability zero
     under q_j.

@@ -7,8 +7,8 @@ One thread calls ``receive`` and ``step``, and ``emit`` is called from there. No
 no answer; a miss is answered by a node for the missing token and everything below it. The engine's own trees are never
 lost.
 
-A peer's message harms at most the session that it names: one that is late, repeated or for an unknown session is
-counted and dropped, one that cannot be followed ends its session with SessionFailed, so that it can be opened again
+A peer's message harms at most the session that it names. A message that is late, repeated or for an unknown session is
+counted and dropped. One that cannot be followed ends its session with SessionFailed, so that it can be opened again
 under a newer epoch. A session id is never used for another session. The memory of ended sessions is bounded.
 """
 

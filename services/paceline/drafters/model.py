@@ -1,9 +1,9 @@
 """Drafting with a smaller language model: one KV row per expanded node, all sessions in one forward.
 
 A session's rows are not in the order of its text. Committed rows and tree rows lie in the same pages; a mask says
-which rows a node sees, and its rotary position is its depth. So moving the root is bookkeeping only: the rows of the
-accepted path are declared committed where they are, dropped rows go to a free list, nothing is copied and no surviving
-row is computed again. Only whole prompt pages, written in order, are shared between sessions.
+which rows a node sees, and its rotary position is its depth. So moving the root is bookkeeping only: rows of the
+accepted path are marked as committed, and dropped rows go to a free list. Nothing is copied, and no surviving row is
+computed again. Only whole prompt pages, written in order, are shared between sessions.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class ModelDrafter:
         return self._expand(leaves, best=False)
 
     def expand_best(self, leaves: Sequence[Leaf]) -> Candidates:
-        """``expand``, with ``Candidates.ranked`` where one pass over the logits gives them, and by the rejection rule
+        """``expand``, with ``Candidates.ranked`` where one pass over the logits gives them; under the rejection rule
         with ``Candidates.unread``, so that one pass finds, draws and guesses."""
         return self._expand(leaves, best=self.tokens_per_leaf == 1)
 

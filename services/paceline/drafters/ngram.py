@@ -24,8 +24,8 @@ class NgramIndex:
     """Followers of the n-grams of a growing text, for min_match <= n <= max_match.
 
     Indexing a token costs O(max_match), a look-up O(max_match + distinct followers): neither grows with the text. With
-    ``counts`` it knows every follower of an n-gram and how often it came, without only where the last one is, which
-    takes a third of the memory.
+    ``counts`` it knows every follower of an n-gram and its count. Without, it knows only the place of the last one, in
+    a third of the memory.
     """
 
     __slots__ = ("_counts", "_last", "_max", "_min", "_num_indexed", "tokens")

@@ -1,19 +1,19 @@
 """One session: a state machine that consumes engine events and produces messages and text.
 
-It does no input or output and reads no clock but the one it is given; a ``Relay`` holds many of them. It refuses to
-know where engines live.
+It does no input or output and reads no clock but the one it is given; a ``Relay`` holds many of them. It does not know
+where engines are.
 
-Two phases, so that text work never delays an engine: ``on_*`` return the messages that are urgent;
-``digest`` turns what has arrived into text, stop strings and the result.
+Two phases, so that text work never delays an engine: ``on_*`` return the urgent messages; ``digest`` turns outcomes
+into text, stop strings and the result.
 
 Epochs: one number per session, which grows whenever either engine is re-opened. The target's epoch is the one
 of its last open, the draft's is the same or newer; re-opening the target re-opens the draft too, because the
 target's tree died with it. An engine's message of another epoch than its own last open is stale: dropped and
 counted.
 
-Within an epoch every outcome states the context length at which it begins, so that each token is taken exactly once:
-one that begins too early is a repetition, one that begins too late shows that another is missing, and then the
-target has to be re-opened from the history. Nothing that a draft sends or fails to send can change a token.
+Within an epoch every outcome states the context length at which it begins, so that each token is taken exactly once.
+An outcome that begins too early is a repetition. One that begins too late shows that another is missing; then the
+target is re-opened from the history. Nothing that a draft sends or fails to send can change a token.
 """
 
 from __future__ import annotations

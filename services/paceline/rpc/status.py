@@ -101,11 +101,11 @@ def from_rpc_error(error: grpc.RpcError) -> PacelineError:
 
 
 def is_lost(error: grpc.RpcError) -> bool:
-    """Returns True if what served the call went away, so that another server may go on with it.
+    """Returns True if the server of the call went away, so that another server may continue it.
 
-    A connection that ends takes its streams with it as UNAVAILABLE; a proxy that loses its server resets each stream
-    (CANCELLED or INTERNAL) or answers with an HTTP status (UNKNOWN), and one that has just been started again knows
-    no server for a while (NOT_FOUND). A call that was cancelled here looks the same.
+    A connection that ends takes its streams with it as UNAVAILABLE. A proxy that loses its server resets each stream
+    (CANCELLED or INTERNAL) or answers with an HTTP status (UNKNOWN). A restarted proxy knows no server for a while
+    (NOT_FOUND). A call that was cancelled here looks the same.
     """
     if is_ours(error):
         return isinstance(from_rpc_error(error), RouterStoppedError)

@@ -91,8 +91,8 @@ def _checkpoint(setup: TargetSetup) -> Checkpoint:
 def _runner(
     setup: TargetSetup, checkpoint: Checkpoint, group: Collectives | None
 ) -> tuple[LoadedModel, ModelRunner, int, list[MountedHead], StatesLink | None]:
-    """The model, a runner with all of its KV pages, the longest context, and of the first rank the heads and the link
-    to a head in the draft pool."""
+    """Returns (model, runner with all of its KV pages, longest context, heads, link to a head in the draft pool); the
+    last two on the first rank only."""
     options = setup.options
     torch.set_num_threads(1)  # products that are split among threads are not batch-invariant
     placement = resolve(options, occupy(options) if group is None else group.device)

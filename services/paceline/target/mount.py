@@ -148,10 +148,10 @@ def load_link(linked: HeadPlan, model: LoadedModel) -> StatesLink:
 
 
 def require_hints(setup: TargetSetup, target: Checkpoint, placement: Placement) -> None:
-    """Checks that a target can send hints, if it is to, without reading a weight.
+    """Checks that a target can send hints, if they are configured, without reading a weight.
 
     Raises:
-        ConfigError: the boundary is outside of it, or not that of the exit head, or that cannot be read, or the
+        ConfigError: the boundary is outside the target or not the exit head's, the exit head cannot be read, the
             target's steps are replayed as CUDA graphs, or it is quantized.
     """
     if (hints := setup.options.hints) is None:

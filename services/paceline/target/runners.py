@@ -1,9 +1,9 @@
 """The forward of a step, by the model that each of its sessions began on.
 
-There are two where the target began eagerly: a session keeps to the steps that computed its first token, since eager
-and compiled steps round differently, and a session of both could leave the tokens of plain decoding at a near-tie. So
-the swap is seen by new sessions alone; while there are sessions of both kinds, a step is two forwards, each of which is
-batch-invariant by itself. KV pages are shared among sessions of one kind only (``generation``).
+There are two if the target began eagerly. A session keeps the model that computed its first token: eager and compiled
+steps round differently, and a session of both could differ from plain decoding at a near-tie. So only new sessions see
+the swap. While there are sessions of both kinds, a step is two forwards, each of which is batch-invariant by itself. KV
+pages are shared among sessions of one kind only (``generation``).
 
 A step for which the device has no memory is cut into several forwards, which for the same reason gives the same bits.
 """

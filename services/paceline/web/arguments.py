@@ -1,7 +1,7 @@
 """Arguments of tool calls that are not written as JSON: the formats of a structural tag for the schema of a function.
 
-Three ways are known: an element for each argument, with text as it is and everything else as JSON (Qwen 3.5), an
-object with bare keys and strings between quotes of their own (Gemma 4), and arguments by name, as Python has them.
+Three forms are known. Qwen 3.5: an element for each argument, with text unquoted and everything else as JSON. Gemma 4:
+an object with bare keys and strings between quotes of their own. Python: arguments by name.
 """
 
 from __future__ import annotations

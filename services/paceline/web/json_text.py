@@ -24,11 +24,11 @@ class _NotReadError(ValueError):
 def parse(text: str | bytes, max_values: int | None = None) -> Any:
     """The value of a JSON text.
 
-    ``max_values``: most values that bytes of a text may hold, and with them ``MAX_CONTAINERS``. They are counted first.
+    ``max_values``: maximum values in bytes of a text, together with ``MAX_CONTAINERS``. They are counted first.
 
     Raises:
-        ValueError: it is no JSON (RFC 8259), names a key twice, is nested too deeply, or holds too many values, a lone
-            surrogate or a number that no float can hold. The message continues a sentence about the text.
+        ValueError: the text is not JSON (RFC 8259), has a key twice, is nested too deeply, or holds too many values, a
+            lone surrogate or a number beyond floats. The message continues a sentence about the text.
     """
     if max_values is not None:
         assert isinstance(text, bytes)

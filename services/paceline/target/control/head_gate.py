@@ -106,9 +106,9 @@ class HeadGate:
         return None if near is None else near.get(0.0)
 
     def chains(self, num_sessions: int, width: int) -> bool:
-        """True if the best path of each session by one call is better than depth by depth with up to ``width`` leaves
-        of each, which brings more tokens: if a token of all the paths takes much less time than such a depth. Counts as
-        being asked."""
+        """True if one call per session, for its best path, is better than depth by depth with up to ``width`` leaves:
+        if a token of all paths takes much less time than such a depth, which brings more tokens. Counts as being
+        asked."""
         if width == 1 and num_sessions == 1:
             return True
         turn, self._num_asked = self._num_asked % _COMPARED_EVERY, self._num_asked + 1
