@@ -1,8 +1,8 @@
-"""The speculation trees of both engines by native passes, ``tree.cpp``: what messages, outcomes and leaves need.
+"""The speculation trees of both engines by native functions, ``tree.cpp``, for messages, outcomes and leaves.
 
-The nodes are the same Python objects, so everything else that a ``SpeculationTree`` does is inherited. Its own methods
-are the twins of the passes: they serve what is not the common case, and all where the passes cannot be compiled, which
-takes a C++ compiler and Python's headers.
+The nodes are the same Python objects, so all other methods of ``SpeculationTree`` are inherited. Its own methods are
+the reference implementation: they serve uncommon cases, and all cases if the functions cannot be compiled, which needs
+a C++ compiler and Python's headers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def new_tree(vocab_size: int, context_len: int, *, rejection: bool) -> SpeculationTree:
-    """A tree as ``SpeculationTree`` makes it, with native passes where there are any."""
+    """Makes a ``SpeculationTree``, with native functions if there are any."""
     kind = SpeculationTree if _passes() is None else NativeTree
     return kind(vocab_size, context_len, rejection=rejection)
 

@@ -207,8 +207,8 @@ class SamplerState:
 
     @cached_property
     def picks_at_once(self) -> bool:
-        """True if a native pass over the logits draws this session's tokens: structured output, top-k and min-p only
-        leave out tokens, and no other processor but the temperature ever acts."""
+        """True if a native function draws this session's tokens in one pass over the logits: structured output, top-k
+        and min-p only leave out tokens, and no other processor but the temperature ever acts."""
         return not (
             self._others is not None
             or self.params.logit_bias

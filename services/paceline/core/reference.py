@@ -1,4 +1,4 @@
-"""Speculative decoding, as short as it can be said: the twin that everything else must equal.
+"""Speculative decoding in its shortest form: the reference that everything else must equal.
 
 One session, sequential, no KV cache, no batch. A ``Model`` maps a text of n token ids to logits [n, vocab_size].
 The engines do the same with caches, trees, batches and two machines; the tests compare them with this file.

@@ -194,8 +194,8 @@ def _picked(
 
 
 def _drawn(rows: Sequence[Row]) -> tuple[list[float], list[int], list[int], list[float]] | None:
-    """Temperatures (0: greedy), keys, top k and floors of rows, as native passes take them. None: one has a processor
-    that these lack."""
+    """Temperatures (0: greedy), keys, top k and floors of rows, for native functions. None: a row has a processor that
+    these lack."""
     temperatures: list[float] = []
     keys: list[int] = []
     top_k: list[int] = []
@@ -422,7 +422,7 @@ def best_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[list[int
 
 
 def draws_at_once(logits: Tensor, rows: Sequence[Row]) -> bool:
-    """True if a native pass draws the tokens of drafts by the rejection rule from these logits: ``ranking.rank``."""
+    """True if a native function draws drafts' tokens by the rejection rule from these logits (``ranking.rank``)."""
     states = {id(row.state): row.state for row in rows}.values()
     return native.usable(logits, torch.float32, torch.bfloat16) and all(
         state.picks_at_once and not state.greedy and not state.num_ranked for state in states

@@ -262,7 +262,7 @@ def by_guess(gaps: Sequence[float]) -> list[int]:
 
 
 def _expected(it: Expansion, least: float) -> list[float]:
-    """``expect`` of one node: the twin of ``paceline_expect``."""
+    """``expect`` of one node: the reference implementation of ``paceline_expect``."""
     probs = it.calibration.probabilities(evidence_of(it.gaps, sampled=bool(it.bonus)))
     worth = probs
     if it.bonus:

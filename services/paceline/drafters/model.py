@@ -223,7 +223,7 @@ class ModelDrafter:
         return parts, rows, at, depths
 
     def chains(self, session_id: str) -> bool:
-        """True if ``chain`` may be called for a session: its tokens are drawn from raw logits by native passes."""
+        """True if ``chain`` may be called for a session: its tokens are drawn from raw logits by native functions."""
         sampler = self._session(session_id).sampler
         return (
             self._translation is None

@@ -1,8 +1,8 @@
-"""The parts of all sessions in a forward of a draft model by one native pass over the leaves, ``parts.cpp``.
+"""The parts of all sessions in a forward of a draft model by one native function over the leaves, ``parts.cpp``.
 
-It does what ``ModelDrafter`` does session by session where every part is an anchor with its pending tokens, or leaves
-whose ancestors all have their rows: nearly every step. The others are left to that, as are all where the pass cannot be
-compiled, which takes a C++ compiler and Python's headers.
+It replaces ``ModelDrafter``'s work session by session if every part is an anchor with its pending tokens, or leaves
+whose ancestors all have rows: nearly every step. ``ModelDrafter`` does the other steps, and all steps if the function
+cannot be compiled, which needs a C++ compiler and Python's headers.
 """
 
 from __future__ import annotations
