@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.drafters import head_oracles
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 VOCAB, SIZE, INNER, LAYERS, DRAFT = 61, 32, 48, 8, 23
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -360,9 +360,26 @@ def tiny_target(kind: str = "llama") -> Any:
     torch.manual_seed(4)
     values = {**LAYER, "num_hidden_layers": LAYERS, "tie_word_embeddings": False, "eos_token_id": 1, "bos_token_id": 0}
     del values["model_type"]
+    if kind.startswith("gemma4"):
+        family, shared = kind.split()
+        return _tiny_gemma4(family, int(shared))
     if kind == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**values, head_dim=DIM)).eval()
     return LlamaForCausalLM(LlamaConfig(**values)).eval()
+
+
+def _tiny_gemma4(family: str, num_shared: int) -> Any:
+    """A Gemma 4, the last layers of which have no keys; its matrices keep the size of what they are multiplied by."""
+    values = gemma4_text(SIZE, LAYERS, num_shared) | {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
+    if num_shared:  # as E2B and E4B
+        values |= {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": GEMMA4_VOCAB}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(f"{family}_text", **values)).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+        elif "q_norm" in name:  # nothing else divides its scores
+            torch.nn.init.constant_(parameter, 0.3)
+    return model
 
 
 FILES: dict[str, Callable[[], HeadFile]] = {
@@ -441,8 +458,13 @@ FILES: dict[str, Callable[[], HeadFile]] = {
 """Every published format; each call draws the same weights."""
 
 
-ON_TARGET: dict[str, Callable[[], HeadFile]] = {"streams": lambda: streams(tiny_target(), LAYERS - 3)}
-"""Formats of heads that compute nothing without the target's layers, on those of ``tiny_target``."""
+ON_TARGET: dict[str, Callable[[], HeadFile]] = {
+    "streams": lambda: streams(tiny_target(), LAYERS - 3),
+    "gemma4": lambda: gemma4(),
+    "gemma4_clusters": lambda: gemma4(clusters=(8, 3)),
+    "gemma4_unified": lambda: gemma4("gemma4_unified", shared=0),
+}
+"""Formats of heads that compute nothing without the target's layers or its keys, on those of ``tiny_target``."""
 
 
 def _without_layers(head: HeadFile) -> HeadFile:
@@ -504,11 +526,100 @@ def streams(model: Any, boundary: int, *, num_streams: int = 4, rank: int = 3, s
     return HeadFile("speculative_streaming", config, tensors, head_oracles.streams, boundaries=(boundary,))
 
 
+WINDOW = 70
+"""Of the sliding layers of a Gemma 4: more than a page."""
+GEMMA4_VOCAB = 64
+"""Tokens of a Gemma 4 here, which clusters divide."""
+
+
+def gemma4_text(size: int, num_layers: int, num_shared: int) -> dict[str, Any]:
+    """The published keys of a text configuration of Gemma 4; the last ``num_shared`` layers have no keys."""
+    kinds = (["sliding_attention"] * 3 + ["full_attention"]) * (num_layers // 4)
+    full = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+    return {
+        "attention_bias": False,
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "final_logit_softcapping": None,
+        "global_head_dim": 2 * DIM,
+        "head_dim": DIM,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": size,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": INNER,
+        "layer_types": kinds,
+        "max_position_embeddings": 512,
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": num_layers,
+        "num_key_value_heads": KV_HEADS,
+        "num_kv_shared_layers": num_shared,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "sliding_window": WINDOW,
+        "tie_word_embeddings": True,
+        "use_double_wide_mlp": False,
+        "vocab_size": GEMMA4_VOCAB,
+        "vocab_size_per_layer_input": 0,
+    }
+
+
+def gemma4(
+    family: str = "gemma4",
+    *,
+    shared: int = LAYERS // 2,
+    clusters: tuple[int, int] | None = None,
+    size: int = SIZE // 2,
+) -> HeadFile:
+    """A drafter of Gemma 4 for ``tiny_target`` of the same family, whose last ``shared`` layers have no keys.
+
+    ``clusters``: how many there are, and how many of them have logits; None: an LM head over all tokens.
+    """
+    text = gemma4_text(size, 4, 4) | {"model_type": f"{family}_text"}
+    config: dict[str, Any] = {
+        "architectures": [f"{''.join(part.title() for part in family.split('_'))}AssistantForCausalLM"],
+        "model_type": f"{family}_assistant",
+        "backbone_hidden_size": SIZE,
+        "num_centroids": 2048,
+        "centroid_intermediate_top_k": 32,
+        "use_ordered_embeddings": clusters is not None,
+        "tie_word_embeddings": True,
+        "text_config": text,
+    }
+    tensors = {
+        "model.embed_tokens.weight": normal(GEMMA4_VOCAB, size),
+        "model.norm.weight": norm(size),
+        "pre_projection.weight": normal(size, 2 * SIZE),
+        "post_projection.weight": normal(SIZE, size),
+    }
+    for i, kind in enumerate(text["layer_types"]):
+        at, width = f"model.layers.{i}", HEADS * DIM * (2 if kind == "full_attention" else 1)
+        tensors |= {
+            f"{at}.self_attn.q_proj.weight": normal(width, size),
+            f"{at}.self_attn.q_norm.weight": 0.3 * norm(width // HEADS),
+            f"{at}.self_attn.o_proj.weight": normal(size, width),
+            f"{at}.mlp.gate_proj.weight": normal(INNER, size),
+            f"{at}.mlp.up_proj.weight": normal(INNER, size),
+            f"{at}.mlp.down_proj.weight": normal(size, INNER),
+            f"{at}.layer_scalar": torch.full((1,), 0.9),
+        }
+        parts = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        tensors |= {f"{at}.{part}_layernorm.weight": norm(size) for part in parts}
+    if clusters is not None:
+        config["num_centroids"], config["centroid_intermediate_top_k"] = clusters
+        tensors["masked_embedding.centroids.weight"] = normal(clusters[0], size)
+        tensors["masked_embedding.token_ordering"] = torch.randperm(GEMMA4_VOCAB, generator=_GENERATOR)
+    return HeadFile("gemma4_assistant", config, tensors, head_oracles.gemma4, target=f"{family} {shared}")
+
+
 def write_target(folder: Path, kind: str = "llama") -> dict[str, Tensor]:
     """Writes a target, and returns the tables that heads share with it."""
     tiny_target(kind).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    return {"embed": tensors["model.embed_tokens.weight"], "lm_head": tensors["lm_head.weight"]}
+    embed = tensors["model.embed_tokens.weight"]
+    return {"embed": embed, "lm_head": tensors.get("lm_head.weight", embed)}
 
 
 if __name__ == "__main__":

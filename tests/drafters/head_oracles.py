@@ -7,13 +7,16 @@ vocabulary]`` after the anchor and after each drafted token. Nothing here is sha
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma4TextConfig, Gemma4UnifiedTextConfig
 
 Weights = dict[str, Tensor]
 
@@ -305,3 +308,62 @@ def block(
             scores = logits[depth][top] + w["candidate_selector.successor_codebook"][top] @ e
             logits[depth] = torch.full_like(logits[depth], float("-inf")).scatter(0, top, scores)
     return logits
+
+
+@contextlib.contextmanager
+def shared_as_published() -> Iterator[None]:
+    """Gemma 4 configurations of transformers 5.23, in which a drafter's layers may all be without keys, and the last
+    layer of each type shows its keys also where no layer of the target takes them over."""
+    with pytest.MonkeyPatch.context() as patch:
+        for config in (Gemma4TextConfig, Gemma4UnifiedTextConfig):
+            patch.setattr(config, "kv_sharing_modes", property(_sharing_modes))
+        yield
+
+
+def _sharing_modes(config: Any) -> list[str | None]:
+    kept = config.num_hidden_layers - config.num_kv_shared_layers
+    last = {kind: index for index, kind in enumerate(config.layer_types[:kept])}.values()
+    return ["store" if i in last else None for i in range(kept)] + ["reuse"] * config.num_kv_shared_layers
+
+
+def gemma4_drafter(w: Weights, config: dict[str, Any]) -> Any:
+    """transformers' own module of a drafter of Gemma 4; within ``shared_as_published``."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
+    missing, unexpected = model.load_state_dict(w, strict=False)
+    assert not unexpected
+    assert missing == ["lm_head.weight"]
+    model.tie_weights()
+    return model
+
+
+def gemma4_models(w: Weights, config: dict[str, Any], target: Any) -> tuple[Any, Any]:
+    """transformers' own modules of a target of Gemma 4 and of a drafter, for ``gemma4``."""
+    with shared_as_published():
+        model, drafter = type(target)(target.config).eval(), gemma4_drafter(w, config)
+    model.load_state_dict(target.state_dict())
+    return model, drafter
+
+
+@torch.no_grad()
+def gemma4(models: tuple[Any, Any], tokens: list[int], drafted: list[int]) -> Tensor:
+    """Logits ``[1 + drafted, vocabulary]`` behind a text whose last token is the anchor, and behind each drafted token.
+
+    The target computes the text without the anchor; the drafter takes the keys and values that the target shows, and
+    its last state. Tokens of clusters that were not chosen are -inf here.
+    """
+    model, drafter = models
+    out = model(torch.tensor([tokens[:-1]]), output_hidden_states=True, return_shared_kv_states=True)
+    state, logits = out.hidden_states[-1][:, -1:], []
+    for token in [tokens[-1], *drafted]:
+        embedded = model.get_input_embeddings()(torch.tensor([[token]]))
+        made = drafter(
+            inputs_embeds=torch.cat([embedded, state], -1),
+            position_ids=torch.tensor([[len(tokens) - 1]]),
+            shared_kv_states=dict(out.shared_kv_states),
+        )
+        state = made.last_hidden_state
+        logits.append(made.logits[0, 0])
+    every = torch.stack(logits)
+    if drafter.masked_embedding is None:
+        return every
+    return every.masked_fill(every == every.min(-1, keepdim=True).values, float("-inf"))

@@ -93,6 +93,7 @@ ROWS: dict[str, Row] = {
     "early exit": Row(None, least=0.13, refused={Column.RANKS: {"tensor_parallel_size": 2}}),
     "early exit, trained": Row("made:exit", least=0.13, refused={Column.RANKS: {"tensor_parallel_size": 2}}),
     "speculative streaming": Row("synthetic:streams", least=0.15, refused={Column.RANKS: {"tensor_parallel_size": 2}}),
+    "Gemma 4's drafter": Row("synthetic:gemma4_clusters", refused={Column.RANKS: {"tensor_parallel_size": 2}}),
     "lookahead": Row(None, least=0.12),
     "suffixes, in the target": Row(None, least=0.11),
     "draft model, co-located": _DRAFT,

@@ -203,6 +203,7 @@ def requests_of(source: str, column: Column, temperature: float, mode: Mode) -> 
     options: dict[str, Any] = {"ignore_eos": True}
     if column is Column.PROCESSORS:
         options |= PROCESSORS["all"]
+        options["allowed_token_ids"] = [i for i in options["allowed_token_ids"] if i < checkpoint.vocab_size]
     if column is Column.GRAMMAR:
         options = {"structured_output": StructuredOutput(regex=FORMS[embedded])}
     return {

@@ -29,6 +29,8 @@ _METHODS = {
     "medusa": "medusa",
     "mlpspeculator": "mlp_speculator",
     "mlp_speculator": "mlp_speculator",
+    "gemma4_assistant": "gemma4_assistant",
+    "gemma4_unified_assistant": "gemma4_assistant",
 }
 """Parts of architectures, types and names of directories, in lower case, and the method of heads that each names."""
 _MOST_IDS = 64

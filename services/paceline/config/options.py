@@ -110,6 +110,7 @@ HeadMethod = Literal[
     "jetspec",
     "early_exit",
     "speculative_streaming",
+    "gemma4_assistant",
     "lookahead",
     "suffix",
     "draft_model",
@@ -121,6 +122,8 @@ _WITHOUT_WEIGHTS = ("lookahead", "suffix")
 _OF_LAYERS = ("eagle3", "peagle", "dflash", "dspark", "jetspec")
 _OF_TARGET_LAYERS = ("early_exit", "speculative_streaming")
 """Methods that draft with layers of the target itself."""
+_OF_TARGET_KV = (*_OF_TARGET_LAYERS, "gemma4_assistant")
+"""Methods that attend to the target's keys and values."""
 _BESIDE = 8
 """Maximum tokens that a draft model with ``placement: auto`` proposes at once as a head."""
 REMOTE_METHODS = ("mtp", "eagle", *_OF_LAYERS)
@@ -178,6 +181,7 @@ class HeadOptions(Strict):
     method: HeadMethod
     """``draft_model``: a smaller model with the target's tokenizer, in the target's process. ``early_exit``: the first
     layers of the target itself. ``speculative_streaming``: its last layers, on rows with weights of their own.
+    ``gemma4_assistant``: the drafter that Google publishes for each Gemma 4.
     ``lookahead``: n-grams that the target makes up on rows that ride in its steps. ``suffix``: what followed the
     longest end of the text before. The others read the target's hidden states."""
     model: str | None = Field(default=None, min_length=1)
@@ -198,7 +202,7 @@ class HeadOptions(Strict):
     probe: bool = True
     """Test the head when the target starts, on some text that the target writes. A head that predicts almost none of
     it is refused. A warning names a setting with which the head would predict more. False: no test. Draft models, early
-    exits, streams, lookahead and suffixes are not tested."""
+    exits, streams, Gemma 4's drafter, lookahead and suffixes are not tested."""
     probe_file: str | None = Field(default=None, min_length=1)
     """A text file from whose first four paragraphs the target goes on for this. None: sentences of our own."""
 
@@ -238,7 +242,7 @@ class HeadOptions(Strict):
     @property
     def probed(self) -> bool:
         """True if a head of this method can be asked about what its target writes."""
-        return self.method not in ("draft_model", *_OF_TARGET_LAYERS, *_WITHOUT_WEIGHTS)
+        return self.method not in ("draft_model", *_OF_TARGET_KV, *_WITHOUT_WEIGHTS)
 
     def _check_exit(self) -> None:
         if self.boundaries is None and self.model is not None:
@@ -328,7 +332,7 @@ class TargetOptions(ModelOptions):
             needed = (head.lookahead or LookaheadOptions()).num_tokens + 1
             if head.method == "lookahead" and needed > self.max_step_tokens:
                 raise Fault("max_step_tokens", f"is {self.max_step_tokens}: method 'lookahead' needs {needed} at least")
-        method = next((head.method for head in self.heads if head.method in _OF_TARGET_LAYERS), None)
+        method = next((head.method for head in self.heads if head.method in _OF_TARGET_KV), None)
         if method is None:
             return self
         if self.tensor_parallel_size > 1:
@@ -337,7 +341,8 @@ class TargetOptions(ModelOptions):
                 f"is {self.tensor_parallel_size} beside a head of method {method!r}, which needs whole layers: "
                 "1 is allowed",
             )
-        if self.quantization is not None:
+        method = next((head.method for head in self.heads if head.method in _OF_TARGET_LAYERS), None)
+        if method is not None and self.quantization is not None:
             raise Fault(
                 "quantization",
                 f"is {self.quantization!r} beside a head of method {method!r}, whose layers are plain weights: "
@@ -540,10 +545,11 @@ class HeadDraftOptions(Growing):
     def _of_method(self) -> Self:
         if self.method not in REMOTE_METHODS:
             allowed = ", ".join(repr(method) for method in REMOTE_METHODS)
+            needs = "needs the target's keys and values and " if self.method in _OF_TARGET_KV else ""
             raise Fault(
                 "method",
-                f"is {self.method!r}, which is served in the target only (target_config.engine_kwargs.heads): in the "
-                f"draft pool {allowed} are allowed",
+                f"is {self.method!r}, which {needs}is served in the target only (target_config.engine_kwargs.heads): "
+                f"in the draft pool {allowed} are allowed",
             )
         try:
             self.head  # noqa: B018

@@ -266,6 +266,15 @@ _PLACED: tuple[Method, ...] = (
         _TOKENS,
     ),
     Method(
+        "Gemma 4's drafter",
+        Place.TARGET,
+        "gemma4_assistant",
+        "Gemma 4 (Google 2026), by the reference in transformers",
+        "`google/gemma-4-*-it-assistant`: `gemma4_assistant`, `gemma4_unified_assistant`",
+        "the first choice for a Gemma 4: small, and without a cache of its own",
+        _TOKENS,
+    ),
+    Method(
         "lookahead",
         Place.TARGET,
         "lookahead",

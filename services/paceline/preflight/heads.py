@@ -161,7 +161,7 @@ def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: 
     kv_values = (target.kv_values or 0) // max(1, target.num_layers)
     if head.source is None:  # MTP: its weights are in the target's files
         return HeadsSize(borrowed, kv_values, page_values)
-    if head.method in ("medusa", "mlp_speculator"):
+    if head.method in ("medusa", "mlp_speculator", "gemma4_assistant"):
         return HeadsSize(weights + borrowed)
     if head.method == "mtp":
         return HeadsSize(weights + borrowed, kv_values, page_values)
@@ -203,6 +203,8 @@ def _num_borrowed(method: str, names: Iterable[str]) -> int:
     """How many of the target's embedding and LM head a head uses, by the names of its own tensors."""
     if method == "mlp_speculator":
         return 0
+    if method == "gemma4_assistant":  # the target's embedding
+        return 1
     if method == "medusa":
         return int(not any(map(_MEDUSA_LM_HEAD.search, names)))
     return sum(not any(map(own.search, names)) for own in (_EMBEDDING, _LM_HEAD))

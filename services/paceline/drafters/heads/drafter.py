@@ -142,7 +142,8 @@ class HeadDrafter:
             start = len(tokens)
             tokens.extend(each.token_ids[part_of])
             num_rows = positions[-1] + 1
-            parts.append(Part(start, len(tokens), positions, each.pages, 1, num_rows, each.holes, write=True))
+            part = Part(start, len(tokens), positions, each.pages, 1, num_rows, each.holes, write=True)
+            parts.append(_keyless(part) if self.module.keyless else part)
         made: list[Tensor] = []
         with torch.inference_mode():
             given = torch.cat([each.states[part_of] for each in fed])
@@ -291,7 +292,7 @@ class HeadDrafter:
                 first = 1 + variant if self.layers else 1
                 part = Part(start, start + len(own), positions, session.pages, first, session.num_tokens, session.holes)
                 part.above, part.branches = [list(leaf.path_ids[:-1]) for leaf in own], session.branches
-                parts.append(part)
+                parts.append(_keyless(part) if self.module.keyless else part)
                 start = part.stop
             device = states[0].device
             ids = torch.tensor([[leaf.path[-1] for _, own in owners for leaf in own]], device=device)
@@ -358,6 +359,13 @@ class HeadDrafter:
     def _tokens(self, leaf: Leaf) -> list[int]:
         """The anchor and the tokens below it."""
         return [self._sessions[leaf.session_id].anchor, *leaf.path]
+
+
+def _keyless(part: Part) -> Part:
+    """The rows of a ``keyless`` head: at the anchor's position, over the target's rows before it."""
+    anchor = part.num_rows - 1
+    positions = [anchor] * len(part.positions)
+    return Part(part.start, part.stop, positions, part.pages, 0, anchor, alone=True)
 
 
 def _positions(parts: Sequence[Part], device: torch.device) -> Tensor:

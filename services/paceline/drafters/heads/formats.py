@@ -11,6 +11,7 @@ Each method has one or more published formats:
 - ``dflash``, ``dspark``, ``jetspec``: z-lab's, DeepSpec's and the speculators library's (``block_formats.py``).
 - ``early_exit``: ours, as ``paceline train-head`` writes it (``exit_adapter.py``).
 - ``speculative_streaming``: ours, too (``stream_head.py``).
+- ``gemma4_assistant``: Google's drafters of Gemma 4 (``gemma4.py``).
 - ``mtp``: in the target's own files, ``model.layers.{N + k}.*`` of DeepSeek and GLM, or ``mtp.*`` of Qwen.
 """
 
@@ -27,6 +28,7 @@ from paceline.checkpoint.mtp import MTP_LAYER, mtp_modules
 from paceline.drafters.heads.block_formats import read_block
 from paceline.drafters.heads.eagle import Eagle, Eagle3, Eagle3Form, PEagle
 from paceline.drafters.heads.exit_adapter import read_exit
+from paceline.drafters.heads.gemma4 import read_gemma4
 from paceline.drafters.heads.layers import FAMILIES, eagle_config
 from paceline.drafters.heads.medusa import Medusa
 from paceline.drafters.heads.mlp import MLPSpeculator
@@ -354,4 +356,5 @@ READ: dict[str, Callable[[Reading], HeadForm]] = {
     "jetspec": read_block,
     "early_exit": read_exit,
     "speculative_streaming": read_streams,
+    "gemma4_assistant": read_gemma4,
 }

@@ -88,9 +88,11 @@ class HeadPlan:
             ConfigError: a draft vocabulary is not within the target's.
         """
         module = self.load_module(dtype, device)
-        if (module.borrows_embedding and embed is None) or (module.borrows_lm_head and lm_head is None):
-            own_embed, own_lm_head = target_tables(self._facts.checkpoint, dtype, device)
-            embed, lm_head = embed or own_embed, lm_head or pack_layers(own_lm_head)
+        target = self._facts.checkpoint
+        if module.borrows_embedding and embed is None:
+            embed = target_table(target, "get_input_embeddings", dtype, device)
+        if module.borrows_lm_head and lm_head is None:
+            lm_head = pack_layers(target_table(target, "get_output_embeddings", dtype, device))
         module.borrow(embed, lm_head)
         pack_layers(module)
         return HeadDrafter(
@@ -258,22 +260,24 @@ def _require_boundaries(what: str, boundaries: tuple[int, ...], facts: TargetFac
             )
 
 
-def target_tables(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, nn.Module]:
-    """The embedding and the LM head of a target, read from its files: for a head whose target is compiled or sharded.
+def target_table(checkpoint: Checkpoint, getter: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The embedding or the LM head of a target, read from its files: for a head whose target is compiled or sharded.
+
+    ``getter``: the method of the target's model that returns it.
 
     Raises:
-        ConfigError: the files do not name them, or they are more than a matrix.
+        ConfigError: the files do not name it, or it is more than a matrix and a factor.
     """
     model, files = meta_model(checkpoint), WeightFiles.open(_folder(checkpoint.path))
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    made = []
-    for part in (model.get_input_embeddings(), model.get_output_embeddings()):
-        names = [name for name, parameter in parameters.items() if parameter is part.weight]
-        names += [name.removeprefix("model.") for name in names]
-        name = next((name for name in names if name in files.shapes), None)
-        if name is None or next(part.buffers(), None) is not None or len(list(part.parameters())) != 1:
-            raise ConfigError(f"the target {checkpoint.path!r} has a {type(part).__name__} that heads cannot share")
-        weight = files.read([name])[name].to(device=device, dtype=dtype)
-        part.load_state_dict({"weight": weight}, assign=True)
-        made.append(part.requires_grad_(False))
-    return made[0], made[1]
+    part = getattr(model, getter)()
+    names = [name for name, own in model.named_parameters(remove_duplicate=False) if own is part.weight]
+    names += [name.removeprefix("model.") for name in names]
+    name = next((name for name in names if name in files.shapes), None)
+    if (factor := getattr(part, "scalar_embed_scale", None)) is not None:  # of Gemma, which no file holds
+        part.embed_scale = torch.tensor(factor, device=device)
+    if name is None or any(buffer.is_meta for buffer in part.buffers()) or len(list(part.parameters())) != 1:
+        raise ConfigError(f"the target {checkpoint.path!r} has a {type(part).__name__} that heads cannot share")
+    weight = files.read([name])[name].to(device=device, dtype=dtype)
+    part.load_state_dict({"weight": weight}, assign=True)
+    out: nn.Module = part.requires_grad_(False)
+    return out

@@ -83,6 +83,9 @@ class HeadModule(nn.Module, ABC):
     on_target: bool = False
     """True: that pass goes through layers of the target and sees the target's own keys and values, by its layers; its
     first row has the anchor's position, and its states are the logits."""
+    keyless: bool = False
+    """True: it has no keys and values. Its rows of every depth have the anchor's position, and see the target's rows
+    before the anchor alone, by the target's layers."""
     exits: bool = False
     """True: it drafts from the target's own states of the drafted tokens (``unroll`` of ``ExitAdapter``)."""
     alike: bool = False

@@ -60,6 +60,8 @@ class Part:
     """but not these."""
     write: bool = False
     """The rows' own keys and values go to the pages, each to the row of its position."""
+    alone: bool = False
+    """The rows see the pages alone, neither themselves nor one another, and have no keys and values."""
     above: list[list[int]] = field(default_factory=list)
     """Else, of each row: the nodes that it sees; beside them it sees itself."""
     chain: bool = False
@@ -183,7 +185,7 @@ def _others(
 ) -> tuple[Tensor | None, Tensor | None, list[int], Tensor]:
     """Keys, values, positions of what a part sees beside its pages, and which rows see which ``[rows, others]``."""
     n = part.stop - part.start
-    if part.write:
+    if part.write or part.alone:
         return None, None, [], torch.zeros(n, 0, dtype=torch.bool)
     own = key[part.start : part.stop], value[part.start : part.stop]
     part.made[layer] = own

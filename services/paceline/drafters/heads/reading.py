@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,10 @@ class Reading:
             )
         if missing := [key for key in keys if self.config.get(key) is None]:
             raise ConfigError(f"config.json of {self.what} lacks {named(missing)}")
+
+    def nested(self, key: str, values: Mapping[str, Any]) -> Reading:
+        """The source with the configuration under one of its keys in the place of all of it."""
+        return replace(self, what=f"{self.what}, {key}", config=values)
 
     def integer(self, *names: str) -> int | None:
         """The whole number under the first of these keys that is there."""
@@ -198,8 +202,16 @@ def later(x: Tensor) -> Tensor:
     raise AssertionError("the head has not been given the target's tables")
 
 
+def target_config(checkpoint: Checkpoint) -> PretrainedConfig:
+    """The target's configuration."""
+    config: PretrainedConfig = AutoConfig.from_pretrained(
+        checkpoint.location, trust_remote_code=checkpoint.trust_remote_code
+    )
+    return config
+
+
 def meta_model(checkpoint: Checkpoint) -> Any:
     """The target's model without weights."""
     with BUILDING, torch.device("meta"):  # the other engine's model may be built in this process, too
-        config = AutoConfig.from_pretrained(checkpoint.location, trust_remote_code=checkpoint.trust_remote_code)
+        config = target_config(checkpoint)
         return AutoModelForCausalLM.from_config(config, trust_remote_code=checkpoint.trust_remote_code)
