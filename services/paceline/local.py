@@ -29,7 +29,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import require_path
 from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.grammar_trial import GrammarTrials
-from paceline.checkpoint.linear import require_no_linear_layers, require_runnable
+from paceline.checkpoint.linear import require_draft_model, require_runnable
 from paceline.checkpoint.tokenizer import LONG_TEXT, Tokenizer, encode_prompt
 from paceline.checkpoint.vocabulary import require_tokens
 from paceline.config import DraftModel, LocalConfig, RouterConfig
@@ -152,7 +152,7 @@ class LocalPipeline:
         self.tokenizer = tokenizer or self.checkpoint.tokenizer
         if tokenizer is None and isinstance(draft, DraftModel):
             proposes = Checkpoint.open(draft.path, draft.trust_remote_code)
-            require_no_linear_layers(proposes.config, "the draft model", draft.path)
+            require_draft_model(proposes.config, "the draft model", draft.path)
             require_tokens(self.tokenizer, proposes.tokenizer, draft.vocabulary)
         if self.config.generation_config == "auto":
             self.checkpoint.warn_of_settings()

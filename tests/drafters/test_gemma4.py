@@ -18,9 +18,11 @@ from tests.support.models import letters_tokenizer
 from tests.support.pump import Pump, Request, assert_same, plain_reference
 from tests.support.rings import nightly, slow
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.linear import require_draft_model
+from paceline.cli.drafting import choose
 from paceline.cli.flags import heads_of
 from paceline.config import HeadDraftOptions, HeadOptions, TargetOptions, TargetSetup
 from paceline.drafters.at_hand import methods_at_hand
@@ -502,3 +504,35 @@ def test_bad_options_are_refused_by_name() -> None:
         TargetOptions(heads=[head], tensor_parallel_size=2)
     with pytest.raises(ValidationError, match="which needs the target's keys and values and is served in the target"):
         HeadDraftOptions(method=METHOD, model="x")
+    with pytest.raises(ConfigError, match="the draft model is 'x', a gemma4_assistant, which needs the target's keys"):
+        require_draft_model(head_file("gemma4").config, "the draft model", "x")
+
+
+@pytest.mark.parametrize("name", slow(["gemma4", "gemma4_unified"]))
+def test_it_drafts_for_checkpoints_with_images(name: str, tmp_path: Path) -> None:
+    """Published targets have an encoder of images, too. The text is that of the text model, which is found with it."""
+    text = tiny_target(head_file(name).target)
+    sizes: dict[str, Any] = {"text_config": text.config.to_dict()}
+    if name == "gemma4":
+        sizes["vision_config"] = dict.fromkeys(("hidden_size", "intermediate_size"), 16) | {
+            **dict.fromkeys(("head_dim", "global_head_dim"), 8),
+            **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
+            "num_hidden_layers": 1,
+        }
+    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes)).eval()
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.tie_weights()
+    whole.save_pretrained(tmp_path / "Tiny-it")
+    letters_tokenizer(GEMMA4_VOCAB).save_pretrained(tmp_path / "Tiny-it")
+    source = str(head_file(name).write(tmp_path / "tiny-it-assistant"))
+    (found,) = choose(str(tmp_path / "Tiny-it")).heads
+    assert (found.method, found.model) == (METHOD, source)
+    head = open_head(METHOD, source, Checkpoint.open(str(tmp_path / "Tiny-it"))).load(
+        torch.float32, torch.device("cpu")
+    )
+    mounted = MountedHead("gemma4", head, num_tokens=TOKENS)
+    loaded = prepare(whole, compile=False, features=FEATURES)
+    pump = Pump(loaded, None, heads=[mounted], late=0.0, adaptive=False)
+    head.bind(pump.target.runner.cache, pump.target.runner.cache.add_layers(head.layers))
+    assert_same(pump.run(requests_of(1.0)), plain(head_file(name).target, 1.0))
+    assert mounted.stats.rows_used > 0

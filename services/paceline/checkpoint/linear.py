@@ -135,8 +135,14 @@ def require_runnable(config: Mapping[str, Any], stored: Mapping[str, Any] | None
         raise ConfigError(f"{' '.join(wrong)} ({name})")
 
 
-def require_no_linear_layers(config: Mapping[str, Any], key: str, name: str) -> None:
-    """Checks that a draft model has no linear layers. Raises ConfigError, which begins with ``key``."""
+def require_draft_model(config: Mapping[str, Any], key: str, name: str) -> None:
+    """Checks that a draft model has no linear layers, and is no drafter that needs its target's cache. Raises
+    ConfigError, which begins with ``key``."""
+    if (kind := config.get("model_type")) in ("gemma4_assistant", "gemma4_unified_assistant"):
+        raise ConfigError(
+            f"{key} is {name!r}, a {kind}, which needs the target's keys and values: it drafts in the target, as a "
+            "head of method 'gemma4_assistant'"
+        )
     if linear_layers(config) is not None:
         raise ConfigError(
             f"{key} is {name!r}, which has linear attention layers, and these run in a target alone: a model with "

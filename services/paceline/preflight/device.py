@@ -11,7 +11,7 @@ import logging
 import torch
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.linear import require_no_linear_layers
+from paceline.checkpoint.linear import require_draft_model
 from paceline.checkpoint.size import ModelSize, gib
 from paceline.config import DraftSetup, HeadDraftOptions, ModelOptions, TargetSetup
 from paceline.errors import ConfigError
@@ -67,7 +67,7 @@ def require_draft(
         ConfigError: it does not fit.
     """
     source, options = setup.model
-    require_no_linear_layers(checkpoint.config, "the draft model", source)
+    require_draft_model(checkpoint.config, "the draft model", source)
     room = _room(placement, group)
     if (size := _size(checkpoint, options, placement)) is not None:
         _report(check_draft(setup, size, checkpoint.max_model_len, room))

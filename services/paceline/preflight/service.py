@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder
 from paceline.checkpoint.hub import why_not_fetched
-from paceline.checkpoint.linear import require_no_linear_layers, why_not_runnable
+from paceline.checkpoint.linear import require_draft_model, why_not_runnable
 from paceline.checkpoint.pard import parallel_draft
 from paceline.checkpoint.rope import factors_in_use
 from paceline.checkpoint.size import ModelSize, gib
@@ -385,7 +385,7 @@ def _check_together(target: _Model, draft: _Model, max_len: int, options: DraftO
     findings = []
     key = f"{_DRAFT}.model_loading_config"
     try:
-        require_no_linear_layers(draft.checkpoint.config, "its model", draft.checkpoint.path)
+        require_draft_model(draft.checkpoint.config, "its model", draft.checkpoint.path)
         require_tokens(target.tokenizer, draft.tokenizer, options.vocabulary)
         parallel_draft(draft.checkpoint, options.parallel_tokens)
     except ConfigError as error:
