@@ -129,7 +129,7 @@ def test_sampling_parameters_of_a_file_are_its_defaults(tmp_path):
     assert not_honored(checkpoint.generation_config) == ["mirostat is 2"]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3moe", "gemma3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "gemma3", "phi3", "gpt-oss"])
 def test_ranks_read_their_shares_of_a_file(files, tmp_path, name):
     path = files(name)[1]
     checkpoint = Checkpoint.open(str(path))
