@@ -39,7 +39,7 @@ def test_one_client_in_several_threads(server, client):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert errors == []
     assert len(texts) == 160
     assert set(texts.values()) == {TEXT}

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from tests.web.chats import Scripted
 from tests.web.support import edge_over, served
 
-PATIENCE_S = 30
+PATIENCE_S = 300
 
 
 @contextlib.contextmanager
