@@ -146,7 +146,6 @@ class LocalPipeline:
             self.checkpoint.quantization,
             self.checkpoint.path,
             device=target.device,
-            tensor_parallel_size=target.tensor_parallel_size,
             quantization=target.quantization,
         )
         self.tokenizer = tokenizer or self.checkpoint.tokenizer

@@ -78,7 +78,6 @@ def test_a_published_layout_is_served_with_the_text_of_transformers(pipeline: Lo
     ("options", "message"),
     [
         ({"quantization": "int8"}, "quantization is 'int8' and the model has linear attention layers"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 and the model has linear attention layers"),
     ],
 )
 def test_what_does_not_run_with_linear_layers_is_refused(folder: Path, options: dict, message: str) -> None:
@@ -89,7 +88,7 @@ def test_what_does_not_run_with_linear_layers_is_refused(folder: Path, options: 
 
 def test_other_devices_and_quantized_weights_are_refused() -> None:
     config, quantized = hybrid_config("qwen3_next").to_dict(), {"quant_method": "fp8"}
-    options = {"tensor_parallel_size": 1, "quantization": None}
+    options = {"quantization": None}
     assert why_not_runnable(config, None, device="cpu", **options) is None
     for stored, device, option in ((None, "cuda", "device"), (quantized, "cpu", "model")):
         found = why_not_runnable(config, stored, device=device, **options)

@@ -79,13 +79,7 @@ EXCLUDED = {
     "llama, rope dynamic": "rope_type 'dynamic', whose angles depend on the longest sequence",
 }
 """Refused at any degree, with a reason that matches this."""
-_ONE_RANK = "has linear attention layers, whose states are on one rank: use degree 1"
-WHOLE_ONLY = {
-    "olmo_hybrid": _ONE_RANK,
-    "qwen3_5_moe_text": _ONE_RANK,
-    "qwen3_5_text": _ONE_RANK,
-    "qwen3_next": _ONE_RANK,
-}
+WHOLE_ONLY: dict[str, str] = {}
 """Refused at degree 2."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from paceline.checkpoint.quantization import method_of
 from paceline.errors import ConfigError
@@ -28,6 +28,15 @@ class LinearSpec:
     value_dim: int
     width: int
     """Tokens that the convolution reads, the current one included."""
+
+    @classmethod
+    def of(cls, layer: Any) -> Self:
+        """The sizes of a layer of transformers."""
+        return cls(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim, layer.conv_kernel_size)
+
+    def of_rank(self, degree: int) -> LinearSpec:
+        """The sizes of one of ``degree`` ranks."""
+        return replace(self, key_heads=-(-self.key_heads // degree), value_heads=-(-self.value_heads // degree))
 
     @property
     def conv_dim(self) -> int:
@@ -102,7 +111,6 @@ def why_not_runnable(
     stored: Mapping[str, Any] | None,
     *,
     device: str,
-    tensor_parallel_size: int,
     quantization: str | None,
 ) -> tuple[str, str] | None:
     """The option with which a model with linear layers cannot run, and why not, which continues a sentence that begins
@@ -112,14 +120,11 @@ def why_not_runnable(
         config: the model's.
         stored: the quantization that its weights come with; None: they are plain.
         device: type of the device.
-        tensor_parallel_size: ranks.
         quantization: the option.
     """
     if linear_layers(config) is None:
         return None
     has = "and the model has linear attention layers"
-    if tensor_parallel_size > 1:
-        return "tensor_parallel_size", f"is {tensor_parallel_size} {has}, whose states are on one rank: 1 is allowed"
     if device == "cuda":
         return "device", f"is 'cuda' {has}, which run on the CPU alone: 'cpu' is allowed"
     if quantization is not None:

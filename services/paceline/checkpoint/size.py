@@ -57,6 +57,7 @@ class ModelSize:
             kv_values=self.kv_values and self.kv_values // self.num_kv_heads * kv_heads,
             num_kv_heads=kv_heads,
             intermediate_size=-(-self.intermediate_size // size),
+            linear=self.linear and replace(self.linear, spec=self.linear.spec.of_rank(size)),
         )
 
     @property

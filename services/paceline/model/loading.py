@@ -186,7 +186,6 @@ def load_model(
         checkpoint.quantization,
         checkpoint.path,
         device=device.type,
-        tensor_parallel_size=options.tensor_parallel_size,
         quantization=options.quantization,
     )
     can_compile = _can_compile(device, group)

@@ -189,8 +189,9 @@ def arrays_of(shape: StepShape, buffer: Tensor) -> StepArrays:
 
 
 _ALL_RULES = Shapes()
-_NUM_SIZES = 9
-"""Integers that begin a frame: the wanted logits, the shape, and how many pages are copied."""
+_NUM_SIZES = 10
+"""Integers that begin a frame: the wanted logits, the shape, how many pages are copied, how many numbers of linear
+layers there are."""
 
 
 class StepPlan(NamedTuple):
@@ -309,23 +310,28 @@ class StepPlan(NamedTuple):
 
     def encode(self) -> bytes:
         """A frame for ``decode``: the sizes and all integers as int32, then the tree's bits."""
-        assert self.linear is None, "models with linear layers have one rank"
         values, front = self.buffer.numpy(), self.shape.num_integers * INTEGER_BYTES
-        sizes = (self.num_logits, *self.shape.numbers, len(self.copies))
-        integers = (np.array((*sizes, *chain(*self.copies))), values[:front].view(np.int64))
+        linear = array("q") if self.linear is None else self.linear.encode()
+        sizes = (self.num_logits, *self.shape.numbers, len(self.copies), len(linear))
+        integers = (np.array((*sizes, *chain(*self.copies), *linear)), values[:front].view(np.int64))
         return np.concatenate(integers).astype(np.int32).tobytes() + values[front:].tobytes()
 
     @classmethod
     def decode(cls, frame: bytes) -> Self:
         """The plan that another rank has encoded."""
         sizes: list[int] = np.frombuffer(frame, np.int32, _NUM_SIZES).tolist()
-        num_logits, tokens, writes, wanted, rows, row_len, pages, is_tree, num_copies = sizes
-        shape, num = StepShape(tokens, writes, wanted, rows, row_len, pages, bool(is_tree)), _NUM_SIZES + 2 * num_copies
-        copied = np.frombuffer(frame, np.int32, num)[_NUM_SIZES:].reshape(-1, 2).tolist()
+        num_logits, tokens, writes, wanted, rows, row_len, pages, is_tree, num_copies, num_linear = sizes
+        shape = StepShape(tokens, writes, wanted, rows, row_len, pages, bool(is_tree))
+        first = _NUM_SIZES + 2 * num_copies
+        num = first + num_linear
+        lists = np.frombuffer(frame, np.int32, num)
+        copied, linear = lists[_NUM_SIZES:first].reshape(-1, 2).tolist(), lists[first:].tolist()
         buffer, front = np.empty(shape.num_bytes, np.uint8), shape.num_integers * INTEGER_BYTES
         buffer[:front].view(np.int64)[:] = np.frombuffer(frame, np.int32, shape.num_integers, 4 * num)
         buffer[front:] = np.frombuffer(frame, np.uint8, offset=4 * (num + shape.num_integers))
-        return cls(num_logits, shape, torch.from_numpy(buffer), tuple((source, target) for source, target in copied))
+        copies = tuple((source, target) for source, target in copied)
+        step = LinearStep.decode(linear) if linear else None
+        return cls(num_logits, shape, torch.from_numpy(buffer), copies, step)
 
 
 def _lay_out(

@@ -264,7 +264,6 @@ def _read_model(
         checkpoint.config,
         checkpoint.quantization,
         device="cuda" if _on_gpu(config) else "cpu",
-        tensor_parallel_size=options.tensor_parallel_size,
         quantization=options.quantization,
     )
     if wrong is not None:

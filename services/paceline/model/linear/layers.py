@@ -60,21 +60,23 @@ def replace_linear_layers(model: PreTrainedModel, name: str) -> dict[int, Linear
         ConfigError: a layer does not compute what ``gated_delta`` does.
     """
     specs: dict[int, LinearSpec] = {}
-    for module in model.modules():
-        if (project := _PROJECTIONS.get(type(module).__name__)) is None:
-            continue
+    for _, module in linear_modules(model):
+        project = _PROJECTIONS[type(module).__name__]
         if getattr(module, "activation", "silu") != "silu":
             raise ConfigError(f"{name} has linear layers with hidden_act {module.activation!r}: 'silu' is allowed")
-        specs[int(module.layer_idx)] = spec = LinearSpec(
-            module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim, module.conv_kernel_size
-        )
+        specs[int(module.layer_idx)] = spec = LinearSpec.of(module)
         module.forward = partial(_forward, module, project, spec, _Weights.of(module))
     return specs
 
 
+def linear_modules(model: PreTrainedModel) -> list[tuple[str, Any]]:
+    """The layers that ``replace_linear_layers`` replaces, in its order, with their names."""
+    return [(name, module) for name, module in model.named_modules() if type(module).__name__ in _PROJECTIONS]
+
+
 def linear_indices(model: PreTrainedModel) -> list[int]:
-    """Indices of the layers that ``replace_linear_layers`` replaces, in its order."""
-    return [int(module.layer_idx) for module in model.modules() if type(module).__name__ in _PROJECTIONS]
+    """Indices of these layers."""
+    return [int(module.layer_idx) for _, module in linear_modules(model)]
 
 
 class _Weights(NamedTuple):

@@ -17,7 +17,6 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from paceline.checkpoint.linear import linear_layers
 from paceline.errors import ConfigError
 from paceline.model.local_config import (
     HEADS,
@@ -30,6 +29,7 @@ from paceline.model.local_config import (
     smaller,
     values_of,
 )
+from paceline.model.parallel.linear import LINEAR_HEADS, LinearParts
 from paceline.model.parallel.tables import QKV, divided_sizes, own_plan, written_out
 
 Range = tuple[int, int]
@@ -119,9 +119,10 @@ class _Planner:
         self.model = meta_model(self.config)
         self.name = f"{type(self.model).__name__} ({config.model_type})"
         self.shapes = shapes_of(self.model)
-        if linear_layers(config.to_dict()) is not None:
-            raise ConfigError(f"{self.name} has linear attention layers, whose states are on one rank: use degree 1")
-        plan: dict[str, str] = dict(getattr(self.model, "tp_plan", None) or {})
+        self.linear = LinearParts.of(self.model, self.shapes, rank, degree)
+        own_parts = {_pattern(name.rpartition(".")[0]) for name in self.linear.parameters}
+        theirs: dict[str, str] = getattr(self.model, "tp_plan", None) or {}
+        plan = {key: style for key, style in theirs.items() if key not in own_parts}
         if not any(style in _SHARDING for key, style in plan.items() if "*" in key):
             if not (own := own_plan(config)):
                 raise ConfigError(f"{self.name} has no tensor-parallel plan, in transformers or here: use degree 1")
@@ -133,7 +134,8 @@ class _Planner:
         self.styles = plan
         self.embedding, self.head = self._vocabulary_modules()
         outside = (f"{self.embedding}.", f"{self.head}.")
-        self.body = {name: shape for name, shape in self.shapes.items() if not name.startswith(outside)}
+        others = {name: shape for name, shape in self.shapes.items() if name not in self.linear.parameters}
+        self.body = {name: shape for name, shape in others.items() if not name.startswith(outside)}
 
     def plan(self) -> ShardPlan:
         values = values_of(self.config)
@@ -146,10 +148,11 @@ class _Planner:
         elif HEADS not in chosen:
             chosen.discard(KV_HEADS)
         self._leave_whole({name for key in chosen for name in follows.get(key, ())})
-        self.split = {key: values[key] for key in chosen}
+        heads = self._linear_heads()
+        self.split = {key: values[key] for key in chosen} | heads
         self._check_degree(self.split)
 
-        local = {key: max(1, values[key] // self.degree) for key in chosen}
+        local = {key: max(1, value // self.degree) for key, value in self.split.items()}
         config = changed(self.config, local)
         model = meta_model(config)
         shapes = shapes_of(model)
@@ -173,7 +176,8 @@ class _Planner:
                 f"{self.name} normalizes over whole projections ({gathered[0]}), of which {values[KV_HEADS]} KV "
                 f"heads cannot be repeated on {self.degree} ranks: {whole}"
             )
-        summed = self._summed(parameters)
+        summed = (*self._summed(parameters), *self.linear.summed)
+        self._add_linear(parameters, shapes)
         vocab_size = self.shapes[f"{self.head}.weight"][0]
         width = -(-vocab_size // self.degree)
         vocab = (self.rank * width, min((self.rank + 1) * width, vocab_size))
@@ -206,6 +210,17 @@ class _Planner:
             vocab=vocab,
             vocab_width=width,
         )
+
+    def _linear_heads(self) -> dict[str, int]:
+        text = self.config.get_text_config()
+        return {key: int(getattr(text, key)) for key in LINEAR_HEADS} if self.linear.parameters else {}
+
+    def _add_linear(self, parameters: dict[str, ParameterShard], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Adds the parts of gated delta layers, if the smaller model holds the same."""
+        for name, part in self.linear.parameters.items():
+            parameters[name] = shard = ParameterShard(self.shapes[name], part.dim, part.ranges)
+            if shard.local_shape != shapes[name]:
+                raise self._only_whole(f"{name} is {shapes[name]} on a rank, not {shard.local_shape}")
 
     def _attribute(self, path: str) -> int:
         module, _, name = path.rpartition(".")
