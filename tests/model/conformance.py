@@ -294,8 +294,7 @@ in bfloat16: at most {BF16_LIMIT} at degree 1 and {RANKS_LIMIT} at degree 2. The
 rows of five stay below, since with experts a rounding can choose another expert.
 
 *Same bits* is the verdict of the self-test that a target runs when it starts (`batch_invariant`), eagerly on the CPU
-that wrote the row: verification gives the bits of decoding, or so many rows of so many differ. A number in float32
-alone is of a CPU with AMX, where torch rounds products of few rows otherwise: `llama` has 582 of 678 there, too.
+that wrote the row, one with AMX: verification gives the bits of decoding, or how many of its rows differ.
 
 *Of a rank* is the part of the parameters that each of two ranks holds: what a plan leaves out, such as latent
 attention, every rank has whole.
