@@ -44,6 +44,8 @@ GUARDS_ELSEWHERE = {
     "lossless/test_pool_drafters.py::test_a_wrong_q_is_caught": {"slow"},
     "model/attention/test_native.py::test_mutants_are_noticed": {"slow"},
     "model/compiled/test_blocks.py::test_scales_of_another_row_are_noticed": {"slow"},
+    "model/parallel/test_linear.py::test_a_rank_that_copies_no_rows_is_noticed": {"nightly"},
+    "model/test_linear_native.py::test_mistakes_are_noticed": {"slow", "nightly"},
     "model/test_quantized.py::test_verifying_with_another_copy_of_the_weights_is_caught": {"slow"},
     "plan/test_advice.py::test_a_forecast_that_forgets_what_drafting_costs_is_noticed": {"tools"},
     "runtime/test_ranks.py::test_a_rank_that_draws_by_another_seed_is_caught": {"slow"},

@@ -88,7 +88,7 @@ def test_a_step_with_other_logits_than_the_bare_one_is_noticed(mutant: bool, tmp
     step = prepare(noisy_copy(model, 1e-3) if mutant else model, compile=False, **SOME).step
     path = tmp_path / "step.pt2"
     path.touch()
-    asked = (step, bare.step, model, bare.layers, None, path)
+    asked = (step, bare.step, model, bare.layers, None, path, None)
     if mutant:
         with pytest.raises(ConfigError, match=r"other logits than without in \d+ of 192 rows: set comp"):
             aot._require_same_logits(*asked)

@@ -103,7 +103,7 @@ def test_compiled_ranks_have_the_bits_of_decoding(family: str, tmp_path: Path) -
     assert on_two_ranks(family, BF16, tmp_path, compile=True)[1:] == (True, 0)
 
 
-@pytest.mark.parametrize("family", slow(["qwen3_5_text"]))
+@pytest.mark.parametrize("family", nightly(["qwen3_5_text"]))
 def test_a_rank_that_copies_no_rows_is_noticed(family: str, tmp_path: Path) -> None:
     assert on_two_ranks(family, FP32, tmp_path, uncopied)[2] > 0
 
