@@ -144,7 +144,7 @@ def model_of(method: Method, heads: Path | None, folder: Path, pard_steps: int) 
         return adapted_for_pard(folder / "pard", tokens_at_once, pard_steps)
     if kind in ("model", "draft_model", "cascade"):
         return "paceline/embedded-draft"
-    if heads is None or not method.reads:
+    if heads is None or not method.reads or kind == "gemma4_assistant":  # that one drafts for a Gemma 4 alone
         return None
     if not (heads / kind / "report.json").is_file():
         raise SystemExit(f"--heads is {heads}: it holds no trained {kind}, which benchmarks/train_heads.py makes")

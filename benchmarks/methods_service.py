@@ -98,7 +98,8 @@ def served(made: Path, heads: Path, names: Sequence[str], num_steps: int) -> Ite
         kind = str(method.options.get("method", method.kind))
         if (model := model_of(method, None, made, num_steps)) is None and method.needs_model and kind in get_args(Kind):
             model = made_head(kind, heads / kind, num_steps)
-        yield method, model
+        if model is not None or not method.reads:
+            yield method, model
 
 
 def configuration(method: Method, model: str | None, at_once: int) -> dict[str, Any]:
