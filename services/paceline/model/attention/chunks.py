@@ -8,13 +8,15 @@ and in a step of several sessions that is another one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError
+
+if TYPE_CHECKING:  # importing it takes a second, and layouts need it not
+    from transformers import PreTrainedModel
 
 CHUNKED = "chunked_attention"
 """The name of such a layer in configurations."""
