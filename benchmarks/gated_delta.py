@@ -22,7 +22,6 @@ import ctypes
 import os
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
+from linear import fastest_s
 from paceline.checkpoint.linear import CHUNK, LinearSpec, Slots
 from paceline.cli.table import table
 from paceline.core.native import find_compiler
@@ -67,18 +67,6 @@ extern "C" void form_r(float* states, const float* q, const float* k, const floa
   }
 }
 """
-
-
-def fastest_s(ways: list[Callable[[], object]], seconds: float) -> list[float]:
-    """Fastest seconds of each way; they take turns for ``seconds``, and at least three times."""
-    best, turns, end = [float("inf")] * len(ways), 0, time.perf_counter() + seconds
-    while turns < 3 or time.perf_counter() < end:
-        for i, way in enumerate(ways):
-            started = time.thread_time()
-            way()
-            best[i] = min(best[i], time.thread_time() - started)
-        turns += 1
-    return best
 
 
 def recurrent() -> ctypes.CDLL:
