@@ -695,6 +695,14 @@ class Round:
         """True if a head of the target made the proposal."""
         return self.head_drafted > 0
 
+    def first(self, num_tokens: int) -> Round:
+        """The round if its client gets only the first ``num_tokens`` tokens: the others do not count as accepted."""
+        if self.num_accepted <= num_tokens:
+            return self
+        lookup = min(self.lookup_accepted, num_tokens)
+        head = min(self.head_accepted, num_tokens - lookup)
+        return replace(self, num_accepted=num_tokens, lookup_accepted=lookup, head_accepted=head)
+
 
 Execution = Literal["eager", "compiling", "compiled", "failed", ""]
 """How a model runs on a CPU: ``compiling`` is eagerly until its compilation ends, ``failed`` eagerly because that

@@ -16,15 +16,16 @@ def decode(token_ids):
     return bytes(token_ids).decode("utf-8", "replace")
 
 
-def outcome(session, tokens, accepted=0, finish=None, epoch=None, cause=Cause.HIT, at=None):
-    """At the end of the session's history unless ``at`` says otherwise."""
+def outcome(session, tokens, accepted=0, finish=None, epoch=None, cause=Cause.HIT, at=None, maker="draft"):
+    """At the end of the session's history unless ``at`` says otherwise. ``maker``: draft, lookup or head."""
+    made = {} if maker == "draft" else {f"{maker}_drafted": accepted, f"{maker}_accepted": accepted}
     return Outcome(
         session.session_id,
         session.target_epoch if epoch is None else epoch,
         len(session._history) if at is None else at,
         tuple(tokens),
         tuple(-0.5 for _ in tokens),
-        Round(accepted, accepted, cause),
+        Round(accepted, accepted, cause, **made),
         finish,
     )
 
@@ -42,14 +43,15 @@ def make(mode=Mode.OVERLAPPED, stop=(), clock=lambda: 0.0, **sampling):
     )
 
 
-def feed(session, text, sizes=None, finish=FinishReason.LENGTH):
-    """Delivers ``text`` as outcomes of the given sizes; the last one finishes. Returns the chunks."""
+def feed(session, text, sizes=None, finish=FinishReason.LENGTH, maker="draft"):
+    """Delivers ``text`` as outcomes of the given sizes, all but their last tokens drafted by ``maker``; the last one
+    finishes. Returns the chunks."""
     data = deque(text.encode())
     chunks = []
     sizes = deque(sizes or [1] * len(data))
     while data and not session.finished:
         size = max(1, sizes.popleft()) if sizes else 1
         tokens = [data.popleft() for _ in range(min(size, len(data)))]
-        session.on_target(outcome(session, tokens, len(tokens) - 1, None if data else finish))
+        session.on_target(outcome(session, tokens, len(tokens) - 1, None if data else finish, maker=maker))
         chunks += session.digest().chunks
     return chunks

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.router.sessions import PROMPT, decode, feed, make, outcome
+from tests.support.messages import sent
 
-from paceline.errors import InvalidRequestError
+from paceline.errors import EngineError, InvalidRequestError
 from paceline.messages import CloseSession, Commit, DraftState, InFlight, Node, Nodes, OpenSession, SessionFailed
 from paceline.router import session as session_module
 from paceline.router.session import Actions, RelayStats, Session
-from paceline.types import FinishReason, Mode, SamplingParams, SpeculationParams
+from paceline.rpc.generation import chunk_from_proto, chunk_to_proto
+from paceline.types import FinishReason, Mode, Round, SamplingParams, SpeculationParams
 
 
 def test_open_in_plain_mode_leaves_the_draft_alone():
@@ -231,11 +235,12 @@ def test_refused_requests():
     stops=st.lists(st.text(alphabet="abcé中🙂", min_size=1, max_size=4), max_size=3),
     sizes=st.lists(st.integers(1, 6), max_size=20),
     include=st.booleans(),
+    maker=st.sampled_from(["draft", "lookup", "head"]),
 )
-def test_chunks_are_the_text_up_to_the_first_stop(text, stops, sizes, include):
+def test_chunks_are_the_text_up_to_the_first_stop(text, stops, sizes, include, maker):
     session = make(stop=tuple(stops), include_stop_str_in_output=include)
     session.open()
-    chunks = feed(session, text, sizes)
+    chunks = feed(session, text, sizes, maker=maker)
     result = session.result
     assert result is not None
     # the obvious twin: character by character, the stop that is complete first ends the text where it begins
@@ -254,6 +259,16 @@ def test_chunks_are_the_text_up_to_the_first_stop(text, stops, sizes, include):
     assert sum((c.token_ids for c in chunks), ()) == result.token_ids
     assert all("\N{REPLACEMENT CHARACTER}" not in c.text for c in chunks)
     assert len(result.logprobs) == len(result.token_ids) == result.usage.completion_tokens
+    arrived = [chunk_from_proto(sent(chunk_to_proto(c, prompt_tokens=3, completion_tokens=9))) for c in chunks]
+    assert [c.round for c in arrived] == [c.round for c in chunks], "a round that a client refuses ends its stream"
+    stats = result.speculation
+    assert stats.lookup_accepted + stats.head_accepted == (0 if maker == "draft" else stats.accepted)
+
+
+def test_a_round_that_is_cut_without_its_maker_ends_the_stream_of_a_client(monkeypatch):
+    monkeypatch.setattr(Round, "first", lambda self, n: replace(self, num_accepted=min(self.num_accepted, n)))
+    with pytest.raises(EngineError, match="a round of cause"):
+        test_chunks_are_the_text_up_to_the_first_stop.hypothesis.inner_test("aabb", ["a"], [4], False, "lookup")
 
 
 # -- what stop strings cost --------------------------------------------------------------------------------------------

@@ -565,10 +565,7 @@ class Session:
         num_tokens, segments, finish_reason = self._decide(outcome.token_ids, drafted, outcome.finish_reason)
         token_ids, logprobs = outcome.token_ids[:num_tokens], outcome.logprobs[:num_tokens]
         trace = None if self._tracer is None else self._tracer.take()
-        # a stop string may have cut it: what the client does not get does not count as accepted
-        round_ = outcome.round
-        if round_.num_accepted > num_tokens:
-            round_ = replace(round_, num_accepted=num_tokens)
+        round_ = outcome.round.first(num_tokens)  # a stop string may have cut it
         self.stats.add(round_)
         self._emitted += token_ids
         self._logprobs += logprobs
