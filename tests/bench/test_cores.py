@@ -42,7 +42,7 @@ def test_what_is_measured_on_one_core_is_what_the_plan_reads(monkeypatch: pytest
     assert all(rate > 0 for rate in rates.values())
     assert all(r.prefill_s > 0 for r in measured)
     entry = cores.as_json(record)
-    with pytest.raises(ConfigError, match="the draft beside a target of 1 threads was never asked"):
+    with pytest.raises(ConfigError, match="with a target of 1 threads the draft was never asked"):
         core_times({**entry, "draft_s": []})
     times = core_times({**entry, "draft_s": entry["draft_s"] or [(1, 1e-3)]})  # a busy machine may not ask
     assert times.draft.seconds(1) > 0

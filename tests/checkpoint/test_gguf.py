@@ -172,7 +172,9 @@ def test_a_model_in_several_files(tmp_path, files):
         assert all(torch.equal(found[key], tensor) for key, tensor in want.items())
     others[1].unlink()
     for source in (tmp_path, first):
-        with pytest.raises(ConfigError, match=f"is one of {len(others)} files, and {others[1].name} is not beside it"):
+        with pytest.raises(
+            ConfigError, match=f"is one of {len(others)} files, and {others[1].name} is missing in its directory"
+        ):
             Checkpoint.open(str(source))
 
 

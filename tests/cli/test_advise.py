@@ -98,7 +98,9 @@ def test_a_run_of_threads_gives_times_acceptance_and_cpu_threads(
     assert "cpu_threads: 2" in (printed := capsys.readouterr().out)
     assert "not forecast: targets" not in printed
     assert main(["advise", "--from", str(RUN), "--devices", "2"]) == 0
-    assert "not forecast: targets of 2 cores. No step of so many threads was measured" in capsys.readouterr().out
+    assert (
+        "not forecast: targets of 2 cores. No step with this number of threads was measured" in capsys.readouterr().out
+    )
     colder = advised(capsys, *arguments, "--temperature", "1")["acceptance"]["draft model, overlapped"]["value"]
     assert colder == pytest.approx(0.563, abs=1e-3)
 
@@ -126,7 +128,7 @@ def test_a_head_in_the_pool_is_forecast_ahead_only_with_what_was_measured(capsys
     assert mode("--kept", "1") == "overlapped"
     assert main(["advise", "--devices", "2", *STEP]) == 0
     printed = capsys.readouterr().out
-    assert "heads in the draft pool draft in turn with the target: what is left of it ahead is measured" in printed
+    assert "heads in the draft pool take turns with the target; --kept R is the measured acceptance" in printed
 
 
 def test_a_plugin_is_forecast_by_what_was_measured_of_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +172,7 @@ def test_what_does_not_fit_is_named_with_the_reason(
     found = advised(capsys, *target, "--draft", str(pair / "draft"))
     assert modelless | {"draft model, co-located"} == {f["name"] for f in found["forecasts"]}
     assert main(["advise", *target, "--draft", str(pair / "draft")]) == 0
-    assert "not draft model, overlapped: --devices 1 leaves no device beside one target" in capsys.readouterr().out
+    assert "not draft model, overlapped: --devices 1 leaves no device for a draft" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -183,8 +185,8 @@ def test_what_does_not_fit_is_named_with_the_reason(
         (["--measure", "--temperature", "9"], "--temperature is 9: it must be from 0 to 2"),
         (["--measure", "--prompts-file", "/nowhere"], "--prompts-file is '/nowhere': it cannot be read"),
         ([*STEP, "--bandwidth-gb-s", "900"], "--target-step-ms is 10 while --bandwidth-gb-s is 900: give one"),
-        (["--from", str(RUN), *STEP], "--target-step-ms is 10 beside --from"),
-        (["--from", str(RUN), "--devices", "2", "--target-devices", "2"], "--target-devices is 2 beside --from"),
+        (["--from", str(RUN), *STEP], "--target-step-ms is 10 with --from"),
+        (["--from", str(RUN), "--devices", "2", "--target-devices", "2"], "--target-devices is 2 with --from"),
         (["--from", str(RUN), "--temperature", "0.5"], "--temperature 0.5 is not in"),
         (["--from", "/nowhere"], "/nowhere cannot be read as JSON"),
         (["--method", "EAGLE"], "--method is 'EAGLE': no checkpoint of it is at hand"),

@@ -142,18 +142,18 @@ def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pyte
             "these are needed: --acceptance (or --from FILE); --sessions or --requests-per-s; --slo-itl-ms",
         ),
         ({"--draft": "a/c"}, "--draft a/c is given without --cpu-cores"),
-        ({"--cpu-cores": "2", "--target-devices": "2"}, "--target-devices 2 is given beside --cpu-cores 2"),
-        ({"--cpu-cores": "2", "--sessions": None, "--requests-per-s": "1"}, "--requests-per-s 1 is given beside"),
+        ({"--cpu-cores": "2", "--target-devices": "2"}, "--target-devices 2 is given with --cpu-cores 2"),
+        ({"--cpu-cores": "2", "--sessions": None, "--requests-per-s": "1"}, "--requests-per-s 1 is given with"),
         ({"--sessions": None}, "one of --sessions and --requests-per-s is needed, and not both"),
         ({"--requests-per-s": "1"}, "one of --sessions and --requests-per-s is needed, and not both"),
         ({"--from": "nothing.json"}, "nothing.json cannot be read as JSON"),
         ({"--at-temperature": "1"}, "--at-temperature 1 is given without --from"),
-        ({"--draft-path-ms": "1", "--rule": "rejection"}, "--draft-path-ms 1 is given beside --rule rejection"),
-        ({"--siblings": "0.6", "--hit-rate": "0.8"}, "--siblings 0.6 is given beside --hit-rate 0.8"),
+        ({"--draft-path-ms": "1", "--rule": "rejection"}, "--draft-path-ms 1 is given with --rule rejection"),
+        ({"--siblings": "0.6", "--hit-rate": "0.8"}, "--siblings 0.6 is given with --hit-rate 0.8"),
         ({"--branch-ms": "0.1"}, "--branch-ms 0.1 is given without --trees"),
         ({"--lookup-share": "0.5"}, "--lookup-share 0.5 is given without --trees"),
         ({"--draft-on-target-nodes": "", "--draft-devices": "1"}, "--draft-devices 1 is given with --draft-on-target"),
-        ({"--draft-on-target-nodes": "", "--cpu-cores": "4"}, "--draft-on-target-nodes 1 is given beside --cpu-cores"),
+        ({"--draft-on-target-nodes": "", "--cpu-cores": "4"}, "--draft-on-target-nodes 1 is given with --cpu-cores"),
         ({"--head-acceptance": "0.6"}, "--head-acceptance 0.6 is given without --head-step-ms"),
         ({"--head-step-ms": "1", "--head-tokens": "3"}, "--head-step-ms 1 is given without --head-acceptance"),
     ],
@@ -168,7 +168,7 @@ def test_whole_trees(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan({"--lookup-share": "0.5"}, "--trees") == EXIT_USAGE
     assert "--lookup-share and --lookup-acceptance: both or neither" in capsys.readouterr().err
     assert plan({"--cpu-cores": "2"}, "--trees") == EXIT_USAGE
-    assert "--trees 1 is given beside --cpu-cores 2" in capsys.readouterr().err
+    assert "--trees 1 is given with --cpu-cores 2" in capsys.readouterr().err
     rates, flags = [], {"--sessions": "2", "--siblings": "0.75", "--fan-out": "4", "--min-path-prob": "0.01"}
     lookups = {"--branch-ms": "0.1", "--lookup-share": "0.9", "--lookup-acceptance": "0.99"}
     for changes, more in ((flags, ()), (flags, ("--trees",)), (flags | lookups, ("--trees",))):
@@ -392,7 +392,7 @@ def test_the_layouts_of_cores_end_with_a_configuration(tmp_path: Path, capsys: p
     assert ServiceConfig.parse(found["config"]) == config
     assert len(found["layouts"]) == 5
     assert main([*given, "2", "--target-step-ms", "14"]) == EXIT_USAGE
-    assert "--target-step-ms 14 is given beside --from" in capsys.readouterr().err
+    assert "--target-step-ms 14 is given with --from" in capsys.readouterr().err
     assert [layout["measured"] for layout in found["layouts"]] == [
         240.0,
         pytest.approx(151.6, abs=0.1),
@@ -414,7 +414,7 @@ def test_threads_that_were_not_measured_are_named_with_the_command(
     assert main([*given, "4", "--from", run_of_cores(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "not forecast: overlapped, 1 target of 3 cores and 1 draft; plain, 1 target of 4 cores; co-located" in out
-    assert "paceline bench local --cpu-threads 3,4 --json FILE does it" in out
+    assert "paceline bench local --cpu-threads 3,4 --json FILE, and read the file" in out
     assert main([*given, "2", "--from", str(RESULTS / "local-light.json")]) == 0
     assert "not forecast: plain, 1 target of 2 cores; co-located, 1 target of 2 cores" in capsys.readouterr().out
     times = ("--target-step-ms", "14", "--draft-step-ms", "1.4", "--acceptance", "0.8")

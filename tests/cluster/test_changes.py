@@ -90,7 +90,7 @@ def test_what_sessions_see_meanwhile():
     assert meanwhile("Target", surge).startswith("successors start first, with room for 1 more")
     five = "target_config.deployment_config.num_replicas=5"
     assert meanwhile("Target", surge, five).startswith("successors start first, with room for 2 more")
-    assert meanwhile("Target", five) == "one after the other; sessions go on at those that serve"
+    assert meanwhile("Target", five) == "one after the other; sessions continue on the other replicas"
 
 
 @pytest.fixture

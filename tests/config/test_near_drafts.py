@@ -63,7 +63,7 @@ def test_the_monitor_wants_no_more_than_one_for_each_target(given: float | str |
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"target": {"ray_actor_options": {}}}, "names no nodes: give it an accelerator_type, or a label_selector"),
-    ({"device": "cuda"}, "engine_kwargs.device is 'cuda': a draft beside its target runs on 'cpu'"),
+    ({"device": "cuda"}, "engine_kwargs.device is 'cuda': a draft on its target's node runs on 'cpu'"),
     ({"device": "auto"}, "engine_kwargs.device is 'auto'"),
     ({"draft": {"ray_actor_options": {"num_gpus": 0.5}}}, "while num_gpus is set"),
     ({"draft": {"ray_actor_options": {"label_selector": {"a": "b"}}}}, "a label_selector of the draft's own"),

@@ -311,7 +311,7 @@ def test_a_key_of_the_other_kind_of_draft():
 
 AUTOSCALING = "target_config.deployment_config.autoscaling_config"
 CONTRADICTIONS = {
-    "target_config.engine_kwargs.background_compilation is true beside compile false: leave one of them out": {
+    "target_config.engine_kwargs.background_compilation is true beside compile false: leave one out": {
         "target_config": {"engine_kwargs": {"background_compilation": True, "compile": False}}
     },
     "draft_config.engine_kwargs.background_compilation is true with tensor_parallel_size 2, whose ranks are "
@@ -324,13 +324,13 @@ CONTRADICTIONS = {
     "draft_config.engine_kwargs.min_match is 5: it must be at most max_match, which is 4": {
         "draft_config": {"kind": "ngram", "engine_kwargs": {"min_match": 5}}
     },
-    "router_config.deployment_config.num_replicas is 2 beside an autoscaling_config: give one of them": {
+    "router_config.deployment_config.num_replicas is 2 with an autoscaling_config: give one of them": {
         "router_config": {"deployment_config": {"num_replicas": 2, "autoscaling_config": {}}}
     },
     f"{AUTOSCALING}.min_replicas is 3: it must be at most max_replicas, which is 2": nested(
         AUTOSCALING, {"min_replicas": 3, "max_replicas": 2}
     ),
-    "target_config.deployment_config.max_replicas_per_node is 1 beside a placement_group_config: "
+    "target_config.deployment_config.max_replicas_per_node is 1 with a placement_group_config: "
     "Ray Serve takes one of them": {
         "target_config": {
             "placement_group_config": {"bundles": [{"CPU": 1}]},

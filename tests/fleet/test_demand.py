@@ -238,7 +238,7 @@ def test_drafts_that_nobody_wants_go_and_are_tried_ever_more_rarely():
     assert [round(seconds, -1) for seconds in off[:3]] == [200, 400, 800]
     gone = next(demand for demand in seen if demand.replicas == 0)
     assert gone.at_once
-    assert gone.reason == "speculation does not pay: at 4 sessions per target no draft is wanted"
+    assert gone.reason == "speculation has no gain: at 4 sessions per target no draft is requested"
 
 
 def test_moments_in_which_targets_try_drafts_do_not_keep_them():

@@ -125,7 +125,7 @@ REFUSED = [
     (
         "target",
         {"policy": {"occupancy": 0.5}, "target_ongoing_requests": 2.0},
-        "target_ongoing_requests is 2 beside a policy that goes by other signals: give one of them",
+        "target_ongoing_requests is 2 with a policy that uses other signals: give one of them",
     ),
     ("target", {"initial_replicas": 3, "max_replicas": 2}, "it must be from min_replicas to max_replicas, 1 to 2"),
     ("router", {"min_replicas": 0}, "min_replicas is 0: without a router nobody answers"),

@@ -50,7 +50,7 @@ def test_a_share_too_small_for_one_session_is_refused_with_the_numbers():
     with pytest.raises(ConfigError) as caught:
         fraction_pages(0.05, 4096, page, GIB)
     message = str(caught.value)
-    assert message.startswith("kv_fraction is 0.05: that share of the 1.00 GiB left beside weights and workspace holds")
+    assert message.startswith("kv_fraction is 0.05: that share of the 1.00 GiB left by weights and workspace holds")
     assert f"50 KV pages of {page} bytes, but one session of 4096 tokens needs {needed}" in message
     longest = 50 * PAGE_SIZE - MAX_DRAFT_TOKENS
     assert message.endswith(f"raise kv_fraction to at least 0.065 or lower max_model_len to at most {longest}")

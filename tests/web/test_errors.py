@@ -321,7 +321,7 @@ def test_a_body_that_is_too_long_is_refused(pipeline):
         status, _, body = call(f"{at}/v1/completions", {"prompt": "a" * 1000})
         assert (status, body["error"]["message"]) == (
             413,
-            "the body has more than 1000 bytes: at most so many are allowed",
+            "the body has more than 1000 bytes, which is the limit",
         )
 
 

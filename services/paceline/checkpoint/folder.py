@@ -166,7 +166,7 @@ def require_no_code(source: str, error: Exception) -> None:
 def _untrusted(source: str) -> ConfigError:
     return ConfigError(
         f"{source!r} brings Python code of its own, which is not run unless engine_kwargs.trust_remote_code is true: "
-        "read that code, and set it if you trust whoever wrote it"
+        "read that code, and set it if you trust its author"
     )
 
 

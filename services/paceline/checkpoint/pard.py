@@ -26,7 +26,7 @@ def parallel_draft(checkpoint: Checkpoint, wanted: int | None) -> tuple[int, int
         raise ConfigError(f"spd_type of {checkpoint.path!r} is {kind!r}: only 'pard' is known")
     if token is None:
         if kind is not None:
-            raise ConfigError(f"pard_token of {checkpoint.path!r} is missing beside spd_type {kind!r}: it is needed")
+            raise ConfigError(f"pard_token of {checkpoint.path!r} is missing with spd_type {kind!r}: it is needed")
         if (wanted or 1) > 1:
             raise ConfigError(
                 f"parallel_tokens is {wanted}: the config.json of {checkpoint.path!r} names no pard_token, so that "

@@ -47,10 +47,10 @@ _EMBEDDED_HEADS = ("mtp", "eagle3", "medusa")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``paceline advise``."""
     parser.description = (
-        "Reports which drafting methods can serve a target with the checkpoints at hand, what each should bring on the "
-        "devices against plain decoding, and the configuration of the best one."
+        "Reports which drafting methods can serve a target with the available checkpoints, the expected speedup of "
+        "each over plain decoding on the devices, and the configuration of the best one."
     )
-    group = parser.add_argument_group("at hand")
+    group = parser.add_argument_group("available")
     group.add_argument("--target", metavar="ID_OR_PATH", help="target model (default: the embedded one, with its own)")
     group.add_argument("--draft", metavar="ID_OR_PATH", help="a smaller model with the target's tokenizer")
     group.add_argument(
@@ -105,7 +105,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="measured step of the draft on a core of a target's host: compares that layout, too",
     )
-    group.add_argument("--text", choices=TEXTS, default="chat", help="what is written, for assumed acceptance")
+    group.add_argument("--text", choices=TEXTS, default="chat", help="kind of text, for the assumed acceptance")
     group = parser.add_argument_group("measurement")
     group.add_argument(
         "--measure", action="store_true", help="load the models and count how many draft tokens are accepted"
@@ -252,10 +252,10 @@ def _check(args: argparse.Namespace) -> None:
     if args.source is not None:
         for flag, value in (("--target-step-ms", args.target_step_ms), ("--bandwidth-gb-s", args.bandwidth_gb_s)):
             if value is not None:
-                raise ConfigError(f"{flag} is {value:g} beside --from {args.source}, which has the times: give one")
+                raise ConfigError(f"{flag} is {value:g} with --from {args.source}, which has the times: give one")
         if args.target_devices > 1:
             raise ConfigError(
-                f"--target-devices is {args.target_devices} beside --from {args.source}: a run of one machine knows "
+                f"--target-devices is {args.target_devices} with --from {args.source}: a run of one machine knows "
                 "targets of one device, or of CPU cores that share its products"
             )
     if args.target_step_ms is not None and args.bandwidth_gb_s is not None:
@@ -448,14 +448,17 @@ def report(
         by_source.setdefault(acceptance.source, []).append(name)
     yield from (f"acceptance of {', '.join(names)}: {source}" for source, names in by_source.items())
     if any(each.method.kind == "head" and not each.refusal for each in found) and kept is None:
-        yield "heads in the draft pool draft in turn with the target: what is left of it ahead is measured, --kept R"
-    yield "prompt lookup is always on beside these, where its tokens are likely to be accepted"
+        yield (
+            "heads in the draft pool take turns with the target; --kept R is the measured acceptance that is left when "
+            "they draft ahead"
+        )
+    yield "prompt lookup is always on in addition to these, where its tokens are likely to be accepted"
     shown = {forecast.name for forecast in ranked}
     for each in found:
         if each.refusal:
             yield f"not {each.method.name}: {each.refusal}"
         elif each.method.name not in shown:
-            yield f"not {each.method.name}: --devices {site.devices} leaves no device beside one target"
+            yield f"not {each.method.name}: --devices {site.devices} leaves no device for a draft"
 
 
 def _row(forecast: Forecast, places: dict[str, str], acceptances: dict[str, Acceptance]) -> tuple[str, ...]:

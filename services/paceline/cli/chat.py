@@ -39,7 +39,9 @@ Answer = Callable[[Messages], Iterator[tuple[str, bool]]]
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``paceline chat``."""
-    parser.description = "Chat in the terminal. Ctrl-C ends an answer, Ctrl-D the chat; /clear forgets what was said."
+    parser.description = (
+        "Chat in the terminal. Ctrl-C ends an answer, Ctrl-D the chat; /clear forgets the conversation."
+    )
     add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system's message")
     add_engine_flags(parser, "run both engines on this machine (the default)", target=SMALL_CHAT_MODEL)

@@ -47,8 +47,8 @@ accepted    share of the drafted tokens that the target took
 hit rate    how often a draft's next proposal was there when the target's step ended"""
 _FIRST = "first token {cold:.1f} s after the start (cold), {warm:.0f} ms after the request (warm, median)"
 _SMALL_PAIR = """\
-A step of the embedded target takes a few milliseconds, hardly more than a step of its draft or a message between
-them: there is little to win here. At the cost of a larger target: paceline bench local --grow-target 150M"""
+A step of the embedded target takes a few milliseconds, about as long as a step of its draft or a message between
+them: there is little to gain here. At the cost of a larger target: paceline bench local --grow-target 150M"""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

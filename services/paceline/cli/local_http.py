@@ -70,7 +70,7 @@ class BoundedProtocol(HttpToolsProtocol):
             waiting = [one for one in self.connections if isinstance(one, BoundedProtocol) and one.waits]
             oldest = min(waiting, key=lambda one: one._idle_since)  # this one waits, too
             if oldest is self:
-                self._refuse(503, f"{self.limit} requests are being answered: at most so many connections are open")
+                self._refuse(503, f"{self.limit} requests are being answered, which is the limit of open connections")
                 return
             self.connections.discard(oldest)
             oldest.transport.abort()

@@ -116,7 +116,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--siblings",
         type=_number(0, 1, open_high=True),
         metavar="H",
-        help="or of the tokens that a draft's first choice misses, the share that the F - 1 beside it hold",
+        help="or of the tokens that a draft's first choice misses, the share that the F - 1 next ones hold",
     )
     group.add_argument(
         "--rule", choices=["coupled", "rejection"], default="coupled", help="acceptance rule, for that default"
@@ -134,10 +134,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_number(1),
         default=1.0,
         metavar="F",
-        help="overlapped steps take so many times as long: cores or memory that both kinds share (default 1)",
+        help="factor by which overlapped steps take longer, for cores or memory that both kinds share (default 1)",
     )
     group = parser.add_argument_group("whole trees, as the service has them, in the simulation of overlapped decoding")
-    help_ = "simulate every node of a tree, not only the chain below each outcome; takes some times as long"
+    help_ = "simulate every node of a tree, not only the chain below each outcome; takes several times as long"
     group.add_argument("--trees", action="store_true", default=None, help=help_)
     help_ = "that a branch of siblings adds to a target's step beyond its tokens (default 0)"
     group.add_argument("--branch-ms", type=_number(0), metavar="MS", help=help_)
@@ -235,7 +235,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--draft-cost-per-hour", type=_number(0), metavar="C", help="default 2.50 for each")
     group = parser.add_argument_group("layouts of CPU cores, in the place of a fleet")
-    help_ = "compare replicas, a co-located draft and one apart on so many cores, by the threads that were measured"
+    help_ = "compare replicas, a co-located and a separate draft on N cores, from the measured numbers of threads"
     group.add_argument("--cpu-cores", type=_count_to(1024), metavar="N", help=help_)
     help_ = "target of the configuration that is printed (default: the embedded one)"
     group.add_argument("--target", metavar="ID_OR_PATH", help=help_)
@@ -314,8 +314,8 @@ def system_of(args: argparse.Namespace) -> tuple[System, Run]:
     if args.draft_path_ms is not None:
         if args.rule != "coupled":
             raise ConfigError(
-                f"--draft-path-ms {args.draft_path_ms:g} is given beside --rule {args.rule}, under which no path is "
-                "drafted by one call: leave one of them out"
+                f"--draft-path-ms {args.draft_path_ms:g} is given with --rule {args.rule}, under which no path is "
+                "drafted by one call: leave one out"
             )
         path = StepTable.affine(draft.seconds(1), args.draft_path_ms / 1e3)
     outcomes = known.outcomes if known else Outcomes.derived(0.0)
@@ -326,8 +326,8 @@ def system_of(args: argparse.Namespace) -> tuple[System, Run]:
     if args.siblings is not None:
         if args.hit_rate is not None:
             raise ConfigError(
-                f"--siblings {args.siblings:g} is given beside --hit-rate {args.hit_rate:g}, which says the same in "
-                "another way: leave one of them out"
+                f"--siblings {args.siblings:g} is given with --hit-rate {args.hit_rate:g}, which says the same in "
+                "another way: leave one out"
             )
         outcomes = outcomes.with_siblings(args.siblings, args.fan_out)
     kv_s = 1024 / 1e9 / (args.bandwidth_gb_s or _BANDWIDTH_GB_S)
@@ -483,7 +483,7 @@ def _draft_devices(args: argparse.Namespace) -> int:
         return args.draft_devices or _DRAFT_DEVICES
     for flag, value in (("--draft-devices", args.draft_devices), ("--draft-cost-per-hour", args.draft_cost_per_hour)):
         if value is not None:
-            raise ConfigError(f"{flag} {value:g} is given with --draft-on-target-nodes: leave one of them out")
+            raise ConfigError(f"{flag} {value:g} is given with --draft-on-target-nodes: leave one out")
     return 0
 
 
@@ -499,8 +499,8 @@ def _check_cores(args: argparse.Namespace) -> None:
     for name in _NOT_OF_CORES:
         if (value := getattr(args, name)) is not None:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {value:g} is given beside --cpu-cores {args.cpu_cores}, whose layouts are "
-                "of --sessions, a target and a draft model, without prices: leave one of them out"
+                f"--{name.replace('_', '-')} {value:g} is given with --cpu-cores {args.cpu_cores}, whose layouts are "
+                "of --sessions, a target and a draft model, without prices: leave one out"
             )
 
 
@@ -511,8 +511,7 @@ def _plan_cores(args: argparse.Namespace, system: System, wish: Wish, run: Run) 
         value = getattr(args, flag[2:].replace("-", "_"))
         if run.cores and value is not None:
             raise ConfigError(
-                f"{flag} {value:g} is given beside --from {args.source}, which has the times by threads: leave one of "
-                "them out"
+                f"{flag} {value:g} is given with --from {args.source}, which has the times by threads: leave one out"
             )
     if any(getattr(args, name) is not None for name in _OTHER_THAN_MEASURED):
         run = replace(run, tokens_per_s={})

@@ -187,8 +187,8 @@ def how_to_measure(threads: Iterable[int]) -> str:
     """The sentence about numbers of threads that were not measured."""
     listed = ",".join(map(str, sorted(threads)))
     return (
-        f"No step of so many threads was measured: paceline bench local --cpu-threads {listed} --json FILE does it on "
-        "such a machine, and --from FILE reads it."
+        "No step with this number of threads was measured. Measure it on such a machine with paceline bench local "
+        f"--cpu-threads {listed} --json FILE, and read the file with --from FILE."
     )
 
 

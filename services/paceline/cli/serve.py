@@ -120,7 +120,8 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         "--allowed-hosts",
         nargs="+",
         metavar="NAME",
-        help="names in the header Host, beside those of this machine, * for any (default: any unless on the loopback)",
+        help="allowed names in the header Host in addition to this machine's, * for any (default: any, except "
+        "on the loopback)",
     )
     group.add_argument(
         "--no-playground", dest="playground", action="store_const", const=False, help="serve no page at / of the port"

@@ -214,7 +214,7 @@ def _layouts(info: ServerInfo) -> Iterator[str]:
     running = f"{info.sessions_running} session{'s' if info.sessions_running > 1 else ''}"
     yield (
         f"layout: with the times measured here, {running} on the same devices would have, "
-        f"times what they have with the draft apart: {others}{advice}"
+        f"times the speed that they have with a separate draft: {others}{advice}"
     )
 
 

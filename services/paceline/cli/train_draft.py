@@ -21,7 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--draft-vocab-size",
         type=int,
         metavar="N",
-        help="the tokens that the target writes most, and those that they are merged from (default: all); it is served "
+        help="the target's most frequent tokens, and the tokens they are merged from (default: all); it is served "
         "with vocabulary: shared",
     )
     group.add_argument("--depths", type=int, default=4, metavar="N", help="tokens of a round of the report (default 4)")

@@ -78,7 +78,7 @@ def vllm_settings(args: argparse.Namespace) -> dict[str, Any]:
         if args.api_keys is not None:
             raise ConfigError("--api-key is given with --api-keys: one of them is allowed")
         if getattr(args, "address", None) is not None:
-            raise ConfigError("--api-key is given with --address: replicas elsewhere read --api-keys FILE")
+            raise ConfigError("--api-key is given with --address: replicas on other machines read --api-keys FILE")
         found["server.api_keys"] = _keys_file(args.api_key)
     return found
 
@@ -98,7 +98,8 @@ def with_rope_flags(args: argparse.Namespace, config: ServiceConfig) -> ServiceC
         return config
     if getattr(args, "address", None) is not None:
         raise ConfigError(
-            "rotary embeddings are given with --address: replicas elsewhere read them from the config.json of the model"
+            "rotary embeddings are given with --address: replicas on other machines read them from the model's "
+            "config.json"
         )
     if longest is not None and (not isinstance(longest, int) or longest < 1):
         raise ConfigError(f"--hf-overrides: max_position_embeddings is {shown(longest)}: at least 1 is needed")

@@ -145,7 +145,7 @@ def _how(name: str, after: Deployment) -> str:
     if surge:
         return f"successors start first, with room for {surge} more at a time; then the old ones finish their sessions"
     if count > 1:
-        return "one after the other; sessions go on at those that serve"
+        return "one after the other; sessions continue on the other replicas"
     if kind == "Draft":
         return "plain decoding until its successor serves"
     return "the only one stops before its successor serves: set max_surge_percent to 100 and have room for one more"

@@ -50,8 +50,8 @@ def encrypt_ingress(config: ServiceConfig, certificates: Mapping[str, Certificat
         return
     if _settings_of_ray() != (config.server.tls, config.internal_tls):
         raise ConfigError(
-            f"server.tls and internal_tls are not those that this Ray cluster was started with ({haproxy.SETTINGS}): "
-            "start Ray with what `paceline serve --config FILE --print-environment` prints"
+            f"server.tls and internal_tls differ from what this Ray cluster started with ({haproxy.SETTINGS})"
+            ": start Ray with what `paceline serve --config FILE --print-environment` prints"
         )
     use = "server" if server_tls is not None else "internal"
     credentials = server_credentials(certificates[use], internal=use == "internal")

@@ -75,7 +75,7 @@ class AutoscalingConfig(Strict):
         if self.policy is not None and self.target_ongoing_requests is not None and not _names_function(self.policy):
             raise Fault(
                 "target_ongoing_requests",
-                f"is {self.target_ongoing_requests:g} beside a policy that goes by other signals: give one of them",
+                f"is {self.target_ongoing_requests:g} with a policy that uses other signals: give one of them",
             )
         if self.is_ours:
             for name in _OF_SERVE:

@@ -68,7 +68,7 @@ class DeploymentConfig(Strict):
     @model_validator(mode="after")
     def _one_count(self) -> Self:
         if isinstance(self.num_replicas, int) and self.autoscaling_config is not None:
-            raise Fault("num_replicas", f"is {self.num_replicas} beside an autoscaling_config: give one of them")
+            raise Fault("num_replicas", f"is {self.num_replicas} with an autoscaling_config: give one of them")
         return self
 
     @property

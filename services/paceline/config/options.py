@@ -88,7 +88,7 @@ class ModelOptions(Strict):
         if self.background_compilation is not True:
             return self
         if self.compile is False:
-            raise Fault("background_compilation", "is true beside compile false: leave one of them out")
+            raise Fault("background_compilation", "is true beside compile false: leave one out")
         if self.tensor_parallel_size > 1:
             raise Fault(
                 "background_compilation",

@@ -47,7 +47,7 @@ class _Replicas(Strict):
         if limit is not None and self.placement_group_config is not None:
             raise Fault(
                 "deployment_config.max_replicas_per_node",
-                f"is {limit} beside a placement_group_config: Ray Serve takes one of them",
+                f"is {limit} with a placement_group_config: Ray Serve takes one of them",
             )
         return self
 
@@ -102,12 +102,12 @@ class _Replicas(Strict):
         if self.placement_group_config is None and not self._rank_bundle(wants_gpu):
             raise Fault(
                 "deployment_config.ray_actor_options",
-                f"reserves nothing beside tensor_parallel_size {num_ranks}: a rank's bundle needs some resource",
+                f"reserves nothing with tensor_parallel_size {num_ranks}: a rank's bundle needs some resource",
             )
         if self.deployment_config.max_replicas_per_node is not None:
             raise Fault(
                 "deployment_config.max_replicas_per_node",
-                f"is {self.deployment_config.max_replicas_per_node} beside tensor_parallel_size {num_ranks}, whose "
+                f"is {self.deployment_config.max_replicas_per_node} with tensor_parallel_size {num_ranks}, whose "
                 "ranks are placed as a group: Ray Serve takes one of them",
             )
         group = self.placement_group_config

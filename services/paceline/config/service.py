@@ -249,11 +249,11 @@ class ServiceConfig(Strict):
                 "deployment_config.ray_actor_options",
             )
         if placed.ray_actor_options.label_selector:
-            raise Fault(key, "is true beside a label_selector of the draft's own: give one of them")
+            raise Fault(key, "is true with a label_selector of the draft's own: give one of them")
         device = getattr(draft.engine_kwargs, "device", "cpu")
         if device != "cpu" or draft.deployment_options()["ray_actor_options"].get("num_gpus"):
             where = "num_gpus is set" if device == "cpu" else f"engine_kwargs.device is {device!r}"
-            raise Fault(key, f"is true while {where}: a draft beside its target runs on 'cpu', without a GPU")
+            raise Fault(key, f"is true while {where}: a draft on its target's node runs on 'cpu', without a GPU")
         for name, mine, most in (
             ("least", placed.least_replicas, others.least_replicas),
             ("most", placed.most_replicas, others.most_replicas),
@@ -426,7 +426,7 @@ class ServiceConfig(Strict):
 _ELSEWHERE = {
     "placement_group_bundles": "placement_group_config.bundles",
     "placement_group_strategy": "placement_group_config.strategy",
-    "placement_group_bundle_label_selector": "accelerator_type beside placement_group_config",
+    "placement_group_bundle_label_selector": "accelerator_type with placement_group_config",
     "gang_scheduling_config": "placement_group_config: the processes of one replica are no gang",
 }
 """Options of Ray Serve that have another name here."""

@@ -151,7 +151,9 @@ class Autoscaler:
 
     def _note(self, pool: _Pool, change: Change, now: float) -> None:
         pool.reason, pool.changed_s = change.reason, now
-        log.info("%s pool: %d replicas wanted instead of %d: %s", pool.kind, change.after, change.before, change.reason)
+        log.info(
+            "%s pool: %d replicas requested instead of %d: %s", pool.kind, change.after, change.before, change.reason
+        )
 
 
 class _Recommendation:

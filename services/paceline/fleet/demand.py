@@ -283,4 +283,4 @@ class Pays:
         self.trial, self._resting_since, self._probing_until = why, None, now + policy.probe_s
 
     def _doubt(self) -> str:
-        return f"speculation does not pay: at {self._load:.3g} sessions per target no draft is wanted"
+        return f"speculation has no gain: at {self._load:.3g} sessions per target no draft is requested"

@@ -25,13 +25,13 @@ DRAFTS = counter(
 DRAFT_TOKENS = counter(
     "vllm:spec_decode_num_draft_tokens_total",
     "tokens",
-    "Draft tokens that were verified, those that targets looked up themselves included.",
+    "Draft tokens that were verified, including prompt lookup at targets.",
     "model_name",
 )
 ACCEPTED_TOKENS = counter(
     "vllm:spec_decode_num_accepted_tokens_total",
     "tokens",
-    "Draft tokens that were accepted, those that targets looked up themselves included.",
+    "Draft tokens that were accepted, including prompt lookup at targets.",
     "model_name",
 )
 ACCEPTED_PER_POS = counter(
@@ -48,7 +48,7 @@ REQUESTS_WAITING = gauge(
 WAITING_BY_REASON = gauge(
     "vllm:num_requests_waiting_by_reason",
     "requests",
-    "Of the waiting requests, those that wait for admission (`capacity`), and those whose target failed (`deferred`).",
+    "Waiting requests by reason: waiting for admission (`capacity`), or moved from a failed target (`deferred`).",
     "model_name",
     "reason",
 )
@@ -292,7 +292,11 @@ SCALING_DEMAND = gauge(
     "paceline_scaling_demand_replicas", "replicas", "That the load of such a pool needs now, with a fraction.", "pool"
 )
 SCALING_CHANGES = counter(
-    "paceline_scaling_changes_total", "changes", "Of the wanted replicas of a pool, by direction.", "pool", "direction"
+    "paceline_scaling_changes_total",
+    "changes",
+    "Changes of a pool's requested number of replicas, by direction.",
+    "pool",
+    "direction",
 )
 CONTROLLER: dict[str, Metric] = {
     name: gauge(f"paceline_controller_{name}", unit, help_, *labels, per_replica=True)

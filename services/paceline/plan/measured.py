@@ -178,8 +178,8 @@ def core_times(one: Mapping[str, Any]) -> CoreTimes:
     """One entry of ``cores`` in such a file. Raises ConfigError if its draft was never asked."""
     if not one["draft_s"]:
         raise ConfigError(
-            f"the draft beside a target of {one['cpu_threads']} threads was never asked: more tokens are needed, as by "
-            "--max-tokens 128"
+            f"with a target of {one['cpu_threads']} threads the draft was never asked: "
+            "more tokens are needed, for example --max-tokens 128"
         )
     target, draft = (
         tuple((int(size), float(seconds)) for size, seconds in one[key]) for key in ("target_s", "draft_s")

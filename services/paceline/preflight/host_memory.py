@@ -60,7 +60,7 @@ def fraction_pages(kv_fraction: float, max_len: int, page_bytes: int, left_bytes
     if longest >= 2:
         remedies.append(f"lower max_model_len to at most {longest}")
     raise ConfigError(
-        f"kv_fraction is {kv_fraction:g}: that share of the {gib(left_bytes)} left beside weights and workspace holds "
+        f"kv_fraction is {kv_fraction:g}: that share of the {gib(left_bytes)} left by weights and workspace holds "
         f"{max(num_pages, 0)} KV pages of {page_bytes} bytes, but one session of {max_len} tokens needs {needed}: "
         + (" or ".join(remedies) or "the model needs a machine with more memory")
     )

@@ -92,7 +92,7 @@ class Elements:
             form = {"type": "json_schema", "json_schema": _with_definitions(schema, root)}
             return [sequence(form, const(self._closing))]
         if set(types) - {"string", "null"}:
-            raise _fault(name, place, "allows text and other values, which this model does not tell apart")
+            raise _fault(name, place, "allows both text and other values, which this model cannot distinguish")
         parts = next((schema[key] for key in _EITHER if key in schema), None)
         if parts is not None:
             _refuse_keywords(schema, {*_EITHER}, name, place)

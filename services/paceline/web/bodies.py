@@ -104,4 +104,4 @@ class Bodies:
             raise InvalidRequestError(f"the body {error}") from None
 
     def _too_long(self) -> HTTPException:
-        return HTTPException(413, f"the body has more than {self.bounds.max_bytes} bytes: at most so many are allowed")
+        return HTTPException(413, f"the body has more than {self.bounds.max_bytes} bytes, which is the limit")

@@ -60,7 +60,7 @@ def _shards(path: Path) -> list[Path]:
     count = int(shard["count"])
     files = [path.with_name(f"{shard['stem']}-{index:05}-of-{count:05}.gguf") for index in range(1, count + 1)]
     if missing := [one.name for one in files if not one.is_file()]:
-        raise ConfigError(f"{str(path)!r} is one of {count} files, and {missing[0]} is not beside it")
+        raise ConfigError(f"{str(path)!r} is one of {count} files, and {missing[0]} is missing in its directory")
     return files
 
 

@@ -54,7 +54,9 @@ def tokenizer_files(metadata: Mapping[str, Any], vocab_size: int, what: str) -> 
     if not isinstance(tokens, list) or not tokens:
         raise ConfigError(f"{what} holds no tokenizer.ggml.tokens: a model with its tokenizer is needed")
     if len(tokens) > vocab_size:
-        raise ConfigError(f"{what} holds {len(tokens)} tokens and embeddings of {vocab_size}: at most so many are read")
+        raise ConfigError(
+            f"{what} holds {len(tokens)} tokens and {vocab_size} embeddings: each token needs an embedding"
+        )
     if kind not in ("gpt2", "llama"):
         raise ConfigError(f"tokenizer.ggml.model is {kind!r} in {what}: gpt2 and llama are read")
     try:

@@ -137,7 +137,7 @@ class Compilation:
             assert self._load is not None
             step = self._load()
             if step is None:
-                raise EngineError("what was compiled is of other weights than those that are loaded")
+                raise EngineError("the compiled artifact belongs to other weights than the loaded ones")
         except Exception as error:
             if not self._closed:
                 self._ended("failed")

@@ -84,7 +84,7 @@ def call(library: ctypes.CDLL, *given: Any) -> Tensor:
     if failed := library.paceline_gated_delta(ctypes.c_void_p(numbers_of.buffer_info()[0])):
         if failed == _NO_MEMORY:
             raise MemoryError
-        raise EngineError("a step of linear layers has numbers that are not those of its slots and rows")
+        raise EngineError("a step of linear layers has slots or rows that do not match its sequences")
     return out
 
 

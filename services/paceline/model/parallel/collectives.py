@@ -165,7 +165,7 @@ class DeviceCollectives(TorchCollectives):
         """
         self._host = host
         Collectives.__init__(self, host.rank, host.degree, device=device, timeout_s=host.timeout_s)
-        with self._translated("connect its GPU to those of the other ranks"):
+        with self._translated("connect its GPU to the other ranks' GPUs"):
             self._group = self._meet(store)
             self.barrier()
             self.all_gather(torch.zeros(1, device=device))

@@ -342,7 +342,7 @@ class _Planner:
         ours = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
         for name, buffer in self.model.named_buffers():
             if name not in self.shapes and ours.get(name) != tuple(buffer.shape):
-                raise self._only_whole(f"the size of {name} follows what is split")
+                raise self._only_whole(f"the size of {name} depends on a split dimension")
 
     def _parameter(
         self, name: str, shape: tuple[int, ...], local: tuple[int, ...], keys: set[str], sizes: dict[str, Range]
