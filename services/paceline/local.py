@@ -153,8 +153,14 @@ class LocalPipeline:
             proposes = Checkpoint.open(draft.path, draft.trust_remote_code)
             require_draft_model(proposes.config, "the draft model", draft.path)
             require_tokens(self.tokenizer, proposes.tokenizer, draft.vocabulary)
-        if self.config.generation_config == "auto":
-            self.checkpoint.warn_of_settings()
+        self.info = TargetInfo.of(
+            self.checkpoint,
+            self.tokenizer,
+            target.max_model_len,
+            generation_config=self.config.generation_config,
+            most_sequences=target.max_sessions + _ROUTER.max_queued_requests,
+        )
+        """The target model."""
         self._forms = GrammarTrials(Grammars(self.tokenizer, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids))
         self._loaded = True
 
@@ -203,13 +209,12 @@ class LocalPipeline:
     @property
     def max_model_len(self) -> int:
         """Longest context in tokens."""
-        limit = self.config.target.max_model_len
-        return self.checkpoint.max_model_len if limit is None else min(limit, self.checkpoint.max_model_len)
+        return self.info.max_model_len
 
     @property
     def default_sampling(self) -> SamplingParams:
         """Defaults of the sampling parameters that a request omits; only the ones set here."""
-        return self.checkpoint.sampling_defaults() if self.config.generation_config == "auto" else SamplingParams()
+        return self.info.defaults
 
     def encode(self, prompt: str | Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
         """Token ids of a prompt. Raises InvalidRequestError for one that is empty, unknown or too long."""
@@ -247,27 +252,16 @@ class LocalPipeline:
         sampling, speculation = sampling or SamplingParams(), speculation or SpeculationParams()
         stops = as_stop_strings(stop)
         token_ids, sampling = self._encode(prompt, sampling)
-        eos_token_ids = self.checkpoint.eos_token_ids or self.tokenizer.eos_token_ids
-        sampling.check_vocabulary(self.checkpoint.vocab_size)
-        sampling.check_choice(self.checkpoint.vocab_size, eos_token_ids)
+        sampling.check_vocabulary(self.info.num_token_ids)
+        sampling.check_choice(self.info.num_token_ids, self.info.eos_token_ids)
         if sampling.structured_output is not None:
             self._forms.check(sampling.structured_output, cache_salt)
         with self._lock:
             if (error := self._failure or self._hung) is not None:
                 raise error
-            session = Session(
-                f"local-{self._num_submitted}",
-                token_ids,
-                sampling,
-                speculation,
-                decode=self.tokenizer.decode,
-                detokenizer=self.tokenizer.detokenizer(token_ids, special=not sampling.skip_special_tokens),
-                stop=stops,
-                eos_token_ids=eos_token_ids,
-                cache_salt=cache_salt,
-                trace=trace,
-                clock=self._clock,
-            )
+            session_id = f"local-{self._num_submitted}"
+            request = Request(session_id, token_ids, sampling, speculation, stops, cache_salt=cache_salt, trace=trace)
+            session = self.info.session(session_id, request, token_ids, sampling, self._clock)
             self._num_submitted += 1
             share = share or session.session_id
             generation = LocalGeneration(session, self.cancel, on_change, on_open, self._clock(), share)
@@ -338,19 +332,6 @@ class LocalPipeline:
         finally:
             for generation in generations:
                 generation.cancel()
-
-    @property
-    def info(self) -> TargetInfo:
-        """The target model, once it is loaded."""
-        eos_token_ids = self.checkpoint.eos_token_ids or self.tokenizer.eos_token_ids
-        return TargetInfo(
-            self.tokenizer,
-            self.max_model_len,
-            eos_token_ids,
-            self.default_sampling,
-            self.checkpoint.vocab_size,
-            most_sequences=self.config.target.max_sessions + _ROUTER.max_queued_requests,
-        )
 
     @property
     def limits(self) -> RequestLimits:

@@ -45,7 +45,7 @@ from paceline.router.public import PublicMethods, model_info
 from paceline.security.access import Access
 from paceline.security.certificates import CertificateFiles, Certificates
 from paceline.security.keys import KeyRing
-from paceline.types import PROTOCOL_VERSION, ModelInfo, ReplicaStatus, SamplingParams, ServerInfo
+from paceline.types import PROTOCOL_VERSION, ModelInfo, ReplicaStatus, ServerInfo
 
 log = logging.getLogger(__name__)
 
@@ -361,17 +361,11 @@ def model_facts(config: ServiceConfig) -> TargetInfo:
     checkpoint = Checkpoint.open(loading.source, trusted)
     own = loading.tokenizer == loading.source
     tokenizer = checkpoint.tokenizer if own else load_tokenizer(loading.tokenizer, trusted)
-    limit = config.target_config.engine_kwargs.max_model_len
-    if config.router_config.generation_config == "auto":
-        checkpoint.warn_of_settings()
-    return TargetInfo(
-        tokenizer=tokenizer,
-        max_model_len=min(limit or checkpoint.max_model_len, checkpoint.max_model_len),
-        eos_token_ids=checkpoint.eos_token_ids or tokenizer.eos_token_ids,
-        defaults=checkpoint.sampling_defaults()
-        if config.router_config.generation_config == "auto"
-        else SamplingParams(),
-        vocab_size=checkpoint.vocab_size,
+    return TargetInfo.of(
+        checkpoint,
+        tokenizer,
+        config.target_config.engine_kwargs.max_model_len,
+        generation_config=config.router_config.generation_config,
         most_sequences=config.most_sequences,
     )
 

@@ -7,7 +7,9 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.grammar_trial import GrammarTrials
 from paceline.checkpoint.tokenizer import LONG_TEXT, Tokenizer, encode_bounded, encode_prompt
@@ -43,11 +45,62 @@ class TargetInfo:
     most_sequences: int | None = None
     """Maximum sequences that run or wait at once. None: no limit."""
 
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        tokenizer: Tokenizer,
+        max_model_len: int | None,
+        *,
+        generation_config: str,
+        most_sequences: int | None,
+    ) -> Self:
+        """The properties of a checkpoint. ``max_model_len``: lowers that of the checkpoint.
+
+        Raises ConfigError for a generation_config.json whose values are not allowed.
+        """
+        defaults = SamplingParams()
+        if generation_config == "auto":
+            checkpoint.warn_of_settings()
+            defaults = checkpoint.sampling_defaults()
+        return cls(
+            tokenizer,
+            min(max_model_len or checkpoint.max_model_len, checkpoint.max_model_len),
+            checkpoint.eos_token_ids or tokenizer.eos_token_ids,
+            defaults,
+            checkpoint.vocab_size,
+            most_sequences,
+        )
+
     def check_sequences(self, num_prompts: int, n: int) -> None:
         """Raises InvalidRequestError for a body with more sequences than can ever run and wait at once."""
         if self.most_sequences is not None and num_prompts * n > self.most_sequences:
             what = f"n is {n}" if num_prompts == 1 else f"prompt has {num_prompts} entries and n is {n}"
             raise InvalidRequestError(f"{what}: at most {self.most_sequences} sequences can run or wait here at once")
+
+    def session(
+        self,
+        session_id: str,
+        request: Request,
+        token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        clock: Callable[[], float],
+    ) -> Session:
+        """The session of a request, whose prompt and parameters have been checked."""
+        return Session(
+            session_id,
+            token_ids,
+            sampling,
+            request.speculation,
+            decode=self.tokenizer.decode,
+            detokenizer=self.tokenizer.detokenizer(token_ids, special=not sampling.skip_special_tokens),
+            stop=request.stop,
+            eos_token_ids=self.eos_token_ids,
+            generated_token_ids=request.generated_token_ids,
+            cache_salt=request.cache_salt,
+            trace=request.trace,
+            clock=clock,
+        )
 
     @property
     def num_token_ids(self) -> int:
@@ -153,21 +206,8 @@ class Admission:
             rooms.append((PAGE_SIZE * pages, "fit the KV cache of a target"))
         sampling = request.sampling.fitted(len(token_ids), *min(rooms))
         self._num_sessions += 1
-        make_session = functools.partial(
-            Session,
-            f"{self._router_id}.{self._num_sessions}",
-            token_ids,
-            sampling,
-            request.speculation,
-            decode=info.tokenizer.decode,
-            detokenizer=info.tokenizer.detokenizer(token_ids, special=not sampling.skip_special_tokens),
-            stop=request.stop,
-            eos_token_ids=info.eos_token_ids,
-            generated_token_ids=generated,
-            cache_salt=request.cache_salt,
-            trace=request.trace,
-            clock=self._clock,
-        )
+        session_id = f"{self._router_id}.{self._num_sessions}"
+        make_session = functools.partial(info.session, session_id, request, token_ids, sampling, self._clock)
         # the text of what was generated is made again, token by token
         session = await asyncio.to_thread(make_session) if len(generated) > _MANY_TOKENS else make_session()
         return ActiveRequest(request, session, token_ids, arrived_s)

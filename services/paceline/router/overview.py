@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from paceline import __version__
@@ -15,11 +16,11 @@ class Overview:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._started_s = clock()
-        self._ended = _Counts()
+        self._ended: Counter[str] = Counter()  # events of the sessions that have ended
 
     def count(self, session: Session) -> None:
         """Adds the counts of a session that has ended."""
-        self._ended.add(session.stats)
+        self._ended += _counts(session.stats)
 
     def server_info(
         self,
@@ -29,10 +30,7 @@ class Overview:
         starting: tuple[Startup, ...] = (),
     ) -> ServerInfo:
         """The state now. ``running``: the sessions that are open; ``pools``: status of each replica that is up."""
-        counts = _Counts()
-        counts.take(self._ended)
-        for session in running:
-            counts.add(session.stats)
+        counts = sum((_counts(session.stats) for session in running), self._ended)
         speculating = [session for session in running if session.speculates and not session.finished]
         return ServerInfo(
             version=__version__,
@@ -40,31 +38,21 @@ class Overview:
             pools=pools,
             sessions_running=len(running),
             sessions_queued=num_waiting,
-            acceptance_rate=_ratio(counts.accepted, counts.drafted),
-            acceptance_length=1.0 + _ratio(counts.accepted, counts.verified),
-            hit_rate=_ratio(counts.hits, counts.hits + counts.misses),
+            acceptance_rate=_ratio(counts["accepted"], counts["drafted"]),
+            acceptance_length=1.0 + _ratio(counts["accepted"], counts["verified"]),
+            hit_rate=_ratio(counts["hits"], counts["hits"] + counts["misses"]),
             sessions_speculating=len(speculating),
             sessions_drafting=sum(session.draft_available or session.wants_draft for session in speculating),
             starting=starting,
         )
 
 
-class _Counts:
-    """Events of many sessions."""
-
-    def __init__(self) -> None:
-        self.drafted = self.accepted = self.verified = self.hits = self.misses = 0
-
-    def add(self, stats: SpeculationStats) -> None:
-        self.drafted += stats.drafted
-        self.accepted += stats.accepted
-        self.verified += sum(stats.acceptance_histogram.values())
-        self.hits += stats.hits
-        self.misses += stats.misses
-
-    def take(self, other: _Counts) -> None:
-        for name, count in vars(other).items():
-            setattr(self, name, getattr(self, name) + count)
+def _counts(stats: SpeculationStats) -> Counter[str]:
+    """Events of a session."""
+    verified = sum(stats.acceptance_histogram.values())
+    return Counter(
+        drafted=stats.drafted, accepted=stats.accepted, verified=verified, hits=stats.hits, misses=stats.misses
+    )
 
 
 def _ratio(part: int, whole: int) -> float:
