@@ -34,17 +34,9 @@ from paceline.draft.growth import BestFirst, Growth, InTurn, Sequential
 from paceline.draft.overlap import Overlap
 from paceline.draft.publish import publish
 from paceline.draft.session import DraftSession
+from paceline.drafters.blame import call_for_each
 from paceline.drafters.calibration import Calibration, expect
-from paceline.drafters.protocol import (
-    FATAL,
-    Candidates,
-    Chainer,
-    Drafter,
-    DrafterSessionError,
-    Leaf,
-    Ranker,
-    StatesDrafter,
-)
+from paceline.drafters.protocol import Candidates, Chainer, Drafter, Ranker, StatesDrafter
 from paceline.drafters.ranking import Ranking, Rule, rank, ranking_of, rankings_of
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
 from paceline.messages import CloseSession, Commit, Hint, Nodes, OpenSession, SessionFailed, States, ToDraft
@@ -361,6 +353,10 @@ class DraftEngine:
         self._close(session, session.epoch)
         self._report(session.session_id, session.epoch, error)
 
+    def _fail_all(self, error: Exception, session_ids: Sequence[str]) -> None:
+        for session_id in session_ids:
+            self._fail(self._sessions[session_id], error)
+
     def _report(self, session_id: str, epoch: int, error: Exception) -> None:
         unexpected = not isinstance(error, PacelineError)
         log.warning("session %s failed on the draft: %s", session_id, error, exc_info=error if unexpected else None)
@@ -484,21 +480,17 @@ class DraftEngine:
         session.idle, session.changed = False, True
 
     def _prefill(self) -> bool:
-        try:
-            worked = self._drafter.prefill()
-        except FATAL:
-            raise  # as in _expand
-        except Exception as error:
-            at_fault = [s for s in self._sessions.values() if not self._drafter.ready(s.session_id)]
-            if isinstance(error, DrafterSessionError):
-                at_fault = [s for s in at_fault if s.session_id == error.session_id]
-            if not at_fault:
-                raise
-            for session in at_fault:
-                self._fail(session, error)
-            return True
+        sessions = [*self._sessions.values()]
+        done = call_for_each(lambda _: self._drafter.prefill(), sessions, on_failure=self._fail_unready, alone=False)
+        worked = sum(worked for _, worked in done)
         self.stats.prefill_chunks += worked
-        return worked
+        return worked > 0 or not done
+
+    def _fail_unready(self, error: Exception, session_ids: Sequence[str]) -> None:
+        """Ends those of the sessions whose prompts are not computed; raises the error if there are none."""
+        if not (unready := [session for session in session_ids if not self._drafter.ready(session)]):
+            raise error
+        self._fail_all(error, unready)
 
     def _grow(self) -> bool:
         """Does one tree step of all sessions: choose -> expand -> rank -> publish. False: no node is to be expanded."""
@@ -531,14 +523,14 @@ class DraftEngine:
             return False
         least = _LEAST_CHAINED if session.ahead else 0.0
         stop = Stop(*session.calibration.first(), correction=1.0, path=1.0, least=least)
-        try:
-            ranked = self._chains.chain(session.leaf(anchor), most, session.growth.fan_out, stop)
-        except FATAL:
-            raise  # as in _expand
-        except Exception as error:
+        chain_of, fan_out = self._chains.chain, session.growth.fan_out
+        done = call_for_each(
+            lambda at: chain_of(at[0], most, fan_out, stop), [session.leaf(anchor)], on_failure=self._fail_all
+        )
+        if not done:
             self.stats.forwards += 1
-            self._fail(session, error)
             return True
+        ((_, ranked),) = done
         if not ranked:
             return False
         self.stats.forwards += 1
@@ -558,10 +550,10 @@ class DraftEngine:
         return True
 
     def _expand_all(self, chosen: list[tuple[DraftSession, TreeNode]]) -> None:
-        leaves = [session.leaf(node) for session, node in chosen]
-        for indices, candidates in self._expand(leaves, range(len(leaves))):
-            self.stats.leaves += len(indices)
-            at = chosen if len(indices) == len(chosen) else [chosen[i] for i in indices]
+        for at, candidates in call_for_each(
+            self._expand, chosen, session_of=lambda place: place[0].session_id, on_failure=self._fail_all
+        ):
+            self.stats.leaves += len(at)
             if self._drafter.tokens_per_leaf > 1:
                 self._publish_blocks(at, candidates)
                 continue
@@ -569,7 +561,7 @@ class DraftEngine:
             if candidates.ranked is not None:
                 ranked = candidates.ranked
             else:
-                rows = [session.ranking_row(leaves[i]) for i, (session, _) in zip(indices, at, strict=True)]
+                rows = [session.ranking_row(session.leaf(node)) for session, node in at]
                 ranked = rankings = rank(candidates, rows)
             num_nodes, num_done = publish(at, ranked, _MIN_PROB)
             self.stats.nodes_published += num_nodes
@@ -617,26 +609,10 @@ class DraftEngine:
                 heapq.heappop(heap)
         return list(chain.from_iterable(chosen.values()))
 
-    def _expand(self, leaves: Sequence[Leaf], indices: Sequence[int]) -> list[tuple[Sequence[int], Candidates]]:
-        """Candidates of the leaves at ``indices``; a session for which the drafter raises ends, the others continue."""
-        try:
-            self.stats.forwards += 1
-            expand = self._drafter.expand if self._ranker is None else self._ranker.expand_best
-            return [(indices, expand([leaves[i] for i in indices]))]
-        except FATAL:
-            raise  # not a session's fault: the device is gone, only a restart can help
-        except Exception as error:
-            at_fault = {leaves[i].session_id for i in indices}
-            if isinstance(error, DrafterSessionError) and error.session_id in at_fault:
-                at_fault = {error.session_id}
-            if len(at_fault) == 1:
-                self._fail(self._sessions[at_fault.pop()], error)
-                rest = [i for i in indices if leaves[i].session_id in self._sessions]
-                return self._expand(leaves, rest) if rest else []
-            parts = []
-            for session_id in at_fault:
-                parts += self._expand(leaves, [i for i in indices if leaves[i].session_id == session_id])
-            return parts
+    def _expand(self, at: Sequence[tuple[DraftSession, TreeNode]]) -> Candidates:
+        self.stats.forwards += 1
+        expand = self._drafter.expand if self._ranker is None else self._ranker.expand_best
+        return expand([session.leaf(node) for session, node in at])
 
     def _publish_blocks(self, chosen: Sequence[tuple[DraftSession, TreeNode]], candidates: Candidates) -> None:
         """Publishes the predictions of a drafter of several tokens at once, depth by depth.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import numpy as np
@@ -20,8 +20,9 @@ from torch import Tensor
 from paceline.core.deferred import download
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import GREEDY_CANDIDATES, best_unprocessed, draft_candidates, draws_at_once, unlisted
+from paceline.drafters.blame import call_for_each
 from paceline.drafters.parts import parts_of
-from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, Leaf
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf
 from paceline.drafters.rows import NO_TAIL, Part, RowSession, Tail, chain_step, prompt_chunk, tree_step
 from paceline.drafters.translation import Translation
 from paceline.errors import ResourceExhaustedError
@@ -100,33 +101,25 @@ class ModelDrafter:
             budget -= count
         if not chunks:
             return False
-        try:
-            self._runner.forward([prompt_chunk(*chunk) for chunk in chunks.values()])
-        except FATAL:
-            raise
-        except Exception as error:
-            for session, _ in chunks.values():
-                session.num_rows = session.num_cached  # the rows are free again
-            if (own := self._error_of_one(chunks)) is not None:
-                raise own from error
-            raise
-        for session, stop in chunks.values():
+        failed: dict[str, Exception] = {}
+        done = call_for_each(
+            lambda names: self._runner.forward([prompt_chunk(*chunks[name]) for name in names]),
+            [*chunks],
+            session_of=str,
+            on_failure=lambda error, names: failed.update(dict.fromkeys(names, error)),
+        )
+        for session, stop in (chunks[name] for names, _ in done for name in names):
             session.committed[session.num_cached : stop] = True
             session.positions[session.num_cached : stop] = np.arange(session.num_cached, stop)
             session.num_cached = stop
             self._publish(session)
+        for name in failed:
+            session, _ = chunks[name]
+            session.num_rows = session.num_cached  # the rows are free again
+        if failed:
+            name, error = failed.popitem()
+            raise DrafterSessionError(name, f"{type(error).__name__}: {error}") from error
         return True
-
-    def _error_of_one(self, chunks: Mapping[str, tuple[RowSession, int]]) -> DrafterSessionError | None:
-        """The error of the first chunk that cannot be computed alone; None if there is none, or the device is gone."""
-        for session_id, chunk in chunks.items():
-            try:
-                self._runner.forward([prompt_chunk(*chunk)])
-            except FATAL:
-                return None
-            except Exception as error:
-                return DrafterSessionError(session_id, f"{type(error).__name__}: {error}")
-        return None
 
     def ready(self, session_id: str) -> bool:
         """True once the session's prompt is computed."""

@@ -17,7 +17,7 @@ import torch
 
 from paceline.core.processors import Row
 from paceline.core.tree import NO_PROPOSAL, Producer, Proposal, TreeNode
-from paceline.drafters.protocol import FATAL, Candidates, DrafterSessionError, Leaf
+from paceline.drafters.protocol import Candidates, Leaf
 from paceline.drafters.ranking import RankingRow, Rule, rank
 from paceline.target.control.allocation import expected_tokens, least_gain
 from paceline.target.control.compared import compare
@@ -194,21 +194,16 @@ class Asking:
             session.head_anchor = None if followed.rule is Rule.REJECTION else followed.tree.anchor
             self._offers[session.session_id] = _Offer(mounted, followed)
 
-    def _expand(
-        self, mounted: MountedHead, batch: Sequence[tuple[Followed, TreeNode]]
-    ) -> list[tuple[Followed, TreeNode]]:
+    def _expand(self, mounted: MountedHead, batch: list[tuple[Followed, TreeNode]]) -> list[tuple[Followed, TreeNode]]:
         """Expands some nodes; returns the new ones that may be expanded next, likeliest of each parent first."""
-        try:
-            candidates = mounted.head.expand([_leaf(*item) for item in batch])
-        except FATAL:
-            raise
-        except DrafterSessionError as error:
-            mounted.lose(error)
-            rest = [item for item in batch if item[0].session.session_id != error.session_id]
-            return self._expand(mounted, rest) if rest and len(rest) < len(batch) else []
-        except Exception as error:
-            mounted.switch_off(error)
+        done = mounted.call_for_each(
+            lambda at: mounted.head.expand([_leaf(*item) for item in at]),
+            batch,
+            lambda item: item[0].session.session_id,
+        )
+        if not done:
             return []
+        ((batch, candidates),) = done
         tokens, log_q = candidates.token_ids, candidates.log_q
         if mounted.head.tokens_per_leaf == 1:
             tokens, log_q = tokens[:, None], log_q[:, None]

@@ -17,7 +17,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from paceline.drafters.protocol import FATAL, DrafterSessionError, Features, Fed
+from paceline.drafters.protocol import Features, Fed
 from paceline.target.heads.mounted import MountedHead
 from paceline.target.session import TargetSession
 from paceline.types import PAGE_SIZE
@@ -64,24 +64,14 @@ class Feeding:
                         mounted.pages.add(page)
         return bool(fed)
 
-    def _feed(self, mounted: MountedHead, fed: Sequence[Fed]) -> set[str]:
+    def _feed(self, mounted: MountedHead, fed: list[Fed]) -> set[str]:
         """Feeds one head; returns the sessions that it has taken."""
-        while fed:
-            try:
-                mounted.head.feed(fed)
-            except FATAL:
-                raise
-            except DrafterSessionError as error:
-                mounted.lose(error)
-                fed = [item for item in fed if item.session_id in mounted.sessions]
-                continue
-            except Exception as error:
-                mounted.switch_off(error)
-                return set()
-            for item in fed:
-                mounted.sessions[item.session_id].num_fed = item.position + len(item.token_ids)
-            return {item.session_id for item in fed}
-        return set()
+        if not fed:
+            return set()
+        taken = [item for done, _ in mounted.call_for_each(mounted.head.feed, fed) for item in done]
+        for item in taken:
+            mounted.sessions[item.session_id].num_fed = item.position + len(item.token_ids)
+        return {item.session_id for item in taken}
 
     def _fed(self, mounted: MountedHead, computed: Computed, states: Tensor) -> Fed | None:
         """Input of a head from one session; None: nothing."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import cast
 
 from paceline.core.tree import Proposal
+from paceline.drafters.blame import Item, Result, call_for_each
 from paceline.drafters.calibration import Calibration
-from paceline.drafters.protocol import FATAL, Chainer, DrafterSessionError, Features, Head, Rider
+from paceline.drafters.protocol import Chainer, DrafterSessionError, Features, Head, Rider
 from paceline.drafters.ranking import Rule
 from paceline.errors import PacelineError
 from paceline.target.control.allocation import AcceptanceHistory
@@ -230,17 +232,21 @@ class MountedHead:
 
     def guarded(self, call: Callable[[], object]) -> None:
         """Calls the head; an error ends the session that it names, or switches the head off."""
-        try:
-            call()
-        except FATAL:
-            raise
-        except DrafterSessionError as error:
-            self.lose(error)
-        except Exception as error:
-            self.switch_off(error)
+        self.call_for_each(lambda _: call(), [])
 
-    def lose(self, error: DrafterSessionError) -> None:
-        """Ends one session on the head."""
+    def call_for_each(
+        self,
+        call: Callable[[list[Item]], Result],
+        items: list[Item],
+        session_of: Callable[[Item], str] = attrgetter("session_id"),
+    ) -> list[tuple[list[Item], Result]]:
+        """``blame.call_for_each`` of the head, which an error that names no session switches off."""
+        return call_for_each(call, items, session_of=session_of, on_failure=self._on_failure, alone=False)
+
+    def _on_failure(self, error: Exception, _: Sequence[str]) -> None:
+        if not isinstance(error, DrafterSessionError):
+            self.switch_off(error)
+            return
         log.warning("head %s has given up a session: %s", self.name, error, extra={"session_id": error.session_id})
         self.stats.sessions_failed += 1
         self.drop(error.session_id)
