@@ -45,7 +45,7 @@ from torch import Tensor
 from paceline.cli.table import table
 from paceline.config import DraftModel, LocalConfig, TargetModel
 from paceline.config.memory import settle
-from paceline.draft import engine as draft_engine
+from paceline.draft import grower
 from paceline.draft.build import build_draft_engine
 from paceline.draft.engine import DraftEngine
 from paceline.drafters import model as model_drafter
@@ -199,8 +199,8 @@ class Bench:
         stack = ExitStack()
         for module, name, part in (
             (target_engine, "decide", "sampling"),
-            (draft_engine, "rank", "sampling"),
-            (draft_engine, "rankings_of", "sampling"),
+            (grower, "rank", "sampling"),
+            (grower, "rankings_of", "sampling"),
             (model_drafter, "best_unprocessed", "sampling"),
             (model_drafter, "draft_candidates", "sampling"),
             (backend, "attention_masks", "forward"),

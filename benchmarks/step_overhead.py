@@ -35,7 +35,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
 from paceline.config import DraftModel, LocalConfig, TargetModel
-from paceline.draft import engine as draft_engine
+from paceline.draft import grower
 from paceline.draft.build import build_draft_engine
 from paceline.draft.engine import DraftEngine
 from paceline.drafters import model as model_drafter
@@ -315,7 +315,7 @@ def main() -> None:
     records = []
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(target_engine, "decide", watch.of("sampling", target_engine.decide)))
-        stack.enter_context(mock.patch.object(draft_engine, "rank", watch.of("sampling", draft_engine.rank)))
+        stack.enter_context(mock.patch.object(grower, "rank", watch.of("sampling", grower.rank)))
         for name in ("best_unprocessed", "draft_candidates"):
             candidates = watch.of("sampling", getattr(model_drafter, name))
             stack.enter_context(mock.patch.object(model_drafter, name, candidates))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from paceline.core.native_tree import NativeTree
 from paceline.core.tree import TreeNode
-from paceline.draft import engine as engine_module
+from paceline.draft import grower
 from paceline.draft import publish as publish_module
 from paceline.draft.session import DraftSession
 from paceline.drafters.protocol import Candidates, Leaf
@@ -115,7 +115,7 @@ def grown(
 
     with (
         mock.patch.object(harness, "steps", steps),
-        mock.patch.multiple(engine_module, publish=own, rank=ranks),
+        mock.patch.multiple(grower, publish=own, rank=ranks),
     ):
         for name in ("a", "b"):
             options = given | random.Random(f"{seed} {name}").choice(MODES)
@@ -156,7 +156,7 @@ def test_leaves_of_the_common_case_are_left_to_nobody(kind: str) -> None:
 
     own = kind == "by the drafter"
     harness = Harness(RankedDrafter(1, harm=0.0) if own else TableDrafter())
-    with mock.patch.object(engine_module, "publish", publish):
+    with mock.patch.object(grower, "publish", publish):
         harness.open(open_session(temperature=0.0) if own else open_session(acceptance=kind))
         for _ in range(10):
             harness.round(3)

@@ -1,10 +1,10 @@
-"""An error ends the sessions at fault and no others (``drafters/blame.py``)."""
+"""An error ends the sessions at fault and no others (``drafters/growing/blame.py``)."""
 
 from __future__ import annotations
 
 import pytest
 
-from paceline.drafters.blame import call_for_each
+from paceline.drafters.growing.blame import call_for_each
 from paceline.drafters.protocol import DrafterSessionError
 from paceline.errors import RanksLostError
 

@@ -18,13 +18,13 @@ from tests.support.rings import nightly, slow
 
 from paceline.core.tree import Proposal
 from paceline.drafters.colocated import DraftModelHead
+from paceline.drafters.growing import grower
 from paceline.drafters.heads.block import BlockForm, BlockHead
 from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.heads.layers import eagle_config
 from paceline.drafters.protocol import Features
 from paceline.messages import SparseDistribution
 from paceline.model.loading import LoadedModel, prepare
-from paceline.target.heads import asking
 from paceline.target.heads.asking import Asking
 from paceline.target.heads.mounted import MountedHead
 from paceline.target.mount import bind_heads
@@ -118,7 +118,7 @@ def _wrong_q(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _likeliest_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the rejection rule, too, the token is the likeliest one, as if it had been drawn from q."""
-    rank = asking.rank
+    rank = grower.rank
 
     def mutant(candidates, rows):
         rankings = rank(candidates, rows)
@@ -126,7 +126,7 @@ def _likeliest_token(monkeypatch: pytest.MonkeyPatch) -> None:
             replace(r, token_ids=(max(zip(r.q.probs, r.q.token_ids, strict=True))[1],)) if r.q else r for r in rankings
         ]
 
-    monkeypatch.setattr(asking, "rank", mutant)
+    monkeypatch.setattr(grower, "rank", mutant)
 
 
 def _dropped_by_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

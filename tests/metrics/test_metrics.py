@@ -20,7 +20,7 @@ from tests.metrics.test_page import page
 from tests.support.vllm_metrics import ABSENT, BOARDS, CHOSEN, LABELLED
 
 from paceline.cluster.first_node import start_ray
-from paceline.draft.engine import DraftStats
+from paceline.draft.stats import DraftStats
 from paceline.metrics import catalogue, declaration, engines
 from paceline.metrics import registry as registry_module
 from paceline.metrics.declaration import CATALOGUE, Kind

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.fleet.fleets import Process, pools
 
-from paceline.draft.engine import DraftStats
+from paceline.draft.stats import DraftStats
 from paceline.fleet.autoscaler import Autoscaler
 from paceline.fleet.monitor import Monitor
 from paceline.metrics.router import RouterMetrics

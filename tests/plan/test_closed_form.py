@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.support.rings import pairs_first
 
-from paceline.draft import engine
+from paceline.draft import grower
 from paceline.plan.closed_form import (
     LEAST_PATH,
     MOST_LEAVES,
@@ -333,7 +333,7 @@ def test_siblings_are_verified_where_they_pay(sessions: int) -> None:
 
 def test_the_ranks_and_leaves_are_the_engines() -> None:
     assert (RANKED, MOST_LEAVES) == (session.FAN_OUT, asking.MOST_LEAVES)
-    assert LEAST_PATH == engine._LEAST_CHAINED
+    assert LEAST_PATH == grower._LEAST_CHAINED
 
 
 def test_co_located_is_lock_step_without_a_link() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.draft import engine
+from paceline.draft import grower
 from paceline.draft import session as draft_session
 from paceline.plan import trees
 from paceline.plan.closed_form import Load, Requests, System, plain
@@ -39,7 +39,7 @@ def run(some: System, load: Load = ONE, k: int = 4, seconds: float = 20.0, **opt
 def test_the_constants_are_the_engines() -> None:
     assert trees.HOLD_ROUNDS == draft_session._HOLD_ROUNDS
     assert trees._ROUND_WEIGHT == draft_session._ROUND_WEIGHT
-    assert trees.LEAST_PROB == engine._MIN_PROB
+    assert trees.LEAST_PROB == grower._MIN_PROB
     assert trees.GIVE_UP == waiting._GIVE_UP
 
 

@@ -14,33 +14,28 @@ under a newer epoch. A session id is never used for another session. The memory 
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from operator import attrgetter
-from typing import cast
 
 import torch
 
 from paceline.checkpoint.grammar import Grammars
 from paceline.core.processors import Grammar, SamplerState
-from paceline.core.tree import TreeNode
 from paceline.draft import hints
+from paceline.draft.grower import DraftGrower
 from paceline.draft.growth import BestFirst, Growth, InTurn, Sequential
 from paceline.draft.overlap import Overlap
-from paceline.draft.publish import publish
 from paceline.draft.session import DraftSession
-from paceline.drafters.blame import call_for_each
-from paceline.drafters.calibration import Calibration, expect
-from paceline.drafters.protocol import Candidates, Chainer, Drafter, Ranker, StatesDrafter
-from paceline.drafters.ranking import Ranking, Rule, rank, ranking_of, rankings_of
+from paceline.draft.stats import DraftStats
+from paceline.drafters.calibration import Calibration
+from paceline.drafters.growing.blame import call_for_each
+from paceline.drafters.protocol import Drafter, StatesDrafter
+from paceline.drafters.ranking import Rule
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
 from paceline.messages import CloseSession, Commit, Hint, Nodes, OpenSession, SessionFailed, States, ToDraft
-from paceline.model.chain import Ranked, Stop
 from paceline.model.runner import ModelRunner
 from paceline.types import Acceptance, Execution, Mode, SamplingParams, SpeculationParams
 
@@ -48,74 +43,11 @@ log = logging.getLogger(__name__)
 
 Emit = Callable[[Sequence[Nodes | SessionFailed]], None]
 
-_MIN_PROB = 0.01
-"""Lowest probability of a predicted token that becomes a node. Never applied to a first choice."""
-_LEAST_CHAINED = 0.2
-"""A path of one call ends where it is less likely than this: siblings further up may be the better nodes."""
 _LATE_S = 0.25
 """Longest time that a new anchor waits for the states of its context: they follow the commit, unless they are lost."""
 _POSITION = attrgetter("position")
 _NUM_REMEMBERED = 4096
 """Ended sessions whose late messages are recognized as such."""
-
-
-@dataclass(slots=True)
-class DraftStats:
-    """Counted events of the engine; rates are derived, never stored."""
-
-    nodes_published: int = 0
-    nodes_used: int = 0
-    """Committed tokens whose node had been published before."""
-    nodes_missed: int = 0
-    """Committed tokens that no node had predicted."""
-    stale_messages: int = 0
-    """Messages of an older epoch, or for a context that has been passed: repeated ones."""
-    unknown_messages: int = 0
-    """Messages for a session that is not open in that epoch."""
-    lost_commits: int = 0
-    """Commits that came without the one before."""
-    invalid_messages: int = 0
-    """Opens and commits that no correct router sends."""
-    refused_sessions: int = 0
-    """Sessions for which there was no room, or none for a context as long as theirs."""
-    failed_sessions: int = 0
-    """Sessions ended by SessionFailed, whatever the reason."""
-    prefill_chunks: int = 0
-    tree_steps: int = 0
-    forwards: int = 0
-    """Calls of the drafter's ``expand``: one per tree step, and retries after an error."""
-    leaves: int = 0
-    """Nodes expanded; leaves / tree_steps is the mean batch."""
-    step_s: float = 0.0
-    """Seconds inside tree steps."""
-    messages: int = 0
-    """Messages sent to sessions."""
-    states: int = 0
-    """Positions whose hidden states have come."""
-    states_bytes: int = 0
-    """Bytes of these states."""
-    states_missing: int = 0
-    """Positions whose states were lost on the way: later ones came without them."""
-    states_dropped: int = 0
-    """Messages with states that were late, repeated or early."""
-    hints: int = 0
-    """Messages with hints of targets that were in time."""
-    hints_bytes: int = 0
-    """Bytes of their tokens."""
-    hints_late: int = 0
-    """Messages with hints about another step than the one that runs."""
-    hints_invalid: int = 0
-    """Messages with hints that no correct target sends."""
-    hints_nodes: int = 0
-    """Nodes published for tokens that only a hint had."""
-    states_late: int = 0
-    """Anchors that were expanded without the states of their context, which had not come in time."""
-    paths: int = 0
-    """Tree steps that drafted the path of one session by one call."""
-    path_tokens: int = 0
-    """Nodes that these steps expanded."""
-    path_s: float = 0.0
-    """Seconds of these steps."""
 
 
 class DraftEngine:
@@ -159,10 +91,8 @@ class DraftEngine:
         self._runner = runner
         self.stats = DraftStats()
         self._drafter = drafter
-        self._reads = cast(StatesDrafter, drafter) if hasattr(drafter, "awaits") else None
-        self._chains = cast(Chainer, drafter) if hasattr(drafter, "chain") else None
-        self._ranker = cast(Ranker, drafter) if hasattr(drafter, "expand_best") else None
-        self.overlap = None if self._reads is None else Overlap(ahead)
+        self._grower = DraftGrower(drafter, self.stats, tree_budget, self._fail_all)
+        self.overlap = None if self._grower.reads is None else Overlap(ahead)
         """Measures if drafting ahead has gain; None: the drafter reads no hidden states."""
         self._emit = emit
         self._vocab_size = vocab_size
@@ -233,10 +163,10 @@ class DraftEngine:
 
     def wait_s(self) -> float | None:
         """Seconds that the engine may sleep after ``step`` returned False; None: until a message comes."""
-        if self._reads is None:
+        if self.overlap is None:
             return None
         now = self._clock()
-        return min((s.states_until - now for s in self._sessions.values() if self._waits(s, now)), default=None)
+        return min((s.states_until - now for s in self._sessions.values() if self._grower.waits(s, now)), default=None)
 
     def close(self) -> None:
         """Releases resources that the drafter holds outside this process. Idempotent."""
@@ -370,10 +300,10 @@ class DraftEngine:
             self._commit(session, message)
         elif isinstance(message, Hint):
             self._take_hint(session, message)
-        elif self._reads is None:
+        elif self._grower.reads is None:
             raise InvalidRequestError("hidden states came to a drafter that reads none")
         else:
-            self._feed(self._reads, session, message)
+            self._feed(self._grower.reads, session, message)
 
     def _feed(self, drafter: StatesDrafter, session: DraftSession, message: States) -> None:
         states = torch.frombuffer(bytearray(message.packed), dtype=torch.bfloat16).view(-1, message.width)
@@ -400,26 +330,7 @@ class DraftEngine:
         self.stats.hints_bytes += len(message.packed)
         for node_id in session.hinted:
             if (node := session.tree.get(node_id)) is not None and node.expanded:
-                self._follow_hint(session, node)
-
-    def _follow_hint(self, session: DraftSession, parent: TreeNode) -> None:
-        """Orders what is below an expanded node by what the draft and the hint expect of its tokens together."""
-        new = hints.follow(session, parent, least_prob=_MIN_PROB, most=self._tree_budget - len(session.tree))
-        self.stats.hints_nodes += len(new)
-        self.stats.nodes_published += len(new)
-        session.frontier.push_below(parent, new)
-        session.frontier.commit(session.in_flight)
-        session.changed = True
-
-    def _waits(self, session: DraftSession, now: float) -> bool:
-        """True if a session's anchor is not to be expanded yet: states of its context are expected."""
-        return (
-            self._reads is not None
-            and session.ready
-            and now < session.states_until
-            and session.frontier.peek() is session.tree.anchor
-            and self._reads.awaits(session.session_id)
-        )
+                self._grower.follow_hint(session, node)
 
     def _observe_round(self, session: DraftSession, node_ids: Sequence[int], now: float) -> None:
         """Records the outcome of the proposal in flight, for a drafter that reads states."""
@@ -446,18 +357,12 @@ class DraftEngine:
             self._check_length(context_len + len(token_ids))
             self._check_tokens("a commit", token_ids)
             session.hinted = {}
-            session.observe(token_ids)
             session.sampler.append(token_ids)
-            walk = tree.walk(token_ids)
-            node_ids = list(walk.node_ids)
-            for token_id in walk.unresolved:
-                (missed,) = session.publish(tree.anchor, (token_id,), (1.0,), sampled=False)
-                node_ids.append(missed.node_id)
-            self.stats.nodes_used += len(walk.node_ids)
-            self.stats.nodes_missed += len(walk.unresolved)
+            node_ids, num_hits, kept = session.follow(token_ids)
+            num_missed = len(token_ids) - num_hits
+            self.stats.nodes_used += num_hits
+            self.stats.nodes_missed += num_missed
             self._observe_round(session, node_ids, now)
-            anchor = tree.anchor
-            kept = [n.node_id for n in tree.nodes() if n.expanded and n is not anchor]
             self._drafter.advance(session.session_id, token_ids, node_ids, kept)
         in_flight = [node for i in message.in_flight if (node := tree.get(i))]
         session.in_flight = frozenset([node.node_id for node in in_flight])
@@ -473,9 +378,9 @@ class DraftEngine:
             session.aim(deepest)
         session.frontier.commit(session.in_flight)
         if token_ids:
-            session.begin_round(now, node_ids, hit=not walk.unresolved)
+            session.begin_round(now, node_ids, hit=not num_missed)
             session.states_until = now + _LATE_S
-            if walk.unresolved:
+            if num_missed:
                 session.frontier.push(tree.anchor)
         session.idle, session.changed = False, True
 
@@ -495,15 +400,13 @@ class DraftEngine:
     def _grow(self) -> bool:
         """Does one tree step of all sessions: choose -> expand -> rank -> publish. False: no node is to be expanded."""
         started = self._clock()
-        chosen = self._choose()
+        chosen = self._grower.choose(self._sessions.values(), started)
         if not chosen:
             return False
-        num_leaves, chained = self.stats.leaves, self._chain(chosen)
-        if not chained:
-            self._expand_all(chosen)
+        num_leaves, is_path = self.stats.leaves, self._grower.grow(chosen)
         self.stats.tree_steps += 1
         self._step_s = self._clock() - started
-        if chained:
+        if is_path:
             self.stats.paths += 1
             self.stats.path_tokens += self.stats.leaves - num_leaves
             self.stats.path_s += self._step_s
@@ -511,163 +414,6 @@ class DraftEngine:
             self.overlap.depth_s.add(self._step_s)
         self.stats.step_s += self._step_s
         return True
-
-    def _chain(self, chosen: Sequence[tuple[DraftSession, TreeNode]]) -> bool:
-        """Expands an anchor that is alone, and the best path below it, by one call: the target may wait for it. False:
-        there is none, or the drafter cannot."""
-        session, anchor = chosen[0]
-        if len(chosen) > 1 or anchor is not session.tree.anchor or session.rule is Rule.REJECTION:
-            return False
-        most = min(session.growth.k, self._tree_budget - len(session.tree))
-        if self._chains is None or most < 2 or not self._chains.chains(session.session_id):
-            return False
-        least = _LEAST_CHAINED if session.ahead else 0.0
-        stop = Stop(*session.calibration.first(), correction=1.0, path=1.0, least=least)
-        chain_of, fan_out = self._chains.chain, session.growth.fan_out
-        done = call_for_each(
-            lambda at: chain_of(at[0], most, fan_out, stop), [session.leaf(anchor)], on_failure=self._fail_all
-        )
-        if not done:
-            self.stats.forwards += 1
-            return True
-        ((_, ranked),) = done
-        if not ranked:
-            return False
-        self.stats.forwards += 1
-        self.stats.leaves += len(ranked)
-        node_ids: list[int] = []
-        node: TreeNode | None = anchor
-        for i, (token_ids, scores) in enumerate(ranked):
-            if node is None:
-                break
-            if node is not anchor:
-                node_ids.append(node.node_id)
-            follow = token_ids[0] if i + 1 < len(ranked) else None
-            ranking = ranking_of(token_ids, scores)
-            (probs,) = expect((session.expansion(node, ranking),), _MIN_PROB)
-            node = self._publish(session, node, ranking, probs, follow)
-        self._chains.keep(session.session_id, node_ids)
-        return True
-
-    def _expand_all(self, chosen: list[tuple[DraftSession, TreeNode]]) -> None:
-        for at, candidates in call_for_each(
-            self._expand, chosen, session_of=lambda place: place[0].session_id, on_failure=self._fail_all
-        ):
-            self.stats.leaves += len(at)
-            if self._drafter.tokens_per_leaf > 1:
-                self._publish_blocks(at, candidates)
-                continue
-            ranked: Ranked | list[Ranking]
-            if candidates.ranked is not None:
-                ranked = candidates.ranked
-            else:
-                rows = [session.ranking_row(session.leaf(node)) for session, node in at]
-                ranked = rankings = rank(candidates, rows)
-            num_nodes, num_done = publish(at, ranked, _MIN_PROB)
-            self.stats.nodes_published += num_nodes
-            if num_done == len(at):
-                continue
-            at = at[num_done:]
-            if candidates.ranked is not None:
-                fan_outs = [session.growth.fan_out for session, _ in at]
-                rankings = rankings_of(candidates.ranked[num_done:], fan_outs)
-            else:
-                rankings = rankings[num_done:]
-            for (session, node), ranking, probs in zip(at, rankings, _expected(at, rankings), strict=True):
-                self._publish(session, node, ranking, probs)
-
-    def _choose(self) -> list[tuple[DraftSession, TreeNode]]:
-        """Returns the likeliest leaves of all sessions, grouped by session, each session's in the order of its own
-        policy."""
-        # A heap of (-log path probability of a session's next leaf, order of the session, session).
-        heap: list[tuple[float, int, DraftSession]] = []
-        now = self._clock()
-        budget, tokens_per_leaf = self._tree_budget, self._drafter.tokens_per_leaf
-        for order, session in enumerate(self._sessions.values()):
-            if not session.ready:
-                if not self._drafter.ready(session.session_id):
-                    continue
-                session.ready = session.changed = True
-            if (node := session.next_leaf(budget)) is not None and not (self._reads and self._waits(session, now)):
-                heap.append((session.tree.anchor.log_path - node.log_path, order, session))
-        heapq.heapify(heap)
-        chosen: dict[int, list[tuple[DraftSession, TreeNode]]] = {}
-        for _ in range(self._drafter.max_leaves):
-            if not heap:
-                break
-            _, order, session = heap[0]
-            node = session.frontier.pop()
-            if (of_session := chosen.get(order)) is None:
-                chosen[order] = of_session = []
-            of_session.append((session, node))
-            if self._reads is not None and node is session.tree.anchor:
-                self.stats.states_late += self._reads.awaits(session.session_id)
-            planned = len(of_session) * session.growth.fan_out * tokens_per_leaf
-            if (following := session.next_leaf(budget, planned)) is not None:
-                heapq.heapreplace(heap, (session.tree.anchor.log_path - following.log_path, order, session))
-            else:
-                heapq.heappop(heap)
-        return list(chain.from_iterable(chosen.values()))
-
-    def _expand(self, at: Sequence[tuple[DraftSession, TreeNode]]) -> Candidates:
-        self.stats.forwards += 1
-        expand = self._drafter.expand if self._ranker is None else self._ranker.expand_best
-        return expand([session.leaf(node) for session, node in at])
-
-    def _publish_blocks(self, chosen: Sequence[tuple[DraftSession, TreeNode]], candidates: Candidates) -> None:
-        """Publishes the predictions of a drafter of several tokens at once, depth by depth.
-
-        The next depth continues the token that the drafter has guessed, or the likeliest one if it guesses none. A
-        depth without likely enough tokens is left to a later step.
-        """
-        known = candidates.log_q.isfinite().any(-1).tolist()  # [leaves][depths]
-        at = list(enumerate(chosen))
-        for depth in range(self._drafter.tokens_per_leaf):
-            if not at:
-                return
-            rows = [session.ranking_row(session.leaf(node)) for _, (session, node) in at]
-            index = torch.tensor([leaf for leaf, _ in at], device=candidates.log_q.device)
-            of_depth = Candidates(candidates.token_ids[index, depth], candidates.log_q[index, depth])
-            rankings = rank(of_depth, rows)
-            expected = _expected([place for _, place in at], rankings)
-            further = []
-            for (leaf, (session, node)), ranking, probs in zip(at, rankings, expected, strict=True):
-                follow = None
-                if any(known[leaf][depth + 1 :]) and ranking.token_ids:
-                    follow = _continued(session, candidates, leaf, depth, ranking)
-                child = self._publish(session, node, ranking, probs, follow)
-                if child is not None:
-                    further.append((leaf, (session, child)))
-            at = further
-
-    def _publish(
-        self,
-        session: DraftSession,
-        parent: TreeNode,
-        ranking: Ranking,
-        probs: Sequence[float],
-        follow: int | None = None,
-    ) -> TreeNode | None:
-        """Attaches and queues the children of an expanded node, one per entry of ``probs``, all of an expansion
-        together.
-
-        Returns the child of the token ``follow``, if likely enough: its own children are published next.
-        """
-        parent.expanded, parent.gaps, parent.bonus = True, ranking.gaps, ranking.bonus
-        session.changed = True
-        before, followed = len(session.tree), None
-        new = session.publish(parent, ranking.token_ids[: len(probs)], probs, q=ranking.q)
-        self.stats.nodes_published += len(new)
-        if parent is session.end:
-            session.place(parent)
-        if follow is not None:
-            at = next((i for i, node in enumerate(new) if node.token_id == follow), None)
-            if at is not None and before + at + 1 < self._tree_budget and session.frontier.wants(new[at]):
-                followed = new.pop(at)
-        session.frontier.push_below(parent, new)
-        if parent.node_id in session.hinted:
-            self._follow_hint(session, parent)
-        return followed
 
     def _flush(self) -> bool:
         """Sends queued nodes and failures, and announces once per commit that a session is idle."""
@@ -694,23 +440,6 @@ class DraftEngine:
             self.stats.messages += len(messages)
             self._emit(messages)
         return bool(messages)
-
-
-def _expected(nodes: Sequence[tuple[DraftSession, TreeNode]], rankings: Sequence[Ranking]) -> list[list[float]]:
-    """Probabilities of the children that are likely enough for a node, by node and ranking."""
-    expansions = [session.expansion(node, ranking) for (session, node), ranking in zip(nodes, rankings, strict=True)]
-    return expect(expansions, _MIN_PROB)
-
-
-def _continued(session: DraftSession, candidates: Candidates, leaf: int, depth: int, ranking: Ranking) -> int | None:
-    """The token that the candidates of the next depth follow; None if there is none.
-
-    Under the rejection rule nothing may depend on what was drawn, so no guess is compared with it.
-    """
-    if not candidates.guesses:
-        return ranking.token_ids[0]
-    guesses = candidates.guesses[leaf]
-    return guesses[depth] if depth < len(guesses) and session.rule is not Rule.REJECTION else None
 
 
 def _remember(epochs: OrderedDict[str, int], session_id: str, epoch: int) -> None:

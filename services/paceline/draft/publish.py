@@ -1,7 +1,7 @@
 """The children of all leaves of a step by one native function, ``publish.cpp``: probabilities, nodes, their order.
 
-It does the work of ``DraftEngine._publish`` for ranked candidates. From the first leaf on that is not the common case
-(a hint, a node that a tree refuses), leaves are left to ``_publish``; so are all leaves if the function cannot be
+It does the work of ``DraftGrower.publish`` for ranked candidates. From the first leaf on that is not the common case
+(a hint, a node that a tree refuses), leaves are left to that; so are all leaves if the function cannot be
 compiled, which needs a C++ compiler and Python's headers.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from paceline.core.native_tree import NativeTree
 from paceline.core.sparse import TOLERANCE
 from paceline.core.tree import TreeNode
 from paceline.draft.growth import BestFirst, Frontier
-from paceline.draft.session import END_SHARE, DraftSession
+from paceline.draft.session import DraftSession
 from paceline.drafters import calibration
+from paceline.drafters.growing.session import END_SHARE
 from paceline.drafters.ranking import Ranking
 from paceline.errors import EngineError
 from paceline.messages import Node
@@ -36,7 +38,7 @@ def prepare() -> None:
 
 
 def publish(
-    leaves: list[tuple[DraftSession, TreeNode]], ranked: Ranked | list[Ranking], least_prob: float
+    leaves: Sequence[tuple[DraftSession, TreeNode]], ranked: Ranked | list[Ranking], least_prob: float
 ) -> tuple[int, int]:
     """Publishes the ranked candidates of leaves as their children, without those less likely than ``least_prob``.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.draft.engine import DraftEngine, DraftStats
+    from paceline.draft.engine import DraftEngine
+    from paceline.draft.stats import DraftStats
 
 
 def explain(engine: DraftEngine) -> str:

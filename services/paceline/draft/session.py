@@ -6,39 +6,33 @@ import math
 from collections.abc import Sequence
 
 from paceline.core.native_tree import columns_of, new_tree
-from paceline.core.processors import Row, SamplerState
+from paceline.core.processors import SamplerState
 from paceline.core.statistics import Ewma
 from paceline.core.tree import TreeNode
 from paceline.draft.growth import Frontier, Growth
-from paceline.drafters.calibration import Calibration, Expansion, bonus_probs, by_guess, guessed
+from paceline.drafters.calibration import Calibration, bonus_probs
+from paceline.drafters.growing.session import GrowingSession
 from paceline.drafters.protocol import Leaf
-from paceline.drafters.ranking import Ranking, RankingRow, Rule
-from paceline.messages import Node, NodeColumns, OpenSession, SparseDistribution
+from paceline.drafters.ranking import Rule
+from paceline.messages import NodeColumns, OpenSession, SparseDistribution
 
 _ROUND_WEIGHT = 0.2
 _HOLD_ROUNDS = 0.2
 """Share of a round between two messages: each costs its peers a fraction of a millisecond, so a target that verifies
 gets about five."""
-END_SHARE = 0.2
-"""Rejection rule: the share of nodes that are the last one of a proposal, so that a bonus token follows."""
 LEAST_PROB = 1e-9
 """The least probability that an outcome is taken to have."""
 
 
-class DraftSession:
+class DraftSession(GrowingSession):
     """A session's tree, its growth policy and its outbox."""
 
     __slots__ = (
-        "_leaves",
-        "_leaves_anchor",
         "_passed",
         "ahead",
         "announced_at",
-        "bonus",
-        "calibration",
         "changed",
         "committed_at",
-        "end",
         "epoch",
         "frontier",
         "growth",
@@ -46,18 +40,11 @@ class DraftSession:
         "hinted",
         "hold_until",
         "idle",
-        "in_flight",
-        "next_node_id",
         "num_proposed",
         "outbox",
         "ready",
         "round_s",
-        "rule",
-        "saguaro",
-        "sampler",
-        "session_id",
         "states_until",
-        "tree",
     )
 
     def __init__(
@@ -68,25 +55,22 @@ class DraftSession:
         calibrations: dict[Rule, Calibration],
         bonus: Calibration,
     ) -> None:
-        self.session_id, self.epoch = message.session_id, message.epoch
-        self.sampler = sampler
-        self.rule = Rule.GREEDY if sampler.greedy else Rule(message.speculation.acceptance)
+        rule = Rule.GREEDY if sampler.greedy else Rule(message.speculation.acceptance)
+        super().__init__(
+            message.session_id,
+            sampler,
+            rule,
+            new_tree(sampler.vocab_size, len(message.token_ids), rejection=rule is Rule.REJECTION),
+            fan_out=growth.fan_out,
+            calibration=calibrations[rule],
+            bonus=bonus,
+            saguaro=message.speculation.saguaro if growth.fan_out > 1 else 1.0,
+        )
+        self.epoch = message.epoch
         self.growth = growth
-        self.saguaro = message.speculation.saguaro if growth.fan_out > 1 else 1.0
-        self.calibration = Calibration(growth.fan_out, calibrations[self.rule])
-        self.bonus = Calibration(growth.fan_out, bonus)
-        """Rejection rule: of guesses of a bonus token."""
-        self.tree = new_tree(sampler.vocab_size, len(message.token_ids), rejection=self.rule is Rule.REJECTION)
         self.frontier = Frontier(self.tree, growth)
-        self._leaves: dict[int, Leaf] = {}
-        """Leaves by their nodes, as long as the anchor is ``_leaves_anchor``."""
-        self._leaves_anchor: TreeNode | None = None
-        self.in_flight: frozenset[int] = frozenset()
-        self.end: TreeNode | None = None
-        """Rejection rule: the last node of the proposal in flight, which a bonus token follows."""
         self.num_proposed = 0
         """Length of the proposal that is being verified, 0 until it is known."""
-        self.next_node_id = 1
         self.outbox: list[TreeNode] = []
         """Nodes that the target does not know yet, parents before children."""
         self._passed: set[int] = set()
@@ -149,53 +133,9 @@ class DraftSession:
             return node
         return None
 
-    def leaf(self, node: TreeNode) -> Leaf:
-        """The node as the drafter's ``expand`` takes it. O(1) where its parent was one below the same anchor."""
-        anchor, node_id = self.tree.anchor, node.node_id
-        if anchor is not self._leaves_anchor:
-            self._leaves_anchor = anchor
-            self._leaves = {anchor.node_id: Leaf(self.session_id, anchor.node_id, (), ())}
-        if (leaf := self._leaves.get(node_id)) is None:
-            assert node.parent is not None, "the anchor's is known"
-            above = self._leaves.get(node.parent.node_id) or self.leaf(node.parent)
-            leaf = Leaf(self.session_id, node_id, (*above.path_ids, node_id), (*above.path, node.token_id))
-            self._leaves[node_id] = leaf
-        return leaf
-
-    def ranking_row(self, leaf: Leaf) -> RankingRow:
-        """Parameters for ranking the leaf's candidates."""
-        nonce = (self.epoch << 20) ^ leaf.node_id
-        return RankingRow(
-            Row(self.sampler, leaf.path), self.rule, self.growth.fan_out, self.saguaro, nonce & 0xFFFFFFFF
-        )
-
-    def expansion(self, node: TreeNode, ranking: Ranking) -> Expansion:
-        """Parameters for the probabilities of a node's children."""
-        if not ranking.bonus:
-            return Expansion(ranking.gaps, self.calibration)
-        share = 1.0 if node is self.end else END_SHARE
-        return Expansion(ranking.gaps, self.calibration, ranking.bonus, self.bonus, share)
-
-    def in_flight_below(self, node: TreeNode) -> bool:
-        """True if a proposed child of the node is being verified."""
-        return node.best is not None and node.best.node_id in self.in_flight
-
-    def observe(self, token_ids: Sequence[int]) -> None:
-        """Records which candidates of each node the committed tokens took, before the tree is walked."""
-        node = self.tree.anchor
-        for token_id in token_ids:
-            child = node.children.get(token_id)
-            if node.gaps:
-                rank = child.rank if child else None
-                if node.bonus and not self.in_flight_below(node):
-                    order = by_guess(node.bonus)
-                    at = order.index(rank) if rank is not None and rank < len(order) else None
-                    self.bonus.observe(guessed([node.bonus[r] for r in order]).gaps, at)
-                else:
-                    self.calibration.observe(node.gaps, rank)
-            if child is None:
-                return
-            node = child
+    def nonce(self, leaf: Leaf) -> int:
+        """Rejection rule: differs for every node, and from those of the session's other openings."""
+        return (self.epoch << 20) ^ leaf.node_id
 
     def outcomes(self, parent: TreeNode) -> dict[int, float]:
         """Probabilities of the tokens below an expanded node: of being accepted, or drawn for one that was not, and at
@@ -230,23 +170,8 @@ class DraftSession:
         sampled: bool = True,
         q: SparseDistribution | None = None,
     ) -> list[TreeNode]:
-        """Attaches new nodes to the draft's tree and queues them for sending; returns the accepted ones.
-
-        ``sampled``: of all of them; with a ``q``, only the first one was drawn from it.
-        """
-        first, parent_id = self.next_node_id, parent.node_id
-        self.next_node_id += len(token_ids)
-        pairs = enumerate(zip(token_ids, probs, strict=True), first)
-        if q is None:
-            nodes = [Node(node_id, parent_id, token_id, prob, sampled) for node_id, (token_id, prob) in pairs]
-        else:
-            nodes = [
-                Node(node_id, parent_id, token_id, prob, True, q)
-                if node_id == first
-                else Node(node_id, parent_id, token_id, prob, False)
-                for node_id, (token_id, prob) in pairs
-            ]
-        placed = self.tree.attach_below(parent, nodes)
+        """``GrowingSession.publish``; queues the accepted nodes for sending."""
+        placed = super().publish(parent, token_ids, probs, sampled=sampled, q=q)
         self.outbox += placed
         self.changed = self.changed or bool(placed)
         return placed

@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.core.deferred import download
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import GREEDY_CANDIDATES, best_unprocessed, draft_candidates, draws_at_once, unlisted
-from paceline.drafters.blame import call_for_each
+from paceline.drafters.growing.blame import call_for_each
 from paceline.drafters.parts import parts_of
 from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf
 from paceline.drafters.rows import NO_TAIL, Part, RowSession, Tail, chain_step, prompt_chunk, tree_step

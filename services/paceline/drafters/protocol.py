@@ -225,6 +225,18 @@ class Fed:
     """Rows below position + 1 that were never written for this context, in ascending order; without row 0."""
 
 
+_MOST_HOLES = 4
+"""Holes of a session that are known apart; the first two become one, with what is between them."""
+
+
+def with_hole(holes: tuple[range, ...], rows: range) -> tuple[range, ...]:
+    """``Fed.holes`` after some more rows, above the others, were missed."""
+    first, *others = *holes, rows
+    if len(others) < _MOST_HOLES:
+        return (first, *others)
+    return (range(first.start, others[0].stop), *others[1:])
+
+
 class Head(Drafter, Protocol):
     """A drafter inside the target replica, fed with the target's hidden states; the head of this module says how.
 

@@ -31,7 +31,7 @@ from paceline.types import Cause
 HOLD_ROUNDS = 0.2
 """Share of a round for which a draft holds its nodes back after it has sent some (``draft/session.py``)."""
 LEAST_PROB = 0.01
-"""Lowest probability, given its parent, of a child after the first (``draft/engine.py``)."""
+"""Lowest probability, given its parent, of a child after the first (``draft/grower.py``)."""
 GIVE_UP = 3.0
 """A wait ends after this many times its expected duration (``target/control/waiting.py``)."""
 _ROUND_WEIGHT, _RATE_WEIGHT = 0.2, 0.05

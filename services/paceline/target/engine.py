@@ -125,7 +125,6 @@ class TargetEngine:
         self.heads = Heads(
             heads,
             runner.cache,
-            vocab_size=runner.vocab_size,
             allocation=self.allocation,
             clock=clock,
             states=runner.features,

@@ -126,7 +126,7 @@ def test_beside_a_draft_a_head_is_booked_against_what_the_draft_makes(drafted: f
         allocation.tokens_per_s.add(drafted)
     mounted = MountedHead("oracle", cast(Any, SimpleNamespace(features=None)), num_tokens=4)
     cache = cast(Any, SimpleNamespace(num_pages=1))
-    heads = Heads([mounted], cache, vocab_size=8, allocation=allocation, clock=lambda: now)
+    heads = Heads([mounted], cache, allocation=allocation, clock=lambda: now)
     for _ in range(64):
         now += 0.02
         mounted.accepted, mounted.spent_s = 1, 0.008
@@ -142,7 +142,7 @@ def test_a_pause_counts_seconds_of_steps() -> None:
         allocation.observe_step(size, 1 / PLAIN)
     mounted = MountedHead("oracle", cast(Any, SimpleNamespace(features=None)), num_tokens=4)
     cache = cast(Any, SimpleNamespace(num_pages=1))
-    heads = Heads([mounted], cache, vocab_size=8, allocation=allocation, clock=lambda: now)
+    heads = Heads([mounted], cache, allocation=allocation, clock=lambda: now)
     for _ in range(16):
         now += 0.02
         mounted.spent_s = 0.02

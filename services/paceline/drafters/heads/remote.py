@@ -23,15 +23,13 @@ from torch import Tensor
 
 from paceline.core.processors import SamplerState
 from paceline.drafters.heads.drafter import HeadDrafter
-from paceline.drafters.protocol import Candidates, DrafterSessionError, Fed, Leaf
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Fed, Leaf, with_hole
 from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import KVCache
 from paceline.types import PAGE_SIZE, pages_for
 
 MOST_LAG = 16
 """Committed tokens without the target's states that a session is drafted for; the states of more are waited for."""
-_MOST_HOLES = 4
-"""Holes of a session that are known apart; the first two become one, with what is between them."""
 
 
 @dataclass(slots=True)
@@ -207,7 +205,7 @@ class RemoteHead:
                 continue
             budget -= len(states)
             if position > session.num_fed:
-                self._miss(session, range(session.num_fed + 1, position + 1))
+                session.holes = with_hole(session.holes, range(session.num_fed + 1, position + 1))
             lag, _ = session.lag()
             count = stop - session.num_fed
             session.live.difference_update(lag)  # of those behind the new states, better ones can be made
@@ -233,12 +231,6 @@ class RemoteHead:
             parts.append(states)
             stop += len(states)
         return first, torch.cat(parts)
-
-    def _miss(self, session: _Session, rows: range) -> None:
-        session.holes = (*session.holes, rows)
-        if len(session.holes) > _MOST_HOLES:
-            first, second, *others = session.holes
-            session.holes = (range(first.start, second.stop), *others)
 
     def _catch_up(self, leaves: Sequence[Leaf]) -> None:
         """Makes states of the nodes above the leaves that have none: of committed tokens that were not predicted."""

@@ -10,27 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 
-import torch
-
-from paceline.core.processors import Row
 from paceline.core.tree import NO_PROPOSAL, Producer, Proposal, TreeNode
-from paceline.drafters.protocol import Candidates, Leaf
-from paceline.drafters.ranking import RankingRow, Rule, rank
+from paceline.drafters.ranking import Rule
 from paceline.target.control.allocation import expected_tokens, least_gain
 from paceline.target.control.compared import compare
 from paceline.target.heads.followed import Followed
 from paceline.target.heads.mounted import MountedHead
-from paceline.target.session import FAN_OUT, TargetSession
+from paceline.target.session import TargetSession
 
 _LEAST_PATH = 0.02
 MOST_LEAVES = 4
 """Nodes of a session that one depth expands."""
-_NONCES = 1 << 31
-"""Draws of heads under the rejection rule use nonces from here, which a draft's own do not share at one length of the
-context."""
 
 
 @dataclass(slots=True)
@@ -97,7 +89,7 @@ class Asking:
         gate = mounted.gate
         if gate.adaptive:
             sessions = self._worthwhile(mounted, sessions, tokens_per_s, now)
-        at = [(f, f.deepest()) for f in sessions]
+        at = [(f, f.deepest(f.tree.anchor)) for f in sessions]
         at = [(f, node) for f, node in at if not node.expanded and self._wants_more(mounted, f, node)]
         first, width = True, MOST_LEAVES if trees and gate.adaptive else 1
         if self._may_chain(mounted, at, width):
@@ -120,14 +112,9 @@ class Asking:
 
     def _may_chain(self, mounted: MountedHead, at: Sequence[tuple[Followed, TreeNode]], width: int) -> bool:
         """True if the best path of each session comes from one call: the head can, and no other way is better."""
-        if mounted.chainer is None or not at:
+        if not all(mounted.grower.may_draft_path(f, self._depth_left(mounted, f, node)) for f, node in at):
             return False
-        for followed, node in at:
-            if followed.rule is Rule.REJECTION:
-                return False
-            if self._depth_left(mounted, followed, node) < 2 or not mounted.chainer.chains(followed.session.session_id):
-                return False
-        return mounted.gate.chains(len(at), width)
+        return bool(at) and mounted.gate.chains(len(at), width)
 
     def _chain(self, mounted: MountedHead, at: Sequence[tuple[Followed, TreeNode]], tokens_per_s: float) -> None:
         """Expands a node of each session, its best child, that one's, .. while the next one is expected to pay."""
@@ -136,19 +123,11 @@ class Asking:
         least = max(_LEAST_PATH, tokens_per_s * (gate.chain_s or 0.0)) if gate.adaptive else 0.0
         for followed, node in at:
             if not mounted.failure:
-                mounted.guarded(partial(self._chain_of, mounted, followed, node, least, lengths))
+                most, stop = self._depth_left(mounted, followed, node), followed.stop(node, least)
+                lengths.append(mounted.grower.draft_path(followed, node, most, stop) or 0)
         if any(lengths):
             gate.observe_chains(lengths, self._clock() - started)
             mounted.stats.depths += max(lengths)
-
-    def _chain_of(
-        self, mounted: MountedHead, followed: Followed, node: TreeNode, least: float, lengths: list[int]
-    ) -> None:
-        assert mounted.chainer is not None
-        most, stop = self._depth_left(mounted, followed, node), followed.stop(node, least)
-        ranked = mounted.chainer.chain(_leaf(followed, node), most, FAN_OUT, stop)
-        mounted.chainer.keep(followed.session.session_id, followed.add_chain(node, ranked))
-        lengths.append(len(ranked))
 
     def _worthwhile(
         self, mounted: MountedHead, sessions: list[Followed], tokens_per_s: float, now: float
@@ -196,47 +175,11 @@ class Asking:
 
     def _expand(self, mounted: MountedHead, batch: list[tuple[Followed, TreeNode]]) -> list[tuple[Followed, TreeNode]]:
         """Expands some nodes; returns the new ones that may be expanded next, likeliest of each parent first."""
-        done = mounted.call_for_each(
-            lambda at: mounted.head.expand([_leaf(*item) for item in at]),
-            batch,
-            lambda item: item[0].session.session_id,
-        )
-        if not done:
-            return []
-        ((batch, candidates),) = done
-        tokens, log_q = candidates.token_ids, candidates.log_q
+        expanded = mounted.grower.expand(batch)
         if mounted.head.tokens_per_leaf == 1:
-            tokens, log_q = tokens[:, None], log_q[:, None]
-        for _, node in batch:
-            node.expanded = True
-        at = list(enumerate(batch))  # with the leaf of each
-        for i in range(min(mounted.head.tokens_per_leaf, mounted.num_tokens)):
-            if not at:
-                break
-            rows = [self._ranking_row(followed, node) for _, (followed, node) in at]
-            index = torch.tensor([leaf for leaf, _ in at], device=log_q.device)
-            rankings = rank(Candidates(tokens[index, i], log_q[index, i]), rows)
-            further = []
-            for (leaf, (followed, node)), ranking in zip(at, rankings, strict=True):
-                best = followed.add(node, ranking) if ranking.token_ids else None
-                if best is not None:
-                    further.append((leaf, (followed, best)))
-            at = further
-        if mounted.head.tokens_per_leaf > 1:
-            return [item for _, item in at]
-        return [(f, child) for f, node in batch for child in sorted(node.children.values(), key=lambda c: c.rank)]
-
-    def _ranking_row(self, followed: Followed, node: TreeNode) -> RankingRow:
-        path = tuple(n.token_id for n in followed.path(node))
-        fan_out = 1 if followed.rule is Rule.REJECTION else FAN_OUT
-        nonce = _NONCES | followed.session.num_tokens
-        return RankingRow(Row(followed.session.sampler, path), followed.rule, fan_out, nonce=nonce)
-
-
-def _leaf(followed: Followed, node: TreeNode) -> Leaf:
-    path = followed.path(node)
-    ids, token_ids = tuple([n.node_id for n in path]), tuple([n.token_id for n in path])
-    return Leaf(followed.session.session_id, node.node_id, ids, token_ids)
+            return [(f, child) for f, node in expanded for child in node.children.values()]
+        ends = [(f, f.deepest(node)) for f, node in expanded]
+        return [(f, node) for f, node in ends if not node.expanded]
 
 
 def _next_leaves(

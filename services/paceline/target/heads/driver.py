@@ -55,7 +55,6 @@ class Heads:
         mounted: Sequence[MountedHead],
         cache: KVCache,
         *,
-        vocab_size: int,
         allocation: Allocation,
         clock: Callable[[], float],
         states: Features | None = None,
@@ -71,7 +70,6 @@ class Heads:
         self._feeding = Feeding(states, cache.num_pages)
         self._asking = Asking(clock)
         self._circumstances: tuple[int, bool] | None = None  # of ``use``
-        self._vocab_size = vocab_size
         self._allocation = allocation
         self._clock = clock
         for each in self.mounted:
@@ -125,7 +123,7 @@ class Heads:
             return
         for mounted in self.mounted:
             if not mounted.failure and not mounted.outgrown(session):
-                mounted.open(session, self._vocab_size)
+                mounted.open(session)
 
     def close(self, session: TargetSession) -> None:
         """Ends a session on all heads, before its pages are given back."""

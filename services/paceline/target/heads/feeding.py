@@ -53,7 +53,7 @@ class Feeding:
         fed: list[Fed] = []
         if states is not None:
             fed = [item for each in computed if (item := self._fed(mounted, each, states)) is not None]
-        served = self._feed(mounted, fed)
+        served = mounted.feed(fed)
         if mounted.every_position:
             for each in computed:
                 followed = mounted.sessions[each.session.session_id] if each.session.session_id in served else None
@@ -63,15 +63,6 @@ class Feeding:
                     else:
                         mounted.pages.add(page)
         return bool(fed)
-
-    def _feed(self, mounted: MountedHead, fed: list[Fed]) -> set[str]:
-        """Feeds one head; returns the sessions that it has taken."""
-        if not fed:
-            return set()
-        taken = [item for done, _ in mounted.call_for_each(mounted.head.feed, fed) for item in done]
-        for item in taken:
-            mounted.sessions[item.session_id].num_fed = item.position + len(item.token_ids)
-        return {item.session_id for item in taken}
 
     def _fed(self, mounted: MountedHead, computed: Computed, states: Tensor) -> Fed | None:
         """Input of a head from one session; None: nothing."""

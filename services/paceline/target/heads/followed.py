@@ -7,14 +7,17 @@ from collections.abc import Sequence
 
 from paceline.core.tree import Producer, SpeculationTree, TreeNode
 from paceline.drafters.calibration import Calibration
-from paceline.drafters.ranking import Ranking, Rule, ranking_of
-from paceline.messages import Node
+from paceline.drafters.growing.grower import Grower
+from paceline.drafters.growing.session import GrowingSession
+from paceline.drafters.protocol import Leaf, with_hole
+from paceline.drafters.ranking import Ranking, Rule
 from paceline.model.chain import Stop
 from paceline.target.control.allocation import AcceptanceHistory
 from paceline.target.session import FAN_OUT, TargetSession
 
-_MOST_HOLES = 4
-"""Holes of a session that are known apart; the first two become one, with what is between them."""
+_NONCES = 1 << 31
+"""Draws of heads under the rejection rule use nonces from here, which a draft's own do not share at one length of the
+context."""
 
 
 def rule_of(session: TargetSession) -> Rule:
@@ -22,40 +25,30 @@ def rule_of(session: TargetSession) -> Rule:
     return Rule.GREEDY if session.sampler.greedy else Rule.REJECTION if session.rejection else Rule.COUPLED
 
 
-class Followed:
+class Followed(GrowingSession):
     """One session at one head: the head's tree below the session's last token."""
 
-    __slots__ = (
-        "attachment",
-        "calibration",
-        "hits",
-        "holes",
-        "in_flight",
-        "next_node_id",
-        "num_fed",
-        "rule",
-        "session",
-        "tree",
-        "vocab_size",
-    )
+    __slots__ = ("attachment", "hits", "holes", "num_fed", "session")
 
     def __init__(
         self,
         session: TargetSession,
-        vocab_size: int,
         calibration: Calibration,
         acceptance: AcceptanceHistory,
     ) -> None:
         """``calibration``, ``acceptance``: those of all sessions of the head under this one's rule."""
         self.session = session
-        self.rule = rule_of(session)
-        self.vocab_size = vocab_size
-        self.tree = self._new_tree()
-        self.calibration = Calibration(FAN_OUT, calibration)
+        rule = rule_of(session)
+        super().__init__(
+            session.session_id,
+            session.sampler,
+            rule,
+            self._new_tree(),
+            fan_out=1 if rule is Rule.REJECTION else FAN_OUT,
+            calibration=calibration,
+            first_id=Producer.HEAD.first_id,
+        )
         self.hits = AcceptanceHistory(acceptance)
-        self.next_node_id: int = Producer.HEAD.first_id
-        self.in_flight: frozenset[int] = frozenset()
-        """Nodes of the proposal that is being verified."""
         self.num_fed = 0
         """Positions [0, num_fed) have been fed since ``attachment``, or the last of them to a head that wants no
         more."""
@@ -65,82 +58,30 @@ class Followed:
         """Rows on these pages that the head has missed, in ascending order (``Fed.holes``)."""
 
     def _new_tree(self) -> SpeculationTree:
-        session = self.session
-        return SpeculationTree(self.vocab_size, session.num_tokens, rejection=session.rejection, producer=Producer.HEAD)
+        session, vocab_size = self.session, self.session.sampler.vocab_size
+        return SpeculationTree(vocab_size, session.num_tokens, rejection=session.rejection, producer=Producer.HEAD)
 
-    def add(self, parent: TreeNode, ranking: Ranking) -> TreeNode | None:
-        """Attaches the children of an expanded node; returns the one that a proposal takes."""
-        parent.gaps = ranking.evidence.gaps
-        probs = self.calibration.probabilities(ranking.evidence)
-        for r, (token_id, prob) in enumerate(zip(ranking.token_ids, probs, strict=True)):
-            first = r == 0
-            node = Node(self.next_node_id, parent.node_id, token_id, prob, True, ranking.q if first else None)
-            self.next_node_id += 1
-            self.tree.add((node,))
-        return parent.best
-
-    def add_chain(self, parent: TreeNode, ranked: Sequence[tuple[Sequence[int], Sequence[float]]]) -> list[int]:
-        """Attaches the children of a node, of the first of these, .. (``ModelRunner.run_chain``), and returns the nodes
-        that were expanded below ``parent``."""
-        expanded: list[int] = []
-        node: TreeNode | None = parent
-        for token_ids, scores in ranked:
-            if node is None:
-                break
-            if node is not parent:
-                expanded.append(node.node_id)
-            node.expanded = True
-            node = self.add(node, ranking_of(token_ids, scores))
-        return expanded
+    def nonce(self, leaf: Leaf) -> int:
+        """Rejection rule: one that a draft's own nodes do not have at this length of the context."""
+        return _NONCES | self.session.num_tokens
 
     def stop(self, node: TreeNode, least: float) -> Stop:
         """When a chain below ``node`` ends: after a token whose path is less likely than ``least``."""
-        edges, constants, slopes, mass = self.calibration.first()
-        return Stop(edges, constants, slopes, mass, self.hits.correction(), self.probability(node), least)
-
-    def walk(self, token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Follows committed tokens: their nodes, and the expanded nodes that are still below the anchor."""
-        self._observe(token_ids)
-        walk = self.tree.walk(token_ids)
-        node_ids = list(walk.node_ids)
-        for token_id in walk.unresolved:
-            node = Node(self.next_node_id, self.tree.anchor.node_id, token_id, 1.0, False)
-            self.next_node_id += 1
-            self.tree.add((node,))
-            node_ids.append(node.node_id)
-        self.in_flight = frozenset()
-        return node_ids, [n.node_id for n in self.tree.nodes() if n.expanded and n is not self.tree.anchor]
-
-    def _observe(self, token_ids: Sequence[int]) -> None:
-        node = self.tree.anchor
-        for token_id in token_ids:
-            child = node.children.get(token_id)
-            if node.gaps:
-                tried = self.rule is not Rule.REJECTION or (
-                    node.best is not None and node.best.node_id in self.in_flight
-                )
-                self.calibration.observe(node.gaps, child.rank if child else None, 0 if tried else 1)
-            if child is None:
-                return
-            node = child
+        return Stop(*self.calibration.first(), self.hits.correction(), self.probability(node), least)
 
     def miss(self, rows: range) -> None:
         """Takes that the head has missed some rows, those right before what it is fed with next."""
-        self.holes = (*self.holes, rows)
-        if len(self.holes) > _MOST_HOLES:
-            first, second, *others = self.holes
-            self.holes = (range(first.start, second.stop), *others)
+        self.holes = with_hole(self.holes, rows)
 
     def restart(self) -> None:
         """Drops everything below the anchor: it was predicted from the head's own states, and better ones have come."""
         self.tree = self._new_tree()
 
-    def deepest(self) -> TreeNode:
-        """The end of the best path below the anchor: the node to expand next, unless nothing came of it before.
+    def deepest(self, node: TreeNode) -> TreeNode:
+        """The end of the best path below a node: the one to expand next, unless nothing came of it before.
 
         Below an anchor that was predicted there may be a path already: its tokens were not all verified.
         """
-        node = self.tree.anchor
         while node.expanded and node.best is not None:
             node = node.best
         return node
@@ -161,3 +102,16 @@ class Followed:
             path.append(at)
             at = at.parent
         return path[::-1]
+
+
+class HeadGrower(Grower[Followed]):
+    """Grows the trees of a head's sessions."""
+
+    alone = False
+
+    def publish(
+        self, session: Followed, parent: TreeNode, ranking: Ranking, probs: Sequence[float], follow: int | None = None
+    ) -> TreeNode | None:
+        """Attaches the children of an expanded node (``Grower.publish``)."""
+        session.publish_children(parent, ranking, probs)
+        return None if follow is None else parent.children.get(follow)

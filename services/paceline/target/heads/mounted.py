@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import cast
 
 from paceline.core.tree import Proposal
-from paceline.drafters.blame import Item, Result, call_for_each
 from paceline.drafters.calibration import Calibration
-from paceline.drafters.protocol import Chainer, DrafterSessionError, Features, Head, Rider
+from paceline.drafters.growing.blame import call_for_each
+from paceline.drafters.protocol import DrafterSessionError, Features, Fed, Head, Rider
 from paceline.drafters.ranking import Rule
 from paceline.errors import PacelineError
 from paceline.target.control.allocation import AcceptanceHistory
 from paceline.target.control.head_gate import HeadGate
-from paceline.target.heads.followed import Followed, rule_of
+from paceline.target.heads.followed import Followed, HeadGrower, rule_of
 from paceline.target.session import FAN_OUT, TargetSession
 from paceline.types import PAGE_SIZE
 
@@ -78,8 +77,7 @@ class MountedHead:
         """Full pages of the target that it was fed with from end to end."""
         self.rider: Rider | None = cast(Rider, head) if hasattr(head, "guesses") else None
         """The head, if it has rows of its own in the target's steps."""
-        self.chainer: Chainer | None = cast(Chainer, head) if hasattr(head, "chain") else None
-        """The head, if it can draft a path by one call."""
+        self.grower = HeadGrower(head, num_tokens, self._on_failure)
         self.riding: set[str] = set()
         """Sessions with some of them in the running step."""
         self.accepted, self.spent_s = 0, 0.0
@@ -128,11 +126,11 @@ class MountedHead:
 
     # -- its sessions --------------------------------------------------------------------------------------------------
 
-    def open(self, session: TargetSession, vocab_size: int) -> None:
-        """Begins a session, if the head can follow it. ``vocab_size``: token ids of the target."""
-        self.guarded(lambda: self._open(session, vocab_size))
+    def open(self, session: TargetSession) -> None:
+        """Begins a session, if the head can follow it."""
+        self.guarded(lambda: self._open(session))
 
-    def _open(self, session: TargetSession, vocab_size: int) -> None:
+    def _open(self, session: TargetSession) -> None:
         try:
             self.head.open(session.session_id, session.tokens, session.sampler, session.cache_salt)
         except PacelineError as error:
@@ -141,8 +139,7 @@ class MountedHead:
             log.warning("head %s cannot follow session %s: %s", self.name, session.session_id, error)
             return
         acceptance = self._acceptance(session)
-        calibration = self.calibrations[rule_of(session)]
-        self.sessions[session.session_id] = Followed(session, vocab_size, calibration, acceptance)
+        self.sessions[session.session_id] = Followed(session, self.calibrations[rule_of(session)], acceptance)
         self.prefilling.add(session.session_id)
 
     def outgrown(self, session: TargetSession) -> bool:
@@ -165,7 +162,8 @@ class MountedHead:
             self.drop(session.session_id)
             return
         token_ids = tuple(session.tokens[followed.tree.context_len :])
-        node_ids, kept = followed.walk(token_ids)
+        node_ids, _, kept = followed.follow(token_ids)
+        followed.in_flight = frozenset()
         if self.reads_states or self.rider is not None:
             followed.restart()
             kept = []
@@ -232,16 +230,15 @@ class MountedHead:
 
     def guarded(self, call: Callable[[], object]) -> None:
         """Calls the head; an error ends the session that it names, or switches the head off."""
-        self.call_for_each(lambda _: call(), [])
+        call_for_each(lambda _: call(), [], on_failure=self._on_failure)
 
-    def call_for_each(
-        self,
-        call: Callable[[list[Item]], Result],
-        items: list[Item],
-        session_of: Callable[[Item], str] = attrgetter("session_id"),
-    ) -> list[tuple[list[Item], Result]]:
-        """``blame.call_for_each`` of the head, which an error that names no session switches off."""
-        return call_for_each(call, items, session_of=session_of, on_failure=self._on_failure, alone=False)
+    def feed(self, fed: list[Fed]) -> set[str]:
+        """Feeds the head; returns the sessions that it has taken."""
+        done = call_for_each(self.head.feed, fed, on_failure=self._on_failure, alone=False) if fed else []
+        taken = [item for items, _ in done for item in items]
+        for item in taken:
+            self.sessions[item.session_id].num_fed = item.position + len(item.token_ids)
+        return {item.session_id for item in taken}
 
     def _on_failure(self, error: Exception, _: Sequence[str]) -> None:
         if not isinstance(error, DrafterSessionError):

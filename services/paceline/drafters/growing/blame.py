@@ -11,13 +11,15 @@ from paceline.drafters.protocol import FATAL, DrafterSessionError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+OnFailure = Callable[[Exception, Sequence[str]], None]
+"""Ends some sessions for an error."""
 
 
 def call_for_each(
     call: Callable[[list[Item]], Result],
     items: list[Item],
     *,
-    on_failure: Callable[[Exception, Sequence[str]], None],
+    on_failure: OnFailure,
     session_of: Callable[[Item], str] = attrgetter("session_id"),
     alone: bool = True,
 ) -> list[tuple[list[Item], Result]]:
@@ -25,9 +27,9 @@ def call_for_each(
 
     Args:
         call: an error leaves every session as it was before.
-        on_failure: ends sessions for an error.
+        on_failure: ends the sessions at fault.
         session_of: the id of an item's session.
-        alone: after an error that names none of the sessions, call for each of them alone; False: all of them end.
+        alone: an error without a name is looked for in calls for one session each; False: all sessions end.
 
     Returns:
         the items and the result of each call that succeeded.
