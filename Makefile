@@ -36,6 +36,13 @@ TIMEOUT := --timeout 900 --timeout-method thread
 # Two processes, each with its own core; tests of one xdist_group never run at the same time as each other.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations 15 $(TIMEOUT)
 
+# Processes that tests start import what is compiled already. Without bytecode each of them compiles the whole package.
+unexport PYTHONDONTWRITEBYTECODE
+
+# All tests of a ring are below these (tests/test_rings.py), so that it collects no others.
+TOOLS_TESTS := tests/bench tests/plan tests/k8s tests/examples tests/cluster/test_files.py tests/cli/test_plan.py
+RAY_TESTS := tests/cluster/ray tests/bench tests/cli/test_main.py
+
 # One torch thread per process: a multi-threaded region stalls whenever anything else wants one of its cores.
 export OMP_NUM_THREADS := 1
 
@@ -111,19 +118,19 @@ test: setup
 	$(PYTEST) -m "not slow and not nightly and not tools and not ray and not gpu"
 
 test-tools: setup
-	$(PYTEST) -m "tools and not slow and not nightly and not ray"
+	$(PYTEST) -m "tools and not slow and not nightly and not ray" $(TOOLS_TESTS)
 
 test-slow: setup
 	$(PYTEST) -m "slow and not nightly and not ray and not gpu"
 
 test-ray: setup
 	$(BIN)/python -m pytest -q $(TIMEOUT) -m "ray and not nightly" tests/metrics/test_metrics.py  # a cluster of its own
-	$(BIN)/python -m pytest -q $(TIMEOUT) -m "ray and not nightly" --ignore tests/metrics/test_metrics.py
+	$(BIN)/python -m pytest -q $(TIMEOUT) -m "ray and not nightly" $(RAY_TESTS)
 
 test-nightly: setup
 	$(PYTEST) -m "(slow or nightly) and not ray and not gpu"
 	$(BIN)/python -m pytest -q $(TIMEOUT) -m ray tests/metrics/test_metrics.py
-	$(BIN)/python -m pytest -q $(TIMEOUT) -m ray --ignore tests/metrics/test_metrics.py
+	$(BIN)/python -m pytest -q $(TIMEOUT) -m ray $(RAY_TESTS)
 	$(MAKE) audit
 
 gpu:

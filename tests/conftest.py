@@ -1,11 +1,13 @@
 """Shared by all tests: one torch thread, reproducible property tests, the tools' ring, the skip without a compiler."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A third of the time in which a small model is compiled is that of optimizing what calls its kernels.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,17 @@ GROUPS = {
 
 ``processes``: several processes that exchange messages all the time. The others share fixtures that take seconds.
 """
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Spares the garbage collector the million objects that stay until the end: imported modules and tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

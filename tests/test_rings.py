@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.conftest import COLLECTED
@@ -20,6 +21,7 @@ from xdist.remote import WorkerInteractor
 from xdist.scheduler import LoadGroupScheduling
 
 TESTS = Path(__file__).parent
+MAKEFILE = TESTS.parent / "Makefile"
 RINGS = ("gpu", "ray", "nightly", "slow", "tools")
 """The marks that decide, the strongest first; without any of them a test is in the fast ring."""
 
@@ -147,6 +149,27 @@ def test_every_mutant_is_in_the_fast_ring_or_listed_with_its_own(collected: list
     for item in collected:
         rings[name_of(item)].add(ring_of(item))
     assert unexpected_rings(rings) == {}
+
+
+def missed_by_the_makefile(ring: str, items: Iterable[pytest.Item]) -> list[str]:
+    """Tests with the mark ``ring`` below none of the paths that the Makefile names for this ring."""
+    paths = re.search(rf"^{ring.upper()}_TESTS := (.+)$", MAKEFILE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert paths is not None
+    known = (*paths[1].split(), "tests/metrics/test_metrics.py")
+    return [item.nodeid for item in items if item.get_closest_marker(ring) and not item.nodeid.startswith(known)]
+
+
+@pytest.mark.parametrize("ring", ["tools", "ray"])
+def test_the_makefile_names_the_folders_of_all_tests_of_a_ring(ring: str, collected: list[pytest.Item]) -> None:
+    assert missed_by_the_makefile(ring, collected) == []
+
+
+def test_a_test_of_a_ring_in_another_folder_is_noticed() -> None:
+    name = "tests/core/test_tree.py::test_it"
+    item: Any = SimpleNamespace(nodeid=name, get_closest_marker=lambda mark: mark == "ray")
+    assert missed_by_the_makefile("ray", [item]) == [name]
+    item.nodeid = "tests/cluster/ray/test_app.py::test_it"
+    assert missed_by_the_makefile("ray", [item]) == []
 
 
 def test_a_mutant_in_another_ring_is_noticed() -> None:
