@@ -16,7 +16,7 @@ import pytest
 import torch
 from scipy import stats
 from tests.lossless.power import detectable_tv
-from tests.lossless.test_reference import model_of
+from tests.lossless.test_reference import accepts_one_more, model_of
 from tests.support.models import EOS, LOSSLESS_FAMILIES, VOCAB, noisy_copy, pair, prompt, random_model
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
 from tests.support.rings import nightly, pairs_first, slow
@@ -32,7 +32,6 @@ from paceline.messages import Nodes, SparseDistribution
 from paceline.model import kv_cache
 from paceline.model.loading import load_pretrained, prepare
 from paceline.model.selftest import check_invariance
-from paceline.target import engine as target_engine
 from paceline.target import session as target_session
 from paceline.target.control.allocation import Allocation
 from paceline.target.control.session_gate import Judgement, SessionGate
@@ -299,20 +298,6 @@ def _skips_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TargetSession, "commit_rows", wrong)
 
 
-def _accepts_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rejected token is emitted as if it had been accepted."""
-    decide = target_engine.decide
-
-    def wrong(logits, rows, proposals, rules):
-        verdicts = decide(logits, rows, proposals, rules)
-        return [
-            replace(v, token_ids=(*v.token_ids[:-1], p.token_ids[v.num_accepted])) if v.num_accepted < len(p) else v
-            for v, p in zip(verdicts, proposals, strict=True)
-        ]
-
-    monkeypatch.setattr(target_engine, "decide", wrong)
-
-
 def _noise_forgets_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
     """The position of the noise starts again in every round."""
     monkeypatch.setattr(Row, "position", property(lambda row: len(row.suffix)))
@@ -326,7 +311,7 @@ def _stale_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "mutant",
-    [_frozen_processors, _skips_a_row, _accepts_one_more, _noise_forgets_the_history, _stale_pages],
+    [_frozen_processors, _skips_a_row, accepts_one_more, _noise_forgets_the_history, _stale_pages],
     ids=lambda mutant: mutant.__name__.strip("_"),
 )
 def test_mutants_of_the_target_are_caught(mutant, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,17 +480,21 @@ def _sample_texts(tiny_pair, num: int, mode: Mode, length: int, tamper=None) -> 
         tamper=tamper,
         max_model_len=64,
     )
-    results: dict[str, Result] = {}
+    return _texts_of(pump, requests)
+
+
+def _texts_of(pump: Pump, requests: dict[str, Request]) -> tuple[Counter, int, int]:
+    """How often each text came out of requests, 128 at a time; how many tokens were drafted, and accepted."""
+    results: list[Result] = []
     names = list(requests)
-    for first in range(0, num, 128):
+    for first in range(0, len(names), 128):
         for name in names[first : first + 128]:
             pump.submit(name, requests[name])
-        results |= pump.run({})
+        results += pump.run({}).values()
         pump.sessions.clear()
         pump.results = {}
-    drafted = sum(r.speculation.drafted for r in results.values())
-    accepted = sum(r.speculation.accepted for r in results.values())
-    return Counter(r.token_ids for r in results.values()), drafted, accepted
+    drafted = sum(r.speculation.drafted for r in results)
+    return Counter(r.token_ids for r in results), drafted, sum(r.speculation.accepted for r in results)
 
 
 def _cells(law: dict[tuple[int, ...], float], num: int) -> list[tuple[int, ...]]:

@@ -20,6 +20,7 @@ from tests.lossless.test_engines import (
     _embedded_requests,
     _law,
     _p_value,
+    _texts_of,
     _wrong_q,
     tiny_pair,
 )
@@ -147,17 +148,7 @@ def _sample(tiny_pair, kind: str, num: int, mode: Mode, tamper=None) -> tuple[Co
         return [message] if tamper is None else tamper(message)
 
     pump = Pump(target, None, drafter=_tiny(kind, draft), late=0.1, tamper=seen, **options)
-    results: dict[str, Result] = {}
-    names = list(requests)
-    for first in range(0, num, 128):
-        for name in names[first : first + 128]:
-            pump.submit(name, requests[name])
-        results |= pump.run({})
-        pump.sessions.clear()
-        pump.results = {}
-    drafted = sum(r.speculation.drafted for r in results.values())
-    accepted = sum(r.speculation.accepted for r in results.values())
-    return Counter(r.token_ids for r in results.values()), drafted, accepted, qs
+    return *_texts_of(pump, requests), qs
 
 
 NUM, TV = 2000, 0.16

@@ -135,7 +135,7 @@ def _noise_of_another_position(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Row, "position", property(lambda row: position(row) - 1))
 
 
-def _accepts_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def accepts_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first draft token that the target would not have drawn is emitted."""
     decide = target_engine.decide
 
@@ -150,7 +150,7 @@ def _accepts_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "mutant", [_noise_of_another_position, _accepts_one_more], ids=lambda mutant: mutant.__name__.strip("_")
+    "mutant", [_noise_of_another_position, accepts_one_more], ids=lambda mutant: mutant.__name__.strip("_")
 )
 def test_mutants_of_the_engines_are_caught(mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     plain_tokens()  # computed before anything is wrong

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,6 @@ FAST = {"llama", "doge"}
 EACH_KIND = {"gemma2", "gemma3_text", "mixtral", "gpt_oss, our plan", "llama4_text"}
 """One family of each other kind of attention, for the slow ring; the nightly ring runs all."""
 README = DOCS.parents[1] / "README.md"
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(2, tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize(

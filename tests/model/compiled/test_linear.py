@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import time
@@ -168,23 +169,43 @@ def test_a_gate_that_is_one_is_one_operator_and_others_stay() -> None:
         torch.testing.assert_close(found.float(), wanted.float(), rtol=0.03, atol=0.03)
 
 
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel with two faults, since it takes long to compile.
+
+    The last outputs of a piece belong to nobody: there are pieces with helpers only. And panels are added up apart:
+    there are several with many rows only.
+    """
+    pieces = "(piece + 1) * groups / pieces);"
+    loaded = "it.first ? Floats{} : load_floats(it.sums + r * Format::kOutputs + v * kLanes);"
+    multiplied = "Format::template multiply<R>(it, sums);"
+    apart = "if (!it.first) sums[r][v] = sums[r][v] + load_floats(it.sums + r * Format::kOutputs + v * kLanes);"
+    apart = f"for (int r = 0; r < R; ++r) for (int v = 0; v < kVectors; ++v) {apart}"
+    header = (cpu_linear._SOURCE.parent / "product.h").read_text(encoding="utf-8")
+    right = header[header.index(loaded) : header.index(pieces) + len(pieces)]
+    assert right.count(multiplied) == 1
+    wrong = right.replace(loaded, "Floats{};").replace(multiplied, multiplied + apart)
+    folder = tmp_path_factory.mktemp("faulty")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PACELINE_CACHE", str(folder))
+        return products_with(folder, {"product.h": (right, wrong.replace(pieces, pieces.replace("s);", "s - 1);")))})
+
+
 @needs_products
-def test_pieces_that_are_left_out_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel with one fault: the last outputs of a piece belong to nobody."""
-    right = "(piece + 1) * groups / pieces)"
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    library = products_with(tmp_path, {"product.h": (right, right.replace("pieces)", "pieces - 1)"))})
+@pytest.mark.xdist_group("faulty products")
+def test_pieces_that_are_left_out_are_noticed(faulty: ctypes.CDLL) -> None:
+    """The last outputs of a piece belong to nobody."""
     x, packed = values(1, 1, 1024), pack(values(2, 1024, 1024))
     alone = linear(x, packed, None, 1024)
-    kept = cpu_linear.multiply(library, x, packed, None, 1024)
+    kept = cpu_linear.multiply(faulty, x, packed, None, 1024)
     assert torch.equal(kept, alone)
-    library.paceline_helpers(1)
+    faulty.paceline_helpers(1)
     try:
         # What nobody writes is what the memory held: the right result, if it is that of the product before.
-        found = [cpu_linear.multiply(library, x * factor, packed, None, 1024) for factor in (2, 1)]
+        found = [cpu_linear.multiply(faulty, x * factor, packed, None, 1024) for factor in (2, 1)]
         assert not torch.equal(found[1], alone)
     finally:
-        library.paceline_helpers(0)
+        faulty.paceline_helpers(0)
 
 
 @needs_products
@@ -269,19 +290,12 @@ def test_a_replica_reserves_a_core_for_each_thread() -> None:
 
 
 @needs_products
-def test_sums_that_are_split_by_the_number_of_rows_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel with one fault: panels are added up apart, and there are several only with many rows."""
-    loaded = "it.first ? Floats{} : load_floats(it.sums + r * Format::kOutputs + v * kLanes);"
-    multiplied = "Format::template multiply<R>(it, sums);"
-    apart = "if (!it.first) sums[r][v] = sums[r][v] + load_floats(it.sums + r * Format::kOutputs + v * kLanes);"
-    apart = f"for (int r = 0; r < R; ++r) for (int v = 0; v < kVectors; ++v) {apart}"
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    header = (cpu_linear._SOURCE.parent / "product.h").read_text(encoding="utf-8")
-    right = header[header.index(loaded) : header.index(multiplied) + len(multiplied)]
-    library = products_with(tmp_path, {"product.h": (right, right.replace(loaded, "Floats{};") + apart)})
+@pytest.mark.xdist_group("faulty products")
+def test_sums_that_are_split_by_the_number_of_rows_are_noticed(faulty: ctypes.CDLL) -> None:
+    """Panels are added up apart, and there are several with many rows only."""
 
     def product(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-        return cpu_linear.multiply(library, x, packed, bias, outputs)
+        return cpu_linear.multiply(faulty, x, packed, bias, outputs)
 
     assert torch.equal(*rows_alone(product, 14, 64, 4096))
     together, alone = rows_alone(product, 33, 64, 4096)

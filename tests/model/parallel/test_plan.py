@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +70,6 @@ def saved(config: PretrainedConfig, folder: Path) -> tuple[PreTrainedModel, str]
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     model.save_pretrained(folder)
     return model, str(folder)
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(2, tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
 
 
 def whole(path: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[int]]:

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -209,12 +209,6 @@ def test_what_the_table_of_gpt2_says() -> None:
 def test_degrees_that_do_not_divide_are_named(family: str, degree: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         plan_shards(small_config(family), 0, degree)
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with Ranks(2, tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
 
 
 @pytest.mark.compiler
