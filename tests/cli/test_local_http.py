@@ -180,6 +180,53 @@ def test_no_more_requests_wait_on_a_connection_than_a_few(port: int) -> None:
         assert rest(one).count(b"HTTP/1.1 200") < 20
 
 
+LARGE = 4 << 20
+
+
+@pytest.fixture(scope="module")
+def large() -> Iterator[int]:
+    """A port whose ``/v1/models`` has more bytes than sockets hold."""
+    edge = edge_over(Scripted(), allowed_hosts=(), aliases=("m" * LARGE,))
+    with served(edge, http=BoundedProtocol, ws="none") as at:
+        yield urlsplit(at).port or 0
+
+
+@contextlib.contextmanager
+def unread(port: int) -> Iterator[socket.socket]:
+    """A client that asks for a large answer."""
+    with connection(port) as one:
+        send(one, b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        yield one
+
+
+def test_a_client_that_reads_nothing_is_given_up(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_http, "UNREAD_S", 0.3)
+    with unread(large) as one:
+        time.sleep(1.5)
+        assert len(rest(one)) < LARGE
+
+
+def test_a_client_that_reads_slowly_is_served(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_http, "UNREAD_S", 2.0)
+    with unread(large) as one:
+        size = 0
+        for _ in range(20):
+            size += len(one.recv(65536))
+            time.sleep(0.2)
+        assert size + len(rest(one)) > LARGE
+
+
+def test_of_too_much_that_is_unread_the_oldest_is_given_up(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_http, "MAX_UNREAD_BYTES", LARGE + (1 << 19))
+    with contextlib.ExitStack() as stack:
+        ones = []
+        for _ in range(6):
+            ones.append(stack.enter_context(unread(large)))
+            time.sleep(0.3)
+        assert len(rest(ones[0])) < LARGE
+        assert len(rest(ones[-1])) > LARGE
+
+
 GARBAGE = [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x00" * 100, b"{}"]
 
 

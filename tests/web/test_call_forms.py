@@ -229,7 +229,9 @@ def _knows_no_references(monkeypatch):
 
 def _puts_no_commas(monkeypatch):
     monkeypatch.setattr(
-        argument_formats, "_listed", lambda members: argument_formats.sequence(*(member for _, member in members))
+        argument_formats._Function,
+        "listed",
+        lambda self, members, place: argument_formats.sequence(*(member for _, member in members)),
     )
 
 
@@ -262,7 +264,7 @@ def test_text_that_would_end_the_call_is_caught(model, speaking, monkeypatch):
 
 REFUSED = [
     ("qwen3_5", {"a": {"type": "string", "pattern": "^a"}}, "#/properties/a has 'pattern'"),
-    ("qwen3_5", {"a": {"type": ["string", "integer"]}}, "#/properties/a allows text and other values"),
+    ("qwen3_5", {"a": {"type": ["string", "integer"]}}, "#/properties/a allows both text and other values"),
     ("qwen3_5", {"a": {"enum": [" a"]}}, "#/properties/a allows ' a'"),
     ("gemma4", {"a": {"type": "string", "format": "date"}}, "#/properties/a has 'format'"),
     ("gemma4", {"a": {}}, "#/properties/a has no type"),

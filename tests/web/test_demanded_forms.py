@@ -25,6 +25,7 @@ from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.tokenizer import JsonTokenizer, Tokenizer
 from paceline.errors import InvalidRequestError
 from paceline.web import call_forms
+from paceline.web.arguments import Work
 from paceline.web.call_forms import FORMS
 from paceline.web.calls import bound_calls
 
@@ -285,5 +286,5 @@ def test_a_mistake_is_caught_by_the_walks(name, mutant, monkeypatch):
 
 def test_every_form_states_json_as_the_parsers_read_it():
     """Names and keys are quoted as JSON where they stand in JSON."""
-    tag = FORMS["hermes"].tag({"name": 'a"b', "parameters": {}}, 0, free=False)
+    tag = FORMS["hermes"].tag({"name": 'a"b', "parameters": {}}, 0, Work(), free=False)
     assert json.dumps('a"b') in json.dumps(tag["content"]["elements"][1]["value"]).encode().decode("unicode_escape")

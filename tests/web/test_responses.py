@@ -402,7 +402,7 @@ def test_the_oldest_responses_make_room_within_their_key(keeping):
     assert held == ids[-len(held) :]
     assert 2 <= len(held) < 8
     assert _is_kept(bob, bobs.id)
-    large = ann.responses.create(model=MODEL, input="h" * 3900, instructions="b" * 30, metadata={"a": "x" * 20_000})
+    large = ann.responses.create(model=MODEL, input="h" * 3900, instructions="b" * 30, user="x" * 20_000)
     assert large.model_extra["store"] is False
     assert not _is_kept(ann, large.id)
     assert _is_kept(ann, ids[-1])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, cast
 
@@ -149,23 +149,33 @@ TYPES = ("integer", "number", "boolean", "null", "object", "array", "string")
 """JSON types; types whose text is easily distinguished come first."""
 
 
-def types_of(schema: Any, root: Mapping[str, Any]) -> tuple[str, ...]:
+def types_of(
+    schema: Any, root: Mapping[str, Any], spend: Callable[[int], None] = lambda amount: None
+) -> tuple[str, ...]:
     """The JSON types that a schema's values may have, in the order of ``TYPES``; () if it says nothing of them.
 
-    Raises LookupError as ``resolved`` does.
+    ``spend`` is called with the number of keywords and values that are read, part by part, and may raise.
+
+    Raises LookupError as ``resolved`` does, and for parts that are nested too deep.
     """
-    found = _types_of(schema, root, {})
+    found = _types_of(schema, root, {}, spend, 0)
     return tuple(name for name in TYPES if name in (found or ()))
 
 
-def _types_of(schema: Any, root: Mapping[str, Any], known: dict[int, set[str] | None]) -> set[str] | None:
+def _types_of(
+    schema: Any, root: Mapping[str, Any], known: dict[int, set[str] | None], spend: Callable[[int], None], depth: int
+) -> set[str] | None:
     """Returns the types of a schema; None: any. ``known``: types by schema id; None while one is being examined."""
     if (key := id(schema)) in known:
         return known[key]
+    if depth > MAX_DEPTH:
+        raise LookupError(f"its parts are nested too deep: at most {MAX_DEPTH} levels are allowed")
     known[key] = None
     given, found = resolved(schema, root), None
+    spend(1 + len(given))
     if "const" in given or "enum" in given:
         values = [given["const"]] if "const" in given else given["enum"]
+        spend(len(values))
         found = {_type_of(value) for value in values}
     elif isinstance(kind := given.get("type"), str):
         found = {kind}
@@ -173,11 +183,12 @@ def _types_of(schema: Any, root: Mapping[str, Any], known: dict[int, set[str] | 
         found = {*kind}
     else:
         for part in given.get("allOf", ()):
-            some = _types_of(part, root, known)
+            some = _types_of(part, root, known, spend, depth + 1)
             found = some if found is None else found & some if some else found
         for keyword in _EITHER:
             if keyword in given:
-                parts = [_types_of(part, root, known) for part in given[keyword]]
+                spend(len(given[keyword]))
+                parts = [_types_of(part, root, known, spend, depth + 1) for part in given[keyword]]
                 found = set[str]().union(*(part for part in parts if part)) if all(parts) else found
     known[key] = found
     return found

@@ -7,9 +7,13 @@ nor the time of its arrival, and keeps idle connections that have sent nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import json
 import logging
 import resource
+import sys
+import termios
 import time
 from typing import Any
 
@@ -30,6 +34,10 @@ MAX_PIPELINED = 8
 MAX_CONNECTIONS = 1024
 _OWN_FILES = 256
 """File descriptors that are left for all else."""
+UNREAD_S = 60.0
+"""Longest time in which a client reads nothing of an answer that waits for it."""
+MAX_UNREAD_BYTES = 128 << 20
+"""Bytes of answers that wait for their clients; beyond them the one that has waited longest is given up."""
 _GRACE_S = 5.0
 """The application refuses a late body itself; this is how much later the connection is closed."""
 
@@ -60,6 +68,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_headers = self._head_bytes = 0
         self._framing = self._body_bytes = 0  # bytes of the message so far: of all but its body, and of its body
         self._idle_since = time.monotonic()
+        self._reading: asyncio.TimerHandle | None = None
+        self._unread_since = 0.0
+        self._answered: RequestResponseCycle | None = None
 
     # -- connections --
 
@@ -79,6 +90,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends the connection."""
         self._disarm()
+        self._stop_reading_timer()
+        self._drop()
         super().connection_lost(exc)
 
     @property
@@ -105,6 +118,62 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(408, "the request did not come in time")
         else:
             self.transport.close()
+
+    # -- answers that wait for their client --
+
+    @property
+    def _num_unread(self) -> int:
+        """Bytes that wait for the client here and, on Linux, in the socket, whose buffer may hold megabytes."""
+        num_bytes = self.transport.get_write_buffer_size()
+        with contextlib.suppress(OSError, ValueError):
+            queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+            num_bytes += int.from_bytes(queued, sys.byteorder)
+        return num_bytes
+
+    def pause_writing(self) -> None:
+        """Waits for the client, which must go on reading; gives up others if too much waits in all."""
+        super().pause_writing()
+        self._unread_since = time.monotonic()
+        self._expect_reading(self._num_unread)
+        unread = [one for one in self.connections if isinstance(one, BoundedProtocol) and one._reading is not None]
+        total = sum(one._num_unread for one in unread)
+        for one in sorted(unread, key=lambda one: one._unread_since):
+            if total <= MAX_UNREAD_BYTES:
+                break
+            total -= one._num_unread
+            one._give_up(f"answers of more than {MAX_UNREAD_BYTES} bytes wait for their clients")
+
+    def resume_writing(self) -> None:
+        """Goes on: the client has read."""
+        self._stop_reading_timer()
+        super().resume_writing()
+
+    def _expect_reading(self, num_unread: int) -> None:
+        self._reading = self.loop.call_later(UNREAD_S, self._check_reading, num_unread)
+
+    def _check_reading(self, before: int) -> None:
+        if (now := self._num_unread) < before:
+            self._expect_reading(now)
+        else:
+            self._give_up(f"its client has read nothing for {UNREAD_S:g} s")
+
+    def _stop_reading_timer(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def _give_up(self, reason: str) -> None:
+        self._stop_reading_timer()
+        _log.warning("a connection is closed: %s", reason)
+        self._drop()
+        self.transport.abort()
+
+    def _drop(self) -> None:
+        """Has all answers dropped: uvicorn knows of the last request alone that its client has left."""
+        for cycle in (self._answered, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None:
+                cycle.disconnected = True
+        self.pipeline.clear()
 
     # -- requests --
 
@@ -159,6 +228,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
         super()._start_asgi_task(cycle, app)
         if cycle.more_body:
             self._arm(BODY_S + _GRACE_S)

@@ -19,6 +19,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 SERVER_OPTIONS = [
     *_OPTIONS,
     ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", 10_000),  # a connection that says nothing holds a file descriptor
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
 ]

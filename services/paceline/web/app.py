@@ -9,7 +9,6 @@ POST /v1/completions, /v1/chat/completions and its /batch, /v1/responses, /v1/me
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import secrets
 import time
@@ -19,10 +18,10 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
 from paceline import __version__, logs
 from paceline.errors import InvalidRequestError, NotFoundError, PacelineError
@@ -44,6 +43,7 @@ from paceline.web.messages import ChatBody
 from paceline.web.playground import add_playground
 from paceline.web.responses_schema import ResponseBody
 from paceline.web.schema import Body, CompletionBody, StreamOptions, read
+from paceline.web.sending import Events, Json, LargeAnswers, check_prompt_logprobs, framed, shows_many
 from paceline.web.service import Edge
 from paceline.web.tokenization import DetokenizeBody, Text, TokenizeBody, Tokens
 
@@ -90,30 +90,12 @@ class _Kind(Protocol[_A]):
     def __call__(self, edge: Edge, body: Any, request_id: str, /) -> _A: ...
 
 
-class _Json(JSONResponse):
-    def render(self, content: Any) -> bytes:
-        return _dumps(content)
-
-
-class _Events(StreamingResponse):
-    """Server-sent events. What makes them notices itself that the client has left."""
-
-    media_type = "text/event-stream"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with contextlib.suppress(OSError):  # the connection is gone
-                await self.stream_response(send)
-        finally:
-            assert isinstance(self.body_iterator, AsyncGenerator)
-            await self.body_iterator.aclose()
-
-
 def make_app(edge: Edge) -> FastAPI:
     """The application. It may be mounted where other paths are served, too."""
     app = FastAPI(title="Paceline", version=__version__, docs_url=None, redoc_url=None)
     started, load = int(time.time()), Load()
     bodies, preparation = Bodies(BodyBounds.of(edge.service.info, edge.max_body_bytes)), Preparation()
+    large = LargeAnswers()
     names = (edge.model_id, *edge.aliases)
 
     def caller_of(request: Request) -> str:
@@ -148,6 +130,8 @@ def make_app(edge: Edge) -> FastAPI:
         caller = caller_of(request)
         given, made = await asked(request, kind_of)
         requests = made.requests
+        check_prompt_logprobs(requests)
+        scores = any(one.sampling.prompt_logprobs is not None for one in requests)
         if given.stream_options is not None and given.stream_options.include_trace:
             requests = [replace(one, trace=True) for one in requests]
         if edge.trace_headers is not None:
@@ -155,18 +139,27 @@ def make_app(edge: Edge) -> FastAPI:
             requests = [replace(one, trace_headers=found) for one in requests]
         items = run_all(edge, caller, requests, request.receive)
         headers = _id_headers(request)
+
+        def take(i: int, item: Chunk | Result) -> None:
+            for _ in made.take(i, item):
+                pass
+
         if not given.stream:
             async with contextlib.aclosing(items):
                 async for i, item in items:
-                    for _ in made.take(i, item):
-                        pass
-            return _Json(made.body(), headers=headers)
+                    if scores:
+                        await large.run(partial(take, i, item))
+                    else:
+                        take(i, item)
+            return await large.json(made.body, headers) if shows_many(requests) else Json(made.body(), headers=headers)
         try:
             first = await anext(items)  # what is refused has a status, not an event
         except BaseException:
             await items.aclose()
             raise
-        return _Events(_events(made, first, items), headers=headers | {"cache-control": "no-cache"})
+        return Events(
+            _events(made, first, items, large if scores else None), headers=headers | {"cache-control": "no-cache"}
+        )
 
     @app.get("/health", response_class=PlainTextResponse)
     async def health() -> Response:
@@ -220,7 +213,7 @@ def make_app(edge: Edge) -> FastAPI:
         async def status(request: Request) -> Response:
             """The pools, their replicas and sessions."""
             caller_of(request)
-            return _Json((await status_now()).as_json(), headers={"cache-control": "no-store"})
+            return Json((await status_now()).as_json(), headers={"cache-control": "no-store"})
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
@@ -275,12 +268,13 @@ def make_app(edge: Edge) -> FastAPI:
         """Counts the tokens of the prompt of a response."""
         _, made = await asked(request, respond(request))
         counted = {"object": "response.input_tokens", "input_tokens": made.num_prompt_tokens}
-        return _Json(counted, headers=_id_headers(request))
+        return Json(counted, headers=_id_headers(request))
 
     @app.get(f"{responding.PATH}/{{response_id}}")
     async def one_response(request: Request, response_id: str) -> Response:
         """A response that is kept."""
-        return _Json(responding.kept(edge, caller_of(request), response_id).response, headers=_id_headers(request))
+        data = responding.kept(edge, caller_of(request), response_id)
+        return Response(data, headers=_id_headers(request), media_type="application/json")
 
     @app.delete(f"{responding.PATH}/{{response_id}}")
     async def forget_response(request: Request, response_id: str) -> Response:
@@ -288,7 +282,7 @@ def make_app(edge: Edge) -> FastAPI:
         caller = caller_of(request)
         if edge.responses is None or not edge.responses.delete(caller, response_id):
             raise responding.unknown(response_id)
-        return _Json({"id": response_id, "object": "response", "deleted": True}, headers=_id_headers(request))
+        return Json({"id": response_id, "object": "response", "deleted": True}, headers=_id_headers(request))
 
     @app.post(f"{responding.PATH}/{{response_id}}/cancel")
     async def cancel_response(request: Request, response_id: str) -> Response:
@@ -306,28 +300,28 @@ def make_app(edge: Edge) -> FastAPI:
         """Counts the tokens of a chat in Anthropic's words."""
         caller_of(request)
         _, made = await asked(request, lambda _: (anthropic.Message, CountBody))
-        return _Json({"input_tokens": made.num_prompt_tokens}, headers=_id_headers(request))
+        return Json({"input_tokens": made.num_prompt_tokens}, headers=_id_headers(request))
 
     @app.get("/tokenizer_info")
     async def tokenizer_info(request: Request) -> Response:
         """The special tokens by their roles, and the chat template, as vLLM tells them."""
         caller_of(request)
         template = None if edge.chat is None else edge.chat.source
-        return _Json({**edge.service.info.tokenizer.special_names, "chat_template": template})
+        return Json({**edge.service.info.tokenizer.special_names, "chat_template": template})
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or a chat."""
         caller_of(request)
         _, made = await asked(request, lambda _: (Tokens, TokenizeBody))
-        return _Json(made.content, headers=_id_headers(request))
+        return Json(made.content, headers=_id_headers(request))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         caller_of(request)
         _, made = await asked(request, lambda _: (Text, DetokenizeBody))
-        return _Json(made.content, headers=_id_headers(request))
+        return Json(made.content, headers=_id_headers(request))
 
     if edge.playground:
         add_playground(app, edge.access)
@@ -336,7 +330,7 @@ def make_app(edge: Edge) -> FastAPI:
         ids = _id_headers(request)
         if anthropic.PATH in request.url.path:
             body = anthropic.error_body(status, body["error"]["message"], ids[_REQUEST_ID])
-        return _Json(body, status, headers={**headers, **ids})
+        return Json(body, status, headers={**headers, **ids})
 
     @app.exception_handler(PacelineError)
     async def refused(request: Request, error: Exception) -> Response:
@@ -401,16 +395,23 @@ def _request_id(request: Request, given: str | None = None) -> str:
     return request_id
 
 
-async def _events(answer: Answer, first: Item, items: AsyncGenerator[Item, None]) -> AsyncGenerator[bytes, None]:
+async def _events(
+    answer: Answer, first: Item, items: AsyncGenerator[Item, None], large: LargeAnswers | None
+) -> AsyncGenerator[bytes, None]:
+    """``large``: makes the events, if they may be large."""
+
+    def taken(item: Item) -> list[bytes]:
+        return [framed(event) for event in answer.take(*item)]
+
     async with contextlib.aclosing(items):
         try:
-            for event in answer.take(*first):
-                yield _framed(event)
-            async for i, item in items:
-                for event in answer.take(i, item):
-                    yield _framed(event)
+            for data in taken(first) if large is None else await large.run(lambda: taken(first)):
+                yield data
+            async for item in items:
+                for data in taken(item) if large is None else await large.run(partial(taken, item)):
+                    yield data
             for event in answer.finish():
-                yield _framed(event)
+                yield framed(event)
             if answer.ends_with_done:
                 yield b"data: [DONE]\n\n"
         except ClientLeftError:
@@ -420,13 +421,4 @@ async def _events(answer: Answer, first: Item, items: AsyncGenerator[Item, None]
                 logs.unexpected(log, error)
             status, body, _ = to_http(error)
             for event in answer.failure(status, body):
-                yield _framed(event)
-
-
-def _framed(event: dict[str, Any]) -> bytes:
-    kind = event.get("type")  # of /v1/responses and /v1/messages
-    return (b"" if kind is None else f"event: {kind}\n".encode()) + b"data: " + _dumps(event) + b"\n\n"
-
-
-def _dumps(content: Any) -> bytes:
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+                yield framed(event)

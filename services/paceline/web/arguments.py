@@ -17,6 +17,7 @@ Format = dict[str, Any]
 """A format of a structural tag."""
 Schema = Mapping[str, Any]
 
+MAX_WORK = 1 << 14
 _MAX_DEPTH = 16
 _MAX_ITEMS = 16
 _EITHER = ("anyOf", "oneOf")
@@ -43,6 +44,85 @@ def either(formats: Sequence[Format]) -> Format:
     return formats[0] if len(formats) == 1 else {"type": "or", "elements": list(formats)}
 
 
+class Work:
+    """How much of the schemas of one request's tools may still be read, in keywords and values.
+
+    References make a small schema stand for a large one. What takes more than ``MAX_WORK`` has more bytes than the form
+    of an answer may have.
+    """
+
+    def __init__(self) -> None:
+        self._left = MAX_WORK
+
+    def spend(self, amount: int, name: str, place: str) -> None:
+        """Counts what is read for a place. Raises InvalidRequestError for too much."""
+        self._left -= amount
+        if self._left < 0:
+            raise _fault(name, place, f"stands for too much: at most {MAX_WORK} keywords and values can be bound")
+
+
+class _Function:
+    """The schema of one function: what its parts mean, what reading them costs, and how its refusals begin."""
+
+    def __init__(self, schema: Schema, name: str, work: Work) -> None:
+        self.root, self._name, self._work = schema, name, work
+
+    def fault(self, place: str, problem: str) -> InvalidRequestError:
+        """A refusal of what is at a place."""
+        return _fault(self._name, place, problem)
+
+    def spend(self, amount: int, place: str) -> None:
+        """``Work.spend``."""
+        self._work.spend(amount, self._name, place)
+
+    def resolved(self, schema: Any, place: str, depth: int) -> Schema:
+        """``resolved``. Raises InvalidRequestError below ``_MAX_DEPTH`` levels, and for too much work."""
+        if depth > _MAX_DEPTH:
+            raise self.fault(place, f"is nested too deep for this model: at most {_MAX_DEPTH} levels are allowed")
+        found = resolved(schema, self.root)
+        self.spend(1 + len(found), place)
+        return found
+
+    def types(self, schema: Schema, place: str) -> tuple[str, ...]:
+        """``types_of``."""
+        return types_of(schema, self.root, lambda amount: self.spend(amount, place))
+
+    def members(self, schema: Schema, place: str) -> tuple[Mapping[str, Any], set[str]]:
+        """Returns the properties of an object and the names of the required ones."""
+        self.refuse_keywords(schema, _OF_OBJECT, place)
+        properties, required = schema.get("properties", {}), set(schema.get("required", ()))
+        self.spend(len(properties) + len(required), place)
+        if missing := sorted(required - properties.keys()):
+            raise self.fault(place, f"requires {missing[0]!r}, which is none of its properties")
+        return properties, required
+
+    def refuse_keywords(self, schema: Schema, allowed: set[str], place: str) -> None:
+        """Refuses keywords that would not bind."""
+        for keyword in sorted(_binding(schema) - allowed):
+            raise self.fault(place, f"has {keyword!r}, which cannot bind what this model writes without JSON")
+
+    def as_json(self, schema: Schema) -> Format:
+        """The format of a value as JSON, with the definitions that it may refer to."""
+        definitions = {key: self.root[key] for key in ("$defs", "definitions") if key in self.root}
+        return {"type": "json_schema", "json_schema": {**definitions, **schema}}
+
+    def listed(self, members: Sequence[tuple[bool, Format]], place: str) -> Format:
+        """Format of members separated by commas. ``members``: (True if it is required, its format)."""
+        comma = const(",")
+
+        def after(rest: Sequence[tuple[bool, Format]]) -> list[Format]:
+            parts = ((must, sequence(comma, member)) for must, member in rest)
+            return [part if must else {"type": "optional", "content": part} for must, part in parts]
+
+        pivot = next((i for i, (must, _) in enumerate(members) if must), None)
+        if pivot is not None:
+            before = [{"type": "optional", "content": sequence(member, comma)} for _, member in members[:pivot]]
+            return sequence(*before, members[pivot][1], *after(members[pivot + 1 :]))
+        self.spend(len(members) ** 2, place)  # each may be the first, before any of the others
+        ways = [sequence(member, *after(members[i + 1 :])) for i, (_, member) in enumerate(members)]
+        return {"type": "optional", "content": either(ways)} if ways else const("")
+
+
 class Elements:
     """Arguments as ``begin % name``, a value, ``end``: strings as they are, everything else as JSON."""
 
@@ -61,44 +141,45 @@ class Elements:
         element = {"type": "tag", "begin": head, "content": sequence(*parts), "end": self._after}
         return {"type": "tags_with_separator", "tags": [element], "separator": ""}
 
-    def arguments(self, schema: Schema, name: str) -> Format:
+    def arguments(self, schema: Schema, name: str, work: Work) -> Format:
         """All arguments that a schema allows, in its order.
 
         Raises:
             InvalidRequestError: the schema cannot be bound in this form; it begins with ``name`` and has the place.
         """
-        members, required = _members(resolved(schema, schema), name, "#")
+        function = _Function(schema, name, work)
+        members, required = function.members(function.resolved(schema, "#", 0), "#")
         elements = []
         for key, member in members.items():
             place = f"#/properties/{key}"
-            value = either(self._values(member, schema, name, place))
+            value = either(self._values(member, function, place, 0))
             element = sequence(const(self._begin % key), value, const(self._after))
             elements.append(element if key in required else {"type": "optional", "content": element})
         return sequence(*elements)
 
-    def _values(self, schema: Any, root: Schema, name: str, place: str) -> list[Format]:
+    def _values(self, schema: Any, function: _Function, place: str, depth: int) -> list[Format]:
         """The ways to write a value, each with the end of its element."""
-        schema = resolved(schema, root)
+        schema = function.resolved(schema, place, depth)
         if (values := _enumerated(schema)) is not None:
+            function.spend(len(values), place)
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
             for text in texts:
                 if text != text.strip() or any(end in text for end in (self._end, *self._forbidden)):
-                    raise _fault(name, place, f"allows {text!r}, which this model cannot write")
+                    raise function.fault(place, f"allows {text!r}, which this model cannot write")
             return [const(text + self._closing) for text in texts]
-        types = types_of(schema, root)
+        types = function.types(schema, place)
         if types and "string" not in types:
             if len(types) == 1 and not _binding(schema) and types[0] in _PYTHONS:
                 return [const(text + self._closing) for text in _PYTHONS[types[0]]]
-            form = {"type": "json_schema", "json_schema": _with_definitions(schema, root)}
-            return [sequence(form, const(self._closing))]
+            return [sequence(function.as_json(schema), const(self._closing))]
         if set(types) - {"string", "null"}:
-            raise _fault(name, place, "allows both text and other values, which this model cannot distinguish")
+            raise function.fault(place, "allows both text and other values, which this model cannot distinguish")
         parts = next((schema[key] for key in _EITHER if key in schema), None)
         if parts is not None:
-            _refuse_keywords(schema, {*_EITHER}, name, place)
-            found = [one for part in parts for one in self._values(part, root, name, place)]
+            function.refuse_keywords(schema, {*_EITHER}, place)
+            found = [one for part in parts for one in self._values(part, function, place, depth + 1)]
             return next(([one] for one in found if one["type"] == "tag"), found)  # free text is any text
-        _refuse_keywords(schema, _OF_STRING, name, place)
+        function.refuse_keywords(schema, _OF_STRING, place)
         if schema.keys() & _OF_STRING:
             line = _line(schema.get("minLength", 0), schema.get("maxLength"))
             nothing = [const("None" + self._closing)] if "null" in types else []
@@ -110,16 +191,17 @@ class Elements:
 class Keywords:
     """Arguments as ``name=value`` with the values as JSON, in the order of the schema."""
 
-    def arguments(self, schema: Schema, name: str) -> Format:
+    def arguments(self, schema: Schema, name: str, work: Work) -> Format:
         """All arguments that a schema allows. Raises InvalidRequestError for a name that Python does not allow."""
-        members, required = _members(resolved(schema, schema), name, "#")
+        function = _Function(schema, name, work)
+        members, required = function.members(function.resolved(schema, "#", 0), "#")
         found = []
         for key, member in members.items():
             if not key.isidentifier():
-                raise _fault(name, f"#/properties/{key}", "is a name that this model cannot write")
-            value = {"type": "json_schema", "json_schema": _with_definitions(resolved(member, schema), schema)}
+                raise function.fault(f"#/properties/{key}", "is a name that this model cannot write")
+            value = function.as_json(function.resolved(member, f"#/properties/{key}", 0))
             found.append((key in required, sequence(const(f"{key}="), value)))
-        return _listed(found)
+        return function.listed(found, "#")
 
 
 def _line(least: int, most: int | None) -> str:
@@ -138,41 +220,41 @@ class BareObjects:
         """``forbidden``: what no text may hold, besides ``quote``."""
         self._quote, self._forbidden = quote, list(forbidden)
 
-    def arguments(self, schema: Schema, name: str) -> Format:
+    def arguments(self, schema: Schema, name: str, work: Work) -> Format:
         """An object of all arguments that a schema allows.
 
         Raises:
             InvalidRequestError: the schema cannot be bound in this form; it begins with ``name`` and has the place.
         """
-        return self._object(resolved(schema, schema), schema, name, "#", 0)
+        function = _Function(schema, name, work)
+        return self._object(function.resolved(schema, "#", 0), function, "#", 0)
 
-    def _value(self, schema: Any, root: Schema, name: str, place: str, depth: int) -> Format:
-        if depth > _MAX_DEPTH:
-            raise _fault(name, place, f"is nested too deep for this model: at most {_MAX_DEPTH} levels are allowed")
-        schema = resolved(schema, root)
+    def _value(self, schema: Any, function: _Function, place: str, depth: int) -> Format:
+        schema = function.resolved(schema, place, depth)
         if (values := _enumerated(schema)) is not None:
-            return either([const(self._written(value, name, place)) for value in values])
+            function.spend(len(values), place)
+            return either([const(self._written(value, function, place)) for value in values])
         for key in _EITHER:
             if key in schema:
-                _refuse_keywords(schema, {key}, name, place)
+                function.refuse_keywords(schema, {key}, place)
                 parts = enumerate(schema[key])
-                return either([self._value(part, root, name, f"{place}/{key}/{i}", depth + 1) for i, part in parts])
-        types = types_of(schema, root)
+                return either([self._value(part, function, f"{place}/{key}/{i}", depth + 1) for i, part in parts])
+        types = function.types(schema, place)
         if not types:
-            raise _fault(name, place, "has no type: this model writes values by their types")
-        return either([self._of_type(kind, schema, root, name, place, depth + 1) for kind in types])
+            raise function.fault(place, "has no type: this model writes values by their types")
+        return either([self._of_type(kind, schema, function, place, depth + 1) for kind in types])
 
-    def _of_type(self, kind: str, schema: Schema, root: Schema, name: str, place: str, depth: int) -> Format:
+    def _of_type(self, kind: str, schema: Schema, function: _Function, place: str, depth: int) -> Format:
         if kind == "object":
-            return self._object(schema, root, name, place, depth)
+            return self._object(schema, function, place, depth)
         if kind == "array":
-            return self._array(schema, root, name, place, depth)
+            return self._array(schema, function, place, depth)
         if kind == "string":
-            return self._string(schema, name, place)
-        return {"type": "json_schema", "json_schema": {**_with_definitions(schema, root), "type": kind}}
+            return self._string(schema, function, place)
+        return function.as_json({**schema, "type": kind})
 
-    def _string(self, schema: Schema, name: str, place: str) -> Format:
-        _refuse_keywords(schema, _OF_STRING, name, place)
+    def _string(self, schema: Schema, function: _Function, place: str) -> Format:
+        function.refuse_keywords(schema, _OF_STRING, place)
         quote = const(self._quote)
         if schema.keys() & _OF_STRING:
             length = f"{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
@@ -180,14 +262,15 @@ class BareObjects:
         text = {"type": "any_text", "excludes": self._forbidden}
         return {"type": "tag", "begin": self._quote, "content": text, "end": self._quote}
 
-    def _array(self, schema: Schema, root: Schema, name: str, place: str, depth: int) -> Format:
-        _refuse_keywords(schema, _OF_ARRAY, name, place)
+    def _array(self, schema: Schema, function: _Function, place: str, depth: int) -> Format:
+        function.refuse_keywords(schema, _OF_ARRAY, place)
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if least > _MAX_ITEMS or (most or 0) > _MAX_ITEMS:
-            raise _fault(name, place, f"asks for a length: at most {_MAX_ITEMS} items can be counted for this model")
+            problem = f"asks for a length: at most {_MAX_ITEMS} items can be counted for this model"
+            raise function.fault(place, problem)
         if most == 0:
             return const("[]")
-        item = self._value(schema.get("items", {}), root, name, f"{place}/items", depth)
+        item = self._value(schema.get("items", {}), function, f"{place}/items", depth)
         fixed = [part for _ in range(least - 1) for part in (item, const(","))]
         if most is None:
             tag = {"type": "tag", "begin": "", "content": item, "end": ""}
@@ -199,54 +282,30 @@ class BareObjects:
         last = sequence(item, more)
         return sequence(const("["), *fixed, last if least else {"type": "optional", "content": last}, const("]"))
 
-    def _object(self, schema: Schema, root: Schema, name: str, place: str, depth: int) -> Format:
-        found, required = _members(schema, name, place)
+    def _object(self, schema: Schema, function: _Function, place: str, depth: int) -> Format:
+        found, required = function.members(schema, place)
         members = []
         for key in sorted(found, key=str.lower):
             if not key.replace("_", "a").isalnum():
-                raise _fault(name, f"{place}/properties/{key}", "is a name of signs that this model cannot write")
-            value = self._value(found[key], root, name, f"{place}/properties/{key}", depth)
+                raise function.fault(f"{place}/properties/{key}", "is a name of signs that this model cannot write")
+            value = self._value(found[key], function, f"{place}/properties/{key}", depth)
             members.append((key in required, sequence(const(f"{key}:"), value)))
-        return sequence(const("{"), _listed(members), const("}"))
+        return sequence(const("{"), function.listed(members, place), const("}"))
 
-    def _written(self, value: Any, name: str, place: str) -> str:
+    def _written(self, value: Any, function: _Function, place: str) -> str:
         """A value as the template writes it."""
+        function.spend(1, place)
         match value:
             case str():
                 if any(text in value for text in (self._quote, *self._forbidden)):
-                    raise _fault(name, place, f"allows {value!r}, which this model cannot write")
+                    raise function.fault(place, f"allows {value!r}, which this model cannot write")
                 return f"{self._quote}{value}{self._quote}"
             case Mapping():
-                inner = ((key, self._written(value[key], name, place)) for key in sorted(value, key=str.lower))
+                inner = ((key, self._written(value[key], function, place)) for key in sorted(value, key=str.lower))
                 return "{" + ",".join(f"{key}:{text}" for key, text in inner) + "}"
             case list():
-                return "[" + ",".join(self._written(one, name, place) for one in value) + "]"
+                return "[" + ",".join(self._written(one, function, place) for one in value) + "]"
         return json.dumps(value)
-
-
-def _listed(members: Sequence[tuple[bool, Format]]) -> Format:
-    """Format of members separated by commas. ``members``: (True if it is required, its format)."""
-    comma = const(",")
-
-    def after(rest: Sequence[tuple[bool, Format]]) -> list[Format]:
-        parts = ((must, sequence(comma, member)) for must, member in rest)
-        return [part if must else {"type": "optional", "content": part} for must, part in parts]
-
-    pivot = next((i for i, (must, _) in enumerate(members) if must), None)
-    if pivot is not None:
-        before = [{"type": "optional", "content": sequence(member, comma)} for _, member in members[:pivot]]
-        return sequence(*before, members[pivot][1], *after(members[pivot + 1 :]))
-    ways = [sequence(member, *after(members[i + 1 :])) for i, (_, member) in enumerate(members)]
-    return {"type": "optional", "content": either(ways)} if ways else const("")
-
-
-def _members(schema: Schema, name: str, place: str) -> tuple[Mapping[str, Any], set[str]]:
-    """Returns the properties of an object and the names of the required ones."""
-    _refuse_keywords(schema, _OF_OBJECT, name, place)
-    properties, required = schema.get("properties", {}), set(schema.get("required", ()))
-    if missing := sorted(required - properties.keys()):
-        raise _fault(name, place, f"requires {missing[0]!r}, which is none of its properties")
-    return properties, required
 
 
 def _enumerated(schema: Schema) -> list[Any] | None:
@@ -259,19 +318,9 @@ def _binding(schema: Schema) -> set[str]:
     return {keyword for keyword in schema.keys() - _NOTES if not is_comment(keyword)}
 
 
-def _with_definitions(schema: Schema, root: Schema) -> dict[str, Any]:
-    return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
-
-
-def _refuse_keywords(schema: Schema, allowed: set[str], name: str, place: str) -> None:
-    """Refuses keywords that would not bind."""
-    for keyword in sorted(_binding(schema) - allowed):
-        raise _fault(name, place, f"has {keyword!r}, which cannot bind what this model writes without JSON")
-
-
 def _fault(name: str, place: str, problem: str) -> InvalidRequestError:
     return InvalidRequestError(f"{name}: {place} {problem}")
 
 
-Arguments = Callable[[Schema, str], Format]
+Arguments = Callable[[Schema, str, Work], Format]
 """The arguments of a schema in the form of a model; the second argument begins a refusal."""

@@ -13,7 +13,7 @@ from paceline.checkpoint.answers import Reading, Region
 from paceline.checkpoint.call_readers import JsonCalls
 from paceline.checkpoint.json_schema import check_parsed
 from paceline.errors import InvalidRequestError
-from paceline.web.arguments import Arguments, BareObjects, Elements, Format, Keywords, const, sequence
+from paceline.web.arguments import Arguments, BareObjects, Elements, Format, Keywords, Work, const, sequence
 
 SPACE: Format = {"type": "regex", "pattern": r"[ \n]{0,2}"}
 _ANYTHING: Format = {"type": "any_text"}
@@ -33,8 +33,8 @@ class CallForm:
     trigger: str | None = None
     """Text with which a call begins in free text. None: there is none, so that only demanded calls can be bound."""
 
-    def tag(self, function: Mapping[str, Any], i: int, *, free: bool) -> Format:
-        """The tag of a call of the i-th function. ``free``: its arguments are not bound.
+    def tag(self, function: Mapping[str, Any], i: int, work: Work, *, free: bool) -> Format:
+        """The tag of a call of the i-th function. ``free``: its arguments are not bound. ``work``: of the request.
 
         Raises InvalidRequestError for a function that cannot be called so.
         """
@@ -59,7 +59,7 @@ class JsonForm(CallForm):
     spaced: bool = False
     """Blanks may stand around the call."""
 
-    def tag(self, function: Mapping[str, Any], i: int, *, free: bool) -> Format:
+    def tag(self, function: Mapping[str, Any], i: int, work: Work, *, free: bool) -> Format:
         """As ``CallForm`` has it."""
         arguments = _json_arguments(function, i, free=free)
         begin = self.begin.replace('"NAME"', json.dumps(function["name"])).replace("NAME", function["name"])
@@ -83,7 +83,7 @@ class KimiForm(CallForm):
     closes: str = "<|tool_calls_section_end|>"
     trigger: str | None = "<|tool_calls_section_begin|>"
 
-    def tag(self, function: Mapping[str, Any], i: int, *, free: bool) -> Format:
+    def tag(self, function: Mapping[str, Any], i: int, work: Work, *, free: bool) -> Format:
         """As ``CallForm`` has it."""
         arguments = _json_arguments(function, i, free=free)
         number = {"type": "regex", "pattern": "0|[1-9][0-9]?"}
@@ -100,10 +100,10 @@ class ElementForm(CallForm):
     end: str
     elements: Elements
 
-    def tag(self, function: Mapping[str, Any], i: int, *, free: bool) -> Format:
+    def tag(self, function: Mapping[str, Any], i: int, work: Work, *, free: bool) -> Format:
         """As ``CallForm`` has it."""
         begin = self.begin.replace("NAME", function["name"])
-        return _tag(begin, self.elements.any if free else _bound(self.elements.arguments, function, i), self.end)
+        return _tag(begin, self.elements.any if free else _bound(self.elements.arguments, function, i, work), self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +115,12 @@ class PythonForm(CallForm):
     closes: str = "]"
     trigger: str | None = None
 
-    def tag(self, function: Mapping[str, Any], i: int, *, free: bool) -> Format:
+    def tag(self, function: Mapping[str, Any], i: int, work: Work, *, free: bool) -> Format:
         """As ``CallForm`` has it."""
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", function["name"]):
             allowed = "this model writes calls as Python does, with names that Python allows"
             raise InvalidRequestError(f"tools[{i}].function.name is {function['name']!r}: {allowed}")
-        return _tag(f"{function['name']}(", _bound(Keywords().arguments, function, i), ")")
+        return _tag(f"{function['name']}(", _bound(Keywords().arguments, function, i, work), ")")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class BareForm(CallForm):
 
     trigger: str | None = "<|tool_call>"
 
-    def tag(self, function: Mapping[str, Any], i: int, *, free: bool) -> Format:
+    def tag(self, function: Mapping[str, Any], i: int, work: Work, *, free: bool) -> Format:
         """As ``CallForm`` has it."""
         if not re.fullmatch(r"\w+", function["name"]):
             allowed = "this model writes names of letters, digits and underscores"
@@ -140,7 +140,7 @@ class BareForm(CallForm):
             several = {"type": "tags_with_separator", "tags": [quoted], "separator": ""}
             return _tag(begin + "{", sequence(several, _ANYTHING), end)
         objects = BareObjects(quote, [end, "\x01", "\x02"])
-        return _tag(begin, _bound(objects.arguments, function, i), end)
+        return _tag(begin, _bound(objects.arguments, function, i, work), end)
 
 
 _XML = Elements("<parameter=%s>\n", "</parameter>", "\n", ["</function>"])
@@ -282,11 +282,11 @@ def _json_arguments(function: Mapping[str, Any], i: int, *, free: bool) -> Forma
     return {"type": "json_schema", "json_schema": {"type": "object", **schema}}
 
 
-def _bound(arguments: Arguments, function: Mapping[str, Any], i: int) -> Format:
+def _bound(arguments: Arguments, function: Mapping[str, Any], i: int, work: Work) -> Format:
     """The arguments of a function. Raises InvalidRequestError, which names the function's schema."""
     schema, name = _parameters(function, i), _name(i)
     try:
-        return arguments(schema, name)
+        return arguments(schema, name, work)
     except InvalidRequestError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:

@@ -14,8 +14,8 @@ from paceline.checkpoint.json_schema import read_schema
 from paceline.checkpoint.structural_tag import root_of
 from paceline.errors import InvalidRequestError
 from paceline.errors.refusals import shown
-from paceline.types import StructuredOutput
-from paceline.web.arguments import Format, const, either, sequence
+from paceline.types import MAX_STRUCTURED_OUTPUT_BYTES, StructuredOutput
+from paceline.web.arguments import Format, Work, const, either, sequence
 from paceline.web.call_forms import SPACE, Frame, form_of_calls, frame_of
 
 
@@ -61,8 +61,9 @@ def bound_calls(
             + ("" if form is None else " in free text: tool_choice 'required' or a function's name is allowed")
         )
     named = choice["name"] if isinstance(choice, Mapping) else None
+    work = Work()
     tags = [
-        form.tag(tool["function"], i, free=free and not tool["function"].get("strict"))
+        form.tag(tool["function"], i, work, free=free and not tool["function"].get("strict"))
         for i, tool in enumerate(tools)
         if named in (None, tool["function"]["name"])
     ]
@@ -86,10 +87,30 @@ def bound_calls(
 
 def _tag_of(elements: list[Format]) -> StructuredOutput:
     tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+    if _is_longer(tag, MAX_STRUCTURED_OUTPUT_BYTES):
+        allowed = f"at most {MAX_STRUCTURED_OUTPUT_BYTES} bytes are allowed for the form of an answer"
+        raise InvalidRequestError(f"tools are too long to be bound: {allowed}")
     try:
         return StructuredOutput(structural_tag=json.dumps(tag))
     except ValueError:
         raise InvalidRequestError("tools are too long to be bound: their schemas have too many bytes") from None
+
+
+def _is_longer(value: Any, most: int) -> bool:
+    """True if a value surely has more than ``most`` bytes as JSON. It may hold one part in very many places, so the
+    look ends there."""
+    left, stack = most, [value]
+    while stack and left >= 0:
+        part = stack.pop()
+        if isinstance(part, Mapping):
+            left -= 2 + sum(4 + len(key) for key in part)
+            stack += part.values()
+        elif isinstance(part, list):
+            left -= 2 + len(part)
+            stack += part
+        else:
+            left -= len(part) if isinstance(part, str) else 1
+    return left < 0
 
 
 def _formats_of(chat: ChatTemplate, content: StructuredOutput) -> list[Format]:

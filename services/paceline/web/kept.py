@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.web.sending import pieces
+
 MAX_RESPONSES = 4096
 """Most responses of one API key that are kept."""
 LOCAL_BYTES = 64 << 20
@@ -17,12 +19,28 @@ LOCAL_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A response and the conversation that it ends."""
+    """A response and the conversation that it ends, as JSON: what is sent again is not read."""
 
-    response: dict[str, Any]
+    data: bytes
     """The whole answer."""
-    items: list[dict[str, Any]]
-    """All items so far: of earlier responses, the input, and the output."""
+    item_data: bytes
+
+    @property
+    def response(self) -> dict[str, Any]:
+        """The whole answer."""
+        found: dict[str, Any] = json.loads(self.data)
+        return found
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """All items so far: of earlier responses, the input, and the output."""
+        found: list[dict[str, Any]] = json.loads(self.item_data)
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of both."""
+        return len(self.data) + len(self.item_data)
 
 
 class ResponseStore:
@@ -32,31 +50,34 @@ class ResponseStore:
         """``max_bytes``: size of the JSON text of all responses of one key."""
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._by_owner: dict[str, OrderedDict[str, bytes]] = {}
+        self._by_owner: dict[str, OrderedDict[str, Kept]] = {}
 
     def put(self, owner: str, response: dict[str, Any], items: Sequence[dict[str, Any]]) -> bool:
         """Keeps a response by its id, and drops the oldest ones beyond the bounds. False: it is too large itself."""
-        data = json.dumps({"response": response, "items": items}).encode()
-        if len(data) > self._max_bytes:
+        one = Kept(_dumps(response), _dumps(items))
+        if one.num_bytes > self._max_bytes:
             return False
         with self._lock:
             kept = self._by_owner.setdefault(owner, OrderedDict())
             kept.pop(response["id"], None)
-            kept[response["id"]] = data
-            size = sum(map(len, kept.values()))
+            kept[response["id"]] = one
+            size = sum(each.num_bytes for each in kept.values())
             while size > self._max_bytes or len(kept) > MAX_RESPONSES:
-                size -= len(kept.popitem(last=False)[1])
+                size -= kept.popitem(last=False)[1].num_bytes
         return True
 
     def get(self, owner: str, response_id: str) -> Kept | None:
         """The response of this id. None: it is not kept, or it is another key's."""
         with self._lock:
             kept = self._by_owner.get(owner)
-            data = None if kept is None else kept.get(response_id)
-        return None if data is None else Kept(**json.loads(data))
+            return None if kept is None else kept.get(response_id)
 
     def delete(self, owner: str, response_id: str) -> bool:
         """Forgets a response; False if there was none."""
         with self._lock:
             kept = self._by_owner.get(owner)
             return kept is not None and kept.pop(response_id, None) is not None
+
+
+def _dumps(content: Any) -> bytes:
+    return "".join(pieces(content)).encode("utf-8", "replace")

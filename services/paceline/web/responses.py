@@ -13,7 +13,6 @@ from paceline.types import Chunk, FinishReason, Result
 from paceline.web.chat import Asked
 from paceline.web.choices import Totals, speculation_of
 from paceline.web.errors import PreviousResponseError, UnknownResponseError
-from paceline.web.kept import Kept
 from paceline.web.logprobs import token_logprobs
 from paceline.web.responses_schema import ResponseBody
 from paceline.web.service import Edge
@@ -22,12 +21,12 @@ from paceline.web.speech import Part
 PATH = "/v1/responses"
 
 
-def kept(edge: Edge, owner: str, response_id: str) -> Kept:
-    """A response that is kept. Raises NotFoundError."""
+def kept(edge: Edge, owner: str, response_id: str) -> bytes:
+    """A response that is kept, as JSON. Raises NotFoundError."""
     found = None if edge.responses is None else edge.responses.get(owner, response_id)
     if found is None:
         raise unknown(response_id)
-    return found
+    return found.data
 
 
 def unknown(response_id: str) -> UnknownResponseError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,6 +21,8 @@ TEXT = {"format": {"type": "text"}}
 """The ``text`` of a body that names no form."""
 LOGPROBS = "message.output_text.logprobs"
 """The value of ``include`` that shows log probabilities."""
+_MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
+"""Bounds of ``metadata``, those of OpenAI."""
 _OF_ITEMS = ("id", "status", "type", "phase")
 """Fields of messages that clients send back as they got them."""
 
@@ -140,6 +143,17 @@ class ResponseBody(ToolsBody):
     """Shown by the response."""
     prompt_cache_key: Any = None
     """Shown by the response."""
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        """Refuses what OpenAI refuses: each response repeats its metadata."""
+        for i, (key, value) in enumerate((self.metadata or {}).items()):
+            size = len(value if isinstance(value, str) else json.dumps(value))
+            if i >= _MAX_PAIRS or len(key) > _MAX_KEY or size > _MAX_VALUE:
+                found = f"has {len(self.metadata or {})} pairs, one of {len(key)} and {size} characters"
+                allowed = f"at most {_MAX_PAIRS}, of {_MAX_KEY} and {_MAX_VALUE} characters, are allowed"
+                raise Fault("metadata", f"{found}: {allowed}")
+        return self
 
     @property
     def shows_logprobs(self) -> bool:
