@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from paceline.config import LocalConfig, ServiceConfig
-from paceline.config.pools import draft_name
 from paceline.errors import ConfigError
 from paceline.preflight.service import check_service
 
@@ -29,7 +28,7 @@ def test_targets_and_drafts_are_told_of_the_same_head() -> None:
     assert draft_setup.source is None
     assert draft_setup.runs_model
     assert config.draft_config is not None
-    assert draft_name(config.draft_config) == "eagle3 paceline/embedded-eagle3"
+    assert config.draft_config.drafter_name == "eagle3 paceline/embedded-eagle3"
     assert ServiceConfig.parse(config.to_dict()) == config
     assert ServiceConfig.parse({}).target_setup().link is None
     local = LocalConfig(target={"path": "x"}, draft=setup.link)

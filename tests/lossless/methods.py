@@ -1,7 +1,7 @@
 """The table of docs/methods.md: which drafting method works where, and the page that says so.
 
-Each row is an entry of ``paceline.drafters.catalogue``; a cell is a run of ``tests/lossless/test_methods.py``, which
-holds what it claims. To add a row, add the entry there and its ``Row`` here.
+Each row is of an entry in ``paceline.config.methods``; a cell is a run of ``tests/lossless/test_methods.py``, which
+holds what it claims. A method that reads a checkpoint, or does not get on with a column, has a ``Row`` here.
 """
 
 from __future__ import annotations
@@ -101,12 +101,18 @@ ROWS: dict[str, Row] = {
 ROWS |= {method.name: ROWS[method.name.removesuffix(", in the pool")] for method in METHODS if method.kind == "head"}
 """By the names of the catalogue."""
 
+
+def row_of(method: Method) -> Row:
+    """How a method is run. Raises KeyError for one that reads a checkpoint, and of which there is none here."""
+    return ROWS[method.name] if method.needs_model else ROWS.get(method.name, Row(None))
+
+
 CASES = [(method.name, column) for method in METHODS for column in Column]
 
 _WORKS = "✓"
 _HEADER = """# Drafting methods
 
-Written by `python -m tests.test_docs` from `drafters/catalogue.py` and `tests/lossless/methods.py`.
+Written by `python -m tests.test_docs` from `config/methods` and `tests/lossless/methods.py`.
 [Drafters](drafters.md) describes how they work; [`paceline advise`](plan.md#which-method) chooses among them.
 
 ✓ is a run of `tests/lossless/test_methods.py` with that method alone: the text is that of plain decoding, token by
@@ -213,7 +219,7 @@ def methods_page() -> str:
     titles = ["method", *(place.value for place in Place), *(column.value for column in Column)]
     lines = [_HEADER, f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for method in METHODS:
-        row, cells = ROWS[method.name], []
+        row, cells = row_of(method), []
         for place in Place:
             there = place is method.place
             cells.append(_WORKS if there or other_entry(method) else note(refusal(elsewhere(method))))

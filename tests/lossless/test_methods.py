@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from tests.drafters.head_files import VOCAB, made, write_exit, write_target
 from tests.drafters.test_plugins import installed
-from tests.lossless.methods import CASES, ROWS, Column, methods_page, refusal, with_options
+from tests.lossless.methods import CASES, ROWS, Column, methods_page, refusal, row_of, with_options
 from tests.lossless.test_engines import PROCESSORS
 from tests.lossless.test_trees import any_subtrees
 from tests.support.models import letters_tokenizer
@@ -31,7 +31,7 @@ from tests.support.vocabularies import other_vocabulary
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.grammar import Grammars
 from paceline.config import LocalConfig, ServiceConfig, TargetSetup
-from paceline.config.options import HeadMethod
+from paceline.config.methods import HEADS
 from paceline.draft.build import build_draft_engine
 from paceline.drafters.catalogue import METHODS, Method, Place, method_named
 from paceline.drafters.heads.drafter import HeadDrafter
@@ -119,7 +119,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {"other_vocabulary": other_vocabular
 
 def sources(method: Method, folder: Path) -> tuple[str, str | None]:
     """Directories of the target and of the method's checkpoint."""
-    model = ROWS[method.name].model
+    model = row_of(method).model
     kind, _, name = (model or "").rpartition(":")
     if kind == "made":
         return "paceline/embedded-target", str(MAKERS[name](folder / name))
@@ -138,8 +138,8 @@ def configuration(method: Method, column: Column, folder: Path) -> ServiceConfig
     tree = method.configuration(*sources(method, folder))
     options = {**MODEL, "batch_invariant": "off", "adaptive": column is Column.TREE, "max_model_len": 512}
     engine = tree["target_config"].setdefault("engine_kwargs", {})
-    engine |= options | ROWS[method.name].options
-    if method.place is Place.TARGET and method.needs_model and not ROWS[method.name].trained:
+    engine |= options | row_of(method).options
+    if method.place is Place.TARGET and method.needs_model and not row_of(method).trained:
         engine["heads"][0]["probe"] = False  # it predicts nothing
     if method.place is Place.POOL:
         drafts = tree["draft_config"].setdefault("engine_kwargs", {})
@@ -251,8 +251,8 @@ def check(method: Method, column: Column, folder: Path) -> None:
     """Runs a cell; raises AssertionError if it does not do what the table says."""
     config, branches = configuration(method, column, folder), 0
     counted: Counter[str] = Counter()
-    source, limits = config.target_setup().source, ROWS[method.name].limits
-    for temperature in ROWS[method.name].temperatures:
+    source, limits = config.target_setup().source, row_of(method).limits
+    for temperature in row_of(method).temperatures:
         requests = requests_of(source, column, temperature, method.mode)
         with pytest.MonkeyPatch.context() as patch:
             if column is Column.TREE:
@@ -294,7 +294,7 @@ def check_ranks(method: Method, folder: Path) -> None:
         if not method.kind:
             all_offers(patch)
         with LocalPipeline(local) as pipeline:
-            for temperature in ROWS[method.name].temperatures:
+            for temperature in row_of(method).temperatures:
                 # In sequential mode a draft is waited for, however busy this machine is. Plain decoding comes last, as
                 # heads have nothing for pages that plain sessions have filled.
                 found = []
@@ -312,12 +312,12 @@ def check_ranks(method: Method, folder: Path) -> None:
 def require_tokens(method: Method, column: Column, counted: Counter[str]) -> None:
     """Raises AssertionError unless the method had tokens that were accepted, where it should have, and enough of them
     under the coupled rule."""
-    if column is Column.REJECTION and column in ROWS[method.name].limits:
+    if column is Column.REJECTION and column in row_of(method).limits:
         assert counted["drafted"] == 0
         return
     assert 0 < counted["accepted"] <= counted["drafted"]
     if column is Column.COUPLED:
-        assert counted["accepted"] >= ROWS[method.name].least * counted["drafted"]
+        assert counted["accepted"] >= row_of(method).least * counted["drafted"]
 
 
 FAST = {
@@ -350,8 +350,8 @@ def test_a_cell_is_what_the_table_says(name: str, column: Column, files: Path, r
     method = method_named(name)
     if method.kind == "plugin":
         request.getfixturevalue("installed")
-    if column in ROWS[name].refused:
-        assert refusal(with_options(method, ROWS[name].refused[column])) in methods_page()
+    if column in row_of(method).refused:
+        assert refusal(with_options(method, row_of(method).refused[column])) in methods_page()
     elif column is Column.RANKS:
         check_ranks(method, files)
     else:
@@ -359,9 +359,10 @@ def test_a_cell_is_what_the_table_says(name: str, column: Column, files: Path, r
 
 
 def test_every_method_has_a_row_and_every_kind_of_the_configuration_is_a_method() -> None:
-    assert [*ROWS] == [method.name for method in METHODS]
+    assert ROWS.keys() <= {method.name for method in METHODS}
+    assert all(row_of(method).model or not method.needs_model for method in METHODS)
     kinds = {place: {method.kind for method in METHODS if method.place is place} - {""} for place in Place}
-    assert kinds[Place.TARGET] == set(get_args(HeadMethod))
+    assert kinds[Place.TARGET] == HEADS.keys()
     expected = refusal({"draft_config": {"kind": "none"}}).partition("must be ")[2]
     assert kinds[Place.POOL] == set(re.findall(r"'(\w+)'", expected))
 

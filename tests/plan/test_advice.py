@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.drafters.at_hand import head_kind
+from paceline.config.methods.entry import TEXTS
 from paceline.drafters.catalogue import METHODS
 from paceline.plan import advice
 from paceline.plan.advice import Candidate, Forecast, Site, forecasts
-from paceline.plan.assumed import ASSUMED, TEXTS, assumed
 from paceline.plan.closed_form import Load, System, colocated, overlapped, plain, sequential
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.times import StepTable
@@ -154,14 +153,14 @@ def test_rows_that_ride_make_the_steps_of_the_target_longer() -> None:
 
 
 def test_every_method_has_an_assumption_with_its_source() -> None:
-    kinds = {head_kind(method) for method in METHODS} - {"", "plugin"}
-    assert kinds <= set(ASSUMED)
-    for kind in kinds:
+    entries = {method.drafting.kind: method.drafting for method in METHODS if method.kind not in ("", "plugin")}
+    for entry in entries.values():
         for text in TEXTS:
-            value, source = assumed(kind, text)
+            value, source = entry.assumed(text)
             assert 0 < value < 1
             assert source.startswith("assumed, ")
-    assert assumed("peagle", "code")[0] > assumed("peagle", "edits")[0] == assumed("peagle", "chat")[0]
+    figures = {text: entries["peagle"].assumed(text)[0] for text in TEXTS}
+    assert figures["code"] > figures["edits"] == figures["chat"]
 
 
 def test_a_head_apart_is_drafted_with_in_turn_and_its_states_take_their_time() -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from tests.support.gpus import machine_of
 
-from paceline.config import DraftModel, DraftOptions, LocalConfig, TargetModel
-from paceline.config.options import CascadeOptions
+from paceline.config import CascadeOptions, DraftModel, DraftOptions, LocalConfig, TargetModel
 from paceline.draft import build as draft_build
 from paceline.errors import ConfigError
 from paceline.model.device import occupy

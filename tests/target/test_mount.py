@@ -16,6 +16,7 @@ from torch import nn
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import HeadOptions, SuffixMatching, TargetOptions, TargetSetup
+from paceline.config.methods.suffix import TOKEN_BYTES
 from paceline.drafters.colocated import DraftModelHead
 from paceline.drafters.heads import probe as probe_module
 from paceline.drafters.heads.drafter import HeadDrafter
@@ -29,7 +30,7 @@ from paceline.model.compiled.linear import PackedLinear
 from paceline.model.device import Placement
 from paceline.model.loading import load_model
 from paceline.model.step_plan import SequenceStep
-from paceline.preflight.estimate import SUFFIX_BYTES, HeadsSize, target_estimate
+from paceline.preflight.estimate import HeadsSize, target_estimate
 from paceline.preflight.heads import heads_size
 from paceline.target import build, mount
 from paceline.target.build import build_target_engine
@@ -416,7 +417,7 @@ def test_what_suffixes_take_of_the_machine_is_counted(tmp_path: Path) -> None:
     source = save_pair(tmp_path) / "target"
     size = Checkpoint.open(str(source)).size("float32", None)
     assert size is not None
-    for matching, host_bytes in ((None, 0), (SuffixMatching(shared_tokens=1000), 1000 * SUFFIX_BYTES)):
+    for matching, host_bytes in ((None, 0), (SuffixMatching(shared_tokens=1000), 1000 * TOKEN_BYTES)):
         options = TargetOptions(**OPTIONS, heads=[HeadOptions(method="suffix", suffix=matching)])
         setup = TargetSetup(str(source), options)
         counted = heads_size(setup, size, 256)

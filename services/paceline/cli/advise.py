@@ -20,10 +20,11 @@ from paceline.cli.exit import EXIT_DONE
 from paceline.cli.flags import heads_of
 from paceline.cli.plan_report import how_to_measure
 from paceline.cli.table import table, working
-from paceline.config import CascadeOptions, LookaheadOptions, ServiceConfig
+from paceline.config import ServiceConfig
+from paceline.config.methods import DRAFTERS
+from paceline.config.methods.entry import TEXTS, PoolMethod
 from paceline.errors import ConfigError
 from paceline.plan.advice import Candidate, Forecast, Site, forecasts
-from paceline.plan.assumed import TEXTS, assumed
 from paceline.plan.measured import Measurements, read_one
 from paceline.plan.times import StepTable
 
@@ -38,8 +39,6 @@ _LINK_GB_S = 1.25
 _LOOKUP = StepTable.affine(1e-4, 1e-5)
 """Seconds of a step of a drafter without weights, by its places: Python dictionaries."""
 _MOST_TOKENS = 8
-_OF_RUNS = ("model", "draft_model")
-"""Kinds of drafters that ``paceline bench local`` measures without flags of its own: a draft model, in either place."""
 _ON_HOSTS = "on its target's host"
 _EMBEDDED_HEADS = ("mtp", "eagle3", "medusa")
 
@@ -302,25 +301,23 @@ def _candidate(
     if each.method.name.endswith(_ON_HOSTS):
         step_s = args.host_draft_step_ms / 1e3
         return replace(found, step=StepTable.affine(step_s, step_s / 8), devices=0, on_target_nodes=True)
-    if run is not None and each.method.kind in _OF_RUNS:
+    if run is not None and _is_of_run(each):
         shared = {cores: times.draft for cores, times in run.cores.items()}
         return replace(found, step=run.system.draft, shared=shared, path=run.system.path)
     if each.method.kind == "plugin":
         return replace(found, step=StepTable.affine(args.plugin.step_s, 0.0))
-    if each.method.kind == "head":
-        return replace(found, state_bytes=each.state_bytes, kept=args.kept)
-    if each.method.kind == "lookahead":
-        return replace(found, riding_rows=_riding_rows(each))
-    if each.method.kind != "cascade":
-        return found
-    options = CascadeOptions(**each.method.configuration("target", each.model)["draft_config"]["engine_kwargs"])
-    second = assumed(options.drafters[1].kind, args.text)[0]
-    return replace(found, guesses=(options.all_lengths[0], second))
+    found = replace(found, state_bytes=each.state_bytes, riding_rows=each.riding_rows)
+    if each.state_bytes:
+        found = replace(found, kept=args.kept)
+    if each.guesses is not None:
+        num, kind = each.guesses
+        found = replace(found, guesses=(num, DRAFTERS[kind].assumed(args.text)[0]))
+    return found
 
 
-def _riding_rows(each: AtHand) -> int:
-    """Rows of a session that ride in the target's steps."""
-    return LookaheadOptions(**each.method.options["lookahead"]).num_tokens if each.method.kind == "lookahead" else 0
+def _is_of_run(each: AtHand) -> bool:
+    """True for what ``paceline bench local`` measures without flags of its own: a draft model, in either place."""
+    return each.method.entry.of_draft and each.guesses is None
 
 
 def _weighed(
@@ -339,15 +336,13 @@ def _weighed(
 
 
 def _acceptance(args: argparse.Namespace, target: str, each: AtHand, run: Measurements | None) -> Acceptance:
-    from paceline.drafters.at_hand import head_kind
-
     if each.method.kind == "plugin" and not args.measure:
         return Acceptance(args.plugin.acceptance, f"given, --plugin {args.plugin.name}")
     if not args.measure:
-        if run is not None and each.method.kind in _OF_RUNS:
+        if run is not None and _is_of_run(each):
             source = f"measured, {args.source} at temperature {run.temperature:g}"
             return Acceptance(run.system.outcomes.acceptance, source)
-        return Acceptance(*assumed(head_kind(each.method), args.text))
+        return Acceptance(*each.method.drafting.assumed(args.text))
     from paceline.cli.measure import acceptance_of
 
     return Acceptance(*acceptance_of(target, each, _prompts(args.prompts_file), args.temperature or 0.0))
@@ -389,7 +384,7 @@ def configuration(site: Site, target: str, chosen: Forecast, found: dict[str, At
         if "num_speculative_tokens" in method.options:
             method = replace(method, options={**method.options, "num_speculative_tokens": k})
         tree = method.configuration(target, each.model)
-    rows = per_target * (1 + k + (0 if each is None else _riding_rows(each)))
+    rows = per_target * (1 + k + (0 if each is None else each.riding_rows))
     engine = tree["target_config"].setdefault("engine_kwargs", {})
     engine |= {"max_sessions": min(1024, per_target)}
     key = "cpu_threads" if chosen.target_devices in site.shared else "tensor_parallel_size"
@@ -403,7 +398,8 @@ def configuration(site: Site, target: str, chosen: Forecast, found: dict[str, At
             tree["draft_config"]["deployment_config"]["on_target_nodes"] = True
             labels = {"label_selector": {"paceline/pool": "target"}}
             tree["target_config"]["deployment_config"]["ray_actor_options"] = labels
-        if each is not None and each.forward_bytes and each.method.kind != "cascade":
+        entry = None if each is None else each.method.entry
+        if isinstance(entry, PoolMethod) and "max_sessions" in entry.options.model_fields:
             most = min(16384, math.ceil(site.sessions / chosen.drafts))
             tree["draft_config"].setdefault("engine_kwargs", {})["max_sessions"] = most
     return tree
@@ -447,7 +443,7 @@ def report(
     for name, acceptance in acceptances.items():
         by_source.setdefault(acceptance.source, []).append(name)
     yield from (f"acceptance of {', '.join(names)}: {source}" for source, names in by_source.items())
-    if any(each.method.kind == "head" and not each.refusal for each in found) and kept is None:
+    if any(each.state_bytes and not each.refusal for each in found) and kept is None:
         yield (
             "heads in the draft pool take turns with the target; --kept R is the measured acceptance that is left when "
             "they draft ahead"

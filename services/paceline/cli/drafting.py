@@ -15,24 +15,15 @@ from paceline.checkpoint.mtp import mtp_modules, weight_names
 from paceline.checkpoint.size import size_of
 from paceline.config import EMBEDDED_TARGET, HeadOptions
 from paceline.config.loading import resolve
+from paceline.config.methods import HEADS
 from paceline.errors import ConfigError
 from paceline.logs import narrate
 
 _OTHERS = "name a draft model with --draft for more"
-_METHODS = {
-    "eagle3": "eagle3",
-    "peagle": "peagle",
-    "eagle": "eagle",
-    "dflash": "dflash",
-    "dspark": "dspark",
-    "jetspec": "jetspec",
-    "medusa": "medusa",
-    "mlpspeculator": "mlp_speculator",
-    "mlp_speculator": "mlp_speculator",
-    "gemma4_assistant": "gemma4_assistant",
-    "gemma4_unified_assistant": "gemma4_assistant",
-}
-"""Parts of architectures, types and names of directories, in lower case, and the method of heads that each names."""
+_METHODS = sorted(
+    ((part, method) for method, entry in HEADS.items() for part in entry.published), key=lambda one: -len(one[0])
+)
+"""Parts of names and the method of heads that each names, the longest first: ``eagle`` is in ``eagle3``."""
 _MOST_IDS = 64
 """Ids of a card that are looked up in the cache."""
 
@@ -71,7 +62,7 @@ def method_of(folder: Path) -> str | None:
     named = [config.get("speculators_model_type"), *(config.get("architectures") or ()), config.get("model_type")]
     named += [key for key in ("dflash_config", "medusa_num_heads") if key in config]
     names = (str(name).lower() for name in (*named, folder.name))
-    method = next((method for name in names for part, method in _METHODS.items() if part in name), None)
+    method = next((method for name in names for part, method in _METHODS if part in name), None)
     if method == "eagle3" and "mask_hidden" in weight_names(folder):
         return "peagle"
     if method == "dflash" and "markov_rank" in config:

@@ -16,13 +16,14 @@ from pydantic.fields import FieldInfo
 
 from paceline.config import Device, DraftOptions, HeadOptions, ServiceConfig
 from paceline.config.devices import ALLOWED_DEVICES
+from paceline.config.methods import DRAFTERS, HEADS
 from paceline.config.plugins import plugin_names
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.errors.refusals import explain, explain_parameter
 from paceline.types import SamplingParams, SpeculationParams, StructuredOutput
 
 _ENGINE = "target_config.engine_kwargs"
-MODELLESS = ("ngram", "suffix")
+MODELLESS = tuple(kind for kind, entry in DRAFTERS.items() if entry.named_by_kind)
 """Kinds of drafters that need neither a model nor options."""
 _CASCADE = "vertical="
 """Beginning of what ``--drafter`` says of a cascade."""
@@ -192,7 +193,8 @@ def heads_of(texts: Sequence[str] | None) -> list[HeadOptions]:
             body, tokens = text, ""
         method, _, model = body.partition("=")
         values: dict[str, Any] = {"method": method.strip()}
-        if values["method"] == "early_exit" and model.strip().isdigit():
+        entry = HEADS.get(values["method"])
+        if entry is not None and entry.boundaries == "one" and model.strip().isdigit():
             values["boundaries"] = [int(model)]
         elif model.strip():
             values["model"] = model.strip()

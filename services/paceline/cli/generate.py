@@ -177,16 +177,7 @@ def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConf
     """The pipeline that the model flags describe. Raises ConfigError."""
     from paceline.checkpoint.files import embedded_paths
     from paceline.cli.drafting import choose, is_embedded
-    from paceline.config import (
-        CascadeDraftConfig,
-        DraftModel,
-        LocalConfig,
-        NgramDraftConfig,
-        PluginDraftConfig,
-        ServiceConfig,
-        SuffixDraftConfig,
-        TargetModel,
-    )
+    from paceline.config import DraftModel, LocalConfig, ServiceConfig, TargetModel
 
     paths = [
         _path_of(flag_of(role), getattr(args, role), str(embedded))
@@ -218,7 +209,7 @@ def local_config(args: argparse.Namespace, with_draft: bool = True) -> LocalConf
         return LocalConfig(target=target)
     if modelless is not None:
         draft = ServiceConfig.parse({"draft_config": modelless}).draft_config
-        assert isinstance(draft, NgramDraftConfig | SuffixDraftConfig | PluginDraftConfig | CascadeDraftConfig)
+        assert draft is not None
         return LocalConfig(target=target, draft=draft.engine_kwargs)
     return LocalConfig(target=target, draft=DraftModel(path=paths[1], **options))
 

@@ -36,7 +36,7 @@ from paceline.config import (
 )
 from paceline.config.base import Strict
 from paceline.config.memory import settle_front
-from paceline.config.options import ModellessOptions
+from paceline.config.options import Growing
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
 from paceline.metrics.access import AccessMetrics
@@ -172,7 +172,7 @@ def local_of(config: ServiceConfig) -> LocalConfig:
             raise ConfigError(
                 f"{place}.model_loading_config.tokenizer_source is set with --local, which has no such key"
             )
-    drafter: DraftModel | ModellessOptions | None = None
+    drafter: DraftModel | Growing | None = None
     if isinstance(draft, ModelDraftConfig):
         drafter = DraftModel(path=draft.model_loading_config.source, **_given(draft.engine_kwargs))
     elif draft is not None:

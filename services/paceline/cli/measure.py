@@ -37,7 +37,7 @@ def acceptance_of(target: str, each: AtHand, prompts: Sequence[str], temperature
                 if (done := chunk.round) is None:
                     continue
                 if not done.num_drafted:
-                    cut += each.method.kind == "lookahead"
+                    cut += each.riding_rows > 0
                 else:
                     accepted, cut = accepted + done.num_accepted, cut + (done.num_accepted < done.num_drafted)
     what = f"measured, {len(prompts)} x {_NUM_TOKENS} tokens at temperature {temperature:g}"

@@ -35,7 +35,6 @@ from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import serve_environment, socket_folder
 from paceline.cluster.launch import Service
 from paceline.config import EMBEDDED_DRAFT, EMBEDDED_TARGET, ModelDraftConfig, ServiceConfig
-from paceline.config.pools import draft_name
 from paceline.errors import ConfigError
 from paceline.logs import narrate
 from paceline.preflight.service import require_service
@@ -165,7 +164,7 @@ def read_config(args: argparse.Namespace) -> ServiceConfig:
     overrides, draft = list(args.set), config.draft_config
     running = {name: value for name in _RUNNING if (value := getattr(args, name)) is not None}
     modelless = draft_config_of(args.drafter, running)
-    if modelless is not None and (draft is None or draft_name(draft) != args.drafter):
+    if modelless is not None and (draft is None or draft.drafter_name != args.drafter):
         overrides.insert(0, _override("draft_config", modelless))
     elif args.draft is not None and not isinstance(draft, ModelDraftConfig):
         overrides.insert(0, _override("draft_config", {"kind": "model"}))

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from paceline.checkpoint.overrides import with_rope
 from paceline.cli.flags import field_at, flag_of, help_of
 from paceline.config import HeadOptions, ServiceConfig, cache_dir
+from paceline.config.methods import DRAFTERS
 from paceline.errors import ConfigError
 from paceline.errors.refusals import explain, shown
 from paceline.logs import narrate
@@ -136,20 +137,16 @@ def speculation_of(text: str | None) -> tuple[dict[str, Any] | None, list[HeadOp
     given = {key: value for key, value in _json_object("--speculative-config", text).items() if value is not None}
     method = given.pop("method", "draft_model" if "model" in given else None)
     method = "mtp" if method in _MTP else method
-    if method in ("ngram", "suffix"):
-        return _of_text(method, given), []
+    if (drafter := DRAFTERS.get(method or "")) is not None and drafter.vllm_keys is not None:
+        return _of_text(drafter.kind, drafter.vllm_keys, given), []
     try:
         return None, [HeadOptions.model_validate({"method": method, **given})]
     except ValidationError as error:
         raise ConfigError(f"--speculative-config: {explain(error, HeadOptions)}") from None
 
 
-def _of_text(method: str, given: dict[str, Any]) -> dict[str, Any]:
+def _of_text(method: str, keys: Mapping[str, str], given: dict[str, Any]) -> dict[str, Any]:
     """``draft_config`` of a method that copies text."""
-    keys = {
-        "ngram": {"prompt_lookup_max": "max_match", "prompt_lookup_min": "min_match"},
-        "suffix": {f"suffix_decoding_{key}": key for key in ("max_tree_depth", "max_spec_factor", "min_token_prob")},
-    }[method]
     if given.pop("num_speculative_tokens", None) is not None:
         narrate("paceline: num_speculative_tokens is said by each request here (max_draft_tokens)")
     for key in given:

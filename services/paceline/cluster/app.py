@@ -24,7 +24,6 @@ from paceline.cluster.ingress import IngressReplica
 from paceline.cluster.replicas import Draft, MonitorReplica, Target
 from paceline.config import MONITOR_SCALING, ModelDraftConfig, ServiceConfig
 from paceline.config.installed import installed_version
-from paceline.config.pools import draft_name
 from paceline.errors import ConfigError
 
 APPLICATION = "paceline"
@@ -61,7 +60,7 @@ def build(args: Mapping[str, Any] | ServiceConfig) -> Application:
     bound = monitor.bind()
     targets = build_target_deployment(config, bind_kwargs={"monitor": bound})
     drafts = None if config.draft_config is None else build_draft_deployment(config, bind_kwargs={"monitor": bound})
-    names = (config.target_config.model_loading_config, config.draft_config and draft_name(config.draft_config))
+    names = (config.target_config.model_loading_config, config.draft_config and config.draft_config.drafter_name)
     parts = (config.target_config.engine_kwargs, config.router_config, config.server, config.internal_tls)
     needs = (*names, *parts, config.tracing)
     router = _deployment(IngressReplica, config, config.router_config.deployment_options(), "Router", needs)
@@ -122,7 +121,7 @@ def build_draft_deployment(
         config.internal_tls,
         config.tracing,
     )
-    model = draft_name(config.draft_config)
+    model = config.draft_config.drafter_name
     pools = (target, config.draft_config) if isinstance(config.draft_config, ModelDraftConfig) else ()
     tokenizers = [(pool.model_loading_config.tokenizer, pool.engine_kwargs.trust_remote_code) for pool in pools]
     return cast(

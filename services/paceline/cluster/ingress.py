@@ -30,7 +30,6 @@ from paceline.cluster.replicas import (
 from paceline.config import ServiceConfig
 from paceline.config.installed import installed_version
 from paceline.config.memory import settle_front
-from paceline.config.pools import draft_name
 from paceline.errors import EngineError
 from paceline.fleet.public import public
 from paceline.fleet.report import Reporter
@@ -171,7 +170,7 @@ class Ingress(PublicMethods):
         return model_info(
             self._facts,
             model_id=self.config.target_config.model_loading_config.model_id,
-            draft_model_id=None if draft is None else draft_name(draft),
+            draft_model_id=None if draft is None else draft.drafter_name,
             dtype=await self._served_dtype(),
             speculates=speculates,
             batch_invariant=_weakest(self._router.statuses().get("target", ())),

@@ -1,7 +1,7 @@
 """Configuration: parsed once, frozen, handed down by the slice. A misspelt key is an error that names itself.
 
-Each module knows those before it: base, devices, options, loading; policies, autoscaling, deployments; pools, which
-join both rows; files, security, tracing; service, which is the whole tree. ``local`` needs the options alone.
+Each module knows those before it: base, devices, loading, options; policies, autoscaling, deployments, replicas; the
+methods, one module each; heads, targets, setups, pools; files, security, tracing; service, which is the whole tree.
 ``environment`` is the only module that reads or sets environment variables.
 """
 
@@ -25,41 +25,23 @@ from paceline.config.environment import (
     wants_color,
     worker_environment,
 )
+from paceline.config.heads import HeadDraftConfig, HeadDraftOptions, HeadOptions
 from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, SMALL_CHAT_MODEL, ModelLoadingConfig
-from paceline.config.local import DraftModel, LocalConfig, TargetModel
-from paceline.config.options import (
-    CascadeOptions,
-    DraftOptions,
-    DraftSetup,
-    DType,
-    Growing,
-    HeadDraftOptions,
-    HeadOptions,
-    HintOptions,
-    LookaheadOptions,
-    ModellessOptions,
-    ModelOptions,
-    NgramOptions,
-    PluginOptions,
-    Quantization,
-    SuffixMatching,
-    SuffixOptions,
-    TargetOptions,
-    TargetSetup,
-)
+from paceline.config.local import DraftModel, LocalConfig, ModellessOptions, TargetModel
+from paceline.config.methods.cascade import CascadeDraftConfig, CascadeOptions
+from paceline.config.methods.lookahead import LookaheadOptions
+from paceline.config.methods.model import DraftOptions, ModelDraftConfig
+from paceline.config.methods.ngram import NgramDraftConfig, NgramOptions
+from paceline.config.methods.plugin import PluginDraftConfig, PluginOptions
+from paceline.config.methods.suffix import SuffixDraftConfig, SuffixMatching, SuffixOptions
+from paceline.config.options import DType, Growing, ModelOptions, Quantization
 from paceline.config.policies import DraftPolicy, PolicyFunction, RouterPolicy, ScalingPolicy, TargetPolicy
-from paceline.config.pools import (
-    CascadeDraftConfig,
-    HeadDraftConfig,
-    ModelDraftConfig,
-    NgramDraftConfig,
-    PluginDraftConfig,
-    RouterConfig,
-    SuffixDraftConfig,
-    TargetConfig,
-)
+from paceline.config.pools import RouterConfig, TargetConfig
+from paceline.config.replicas import Drafts
 from paceline.config.security import InternalTls, ServerTls
 from paceline.config.service import LogConfig, ServerConfig, ServiceConfig
+from paceline.config.setups import DraftSetup, TargetSetup
+from paceline.config.targets import HintOptions, TargetOptions
 from paceline.config.tracing import TracingConfig
 
 __all__ = [
@@ -80,6 +62,7 @@ __all__ = [
     "DraftOptions",
     "DraftPolicy",
     "DraftSetup",
+    "Drafts",
     "Growing",
     "HeadDraftConfig",
     "HeadDraftOptions",

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, Self
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
 from paceline.config.base import Strict
 from paceline.config.devices import preferred_gpus
-from paceline.config.options import (
-    DraftOptions,
-    DraftSetup,
-    ModellessOptions,
-    TargetOptions,
-    TargetSetup,
-    require_placement,
-)
+from paceline.config.heads import POOL
+from paceline.config.methods.model import DraftOptions
+from paceline.config.options import Growing
+from paceline.config.setups import DraftSetup, TargetSetup, require_placement
+from paceline.config.targets import TargetOptions
 from paceline.errors.refusals import Fault
 
 
@@ -32,6 +31,13 @@ class DraftModel(DraftOptions):
 
     path: str = Field(min_length=1)
     """Directory of a checkpoint, or an id that transformers resolves (cache, then hub)."""
+
+
+if TYPE_CHECKING:
+    ModellessOptions = Growing
+else:
+    ModellessOptions = reduce(or_, (entry.options for entry in POOL.values() if entry.options is not DraftOptions))
+"""Options of a drafter that is not a draft model alone."""
 
 
 class LocalConfig(Strict):

@@ -6,7 +6,9 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -16,27 +18,17 @@ from paceline.checkpoint.grammar_work import MaskThread
 from paceline.checkpoint.pard import parallel_draft
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.checkpoint.vocabulary import require_tokens
-from paceline.config import (
-    CascadeOptions,
-    DraftOptions,
-    DraftSetup,
-    HeadDraftOptions,
-    ModellessOptions,
-    NgramOptions,
-    SuffixOptions,
-)
+from paceline.config import DraftSetup
 from paceline.core import native_tree, rows
 from paceline.draft import publish
 from paceline.draft.engine import DraftEngine
 from paceline.drafters import parts
+from paceline.drafters.building import Building, Built
 from paceline.drafters.cascade import VerticalDrafter
-from paceline.drafters.corpus import suffix_drafter
 from paceline.drafters.heads.load import remote_plan
 from paceline.drafters.heads.remote import RemoteHead
 from paceline.drafters.model import ModelDrafter
-from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.parallel import ParallelDrafter
-from paceline.drafters.plugins import DrafterContext, make_plugin
 from paceline.drafters.protocol import Drafter
 from paceline.drafters.translation import Translation
 from paceline.errors import ConfigError, ResourceExhaustedError
@@ -55,7 +47,6 @@ from paceline.preflight.device import begins_eagerly, require_draft, require_hea
 from paceline.preflight.host_memory import MEASURED_LEAVES, draft_pages
 from paceline.types import PAGE_SIZE, Rendezvous, pages_for
 
-_MODELLESS_WIDTH = 64
 _WIDTHS = (4, 6, 8, 12, 16, 24, MEASURED_LEAVES)
 _AFFORDABLE = 1.25
 _TIMED_FORWARDS = 5
@@ -63,18 +54,6 @@ log = logging.getLogger(__name__)
 stages = logging.getLogger("paceline.startup")
 
 Emit = Callable[[Sequence[Nodes | SessionFailed]], None]
-
-
-class _Built(NamedTuple):
-    """A drafter, for its engine or for a cascade."""
-
-    drafter: Drafter
-    max_context_len: int
-    """Tokens of the longest context that it holds."""
-    description: str
-    """For the status of the replica (``DraftEngine.description``)."""
-    runner: ModelRunner | None = None
-    """That of its model, or of the first one of a cascade."""
 
 
 def affordable_width(runner: ModelRunner) -> int:
@@ -124,17 +103,18 @@ def build_draft_engine(
     parts.prepare()
     publish.prepare()
     target = Checkpoint.open(setup.target_source, setup.trusts_target)
-    if isinstance(setup.options, HeadDraftOptions):
-        return _engine(setup, emit, target, _head_drafter(setup, setup.options, target))
-    if not isinstance(setup.options, DraftOptions):
-        return _engine(setup, emit, target, _modelless_drafter(setup, setup.options, target))
-    with ranked(*setup.model, rendezvous, setup.target_gpus) as group:
-        return _engine(setup, emit, target, _model_drafter(setup, target, group))
+    with contextlib.nullcontext() if rendezvous is None else _ranked(setup, rendezvous) as group:
+        built = Building(setup, target, group).build()
+        return _engine(setup, emit, target, built)
+
+
+def _ranked(setup: DraftSetup, rendezvous: Rendezvous) -> AbstractContextManager[Collectives | None]:
+    return ranked(*setup.model, rendezvous, setup.target_gpus)
 
 
 def build_draft_follower(setup: DraftSetup, rendezvous: Rendezvous) -> Follower:
     """Builds another rank of a draft model. Raises as ``build_draft_engine``."""
-    with ranked(*setup.model, rendezvous, setup.target_gpus) as group:
+    with _ranked(setup, rendezvous) as group:
         _, runner, _ = _runner(setup, _checkpoint(setup), group)
         return Follower(runner)
 
@@ -157,37 +137,17 @@ def _runner(
     return model, model.runner(draft_pages(setup, max_len), promised=False), max_len
 
 
-def _modelless_drafter(setup: DraftSetup, options: DraftOptions | ModellessOptions, target: Checkpoint) -> _Built:
-    """A drafter that is not a draft model alone."""
-    assert not isinstance(options, DraftOptions | HeadDraftOptions)
-    max_context_len = min(setup.max_model_len or target.max_model_len, target.max_model_len)
-    max_leaves = options.tree_step_tokens or _MODELLESS_WIDTH
-    drafter: Drafter
-    if isinstance(options, NgramOptions):
-        drafter = NgramDrafter(min_match=options.min_match, max_match=options.max_match, max_leaves=max_leaves)
-    elif isinstance(options, SuffixOptions):
-        drafter = suffix_drafter(options, target, max_leaves)
-    elif isinstance(options, CascadeOptions):
-        return _cascade(setup, options, target)
-    else:
-        context = DrafterContext(
-            setup.target_source, target.vocab_size, max_context_len, setup.num_sessions, max_leaves
-        )
-        drafter = make_plugin(options.drafter, context, options.options)
-        return _Built(drafter, max_context_len, f"plugin {options.drafter}")
-    return _Built(drafter, max_context_len, "n-grams" if isinstance(options, NgramOptions) else "suffixes")
-
-
-def _head_drafter(setup: DraftSetup, options: HeadDraftOptions, target: Checkpoint) -> _Built:
+def build_head(building: Building) -> Built:
     """A head that reads the target's hidden states, with pages for its own keys and values.
 
     Raises:
         ConfigError: its checkpoint, or the target's, cannot be read, or they do not fit together or the device.
     """
+    setup, options, target = building.setup, building.options, building.target
     torch.set_num_threads(1)
     placement = resolve(options, occupy(options, setup.target_gpus))
     plan = remote_plan(options, target)
-    max_len = min(setup.max_model_len or target.max_model_len, target.max_model_len)
+    max_len = building.max_context_len
     require_head(setup, target, placement)
     stages.info("loading the head")
     head = plan.load(
@@ -202,41 +162,34 @@ def _head_drafter(setup: DraftSetup, options: HeadDraftOptions, target: Checkpoi
     drafter = RemoteHead(
         head, cache, width=plan.state_size, max_prefill_tokens=setup.max_step_tokens, max_len=max_context_len
     )
-    return _Built(drafter, max_context_len, f"{options.head} by the target's states")
+    ahead = None if options.ahead == "auto" else options.ahead
+    return Built(drafter, max_context_len, f"{options.head} by the target's states", ahead=ahead)
 
 
-def _cascade(setup: DraftSetup, options: CascadeOptions, target: Checkpoint) -> _Built:
+def build_cascade(building: Building) -> Built:
     """A cascade, which holds what all of its drafters hold. Built from the last one on."""
-    made: list[_Built] = []
-    for part, length in zip(reversed(setup.parts), (0, *reversed(options.all_lengths)), strict=True):
-        guesser = made[-1] if made else None
-        if isinstance(part.options, DraftOptions):
-            made.append(_model_drafter(part, target, None, guesser, length, is_part=True))
-        else:
-            made.append(_modelless_drafter(part, part.options, target))
+    setup, made = building.setup, list[Built]()
+    for part, length in zip(reversed(setup.parts), (0, *reversed(building.options.all_lengths)), strict=True):
+        each, guesser = replace(building, setup=part), made[-1] if made else None
+        made.append(each.build() if part.source is None else build_model(each, guesser, length, is_part=True))
     max_context_len = min(each.max_context_len for each in made)
     first = made[-1]
     log.info("draft: a vertical cascade of %s", ", ".join(each.drafter.kind for each in reversed(made)))
-    return _Built(first.drafter, max_context_len, f"vertical cascade of {first.description}", first.runner)
+    return Built(first.drafter, max_context_len, f"vertical cascade of {first.description}", first.runner)
 
 
-def _model_drafter(
-    setup: DraftSetup,
-    target: Checkpoint,
-    group: Collectives | None,
-    guesser: _Built | None = None,
-    num_guesses: int = 0,
-    *,
-    is_part: bool = False,
-) -> _Built:
+def build_model(
+    building: Building, guesser: Built | None = None, num_guesses: int = 0, *, is_part: bool = False
+) -> Built:
     """A draft model. ``guesser``: who guesses tokens for each of its forwards; ``is_part``: of a cascade.
 
     Raises:
         ConfigError: see ``build_draft_engine``.
     """
+    setup, target = building.setup, building.target
     source, options = setup.model
     checkpoint = _checkpoint(setup)
-    model, runner, max_len = _runner(setup, checkpoint, group)
+    model, runner, max_len = _runner(setup, checkpoint, building.group)
     max_context_len = min(max_len, runner.cache.num_pages * PAGE_SIZE)
     tokens_per_leaf, pard_token = parallel_draft(checkpoint, options.parallel_tokens)
     if guesser is not None:
@@ -278,7 +231,7 @@ def _model_drafter(
         stages.info("serving eagerly, and compiling in the background")
         job = CompileJob.of(source, options, max_model_len=setup.max_model_len)
         runner.follow(Compilation(job, model.load_compiled), measure_again)
-    return _Built(drafter, max_context_len, description, runner)
+    return Built(drafter, max_context_len, description, runner)
 
 
 def _translation(setup: DraftSetup, target: Checkpoint, draft_vocab_size: int, *, is_part: bool) -> Translation | None:
@@ -299,7 +252,7 @@ def _translation(setup: DraftSetup, target: Checkpoint, draft_vocab_size: int, *
     return Translation(shared, target.vocab_size, draft_vocab_size, *draft_tokenizer.eos_token_ids[:1])
 
 
-def _engine(setup: DraftSetup, emit: Emit, target: Checkpoint, built: _Built) -> DraftEngine:
+def _engine(setup: DraftSetup, emit: Emit, target: Checkpoint, built: Built) -> DraftEngine:
     grammars = Grammars.of(target, target.vocab_size, MaskThread()) if setup.runs_model else None
     if grammars is not None:
         grammars.try_load()
@@ -313,11 +266,6 @@ def _engine(setup: DraftSetup, emit: Emit, target: Checkpoint, built: _Built) ->
         max_context_len=built.max_context_len,
         grammars=grammars,
         description=built.description,
-        ahead=_ahead(setup.options),
+        ahead=built.ahead,
         runner=built.runner,
     )
-
-
-def _ahead(options: DraftOptions | ModellessOptions) -> bool | None:
-    """True if a head drafts ahead of outcomes; None: where it has positive expected gain."""
-    return options.ahead if isinstance(options, HeadDraftOptions) and options.ahead != "auto" else None

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.pard import parallel_draft
 from paceline.checkpoint.vocabulary import require_tokens
 from paceline.config import HeadOptions, LookaheadOptions
-from paceline.drafters.catalogue import METHODS, Method
+from paceline.config.methods.entry import HeadMethod, PoolMethod, function
+from paceline.drafters.catalogue import METHODS, Method, Place
 from paceline.drafters.heads.early_exit import open_exit
 from paceline.drafters.heads.load import mtp_layers, open_head
 from paceline.drafters.heads.streaming import open_streams
 from paceline.errors import ConfigError, PacelineError
 from paceline.messages import STATE_BYTES
 from paceline.types import MAX_DRAFT_TOKENS, Mode
-
-_OF_DRAFTS = ("model", "draft_model", "cascade")
-"""Kinds that read the checkpoint of a draft model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +40,34 @@ class AtHand:
     """Tokens that it can draft in a row."""
     state_bytes: int = 0
     """Bytes that the target sends for every token, of a head in the draft pool."""
+    riding_rows: int = 0
+    """Rows of each session that ride in each step of the target (lookahead)."""
+    guesses: tuple[int, str] | None = None
+    """(n, kind): each of its forwards verifies n tokens of a drafter of this kind (a cascade)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A method, and what there is for it."""
+
+    method: Method
+    target: Checkpoint
+    source: str | None
+    """Its checkpoint; None: there is none."""
+    head: HeadOptions | None
+    """The head of ``--head``; None: there is none of this method."""
+    plugin: str | None
+    """Name of a user's own drafter."""
+
+    def found(self, **more: Any) -> AtHand:
+        """It can be used; ``more``: what is known of it."""
+        return AtHand(self.method, self.source, **more)
+
+    def bytes_of(self, num_parameters: float) -> int:
+        """Bytes of so many weights in the target's number format."""
+        size = self.target.size()
+        assert size is not None
+        return int(num_parameters * size.item_bytes)
 
 
 def methods_at_hand(
@@ -59,78 +86,105 @@ def methods_at_hand(
         if method.mode is Mode.SEQUENTIAL or not method.kind:  # for comparisons; always on
             continue
         given = next((head for head in heads if _is_of(method, head)), None)
-        source = None if given is None else given.source
-        if given is None and method.kind in _OF_DRAFTS:
-            source = draft
+        source = given.source if given is not None else draft if method.entry.of_draft else None
         try:
-            if method.kind == "plugin":
-                found.append(_plugin(method, plugin))
-            else:
-                found.append(_examined(method, target, source, given))
+            found.append(_examined(Asked(method, target, source, given, plugin)))
         except PacelineError as error:
             found.append(AtHand(method, source, " ".join(str(error).split())))
     return found
 
 
-def _plugin(method: Method, name: str | None) -> AtHand:
-    """Raises ConfigError for one that is not named."""
-    if name is None:
+def _is_of(method: Method, head: HeadOptions) -> bool:
+    """True if a head is of the method; exits with weights of their own are a different method than exits without."""
+    entry = method.drafting
+    return entry is head.entry and (head.entry.boundaries != "one" or method.needs_model == (head.model is not None))
+
+
+def _examined(asked: Asked) -> AtHand:
+    """Raises ConfigError or TokenizerMismatchError if the method cannot be used."""
+    method, entry = asked.method, asked.method.entry
+    assert isinstance(entry, PoolMethod | HeadMethod)
+    if method.needs_model and asked.source is None:
+        flag = "--draft DIRECTORY" if entry.of_draft else f"--head {method.drafting.kind}=DIRECTORY"
+        raise ConfigError(f"no checkpoint of it is at hand: name one with {flag}")
+    found: AtHand = function(entry.examine)(asked)
+    return found
+
+
+def needs_nothing(asked: Asked) -> AtHand:
+    """A method without weights."""
+    return asked.found()
+
+
+def of_plugin(asked: Asked) -> AtHand:
+    """A user's own drafter. Raises ConfigError for one that is not named."""
+    if asked.plugin is None:
         raise ConfigError(
             "what a plugin brings is known to its author alone: give what you have measured, --plugin NAME=A,MS"
         )
-    return AtHand(replace(method, options={**method.options, "drafter": name}))
+    return AtHand(replace(asked.method, options={**asked.method.options, "drafter": asked.plugin}))
 
 
-def head_kind(method: Method) -> str:
-    """The kind of head that a method is, wherever it runs; of others their own kind."""
-    return str(method.options["method"]) if method.kind == "head" else method.kind
+def of_lookahead(asked: Asked) -> AtHand:
+    """Lookahead, by the sizes of its window."""
+    sizes = LookaheadOptions(**asked.method.options["lookahead"])
+    return asked.found(most_tokens=sizes.ngram - 1, riding_rows=sizes.num_tokens)
 
 
-def _is_of(method: Method, head: HeadOptions) -> bool:
-    """True if a head is of the method; exits with weights of their own are a different method than exits without."""
-    return head.method == head_kind(method) and (
-        method.kind != "early_exit" or method.needs_model == (head.model is not None)
-    )
-
-
-def _examined(method: Method, target: Checkpoint, source: str | None, given: HeadOptions | None) -> AtHand:
-    """Raises ConfigError or TokenizerMismatchError if the method cannot be used."""
-    size, kind = target.size(), head_kind(method)
+def of_exit(asked: Asked) -> AtHand:
+    """An early exit. Raises ConfigError for one without a layer, or of another target."""
+    head, size = asked.head, asked.target.size()
+    if head is None or (head.boundaries is None and asked.source is None):
+        raise ConfigError("no layer is named at which the target was trained to exit: --head early_exit=LAYER")
     assert size is not None
-    if method.needs_model and source is None:
-        flag = "--draft DIRECTORY" if method.kind in _OF_DRAFTS else f"--head {kind}=DIRECTORY"
-        raise ConfigError(f"no checkpoint of it is at hand: name one with {flag}")
-    if method.kind == "early_exit":
-        if given is None or (given.boundaries is None and source is None):
-            raise ConfigError("no layer is named at which the target was trained to exit: --head early_exit=LAYER")
-        plan = open_exit(target, given.boundaries[0] if given.boundaries else None, source)
-        own = 0 if plan.adapter is None else plan.adapter.num_parameters * size.item_bytes
-        exits = replace(method, options={**method.options, "boundaries": [plan.boundary]})
-        return AtHand(exits, source, forward_bytes=int(plan.boundary / size.num_layers * size.weights_bytes) + own)
-    if method.kind == "speculative_streaming":
-        assert source is not None
-        streams = open_streams(target, source)
-        own = streams.head.num_parameters * size.item_bytes
-        above = int((1 - streams.boundary / size.num_layers) * size.weights_bytes)
-        return AtHand(method, source, "", above + own, one_pass=True, most_tokens=streams.num_streams)
-    if method.kind in _OF_DRAFTS:
-        assert source is not None
-        draft, vocabulary = Checkpoint.open(source), method.options.get("vocabulary", "same")
-        if require_tokens(target.tokenizer, draft.tokenizer, vocabulary) is None and vocabulary == "shared":
-            raise ConfigError(f"the draft {source!r} has the target's tokens: it needs no other vocabulary")
-        at_once, _ = parallel_draft(draft, method.options.get("parallel_tokens"))
-        if at_once > 1 and method.kind == "cascade":
-            raise ConfigError(f"the draft {source!r} is a PARD model, which takes no guesses")
-        drafts = draft.size()
-        assert drafts is not None
-        return AtHand(method, source, forward_bytes=drafts.weights_bytes, one_pass=at_once > 1)
-    if method.kind == "lookahead":
-        return AtHand(method, most_tokens=LookaheadOptions(**method.options["lookahead"]).ngram - 1)
-    if kind in ("ngram", "suffix"):
-        return AtHand(method)
-    if kind == "mtp" and source is None and not mtp_layers(target):
-        raise ConfigError(f"the target {target.path!r} comes without MTP modules: --head mtp=DIRECTORY names others")
+    plan = open_exit(asked.target, head.boundaries[0] if head.boundaries else None, asked.source)
+    own = 0 if plan.adapter is None else asked.bytes_of(plan.adapter.num_parameters)
+    exits = replace(asked.method, options={**asked.method.options, "boundaries": [plan.boundary]})
+    below = int(plan.boundary / size.num_layers * size.weights_bytes)
+    return AtHand(exits, asked.source, forward_bytes=below + own)
+
+
+def of_streams(asked: Asked) -> AtHand:
+    """Speculative streaming. Raises ConfigError for a head of another target."""
+    size, source = asked.target.size(), asked.source
+    assert source is not None
+    assert size is not None
+    streams = open_streams(asked.target, source)
+    above = int((1 - streams.boundary / size.num_layers) * size.weights_bytes)
+    num_bytes = above + asked.bytes_of(streams.head.num_parameters)
+    return asked.found(forward_bytes=num_bytes, one_pass=True, most_tokens=streams.num_streams)
+
+
+def of_draft(asked: Asked) -> AtHand:
+    """A draft model. Raises ConfigError or TokenizerMismatchError for one whose tokens do not fit."""
+    source, options = asked.source, asked.method.options
+    assert source is not None
+    draft, vocabulary = Checkpoint.open(source), options.get("vocabulary", "same")
+    if require_tokens(asked.target.tokenizer, draft.tokenizer, vocabulary) is None and vocabulary == "shared":
+        raise ConfigError(f"the draft {source!r} has the target's tokens: it needs no other vocabulary")
+    at_once, _ = parallel_draft(draft, options.get("parallel_tokens"))
+    size = draft.size()
+    assert size is not None
+    return asked.found(forward_bytes=size.weights_bytes, one_pass=at_once > 1)
+
+
+def of_cascade(asked: Asked) -> AtHand:
+    """A cascade, whose first drafter is the model. Raises as ``of_draft``, and ConfigError for a PARD model."""
+    found, options = of_draft(asked), asked.method.options
+    if found.one_pass:
+        raise ConfigError(f"the draft {asked.source!r} is a PARD model, which takes no guesses")
+    return replace(found, guesses=(options["lengths"][0], options["drafters"][0]["kind"]))
+
+
+def of_states(asked: Asked) -> AtHand:
+    """A head that reads the target's hidden states. Raises ConfigError for one that does not fit it."""
+    kind, source, target = asked.method.drafting.kind, asked.source, asked.target
+    if asked.method.own_files and source is None and not mtp_layers(target):
+        raise ConfigError(f"the target {target.path!r} comes without MTP modules: --head {kind}=DIRECTORY names others")
     head = open_head(kind, source, target)
-    most = head.most_tokens or MAX_DRAFT_TOKENS
-    state_bytes = STATE_BYTES * head.state_size if method.kind == "head" else 0
-    return AtHand(method, source, "", head.num_read * size.item_bytes, head.one_pass, most, state_bytes)
+    return asked.found(
+        forward_bytes=asked.bytes_of(head.num_read),
+        one_pass=head.one_pass,
+        most_tokens=head.most_tokens or MAX_DRAFT_TOKENS,
+        state_bytes=STATE_BYTES * head.state_size if asked.method.place is Place.POOL else 0,
+    )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import SuffixMatching
+from paceline.drafters.building import Building
 from paceline.drafters.suffix import SuffixDrafter
 from paceline.errors import ConfigError
 
@@ -36,6 +37,11 @@ def suffix_drafter(options: SuffixMatching, target: Checkpoint, max_leaves: int)
         corpus=_read(options.corpus, target),
         max_leaves=max_leaves,
     )
+
+
+def build(building: Building) -> SuffixDrafter:
+    """The drafter of a configuration (``config/methods/suffix.py``). Raises as ``suffix_drafter``."""
+    return suffix_drafter(building.options, building.target, building.max_leaves)
 
 
 def _read(paths: Sequence[str], target: Checkpoint) -> Iterator[Sequence[int]]:

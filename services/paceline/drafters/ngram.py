@@ -14,7 +14,9 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.config import NgramOptions
 from paceline.core.processors import SamplerState
+from paceline.drafters.building import Building
 from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf
 
 _PREFILL_TOKENS = 8192
@@ -150,3 +152,9 @@ class NgramDrafter:
     def check_integrity(self) -> None:
         """Asserts that exactly the sessions that are not ready have tokens left to index."""
         assert {name for name, index in self._indices.items() if not index.complete} == self._unready.keys()
+
+
+def build(building: Building) -> NgramDrafter:
+    """The drafter of a configuration (``config/methods/ngram.py``)."""
+    options: NgramOptions = building.options
+    return NgramDrafter(min_match=options.min_match, max_match=options.max_match, max_leaves=building.max_leaves)

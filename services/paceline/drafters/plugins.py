@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any, Protocol, cast
 
 from paceline.config.plugins import DRAFTERS, plugin_names
+from paceline.drafters.building import Building, Built
 from paceline.drafters.protocol import Drafter
 from paceline.errors import ConfigError
 
@@ -78,3 +79,12 @@ def make_plugin(name: str, context: DrafterContext, options: Mapping[str, Any]) 
     if missing := [key for key in wanted if not hasattr(drafter, key)]:
         raise ConfigError(f"drafter {name!r} made a {type(drafter).__name__}, which has no {', '.join(missing)}")
     return drafter
+
+
+def build(building: Building) -> Built:
+    """The drafter of a configuration (``config/methods/plugin.py``). Raises as ``make_plugin``."""
+    setup, options, longest = building.setup, building.options, building.max_context_len
+    context = DrafterContext(
+        setup.target_source, building.target.vocab_size, longest, setup.num_sessions, building.max_leaves
+    )
+    return Built(make_plugin(options.drafter, context, options.options), longest, f"plugin {options.drafter}")

@@ -133,8 +133,8 @@ class Candidates(NamedTuple):
 class Drafter(Protocol):
     """Source of candidates for the nodes of many sessions' trees, called by one thread.
 
-    The head of this module shows the order of the calls and what they may rely on. To add a drafter, implement this
-    protocol in a module of this package, and construct it in ``draft/build.py``.
+    The head of this module shows the order of the calls and what they may rely on. A drafter implements this
+    protocol, and an entry in ``config/methods`` names the function that makes it.
     """
 
     kind: str

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from paceline.checkpoint.size import ModelSize
-from paceline.config import DraftOptions, DraftSetup, HeadDraftOptions, ModelOptions, SuffixOptions, TargetSetup
+from paceline.config import DraftOptions, DraftSetup, HeadDraftOptions, ModelOptions, TargetSetup
 from paceline.core import native
 from paceline.model.attention.scratch import BLOCK, MAX_SCRATCH_BYTES, num_splits
 from paceline.model.shapes import QUERY_ROW_LEN, most_scored_rows, padded_pages, padded_tokens
@@ -51,8 +51,6 @@ RAY_BYTES = 1 << 30
 
 _NODE_BYTES = 1024
 """A node of a speculation tree: Python objects in tree, frontier and row tables."""
-SUFFIX_BYTES = 400
-"""A token in a suffix automaton (measured on source code)."""
 _TOKEN_BYTES = 2048
 """Memory of a token in a tokenizer and in what is known of it, merges included."""
 _FLOAT32_BYTES = 4
@@ -237,8 +235,8 @@ def draft_estimate(
 
 def modelless_estimate(setup: DraftSetup) -> MemoryEstimate:
     """Estimates the memory of a draft replica without a model. A plugin's own is not known."""
-    shared = setup.options.shared_tokens * SUFFIX_BYTES if isinstance(setup.options, SuffixOptions) else 0
-    return MemoryEstimate(ENGINE_PROCESS_BYTES + shared, tree_bytes=_draft_tree_bytes(setup))
+    own = setup.entry.host_bytes(setup.options)
+    return MemoryEstimate(ENGINE_PROCESS_BYTES + own, tree_bytes=_draft_tree_bytes(setup))
 
 
 def cascade_estimate(setup: DraftSetup, parts: Sequence[MemoryEstimate], *, on_gpu: bool = False) -> MemoryEstimate:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,14 @@ from paceline.checkpoint.folder import local_folder, read_json
 from paceline.checkpoint.size import ModelSize, size_of
 from paceline.checkpoint.weights import WeightFiles
 from paceline.config import DraftOptions, DraftSetup, HeadDraftOptions, HeadOptions, ModelOptions, TargetSetup
+from paceline.config.methods.entry import function
 from paceline.core import native
 from paceline.errors import ConfigError
-from paceline.preflight.estimate import SUFFIX_BYTES, HeadsSize, compiles, draft_estimate
+from paceline.preflight.estimate import HeadsSize, compiles, draft_estimate
 
 TREE_BUDGET = 64
 """Rows of a session's nodes that the KV pages of a draft model in the target have room for."""
 
-_STATES = {"medusa": 0, "mlp_speculator": 0, "mtp": 1, "eagle": 1, "eagle3": 3, "peagle": 3}
-"""Hidden states per position that a method reads of all positions; of the others the configuration says how many."""
 _EMBEDDING = re.compile(r"(^|\.)embed_tokens\.weight$")
 _LM_HEAD = re.compile(r"(^|\.)(lm_head|shared_head\.head)\.weight$")
 _MEDUSA_LM_HEAD = re.compile(r"(^|\.)(lm_head|lm_heads\.\d+|\d+\.\d+)\.weight$")
@@ -39,6 +38,29 @@ _FIRST_DEPTHS = re.compile(r"\.0\.|proj\.1\.")
 """Tensors of an MLP speculator whose deeper ones are the same."""
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
 _LAYER_IDS = ("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The target of a head, and its device."""
+
+    setup: TargetSetup
+    target: ModelSize
+    max_len: int
+    """Tokens of the longest context."""
+    on_gpu: bool
+
+    @property
+    def lends(self) -> bool:
+        """True if heads share the target's weights: they are plain, on one rank, and run eagerly."""
+        options = self.setup.options
+        plain = self.target.saved_bytes == 0 and options.quantization is None and options.tensor_parallel_size == 1
+        return plain and not compiles(options, self.on_gpu)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the target's embedding, or of its LM head."""
+        return self.target.vocab_size * self.target.hidden_size * self.target.item_bytes
 
 
 def draft_setup_of(setup: TargetSetup, head: HeadOptions) -> DraftSetup:
@@ -64,7 +86,7 @@ def heads_size(setup: TargetSetup, target: ModelSize, max_len: int, *, on_gpu: b
     """
     total = HeadsSize()
     for head in setup.options.heads:
-        one = _size_of(setup, head, target, max_len, on_gpu)
+        one = function(head.entry.memory)(head, Served(setup, target, max_len, on_gpu))
         total = HeadsSize(
             total.weights_bytes + one.weights_bytes,
             total.kv_values + one.kv_values,
@@ -113,11 +135,11 @@ def remote_size(options: HeadDraftOptions, target: ModelSize) -> ModelSize:
 
 def _link_size(options: HeadDraftOptions, target: ModelSize) -> tuple[int, int]:
     """Numbers of one fused state, which a target keeps per token, and bytes of the weights that make it."""
-    if options.method in ("mtp", "eagle"):
+    if options.head.entry.page_states == 1:  # it is the state itself
         return target.hidden_size, 0
     head, own = options.head, _own_size(options.head, target)
     config = read_json(_folder(head), "config.json")
-    num_states = len(head.boundaries or ()) or _STATES.get(head.method) or _num_states(head, config, own)
+    num_states = len(head.boundaries or ()) or head.entry.page_states or _num_states(head, config, own)
     return own.hidden_size, num_states * target.hidden_size * own.hidden_size * target.item_bytes
 
 
@@ -130,45 +152,81 @@ def _own_size(head: HeadOptions, target: ModelSize) -> ModelSize:
     return size_of(config.get("transformer_layer_config") or config, 0, target.item_bytes)
 
 
-def _size_of(setup: TargetSetup, head: HeadOptions, target: ModelSize, max_len: int, on_gpu: bool) -> HeadsSize:
-    if head.method == "draft_model":
-        checkpoint = Checkpoint.find(str(head.source), setup.options.trust_remote_code)
-        size = None if checkpoint is None else checkpoint.size(setup.options.dtype, None)
-        if checkpoint is None or size is None:
-            return HeadsSize()
-        longest = min(max_len, checkpoint.max_model_len)
-        return HeadsSize(draft_estimate(draft_setup_of(setup, head), size, longest, on_gpu=on_gpu).device_bytes)
-    if head.method == "suffix":
-        return HeadsSize(host_bytes=SUFFIX_BYTES * (head.suffix.shared_tokens if head.suffix else 0))
-    if head.method == "lookahead":
+def size_of_nothing(head: HeadOptions, served: Served) -> HeadsSize:
+    """A head without weights and texts."""
+    return HeadsSize()
+
+
+def size_of_suffixes(head: HeadOptions, served: Served) -> HeadsSize:
+    """The texts of other sessions."""
+    return HeadsSize(host_bytes=head.suffix.shared_bytes if head.suffix else 0)
+
+
+def size_of_draft_model(head: HeadOptions, served: Served) -> HeadsSize:
+    """All that a draft model takes in the target's process. Raises ConfigError."""
+    options = served.setup.options
+    checkpoint = Checkpoint.find(str(head.source), options.trust_remote_code)
+    size = None if checkpoint is None else checkpoint.size(options.dtype, None)
+    if checkpoint is None or size is None:
         return HeadsSize()
-    lends = target.saved_bytes == 0 and setup.options.quantization is None
-    lends &= setup.options.tensor_parallel_size == 1 and not compiles(setup.options, on_gpu)
-    shapes = _shapes(head, target, setup.source)
-    weights, table = _numbers(shapes) * target.item_bytes, target.vocab_size * target.hidden_size * target.item_bytes
-    if head.method in ("early_exit", "speculative_streaming"):
-        boundary = (head.boundaries or [0])[0]
-        if head.source is not None:
-            boundary = _trained_boundary(head, read_json(_folder(head), "config.json"), target)
-        if lends:
-            return HeadsSize(weights)
-        packs = target.item_bytes == 2 and not on_gpu and native.packs_bfloat16()
-        num_layers = boundary if head.method == "early_exit" else target.num_layers - boundary
-        layers = max(0, target.weights_bytes - target.num_tables * table) * num_layers // max(1, target.num_layers)
-        return HeadsSize(weights + layers + (2 if packs else target.num_tables) * table)
-    borrowed = 0 if lends else _num_borrowed(head.method, shapes) * table
-    page_values = _STATES.get(head.method, 0) * target.hidden_size
+    longest = min(served.max_len, checkpoint.max_model_len)
+    setup = draft_setup_of(served.setup, head)
+    return HeadsSize(draft_estimate(setup, size, longest, on_gpu=served.on_gpu).device_bytes)
+
+
+def size_of_exit(head: HeadOptions, served: Served) -> HeadsSize:
+    """The target's first layers and tables, where they are read once more, and an exit head. Raises ConfigError."""
+    return _size_of_layers(head, served, _boundary_of(head, served.target))
+
+
+def size_of_streams(head: HeadOptions, served: Served) -> HeadsSize:
+    """The target's last layers and tables, where they are read once more, and their additions. Raises ConfigError."""
+    return _size_of_layers(head, served, served.target.num_layers - _boundary_of(head, served.target))
+
+
+def _boundary_of(head: HeadOptions, target: ModelSize) -> int:
+    if head.source is not None:
+        return _trained_boundary(head, read_json(_folder(head), "config.json"), target)
+    return (head.boundaries or [0])[0]
+
+
+def _size_of_layers(head: HeadOptions, served: Served, num_layers: int) -> HeadsSize:
+    target = served.target
+    weights = _numbers(_shapes(head, target)) * target.item_bytes
+    if served.lends:
+        return HeadsSize(weights)
+    packs = target.item_bytes == 2 and not served.on_gpu and native.packs_bfloat16()
+    table = served.table_bytes
+    layers = max(0, target.weights_bytes - target.num_tables * table) * num_layers // max(1, target.num_layers)
+    return HeadsSize(weights + layers + (2 if packs else target.num_tables) * table)
+
+
+def size_of_mtp(head: HeadOptions, served: Served) -> HeadsSize:
+    """Modules of the target's kind, whose weights may be in the target's files. Raises ConfigError."""
+    target, shapes = served.target, _shapes(head, served.target, served.setup.source)
+    weights = 0 if head.source is None else _numbers(shapes) * target.item_bytes
     kv_values = (target.kv_values or 0) // max(1, target.num_layers)
-    if head.source is None:  # MTP: its weights are in the target's files
-        return HeadsSize(borrowed, kv_values, page_values)
-    if head.method in ("medusa", "mlp_speculator", "gemma4_assistant"):
-        return HeadsSize(weights + borrowed)
-    if head.method == "mtp":
-        return HeadsSize(weights + borrowed, kv_values, page_values)
+    return HeadsSize(weights + _borrowed_bytes(head, served, shapes), kv_values, target.hidden_size)
+
+
+def size_of_states(head: HeadOptions, served: Served) -> HeadsSize:
+    """A head that reads hidden states; one that keeps states with the pages has layers of its own there, too.
+
+    Raises:
+        ConfigError: its checkpoint cannot be read.
+    """
+    target, shapes, num_states = served.target, _shapes(head, served.target), head.entry.page_states
+    weights = _numbers(shapes) * target.item_bytes + _borrowed_bytes(head, served, shapes)
+    if num_states == 0:
+        return HeadsSize(weights)
     config, own = read_json(_folder(head), "config.json"), _own_size(head, target)
-    if head.method not in _STATES:
-        page_values = _num_states(head, config, own) * target.hidden_size
-    return HeadsSize(weights + borrowed, own.kv_values or 0, page_values)
+    num_states = _num_states(head, config, own) if num_states is None else num_states
+    return HeadsSize(weights, own.kv_values or 0, num_states * target.hidden_size)
+
+
+def _borrowed_bytes(head: HeadOptions, served: Served, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Bytes of the target's tables that a head reads once more."""
+    return 0 if served.lends else _num_borrowed(head.method, shapes) * served.table_bytes
 
 
 def _shapes(head: HeadOptions, target: ModelSize, target_source: str = "") -> dict[str, tuple[int, ...]]:

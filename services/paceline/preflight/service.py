@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder
@@ -38,6 +39,7 @@ from paceline.config import (
     visible_gpus,
 )
 from paceline.config.devices import needs_gpu, slice_among
+from paceline.config.methods.entry import function
 from paceline.errors import ConfigError
 from paceline.preflight.access import check_access, check_exposure
 from paceline.preflight.estimate import (
@@ -421,6 +423,35 @@ def _target_pool(config: ServiceConfig, setup: TargetSetup, target: _Model | Non
     return Pool(_TARGET, model_id, part.deployment_config.first_replicas, on_gpu, estimate, rotary)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftPool:
+    """The configuration of the drafts, and what has been read for it."""
+
+    part: Any
+    """``draft_config``."""
+    setup: DraftSetup
+    target: _Model | None
+    """None: it is not here."""
+    draft: _Model | None
+    parts: Sequence[_Model | None]
+    """Of a cascade's drafters: None for one without a model, or whose model is not here."""
+
+    def max_len(self, model: _Model) -> int:
+        """Tokens of the longest context of a draft model."""
+        return min(model.max_len(self.setup.max_model_len), (self.target or model).limit)
+
+    def pool(
+        self,
+        model_id: str | None,
+        estimate: MemoryEstimate | None,
+        *,
+        on_gpu: bool = False,
+        rotary: str | None = None,
+    ) -> Pool:
+        """The pool's line."""
+        return Pool(_DRAFT, model_id, self.part.deployment_config.first_replicas, on_gpu, estimate, rotary)
+
+
 def _draft_pools(
     config: ServiceConfig,
     setup: DraftSetup | None,
@@ -429,45 +460,47 @@ def _draft_pools(
     parts: Sequence[_Model | None],
 ) -> Iterator[Pool]:
     """The pool of drafts, if there is one."""
-    part = config.draft_config
-    if part is None or setup is None:
-        return
-    if isinstance(part, CascadeDraftConfig):
-        yield _cascade_pool(part, setup, target, parts)
-    elif isinstance(part, HeadDraftConfig):
-        on_gpu, size = _on_gpu(part), None if target is None else _remote_size(part.engine_kwargs, target)
-        estimate = None
-        if target is not None and size is not None:
-            estimate = draft_estimate(setup, size, target.max_len(setup.max_model_len), on_gpu=on_gpu)
-        yield Pool(_DRAFT, str(part.engine_kwargs.head), part.deployment_config.first_replicas, on_gpu, estimate)
-    elif not isinstance(part, ModelDraftConfig):
-        yield Pool(_DRAFT, None, part.deployment_config.first_replicas, False, modelless_estimate(setup))
-    else:
-        on_gpu = _on_gpu(part)
-        estimate = rotary = None
-        if draft is not None:
-            rotary = draft.rotary(setup.max_model_len)
-            max_len = min(draft.max_len(setup.max_model_len), target.limit if target is not None else draft.limit)
-            estimate = draft_estimate(setup, draft.size, max_len, on_gpu=on_gpu)
-        model_id = part.model_loading_config.model_id
-        yield Pool(_DRAFT, model_id, part.deployment_config.first_replicas, on_gpu, estimate, rotary)
+    if config.draft_config is not None and setup is not None:
+        yield function(setup.entry.pool)(DraftPool(config.draft_config, setup, target, draft, parts))
 
 
-def _cascade_pool(
-    part: CascadeDraftConfig, setup: DraftSetup, target: _Model | None, models: Sequence[_Model | None]
-) -> Pool:
-    """``models``: of its drafters, None for one without a model, or whose model is not here."""
-    on_gpu = bool(part.deployment_options()["ray_actor_options"].get("num_gpus"))
+def pool_of_text(given: DraftPool) -> Pool:
+    """Drafters without a model."""
+    return given.pool(None, modelless_estimate(given.setup))
+
+
+def pool_of_model(given: DraftPool) -> Pool:
+    """A draft model; nothing is known of one that is not here."""
+    part, model, on_gpu = given.part, given.draft, _on_gpu(given.part)
+    estimate = rotary = None
+    if model is not None:
+        rotary = model.rotary(given.setup.max_model_len)
+        estimate = draft_estimate(given.setup, model.size, given.max_len(model), on_gpu=on_gpu)
+    return given.pool(part.drafter_name, estimate, on_gpu=on_gpu, rotary=rotary)
+
+
+def pool_of_head(given: DraftPool) -> Pool:
+    """A head; nothing is known of one without its target."""
+    part, target, on_gpu = given.part, given.target, _on_gpu(given.part)
+    size = None if target is None else _remote_size(part.engine_kwargs, target)
+    estimate = None
+    if target is not None and size is not None:
+        estimate = draft_estimate(given.setup, size, target.max_len(given.setup.max_model_len), on_gpu=on_gpu)
+    return given.pool(part.drafter_name, estimate, on_gpu=on_gpu)
+
+
+def pool_of_cascade(given: DraftPool) -> Pool:
+    """A cascade; nothing is known of one of whose models one is not here."""
+    on_gpu = bool(given.part.deployment_options()["ray_actor_options"].get("num_gpus"))
     estimates = []
-    for alone, model in zip(setup.parts, models, strict=True):
+    for alone, model in zip(given.setup.parts, given.parts, strict=True):
         if alone.source is None:
             estimates.append(modelless_estimate(alone))
         elif model is not None:
-            max_len = min(model.max_len(setup.max_model_len), target.limit if target is not None else model.limit)
-            estimates.append(draft_estimate(alone, model.size, max_len, on_gpu=on_gpu))
-    known = len(estimates) == len(models)
-    estimate = cascade_estimate(setup, estimates, on_gpu=on_gpu) if known else None
-    return Pool(_DRAFT, None, part.deployment_config.first_replicas, on_gpu, estimate)
+            estimates.append(draft_estimate(alone, model.size, given.max_len(model), on_gpu=on_gpu))
+    known = len(estimates) == len(given.parts)
+    estimate = cascade_estimate(given.setup, estimates, on_gpu=on_gpu) if known else None
+    return given.pool(None, estimate, on_gpu=on_gpu)
 
 
 def _router_pool(config: ServiceConfig) -> Pool:

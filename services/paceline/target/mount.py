@@ -14,10 +14,10 @@ from torch import Tensor
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import require_same_tokens
 from paceline.config import HeadOptions, HintOptions, LookaheadOptions, SuffixMatching, TargetSetup
+from paceline.config.methods.entry import function
 from paceline.core.processors import SamplerState
 from paceline.drafters.colocated import DraftModelHead
 from paceline.drafters.corpus import suffix_drafter
-from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.heads.early_exit import ExitPlan, open_exit
 from paceline.drafters.heads.lent import Continued, layers_from, lent_or_read, require_lendable
 from paceline.drafters.heads.load import HeadPlan, mtp_layers, open_head, remote_plan
@@ -26,7 +26,7 @@ from paceline.drafters.heads.probe import HeadProbe
 from paceline.drafters.heads.reading import TargetFacts
 from paceline.drafters.heads.streaming import StreamsPlan, open_streams
 from paceline.drafters.lookahead import LookaheadHead
-from paceline.drafters.protocol import Features, Leaf
+from paceline.drafters.protocol import Features, Head, Leaf
 from paceline.errors import ConfigError
 from paceline.model.compiled.background import Compilation, CompileJob
 from paceline.model.compiled.buckets import Limits
@@ -74,6 +74,33 @@ class OpenedHead:
         return kv_bytes + (width * model.dtype.itemsize if self.plan.features.every_position else 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Mounting:
+    """What a head is loaded from."""
+
+    setup: TargetSetup
+    head: OpenedHead
+    target: Checkpoint
+    model: LoadedModel
+    """The target, which is loaded already."""
+    probe: HeadProbe | None
+    """Texts that the target has written; None: heads are not tested."""
+
+    @property
+    def options(self) -> HeadOptions:
+        """The head's part of the configuration."""
+        return self.head.options
+
+    @property
+    def max_sessions(self) -> int:
+        """Sessions of the target at once."""
+        return self.setup.options.max_sessions
+
+    def mounted(self, drafter: Head, **more: Any) -> MountedHead:
+        """The head by its name; ``more``: of ``MountedHead``."""
+        return MountedHead(str(self.options), drafter, num_tokens=self.options.num_speculative_tokens, **more)
+
+
 def open_heads(setup: TargetSetup, target: Checkpoint) -> list[OpenedHead]:
     """Examines the checkpoints of the heads, without reading a weight.
 
@@ -82,22 +109,26 @@ def open_heads(setup: TargetSetup, target: Checkpoint) -> list[OpenedHead]:
     """
     opened = []
     for options in setup.options.heads:
-        plan: HeadPlan | ExitPlan | StreamsPlan | None = None
-        if options.method == "early_exit":
-            plan = open_exit(target, options.boundaries[0] if options.boundaries else None, options.source)
-        elif options.method == "speculative_streaming":
-            plan = open_streams(target, str(options.source), options.num_speculative_tokens)
-        elif options.method not in ("draft_model", "lookahead", "suffix"):
-            boundaries = None if options.boundaries is None else tuple(options.boundaries)
-            plan = open_head(
-                options.method,
-                options.source,
-                target,
-                num_tokens=options.num_speculative_tokens,
-                boundaries=boundaries,
-            )
+        plan = function(options.entry.open)(options, target) if options.entry.open else None
         opened.append(OpenedHead(options, plan))
     return opened
+
+
+def open_states(options: HeadOptions, target: Checkpoint) -> HeadPlan:
+    """Examines a head that reads the target's hidden states. Raises ConfigError."""
+    boundaries = None if options.boundaries is None else tuple(options.boundaries)
+    num_tokens = options.num_speculative_tokens
+    return open_head(options.method, options.source, target, num_tokens=num_tokens, boundaries=boundaries)
+
+
+def open_exit_head(options: HeadOptions, target: Checkpoint) -> ExitPlan:
+    """Examines an early exit. Raises ConfigError."""
+    return open_exit(target, options.boundaries[0] if options.boundaries else None, options.source)
+
+
+def open_stream_head(options: HeadOptions, target: Checkpoint) -> StreamsPlan:
+    """Examines a head of streams. Raises ConfigError."""
+    return open_streams(target, str(options.source), options.num_speculative_tokens)
 
 
 def with_own_mtp(
@@ -203,7 +234,7 @@ def probe_of(opened: Sequence[OpenedHead], target: Checkpoint) -> HeadProbe | No
     asked = [
         (head.features.boundaries, head.options.probe_file)
         for head in opened
-        if head.features and head.options.probe and head.options.probed
+        if head.features and head.options.probe and head.options.entry.probed
     ]
     return HeadProbe(asked, TargetFacts.of(target).num_layers, target.tokenizer.encode) if asked else None
 
@@ -218,24 +249,7 @@ def load_heads(
     """
     heads = []
     for head in opened:
-        if head.options.method == "lookahead":
-            mounted = _lookahead(setup, head.options)
-        elif head.options.method == "suffix":
-            suffixes = suffix_drafter(head.options.suffix or SuffixMatching(), target, setup.options.max_sessions)
-            mounted = MountedHead(str(head.options), suffixes, num_tokens=head.options.num_speculative_tokens)
-        elif head.plan is None:
-            mounted = _draft_model(setup, head.options, target, Placement(model.device, model.dtype))
-        elif isinstance(head.plan, ExitPlan | StreamsPlan):
-            lender = _lasting(model)
-            own = head.plan.load(model.dtype, model.device, target=lender, max_leaves=setup.options.max_sessions)
-            mounted = MountedHead(str(head.options), own, num_tokens=head.options.num_speculative_tokens)
-        else:
-            drafter = _load(setup, head.plan, model)
-            name, num_tokens = str(head.options), head.options.num_speculative_tokens
-            warning = None
-            if probe is not None and head.options.probe:
-                warning = probe.examine(name, drafter, head.options.probe_file)
-            mounted = MountedHead(name, drafter, num_tokens=num_tokens, warning=warning)
+        mounted = function(head.options.entry.load)(Mounting(setup, head, target, model, probe))
         heads.append(mounted)
         log.info("target: head %s is loaded", head.options)
     return heads
@@ -258,19 +272,43 @@ def bind_heads(heads: Sequence[MountedHead], cache: KVCache) -> None:
         mounted.head.bind(cache, cache.add_layers(mounted.head.layers))
 
 
-def _lookahead(setup: TargetSetup, options: HeadOptions) -> MountedHead:
-    sizes = options.lookahead or LookaheadOptions()
-    head = LookaheadHead(sizes.window, sizes.ngram, sizes.guesses, max_leaves=setup.options.max_sessions)
-    return MountedHead(str(options), head, num_tokens=options.num_speculative_tokens)
+def load_lookahead(mounting: Mounting) -> MountedHead:
+    """Lookahead decoding, which reads no checkpoint."""
+    sizes = mounting.options.lookahead or LookaheadOptions()
+    return mounting.mounted(LookaheadHead(sizes.window, sizes.ngram, sizes.guesses, max_leaves=mounting.max_sessions))
 
 
-def _load(setup: TargetSetup, plan: HeadPlan, model: LoadedModel) -> HeadDrafter:
-    """Loads a head that reads states. It borrows the target's tables if these are whole modules of this process."""
+def load_suffix(mounting: Mounting) -> MountedHead:
+    """Suffix decoding. Raises ConfigError: its corpus cannot be read."""
+    options = mounting.options.suffix or SuffixMatching()
+    return mounting.mounted(suffix_drafter(options, mounting.target, mounting.max_sessions))
+
+
+def load_target_layers(mounting: Mounting) -> MountedHead:
+    """A head of layers of the target: an early exit, or streams. Raises ConfigError."""
+    plan, model = mounting.head.plan, mounting.model
+    assert isinstance(plan, ExitPlan | StreamsPlan)
+    own = plan.load(model.dtype, model.device, target=_lasting(model), max_leaves=mounting.max_sessions)
+    return mounting.mounted(own)
+
+
+def load_states(mounting: Mounting) -> MountedHead:
+    """A head that reads states. It borrows the target's tables if these are whole modules of this process.
+
+    Raises:
+        ConfigError: it cannot be loaded, or the probe finds that it predicts nothing.
+    """
+    plan, model, options = mounting.head.plan, mounting.model, mounting.options
+    assert isinstance(plan, HeadPlan)
     embed = lm_head = None
     if (lasting := _lasting(model)) is not None and model.share is None:
         embed, lm_head = lasting.get_input_embeddings(), lasting.get_output_embeddings()
-    max_leaves = MOST_LEAVES * setup.options.max_sessions
-    return plan.load(model.dtype, model.device, embed=embed, lm_head=lm_head, max_leaves=max_leaves)
+    max_leaves = MOST_LEAVES * mounting.max_sessions
+    drafter = plan.load(model.dtype, model.device, embed=embed, lm_head=lm_head, max_leaves=max_leaves)
+    warning = None
+    if mounting.probe is not None and options.probe:
+        warning = mounting.probe.examine(str(options), drafter, options.probe_file)
+    return mounting.mounted(drafter, warning=warning)
 
 
 def _lasting(model: LoadedModel) -> Any:
@@ -292,7 +330,10 @@ def _warm_up(drafter: DraftModelHead, vocab_size: int, device: torch.device) -> 
         drafter.close(_WARM_UP)
 
 
-def _draft_model(setup: TargetSetup, head: HeadOptions, target: Checkpoint, placement: Placement) -> MountedHead:
+def load_draft_model(mounting: Mounting) -> MountedHead:
+    """A draft model in the target's process, on its device. Raises ConfigError."""
+    setup, head, target = mounting.setup, mounting.options, mounting.target
+    placement = Placement(mounting.model.device, mounting.model.dtype)
     draft_setup = draft_setup_of(setup, head)
     source, options = draft_setup.model
     checkpoint = Checkpoint.open(source, options.trust_remote_code)
@@ -313,4 +354,4 @@ def _draft_model(setup: TargetSetup, head: HeadOptions, target: Checkpoint, plac
         job = CompileJob.of(source, options, max_model_len=max_model_len)
         runner.follow(Compilation(job, model.load_compiled))
     longest = min(max_len, runner.cache.num_pages * PAGE_SIZE)
-    return MountedHead(str(head), drafter, num_tokens=head.num_speculative_tokens, max_len=longest)
+    return mounting.mounted(drafter, max_len=longest)

@@ -1,0 +1,23 @@
+"""Every drafting method, declared once: each module here holds the options and the entries of one.
+
+A new module is a new method; nothing else lists it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from paceline.config.methods.entry import Entry, HeadMethod, PoolMethod
+
+ENTRIES: tuple[Entry, ...] = tuple(
+    value
+    for module in sorted(iter_modules(__path__), key=lambda module: (module.name != "model", module.name))
+    for value in vars(import_module(f"{__name__}.{module.name}")).values()
+    if isinstance(value, Entry)
+)
+"""All of them, by the names of the modules, but first the draft model, which is meant where nothing is said."""
+HEADS: dict[str, HeadMethod] = {entry.method: entry for entry in ENTRIES if isinstance(entry, HeadMethod)}
+"""By ``heads[].method``."""
+DRAFTERS: dict[str, PoolMethod] = {entry.kind: entry for entry in ENTRIES if isinstance(entry, PoolMethod)}
+"""By ``draft_config.kind``; heads in the pool are ``heads.IN_POOL``."""

@@ -1,0 +1,60 @@
+"""DFlash, DSpark and JetSpec: several layers that predict a block of tokens by one pass."""
+
+from __future__ import annotations
+
+from paceline.config.methods.entry import HeadMethod, Row
+
+DFLASH = HeadMethod(
+    method="dflash",
+    published=("dflash",),
+    boundaries="many",
+    remote=True,
+    page_states=None,
+    acceptance={
+        "chat": (0.74, "DFlash 2 for Qwen3.8-27B, K = 7: 3 to 4 tokens a step of prose"),
+        "code": (0.87, "2606.18394: DFlash for Qwen3-8B, K = 15: 6.9 tokens a step of mathematics, with chains"),
+    },
+    rows=(
+        Row(
+            name="DFlash, DFlash 2",
+            source="DFlash (2602.06036), DFlash 2 (z-lab 2026)",
+            reads="z-lab's, the speculators library's",
+            when="general text where such a head exists for the target: several layers, all tokens from one pass",
+            options={"num_speculative_tokens": 4},
+        ),
+    ),
+)
+DSPARK = HeadMethod(
+    method="dspark",
+    published=("dspark",),
+    boundaries="many",
+    remote=True,
+    page_states=None,
+    acceptance={"chat": (0.87, "DSpark for Kimi-K3, K = 7: 5.2 tokens a step; of texts that are not named")},
+    rows=(
+        Row(
+            name="DSpark",
+            source="DSpark (DeepSpec 2026)",
+            reads="DeepSpec's, the speculators library's",
+            when="as DFlash; a head that says how sure it is, and ends its proposals by that",
+            options={"num_speculative_tokens": 4},
+        ),
+    ),
+)
+JETSPEC = HeadMethod(
+    method="jetspec",
+    published=("jetspec",),
+    boundaries="many",
+    remote=True,
+    page_states=None,
+    acceptance={"chat": (0.74, "as DFlash"), "code": (0.87, "as DFlash")},
+    rows=(
+        Row(
+            name="JetSpec",
+            source="JetSpec (2606.18394)",
+            reads="as DFlash",
+            when="as DFlash, where many rows are cheap: it is trained for trees",
+            options={"num_speculative_tokens": 4},
+        ),
+    ),
+)

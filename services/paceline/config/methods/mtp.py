@@ -1,0 +1,24 @@
+"""MTP: the modules for multi-token prediction that some targets come with."""
+
+from __future__ import annotations
+
+from paceline.config.methods.entry import HeadMethod, Row
+
+HEAD = HeadMethod(
+    method="mtp",
+    model="optional",
+    remote=True,
+    page_states=1,
+    memory="paceline.preflight.heads:size_of_mtp",
+    acceptance={"chat": (0.7, "one module used for 7 tokens: 3.20 tokens a step")},
+    rows=(
+        Row(
+            name="MTP",
+            source="DeepSeek-V3 (2412.19437)",
+            own_files=True,
+            reads="the target's own files: DeepSeek, GLM, Qwen; or a folder of its modules alone",
+            when="the first choice where the target comes with such modules",
+            options={"num_speculative_tokens": 4},
+        ),
+    ),
+)
