@@ -32,9 +32,8 @@ from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.config import LocalConfig, ModelOptions, TargetModel
 from paceline.core.processors import SamplerState
 from paceline.core.statistics import DecayingRatio
-from paceline.drafters.ngram import NgramDrafter
-from paceline.drafters.protocol import Candidates, Drafter, Head, Leaf, Stateless
-from paceline.drafters.suffix import SuffixDrafter
+from paceline.drafters.protocol import Candidates, Drafter, Head, Leaf
+from paceline.drafters.suffix import SuffixDrafter, ngram_drafter
 from paceline.embedded import TARGET_DIR
 from paceline.local import LocalPipeline
 from paceline.model.loading import load_model
@@ -44,7 +43,7 @@ from paceline.target.lookup import Lookup, new_shares
 from paceline.target.mount import MountedHead
 from paceline.types import PAGE_SIZE, SamplingParams, SpeculationParams
 
-NAMES = ("core/tree.py", "drafters/ngram.py", "router/retry.py", "model/kv_cache.py")
+NAMES = ("core/tree.py", "drafters/suffix.py", "router/retry.py", "model/kv_cache.py")
 FILES = Path(__file__).parents[1] / "services" / "paceline"
 
 
@@ -198,7 +197,7 @@ def per_round(begin: Begin, turns: Sequence[tuple[list[int], list[int]]], k: int
 
 
 DRAFTERS: dict[str, Callable[[], Begin]] = {
-    "prompt lookup, n-grams of 1 to 4": lambda: of_drafter(NgramDrafter(max_match=4)),
+    "prompt lookup, n-grams of 1 to 4": lambda: of_drafter(ngram_drafter(max_match=4)),
     "prompt lookup of the target": of_lookup,
     "suffix, own text": lambda: of_drafter(SuffixDrafter()),
     "suffix, own text, factor 1": lambda: of_drafter(SuffixDrafter(max_spec_factor=1.0)),
@@ -251,11 +250,7 @@ class Replay:
         return logits
 
 
-class Ngrams(Stateless, NgramDrafter):
-    """N-grams as a head of the target."""
-
-
-class Silent(Ngrams):
+class Silent(SuffixDrafter):
     """A head that never has a token, and leaves a target to its own prompt lookup."""
 
     def expand(self, leaves: Sequence[Leaf]) -> Candidates:
@@ -265,7 +260,7 @@ class Silent(Ngrams):
 
 SERVED: dict[str, Callable[[], Head]] = {
     "prompt lookup of the target": Silent,
-    "prompt lookup, n-grams of 1 to 4": lambda: Ngrams(max_match=4),
+    "prompt lookup, n-grams of 1 to 4": lambda: ngram_drafter(max_match=4),
     "suffix, own text": SuffixDrafter,
     "suffix, own text, not adaptive": SuffixDrafter,
 }

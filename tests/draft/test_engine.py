@@ -19,7 +19,7 @@ from paceline.config import DraftOptions, DraftSetup, NgramOptions, SuffixOption
 from paceline.draft import build
 from paceline.draft import engine as engine_module
 from paceline.draft.engine import DraftEngine
-from paceline.drafters.ngram import NgramDrafter
+from paceline.drafters.suffix import ngram_drafter
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import ConfigError
 from paceline.messages import CloseSession, Commit, Nodes, SessionFailed
@@ -540,7 +540,7 @@ def test_any_order_of_late_messages_keeps_text_and_invariants(data: st.DataObjec
 
 def test_an_ngram_drafter_serves_repetitive_text() -> None:
     sent: list[Nodes | SessionFailed] = []
-    engine = DraftEngine(NgramDrafter(min_match=2, max_match=4), sent.extend, vocab_size=VOCAB)
+    engine = DraftEngine(ngram_drafter(min_match=2, max_match=4), sent.extend, vocab_size=VOCAB)
     engine.receive([open_session(text=[1, 2, 3, 4, 5] * 3, temperature=0.0)])
     while engine.step():
         engine.check_integrity()

@@ -1,4 +1,4 @@
-"""The n-gram index equals a scan of the text."""
+"""N-grams by the suffix automaton equal a scan of the text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.processors import SamplerState
-from paceline.drafters import ngram
-from paceline.drafters.ngram import NgramDrafter, NgramIndex
+from paceline.drafters import suffix
 from paceline.drafters.protocol import DrafterSessionError, Leaf
+from paceline.drafters.suffix import SuffixAutomaton, SuffixDrafter, ngram_drafter
 from paceline.types import SamplingParams
 
 tokens = st.lists(st.integers(0, 2), max_size=40)
@@ -35,21 +35,23 @@ def scan(text: list[int], path: list[int], lo: int, hi: int, m: int) -> tuple[li
     return [], []
 
 
+def candidates(drafter: SuffixDrafter, path: list[int]) -> tuple[list[int], list[float]]:
+    """Those of the only session."""
+    found = drafter._candidates(drafter._sessions["s"], path)
+    return [token for token, _ in found], [prob for _, prob in found]
+
+
 @given(tokens, st.lists(st.integers(0, 2), max_size=6), st.integers(1, 3), st.integers(0, 2), st.integers(1, 3))
 @settings(max_examples=300, deadline=None)
 def test_equals_a_scan(text: list[int], path: list[int], lo: int, more: int, m: int) -> None:
-    index = NgramIndex([], lo, lo + more, counts=True)
-    last = NgramIndex(index.tokens, lo, lo + more, counts=False)
+    drafter = ngram_drafter(min_match=lo, max_match=lo + more, num_candidates=m)
+    drafter.open("s", [], sampler([]))
+    while drafter.prefill():
+        pass
     for i, token in enumerate(text):
-        index.tokens.append(token)
-        index.extend(1)
-        last.extend(9)
-        for n in range(lo, lo + more + 1):
-            ngram = tuple(text[max(0, i + 1 - n) : i + 1])
-            followed = [j for j in range(n, i + 1) if tuple(text[j - n : j]) == ngram]
-            assert last.last_follower(ngram) == max(followed, default=-1)
+        drafter.advance("s", [token], [i + 1], [])
         if i % 7 == 0 or i == len(text) - 1:
-            assert index.candidates(path, m) == scan(text[: i + 1], path, lo, lo + more, m)
+            assert candidates(drafter, path) == scan(text[: i + 1], path, lo, lo + more, m)
 
 
 def sampler(text: list[int]) -> SamplerState:
@@ -57,7 +59,7 @@ def sampler(text: list[int]) -> SamplerState:
 
 
 def test_drafter_prefills_in_chunks_and_follows_commits() -> None:
-    drafter = NgramDrafter(min_match=1, max_match=3, num_candidates=2, max_leaves=4)
+    drafter = ngram_drafter(min_match=1, max_match=3, num_candidates=2, max_leaves=4)
     text = [i % 5 for i in range(10_000)]
     drafter.open("s", text, sampler(text))
     assert not drafter.ready("s")
@@ -82,13 +84,13 @@ def test_drafter_prefills_in_chunks_and_follows_commits() -> None:
 
 def _a_token_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """What followed the token before the last one of a path."""
-    candidates = NgramIndex.candidates
-    monkeypatch.setattr(NgramIndex, "candidates", lambda self, path, m: candidates(self, path[:-1], m))
+    found = SuffixDrafter._candidates
+    monkeypatch.setattr(SuffixDrafter, "_candidates", lambda self, session, path: found(self, session, path[:-1]))
 
 
 def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Committed tokens are never indexed."""
-    monkeypatch.setattr(NgramDrafter, "advance", lambda self, session_id, token_ids, node_ids, kept: None)
+    monkeypatch.setattr(SuffixDrafter, "advance", lambda self, session_id, token_ids, node_ids, kept: None)
 
 
 @pytest.mark.parametrize("mutant", [_a_token_behind, _stale], ids=lambda m: m.__name__.strip("_"))
@@ -100,14 +102,33 @@ def test_mutants_are_caught(mutant: Callable[..., None], monkeypatch: pytest.Mon
 
 def test_the_wrong_order_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant takes the followers that came least often."""
-    index = NgramIndex([5, 1, 5, 1, 5, 2, 5], 1, 3, counts=True)
-    index.extend(9)
-    assert index.candidates([], 2) == scan(index.tokens, [], 1, 3, 2) == ([1, 2], [2 / 3, 1 / 3])
-    monkeypatch.setattr(ngram.heapq, "nlargest", heapq.nsmallest)
-    assert index.candidates([], 2) != scan(index.tokens, [], 1, 3, 2)
+    text = [5, 1, 5, 1, 5, 2, 5]
+    drafter = ngram_drafter(max_match=3, num_candidates=2)
+    drafter.open("s", text, sampler(text))
+    drafter.prefill()
+    assert candidates(drafter, []) == scan(text, [], 1, 3, 2) == ([1, 2], [2 / 3, 1 / 3])
+    monkeypatch.setattr(suffix.heapq, "nlargest", heapq.nsmallest)
+    assert candidates(drafter, []) != scan(text, [], 1, 3, 2)
+
+
+def test_the_oldest_of_equals_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant forgets when a token last followed."""
+    text = [5, 1, 5, 2, 5]
+
+    def first() -> int:
+        drafter = ngram_drafter()
+        drafter.open("s", text, sampler(text))
+        drafter.prefill()
+        return candidates(drafter, [])[0][0]
+
+    assert first() == 2
+    followers = SuffixAutomaton.followers
+    forgetful = lambda self, state: {token: (count, 0) for token, (count, _) in followers(self, state).items()}  # noqa: E731
+    monkeypatch.setattr(SuffixAutomaton, "followers", forgetful)
+    assert first() == 1
 
 
 @pytest.mark.parametrize(("lo", "hi"), [(0, 3), (3, 2)])
 def test_refuses_impossible_lengths(lo: int, hi: int) -> None:
     with pytest.raises(ValueError, match="allowed"):
-        NgramDrafter(min_match=lo, max_match=hi)
+        ngram_drafter(min_match=lo, max_match=hi)

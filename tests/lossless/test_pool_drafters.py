@@ -32,9 +32,9 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.vocabulary import SharedVocabulary
 from paceline.drafters.cascade import VerticalDrafter
 from paceline.drafters.model import ModelDrafter
-from paceline.drafters.ngram import NgramDrafter
 from paceline.drafters.parallel import ParallelDrafter
 from paceline.drafters.protocol import Drafter
+from paceline.drafters.suffix import ngram_drafter
 from paceline.drafters.translation import Translation
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.messages import Nodes
@@ -82,7 +82,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[],
 
     def vertical() -> Drafter:
         """The draft, for which n-grams guess."""
-        return VerticalDrafter(draft.runner(64), guesser=NgramDrafter(), num_guesses=3, **_SIZES)
+        return VerticalDrafter(draft.runner(64), guesser=ngram_drafter(), num_guesses=3, **_SIZES)
 
     return {"shared vocabulary": shared, "pard": pard, "vertical": vertical}
 
@@ -127,7 +127,7 @@ def _tiny(kind: str, draft: LoadedModel) -> Drafter:
     if kind == "pard":
         return ParallelDrafter(draft.runner(128), pard_token=3, tokens_per_leaf=3, **sizes)
     if kind == "vertical":
-        return VerticalDrafter(draft.runner(128), guesser=NgramDrafter(), num_guesses=2, **sizes)
+        return VerticalDrafter(draft.runner(128), guesser=ngram_drafter(), num_guesses=2, **sizes)
     return ModelDrafter(draft.runner(128), translation=Translation(_Halves(), _TINY_VOCAB, _TINY_VOCAB), **sizes)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""The suffix drafter of a configuration, and the files of texts that it may continue from."""
+"""The suffix and n-gram drafters of a configuration, and the files of texts that it may continue from."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.config import SuffixMatching
+from paceline.config import NgramOptions, SuffixMatching
 from paceline.drafters.building import Building
-from paceline.drafters.suffix import SuffixDrafter
+from paceline.drafters.suffix import SuffixDrafter, ngram_drafter
 from paceline.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,12 @@ def suffix_drafter(options: SuffixMatching, target: Checkpoint, max_leaves: int)
 def build(building: Building) -> SuffixDrafter:
     """The drafter of a configuration (``config/methods/suffix.py``). Raises as ``suffix_drafter``."""
     return suffix_drafter(building.options, building.target, building.max_leaves)
+
+
+def build_ngrams(building: Building) -> SuffixDrafter:
+    """The drafter of a configuration (``config/methods/ngram.py``)."""
+    options: NgramOptions = building.options
+    return ngram_drafter(min_match=options.min_match, max_match=options.max_match, max_leaves=building.max_leaves)
 
 
 def _read(paths: Sequence[str], target: Checkpoint) -> Iterator[Sequence[int]]:

@@ -12,6 +12,7 @@ A suffix automaton (Blumer et al. 1985) of n tokens has at most 2 n states; addi
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ class SuffixAutomaton:
     the state of the longest suffix that ends at further places.
     """
 
-    __slots__ = ("_count", "_depth", "_length", "_link", "_next", "num_tokens")
+    __slots__ = ("_count", "_depth", "_last", "_length", "_link", "_next", "num_tokens")
 
     def __init__(self, max_depth: int) -> None:
         """``max_depth``: tokens of the longest match."""
@@ -41,6 +42,7 @@ class SuffixAutomaton:
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
         self._length = [0]
+        self._last = [0]  # tokens of all texts when the state was last extended to
         self._count = [0]  # exact for states that hold a substring of at most _depth tokens
         self.num_tokens = 0
 
@@ -53,6 +55,7 @@ class SuffixAutomaton:
         cursor.state, cursor.length = state, length
         while state > 0:
             self._count[state] += 1
+            self._last[state] = self.num_tokens
             state = self._link[state]
 
     def _shrunk(self, state: int, length: int) -> tuple[int, int]:
@@ -86,6 +89,7 @@ class SuffixAutomaton:
         clone = self._new(self._length[state] + 1)
         self._next[clone] = dict(self._next[follower])
         self._link[clone], self._count[clone] = self._link[follower], self._count[follower]
+        self._last[clone] = self._last[follower]
         self._link[follower] = clone
         while state >= 0 and self._next[state].get(token_id) == follower:
             self._next[state][token_id] = clone
@@ -97,6 +101,7 @@ class SuffixAutomaton:
         self._link.append(0)
         self._length.append(length)
         self._count.append(0)
+        self._last.append(0)
         return len(self._next) - 1
 
     def match(self, token_ids: Sequence[int]) -> tuple[int, int]:
@@ -113,9 +118,10 @@ class SuffixAutomaton:
             length = self._length[state]
         return state, length
 
-    def followers(self, state: int) -> dict[int, int]:
-        """Number of times that each token has followed the substrings of a state that ``match`` returned."""
-        return {token_id: self._count[follower] for token_id, follower in self._next[state].items()}
+    def followers(self, state: int) -> dict[int, tuple[int, int]]:
+        """How often each token has followed the substrings of a state that ``match`` returned, and when it last did, in
+        tokens of all texts."""
+        return {token_id: (self._count[at], self._last[at]) for token_id, at in self._next[state].items()}
 
     def check_integrity(self) -> None:
         """Asserts the invariants of links; O(states)."""
@@ -198,7 +204,6 @@ class SuffixDrafter(Stateless):
     on the frequencies.
     """
 
-    kind = "suffix"
     tokens_per_leaf = 1
     conditional = True
 
@@ -213,6 +218,7 @@ class SuffixDrafter(Stateless):
         corpus: Iterable[Sequence[int]] = (),
         num_candidates: int = 8,
         max_leaves: int = 64,
+        kind: str = "suffix",
     ) -> None:
         """Creates a drafter without sessions.
 
@@ -223,8 +229,14 @@ class SuffixDrafter(Stateless):
             min_token_prob: the least frequency of a candidate among the followers.
             shared_tokens: tokens of outputs that are kept for other sessions with the same salt; 0: none.
             corpus: texts that every session may be continued from, whatever its salt.
+            kind: the method that it is configured as.
+
+        Raises:
+            ValueError: the shortest match is longer than the longest one.
         """
-        self.max_leaves = max_leaves
+        if not 1 <= min_match <= max_tree_depth:
+            raise ValueError(f"min_match {min_match}, longest match {max_tree_depth}: 1 <= min <= longest is allowed")
+        self.kind, self.max_leaves = kind, max_leaves
         self._depth, self._min_match = max_tree_depth, min_match
         self._factor, self._min_prob = max_spec_factor, min_token_prob
         self._num_candidates = num_candidates
@@ -312,19 +324,46 @@ class SuffixDrafter(Stateless):
             part.append(session.shared_cursor, token_id)
 
     def _candidates(self, session: _Session, path: Sequence[int]) -> list[tuple[int, float]]:
-        """The most frequent followers of the longest match of the session's text and ``path``, with frequencies."""
+        """The most frequent followers of the longest match of the session's text and ``path``, with frequencies; of
+        equally frequent ones first what the session's own text had last."""
         text = session.tokens[-self._depth :]
         automata = (session.own, *self._shared.of(session.salt), self._corpus)
-        if path and len(path) >= self._factor * max(automaton.match(text)[1] for automaton in automata):
-            return []
-        longest, counts = max(1, self._min_match), dict[int, int]()
+        if path and self._factor < math.inf:
+            longest = max(automaton.match(text)[1] for automaton in automata)
+            if len(path) >= self._factor * longest:
+                return []
+        longest, counts = max(1, self._min_match), dict[int, tuple[int, int]]()
         for automaton in automata:
             state, length = automaton.match((*text, *path))
             if length > longest:
                 longest, counts = length, {}
             if length == longest:
-                for token_id, count in automaton.followers(state).items():
-                    counts[token_id] = counts.get(token_id, 0) + count
-        total = sum(counts.values())
+                for token_id, (count, last) in automaton.followers(state).items():
+                    known, own_last = counts.get(token_id, (0, last if automaton is session.own else 0))
+                    counts[token_id] = known + count, own_last
+        total = sum(count for count, _ in counts.values())
         best = heapq.nlargest(self._num_candidates, counts.items(), key=lambda item: item[1])
-        return [(token_id, count / total) for token_id, count in best if count >= self._min_prob * total]
+        return [(token_id, count / total) for token_id, (count, _) in best if count >= self._min_prob * total]
+
+
+def ngram_drafter(
+    *, min_match: int = 1, max_match: int = 4, num_candidates: int = 8, max_leaves: int = 64
+) -> SuffixDrafter:
+    """Prompt lookup (Saxena 2023): suffix decoding of a session's own text by matches of a few tokens, however rare
+    what followed is.
+
+    Args:
+        min_match: tokens of the shortest match.
+        max_match: tokens of the longest match.
+        num_candidates: of each leaf.
+        max_leaves: the most leaves of one ``expand``.
+    """
+    return SuffixDrafter(
+        max_tree_depth=max_match,
+        min_match=min_match,
+        max_spec_factor=math.inf,
+        min_token_prob=0.0,
+        num_candidates=num_candidates,
+        max_leaves=max_leaves,
+        kind="ngram",
+    )

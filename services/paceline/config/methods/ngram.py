@@ -38,7 +38,7 @@ class NgramDraftConfig(Drafts):
 _SOURCE = "prompt lookup decoding (Saxena 2023)"
 POOL = PoolMethod(
     config=NgramDraftConfig,
-    build="paceline.drafters.ngram:build",
+    build="paceline.drafters.corpus:build_ngrams",
     vllm_keys={"prompt_lookup_max": "max_match", "prompt_lookup_min": "min_match"},
     host_bytes=lambda options: 0,
     acceptance={
