@@ -62,12 +62,14 @@ class Method(Row):
         return {"target_config": target_config, "draft_config": draft}
 
 
+def _line(entry: Entry, row: Row) -> Method:
+    more = {"num_speculative_tokens": 4} if isinstance(entry, HeadMethod) else {}
+    values = {each.name: getattr(row, each.name) for each in fields(row)}
+    return Method(**values | {"entry": entry, "options": {**row.options, **more}})
+
+
 METHODS: tuple[Method, ...] = tuple(
-    Method(**{each.name: getattr(row, each.name) for each in fields(row)}, entry=entry)
-    for place in Place
-    for entry in (*ENTRIES, IN_POOL)
-    if entry.place is place
-    for row in entry.rows
+    _line(entry, row) for place in Place for entry in (*ENTRIES, IN_POOL) if entry.place is place for row in entry.rows
 )
 """All of them, in the order of the table."""
 

@@ -20,7 +20,6 @@ DFLASH = HeadMethod(
             source="DFlash (2602.06036), DFlash 2 (z-lab 2026)",
             reads="z-lab's, the speculators library's",
             when="general text where such a head exists for the target: several layers, all tokens from one pass",
-            options={"num_speculative_tokens": 4},
         ),
     ),
 )
@@ -37,7 +36,6 @@ DSPARK = HeadMethod(
             source="DSpark (DeepSpec 2026)",
             reads="DeepSpec's, the speculators library's",
             when="as DFlash; a head that says how sure it is, and ends its proposals by that",
-            options={"num_speculative_tokens": 4},
         ),
     ),
 )
@@ -54,7 +52,6 @@ JETSPEC = HeadMethod(
             source="JetSpec (2606.18394)",
             reads="as DFlash",
             when="as DFlash, where many rows are cheap: it is trained for trees",
-            options={"num_speculative_tokens": 4},
         ),
     ),
 )

@@ -16,7 +16,6 @@ EAGLE = HeadMethod(
             source="EAGLE (2401.15077), EAGLE-2 (2406.16858)",
             reads="SafeAILab's",
             when="where no EAGLE-3 exists for the target",
-            options={"num_speculative_tokens": 4},
         ),
     ),
 )
@@ -33,7 +32,6 @@ EAGLE3 = HeadMethod(
             source="EAGLE-3 (2503.01840)",
             reads="SafeAILab's, vLLM's, the speculators library's",
             when="general text on dense targets; the format that most published heads have",
-            options={"num_speculative_tokens": 4},
         ),
     ),
 )
@@ -53,7 +51,6 @@ PEAGLE = HeadMethod(
             source="P-EAGLE (2602.01469)",
             reads="as EAGLE-3, with `mask_hidden`",
             when="as EAGLE-3, at many tokens a round: all of them come from one pass",
-            options={"num_speculative_tokens": 4},
         ),
     ),
 )

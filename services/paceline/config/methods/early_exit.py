@@ -22,14 +22,13 @@ HEAD = HeadMethod(
             source="LayerSkip (2404.16710)",
             reads="",
             when="targets that were trained for it, with layer dropout and an exit loss; no weights of its own",
-            options={"boundaries": [6], "num_speculative_tokens": 4},
+            options={"boundaries": [6]},
         ),
         Row(
             name="early exit, trained",
             source="Kangaroo (2404.18911)",
             reads="an exit head of `paceline train-head early_exit`",
             when="targets that were not trained to exit early: a small adapter is, and nothing of the target changes",
-            options={"num_speculative_tokens": 4},
         ),
     ),
 )

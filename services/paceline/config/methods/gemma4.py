@@ -19,7 +19,6 @@ HEAD = HeadMethod(
             source="Gemma 4 (Google 2026), by the reference in transformers",
             reads="`google/gemma-4-*-it-assistant`: `gemma4_assistant`, `gemma4_unified_assistant`",
             when="the first choice for a Gemma 4: small, and without a cache of its own",
-            options={"num_speculative_tokens": 4},
         ),
     ),
 )

@@ -42,7 +42,7 @@ HEAD = HeadMethod(
             source="lookahead decoding (2402.02057)",
             reads="",
             when="targets whose rows are nearly free, on greedy text that comes back to itself; no model, no training",
-            options={"lookahead": {"window": 5, "ngram": 4, "guesses": 5}, "num_speculative_tokens": 4},
+            options={"lookahead": {"window": 5, "ngram": 4, "guesses": 5}},
         ),
     ),
 )

@@ -14,7 +14,6 @@ HEAD = HeadMethod(
             source="Medusa (2401.10774)",
             reads="FasterDecoding, Medusa 2 without LM heads, vLLM's blocks",
             when="where such heads exist for the target; the cheapest ones to train",
-            options={"num_speculative_tokens": 4},
         ),
     ),
 )

@@ -17,7 +17,6 @@ HEAD = HeadMethod(
             source="MLP speculators (2404.19124)",
             reads="IBM's, tied or not",
             when="where such heads exist for the target: the Granite and Llama families",
-            options={"num_speculative_tokens": 4},
         ),
     ),
 )

@@ -133,7 +133,6 @@ HEAD = HeadMethod(
             source=_SOURCE,
             reads=_READS,
             when="a draft so small that it needs no device of its own",
-            options={"num_speculative_tokens": 4},
         ),
     ),
 )

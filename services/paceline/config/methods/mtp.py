@@ -18,7 +18,6 @@ HEAD = HeadMethod(
             own_files=True,
             reads="the target's own files: DeepSeek, GLM, Qwen; or a folder of its modules alone",
             when="the first choice where the target comes with such modules",
-            options={"num_speculative_tokens": 4},
         ),
     ),
 )

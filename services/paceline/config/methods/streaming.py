@@ -21,7 +21,6 @@ HEAD = HeadMethod(
             reads="a head of `paceline train-head speculative_streaming`",
             when="targets of many layers, of which the last few draft with low-rank additions: all "
             "tokens come from one pass",
-            options={"num_speculative_tokens": 4},
         ),
     ),
 )

@@ -98,7 +98,6 @@ HEAD = HeadMethod(
             source=_SOURCE,
             reads="",
             when="the same texts without a draft pool, or beside a draft, for what that misses",
-            options={"num_speculative_tokens": 4},
         ),
     ),
 )
