@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 import paceline
+from paceline.config.heads import IN_POOL
+from paceline.config.methods import ENTRIES
+from paceline.config.methods.entry import function
 
 PACKAGE = Path(paceline.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -73,6 +76,7 @@ def run(arguments: list[str], environment: dict[str, str]) -> subprocess.Complet
     )
 
 
+@pytest.mark.slow
 def test_one_file_is_configured_and_listed(tmp_path: Path) -> None:
     done = run(["-c", LISTED], overlay(tmp_path, TOY.read_text(encoding="utf-8")))
     assert done.returncode == 0, done.stderr
@@ -92,6 +96,14 @@ def test_a_forgotten_field_is_noticed_by_its_name(name: str, field: str, tmp_pat
     done = run(["-c", "import paceline.config"], overlay(tmp_path, text.replace(field, "")))
     assert done.returncode != 0
     assert f"missing 1 required keyword-only argument: '{name}'" in done.stderr
+
+
+def test_every_function_that_an_entry_names_is_there() -> None:
+    keys = ("build", "examine", "load", "memory", "open", "pool")
+    names = {name for entry in (*ENTRIES, IN_POOL) for key in keys if (name := getattr(entry, key, ""))}
+    assert len(names) > 20
+    assert all(callable(function(name)) for name in names)
+    assert {name.split(".")[1] for name in names} == {"draft", "drafters", "preflight", "target"}
 
 
 @pytest.mark.slow
