@@ -28,12 +28,12 @@ from paceline.config.environment import (
 from paceline.config.heads import HeadDraftConfig, HeadDraftOptions, HeadOptions
 from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, SMALL_CHAT_MODEL, ModelLoadingConfig
 from paceline.config.local import DraftModel, LocalConfig, ModellessOptions, TargetModel
-from paceline.config.methods.cascade import CascadeDraftConfig, CascadeOptions
 from paceline.config.methods.lookahead import LookaheadOptions
 from paceline.config.methods.model import DraftOptions, ModelDraftConfig
 from paceline.config.methods.ngram import NgramDraftConfig, NgramOptions
 from paceline.config.methods.plugin import PluginDraftConfig, PluginOptions
 from paceline.config.methods.suffix import SuffixDraftConfig, SuffixMatching, SuffixOptions
+from paceline.config.methods.vertical_cascade import CascadeDraftConfig, CascadeOptions
 from paceline.config.options import DType, Growing, ModelOptions, Quantization
 from paceline.config.policies import DraftPolicy, PolicyFunction, RouterPolicy, ScalingPolicy, TargetPolicy
 from paceline.config.pools import RouterConfig, TargetConfig

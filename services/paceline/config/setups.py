@@ -7,9 +7,9 @@ from typing import Self
 
 from paceline.config.heads import POOL, HeadDraftOptions, HeadOptions
 from paceline.config.loading import resolve
-from paceline.config.methods.cascade import CascadeOptions
 from paceline.config.methods.entry import PoolMethod
 from paceline.config.methods.model import DraftOptions
+from paceline.config.methods.vertical_cascade import CascadeOptions
 from paceline.config.options import Growing
 from paceline.config.targets import TargetOptions
 from paceline.errors.refusals import Fault

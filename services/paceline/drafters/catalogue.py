@@ -69,7 +69,9 @@ def _line(entry: Entry, row: Row) -> Method:
 
 
 METHODS: tuple[Method, ...] = tuple(
-    _line(entry, row) for place in Place for entry in (*ENTRIES, IN_POOL) if entry.place is place for row in entry.rows
+    _line(entry, row)
+    for entry in (*sorted(ENTRIES, key=lambda entry: [*Place].index(entry.place)), IN_POOL)
+    for row in entry.rows
 )
 """All of them, in the order of the table."""
 
