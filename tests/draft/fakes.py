@@ -12,7 +12,7 @@ from paceline.core.noise import Stream, gumbel_at, seed_bits
 from paceline.core.processors import SamplerState
 from paceline.core.tree import Proposal, SpeculationTree
 from paceline.draft.engine import DraftEngine
-from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf, Plain
 from paceline.messages import CloseSession, Commit, Nodes, OpenSession, SessionFailed
 from paceline.types import Cause, SamplingParams, SpeculationParams
 
@@ -41,7 +41,7 @@ def target_token(text: Sequence[int], seed: int, *, greedy: bool) -> int:
     return int(scores.argmax())
 
 
-class TableDrafter:
+class TableDrafter(Plain):
     """A `Drafter` with chunked prefill that checks what it is asked for and counts the rows it computes."""
 
     kind = "table"

@@ -35,6 +35,10 @@ class RankedDrafter(TableDrafter):
         super().__init__()
         self._seed, self._harm = seed, harm
 
+    @property
+    def ranker(self):
+        return self
+
     def expand_best(self, leaves: Sequence[Leaf]) -> Candidates:
         candidates = self.expand(leaves)
         ranked: Ranked = []

@@ -18,7 +18,7 @@ from paceline.core.sampling import draft_candidates
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.parallel import ParallelDrafter
-from paceline.drafters.protocol import Candidates, Leaf
+from paceline.drafters.protocol import Candidates, Leaf, Plain
 from paceline.embedded import DRAFT_DIR
 from paceline.errors import ConfigError
 from paceline.messages import Commit, Nodes
@@ -133,7 +133,7 @@ def test_mutants_are_caught(mutant, monkeypatch: pytest.MonkeyPatch) -> None:
         growth(Checked())
 
 
-class _Blocks:
+class _Blocks(Plain):
     """A drafter that knows the target's text: tokens are counted up, K at once, guessed or not."""
 
     kind, max_leaves, tokens_per_leaf, conditional = "blocks", 4, 3, False

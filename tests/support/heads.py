@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.processors import SamplerState
-from paceline.drafters.protocol import Candidates, DrafterSessionError, Fed, Leaf
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Fed, Leaf, Plain
 from paceline.model.features import Features
 from paceline.model.kv_cache import KVCache, LayerSpec, flat_rows
 from paceline.model.loading import LoadedModel
@@ -48,7 +48,7 @@ class _Session:
 
 
 @dataclass
-class Oracle:
+class Oracle(Plain):
     """Implements ``Head``. ``texts``: whole texts, by which prompts are recognized, and their signatures."""
 
     texts: list[tuple[list[int], Tensor]]

@@ -12,7 +12,7 @@ import torch
 from tests.model.families import checkpoint, small_config
 from transformers import PretrainedConfig, PreTrainedModel
 
-from paceline.drafters.protocol import Candidates, Leaf
+from paceline.drafters.protocol import Candidates, Leaf, Plain
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep, StepPlan
@@ -58,7 +58,7 @@ def poison(runner: ModelRunner) -> ModelRunner:
     return runner
 
 
-class KnowingDrafter:
+class KnowingDrafter(Plain):
     """Is right with probability ``acceptance``; where it is not, the right token is often its second choice."""
 
     kind, max_leaves, tokens_per_leaf, conditional = "knowing", 8, 1, True

@@ -34,6 +34,7 @@ class RepeatDrafter:
     """A ``Drafter`` (``drafters/protocol.py``) that keeps the last token of each session."""
 
     kind, tokens_per_leaf, conditional = "repeat", 1, True
+    chainer = ranker = states = None
 
     def __init__(self, prob: float, max_leaves: int) -> None:
         self.max_leaves, self._log_q, self._last = max_leaves, math.log(prob), dict[str, int]()

@@ -18,7 +18,7 @@ import torch
 from tests.support.pump import Clock
 
 from paceline.draft.engine import DraftEngine
-from paceline.drafters.protocol import Candidates, Stateless
+from paceline.drafters.protocol import Candidates, Plain, Stateless
 from paceline.messages import SpeculationWanted
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.router.session import Actions, Session
@@ -91,7 +91,7 @@ class SyntheticRunner:
         return logits
 
 
-class SyntheticDrafter:
+class SyntheticDrafter(Plain):
     """Right with probability ``acceptance``; where it is wrong, the right token is often its second choice."""
 
     kind = "synthetic"

@@ -14,7 +14,7 @@ from tests.support.rings import nightly
 from tests.target.simulation import VOCAB, SyntheticRunner, next_token
 
 from paceline.core.tree import Producer, Proposal, TreeNode
-from paceline.drafters.protocol import Candidates, DrafterSessionError, Fed, Leaf
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Fed, Leaf, Plain
 from paceline.messages import CloseSession, DraftState, InFlight, Node, Nodes, OpenSession, Outcome, SessionFailed
 from paceline.model.features import OUT, Features
 from paceline.model.kv_cache import KVCache, LayerSpec, flat_rows
@@ -43,7 +43,7 @@ class StatesRunner(SyntheticRunner):
         return self.forward(steps), torch.tensor(rows, dtype=torch.float32)
 
 
-class RowsHead:
+class RowsHead(Plain):
     """A head that keeps the token of each position on the target's pages, and reads all of them back when it is asked.
 
     It is often right, and gives sessions up at random.

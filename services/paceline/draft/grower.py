@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import cast
 
 from paceline.core.tree import TreeNode
 from paceline.draft import hints
@@ -14,7 +13,7 @@ from paceline.draft.session import DraftSession
 from paceline.draft.stats import DraftStats
 from paceline.drafters.growing.blame import OnFailure
 from paceline.drafters.growing.grower import Grower
-from paceline.drafters.protocol import Candidates, Drafter, Leaf, Ranker, StatesDrafter
+from paceline.drafters.protocol import Candidates, Drafter, Leaf
 from paceline.drafters.ranking import Ranking, rank, rankings_of
 from paceline.model.chain import Ranked, Stop
 
@@ -32,9 +31,9 @@ class DraftGrower(Grower[DraftSession]):
     def __init__(self, drafter: Drafter, stats: DraftStats, tree_budget: int, on_failure: OnFailure) -> None:
         """``tree_budget``: nodes of a session beyond the context. ``on_failure``: ends sessions."""
         super().__init__(drafter, drafter.tokens_per_leaf, on_failure)
-        self.reads = cast(StatesDrafter, drafter) if hasattr(drafter, "awaits") else None
+        self.reads = drafter.states
         """The drafter, if it reads hidden states."""
-        self._ranker = cast(Ranker, drafter) if hasattr(drafter, "expand_best") else None
+        self._ranker = drafter.ranker
         self._stats = stats
         self._tree_budget = tree_budget
 

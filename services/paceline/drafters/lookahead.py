@@ -28,7 +28,7 @@ import torch
 
 from paceline.core.processors import SamplerState
 from paceline.core.tree import Proposal
-from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf, Stateless
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf, Plain, Rider, Stateless
 
 _MOST_KEYS = 4096
 """First tokens of a session's pool; the one that was seen longest ago leaves first."""
@@ -53,7 +53,7 @@ class _Session:
     """The last N - 1 tokens of the text, whose N-grams are in the pool."""
 
 
-class LookaheadHead(Stateless):
+class LookaheadHead(Stateless, Plain):
     """Implements ``paceline.drafters.protocol.Rider`` by lookahead decoding."""
 
     kind = "lookahead"
@@ -79,6 +79,11 @@ class LookaheadHead(Stateless):
         levels = [draw.choices(seen, k=self._window) for _ in range(self._num_levels)]
         self._sessions[session_id] = session = _Session(token_ids[-1], levels)
         self._read(session, token_ids[-_MOST_KEYS:])
+
+    @property
+    def rider(self) -> Rider:
+        """Itself."""
+        return self
 
     def prefill(self) -> bool:
         """Does nothing: there is no prompt to compute."""

@@ -22,7 +22,7 @@ from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import GREEDY_CANDIDATES, best_unprocessed, draft_candidates, draws_at_once, unlisted
 from paceline.drafters.growing.blame import call_for_each
 from paceline.drafters.parts import parts_of
-from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf
+from paceline.drafters.protocol import Candidates, Chainer, DrafterSessionError, Leaf, Plain, Ranker
 from paceline.drafters.rows import NO_TAIL, Part, RowSession, Tail, chain_step, prompt_chunk, tree_step
 from paceline.drafters.translation import Translation
 from paceline.errors import ResourceExhaustedError
@@ -33,7 +33,7 @@ from paceline.model.step_plan import SequenceStep
 from paceline.types import PAGE_SIZE, pages_for
 
 
-class ModelDrafter:
+class ModelDrafter(Plain):
     """A draft model with the ``Drafter`` protocol, and the ``top_m`` likeliest candidates of q per node."""
 
     kind = "model"
@@ -68,6 +68,16 @@ class ModelDrafter:
         self._max_prefill_tokens = max_prefill_tokens
         self._top_m = top_m
         self._sessions: dict[str, RowSession] = {}
+
+    @property
+    def chainer(self) -> Chainer:
+        """Itself: ``chains`` says for which sessions."""
+        return self
+
+    @property
+    def ranker(self) -> Ranker:
+        """Itself."""
+        return self
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Begins a session; refuses a context that the whole cache cannot hold."""

@@ -78,6 +78,9 @@ def make_plugin(name: str, context: DrafterContext, options: Mapping[str, Any]) 
     ]
     if missing := [key for key in wanted if not hasattr(drafter, key)]:
         raise ConfigError(f"drafter {name!r} made a {type(drafter).__name__}, which has no {', '.join(missing)}")
+    for key in ("chainer", "ranker", "states"):  # which a plug-in need not name
+        if not hasattr(drafter, key):
+            setattr(drafter, key, None)
     return drafter
 
 

@@ -10,7 +10,7 @@ in one forward, and keeps what makes this cheap (for a model: one KV row per exp
     expand([Leaf("s", 1, (1,), (7,))])    candidates after 2 7
     advance("s", [7, 4], [1, 9], [])      the target has decided 7 (node 1) and 4 (node 9, never expanded): anchor 9
 
-A drafter without state per node, such as ``ngram.py``, needs only the context (``open``, ``advance``) and each leaf's
+A drafter without state per node, such as ``suffix.py``, needs only the context (``open``, ``advance``) and each leaf's
 ``path``. Wrong candidates cost time, never correctness: the target verifies every token.
 
 A drafter that keeps a row per node relies on this contract, by which every node costs one row, computed once::
@@ -78,6 +78,7 @@ __all__ = [
     "Fed",
     "Head",
     "Leaf",
+    "Plain",
     "Ranker",
     "Rider",
     "Stateless",
@@ -146,6 +147,21 @@ class Drafter(Protocol):
     conditional: bool
     """True: candidates depend on the path to the leaf. False: the candidates of a depth are the same below every
     path (Medusa)."""
+
+    @property
+    def chainer(self) -> Chainer | None:
+        """The drafter, if it can draft a path by one call."""
+        ...
+
+    @property
+    def ranker(self) -> Ranker | None:
+        """The drafter, if it can rank its candidates."""
+        ...
+
+    @property
+    def states(self) -> StatesDrafter | None:
+        """The drafter, if it reads states that a target sends it."""
+        ...
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Begins a session whose context is ``token_ids`` (not empty); node 0, the anchor, is its last token.
@@ -251,6 +267,11 @@ class Head(Drafter, Protocol):
     """
 
     @property
+    def rider(self) -> Rider | None:
+        """The head, if it has extra rows in the target's steps."""
+        ...
+
+    @property
     def features(self) -> Features | None:
         """The states that ``feed`` takes; None: none, and ``feed`` is never called (a co-located draft model)."""
         ...
@@ -303,6 +324,30 @@ class StatesDrafter(Drafter, Protocol):
     def awaits(self, session_id: str) -> bool:
         """True if states of committed positions are still to come."""
         ...
+
+
+class Plain:
+    """The base of drafters: none of what is optional. A class that has some of it returns itself."""
+
+    @property
+    def chainer(self) -> Chainer | None:
+        """None: each token of a path takes a call."""
+        return None
+
+    @property
+    def ranker(self) -> Ranker | None:
+        """None: the engine ranks its candidates."""
+        return None
+
+    @property
+    def states(self) -> StatesDrafter | None:
+        """None: it reads no states that a target sends."""
+        return None
+
+    @property
+    def rider(self) -> Rider | None:
+        """None: it has no rows in the target's steps."""
+        return None
 
 
 class Stateless:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.core.processors import SamplerState
-from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf, Stateless
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf, Plain, Stateless
 
 _PREFILL_TOKENS = 1024
 _PARTS, _PART_COST = 4, 16
@@ -196,7 +196,7 @@ class SharedTexts:
             del self._parts[salt]
 
 
-class SuffixDrafter(Stateless):
+class SuffixDrafter(Stateless, Plain):
     """A ``Drafter``, and a ``Head``: the suffix automata of a session's own text, of outputs with its salt, and of a
     corpus.
 

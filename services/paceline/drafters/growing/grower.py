@@ -7,7 +7,7 @@ A path may be drafted by one call (``Chainer``), and a drafter may answer for se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 import torch
 
@@ -15,7 +15,7 @@ from paceline.core.tree import TreeNode
 from paceline.drafters.calibration import expect
 from paceline.drafters.growing.blame import OnFailure, call_for_each
 from paceline.drafters.growing.session import GrowingSession
-from paceline.drafters.protocol import Candidates, Chainer, Drafter, Leaf
+from paceline.drafters.protocol import Candidates, Drafter, Leaf
 from paceline.drafters.ranking import Ranking, Rule, rank, ranking_of
 from paceline.model.chain import Stop
 
@@ -35,7 +35,7 @@ class Grower(Generic[Session]):
         self.drafter = drafter
         self.on_failure = on_failure
         self._num_tokens = num_tokens
-        self._chainer = cast(Chainer, drafter) if hasattr(drafter, "chain") else None
+        self._chainer = drafter.chainer
 
     def publish(
         self, session: Session, parent: TreeNode, ranking: Ranking, probs: Sequence[float], follow: int | None = None

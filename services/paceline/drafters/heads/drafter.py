@@ -20,7 +20,7 @@ from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates
 from paceline.drafters.heads.module import HeadModule
 from paceline.drafters.heads.paged import Branches, Paged, Part
-from paceline.drafters.protocol import Candidates, DrafterSessionError, Features, Fed, Leaf
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Features, Fed, Leaf, Plain
 from paceline.model.kv_cache import KVCache
 from paceline.types import PAGE_SIZE
 
@@ -60,7 +60,7 @@ class _Session:
         return bool(self.states) and self.num_fed == self.num_tokens - 1
 
 
-class HeadDrafter:
+class HeadDrafter(Plain):
     """Implements ``paceline.drafters.protocol.Head`` for every ``HeadModule``."""
 
     tokens_per_leaf = 1

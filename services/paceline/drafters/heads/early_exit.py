@@ -36,7 +36,7 @@ from paceline.drafters.heads.load import HeadPlan, open_head
 from paceline.drafters.heads.module import HeadModule
 from paceline.drafters.heads.paged import Branches, Paged, Part
 from paceline.drafters.heads.reading import TargetFacts
-from paceline.drafters.protocol import OUT, Candidates, DrafterSessionError, Features, Fed, Leaf
+from paceline.drafters.protocol import OUT, Candidates, DrafterSessionError, Features, Fed, Leaf, Plain
 from paceline.errors import ConfigError
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.states import find_layers
@@ -63,7 +63,7 @@ class _Session:
         return 0 < self.num_computed == self.num_tokens - 1
 
 
-class EarlyExit:
+class EarlyExit(Plain):
     """Implements ``paceline.drafters.protocol.Head`` with the first layers of the target."""
 
     kind = "early_exit"

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.core.processors import SamplerState
 from paceline.drafters.heads.drafter import HeadDrafter
-from paceline.drafters.protocol import Candidates, DrafterSessionError, Fed, Leaf, with_hole
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Fed, Leaf, Plain, StatesDrafter, with_hole
 from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import KVCache
 from paceline.types import PAGE_SIZE, pages_for
@@ -66,7 +66,7 @@ class _Session:
         return tuple(self.node_ids[first:]), tuple(self.tokens[first:])
 
 
-class RemoteHead:
+class RemoteHead(Plain):
     """Implements ``paceline.drafters.protocol.StatesDrafter`` for every head whose features want every position."""
 
     tokens_per_leaf = 1
@@ -88,6 +88,11 @@ class RemoteHead:
         self._max_prefill_tokens, self._max_len = max_prefill_tokens, max_len
         self._sessions: dict[str, _Session] = {}
         head.bind(cache, 0)
+
+    @property
+    def states(self) -> StatesDrafter:
+        """Itself."""
+        return self
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Begins a session; refuses a context that the whole cache cannot hold."""

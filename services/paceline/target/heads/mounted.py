@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from paceline.core.tree import Proposal
 from paceline.drafters.calibration import Calibration
@@ -75,7 +74,7 @@ class MountedHead:
         """Sessions that it is not ready for."""
         self.pages: set[int] = set()
         """Full pages of the target that it was fed with from end to end."""
-        self.rider: Rider | None = cast(Rider, head) if hasattr(head, "guesses") else None
+        self.rider: Rider | None = head.rider
         """The head, if it has rows of its own in the target's steps."""
         self.grower = HeadGrower(head, num_tokens, self._on_failure)
         self.riding: set[str] = set()
