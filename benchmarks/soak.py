@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import trustme
 
@@ -507,6 +507,8 @@ class Trend:
     first: float
     last: float
     per_hour: float
+    error_per_hour: float
+    """Standard error of ``per_hour``, as if samples were independent: they are not quite, so it is the least."""
     rise: float
     """Rise of the line over the part that it is fitted to."""
     fit: float
@@ -521,16 +523,27 @@ class Trend:
         return self.span_s >= MIN_SPAN_S[self.what] and self.rise > limit and self.fit > 0.5
 
 
-def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Slope and coefficient of determination of the least-squares line."""
+class Line(NamedTuple):
+    """A least-squares line."""
+
+    slope: float
+    error: float
+    """Standard error of the slope."""
+    fit: float
+    """Coefficient of determination, 0 to 1."""
+
+
+def line(points: Sequence[tuple[float, float]]) -> Line:
+    """Fits a line; all zero if either coordinate is constant."""
     count = len(points)
     mean_x, mean_y = sum(x for x, _ in points) / count, sum(y for _, y in points) / count
     xx = sum((x - mean_x) ** 2 for x, _ in points)
     yy = sum((y - mean_y) ** 2 for _, y in points)
     xy = sum((x - mean_x) * (y - mean_y) for x, y in points)
     if xx == 0 or yy == 0:
-        return 0.0, 0.0
-    return xy / xx, xy * xy / (xx * yy)
+        return Line(0.0, 0.0, 0.0)
+    rest = max(yy - xy * xy / xx, 0.0)
+    return Line(xy / xx, math.sqrt(rest / (count - 2) / xx) if count > 2 else math.inf, xy * xy / (xx * yy))
 
 
 def trends(samples: Sequence[Mapping[str, Any]]) -> list[Trend]:
@@ -547,7 +560,7 @@ def trends(samples: Sequence[Mapping[str, Any]]) -> list[Trend]:
             if len(later) < 3:
                 continue
             span_s = later[-1][0] - later[0][0]
-            slope, fit = line(later)
+            slope, error, fit = line(later)
             found.append(
                 Trend(
                     life[-1]["role"],
@@ -557,6 +570,7 @@ def trends(samples: Sequence[Mapping[str, Any]]) -> list[Trend]:
                     points[0][1],
                     points[-1][1],
                     3600 * slope,
+                    3600 * error,
                     slope * span_s,
                     fit,
                 )
@@ -574,7 +588,7 @@ def task_rises(quiets: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, fl
     for replica_id, points in seen.items():
         later = points[len(points) // 3 :]
         if len(later) >= 4:  # replicas come and go, and their links have tasks
-            slope, fit = line(later)
+            slope, _, fit = line(later)
             rises[replica_id] = (slope * (later[-1][0] - later[0][0]) if fit > 0.5 else 0.0, points[-1][1])
     return rises
 
@@ -632,12 +646,13 @@ def summary(load: Load, found: Sequence[Trend], wrong: Sequence[str]) -> str:
         reported = "yes" if quiets[-1]["leases_reported"] else "NOT REPORTED by this service"
         tasks = ", ".join(f"{r} {n:.0f}" for r, n in quiets[-1]["tasks"].items()) or "NOT REPORTED by this service"
         lines.append(f"{len(quiets)} pauses: leases checked: {reported}; asyncio tasks at rest: {tasks}")
-    lines.append("memory and descriptors, first -> last, slope of the line after the first third:")
+    lines.append("memory and descriptors, first -> last, slope +- its standard error after the first third:")
     for trend in sorted(found, key=lambda t: (t.what, t.role, t.pid)):
         scale, unit = (2**20, "MiB") if trend.what == "rss_bytes" else (1, "descriptors")
+        slope = f"{trend.per_hour / scale:+9.1f} +- {trend.error_per_hour / scale:.1f} per hour (r2 {trend.fit:.2f})"
         lines.append(
             f"  {trend.role:8} {trend.pid:7} {trend.span_s:6.0f} s  {trend.first / scale:8.1f} -> "
-            f"{trend.last / scale:8.1f} {unit}, {trend.per_hour / scale:+9.1f} per hour (r2 {trend.fit:.2f})"
+            f"{trend.last / scale:8.1f} {unit}, {slope}"
         )
     lines += [f"WRONG: {text}" for text in [*load.faults, *wrong]] or ["nothing stays, nothing differs, nothing hangs"]
     return "\n".join(lines)

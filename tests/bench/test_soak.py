@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from benchmarks import soak
+from scipy.stats import linregress  # type: ignore[import-untyped]
 
 from paceline.types import (
     Acceptance,
@@ -78,8 +80,27 @@ def _samples(
 
 
 def test_a_line_is_fitted() -> None:
-    assert soak.line([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)]) == (2.0, pytest.approx(1.0))
-    assert soak.line([(0.0, 1.0), (1.0, 1.0)]) == (0.0, 0.0)
+    assert soak.line([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)]) == (2.0, pytest.approx(0.0), pytest.approx(1.0))
+    assert soak.line([(0.0, 1.0), (1.0, 1.0)]) == (0.0, 0.0, 0.0)
+
+
+def test_a_slope_has_its_standard_error() -> None:
+    points = [(0.0, 1.0), (1.0, 2.0), (2.0, 1.5), (3.0, 4.0), (4.0, 3.5), (5.0, 6.0)]
+    expected = linregress(*zip(*points, strict=True))
+    found = soak.line(points)
+    assert (found.slope, found.error, found.fit) == pytest.approx((expected.slope, expected.stderr, expected.rvalue**2))
+
+
+def test_a_trend_is_printed_with_the_error_of_its_slope() -> None:
+    (trend,) = soak.trends(_samples([100 * MIB + i * MIB + i % 2 * MIB for i in range(12)]))
+    load = SimpleNamespace(
+        now_s=720.0, ended=[], templates=[], kills=[], quiets=[], faults=[], num_unanswered=0,
+        hostility=SimpleNamespace(statuses={}),
+    )  # fmt: skip
+    text = soak.summary(load, [trend], [])  # type: ignore[arg-type]
+    slope, error = trend.per_hour / MIB, trend.error_per_hour / MIB
+    assert 0 < error < slope
+    assert f"{slope:+9.1f} +- {error:.1f} per hour" in text
 
 
 MIB = 2.0**20
