@@ -15,7 +15,7 @@ from paceline.config import ServiceConfig
 from paceline.errors import ConfigError, EngineError
 from paceline.security.keys import KeyRing
 from paceline.types import FinishReason
-from paceline.web import kept
+from paceline.web import kept, responses
 from paceline.web.kept import ResponseStore
 from paceline.web.responses_schema import ResponseBody
 from paceline.web.speech import Speech
@@ -309,6 +309,22 @@ def test_the_oldest_turns_are_left_out_if_they_may_be(model):
     assert "<1>user<3>last<2>" in read(service)
     client.responses.create(**asked | {"input": turns[-3:]}, truncation="auto")
     assert len(service.requests[-1].prompt) < 400
+
+
+def test_leaving_turns_out_renders_what_the_context_holds_and_not_the_chat_again_and_again(model, monkeypatch):
+    _, client = model
+    sizes, plain = [], responses.Response._ask
+
+    def counted(self, messages):
+        sizes.append(len(messages))
+        return plain(self, messages)
+
+    monkeypatch.setattr(responses.Response, "_ask", counted)
+    turns = [{"role": "user", "content": "hi" * 100}] * 3000
+    client.responses.create(model=MODEL, input=turns, truncation="auto", max_output_tokens=100)
+    fitting = sizes[-1]
+    assert fitting < 40
+    assert sum(sizes) < 3000 + 20 * fitting
 
 
 def test_an_answer_that_fails_says_so_in_its_last_event(model, monkeypatch):

@@ -105,8 +105,12 @@ class Response:
         starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
         if not starts or fits(messages):
             return self._ask(messages)
-        k = bisect.bisect_left(starts, True, key=lambda i: fits(head + messages[i:]))
-        return self._ask(messages if k == len(starts) else head + messages[starts[k] :])
+        width = 1  # turns at the end that may fit: what is rendered follows from the context, not from the chat
+        while width < len(starts) and fits(head + messages[starts[-width] :]):
+            width *= 2
+        last = starts[-width:]
+        k = bisect.bisect_left(last, True, key=lambda i: fits(head + messages[i:]))
+        return self._ask(messages if k == len(last) else head + messages[last[k] :])
 
     def _ask(self, messages: Sequence[dict[str, Any]]) -> Asked:
         body = self._body
