@@ -134,8 +134,8 @@ def test_the_pools_move_apart(caplog):
         service.drafts = [Process("d0", "draft")]
         assert service.seconds(20, sessions=2, speculating=2, drafting=2)[-1] == {"target": 1, "draft": 1}
         assert service.seconds(20)[-1] == {"target": 1, "draft": 0}
-    assert "target pool: 2 replicas wanted instead of 1: 8 sessions, 3.2 are enough for a target" in caplog.messages
-    assert "draft pool: 0 replicas wanted instead of 1: no session speculates" in caplog.messages
+    assert "target pool: 2 replicas requested instead of 1: 8 sessions, 3.2 are enough for a target" in caplog.messages
+    assert "draft pool: 0 replicas requested instead of 1: no session speculates" in caplog.messages
     lines = service.monitor.exposition().splitlines()
     assert 'paceline_scaling_wanted_replicas{pool="draft"} 0.0' in lines
     assert 'paceline_scaling_changes_total{direction="up",pool="target"} 2.0' in lines or (

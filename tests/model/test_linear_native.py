@@ -139,7 +139,7 @@ def test_numbers_that_fit_no_slot_are_refused(wrong: SequencePart) -> None:
     step = LinearStep([SequencePart(NONE, [Chunk(0, 0, 2)])], [])
     pools, gates = random_inputs(SMALL, FP32, step, 0)
     numbers = torch.tensor(LinearStep([wrong], []).encode())
-    with pytest.raises(EngineError, match="not those of its slots and rows"):
+    with pytest.raises(EngineError, match="slots or rows that do not match its sequences"):
         native.gated_delta(numbers, pools, gates, SMALL.key_heads)
 
 

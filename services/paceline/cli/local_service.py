@@ -35,8 +35,8 @@ from paceline.config import (
     TracingConfig,
 )
 from paceline.config.base import Strict
+from paceline.config.engines import Growing
 from paceline.config.memory import settle_front
-from paceline.config.options import Growing
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
 from paceline.metrics.access import AccessMetrics

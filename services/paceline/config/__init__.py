@@ -16,6 +16,7 @@ from paceline.config.autoscaling import (
 )
 from paceline.config.deployments import DeploymentConfig, RayActorOptions
 from paceline.config.devices import Device
+from paceline.config.engines import DType, Growing, ModelOptions, Quantization
 from paceline.config.environment import (
     apply_cublas_environment,
     apply_worker_environment,
@@ -34,13 +35,12 @@ from paceline.config.methods.ngram import NgramDraftConfig, NgramOptions
 from paceline.config.methods.plugin import PluginDraftConfig, PluginOptions
 from paceline.config.methods.suffix import SuffixDraftConfig, SuffixMatching, SuffixOptions
 from paceline.config.methods.vertical_cascade import CascadeDraftConfig, CascadeOptions
-from paceline.config.options import DType, Growing, ModelOptions, Quantization
+from paceline.config.options import DraftSetup, TargetSetup
 from paceline.config.policies import DraftPolicy, PolicyFunction, RouterPolicy, ScalingPolicy, TargetPolicy
 from paceline.config.pools import RouterConfig, TargetConfig
 from paceline.config.replicas import Drafts
 from paceline.config.security import InternalTls, ServerTls
 from paceline.config.service import LogConfig, ServerConfig, ServiceConfig
-from paceline.config.setups import DraftSetup, TargetSetup
 from paceline.config.targets import HintOptions, TargetOptions
 from paceline.config.tracing import TracingConfig
 

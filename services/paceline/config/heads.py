@@ -10,12 +10,12 @@ from pydantic import Field, ValidationError, model_validator
 
 from paceline.config.base import Strict
 from paceline.config.devices import Device
+from paceline.config.engines import DType, Growing
 from paceline.config.loading import resolve
 from paceline.config.methods import DRAFTERS, HEADS
 from paceline.config.methods.entry import HeadMethod, PoolMethod
 from paceline.config.methods.lookahead import LookaheadOptions
 from paceline.config.methods.suffix import SuffixMatching
-from paceline.config.options import DType, Growing
 from paceline.config.replicas import Drafts
 from paceline.errors.refusals import Fault
 from paceline.types import MAX_DRAFT_TOKENS

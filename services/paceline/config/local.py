@@ -11,10 +11,10 @@ from pydantic import Field, model_validator
 
 from paceline.config.base import Strict
 from paceline.config.devices import preferred_gpus
+from paceline.config.engines import Growing
 from paceline.config.heads import POOL
 from paceline.config.methods.model import DraftOptions
-from paceline.config.options import Growing
-from paceline.config.setups import DraftSetup, TargetSetup, require_placement
+from paceline.config.options import DraftSetup, TargetSetup, require_placement
 from paceline.config.targets import TargetOptions
 from paceline.errors.refusals import Fault
 

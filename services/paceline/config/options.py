@@ -1,113 +1,138 @@
-"""Options that several engines share, each declared here and nowhere else. Knows nothing of Ray Serve and of files.
-
-ModelOptions ──▶ TargetOptions (targets.py)
-     └─────────▶ DraftOptions ◀── Growing ──▶ the options of every other drafter (methods/)
-"""
+"""What one engine is built from: its slice of the configuration, validated. Pickles of other versions name this module."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from dataclasses import dataclass, field, replace
+from typing import Self
 
-from pydantic import Field, model_validator
-
-from paceline.config.base import Strict
-from paceline.config.devices import Device
+from paceline.config.engines import Growing
+from paceline.config.heads import POOL, HeadDraftOptions, HeadOptions
+from paceline.config.loading import resolve
+from paceline.config.methods.entry import PoolMethod
+from paceline.config.methods.model import DraftOptions
+from paceline.config.methods.vertical_cascade import CascadeOptions
+from paceline.config.targets import TargetOptions
 from paceline.errors.refusals import Fault
+from paceline.types import restored
 
-DType = Literal["auto", "float32", "bfloat16"]
-"""``auto``: bfloat16 where the device multiplies it natively (AMX, AVX512-BF16, CUDA), else float32."""
-
-Quantization = Literal["int8", "int4"]
-"""Weights of linear layers as integers of 8 or 4 bits, rounded while they are loaded. CPUs: in blocks of 32 inputs with
-a scale each, multiplied by inputs that are rounded to 8 bits. GPUs: ``int8`` alone, with one scale for each output."""
+_BESIDE = 8
+"""Maximum tokens that a draft model with ``placement: auto`` proposes at once as a head."""
 
 
-class ModelOptions(Strict):
-    """Options of a model's execution. A new option of both models costs one edit: a field of this class."""
+@dataclass(frozen=True, slots=True)
+class TargetSetup:
+    """Everything that a target engine is built from: its slice of the configuration, validated."""
 
-    dtype: DType = "auto"
-    """The number format. ``auto``: bfloat16 where the device multiplies it natively, else float32."""
-    compile: bool | Literal["auto"] = "auto"
-    """On the CPU, compile ahead of time, once per machine and checkpoint (half a minute to two); on CUDA, compile what
-    lies between the matrix products. ``auto``: where it can be."""
-    background_compilation: bool | Literal["auto", "detached"] = "auto"
-    """Serve a model that is to be compiled eagerly at first, and compile it meanwhile in a process of low priority;
-    later sessions are compiled. ``auto``: if ``compile`` is ``auto``, on one rank, with memory for both. ``detached``:
-    as ``auto``; the process finishes even if the engine ends first."""
-    device: Device = "auto"
-    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: a GPU where there is one, else the CPU. ``cuda:N``: GPU N
-    and, for several ranks, the GPUs after it; not under Ray, which chooses GPUs. A draft without a number
-    takes the first GPU that its target leaves free."""
-    quantization: Quantization | None = None
-    """None: the weights as they are in the checkpoint, which may come quantized."""
-    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
-    """Ranks that share the weights and the KV cache, each a process with a core or an accelerator of its own."""
-    cpu_threads: int = Field(default=1, ge=1, le=64)
-    """Cores that share the products and the attention of a compiled bfloat16 model on the CPU; no bit depends on their
-    number."""
-    rank_timeout_s: float = Field(default=10.0, gt=0)
-    """Longest delay of a rank at an exchange; a rank that is later counts as hung, and the engine as dead."""
-    cuda_graphs: bool | Literal["auto"] = "auto"
-    """Record decoding and verification at start-up and replay them. ``auto``: on CUDA, where the model allows it."""
-    max_cuda_graphs: int = Field(default=256, ge=1, le=1024)
-    """Step shapes that are recorded, as far as the memory reaches; steps beyond run eagerly."""
-    trust_remote_code: bool = False
-    """Run the Python code that comes with the checkpoint and its tokenizer (``auto_map``), with all rights of the
-    service. False: such a checkpoint is refused, without a question."""
-    attention: Literal["auto", "sdpa", "native", "triton"] = "auto"
-    """The attention kernel (``model/attention/kernels.py``). ``auto``: native on CPUs and triton on GPUs that can run
-    it, else sdpa."""
+    __setstate__ = restored
 
-    @model_validator(mode="after")
-    def _has_products_to_share(self) -> Self:
-        if self.cpu_threads == 1:
-            return self
-        if self.tensor_parallel_size > 1:
-            raise Fault(
-                "cpu_threads",
-                f"is {self.cpu_threads} beside tensor_parallel_size {self.tensor_parallel_size}: a model is shared by "
-                "threads or by ranks, so one of them must be 1",
-            )
-        others = {"device": ("cuda", "auto' or 'cpu"), "dtype": ("float32", "auto' or 'bfloat16")}
-        for key, (refused, allowed) in others.items():
-            if (value := getattr(self, key)).startswith(refused):
-                raise Fault("cpu_threads", f"is {self.cpu_threads} beside {key} {value!r}: {key} must be '{allowed}'")
-        if self.compile is False:
-            raise Fault("cpu_threads", f"is {self.cpu_threads} beside compile false: only compiled steps are shared")
-        return self
+    source: str
+    """Directory of the checkpoint, or an id that transformers resolves (cache, then hub)."""
+    options: TargetOptions = field(default_factory=TargetOptions)
+    tree_budget: int = 0
+    """Nodes per session that its drafts may send. 0: there is no draft."""
+    link: HeadDraftOptions | None = None
+    """The head in the draft pool that it sends hidden states to. None: its drafts read none."""
+    lent_cores: int = 0
+    """Cores of idle drafts that share the target's products while no session has a draft."""
 
-    @model_validator(mode="after")
-    def _can_compile_later(self) -> Self:
-        if self.background_compilation is not True:
-            return self
-        if self.compile is False:
-            raise Fault("background_compilation", "is true beside compile false: leave one out")
-        if self.tensor_parallel_size > 1:
-            raise Fault(
-                "background_compilation",
-                f"is true with tensor_parallel_size {self.tensor_parallel_size}, whose ranks are compiled before they "
-                "serve: 'auto' or false is allowed",
-            )
-        return self
-
-
-class Growing(Strict):
-    """Options of how any drafter grows its speculation trees. A new option of all drafters costs one edit: a field of
-    this class."""
-
-    tree_budget: int = Field(default=256, ge=1, le=4096)
-    """Nodes kept per session beyond the context."""
-    tree_step_tokens: int | None = Field(default=None, ge=1, le=1024)
-    """Tree nodes in one step, all sessions together. None: 64 for n-grams; for a model, the number that costs little
-    more per forward than one, measured at start-up."""
-    fan_out: int = Field(default=6, ge=1, le=32)
-    """F, alternative next tokens prepared at a position."""
-    min_path_prob: float = Field(default=0.02, gt=0, lt=1)
-    """Best-first growth leaves alone what the text goes through with a lower probability before the next outcome. Lower
-    where a step of the draft takes several milliseconds on a device of its own: fewer rounds then begin without a
-    proposal. Every node also costs its target some microseconds."""
+    @classmethod
+    def with_draft(
+        cls,
+        source: str,
+        options: TargetOptions,
+        draft: Growing | None = None,
+        draft_source: str | None = None,
+    ) -> Self:
+        """The setup of a target with this draft, whose model it loads, too, if that may serve in either place."""
+        link = draft if isinstance(draft, HeadDraftOptions) else None
+        if isinstance(draft, DraftOptions) and draft.placement == "auto":
+            head = HeadOptions(method="draft_model", model=draft_source, num_speculative_tokens=_BESIDE)
+            options = options.model_copy(update={"heads": [*options.heads, head]})
+        return cls(source, options, 0 if draft is None else draft.tree_budget, link)
 
     @property
-    def devices(self) -> tuple[str, ...]:
-        """The devices that its models are configured for; (): it has no model."""
-        return ()
+    def speculates(self) -> bool:
+        """True if sessions may be given draft tokens, from a draft or from a head."""
+        return self.tree_budget > 0 or bool(self.options.heads)
+
+
+def require_placement(target: TargetOptions, draft: object, key: str) -> None:
+    """Refuses a draft with placement ``auto`` if its target cannot choose; ``key``: of the placement.
+
+    Raises:
+        Fault: names the refused value and the allowed ones.
+    """
+    if not isinstance(draft, DraftOptions) or draft.placement != "auto":
+        return
+    if not target.adaptive:
+        raise Fault(key, "is 'auto' while the target's adaptive is false: what is not measured is not chosen")
+    if any(head.method == "draft_model" for head in target.heads):
+        raise Fault(key, "is 'auto' beside a head of method 'draft_model': 'auto' makes one of this draft itself")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSetup:
+    """Everything that a draft engine is built from: its slice of the configuration, validated, and the few values of
+    its target that it follows."""
+
+    __setstate__ = restored
+
+    source: str | None
+    """Directory or id of the draft model's checkpoint. None: a drafter without a model."""
+    options: Growing
+    target_source: str
+    """Directory or id of the target's checkpoint, whose vocabulary and context length the drafts share."""
+    num_sessions: int
+    """Sessions that the engine is sized for."""
+    max_model_len: int | None
+    """Longest context in tokens. None: what the models were trained for."""
+    max_step_tokens: int
+    """Prompt tokens of one forward."""
+    trusts_target: bool = False
+    """True if code that comes with the target's checkpoint may run."""
+    tokenizers: tuple[str, str] | None = None
+    """Directories or ids of the target's and the draft model's tokenizers. None: their checkpoints'."""
+    target_gpus: tuple[int, ...] = ()
+    """Numbers of the GPUs that the target owns, if both engines see the same ones. The draft prefers others."""
+
+    @classmethod
+    def for_target(cls, target: TargetSetup, source: str | None, options: Growing) -> Self:
+        """The setup of a draft for this target."""
+        num_sessions = options.max_sessions if isinstance(options, DraftOptions | HeadDraftOptions) else None
+        return cls(
+            source,
+            options,
+            target.source,
+            num_sessions or target.options.max_sessions,
+            target.options.max_model_len,
+            target.options.max_step_tokens,
+            target.options.trust_remote_code,
+        )
+
+    @property
+    def parts(self) -> tuple[DraftSetup, ...]:
+        """The setups of the drafters of a cascade, as if each were alone; () for any other drafter."""
+        options = self.options
+        if not isinstance(options, CascadeOptions):
+            return ()
+        return tuple(
+            replace(self, source=drafter.model and resolve(drafter.model), options=drafter.full_options(options))
+            for drafter in options.drafters
+        )
+
+    @property
+    def runs_model(self) -> bool:
+        """True if there is a draft model, alone or in a cascade, or a head."""
+        return bool(self.options.devices)
+
+    @property
+    def entry(self) -> PoolMethod:
+        """What its method declares."""
+        return next(entry for entry in POOL.values() if isinstance(self.options, entry.options))
+
+    @property
+    def model(self) -> tuple[str, DraftOptions]:
+        """Source and options of the draft model. Must not be asked of a drafter without one."""
+        assert self.source is not None
+        assert isinstance(self.options, DraftOptions)
+        return self.source, self.options

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from paceline.config.base import Strict
 from paceline.config.deployments import DeploymentConfig, DraftDeployment, PlacementGroupConfig
 from paceline.config.devices import needs_gpu
-from paceline.config.options import Growing, ModelOptions
+from paceline.config.engines import Growing, ModelOptions
 from paceline.errors.refusals import Fault
 
 _ENGINE_CPUS = 0.9

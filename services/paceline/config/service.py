@@ -20,10 +20,10 @@ from paceline.config.environment import settings, variable_of
 from paceline.config.files import args_of_application, first_line, read_yaml, set_key
 from paceline.config.loading import EMBEDDED_TARGET, resolve
 from paceline.config.methods.model import ModelDraftConfig
+from paceline.config.options import DraftSetup, TargetSetup, require_placement
 from paceline.config.policies import DraftPolicy
 from paceline.config.pools import DraftConfig, RouterConfig, TargetConfig
 from paceline.config.security import InternalTls, ServerTls
-from paceline.config.setups import DraftSetup, TargetSetup, require_placement
 from paceline.config.tracing import TracingConfig
 from paceline.errors import ConfigError
 from paceline.errors.refusals import Fault, explain, keys_of

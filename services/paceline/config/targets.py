@@ -7,9 +7,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from paceline.config.base import Strict
+from paceline.config.engines import ModelOptions
 from paceline.config.heads import HeadOptions
 from paceline.config.methods.lookahead import LookaheadOptions
-from paceline.config.options import ModelOptions
 from paceline.errors.refusals import Fault
 
 

@@ -63,7 +63,7 @@ def test_the_step_is_taken_once_it_is_there(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("import sys; sys.exit(3)", lambda: step, "the process that compiles it ended with status 3"),
         ("""print('{"error": "g++ is out of memory", "test": null}')""", lambda: step, "g++ is out of memory"),
-        ("""print('{"error": null, "test": null}')""", lambda: None, "what was compiled is of other weights"),
+        ("""print('{"error": null, "test": null}')""", lambda: None, "the compiled artifact belongs to other weights"),
         ("print('what?')", lambda: step, "Expecting value"),
     ],
 )

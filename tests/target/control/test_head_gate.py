@@ -14,6 +14,7 @@ from paceline.target.heads.driver import Heads
 from paceline.target.heads.mounted import MountedHead
 
 PLAIN = 100.0
+ORACLE: Any = SimpleNamespace(features=None, rider=None, chainer=None, ranker=None, states=None)
 """Tokens per second of plain decoding."""
 
 
@@ -124,7 +125,11 @@ def test_beside_a_draft_a_head_is_booked_against_what_the_draft_makes(drafted: f
         allocation.observe_step(2, 1 / PLAIN)
     if drafted:
         allocation.tokens_per_s.add(drafted)
-    mounted = MountedHead("oracle", cast(Any, SimpleNamespace(features=None)), num_tokens=4)
+    mounted = MountedHead(
+        "oracle",
+        ORACLE,
+        num_tokens=4,
+    )
     cache = cast(Any, SimpleNamespace(num_pages=1))
     heads = Heads([mounted], cache, allocation=allocation, clock=lambda: now)
     for _ in range(64):
@@ -140,7 +145,11 @@ def test_a_pause_counts_seconds_of_steps() -> None:
     allocation, now = Allocation(), 0.0
     for size in (1, 2):
         allocation.observe_step(size, 1 / PLAIN)
-    mounted = MountedHead("oracle", cast(Any, SimpleNamespace(features=None)), num_tokens=4)
+    mounted = MountedHead(
+        "oracle",
+        ORACLE,
+        num_tokens=4,
+    )
     cache = cast(Any, SimpleNamespace(num_pages=1))
     heads = Heads([mounted], cache, allocation=allocation, clock=lambda: now)
     for _ in range(16):

@@ -8,9 +8,9 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from paceline.config.deployments import DraftDeployment
+from paceline.config.engines import Growing, ModelOptions
 from paceline.config.loading import EMBEDDED_DRAFT, ModelLoadingConfig
 from paceline.config.methods.entry import HeadMethod, PoolMethod, Row, Text
-from paceline.config.options import Growing, ModelOptions
 from paceline.config.replicas import Drafts, ModelReplicas
 from paceline.errors.refusals import Fault
 from paceline.types import MAX_DRAFT_TOKENS, Mode

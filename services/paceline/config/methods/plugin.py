@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from paceline.config.engines import Growing
 from paceline.config.methods.entry import PoolMethod, Row
-from paceline.config.options import Growing
 from paceline.config.replicas import Drafts
 
 

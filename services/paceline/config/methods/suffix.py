@@ -7,8 +7,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from paceline.config.base import Strict
+from paceline.config.engines import Growing
 from paceline.config.methods.entry import HeadMethod, PoolMethod, Row
-from paceline.config.options import Growing
 from paceline.config.replicas import Drafts
 from paceline.errors.refusals import Fault
 

@@ -8,11 +8,11 @@ from pydantic import Field, ValidationError, model_validator
 
 from paceline.config.base import Strict
 from paceline.config.devices import gpu_number
+from paceline.config.engines import Growing
 from paceline.config.methods.entry import PoolMethod, Row
 from paceline.config.methods.model import ACCEPTANCE, DraftOptions
 from paceline.config.methods.ngram import NgramOptions
 from paceline.config.methods.suffix import SuffixOptions
-from paceline.config.options import Growing
 from paceline.config.replicas import Drafts
 from paceline.errors.refusals import Fault
 
