@@ -1,4 +1,4 @@
-"""What one engine is built from: its slice of the configuration, validated. Pickles of other versions name this module."""
+"""What one engine is built from: its slice of the configuration. Pickles of other versions name this module."""
 
 from __future__ import annotations
 
