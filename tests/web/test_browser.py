@@ -20,6 +20,7 @@ from paceline.security.keys import KeyRing
 from paceline_bench.processes import family
 
 pytest.importorskip("selenium")
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
@@ -115,11 +116,19 @@ def page(browser, server):
 
 
 def until(driver, condition, timeout_s=120):
-    return WebDriverWait(driver, timeout_s, poll_frequency=0.05).until(lambda _: condition())
+    """What ``condition`` gives once it is true; an element that the page replaces meanwhile is looked up again."""
+    wait = WebDriverWait(driver, timeout_s, poll_frequency=0.05, ignored_exceptions=[StaleElementReferenceException])
+    return wait.until(lambda _: condition())
 
 
 def text(driver, name):
     return driver.execute_script("return document.getElementById(arguments[0]).textContent", name)
+
+
+def have_names(driver):
+    """Whether each visible control has a name."""
+    controls = driver.find_elements(By.CSS_SELECTOR, "input, select, textarea, button, [tabindex]")
+    return all(control.accessible_name for control in controls if control.is_displayed())
 
 
 def fill(driver, name, value):
@@ -176,8 +185,8 @@ def test_two_ways_to_one_text(page):
         until(page, lambda name=figure: page.find_elements(By.CSS_SELECTOR, f"#{name} svg[aria-label]"))
     assert page.find_elements(By.CSS_SELECTOR, "#timeline .verification")
     assert page.find_elements(By.CSS_SELECTOR, "#timeline .step")
-    replicas = [row.text for row in page.find_elements(By.CSS_SELECTOR, "#replicas th")]
-    assert replicas == ["target-0", "draft-0"]
+    replicas = "return [...document.querySelectorAll('#replicas th')].map((row) => row.innerText)"
+    assert page.execute_script(replicas) == ["target-0", "draft-0"]
     slider = page.find_element(By.ID, "round")
     slider.send_keys(Keys.HOME)
     assert text(page, "round-number").startswith("1 of ")
@@ -209,8 +218,7 @@ def test_it_fits_a_phone_in_light_and_dark(page):
 
 
 def test_every_control_has_a_name_and_is_reached_by_the_keyboard(page):
-    controls = page.find_elements(By.CSS_SELECTOR, "input, select, textarea, button, [tabindex]")
-    assert all(control.accessible_name for control in controls if control.is_displayed())
+    until(page, lambda: have_names(page), timeout_s=10)
     page.find_element(By.TAG_NAME, "body").send_keys(Keys.TAB)
     seen = []
     for _ in range(8):

@@ -9,7 +9,7 @@ import pytest
 from tests.web.browser import chromium, complaints, prefer, resize
 from tests.web.chats import save_chat
 from tests.web.support import edge_over, served
-from tests.web.test_browser import CHANGED, CONTRAST, fill, text, until
+from tests.web.test_browser import CHANGED, CONTRAST, fill, have_names, text, until
 
 from paceline.checkpoint.chat import load_chat
 
@@ -202,8 +202,13 @@ def said(page, role="assistant"):
 
 def press(page, label, at=-1):
     """Presses a button of a message."""
-    found = [one for one in page.find_elements(By.CSS_SELECTOR, ".actions button") if one.text == label]
-    found[at].click()
+
+    def pressed():
+        found = [one for one in page.find_elements(By.CSS_SELECTOR, ".actions button") if one.text == label]
+        found[at].click()
+        return True
+
+    until(page, pressed)
 
 
 def sent(page):
@@ -333,8 +338,7 @@ def test_thoughts_colors_and_a_phone_in_light_and_dark(page):
             prefer(page, color_scheme=scheme)
             assert page.execute_script("return document.documentElement.scrollWidth") <= width
             assert page.execute_script(CONTRAST) == [], (scheme, width)
-    controls = page.find_elements(By.CSS_SELECTOR, "input, select, textarea, button, [tabindex]")
-    assert all(control.accessible_name for control in controls if control.is_displayed())
+    until(page, lambda: have_names(page), timeout_s=10)
 
 
 def test_the_completion_of_prompts_is_one_press_away(page):
