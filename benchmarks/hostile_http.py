@@ -76,6 +76,7 @@ class Service:
             threading.Thread(target=self._stream, daemon=True).start()
         while self.num_chunks < 20 * streams:
             time.sleep(0.1)
+        self.post("/v1/completions", _form(regex="[a-z]{4}"))  # the first form starts the process that tries forms
 
     def _start(self) -> subprocess.Popen[str]:
         limit = self.descriptors
@@ -188,6 +189,29 @@ class Service:
                 one.connect(("127.0.0.1", self.port))
                 one.sendall(f"{head}\r\n\r\n{body}".encode())
             return self._beside()
+
+    def unread_answers(self, count: int) -> str:
+        """A request while as many large whole answers are never read."""
+        body = json.dumps({"prompt": "a b " * 500, "max_tokens": 1, "n": 8, "prompt_logprobs": 20}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with contextlib.ExitStack() as stack:
+            for _ in range(count):
+                one = stack.enter_context(socket.socket())
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                one.connect(("127.0.0.1", self.port))
+                one.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            time.sleep(20.0)
+            return self._beside()
+
+    def silent_grpc(self, count: int) -> str:
+        """A request while as many connections to the port of gRPC say nothing; descriptors before and after a while."""
+        with contextlib.ExitStack() as stack:
+            for _ in range(count):
+                stack.enter_context(socket.create_connection(("127.0.0.1", self.grpc_port)))
+            found = self._beside()
+            full = self.num_descriptors
+            time.sleep(12.0)
+            return f"{found}, {full} descriptors, {self.num_descriptors} after 15 s"
 
     def unread_grpc(self, count: int) -> str:
         """A request while as many streams of gRPC are never read."""
@@ -319,6 +343,18 @@ def _optional(count: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(count)}}
 
 
+def _doubled(levels: int, width: int) -> bytes:
+    """A chat with a tool whose argument's type names the one before it, several times, and so on."""
+    definitions: dict[str, Any] = {"a0": {"type": "string"}}
+    for i in range(levels):
+        definitions[f"a{i + 1}"] = {"anyOf": [{"$ref": f"#/$defs/a{i}"}] * width}
+    properties = {"p": {"$ref": f"#/$defs/a{levels}"}}
+    parameters = {"type": "object", "$defs": definitions, "properties": properties}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    messages = [{"role": "user", "content": "a"}]
+    return json.dumps({"max_tokens": 1, "messages": messages, "tools": [tool], "tool_choice": "required"}).encode()
+
+
 def _messages(count: int) -> bytes:
     return json.dumps({"max_tokens": 1, "messages": [{"role": "user", "content": "a"}] * count}).encode()
 
@@ -349,6 +385,20 @@ ATTACKS: dict[str, Callable[[Service], str]] = {
         "/v1/completions", _form(json={"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967)]})
     ),
     "64 streams never read": lambda s: s.unread(64),
+    "4 answers of 8 x 1,000 log probabilities": lambda s: s.at_once(
+        4,
+        "/v1/completions",
+        json.dumps({"prompt": "a b " * 500, "max_tokens": 1, "n": 8, "prompt_logprobs": 20}).encode(),
+    ),
+    "log probabilities beyond the bound": lambda s: s.post(
+        "/v1/completions", json.dumps({"prompt": "a b " * 900, "n": 16, "prompt_logprobs": 20}).encode()
+    ),
+    "16 large answers never read": lambda s: s.unread_answers(16),
+    "400 silent gRPC connections": lambda s: s.silent_grpc(400),
+    "a tool's type doubled by $ref": lambda s: s.at_once(4, "/v1/chat/completions", _doubled(15, 3)),
+    "a user of 1 MB": lambda s: s.post(
+        "/v1/responses", json.dumps({"input": "a", "user": "u" * MIB, "max_output_tokens": 1}).encode()
+    ),
     "64 gRPC streams never read": lambda s: s.unread_grpc(64),
     "a storm of resets": lambda s: s.storm(200, 5),
     "a storm of lost gRPC": lambda s: s.storm_grpc(200, 5),

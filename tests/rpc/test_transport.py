@@ -11,6 +11,7 @@ import pytest
 from grpc import aio
 from tests.security.conftest import Mounted, write
 
+from paceline.rpc import transport
 from paceline.rpc.transport import CHANNEL_OPTIONS, TOKEN_KEY, channel, start_server
 from paceline.security.certificates import CertificateFiles, Certificates
 
@@ -42,10 +43,12 @@ def certificates(mounted, server_name="internal.paceline"):
 
 @contextlib.asynccontextmanager
 async def serving(mounted, token=""):
+    """An address; without encryption if nothing is mounted."""
+
     def add(server):
         server.add_generic_rpc_handlers((Counting(),))
 
-    server, port = await start_server(add, "127.0.0.1", 0, token, certificates(mounted))
+    server, port = await start_server(add, "127.0.0.1", 0, token, mounted and certificates(mounted))
     try:
         yield f"127.0.0.1:{port}"
     finally:
@@ -137,5 +140,30 @@ def test_a_renewal_concerns_new_connections_alone_and_a_broken_one_nobody(mounte
             assert await ask(channel(address, certificates(mounted))) == b"1"
             await stream.write(b"")
             assert await stream.read() == b"3"
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_connection_that_says_nothing_is_closed_and_one_that_asked_is_not(mounted, monkeypatch, encrypted):
+    options = [
+        (transport.HANDSHAKE_TIMEOUT, 500) if name == transport.HANDSHAKE_TIMEOUT else (name, value)
+        for name, value in transport.SERVER_OPTIONS
+    ]
+    assert options != transport.SERVER_OPTIONS
+    monkeypatch.setattr(transport, "SERVER_OPTIONS", options)
+    used = mounted if encrypted else None
+
+    async def test():
+        async with serving(used) as address, channel(address, used and certificates(used)) as connection:
+            call = connection.stream_stream(METHOD)()
+            await call.write(b"")
+            assert await call.read() == b"1"
+            reader, writer = await asyncio.open_connection(*address.split(":"))
+            async with asyncio.timeout(20):
+                await reader.read()  # to its end: the server may greet before
+            writer.close()
+            await call.write(b"")
+            assert await call.read() == b"2"
 
     asyncio.run(test())

@@ -152,4 +152,4 @@ def test_what_json_cannot_hold_is_a_large_number(pipeline):
     assert shown(-math.inf) == LEAST_LOGPROB
     assert shown(-1.5) == -1.5
     scores = (None, TokenLogprob(-math.inf, 300))
-    assert prompt_entries(scores, (11, 12), pipeline.tokenizer)[1]["12"]["logprob"] == LEAST_LOGPROB
+    assert list(prompt_entries(scores, (11, 12), pipeline.tokenizer))[1]["12"]["logprob"] == LEAST_LOGPROB

@@ -347,11 +347,11 @@ def test_an_answer_that_fails_says_so_in_its_last_event(model, monkeypatch):
 
 @pytest.fixture
 def keeping(tmp_path):
-    """(the script, a client for each key) of a service that keeps 20 kB for each key."""
+    """(the script, a client for each key) of a service that keeps 12 kB for each key."""
     service = Scripted()
     entries = ({"name": name, "sha256": digest(name[0])} for name in ("ann", "bob"))
     keys = KeyRing(write_keys(tmp_path / "keys.yaml", *entries))
-    edge = edge_over(service, keys=keys, chat=load_chat(str(save_chat(tmp_path))), responses=ResponseStore(20_000))
+    edge = edge_over(service, keys=keys, chat=load_chat(str(save_chat(tmp_path))), responses=ResponseStore(12_000))
     with served(edge) as at:
         yield service, *(openai.OpenAI(base_url=f"{at}/v1", api_key=key, max_retries=0) for key in "ab")
 
@@ -418,7 +418,8 @@ def test_the_oldest_responses_make_room_within_their_key(keeping):
     assert held == ids[-len(held) :]
     assert 2 <= len(held) < 8
     assert _is_kept(bob, bobs.id)
-    large = ann.responses.create(model=MODEL, input="h" * 3900, instructions="b" * 30, user="x" * 20_000)
+    metadata = {f"k{i}": "x" * 512 for i in range(16)}
+    large = ann.responses.create(model=MODEL, input="h" * 3900, instructions="b" * 30, metadata=metadata)
     assert large.model_extra["store"] is False
     assert not _is_kept(ann, large.id)
     assert _is_kept(ann, ids[-1])

@@ -29,6 +29,8 @@ def test_pieces_are_the_whole(value: Any, depth: int, slice_: int) -> None:
     before, sending._SLICE = sending._SLICE, slice_
     try:
         assert "".join(pieces(value, depth)) == dumps(value)
+        assert "".join(pieces({"a": iter([value] * 3)})) == dumps({"a": [value] * 3})
+        assert "".join(pieces([iter(())])) == "[[]]"
     finally:
         sending._SLICE = before
 
@@ -77,3 +79,11 @@ def test_metadata_is_bounded(metadata: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=r"metadata has \d+ pairs"):
         read(ResponseBody, {"input": "hi", "metadata": metadata})
     read(ResponseBody, {"input": "hi", "metadata": {f"k{i}": "v" * 512 for i in range(16)}})
+
+
+@pytest.mark.parametrize("name", ["user", "safety_identifier", "prompt_cache_key"])
+@pytest.mark.parametrize("value", ["u" * 513, {"id": "u" * 513}])
+def test_what_each_response_repeats_is_bounded(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"{name} has \d+ characters: at most 512 are allowed"):
+        read(ResponseBody, {"input": "hi", name: value})
+    read(ResponseBody, {"input": "hi", name: "u" * 512})

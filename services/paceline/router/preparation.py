@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from paceline.config.memory import trim
+from paceline.config.memory import LateTrim
 from paceline.errors import ResourceExhaustedError
 
 LONG_BYTES = 65536
@@ -21,8 +21,6 @@ LONG_BYTES = 65536
 MAX_SHORT, MAX_LONG = 256, 16
 """Inputs that may wait for each of the threads: some seconds of work."""
 _SMOOTHING = 0.2
-_TRIM_S = 2.0
-"""Time after the last long input until the memory that it took goes back to the system."""
 
 _T = TypeVar("_T")
 
@@ -45,7 +43,7 @@ class Preparation:
     def __init__(self, max_short: int = MAX_SHORT, max_long: int = MAX_LONG, what: str = "prompts") -> None:
         """``max_short`` and ``max_long``: how many may wait. ``what``: the word for them in errors."""
         self._short, self._long, self._what = _Lane(max_short), _Lane(max_long), what
-        self._trimming: asyncio.TimerHandle | None = None
+        self._trim = LateTrim(self._long.thread)
 
     @property
     def is_busy(self) -> bool:
@@ -69,13 +67,7 @@ class Preparation:
         finally:
             lane.num_waiting -= 1
             if lane is self._long and not lane.num_waiting:
-                self._trim_later()
-
-    def _trim_later(self) -> None:
-        """Schedules a return of memory to the system, once no long input has come for ``_TRIM_S``."""
-        if self._trimming is not None:
-            self._trimming.cancel()
-        self._trimming = asyncio.get_running_loop().call_later(_TRIM_S, self._long.thread.submit, trim)
+                self._trim.schedule()
 
 
 def _timed(lane: _Lane, function: Callable[[], _T]) -> _T:

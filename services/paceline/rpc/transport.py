@@ -16,10 +16,12 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", _UNLIMITED),
     ("grpc.max_receive_message_length", _UNLIMITED),
 ]
+HANDSHAKE_TIMEOUT = "grpc.server_handshake_timeout_ms"
+"""Time in which the client of a new connection must send its first bytes, and end its handshake of TLS."""
 SERVER_OPTIONS = [
     *_OPTIONS,
     ("grpc.so_reuseport", 0),
-    ("grpc.server_handshake_timeout_ms", 10_000),  # a connection that says nothing holds a file descriptor
+    (HANDSHAKE_TIMEOUT, 10_000),  # a connection that says nothing holds a file descriptor
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paceline.checkpoint.token_text import ByteDetokenizer, Detokenizer
@@ -61,20 +61,21 @@ def token_logprobs(chunk: Chunk, tokenizer: Tokenizer, *, as_ids: bool = False) 
 
 def prompt_entries(
     scores: Sequence[TokenLogprob | None], token_ids: Sequence[int], tokenizer: Tokenizer
-) -> list[dict[str, Any] | None]:
-    """vLLM's ``prompt_logprobs``: for each token of a prompt, by id, the likeliest at its position and itself."""
+) -> Iterator[dict[str, Any] | None]:
+    """vLLM's ``prompt_logprobs``: for each token of a prompt, by id, the likeliest at its position and itself.
+
+    An entry is made when it is written: all of a long prompt take a hundred megabytes.
+    """
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": shown(logprob), "rank": rank, "decoded_token": name_of(bytes_of(tokenizer, token_id))}
 
-    found: list[dict[str, Any] | None] = []
     for token_id, score in zip(token_ids, scores, strict=True):
         if score is None:
-            found.append(None)
+            yield None
             continue
         own = {str(token_id): entry(token_id, score.logprob, score.rank)}
-        found.append(own | {str(other): entry(other, value, i) for i, (other, value) in enumerate(score.top, 1)})
-    return found
+        yield own | {str(other): entry(other, value, i) for i, (other, value) in enumerate(score.top, 1)}
 
 
 class TokenColumns:

@@ -22,7 +22,9 @@ TEXT = {"format": {"type": "text"}}
 LOGPROBS = "message.output_text.logprobs"
 """The value of ``include`` that shows log probabilities."""
 _MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
-"""Bounds of ``metadata``, those of OpenAI."""
+"""Bounds of ``metadata``, those of OpenAI. ``_MAX_VALUE`` bounds each name in ``_REPEATED`` too."""
+_REPEATED = ("user", "safety_identifier", "prompt_cache_key")
+"""Fields that each response repeats and nothing else reads."""
 _OF_ITEMS = ("id", "status", "type", "phase")
 """Fields of messages that clients send back as they got them."""
 
@@ -146,9 +148,12 @@ class ResponseBody(ToolsBody):
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
-        """Refuses what OpenAI refuses: each response repeats its metadata."""
+        """Refuses what OpenAI refuses: each response, event and kept copy repeats these fields."""
+        for name in _REPEATED:
+            if (size := _num_characters(getattr(self, name))) > _MAX_VALUE:
+                raise Fault(name, f"has {size} characters: at most {_MAX_VALUE} are allowed")
         for i, (key, value) in enumerate((self.metadata or {}).items()):
-            size = len(value if isinstance(value, str) else json.dumps(value))
+            size = _num_characters(value)
             if i >= _MAX_PAIRS or len(key) > _MAX_KEY or size > _MAX_VALUE:
                 found = f"has {len(self.metadata or {})} pairs, one of {len(key)} and {size} characters"
                 allowed = f"at most {_MAX_PAIRS}, of {_MAX_KEY} and {_MAX_VALUE} characters, are allowed"
@@ -187,6 +192,11 @@ class ResponseBody(ToolsBody):
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         return _with_one_head(messages)
+
+
+def _num_characters(value: Any) -> int:
+    """Size of a value that is repeated: of a string its own, of anything else that of its JSON text."""
+    return len(value if isinstance(value, str) else json.dumps(value))
 
 
 def _with_one_head(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from paceline.config.memory import LateTrim
 from paceline.errors import InvalidRequestError
 from paceline.types import Request
 
@@ -53,10 +55,14 @@ class LargeAnswers:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "paceline-answer")
+        self._trim = LateTrim(self._thread)
 
     async def run(self, function: Callable[[], _T]) -> _T:
         """Runs a function there; returns or raises its result."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        finally:
+            self._trim.schedule()
 
     async def json(self, make: Callable[[], Any], headers: dict[str, str]) -> Response:
         """The response with what ``make`` returns, as JSON."""
@@ -77,12 +83,22 @@ def dumps(content: Any) -> str:
 
 
 def pieces(content: Any, depth: int = _DEPTH) -> Iterator[str]:
-    """``dumps``, in pieces that each take some milliseconds at most: the encoder keeps the interpreter lock."""
+    """``dumps``, in pieces that each take some milliseconds at most: the encoder keeps the interpreter lock.
+
+    An iterator is written as a list, and its items are made meanwhile.
+    """
     if depth and isinstance(content, dict) and content:
         for i, (key, value) in enumerate(content.items()):
             yield f"{',' if i else '{'}{dumps(key)}:"
             yield from pieces(value, depth - 1)
         yield "}"
+    elif isinstance(content, Iterator):
+        yield "["
+        separator = ""
+        while some := list(itertools.islice(content, _SLICE)):
+            yield separator + dumps(some)[1:-1]
+            separator = ","
+        yield "]"
     elif depth and isinstance(content, list) and content:
         for begin in range(0, len(content), _SLICE):
             yield "," if begin else "["
