@@ -23,14 +23,25 @@ def test_random_sessions_have_the_tokens_of_plain_decoding(num_cases: int, longe
     assert totals.sessions > 2 * num_cases
 
 
+PARTS = {
+    f"{name}-{part}": (targets, num_sessions, 1000 * (1 + part))
+    for name, targets, num_sessions, num_parts in (
+        ("eager", EAGER, 1000, 14),
+        ("compiled", COMPILED, 500, 8),
+        ("ranks", RANKS, 250, 8),
+    )
+    for part in range(num_parts)
+}
+"""20,000 sessions, in parts of some minutes each: targets, sessions and the first number of a search."""
+
+
 @pytest.mark.compiler
 @pytest.mark.nightly
 @pytest.mark.usefixtures("compiled_steps")
-@pytest.mark.parametrize(
-    ("targets", "num_sessions"), [(EAGER, 14_000), (COMPILED, 4_000), (RANKS, 2_000)], ids=lambda value: str(value)[:20]
-)
-def test_many_random_sessions_have_the_tokens_of_plain_decoding(targets: tuple[str, ...], num_sessions: int) -> None:
-    totals, number = fuzz.Totals(), 1000
+@pytest.mark.parametrize("part", PARTS)
+def test_many_random_sessions_have_the_tokens_of_plain_decoding(part: str) -> None:
+    targets, num_sessions, number = PARTS[part]
+    totals = fuzz.Totals()
     while totals.sessions < num_sessions:
         search(20, number, targets, totals)
         number += 1

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import gc
-from concurrent.futures import Executor
 
 _YOUNG_OBJECTS = 20_000
 """Objects that may be allocated between two garbage collections: some megabytes."""
@@ -16,8 +14,6 @@ _KEPT_BYTES = 512 << 20
 _LARGEST_KEPT_BYTES = 32 << 20
 """The largest limit that glibc takes; larger blocks go back at once."""
 _NUM_ARENAS = 2
-_TRIM_S = 2.0
-"""Time after the last large piece of work until the memory that it took goes back to the system."""
 
 
 def settle() -> None:
@@ -47,20 +43,6 @@ def trim() -> None:
     """Returns free memory to the system, in some milliseconds without the interpreter lock."""
     with contextlib.suppress(AttributeError, OSError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
-
-
-class LateTrim:
-    """A ``trim`` in a thread, once no large work has ended there for ``_TRIM_S``."""
-
-    def __init__(self, thread: Executor) -> None:
-        self._thread = thread
-        self._timer: asyncio.TimerHandle | None = None
-
-    def schedule(self) -> None:
-        """Starts the time anew. Called in the event loop as a piece of work ends."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(_TRIM_S, self._thread.submit, trim)
 
 
 def _set(*parameters: tuple[int, int]) -> None:

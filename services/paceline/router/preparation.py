@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from paceline.config.memory import LateTrim
+from paceline.config.memory import trim
 from paceline.errors import ResourceExhaustedError
 
 LONG_BYTES = 65536
@@ -21,6 +21,9 @@ LONG_BYTES = 65536
 MAX_SHORT, MAX_LONG = 256, 16
 """Inputs that may wait for each of the threads: some seconds of work."""
 _SMOOTHING = 0.2
+
+_TRIM_S = 2.0
+"""Time after the last large piece of work until the memory that it took goes back to the system."""
 
 _T = TypeVar("_T")
 
@@ -35,6 +38,20 @@ class _Lane:
     """Inputs that wait, the one in work included."""
     mean_s: float = 0.05
     """How long one takes."""
+
+
+class LateTrim:
+    """A ``trim`` in a thread, once no large work has ended there for ``_TRIM_S``."""
+
+    def __init__(self, thread: Executor) -> None:
+        self._thread = thread
+        self._timer: asyncio.TimerHandle | None = None
+
+    def schedule(self) -> None:
+        """Starts the time anew. Called in the event loop as a piece of work ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(_TRIM_S, self._thread.submit, trim)
 
 
 class Preparation:

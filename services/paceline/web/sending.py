@@ -14,8 +14,8 @@ from fastapi import Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from paceline.config.memory import LateTrim
 from paceline.errors import InvalidRequestError
+from paceline.router.preparation import LateTrim
 from paceline.types import Request
 
 MAX_PROMPT_LOGPROBS = 1 << 18
