@@ -56,6 +56,16 @@ class DecayingRatio:
     part: float = 0.0
     whole: float = 0.0
 
+    @classmethod
+    def of_engine(cls) -> DecayingRatio:
+        """A share of predictions that were right in all sessions of an engine; it leans on a prior."""
+        return cls(0.998, 8.0)
+
+    @classmethod
+    def of_session(cls, engine: DecayingRatio) -> DecayingRatio:
+        """The share in one session, which leans on its engine's."""
+        return cls(0.98, 32.0, engine)
+
     def add(self, part: float, whole: float, num_steps: float = 1.0) -> None:
         """Adds a measurement after ``num_steps`` steps, here and in the parent."""
         ratio: DecayingRatio | None = self

@@ -31,16 +31,13 @@ SHORTEST, LONGEST = 2, 8
 
 _PRIOR = 0.2
 _LEAST_PATH = 0.04
-_ENGINE_KEEP, _ENGINE_WEIGHT = 0.998, 8.0
-_SESSION_KEEP, _SESSION_WEIGHT = 0.98, 32.0
-"""Fading per prediction, and predictions that the engine's share, or the prior, counts for."""
 _INDEXED_AT_ONCE = 4096
 """Tokens indexed when a proposal is asked for: about a millisecond."""
 
 
 def new_shares() -> tuple[DecayingRatio, ...]:
     """Shares of right predictions in all sessions of an engine, by the length of the match; nothing is known yet."""
-    return tuple(DecayingRatio(_ENGINE_KEEP, _ENGINE_WEIGHT) for _ in range(SHORTEST, LONGEST + 1))
+    return tuple(DecayingRatio.of_engine() for _ in range(SHORTEST, LONGEST + 1))
 
 
 class Lookup:
@@ -51,7 +48,7 @@ class Lookup:
     def __init__(self, tokens: list[int], shares: Sequence[DecayingRatio]) -> None:
         """``tokens``: the session's own list, which grows. ``shares``: the engine's (``new_shares``)."""
         self._tokens = tokens
-        self._shares = tuple(DecayingRatio(_SESSION_KEEP, _SESSION_WEIGHT, share) for share in shares)
+        self._shares = tuple(DecayingRatio.of_session(share) for share in shares)
         self._pairs: dict[tuple[int, int], int] = {}  # two tokens -> the last index of a token that followed them
         self._indexed = SHORTEST  # tokens[:_indexed] are known as followers
         self._at = -1  # index of the token that followed the match; -1: there is no match

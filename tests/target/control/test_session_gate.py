@@ -8,7 +8,8 @@ import pytest
 from tests.support.rings import nightly, slow
 from tests.target.simulation import Simulation, cpu_cost, gpu_cost
 
-from paceline.target.control.session_gate import Judgement, judge, pause_s
+from paceline.target.control.session_gate import Judgement, judge
+from paceline.target.control.trial import pause_s
 from paceline.target.session import Account
 
 
@@ -36,6 +37,12 @@ def test_judgement(account: Account, trial: bool, expected: Judgement) -> None:
 def test_pauses_double_up_to_a_minute() -> None:
     """2, 4, 8, .. 64 seconds."""
     assert [pause_s(n) for n in range(1, 9)] == [2, 4, 8, 16, 32, 64, 64, 64]
+
+
+def test_a_pause_repays_what_the_trial_has_lost() -> None:
+    """A hundredth of the time, in a few minutes at most."""
+    assert [pause_s(1, loss_s) for loss_s in (0.0, 0.02, 0.5, 60.0)] == [2, 2, 50, 256]
+    assert [pause_s(n, first_s=0.5) for n in (1, 2, 3)] == [0.5, 1, 2]
 
 
 # -- throughput -----------------------------------------------------------------------------------------------------

@@ -34,10 +34,11 @@ from paceline.target.control.step_cost import StepCost
 from paceline.target.control.subtree import Ranked, SubtreeOffer
 
 PRIOR_ACCEPTANCE = 0.7
-_ENGINE_WEIGHT, _SESSION_WEIGHT = 8.0, 32.0
-_SESSION_KEEP = 0.98
-_ENGINE_KEEP = 0.998
-_IDLE_KEEP = 0.97
+BEST_ACCEPTANCE = 0.95
+"""Acceptance of a drafter of which nothing is known, so that it is tried."""
+ENOUGH_TRIALS = 32.0
+"""Verified tokens after which an acceptance is known well enough."""
+IDLE_KEEP = 0.98
 _BRANCH_KEEP, _BRANCH_WEIGHT, _BRANCH_IDLE_KEEP = 0.99, 8.0, 0.999
 _LEAST_GAIN = 0.05
 """Draft tokens of many sessions have to make them faster by this share; of one by any."""
@@ -73,10 +74,11 @@ class AcceptanceHistory:
     """
 
     def __init__(self, parent: AcceptanceHistory | None = None) -> None:
-        keep, weight = (_ENGINE_KEEP, _ENGINE_WEIGHT) if parent is None else (_SESSION_KEEP, _SESSION_WEIGHT)
-        trials, predicted = (None, None) if parent is None else (parent._of_trials, parent._of_predicted)
-        self._of_trials: DecayingRatio = DecayingRatio(keep, weight, trials)
-        self._of_predicted: DecayingRatio = DecayingRatio(keep, weight, predicted)
+        ratio = DecayingRatio
+        self._of_trials: DecayingRatio = ratio.of_engine() if parent is None else ratio.of_session(parent._of_trials)
+        self._of_predicted: DecayingRatio = (
+            ratio.of_engine() if parent is None else ratio.of_session(parent._of_predicted)
+        )
         self._levels: tuple[tuple[DecayingRatio, DecayingRatio], ...] = (
             (self._of_trials, self._of_predicted),
             *(() if parent is None else parent._levels),
@@ -86,6 +88,10 @@ class AcceptanceHistory:
     def trials(self) -> float:
         """Verified draft tokens, faded."""
         return self._of_trials.whole
+
+    def or_better_known(self, other: AcceptanceHistory) -> AcceptanceHistory:
+        """This history, or another one that has more verified tokens."""
+        return other if other.trials > self.trials else self
 
     def add(self, trials: int, predicted: float, accepted: int, any_accepted: int | None = None) -> None:
         """Adds the result of a round, here and in the parent.
@@ -106,8 +112,8 @@ class AcceptanceHistory:
 
     def fade(self) -> None:
         """Makes this history count less after a round without a trial, so that bad luck does not last."""
-        self._of_trials.fade(_IDLE_KEEP)
-        self._of_predicted.fade(_IDLE_KEEP)
+        self._of_trials.fade(IDLE_KEEP)
+        self._of_predicted.fade(IDLE_KEEP)
 
     def forget(self) -> None:
         """Starts again because another draft serves from now on."""

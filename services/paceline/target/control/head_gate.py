@@ -20,13 +20,8 @@ from dataclasses import dataclass, field
 
 from paceline.core.statistics import Ewma
 from paceline.target.control.allocation import load_class
+from paceline.target.control.trial import is_due, pause_s
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 64.0
-_WINDOW_STEPS, _TRIAL_STEPS, _SHORT_STEPS = 64, 16, 8
-_COSTLY = -4.0
-"""Tokens that a head may have lost before its window is full."""
-_TRIAL_SHARE = 0.005
-"""Share of a load's time that trials may lose."""
 _ASKED_IN_TRIAL = 4
 _COMPARED, _COMPARED_EVERY = 4, 256
 """Times that a head is asked depth by depth, and twice as often for chains, to measure both, and of how many."""
@@ -41,7 +36,6 @@ class _Account:
     steps: int = 0
     net: float = 0.0
     """Accepted tokens, less the tokens made otherwise in the time that the head took."""
-    lost_s: float = 0.0
     failures: int = 0
     on_trial: bool = False
     paused_until: float = 0.0
@@ -65,8 +59,8 @@ class Trials:
             return False
         self._asks -= 1
         if self._asks == 0:
-            self._next_at = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**self._declined)
             self._declined += 1
+            self._next_at = now + pause_s(self._declined)
         return True
 
     def paid(self) -> None:
@@ -178,17 +172,14 @@ class HeadGate:
         account.on_trial = account.on_trial or (account.failures > 0 and account.steps == 0)
         account.steps += 1
         account.net += accepted - tokens_per_s * seconds
-        account.lost_s += seconds
-        costly = account.steps >= _SHORT_STEPS and account.net < _COSTLY
-        if not self.adaptive or (account.steps < (_TRIAL_STEPS if account.on_trial else _WINDOW_STEPS) and not costly):
+        if not self.adaptive or not is_due(account.steps, account.net, on_trial=account.on_trial):
             return False
         worthless = account.net < 0.0
         if worthless:
-            pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**account.failures)
-            account.paused_until = now + max(pause_s, -account.net / max(tokens_per_s, 1e-9) / _TRIAL_SHARE)
             account.failures += 1
+            account.paused_until = now + pause_s(account.failures, -account.net / max(tokens_per_s, 1e-9))
             self.num_pauses += 1
         else:
             account.failures = 0
-        account.steps, account.net, account.lost_s, account.on_trial = 0, 0.0, 0.0, False
+        account.steps, account.net, account.on_trial = 0, 0.0, False
         return worthless

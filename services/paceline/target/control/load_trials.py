@@ -4,17 +4,17 @@ No model of a step knows all that drafts take: cores that they share with their 
 each load (``allocation.load_class``) both are tried:
 
     choice ──────────────▶ trial of the other ──▶ the faster one is the choice
-          1, 2.5, 6, .. 64 s                a few steps
+           1, 2, 4, .. 64 s             a few steps
 
 A step counts with the time since the previous step, less the expected time of its prefill chunks. The first few steps
 after a change, and steps that are mostly prefill, do not count. No trial is needed if drafting is clearly faster than a
 plain step can be (``StepCost``), or could not gain even with ideal drafts (``ideal_gain``). A trial of drafts starts
 when their promised gain, over as long as the load has lasted, repays the expected loss of the trial; at the latest when
-that loss is a hundredth of this time. Drafts promise the yield of ideal drafts at the acceptance so far, times the
-share of it that they reached at the nearest load. A trial ends as soon as the evidence is clear: its rate differs from
-its mark by two and a half standard errors of its steps, more if they are few. The loss of a trial against the choice,
-including the steps until the choice is in force again, is repaid before the next trial starts: no load loses more than
-a hundredth of its time to trials. All of a step's sessions take part: with a share f of them the visible difference is
+that loss is a small share of this time (``trial.TRIAL_SHARE``). Drafts promise the yield of ideal drafts at the
+acceptance so far, times the share of it that they reached at the nearest load. A trial ends as soon as the evidence is
+clear: its rate differs from its mark by two and a half standard errors of its steps, more if they are few. The loss of
+a trial against the choice, including the steps until the choice is in force again, is repaid before the next trial
+starts: no load loses more than that share. All of a step's sessions take part: with a share f of them the difference is
 f times as large and takes 1 / f^2 as long, so a few would cost more than all.
 """
 
@@ -24,31 +24,24 @@ import math
 from dataclasses import dataclass, field
 
 from paceline.core.statistics import RateEstimate, RateSample
-from paceline.target.control.allocation import AcceptanceHistory, Allocation, load_class
+from paceline.target.control.allocation import BEST_ACCEPTANCE, ENOUGH_TRIALS, Allocation, load_class
+from paceline.target.control.trial import TRIAL_LIMIT_S, TRIAL_SHARE, WORTH, pause_s
 
 _FIRST_PAUSE_S = {True: 0.5, False: 1.0}
 """Seconds until plain decoding (True: the choice is drafting), or drafting (False), is tried for the first time."""
-_LONGEST_PAUSE_S = 64.0
-_TRIAL_SHARE = 0.01
-"""Share of a load's time that trials may lose."""
-_LONGEST_REPAY_S = 256.0
 _TRIAL_S = {True: 0.4, False: 2.0}
 """Seconds of a trial that is not clear before: against plain decoding (True), or against what speculates, too, whose
 steps have one token or several."""
 _LEAST_STEPS, _MOST_STEPS, _ENOUGH_TOKENS = 4, {True: 12, False: 96}, 192
 """Minimum and maximum steps of a trial (True: of plain decoding); between them until 192 tokens by plain decoding."""
-_TRIAL_LIMIT_S = 3.0
 _SETTLE_STEPS = 4
 _HALF_LIFE_S = {True: 1.0, False: 4.0}
-_WORTH, _WORTHLESS = 1.04, 0.99
-"""Drafting begins at this speedup over plain decoding, and ends if plain decoding has at least the second number as its
-speedup over drafting."""
+_WORTHLESS = 0.99
+"""Drafting ends if plain decoding has at least this speedup over it."""
 _CERTAIN = 2.5
 """Standard errors by which a trial has to miss or to pass its mark to end early."""
-_ENOUGH_TRIALS = 64.0
-"""Verified draft tokens after which their acceptance is known well enough."""
 _CLEAR = 1.3
-_K, _BEST_ACCEPTANCE = 8, 0.95
+_K = 8
 
 
 def certain_margin(sample: RateSample) -> float:
@@ -57,10 +50,6 @@ def certain_margin(sample: RateSample) -> float:
     2.5 (1 + 2 / (n - 1)) standard errors of n steps, near Student's t at 0.99.
     """
     return _CERTAIN * (1.0 + 2.0 / (sample.count - 1)) * sample.standard_error() if sample.count > 1 else math.inf
-
-
-def _trials(hits: AcceptanceHistory) -> float:
-    return hits.trials
 
 
 @dataclass(slots=True)
@@ -93,8 +82,7 @@ class _Load:
 
     def pause_s(self) -> float:
         """Seconds of the choice before the next trial: longer after each failed one, and until its loss is repaid."""
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S[self.choice] * 2.5 ** min(self.num_failures, 5))
-        return max(pause_s, min(_LONGEST_REPAY_S, self.lost_s / _TRIAL_SHARE))
+        return pause_s(1 + self.num_failures, self.lost_s, _FIRST_PAUSE_S[self.choice])
 
     def lose(self, tokens: float, seconds: float) -> None:
         """Adds the seconds that the choice would have saved in a step of a trial, or in one of the few after it."""
@@ -165,7 +153,7 @@ class LoadTrials:
             load.lose(yielded, seconds)
         if drafting is not load.wanted:
             load.unanswered_s += seconds
-            if load.trial and load.unanswered_s > _TRIAL_LIMIT_S:
+            if load.trial and load.unanswered_s > TRIAL_LIMIT_S:
                 self._end_trial(load, won=False)
             return
         if self._settling:
@@ -206,7 +194,7 @@ class LoadTrials:
 
     def _look_at_trial(self, load: _Load, enough: int) -> None:
         tried, before = load.rates[load.wanted].per_s(), load.rates[load.choice].per_s()
-        mark = before * (_WORTH if load.wanted else _WORTHLESS)
+        mark = before * (WORTH if load.wanted else _WORTHLESS)
         certain = load.steps >= _LEAST_STEPS and abs(tried - mark) > certain_margin(load.tried)
         if certain or (load.seconds >= _TRIAL_S[self.only_plain] and load.steps >= enough):
             self._end_trial(load, won=tried > mark)
@@ -240,8 +228,8 @@ class LoadTrials:
         if load.choice:
             return load.pause_s()
         loss_s = (_SETTLE_STEPS + _LEAST_STEPS) * self.allocation.plain_s(num_sessions)
-        promise_s = loss_s / max(_TRIAL_SHARE, self._promise(num_sessions, load) - 1.0)
-        return max(load.pause_s(), min(_LONGEST_REPAY_S, promise_s))
+        promise = max(TRIAL_SHARE, self._promise(num_sessions, load) - 1.0)
+        return max(load.pause_s(), pause_s(0, loss_s * TRIAL_SHARE / promise, 0.0))
 
     def _promise(self, num_sessions: int, load: _Load) -> float:
         """Expected speedup of drafts over the rate measured without them."""
@@ -254,14 +242,14 @@ class LoadTrials:
 
     def _ideal_rate(self, num_sessions: int) -> float:
         """Tokens per second with ideal drafts, accepted as drafts were so far, or as heads that stand in for them."""
-        seen, heads = max(self.allocation.coupled, self.allocation.rejection, key=_trials), self.allocation.heads
-        known = heads if seen.trials < _ENOUGH_TRIALS <= heads.trials else seen
+        seen, heads = self.allocation.coupled.or_better_known(self.allocation.rejection), self.allocation.heads
+        known = heads if seen.trials < ENOUGH_TRIALS <= heads.trials else seen
         return self.allocation.ideal_rate(num_sessions, known.rate(), _K)
 
     def _is_open(self, num_sessions: int, load: _Load) -> bool:
         """True if the alternative could be faster, judged by the cost of a step."""
         if not load.choice:
-            return self.allocation.gain(num_sessions, _BEST_ACCEPTANCE, _K) >= _WORTH
+            return self.allocation.gain(num_sessions, BEST_ACCEPTANCE, _K) >= WORTH
         if not self.only_plain:
             return True
         most = 1 << load_class(num_sessions)  # the most sessions of this load, for which rates are kept

@@ -14,7 +14,7 @@ A paused session is resumed
 
 - by load: within half a second after enough sessions left that an ideal draft has gain (``ideal_gain``) at the
   acceptance seen before;
-- by time: after 2, 4, 8, .. seconds; one session at a time, for at most half a percent of the time. Such a trial
+- by time: after 2, 4, 8, .. seconds; one session at a time, for at most a hundredth of the time. Such a trial
   verifies a few draft tokens whatever the allocation says, so that no wrong average stays indefinitely.
 
 Both back off each time that drafting fails again soon, so no session flaps.
@@ -30,24 +30,17 @@ from dataclasses import dataclass, field
 from paceline.messages import SpeculationWanted
 from paceline.target.control.allocation import Allocation
 from paceline.target.control.load_trials import LoadTrials
+from paceline.target.control.trial import TRIAL_LIMIT_S, WORTH, is_due, pause_s
 from paceline.target.session import Account, TargetSession
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 2.0
-LONGEST_PAUSE_S = 64.0
-_WINDOW_ROUNDS = 32
-_SHORT_ROUNDS = 8
 _FEW_ROWS = 0.1
 _LEAST_NET = 0.03
 _TRIAL_NET = 0.06
-_TRIAL_ROUNDS = 16
 _NODES_LIMIT_ROUNDS = 64
-_WORTH_GAIN = 1.05
 _FEWER_SESSIONS = 0.75
 _SHORT_SPELL_S = 10.0
-_TRIAL_SHARE = 0.005
-_TRIAL_LIMIT_S = 5.0
 _TRIAL_ROWS = 3
 _TRIAL_ROW_ROUNDS = 4
 _PEAK_S = 0.25
@@ -77,21 +70,14 @@ def judge(account: Account, *, trial: bool = False) -> Judgement:
     - net / r < 0.03 (to end a trial well: 0.06): NO_GAIN;
     - PAYS otherwise.
     """
-    rounds = account.rounds
-    net = account.accepted - account.lost
-    costly = rounds >= _SHORT_ROUNDS and net < -4.0
-    if rounds < (_TRIAL_ROUNDS if trial else _WINDOW_ROUNDS) and not costly:
+    rounds, net = account.rounds, account.accepted - account.lost
+    if not is_due(rounds, net, on_trial=trial):
         return Judgement.OPEN
     if account.rows < _FEW_ROWS * rounds:
         return Judgement.NOT_SENT if account.trimmed < 0.5 * rounds else Judgement.PAYS
     if net < (_TRIAL_NET if trial else _LEAST_NET) * rounds:
         return Judgement.NO_GAIN
     return Judgement.PAYS
-
-
-def pause_s(num_failures: int) -> float:
-    """Seconds until drafting is tried again, by the number of failures in a row: 2, 4, 8, .. 64."""
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** max(0, num_failures - 1))
 
 
 @dataclass(slots=True)
@@ -198,12 +184,12 @@ class SessionGate:
         self._trial, self._trial_account = None, None
         net_loss = max(0.0, session.account.lost - session.account.accepted)
         cost_s = net_loss * self.allocation.plain_s(num_sessions) / max(1, num_sessions)
-        self._next_trial_at = now + max(FIRST_PAUSE_S, cost_s / _TRIAL_SHARE)
+        self._next_trial_at = now + pause_s(0, cost_s)
 
     def tick(self, now: float, num_running: int, sessions: Iterable[TargetSession]) -> None:
         """Pauses all sessions where drafting is off at this load, and resumes those whose time has come."""
         trial = self._trial
-        if trial is not None and trial.account.rounds == 0 and now - trial.resumed_at > _TRIAL_LIMIT_S:
+        if trial is not None and trial.account.rounds == 0 and now - trial.resumed_at > TRIAL_LIMIT_S:
             self._trial = None  # no draft has come for it
         num_sessions = self._lasting(num_running, now)
         if not self.trials.wanted(num_sessions):
@@ -220,10 +206,7 @@ class SessionGate:
             session = pause.session
             if pause.judgement is Judgement.LOAD:
                 resumed.append(session)
-            elif (
-                num_sessions <= _FEWER_SESSIONS * pause.num_sessions
-                and self._gain(session, num_sessions) >= _WORTH_GAIN
-            ):
+            elif num_sessions <= _FEWER_SESSIONS * pause.num_sessions and self._gain(session, num_sessions) >= WORTH:
                 if session.num_load_failures == 0 or now >= pause.until:
                     resumed.append(session)
             elif now >= pause.until:

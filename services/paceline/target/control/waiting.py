@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.statistics import Ewma
 from paceline.messages import Nodes
+from paceline.target.control.allocation import IDLE_KEEP
 from paceline.types import Mode
 
 if TYPE_CHECKING:  # sessions hold tensors, and the decision is also made without any (``plan``)
@@ -32,7 +33,6 @@ DRAFT_TIMEOUT_S = 1.0
 """A draft that has sent nothing for so long while a session waited counts as silent until it sends again."""
 _GIVE_UP = 3.0
 """Waiting ends at this multiple of the expected delay."""
-_IDLE_KEEP = 0.98
 
 
 def worth_waiting(gain: float, cost_s: float, tokens_per_s: float) -> bool:
@@ -106,10 +106,10 @@ class WaitPolicy:
             if num_drafted:
                 self.draft_tokens.add(float(num_accepted))
             else:  # a slow or unlucky spell must not end waiting permanently
-                self.link_s.value = _IDLE_KEEP * self.link_s.get(0.0)
+                self.link_s.value = IDLE_KEEP * self.link_s.get(0.0)
                 if self.answer_tokens.value is not None:
                     far = self.draft_tokens.get(0.0) - self.answer_tokens.value
-                    self.answer_tokens.value += (1.0 - _IDLE_KEEP) * far
+                    self.answer_tokens.value += (1.0 - IDLE_KEEP) * far
             if waited_s > 0.0:
                 self.observe_answer(num_accepted, waited_s)
 

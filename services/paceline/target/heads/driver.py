@@ -28,7 +28,7 @@ from torch import Tensor
 from paceline.core.tree import Proposal
 from paceline.drafters.protocol import Features
 from paceline.model.kv_cache import KVCache
-from paceline.target.control.allocation import AcceptanceHistory, Allocation
+from paceline.target.control.allocation import BEST_ACCEPTANCE, ENOUGH_TRIALS, Allocation
 from paceline.target.heads.asking import Asking
 from paceline.target.heads.feeding import Computed, Feeding
 from paceline.target.heads.followed import Followed
@@ -38,13 +38,7 @@ from paceline.types import Mode
 
 _MOST_STEP_S = 1.0
 """Longer gaps between two steps count as this: nobody knows whether the engine was idle."""
-_ENOUGH_TRIALS, _BEST_ACCEPTANCE = 24.0, 0.95
-"""Verified tokens after which a head's acceptance is known well enough, and what it is taken for until then."""
 log = logging.getLogger(__name__)
-
-
-def _trials(hits: AcceptanceHistory) -> float:
-    return hits.trials
 
 
 class Heads:
@@ -277,8 +271,8 @@ class Heads:
         """True if a head is on and some of its tokens could be verified; a new head's acceptance may be any."""
         if not self._on(mounted, num_sessions):
             return False
-        hits = max(mounted.coupled, mounted.rejection, key=_trials)
-        acceptance = hits.rate() if hits.trials >= _ENOUGH_TRIALS else _BEST_ACCEPTANCE
+        hits = mounted.coupled.or_better_known(mounted.rejection)
+        acceptance = hits.rate() if hits.trials >= ENOUGH_TRIALS else BEST_ACCEPTANCE
         return self._allocation.could_pay(num_sessions, acceptance, mounted.num_tokens)
 
     def _prefill(self) -> None:
