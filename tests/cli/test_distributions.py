@@ -319,6 +319,7 @@ ARGUMENTS = {
     "convert": ["model.gguf", "folder"],
     "train-head": ["medusa", "--out", "folder"],
     "train-draft": ["--out", "folder"],
+    "write-corpus": ["--out", "folder"],
 }
 
 

@@ -14,8 +14,9 @@ from paceline.checkpoint.folder import read_json
 from paceline.checkpoint.mtp import mtp_modules, weight_names
 from paceline.checkpoint.size import size_of
 from paceline.config import EMBEDDED_TARGET, HeadOptions
-from paceline.config.loading import resolve
+from paceline.config.loading import PACKAGED, resolve
 from paceline.config.methods import HEADS
+from paceline.config.methods.suffix import CORPUS_FILE, SuffixMatching
 from paceline.errors import ConfigError
 from paceline.logs import narrate
 
@@ -49,7 +50,11 @@ def choose(target: str) -> Chosen:
         if num:
             modules = "MTP module" if num == 1 else "MTP modules"
             return Chosen([], f"drafting by the {num} {modules} in the model's files, and by prompt lookup; {_OTHERS}")
-        if (head := _published(checkpoint, target)) is not None:
+        head = _published(checkpoint, target)
+        if head is not None and head.suffix is not None:
+            (corpus,) = head.suffix.corpus
+            return Chosen([head], f"drafting by suffix decoding, with the model's own texts in {corpus}; {_OTHERS}")
+        if head is not None:
             return Chosen(
                 [head], f"drafting by the {head.method} head in {head.model}, and by prompt lookup; {_OTHERS}"
             )
@@ -76,25 +81,35 @@ def _published(target: Checkpoint, source: str) -> HeadOptions | None:
     for folder in _candidates(target, source):
         if (method := method_of(folder)) is None:
             continue
-        from paceline.drafters.heads.load import open_head  # torch, only where there is a head
-
-        values: dict[str, Any] = {
-            "method": method,
-            "model": str(folder),
-            "probe": False,
-        }  # the target serves without it
         try:
-            open_head(method, str(folder), target)
-            return HeadOptions(**values)
+            return _fitting(method, folder, target)
         except ConfigError as error:
             narrate(f"paceline: the {method} head in {folder} is left out: {error}")
     return None
+
+
+def _fitting(method: str, folder: Path, target: Checkpoint) -> HeadOptions:
+    """The head in a folder. Raises ConfigError if it does not fit the target."""
+    if method == "suffix":
+        from paceline.drafters.corpus import read_corpus
+
+        corpus = [str(folder / CORPUS_FILE)]
+        for _ in read_corpus(corpus, target):
+            pass
+        return HeadOptions(method="suffix", suffix=SuffixMatching(corpus=corpus))
+    from paceline.drafters.heads.load import open_head  # torch, only where there is a head
+
+    open_head(method, str(folder), target)
+    values: dict[str, Any] = {"method": method, "model": str(folder), "probe": False}  # the target serves without it
+    return HeadOptions(**values)
 
 
 def _candidates(target: Checkpoint, source: str) -> Iterator[Path]:
     """Directories that may hold a head of a target: inside its own, next to it with its name, and of its card's ids."""
     assert target.folder is not None
     path = Path(source).expanduser()
+    if source in PACKAGED and not path.exists():
+        yield PACKAGED[source].corpus
     folder = path.resolve() if path.exists() else target.folder
     folder = folder.parent if folder.is_file() else folder  # of a GGUF file
     yield from _folders(folder)

@@ -40,7 +40,7 @@ def extras_of(args: argparse.Namespace) -> tuple[str, ...]:
             return ("embedded",) if args.local else ("serve",)
         case "check":  # as the service that it examines
             return ("serve",)
-        case "advise" | "train-head" | "train-draft" | "convert":
+        case "advise" | "train-head" | "train-draft" | "write-corpus" | "convert":
             return ("embedded",)
         case "bench":
             kinds = {"local": ("embedded",), "sweep": ("serve", "bench"), "report": ("bench",)}

@@ -39,6 +39,7 @@ COMMANDS = {
     "demo": "overlapped against plain decoding",
     "train-head": "train a drafting head for a target",
     "train-draft": "train a draft model for a target",
+    "write-corpus": "write a corpus for suffix decoding by a target",
     "convert": "write a GGUF file as a directory of transformers",
     "completion": "print what completes commands in a shell",
 }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, get_args
 
@@ -133,11 +135,26 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--steps", type=int, default=4000, metavar="N", help="updates (default 4000)")
     group.add_argument("--batch-rows", type=int, default=1, metavar="N", help="rows of an update (default 1)")
     group.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="at its peak (default 0.001)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of text and order (default 0)")
-    group.add_argument("--device", type=device, default="auto", metavar="TEXT", help="default auto")
-    group.add_argument("--dtype", choices=get_args(DType), default="auto", help="default auto")
+    add_running_flags(group)
     parser.add_argument("--compare", metavar="ID_OR_PATH", help="a draft model whose figures are reported, too")
     parser.set_defaults(run=run_train_head)
+
+
+def add_running_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Adds the flags that say how the target runs."""
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of text and order (default 0)")
+    parser.add_argument("--device", type=device, default="auto", metavar="TEXT", help="default auto")
+    parser.add_argument("--dtype", choices=get_args(DType), default="auto", help="default auto")
+
+
+@contextlib.contextmanager
+def until_stopped() -> Iterator[None]:
+    """SIGTERM ends the training as Ctrl-C does, which saves a checkpoint."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_train_head(args: argparse.Namespace) -> int:
@@ -145,12 +162,8 @@ def run_train_head(args: argparse.Namespace) -> int:
     from paceline.drafters.training.run import train_head  # with torch
 
     options = options_of(args)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # saves a checkpoint as Ctrl-C does
-    try:
-        with _Bars() as progress:
-            report = train_head(options, progress)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with until_stopped(), Bars() as progress:
+        report = train_head(options, progress)
     print("\n".join(as_table(report)))
     print(f"\nthe {'draft' if options.form.kind == DRAFT_MODEL else 'head'} is in {options.out}")
     return EXIT_DONE
@@ -158,7 +171,7 @@ def run_train_head(args: argparse.Namespace) -> int:
 
 def options_of(args: argparse.Namespace) -> TrainingOptions:
     """The options that the flags stand for. Raises ConfigError."""
-    if args.kind not in KINDS and args.command != "train-draft":
+    if args.kind not in KINDS and args.command == "train-head":
         raise ConfigError(f"KIND is {args.kind!r}: it must be one of {', '.join(KINDS)}")
     if args.target is None:
         from paceline.checkpoint.files import embedded_paths
@@ -223,7 +236,7 @@ def as_table(report: Report) -> list[str]:
     return [*table(rows, sys.stdout), "", _MEANING.format(depths=report.depths)]
 
 
-class _Bars:
+class Bars:
     """One bar for each stage, on standard error."""
 
     def __init__(self) -> None:

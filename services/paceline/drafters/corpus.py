@@ -34,7 +34,7 @@ def suffix_drafter(options: SuffixMatching, target: Checkpoint, max_leaves: int)
         max_spec_factor=options.max_spec_factor,
         min_token_prob=options.min_token_prob,
         shared_tokens=options.shared_tokens,
-        corpus=_read(options.corpus, target),
+        corpus=read_corpus(options.corpus, target),
         max_leaves=max_leaves,
     )
 
@@ -50,8 +50,11 @@ def build_ngrams(building: Building) -> SuffixDrafter:
     return ngram_drafter(min_match=options.min_match, max_match=options.max_match, max_leaves=building.max_leaves)
 
 
-def _read(paths: Sequence[str], target: Checkpoint) -> Iterator[Sequence[int]]:
-    """Token ids of the texts of files: one text each, or one text or list of token ids per line of ``.jsonl``."""
+def read_corpus(paths: Sequence[str], target: Checkpoint) -> Iterator[Sequence[int]]:
+    """Token ids of the texts of files: one text each, or one text or list of token ids per line of ``.jsonl``.
+
+    Raises ConfigError for a file that cannot be read, and for a line that is neither.
+    """
     for path in paths:
         started, num_tokens = time.perf_counter(), 0
         try:

@@ -12,6 +12,8 @@ from paceline.config.methods.entry import HeadMethod, PoolMethod, Row
 from paceline.config.replicas import Drafts
 from paceline.errors.refusals import Fault
 
+CORPUS_FILE = "corpus.jsonl"
+"""File of the folder that ``paceline write-corpus`` writes: a list of token ids per line."""
 TOKEN_BYTES = 400
 """A token in a suffix automaton (measured on source code)."""
 
@@ -86,6 +88,7 @@ POOL = PoolMethod(
 HEAD = HeadMethod(
     method="suffix",
     model="none",
+    published=("suffix",),
     probed=False,
     open="",
     load="paceline.target.mount:load_suffix",

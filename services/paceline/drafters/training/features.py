@@ -122,11 +122,16 @@ class FeatureCache:
     def read(self, row: int, boundaries: Sequence[int]) -> Row:
         """One row."""
         index, inner = divmod(row, self.rows.per_file)
-        tokens = self._open("tokens", index)
         parts = [self._open(boundary_name(b), index).get_slice("states")[inner] for b in boundaries]
-        num_prompt, num_tokens = (int(tokens.get_tensor(name)[inner]) for name in ("num_prompt", "num_tokens"))
-        token_ids = tokens.get_slice("token_ids")[inner].long()
+        token_ids, num_prompt, num_tokens = self.text(row)
         return Row(token_ids, torch.cat(parts, -1), num_prompt, num_tokens)
+
+    def text(self, row: int) -> tuple[Tensor, int, int]:
+        """The token ids of one row, [length] int64, the tokens of its prompt, and those of prompt and continuation."""
+        index, inner = divmod(row, self.rows.per_file)
+        tokens = self._open("tokens", index)
+        num_prompt, num_tokens = (int(tokens.get_tensor(name)[inner]) for name in ("num_prompt", "num_tokens"))
+        return tokens.get_slice("token_ids")[inner].long(), num_prompt, num_tokens
 
     def counts(self, vocab_size: int) -> Tensor:
         """[vocab_size] int64: how often each token stands in the rows."""

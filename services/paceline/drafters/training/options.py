@@ -23,10 +23,14 @@ Kind = Literal[
     "early_exit",
     "speculative_streaming",
     "draft_model",
+    "suffix",
 ]
 DRAFT_MODEL: Kind = "draft_model"
-"""Kind that ``paceline train-draft`` trains; the others are heads."""
-KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != DRAFT_MODEL)
+"""Kind that ``paceline train-draft`` trains."""
+CORPUS: Kind = "suffix"
+"""Kind of ``paceline write-corpus``: texts for suffix decoding, which has no weights."""
+KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in (DRAFT_MODEL, CORPUS))
+"""Kinds that ``paceline train-head`` trains."""
 SMALLER: tuple[Kind, ...] = ("mtp", "eagle3", "peagle")
 """Kinds whose vocabulary may be smaller than the target's."""
 BLOCKS: tuple[Kind, ...] = ("dflash", "dspark", "jetspec")

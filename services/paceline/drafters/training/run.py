@@ -84,12 +84,36 @@ class Report:
         }
 
 
-def train_head(options: TrainingOptions, progress: Progress) -> Report:
-    """Trains a head, or continues an interrupted training, writes it to ``options.out`` and measures it.
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A target in memory, and the texts that it continues."""
 
-    Raises:
-        ConfigError: what was asked for cannot be trained.
-    """
+    checkpoint: Checkpoint
+    target: PreTrainedModel
+    dtype: torch.dtype
+    folder: Path
+    """Folder of the features."""
+    train: list[tuple[int, ...]]
+    """Token ids of the training texts, or of the prompts of chats."""
+    held_out: list[tuple[int, ...]]
+
+    def features(
+        self, options: TrainingOptions, boundaries: Sequence[int], progress: Progress
+    ) -> tuple[FeatureCache, FeatureCache]:
+        """Continuations of the training and the held-out texts with the states at ``boundaries``, made where they are
+        missing."""
+        train, held_out = (
+            _features(stage, self.folder / name, self.target, texts, options, boundaries, progress)
+            for stage, name, texts in (
+                ("features", "train", self.train),
+                ("held-out features", "held_out", self.held_out),
+            )
+        )
+        return train, held_out
+
+
+def open_source(options: TrainingOptions, progress: Progress) -> Source:
+    """Loads a target and reads its texts, or has it write chats. Raises ConfigError."""
     options.check()
     checkpoint = Checkpoint.open(options.target, options.trust_remote_code)
     options.form.check(checkpoint.vocab_size)
@@ -99,18 +123,26 @@ def train_head(options: TrainingOptions, progress: Progress) -> Report:
     running = ModelOptions.model_validate({"device": options.device, "dtype": options.dtype})
     device, dtype = resolve(running, occupy(running))
     target = load_pretrained(checkpoint, dtype, device).eval().requires_grad_(False)
-    boundaries = boundaries_of(options.form, target.config.get_text_config().num_hidden_layers)
-    teacher = teacher_of(target)
     folder = options.cache or options.out / "features"
     train, held_out = documents or _chats(options, target, folder, progress)
-    parts = [
-        _features("features", folder / "train", target, train, options, boundaries, progress),
-        _features("held-out features", folder / "held_out", target, held_out, options, boundaries, progress),
-    ]
+    return Source(checkpoint, target, dtype, folder, train, held_out)
+
+
+def train_head(options: TrainingOptions, progress: Progress) -> Report:
+    """Trains a head, or continues an interrupted training, writes it to ``options.out`` and measures it.
+
+    Raises:
+        ConfigError: what was asked for cannot be trained.
+    """
+    source = open_source(options, progress)
+    target, dtype = source.target, source.dtype
+    boundaries = boundaries_of(options.form, target.config.get_text_config().num_hidden_layers)
+    teacher = teacher_of(target)
+    parts = source.features(options, (*boundaries, *(() if OUT in boundaries else (OUT,))), progress)
     require_teacher(target, teacher, parts[0])
     progress("first weights", 0, 1)
     resumed = {"num_fitted": 0} if (options.out / CHECKPOINT).exists() else {}  # they are replaced
-    head = make_head(options.form, target, parts[0], **resumed, tokenizer=checkpoint.tokenizer)
+    head = make_head(options.form, target, parts[0], **resumed, tokenizer=source.checkpoint.tokenizer)
     progress("first weights", 1, 1)
     trainer = Trainer(head, teacher, parts[0], options.schedule, options.out, bfloat16=dtype == torch.bfloat16)
     steps = options.schedule.steps
@@ -189,9 +221,8 @@ def _features(
         seed=options.schedule.seed + held_out,
     )
     cache = FeatureCache(folder, rows)
-    wanted = (*boundaries, *(() if OUT in boundaries else (OUT,)))
-    total = (1 + len(wanted)) * cache.num_files
-    done = total - cache.missing(wanted)
+    total = (1 + len(boundaries)) * cache.num_files
+    done = total - cache.missing(boundaries)
     progress(stage, done, total)
 
     def more(files: int) -> None:
@@ -199,7 +230,7 @@ def _features(
         done += files
         progress(stage, done, total)
 
-    cache.fill(target, documents, wanted, more)
+    cache.fill(target, documents, boundaries, more)
     return cache
 
 
