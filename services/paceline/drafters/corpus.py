@@ -10,6 +10,7 @@ from pathlib import Path
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import NgramOptions, SuffixMatching
+from paceline.config.loading import resolve
 from paceline.drafters.building import Building
 from paceline.drafters.suffix import SuffixDrafter, ngram_drafter
 from paceline.errors import ConfigError
@@ -58,7 +59,7 @@ def read_corpus(paths: Sequence[str], target: Checkpoint) -> Iterator[Sequence[i
     for path in paths:
         started, num_tokens = time.perf_counter(), 0
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = Path(resolve(path)).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"corpus names {path!r}, which cannot be read: {error}") from None
         lines = text.splitlines() if path.endswith(".jsonl") else None

@@ -21,8 +21,8 @@ TARGET_DIR = _HERE / "target"
 DRAFT_DIR = _HERE / "draft"
 HEAD_DIRS = {method: _HERE / "heads" / method for method in ("mtp", "medusa", "eagle3")}
 """Method -> directory of a head for the target, trained by ``paceline train-head``."""
-CORPUS_DIRS = {"smollm2": _HERE / "smollm2"}
-"""Short name of another model -> folder of its own texts, written by ``paceline write-corpus``."""
+CORPORA = {"smollm2": _HERE / "smollm2" / "corpus.jsonl"}
+"""Short name of another model -> texts that it wrote, by ``paceline write-corpus``."""
 
 
 def held_out_files() -> list[str]:
