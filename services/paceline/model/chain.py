@@ -21,20 +21,20 @@ class Draw:
     position: int
     """Position of the first token that is ranked, in tokens."""
     temperature: float
-    """0: by the logits alone."""
+    """0: tokens are ranked by the logits alone."""
     top_k: int
     log_min_p: float
     """Tokens whose log probability is further below the largest are left out; -inf: none."""
     fan_out: int
-    """Tokens that are ranked at each place."""
+    """Number of tokens that are ranked at each position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """When a chain ends: after the token whose path is less likely than ``least``.
+    """Rule that ends a chain: after the token whose path is less likely than ``least``.
 
-    That of a first token is ``constants[b] + slopes[b] * prior``: b is the bin of the gap to the second one, in nats,
-    between ``edges``, and prior its share of ``mass`` among those that are ranked.
+    The probability of a first token is ``constants[b] + slopes[b] * prior``. b is the bin between ``edges`` of the gap
+    to the second token, in nats. prior is the first token's share of the ``mass`` of all ranked tokens.
     """
 
     edges: Sequence[float]
@@ -50,16 +50,16 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The steps, and what is done between them. All of one session."""
+    """The steps of one session's chain, and how the token between two steps is chosen."""
 
     first: StepPlan
     """The first step: one row of logits."""
     then: StepPlan
-    """The others: one token with rows of its own. It is changed from step to step."""
+    """The further steps: one token, which sees rows of its own. The object changes from step to step."""
     rows: Sequence[int]
-    """Row of the session of each token that is computed in the others."""
+    """Row of the session of each token that the further steps compute."""
     writes: Sequence[int]
-    """Row of the cache of each of them."""
+    """Row of the cache of each token that the further steps compute."""
     draw: Draw
     stop: Stop
 

@@ -1,8 +1,8 @@
-"""Native passes from the sequences of a step, as Python objects, to its buffer: ``columns.cpp``.
+"""Native functions that write the sequences of a step, as Python objects, to the step's buffer (``columns.cpp``).
 
-For steps as the engines make them: without trees, as a target's are, and of tree nodes that see rows of their own
-beside those that all see, as a draft's are. ``StepPlan.of`` does the same in Python, for all others and where the
-passes cannot be compiled, which takes a C++ compiler and Python's headers.
+They serve the two kinds of steps that engines make. A target's steps have no trees. A draft's steps have tree nodes,
+each of which sees rows of its own in addition to rows that all see. ``StepPlan.of`` does the same in Python for all
+other steps, and where there is no C++ compiler or Python's headers are missing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,22 @@ from paceline.model import layout
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 Columns = tuple[int, int, int, int, int, int, bool, tuple[tuple[int, int], ...], bytes]
-"""Tokens of a step; KV rows that it writes; logits; tokens of its shortest and of its longest sequence; KV rows of a
-sequence that the page tables must cover; True if there is a tree; pages that are copied before it, (from, to) each; and
-all else, packed for ``lay_out``, which comes before a tensor of the step is freed."""
+"""What ``gather`` finds in a step:
+
+- number of tokens;
+- KV rows that it writes;
+- rows of logits;
+- tokens of its shortest and of its longest sequence;
+- KV rows of a sequence that the page tables must cover;
+- True if there is a tree;
+- pages that are copied before the step, (from, to) each;
+- the rest, packed for ``lay_out``. Call ``lay_out`` before a tensor of the step is freed.
+"""
 log = logging.getLogger(__name__)
 
 
 def prepare() -> None:
-    """Compiles or loads the passes now, so that no step has to wait for them."""
+    """Compiles or loads the native functions now, so that no step has to wait for them."""
     _passes()
 
 

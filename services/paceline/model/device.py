@@ -116,11 +116,11 @@ def _why_no_cuda() -> str:
 
 
 def keep_bits() -> None:
-    """Makes CUDA's 16-bit matrix products give a row the same bits whatever their number of rows (``shapes.py``).
+    """Makes the bits of a row in CUDA's 16-bit matrix products independent of the number of rows (``shapes.py``).
 
-    cuBLASLt chooses its kernels by the number of rows. A row's bits change where several blocks share a sum, so none
-    may be shared, and with 16 bits nothing else was found to change them (H100, CUDA 13, 1 to 2,048 rows). Float32
-    products have no such setting. Comes before the process' first product on a GPU.
+    cuBLASLt chooses its kernels by the number of rows. A row's bits change where several blocks share a sum, so this
+    setting forbids that. With 16 bits nothing else was found to change them (H100, CUDA 13, 1 to 2,048 rows). Float32
+    products have no such setting. Call this before the process' first product on a GPU.
     """
     apply_cublas_environment()
     torch.backends.cuda.preferred_blas_library("cublaslt")

@@ -21,12 +21,12 @@ _NAME = "paceline_padded"
 
 
 def pad_experts(model: PreTrainedModel) -> bool:
-    """Lets the experts of a model on the CPU run padded; False if nothing was changed.
+    """Pads the inputs of the experts of a model on the CPU; returns False if nothing was changed.
 
-    In bfloat16 it is products of a single row that round differently, at some widths, and one result in 20,000 that
-    shows it. Quantized experts keep the products of their own library. Classes that do not let one choose how their
-    experts run are padded if they have an expert that returns what it gets, as LongCat's have, and stay as they are
-    otherwise: the self-test tells what they do.
+    In bfloat16, only products of a single row round differently. This happens at some widths, in one result of 20,000.
+    Quantized experts keep the products of their own library. Some classes do not let the caller choose how their
+    experts run. They are padded if they have an expert that returns its input, as LongCat's have. Otherwise they stay
+    as they are, and the self-test compares their bits.
     """
     if model.device.type != "cpu" or getattr(model, "is_quantized", False):
         return False
@@ -53,7 +53,7 @@ def padded_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor)
 
 
 def _padded(module: Any, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Before the experts of a class whose first expert behind the routed ones returns what it gets."""
+    """Pads the inputs of experts of a class whose first expert after the routed ones returns its input."""
     return _with_padding(module.num_routed_experts, *args)
 
 
@@ -72,10 +72,10 @@ def _num_rows(num_experts: int, num_chosen: int) -> int:
 
 
 def padding_routes(chosen: Tensor, num_experts: int) -> tuple[int, Tensor]:
-    """Number of tokens that fill up the chosen experts, and the experts ``[tokens, k]`` that they go to.
+    """Returns the number of padding tokens, and the experts ``[tokens, k]`` that they are routed to.
 
-    As many as could ever be needed, and one more: what is not needed is routed to ``num_experts``, beyond the last,
-    and comes last among the rows, where the tail of elementwise kernels is.
+    There is one padding token more than could ever be needed. Those that no expert needs are routed to ``num_experts``,
+    beyond the last expert. They come last among the rows, where elementwise kernels have their tail.
     """
     num_chosen = chosen.shape[1]
     expert = torch.arange(num_experts, device=chosen.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 OUT = -1
-"""The boundary after the final norm: what the LM head reads."""
+"""The boundary after the final norm, whose states the LM head reads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class LayerSpec:
 
 
 NO_KV = LayerSpec(0, 0, 0)
-"""Of a layer that keeps nothing per token."""
+"""Size of a layer that keeps nothing per token."""
 
 
 class KVCache:
@@ -70,7 +70,7 @@ class KVCache:
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.num_layers = 0
-        """Layers of the model itself, the first ones; those of heads come behind them."""
+        """Number of the model's own layers. The layers of heads come after them."""
         self._allocate(layers, dtype, device)
         self.num_layers = len(layers)
         self._free = list(range(num_pages - 1, -1, -1))
@@ -83,7 +83,7 @@ class KVCache:
         self.linear = LinearSlots(slots or Slots.of(1)) if linear else None
         """Slots of linear layers; None: the model has none."""
         self.linear_pools: dict[int, LinearPools] = {}
-        """Memory behind the slots, by layer."""
+        """Memory of the slots, by layer."""
         if self.linear is not None and linear:
             self.linear_pools = {i: LinearPools.of(spec, self.linear.slots, dtype) for i, spec in linear.items()}
 
@@ -95,9 +95,9 @@ class KVCache:
             self.values.append(torch.empty(*shape, la.num_kv_heads, la.value_dim, dtype=dtype, device=device).zero_())
 
     def add_layers(self, layers: Sequence[LayerSpec]) -> int:
-        """Gives every page room for further layers, which are a head's; returns the index of the first one.
+        """Adds layers, which belong to a head, to every page; returns the index of the first one.
 
-        The model's own steps do not see them: they are given ``model_keys`` and ``model_values``.
+        The model's own steps do not see these layers: they use ``model_keys`` and ``model_values``.
         """
         first = len(self.keys)
         self._allocate(layers, self.keys[0].dtype, self.keys[0].device)
@@ -129,10 +129,10 @@ class KVCache:
         return self.num_pages - self.num_available
 
     def allocate(self, count: int) -> list[int]:
-        """Takes ``count`` pages, evicting unreferenced cached prefixes if it must.
+        """Allocates ``count`` pages, and evicts unreferenced cached prefixes for them if necessary.
 
         Raises:
-            ResourceExhaustedError: fewer than ``count`` are available; nothing was taken.
+            ResourceExhaustedError: fewer than ``count`` are available; nothing was allocated.
         """
         if count > self.num_available:
             raise ResourceExhaustedError(
@@ -182,7 +182,7 @@ class KVCache:
             pool.index_copy_(0, target, pool.index_select(0, source))
 
     def release(self, pages: Sequence[int]) -> None:
-        """Gives up one reference to each page; hashed pages stay as cached prefixes."""
+        """Drops one reference to each page. Hashed pages stay as cached prefixes."""
         for page in reversed(pages):  # the end of a prefix is evicted before its beginning
             self._refs[page] -= 1
             assert self._refs[page] >= 0, f"page {page} was released more often than taken"
@@ -234,7 +234,7 @@ class KVCache:
         return 0 if self.linear is None else self.linear.num_behind(pages, num_computed)
 
     def promise(self, owner: object, num_chunks: int) -> None:
-        """Sets chunks of rows of linear layers aside for a step (``LinearSlots.promise``), where there are any."""
+        """Reserves chunks of rows of linear layers for a step (``LinearSlots.promise``), if there are such layers."""
         if self.linear is not None:
             self.linear.promise(owner, num_chunks)
 
@@ -270,9 +270,9 @@ class KVCache:
 
 
 class Clearing:
-    """While it is open, allocated pages are left as they are; where it ends, one call for each pool zeroes them all.
+    """Block in which allocated pages are not zeroed one by one: at its end one call for each pool zeroes them all.
 
-    In between, none of them may be read or written.
+    Within the block none of these pages may be read or written.
     """
 
     __slots__ = ("_cache", "is_open", "pages")

@@ -1,9 +1,9 @@
-"""Native passes over the integers and pages of a step, in ``layout.cpp``: one call in place of a hundred small ones.
+"""Native functions over the integers and pages of a step (``layout.cpp``): one call replaces a hundred small ones.
 
-Each has a twin that gives the same bits, and stands in for it where there is no compiler: ``lay_out`` that of
-``step_plan.py``, ``pack`` that of ``compiled/buckets.py``, ``masks`` ``step_plan.attention_masks``, ``copy_pages`` and
-``clear_pages`` the operators of ``kv_cache.py``. They take some microseconds and keep the interpreter lock, which
-another thread would not give back so soon.
+Each has a reference implementation, which gives the same bits and runs where there is no compiler: ``lay_out`` in
+``step_plan.py``, ``pack`` in ``compiled/buckets.py``, ``masks`` as ``step_plan.attention_masks``, ``copy_pages`` and
+``clear_pages`` as operators in ``kv_cache.py``. The native functions take some microseconds and keep the interpreter
+lock, since another thread would not return it so soon.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _ARGUMENTS = {
 }
 """Arguments of each function: integers, arrays and pointers."""
 Sizes = Sequence[int]
-"""Tokens, writes, wanted logits, rows, row length, pages, and 1 if the step has trees: a ``StepShape``."""
+"""Sizes of a step (``StepShape``): tokens, writes, rows of logits, rows, row length, pages, and 1 if it has trees."""
 log = logging.getLogger(__name__)
 
 
 def usable() -> bool:
-    """True if this machine has the passes; compiles them if needed. Logs once why not."""
+    """True if this machine has the native functions; compiles them if needed. Logs once why not."""
     return _library() is not None
 
 
@@ -70,12 +70,13 @@ def lay_out(
     """Fills the buffer of a step.
 
     Args:
-        counts: of each sequence its tokens, pages, logits, the keys that its tree sees or 0, and how many of its tokens
-            see rows of their own beside.
-        columns: token ids, rows, positions and pages of all sequences, one behind the other.
+        counts: for each sequence: its tokens, pages and logits; the keys that its tree sees, or 0; the number of its
+            tokens that also see rows of their own.
+        columns: token ids, rows, positions and pages, each of all sequences in order.
         also: token of the step and KV row of each further write.
-        trees: of each sequence bool [tokens, keys], or [keys] where its tokens see rows of their own, or None; how many
-            these are and which, token by token; and of each sequence int64 [keys], or None.
+        trees: three values. For each sequence bool [tokens, keys], or [keys] if its tokens see rows of their own, or
+            None. Then, token by token, the number of these rows and the rows. Then for each sequence int64 [keys], or
+            None.
         scratch_row: first KV row of the page that padding is written to.
         sizes: of the buffer.
         to: the buffer, uint8.

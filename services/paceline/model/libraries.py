@@ -17,7 +17,9 @@ SETTINGS = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "MKL_CBWR": "AUTO,STRICT"}
 
 
 def keep_order(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Sets what is not set, on a processor with AMX; elsewhere nothing. Processes that are started later inherit it."""
+    """Sets the settings that are not set yet, on a processor with AMX. Processes that are started later
+    inherit them.
+    """
     if has_amx():
         for name, value in SETTINGS.items():
             environment.setdefault(name, value)

@@ -72,25 +72,25 @@ class LoadedModel:
     step: StepFunction
     layers: list[LayerSpec]
     linear: dict[int, LinearSpec]
-    """Its linear layers, by index."""
+    """The linear layers, by index."""
     sliding_window: int | None
     spare_tokens: int
-    """Padding that each step needs behind its last token (``tails.py``)."""
+    """Padding that each step needs after its last token (``tails.py``)."""
     vocab_size: int
     max_len: int
     """Positions the model was made for."""
     dtype: torch.dtype
     device: torch.device
     size: ModelSize
-    """The parts that decide how much memory it takes; for a rank's model those of the rank."""
+    """Sizes that determine how much memory the model takes. For a rank: the sizes of its part."""
     share: Share | None = None
     """The rank's part, if the model is shared by several."""
     quantization: str | None = None
     """The method that its weights are quantized by."""
     batch_dependence: str | None = None
-    """Says why tokens of one step change each other's logits; None if nothing is known to."""
+    """Says why tokens of one step change each other's logits; None if no such cause is known."""
     features: Features | None = None
-    """The hidden states that its steps return beside the logits; None: none."""
+    """The hidden states that its steps return in addition to the logits; None: none."""
     cuda_graphs: CudaGraphs = "auto"
     max_cuda_graphs: int = 256
     load_compiled: Callable[[], StepFunction | None] | None = None
@@ -107,11 +107,15 @@ class LoadedModel:
         return None if self.share is None else self.share.group
 
     def runner(self, num_pages: int, *, promised: bool = True, max_sessions: int = 8) -> ModelRunner:
-        """Makes a runner over a new KV cache of ``num_pages`` pages, the fewest that any rank asks for, and of states
-        of linear layers for ``max_sessions`` sessions.
+        """Makes a runner over a new KV cache.
 
-        The first rank's is a LeadingRunner, the others' a RankRunner. ``promised`` False: no promise depends on the
-        bits of this model, which is a draft; on the CPU its steps are not padded for their sake (``shapes.py``).
+        The first rank gets a LeadingRunner, the others a RankRunner.
+
+        Args:
+            num_pages: pages of the cache. Ranks agree on the fewest that any of them asks for.
+            promised: True: verification must have the bits of decoding. False for a draft: nothing depends on its bits,
+                so its steps on the CPU are not padded (``shapes.py``).
+            max_sessions: sessions for which the cache holds states of linear layers.
         """
         num_pages = agreed(num_pages, self.group)
         leads = self.share is not None and self.share.group.rank == 0
@@ -148,7 +152,7 @@ class Examination(Protocol):
     """Pages of the KV cache that it is given."""
 
     def __call__(self, runner: ModelRunner) -> None:
-        """Takes the steps. What it raises, ``load_model`` raises."""
+        """Runs steps of the model. ``load_model`` passes on what it raises."""
         ...
 
 
@@ -164,17 +168,22 @@ def load_model(
     midway: int | None = None,
     max_model_len: int | None = None,
 ) -> LoadedModel:
-    """Loads, checks and, if configured, compiles the model; with a ``group`` this rank's share of it.
+    """Loads, checks and, if configured, compiles the model, or with a ``group`` this rank's part of it.
 
-    ``placement``: what the options resolve to on this machine; None: it is resolved here. ``features``: the hidden
-    states that its steps are to return. ``examination``: called before the model is compiled. ``later``: a whole model
-    that is to be compiled, and has not been on this machine, is left eager and given ``load_compiled``. ``midway``: the
-    boundary at which its steps can be heard (``midway.py``). ``max_model_len``: the longest context; None: what it was
-    made for.
+    Args:
+        checkpoint: the model.
+        options: how to run it.
+        group: the exchange with the other ranks; None: the model is whole.
+        placement: device and dtype; None: resolved from ``options`` here.
+        features: the hidden states that its steps return; None: none.
+        examination: called before the model is compiled; None: nothing is.
+        later: True: a whole model that was not compiled on this machine yet stays eager and has ``load_compiled``.
+        midway: the boundary whose states a listener may receive during a step (``midway.py``); None: no listener.
+        max_model_len: the longest context; None: the model's own limit.
 
     Raises:
-        ConfigError: the checkpoint cannot be loaded, unsupported attention, CUDA graphs demanded where there are none,
-            or it cannot be split into so many ranks, or it has no such states.
+        ConfigError: the checkpoint cannot be loaded, its attention is not supported, CUDA graphs are demanded but not
+            available, it cannot be split into this number of ranks, or it lacks the states of ``features``.
         EngineError: another rank has failed.
     """
     if features is not None and (num_layers := size_of(checkpoint.config, 0, 1).num_layers) > 1:  # 1: not known
@@ -255,7 +264,7 @@ def _share(num_threads: int, loaded: LoadedModel) -> None:
 
 
 def why_not_shared(num_threads: int, loaded: LoadedModel) -> str | None:
-    """The reason why so many threads cannot share the products and attention of a loaded model; None if they can."""
+    """Says why ``num_threads`` threads cannot share the products and attention of a loaded model; None if they can."""
     reason = cpu_linear.why_not_shared(num_threads, loaded.device, loaded.dtype)
     if reason is None and loaded.load_compiled is None and isinstance(loaded.step, Step):
         return "the model is not compiled, and only compiled steps are shared"
@@ -286,15 +295,21 @@ def prepare(
     midway: int | None = None,
     max_model_len: int | None = None,
 ) -> LoadedModel:
-    """Makes a loaded transformers model runnable. All ranks of a sharded one must do so: it takes a step.
+    """Makes a loaded transformers model runnable. All ranks of a sharded model must call it, since it runs a step.
 
-    ``compile``: ``later`` takes what has been compiled before, else leaves the model eager with ``load_compiled``.
-    ``max_model_len``: the longest context; None: what the model was made for.
+    Args:
+        model: the model.
+        compile: True, False, or ``later``: load a step that was compiled before, else stay eager with
+            ``load_compiled``.
+        attention: the attention kernel.
+        features: the hidden states that its steps return; None: none.
+        midway: the boundary whose states a listener may receive during a step (``midway.py``); None: no listener.
+        max_model_len: the longest context; None: the model's own limit.
 
     Raises:
-        ConfigError: the model cannot run on the paged attention, or on the ``attention`` kernel, or ``compile`` with
-            weights that are not compiled or on a GPU that nothing can be compiled for, or has not the states of
-            ``features``, or its rotary embedding depends on the batch.
+        ConfigError: the model cannot run on the paged attention or on the ``attention`` kernel; ``compile`` is set, but
+            its weights or its GPU cannot be compiled for; it lacks the states of ``features``; or its rotary embedding
+            depends on the batch.
     """
     model, on_cpu = model.eval(), model.device.type == "cpu"
     pad_experts(model)

@@ -1,10 +1,10 @@
-"""The hidden states at a boundary of a model, heard while the layers above it have yet to run.
+"""Passes the hidden states at a boundary of a model to a listener, before the layers above the boundary run.
 
-    embeddings ─▶ layer 0 ─▶ .. ─▶ boundary ─▶ layer b ─▶ .. ─▶ logits
-                                      └──▶ whoever listens in this thread, who holds the step up meanwhile
+    embeddings ─▶ layer 0 ─▶ .. ─▶ boundary ─▶ layer b ─▶ .. ─▶ logits └──▶ the listener of this thread, which the step
+        waits for
 
-Nobody listens unless ``heard_by`` says so, and nothing that is computed depends on it. A compiled step calls back by an
-operator of its own (``midway.cpp``): it runs without the interpreter's lock, and the listener takes that.
+There is a listener only within ``heard_by``. It changes no result of the step. A compiled step calls back by an
+operator of its own (``midway.cpp``): the step runs without the interpreter's lock, and the callback acquires it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.errors import EngineError
 from paceline.model.states import find_layers
 
 Listener = Callable[[Tensor], None]
-"""Takes the states ``[R, hidden]`` of the rows whose logits a step wants, those of padding behind them."""
+"""Receives states ``[R, hidden]``: one for each row of logits of a step, then rows of padding."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
 
 
@@ -44,7 +44,7 @@ _here = _Here()
 
 @contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """Lets ``listener`` hear the states of the steps of this thread within the block, and raises what it does."""
+    """Within the block, passes the states of this thread's steps to ``listener``. Raises what the listener raises."""
     _here.listener = listener
     try:
         yield
@@ -56,13 +56,13 @@ def heard_by(listener: Listener) -> Iterator[None]:
 
 
 class Midway:
-    """Speaks up at one boundary of a model, from a hook that stays on it."""
+    """Calls the listener at one boundary of a model, from a hook that stays on the model."""
 
     def __init__(self, model: PreTrainedModel, boundary: int, name: str) -> None:
-        """Puts the hook before layer ``boundary`` of ``model``; ``name`` is what messages call it.
+        """Puts the hook before layer ``boundary`` of ``model``. Messages call the model ``name``.
 
         Raises:
-            ConfigError: its layers are not to be found.
+            ConfigError: its layers cannot be found.
         """
         _, layers = find_layers(model, name)
         self.boundary = boundary
@@ -70,7 +70,7 @@ class Midway:
         layers[boundary].register_forward_pre_hook(self._entering, with_kwargs=True)
 
     def expect(self, logits_index: Tensor) -> None:
-        """Takes the rows [R] whose states the forward that follows is to tell."""
+        """Sets the rows [R] whose states the next forward passes on."""
         self._index = logits_index
 
     def _entering(

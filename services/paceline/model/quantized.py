@@ -31,7 +31,7 @@ from paceline.model.compiled.blocks import OUTPUTS, quantize
 from paceline.model.compiled.linear import PackedLinear, blocks_usable, quantized_layers, replace_layers
 
 _OUTPUT_LAYER_BITS = 8
-"""Of the output layer, where others have 4: its roundings are not followed by anything that evens them out."""
+"""Bits of the output layer, where others have 4. No later layer averages its rounding errors out."""
 log = logging.getLogger(__name__)
 
 
@@ -84,10 +84,11 @@ def keeps_blocks(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
 
 def pack_quantized(model: PreTrainedModel, weights: GgufWeights | None, quantization: Quantization | None) -> None:
-    """Replaces the linear layers of a model on the CPU by quantized ones. ``blocks_usable`` comes first.
+    """Replaces the linear layers of a model on the CPU by quantized ones. Call ``blocks_usable`` first.
 
-    Layers whose weights are stored in blocks of 32 in a GGUF file run by these; all others are rounded as
-    ``quantization`` says, or stay as they are. The few outputs of a gate stay, too: what it chooses is not rounded.
+    Layers that a GGUF file stores in blocks of 32 run on these blocks. All others are rounded by ``quantization``, or
+    stay as they are. Gates with few outputs always stay as they are, so that no choice of an expert depends on
+    rounding.
     """
     output_layer = model.get_output_embeddings()
     embedding = next((name for name, part in model.named_modules() if part is model.get_input_embeddings()), "")
@@ -123,7 +124,7 @@ def require_quantized(model: PreTrainedModel, path: str, quantization: Quantizat
 
 
 def parameter_counts(model: PreTrainedModel) -> list[tuple[int, int]]:
-    """Numbers and dimensions of each parameter, quantized ones included; of tied ones that of the embedding alone."""
+    """Returns size and number of dimensions of each parameter, quantized ones included. Tied weights count once."""
     counts = [(p.numel(), p.dim()) for p in model.parameters()]
     tied = (
         model.get_output_embeddings() if getattr(model.config.get_text_config(), "tie_word_embeddings", False) else None

@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 
 
 def settle_rope(model: PreTrainedModel, max_model_len: int, name: str) -> None:
-    """Gives all positions of a model's contexts the angles of one set of factors. A second call changes nothing.
+    """Makes all positions of a model's contexts use the angles of one set of factors. A second call changes nothing.
 
-    The configuration says so, too: what is built of it has the same angles.
+    The configuration is changed, too, so that models built from it have the same angles.
 
     Raises:
         ConfigError: the angles of a position would still depend on the longest sequence of a call.

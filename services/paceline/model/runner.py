@@ -38,7 +38,7 @@ class ModelRunner:
         features: Features | None = None,
         execution: Execution = "",
     ) -> None:
-        """Keeps what every step needs.
+        """Makes a runner of one model.
 
         Args:
             step: the model.
@@ -46,10 +46,10 @@ class ModelRunner:
             dtype: of the model.
             sliding_window: of its layers that have one.
             vocab_size: logits of a row.
-            spare_tokens: padding that each step needs behind its last token (``tails.py``).
+            spare_tokens: padding that each step needs after its last token (``tails.py``).
             promised: verification must have the bits of decoding (``shapes.py``).
             backend: how steps reach the device; by default one by one, from the host's own memory.
-            features: the states that ``step`` returns beside the logits.
+            features: the states that ``step`` returns in addition to the logits.
             execution: how ``step`` runs, for the status.
         """
         self.cache = cache
@@ -86,8 +86,11 @@ class ModelRunner:
         )
 
     def follow(self, compilation: Compilation, on_swap: Callable[[], None] = lambda: None) -> None:
-        """Takes the compiled step, as soon as it is there, for all steps from then on: for a draft, of which no promise
-        depends on the bits of its model. ``on_swap`` is called then, between two steps. ``close`` ends the worker."""
+        """Switches to the compiled step as soon as it is ready. Only for a draft, whose bits are not promised to
+        anyone.
+
+        ``on_swap`` is called at the switch, between two steps. ``close`` ends the worker.
+        """
         self._compilation, self._on_swap = compilation, on_swap
         compilation.start()
 
@@ -108,7 +111,7 @@ class ModelRunner:
         return plan if self.cache.linear is None else plan._replace(linear=self.cache.linear.plan(steps))
 
     def close(self) -> None:
-        """Gives up what other processes take part in. Idempotent."""
+        """Ends the compilation's worker, if there is one. Idempotent."""
         if self._compilation is not None:
             self._compilation.close()
 
@@ -135,7 +138,7 @@ class ModelRunner:
         self.shapes = Shapes.needed(native=native, promised=self._promised, spare_tokens=self._spare_tokens)
 
     def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """The logits of a plan; and its states, behind which there may be rows of padding."""
+        """Returns logits and states of a plan. The states may have rows of padding at the end."""
         self.num_forwards += 1
         if self._compilation is not None and (step := self._compilation.take()) is not None:
             self._take(step)

@@ -56,7 +56,7 @@ class InvarianceReport:
     num_states_different: int = 0
     """Rows whose hidden states differ, of a model that returns them."""
     has_branches: bool = False
-    """True if branches of a tree were among what was compared."""
+    """True if branches of a tree were compared, too."""
 
     @property
     def holds(self) -> bool:
@@ -141,10 +141,11 @@ def check_invariance(
 def num_different_rows(
     step: StepFunction, other: StepFunction, cache: KVCache, dtype: torch.dtype, window: int | None, vocab_size: int
 ) -> tuple[int, int]:
-    """Compares the logits of two steps of one model on the same random tokens: rows that differ in a bit, and all rows.
+    """Compares the logits of two steps of one model on the same random tokens.
 
-    A prompt, tokens decoded one by one, and a chunk that is verified; ``cache`` has room for four pages. States that
-    only one of the steps returns are left aside.
+    The tokens are a prompt, tokens decoded one by one, and a chunk that is verified. ``cache`` has room for four pages.
+    States that only one of the steps returns are ignored. Returns the number of rows that differ in a bit, and of all
+    rows.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocab_size, (3 * PAGE_SIZE,), generator=generator).tolist()
@@ -281,10 +282,10 @@ def _check_branches(
     pages: list[int],
     decoded: _Rows,
 ) -> None:
-    """Verifies two branches in one step, as ``target/branches.py`` lays them out, and a token behind each.
+    """Verifies two branches in one step, as ``target/branches.py`` lays them out, and decodes a token after each.
 
-    They leave each other within a page and end in the next one. Their rows hold other tokens before, so that a row
-    which the step does not write is noticed.
+    The branches leave each other within a page and end in the next one. Their rows hold other tokens before the step,
+    so that a row which the step fails to write is noticed.
     """
     first = start + PAGE_SIZE - _BRANCH // 2
     fork, stop, split = first // PAGE_SIZE, first + _BRANCH, first + _SHARED
@@ -314,8 +315,8 @@ def _check_branches(
 def check_replay(runner: ModelRunner, max_len: int | None = None) -> list[StepShape]:
     """Runs a random full step of every recorded shape both ways, and drops recordings whose bits differ.
 
-    Positions stay below ``max_len``. Leaves the KV cache without references. Returns what was dropped, which a
-    warning names; nothing where no step is recorded.
+    Positions stay below ``max_len``. Leaves the KV cache without references. Returns the shapes of the dropped
+    recordings, for a warning; empty where no step is recorded.
     """
     backend = runner.backend
     if not isinstance(backend, DeviceBackend) or not backend.recorded:

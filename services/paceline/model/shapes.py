@@ -50,11 +50,11 @@ class Shapes:
     query_multiple: int = QUERY_MULTIPLE
     """Query rows come in multiples of it."""
     key_pages: bool = True
-    """Key lengths are those of ``KEY_PAGES``; False: as many pages as there are."""
+    """True: key lengths come from ``KEY_PAGES``. False: a step has exactly the pages that it needs."""
     few_sizes: bool = True
     """Numbers of tokens are rounded up to few different ones (``padded_tokens``)."""
     spare_tokens: int = 0
-    """Padding behind the last token (``tails.py``)."""
+    """Padding after the last token (``tails.py``)."""
 
     @classmethod
     def needed(cls, *, native: bool, promised: bool, spare_tokens: int) -> Self:
@@ -62,8 +62,8 @@ class Shapes:
 
         Args:
             native: all of its products and its attention are native ones, as ``compiled/package.py`` finds.
-            promised: verification must have the bits of decoding, as of a target.
-            spare_tokens: what its elementwise kernels need for that.
+            promised: verification must have the bits of decoding, as in a target.
+            spare_tokens: padding that its elementwise kernels need for that.
         """
         if native or not promised:
             return cls(1, 1, key_pages=False, few_sizes=not native, spare_tokens=spare_tokens if promised else 0)
@@ -76,7 +76,7 @@ class Shapes:
         return max(num_tokens + self.spare_tokens, self.least_tokens)
 
     def row_len(self, num_tokens: int) -> int:
-        """Length of the query row of so many tokens."""
+        """Length of the query row of ``num_tokens`` tokens."""
         return padded_row_len(num_tokens, self.query_multiple)
 
     def pages(self, num_pages: int) -> int:

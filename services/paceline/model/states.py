@@ -62,10 +62,10 @@ class StateTaps:
         self._caught = {}
 
     def require(self, num_tokens: int) -> None:
-        """Checks what a forward of ``num_tokens`` tokens has left.
+        """Checks the states that a forward of ``num_tokens`` tokens has passed.
 
         Raises:
-            ConfigError: it has no such states.
+            ConfigError: a state is missing or has another shape.
         """
         expected, caught = (1, num_tokens, self._width), self._take()
         for boundary in self.features.boundaries:

@@ -33,8 +33,11 @@ _KNOWN = {"s_aux", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_le
 
 
 class Step(torch.nn.Module):
-    """``(ids [1, T], positions [1, T], logits_index [R], ...) -> logits [1, R, vocab]``, or with ``taps`` these and the
-    states ``[1, T or R, width]``."""
+    """The forward of a step.
+
+    ``(ids [1, T], positions [1, T], logits_index [R], ...) -> logits [1, R, vocab]``. With ``taps`` it also returns
+    states ``[1, T or R, width]``.
+    """
 
     def __init__(
         self,
@@ -105,7 +108,7 @@ class Probe(NamedTuple):
     sliding_window: int | None
     """Window of the layers that have one, or their chunks (``Chunks``); None: no layer has."""
     spare_tokens: int
-    """Padding that steps on the CPU need behind their last token (``tails.py``)."""
+    """Padding that steps on the CPU need after their last token (``tails.py``)."""
 
 
 def name_of(model: PreTrainedModel) -> str:
@@ -114,13 +117,13 @@ def name_of(model: PreTrainedModel) -> str:
 
 
 def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe:
-    """Runs two tokens through ``model`` to see what each layer keeps, and whether it has the states that ``taps`` want.
+    """Runs two tokens through ``model``. Finds what each layer keeps, and checks for the states that ``taps`` read.
 
-    Linear layers are given the forward over slots, with which alone the model runs from then on.
+    Replaces the forward of linear layers by one over slots; the model runs only with it from then on.
 
     Raises:
-        ConfigError: the model has layers without attention, or whose attention is not that of ``paged_attention``
-            (several window sizes, biases, masks of their own), or no such states.
+        ConfigError: a layer has no attention, the attention is not ``paged_attention`` (several window sizes, biases,
+            masks of its own), or a state is missing.
     """
     config, name = model.config.get_text_config(), name_of(model)
     linear = replace_linear_layers(model, name)

@@ -47,21 +47,23 @@ class SequenceStep:
     pages: Sequence[int]
     """The session's page table; covers every row that is written or seen. An ``array("q")`` is read as it is."""
     num_logits: int
-    """Logits are wanted for the last ``num_logits`` tokens."""
+    """Logits are computed for the last ``num_logits`` tokens."""
     visible: Tensor | None = None
     """bool [len(token_ids), num_rows]; rows beyond are hidden. With ``own_rows`` bool [num_rows], the same for all."""
     key_positions: Tensor | None = None
     """int64 [num_rows]: rotary position of each visible row, where rows are no positions (sliding windows need them).
     """
     own_rows: Sequence[Sequence[int]] = ()
-    """The rows that each token sees beside those of ``visible``; (): ``visible`` says all."""
+    """Rows that each token sees in addition to ``visible``; (): ``visible`` says all."""
     also: Sequence[tuple[int, int]] = ()
     """Further flat KV rows that tokens of this step are written to: (index among ``token_ids``, row) each."""
     copies: Sequence[tuple[int, int]] = ()
     """Pages that are copied before the step: (from, to) each."""
     committed: int = -1
-    """Length of the session's context after the step's own tokens of it, behind which tokens may be rejected; -1: all
-    tokens are of the context. Linear layers store states of committed tokens alone."""
+    """Length of the session's context after this step, without tokens that may be rejected; -1: none may be.
+
+    Linear layers store states of committed tokens alone.
+    """
 
 
 INTEGER_BYTES = 8
@@ -190,8 +192,7 @@ def arrays_of(shape: StepShape, buffer: Tensor) -> StepArrays:
 
 _ALL_RULES = Shapes()
 _NUM_SIZES = 10
-"""Integers that begin a frame: the wanted logits, the shape, how many pages are copied, how many numbers of linear
-layers there are."""
+"""Integers at the beginning of a frame: rows of logits, the shape, number of copied pages, size of the linear step."""
 
 
 class StepPlan(NamedTuple):
@@ -202,7 +203,7 @@ class StepPlan(NamedTuple):
     """
 
     num_logits: int
-    """Rows of the result that are wanted; the others are padding."""
+    """Rows of logits that are returned; all further rows are padding."""
     shape: StepShape
     """The sizes that a recorded step must cover."""
     buffer: Tensor
@@ -210,7 +211,7 @@ class StepPlan(NamedTuple):
     copies: tuple[tuple[int, int], ...] = ()
     """Pages that are copied before the step, on every rank: (from, to) each."""
     linear: LinearStep | None = None
-    """What linear layers do; None: the model has none."""
+    """The work of linear layers; None: the model has none."""
 
     @classmethod
     def of(cls, steps: Sequence[SequenceStep], scratch_row: int, shapes: Shapes = _ALL_RULES) -> Self:
@@ -235,7 +236,7 @@ class StepPlan(NamedTuple):
 
     @classmethod
     def _by_python(cls, steps: Sequence[SequenceStep], scratch_row: int, shapes: Shapes) -> Self:
-        """The twin of ``columns.py``, and of all other steps, too."""
+        """Reference implementation of ``columns.py``. It also serves the steps that ``columns.py`` does not."""
         lengths = [len(step.token_ids) for step in steps]
         num_tokens, row_len = sum(lengths), _row_len(len(lengths), min(lengths), max(lengths), shapes)
         ids, rows, pages, also = array("q"), array("q"), array("q"), array("q")
@@ -342,10 +343,10 @@ def _lay_out(
     shape: StepShape,
     into: StepArrays,
 ) -> None:
-    """Fills the fields of a step by columns: the twin of ``layout.lay_out``.
+    """Fills the fields of a step by columns. Reference implementation of ``layout.lay_out``.
 
-    Sequence i owns tokens [first[i], first[i] + lengths[i]), page numbers [tables[i], tables[i] + num_pages_of[i])
-    and query rows [row[i], row[i + 1]).
+    Sequence i owns tokens [first[i], first[i] + lengths[i]), page numbers [tables[i], tables[i] + num_pages_of[i]) and
+    query rows [row[i], row[i + 1]).
     """
     ids, rows, positions, page_ids = (np.array(column, np.int64) for column in given)
     lengths = np.array([len(step.token_ids) for step in steps])
@@ -380,7 +381,7 @@ def _lay_out(
 
 
 def _ragged(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The ranges [starts[i], starts[i] + counts[i]), one behind the other."""
+    """The ranges [starts[i], starts[i] + counts[i]), concatenated."""
     ends = counts.cumsum()
     return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1])
 

@@ -28,7 +28,7 @@ _EXACT_IN_FLOAT32 = {"pow", "rsqrt"}
 
 
 class SpareTokens(TorchDispatchMode):
-    """Watches a forward and finds the padding tokens that each of its steps needs behind the last real one."""
+    """Watches a forward and finds the padding tokens that each of its steps needs after the last real token."""
 
     def __init__(self, num_tokens: int) -> None:
         """``num_tokens``: of the forward that is watched."""
@@ -50,11 +50,11 @@ class SpareTokens(TorchDispatchMode):
 
 
 def widen_narrow_layers(model: PreTrainedModel) -> None:
-    """Lets linear layers with few outputs, such as a gate with one, compute another one that nobody reads.
+    """Makes linear layers with few outputs, such as a gate with one, compute one more, which is dropped.
 
-    The outputs of two tokens then do not lie side by side, so that elementwise kernels take them token by token and
-    need no padding, which would be many tokens; and a single output is no product of a matrix and a vector, which the
-    library splits by the number of tokens.
+    The outputs of two tokens are then not contiguous. So elementwise kernels take them token by token and need no
+    padding, which would be many tokens. Also, a layer with one output is no longer a product of a matrix and a vector,
+    which the library splits by the number of tokens.
     """
     few = _BYTES // model.dtype.itemsize
     for module in model.modules():

@@ -1,9 +1,9 @@
-"""The MLP of a model's last layer for the tokens whose logits a step wants: nobody reads what it makes of the others.
+"""Computes the MLP of a model's last layer only for tokens whose logits a step returns: nothing else reads its output.
 
-Of a prompt that is the last token: all others are there for their keys and values, which lie before that MLP. It is
-most of a layer, so that prompts take about 1 / L less of a model of L layers; steps that want all logits take what they
-took. For compiled steps whose products are native (``compiled/linear.py``), which compute every token alike: there a
-token's bits do not depend on how many there are.
+In a prompt, only the last token has logits. The last layer computes all other tokens for their keys and values, which
+do not depend on its MLP. The MLP is most of a layer, so prompts take about 1 / L less time in a model of L layers.
+Steps that return all logits take as long as before. This serves only compiled steps whose products are native
+(``compiled/linear.py``): there a token's bits do not depend on the number of tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LANES = 64
 
 
 class WantedRows:
-    """Stands in for the forward of one MLP while a step is traced."""
+    """Replaces the forward of one MLP while a step is traced."""
 
     def __init__(self, mlp: nn.Module) -> None:
         self._mlp = mlp
@@ -34,9 +34,10 @@ class WantedRows:
 
     @classmethod
     def of(cls, model: PreTrainedModel, features: Features | None) -> WantedRows | None:
-        """That of a model's last layer; None: it computes all rows.
+        """Finds the MLP of a model's last layer; None if it must compute all rows.
 
-        ``features``: the states that leave the model; of those behind the last layer all may be wanted.
+        ``features``: the states that the model returns; None: none. If they include all positions after the last layer,
+        all rows are needed.
         """
         try:
             _, layers = find_layers(model, type(model).__name__)
@@ -52,7 +53,7 @@ class WantedRows:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Has the MLP compute the rows that ``expect`` names, within the block."""
+        """Within the block, the MLP computes only the rows that ``expect`` names."""
         self._mlp.forward = self._wanted
         try:
             yield
@@ -61,7 +62,7 @@ class WantedRows:
             self._index = None
 
     def expect(self, logits_index: Tensor) -> None:
-        """Takes the rows ``[R]`` of the step that follows whose logits are wanted."""
+        """Sets the rows ``[R]`` of the next step whose logits are returned."""
         self._index = logits_index
 
     def _wanted(self, x: Tensor) -> Tensor:

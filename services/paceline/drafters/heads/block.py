@@ -1,4 +1,4 @@
-"""Block heads: a few layers that fill in a block of masks behind the anchor, all tokens in one pass.
+"""Block heads: a few layers that fill in a block of masks after the anchor, all tokens in one pass.
 
 The context of each layer is a projection of the target's states, never of its own rows: with c = rms(fc(F)) of a
 position its key and value are ``rope(k_norm(W_k c))`` and ``W_v c``, for every layer at once. The rows of the pass are
@@ -43,9 +43,9 @@ class BlockForm:
     windows: tuple[int | None, ...]
     """Window of each layer: a row sees this many of the last positions, its own included; None: all."""
     causal: tuple[bool, ...]
-    """Per layer: True if rows do not see those behind them."""
+    """For each layer: True if rows do not see later rows."""
     own_mask: bool = False
-    """The mask has an embedding beside the table (``mask_embedding.pt``)."""
+    """True: the mask has an embedding of its own, in ``mask_embedding.pt``."""
     convolution: tuple[int, int] | None = None
     """DFlash 2: taps, and channels that share a kernel."""
     selector: tuple[int, int] | None = None
@@ -57,7 +57,7 @@ class BlockForm:
     confidence: bool = False
     confidence_bias: bool = True
     confidence_with_markov: bool = True
-    """DSpark: the confidence sees W1[token before] beside the row."""
+    """DSpark: True if the confidence reads W1[token before] in addition to the row."""
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
@@ -159,7 +159,7 @@ class Selector(nn.Module):
 
 
 class Markov(nn.Module):
-    """Logits of the next token given the one before it, added to those of its row (DSpark)."""
+    """Logits that DSpark adds to a row's own logits, given the previous token."""
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, size: int, rank: int, gated: bool) -> None:
         super().__init__()
@@ -189,23 +189,25 @@ class Confidence(nn.Module):
 
 
 class Blockwise(HeadModule):
-    """A head whose rows of one pass are a block behind an anchor and see no other block: any of them can be trained."""
+    """A head whose pass computes one block of rows per anchor. Blocks do not see each other, so any anchors can be
+    trained.
+    """
 
     parallel = True
 
     @abstractmethod
     def blocks(self, states: Tensor, token_ids: Tensor, anchors: Tensor, depths: int) -> Iterator[Tensor]:
-        """Logits of the blocks behind some positions: of each depth ``[B, blocks, draft vocabulary]``.
+        """Computes the logits of the blocks of several anchors: for each depth ``[B, blocks, draft vocabulary]``.
 
         Args:
             states: [B, T, boundaries * hidden] of positions 0 .. T - 1.
             token_ids: [B, at least T + depths].
             anchors: [blocks] positions P below T: t[P+1] is the anchor of the block.
-            depths: at most ``max_depth``.
+            depths: number of depths, at most ``max_depth``.
         """
 
     def unroll(self, states: Tensor, token_ids: Tensor, depths: int) -> Iterator[Tensor]:
-        """As ``HeadModule.unroll``: every position is the anchor of a block of its own."""
+        """Implements ``HeadModule.unroll``: every position is the anchor of a block of its own."""
         yield from self.blocks(states, token_ids, torch.arange(states.shape[1], device=states.device), depths)
 
 
@@ -277,7 +279,7 @@ class BlockHead(Blockwise):
 
     @property
     def ahead_rows(self) -> int:  # type: ignore[override]
-        """The anchor's row and those of masks, as many as are read."""
+        """Rows of one pass: the anchor's, and one for each mask that is read."""
         return self.form.first_row + self.form.num_tokens
 
     def fuse(self, states: Tensor) -> Tensor:
@@ -363,7 +365,7 @@ class BlockHead(Blockwise):
 
 
 class Blocks:
-    """Attention of blocks behind some positions of a text: to the context up to each, and within the block."""
+    """Attention of the blocks of several anchors in a text: to the context up to each anchor, and within the block."""
 
     def __init__(self, rows: int, bidirectional: frozenset[int], anchors: Tensor) -> None:
         self._rows, self._bidirectional, self._anchors = rows, bidirectional, anchors

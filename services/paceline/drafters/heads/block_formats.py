@@ -80,10 +80,10 @@ class _Block:
 
 
 def read_block(reading: Reading) -> HeadForm:
-    """A head of method ``dflash``, ``dspark`` or ``jetspec``.
+    """Opens a head of method ``dflash``, ``dspark`` or ``jetspec``.
 
     Raises:
-        ConfigError: as of ``open_head``.
+        ConfigError: as ``open_head``.
     """
     block, facts, method = _examined(reading), reading.facts, reading.what.split()[0]
     boundaries = reading.boundaries or _boundaries(block)
@@ -158,7 +158,7 @@ def _examined(reading: Reading) -> _Block:
 
 
 def _boundaries(block: _Block) -> tuple[int, ...]:
-    """``target_layer_ids`` count layers whose output is read, the other two keys those whose input is."""
+    """Returns the boundaries. ``target_layer_ids`` lists layers by their output, the other two keys by their input."""
     reading, values = block.reading, block.values
     num_layers = reading.facts.num_layers
     reading.require_equal("num_target_layers", values.get("num_target_layers"), num_layers)

@@ -1,11 +1,12 @@
-"""A head behind the ``Head`` protocol: the sessions of any module of this package, batched.
+"""Implements the ``Head`` protocol for all modules of this package: their sessions, in batches.
 
-What the target computed is fed in one call: its rows go through ``step`` at depth 0, their keys and values to the
-session's own pages (row P + 1 for the state of P), and the last state of each session is kept for its anchor. Nodes
-below the anchor go through deeper steps; what these make is kept by the session and dropped when the target has
-decided otherwise. What the target decides is fed and computed again from its own states. A head that drafts all depths
-in one pass, as does one whose depths do not depend on tokens, does so when its anchor is asked for; deeper nodes are
-rows of that pass.
+The states of a target's step are fed in one call. Their rows go through ``step`` at depth 0. The rows' keys and values
+go to the session's own pages: row P + 1 for the state of P. Each session keeps its last state for its anchor. Nodes
+below the anchor go through deeper steps. The session keeps the results of these steps until the target has decided
+otherwise. Decided tokens are computed again from the target's own states.
+
+A head that drafts all depths in one pass does so when its anchor is asked for, and so does a head whose depths do not
+depend on tokens. Deeper nodes are then rows of that pass.
 """
 
 from __future__ import annotations
@@ -25,12 +26,18 @@ from paceline.model.kv_cache import KVCache
 from paceline.types import PAGE_SIZE
 
 TOP_M = 256
-"""Candidates of a leaf. The noise of a session that samples may choose any of them: at temperature 1 a round of 4 of
-the embedded MTP head brings 0.77 tokens with 16 candidates, 0.96 with 256, and 1.03 with all 4,096."""
+"""Candidates of a leaf. The noise of a session that samples may choose any of them.
+
+At temperature 1, a round of 4 tokens of the embedded MTP head brings 0.77 tokens with 16 candidates, 0.96 with 256, and
+1.03 with all 4,096.
+"""
 
 LEAST_CONFIDENCE = 0.02
-"""A proposal ends where a head with a confidence of its own (DSpark) expects the next token to be accepted, along with
-those before it, less often. Tokens that are drawn later have no part in that, so the rejection rule stays exact."""
+"""Least probability, by the head's own confidence (DSpark), that the next token and all before it are accepted.
+
+A proposal ends where the probability is lower. It does not depend on tokens that are drawn later, so the rejection rule
+stays exact.
+"""
 
 
 @dataclass(slots=True)
@@ -46,14 +53,14 @@ class _Session:
     holes: tuple[range, ...] = ()
     """Rows on the pages that hold nothing of this session (``Fed.holes``)."""
     states: list[Tensor] = field(default_factory=list)
-    """[state_size] behind the last fed token, by variant of the module."""
+    """[state_size] after the last fed token, for each variant of the module."""
     ahead: Tensor | None = None
     """Results of one pass for all depths: states [max_depth, state_size] of a ``parallel`` head, logits [max_depth,
     draft vocabulary] of another unconditional one; None: not computed since the last feed, or of no such head."""
     nodes: dict[int, Tensor] = field(default_factory=dict)
-    """[state_size] behind each expanded node below the anchor."""
+    """[state_size] after each expanded node below the anchor."""
     branches: dict[int, Branches] = field(default_factory=dict)
-    """Their keys and values by layer."""
+    """Keys and values of these nodes, by layer."""
 
     @property
     def ready(self) -> bool:
@@ -76,16 +83,16 @@ class HeadDrafter(Plain):
         num_candidates: int = TOP_M,
         fused: bool = False,
     ) -> None:
-        """Takes a loaded module.
+        """Makes a drafter of a loaded module.
 
         Args:
             module: the head, on the target's device.
-            kind: its method by the names of the configuration.
+            kind: its method, as the configuration names it.
             features: the target's states that it reads.
             vocab_size: of the target.
             max_leaves: the most leaves of one ``expand``.
-            num_candidates: of each leaf.
-            fused: the states that it is fed with are fused already (``HeadModule.fuse``).
+            num_candidates: candidates of each leaf.
+            fused: True: its input states are fused already (``HeadModule.fuse``).
         """
         self._fused = fused
         self.module = module.eval().requires_grad_(False)
@@ -102,7 +109,7 @@ class HeadDrafter(Plain):
         self._cache, self._first_layer = cache, 0 if self.module.on_target else first_layer
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
-        """Takes any session; it is ready once it has been fed."""
+        """Opens any session. It is ready once it has been fed."""
         self._sessions[session_id] = _Session(sampler, len(token_ids))
 
     def prefill(self) -> bool:
@@ -163,7 +170,7 @@ class HeadDrafter(Plain):
             session.holes, session.anchor, session.ahead = each.holes, each.token_ids[-1], None
 
     def _shifted(self, fed: Sequence[Fed], parts: Sequence[Part], states: Tensor, variant: int) -> Tensor:
-        """State behind the row before each row, which the next module takes (zeros where it never was)."""
+        """For each row, the state after the previous row, which the next module takes; zeros where there is none."""
         out = torch.roll(states, 1, 1)
         for each, part in zip(fed, parts, strict=True):
             session = self._sessions[each.session_id]
@@ -246,7 +253,9 @@ class HeadDrafter(Plain):
             raise DrafterSessionError(session_id, "not open in this head") from None
 
     def _row(self, leaf: Leaf) -> Row:
-        """How the token after a leaf is chosen. What the sampler knows of the path already is context to it."""
+        """Returns the row that decides how the token after a leaf is chosen. Tokens that the sampler already knows are
+        context.
+        """
         session = self._sessions[leaf.session_id]
         return Row(session.sampler, leaf.path[session.sampler.num_tokens - session.num_tokens :])
 
@@ -305,7 +314,7 @@ class HeadDrafter(Plain):
                     session.branches.setdefault(layer, Branches()).append(nodes, part.positions, keys, values)
 
     def _above(self, session: _Session, leaf: Leaf) -> Tensor:
-        """The state behind the token before the leaf's."""
+        """Returns the state after the token before the leaf's."""
         if len(leaf.path) > 1:
             return session.nodes[leaf.path_ids[-2]]
         return session.states[0]

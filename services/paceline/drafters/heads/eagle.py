@@ -186,11 +186,11 @@ class PEagle(Eagle3):
         """Makes the head.
 
         Args:
-            config: of its layers.
+            config: configuration of its layers.
             form: its variant.
             mask_token_id: stands for the tokens that are not known.
             depths: tokens that it drafts in one pass.
-            **rest: as of ``Eagle3``.
+            **rest: as for ``Eagle3``.
         """
         super().__init__(config, form, **rest)
         self.mask_token_id, self.max_depth, self.ahead_rows = mask_token_id, depths, depths - 1
@@ -198,14 +198,14 @@ class PEagle(Eagle3):
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, wide))
 
     def step(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend, depth: int) -> Tensor:
-        """At depth 0 as EAGLE-3; deeper, whatever is given, with the mask's token and state."""
+        """Runs depth 0 as EAGLE-3 does. Deeper rows get the mask's token and state, and ignore their own."""
         if depth:
             token_ids = torch.full_like(token_ids, self.mask_token_id)
             state = self.fuse(self.mask_hidden).to(state.dtype).expand_as(state)
         return super().step(token_ids, state, positions, attend, depth)
 
     def ahead(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The anchor's state, and those of rows that are filled in with the mask's."""
+        """Returns the anchor's state, followed by the states of the rows that hold the mask."""
         if not self.ahead_rows:
             return state[:, None]
         size = self.state_size

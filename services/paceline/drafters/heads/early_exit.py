@@ -2,11 +2,11 @@
 
 Elhoushi et al. 2024 (LayerSkip, arXiv:2404.16710, section 4.3): the state after the first b of L layers goes through
 the target's final norm and LM head. Zhang et al. 2023 (Draft & Verify, arXiv:2309.08168) are the same idea with layers
-skipped in between. Nothing is trained and nothing is read but the target's own files, unless there is an exit head
-(``exit_adapter.py``): a trained adapter between the first layers and the final norm.
+skipped in between. Only the target's own files are read, and nothing is trained. An exit head (``exit_adapter.py``) is
+optional: it is a trained adapter between the first layers and the final norm.
 
-What the target keeps for committed tokens in its layers below b is what these layers would compute again, so it is read
-where it lies, on the session's pages, and never written there::
+For committed tokens these layers would compute the keys and values that the target keeps already. So they are read on
+the session's pages, and never written there::
 
     target's pages, layers 0 .. b - 1      rows 0 .. n - 2      committed, read only
     the session's own rows                 n - 1, n, n + 1 ..   the anchor and the nodes below it, dropped when the
@@ -77,13 +77,13 @@ class EarlyExit(Plain):
     def __init__(
         self, model: PreTrainedModel, *, vocab_size: int, max_leaves: int = 64, num_candidates: int = TOP_M
     ) -> None:
-        """Takes the first layers of the target as a model of its own (``ExitPlan.load``).
+        """Makes a drafter of the first layers of the target (``ExitPlan.load``).
 
         Args:
-            model: on the target's device, with its attention replaced by ``Attend``.
+            model: these layers, on the target's device, with their attention replaced by ``Attend``.
             vocab_size: of the target.
             max_leaves: the most leaves of one ``expand``.
-            num_candidates: of each leaf.
+            num_candidates: candidates of each leaf.
         """
         self.model = model.eval().requires_grad_(False)
         self.max_leaves = max_leaves
@@ -97,7 +97,7 @@ class EarlyExit(Plain):
         self._cache = cache
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
-        """Takes any session; it is ready once the target has computed its context."""
+        """Opens any session. It is ready once the target has computed its context."""
         self._sessions[session_id] = _Session(sampler, len(token_ids), token_ids[-1])
 
     def prefill(self) -> bool:
@@ -230,11 +230,11 @@ def open_exit(target: Checkpoint, boundary: int | None, source: str | None = Non
 
     Args:
         target: the target.
-        boundary: layers below it draft; None: those that the exit head was trained on.
+        boundary: the layers below it draft; None: the boundary that the exit head was trained at.
         source: directory or id of an exit head; None: the target's final norm and LM head alone.
 
     Raises:
-        ConfigError: the boundary is outside of the target, or not that of the exit head, or that cannot be read, or the
+        ConfigError: the boundary is outside of the target, or the exit head has another one or cannot be read. Or the
             target is quantized, or its attention has parts that heads lack.
     """
     facts, adapter = TargetFacts.of(target), None
@@ -272,7 +272,7 @@ def layers_below(boundary: int, family: Family) -> Family:
 
 
 def _adapt(model: PreTrainedModel, adapter: HeadModule, name: str) -> None:
-    """Puts an exit head behind the last layer of a model."""
+    """Appends an exit head to the last layer of a model."""
     _, layers = find_layers(model, name)
     adapter = adapter.eval().requires_grad_(False)
 

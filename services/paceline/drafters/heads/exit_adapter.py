@@ -22,11 +22,11 @@ from paceline.errors import ConfigError
 
 MODEL_TYPE = "exit_head"
 KEYS = ("num_target_layers", "boundary", "hidden_size", "inner_dim", "rms_norm_eps")
-"""Keys of its config.json beside ``model_type``; each is needed."""
+"""Keys of its config.json in addition to ``model_type``; all are required."""
 
 
 class ExitAdapter(HeadModule):
-    """The adapter. It has no tokens and no state of its own: depth d is what it makes of the target's state there."""
+    """The adapter. It reads no tokens and keeps no state: at each depth it maps the target's state at that depth."""
 
     exits = alike = True
 
@@ -68,8 +68,10 @@ class ExitAdapter(HeadModule):
         return self._lm_head(self(state))
 
     def unroll(self, states: Tensor, token_ids: Tensor, depths: int) -> Iterator[Tensor]:
-        """As ``HeadModule.unroll``, of ``states`` ``[B, T + depths, hidden]``: while all that was drafted is right, the
-        first layers have the states of the text at every depth."""
+        """Implements ``HeadModule.unroll`` for ``states`` ``[B, T + depths, hidden]``.
+
+        While all drafted tokens are right, the first layers have the states of the text at every depth.
+        """
         logits, num_rows = self.logits(states[:, 1:], 0), states.shape[1] - depths
         for depth in range(depths):
             yield logits[:, depth : depth + num_rows]

@@ -291,7 +291,7 @@ def _mtp(reading: Reading) -> HeadForm:
 
 
 def _mtp_rename(num_layers: int) -> Callable[[str], str | None]:
-    """Maps DeepSeek's, GLM's and Qwen's names to those of the module; None for the target's own weights."""
+    """Maps the tensor names of DeepSeek, GLM and Qwen to the module's names; None for the target's own weights."""
     inside = {"shared_head.norm.weight": "norm.weight", "final_layernorm.weight": "norm.weight"}
     direct = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
     qwen = {
@@ -327,7 +327,7 @@ def _mtp_rename(num_layers: int) -> Callable[[str], str | None]:
 
 
 def _mtp_publish(num_layers: int, renamed: Mapping[str, str]) -> Callable[[str], str]:
-    """Maps names of the module to those of the files, by Qwen's names if any of ``renamed`` has them."""
+    """Maps names of the module to names in the files: Qwen's names if any of ``renamed`` has them."""
     qwen = any(key.startswith("mtp.") for key in renamed)
     own = {"eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden"}
 

@@ -31,7 +31,7 @@ from paceline.errors import ConfigError
 from paceline.model.features import OUT
 
 KINDS = ("gemma4_assistant", "gemma4_unified_assistant")
-"""Model types of the drafters; without the last word those of their targets."""
+"""Model types of the drafters. Without the last word, they are the model types of the targets."""
 _NESTED = {"global_head_dim", "num_global_key_value_heads", "per_layer_config"}
 """Keys of a text configuration that its class takes without having them."""
 _KEYS = {"text_config", "backbone_hidden_size", "use_ordered_embeddings", "num_centroids"}
@@ -96,11 +96,11 @@ class Gemma4Drafter(HeadModule):
                 )
 
     def fuse(self, states: Tensor) -> Tensor:
-        """The state itself, ``OUT``, behind zeros."""
+        """Returns zeros followed by the state ``OUT``."""
         return torch.cat([states.new_zeros(*states.shape[:-1], self._size), states], -1)
 
     def step(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend, depth: int) -> Tensor:
-        """The next state; ``positions``: those of the anchors."""
+        """Returns the next state. ``positions``: positions of the anchors."""
         assert self._embed is not None
         x = self.pre_projection(torch.cat([self._embed(token_ids).to(state.dtype), state[..., self._size :]], -1))
         none = {kind: (x.new_empty(1, heads, 0, dim),) * 2 for kind, (heads, dim) in self._kv.items()}
@@ -140,7 +140,9 @@ class Gemma4Drafter(HeadModule):
 def _attend_before(
     attend: Attend, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> Tensor:
-    """``attend`` from the anchor's position, which is one behind the last row: W + 1 rows are W + 2 positions."""
+    """Calls ``attend`` from the anchor's position, one after the last row: a window of W + 1 rows is W + 2
+    positions.
+    """
     return attend(layer, query, key, value, scaling, None if window is None else window + 2)
 
 

@@ -1,7 +1,7 @@
 """Some layers of the target as a model of their own, for drafters that compute with them.
 
-Such a model is of the target's class, so that what is around the layers (angles, final norm, LM head, caps) is the
-target's own, and its weights are the target's too, where that is a whole module of this process.
+Such a model is of the target's class. So all around the layers is the target's own: angles, final norm, LM head, caps.
+It shares the target's weights if the whole target is a module of this process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.model.states import find_layers
 
 Family = type[PreTrainedModel]
 Part = Callable[[Family], Family]
-"""From the class of a target to that of a model of some of its layers, whose tensors have the same names."""
+"""Maps the class of a target to the class of a model of some of its layers. Tensors keep their names."""
 
 
 def without_weights(part: Part, whole: PreTrainedModel) -> PreTrainedModel:
@@ -61,13 +61,13 @@ def lent_or_read(
 
 
 def require_lendable(asked: str, target: Checkpoint, part: Part, layers: Collection[int]) -> None:
-    """Checks that some layers of a target can draft, without reading a weight.
+    """Checks that some layers of a target can draft. Reads no weight.
 
     Args:
-        asked: what was asked for, with which messages begin.
+        asked: the option that asks for them; messages begin with it.
         target: the target.
         part: these layers.
-        layers: their indices among those that attend.
+        layers: their indices among the layers with attention.
 
     Raises:
         ConfigError: the target is quantized, or the layers are no model by themselves, or their attention has parts
@@ -120,11 +120,10 @@ class _LeftOut(nn.Module):
 
 
 def layers_from(boundary: int, family: Family) -> Family:
-    """A ``Part`` without the layers below a boundary, which may be all.
+    """A ``Part`` without the layers below a boundary. All layers may be below it.
 
-    The other layers keep their indices, and the first of them, or the place of the last one, takes the argument
-    ``entering`` of the model, where there is one, as the states ``[B, T, hidden]`` at the boundary: those of the
-    tokens count for nothing then.
+    The other layers keep their indices. The model has an optional argument ``entering``, states ``[B, T, hidden]`` at
+    the boundary. If given, they replace the states of the first layer that is left, and the tokens are ignored.
     """
 
     def init(self: Any, config: Any) -> None:

@@ -36,7 +36,7 @@ class HeadPlan:
     layers: tuple[LayerSpec, ...]
     """KV that it keeps per token on the target's pages."""
     num_parameters: int
-    """Its own; what it borrows of the target does not count."""
+    """Parameters of the head itself, without those that it borrows from the target."""
     _source: str
     _files: WeightFiles
     _form: HeadForm
@@ -73,16 +73,16 @@ class HeadPlan:
         num_candidates: int = TOP_M,
         fused: bool = False,
     ) -> HeadDrafter:
-        """Reads the weights. Once only: the module becomes the head's own.
+        """Reads the weights. May be called once only: the drafter then owns the module.
 
         Args:
             dtype: of the target.
             device: of the target.
             embed: the target's embedding, ids -> [..., hidden]; None: it is read from the target's files.
-            lm_head: the target's LM head, [..., hidden] -> [..., vocabulary]; None likewise.
+            lm_head: the target's LM head, [..., hidden] -> [..., vocabulary]; None: it is read from the target's files.
             max_leaves: the most leaves of one ``expand``.
-            num_candidates: of each leaf.
-            fused: its states will come from ``load_fuse`` of another process.
+            num_candidates: candidates of each leaf.
+            fused: True: its states come from ``load_fuse`` of another process.
 
         Raises:
             ConfigError: a draft vocabulary is not within the target's.
@@ -106,7 +106,8 @@ class HeadPlan:
         )
 
     def load_module(self, dtype: torch.dtype, device: torch.device) -> HeadModule:
-        """The module with its weights, without what it borrows of the target. Once only.
+        """Loads the module with its own weights; the weights that it borrows from the target are missing. Call it only
+        once.
 
         Raises:
             ConfigError: a draft vocabulary is not within the target's.
@@ -130,8 +131,11 @@ class HeadPlan:
         return self._form.module.state_size
 
     def load_fuse(self, dtype: torch.dtype, device: torch.device) -> Function:
-        """Reads the weights that turn the states of its boundaries, side by side, into ``[..., state_size]``: what a
-        target needs of a head that runs elsewhere. Once only, and not beside ``load``."""
+        """Reads the weights that fuse the states of the head's boundaries, concatenated, into ``[..., state_size]``.
+
+        A target needs no more of a head that runs in another process. May be called once, and not together with
+        ``load``.
+        """
         module, names = self._form.module, self._fusing()
         tensors = self._files.read(list(names.values()))
         _assign(module, {name: tensors[published] for name, published in names.items()}, dtype, device)
@@ -175,8 +179,8 @@ def open_head(
         source: directory or id of the checkpoint; None: the target's own (``mtp``).
         target: the target that it drafts for.
         num_tokens: tokens that it will draft in a row; P-EAGLE and block heads compute all of them in one pass.
-        boundaries: states to read in place of those that the configuration names (EAGLE-3, P-EAGLE, DFlash,
-            DSpark, JetSpec); of an exit head the one that it must have been trained at.
+        boundaries: states to read instead of the configuration's own (EAGLE-3, P-EAGLE, DFlash, DSpark, JetSpec). For
+            an exit head: the boundary that it must have been trained at.
 
     Raises:
         ConfigError: with the reason in one sentence: an unknown key or tensor, one that is missing or of another shape,
@@ -206,7 +210,7 @@ def remote_plan(options: HeadDraftOptions, target: Checkpoint) -> HeadPlan:
 
 
 def _assign(module: torch.nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-    """Gives a module without weights some of them."""
+    """Assigns tensors to a module without weights."""
     own = {
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).to(device).clone()
         for name, tensor in state.items()

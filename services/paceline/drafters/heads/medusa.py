@@ -60,7 +60,7 @@ class Medusa(HeadModule):
             lm_head: [..., hidden] -> [..., vocabulary], of the target; no parameters of this module.
             bias: of the residual blocks.
             shared_vocab_size: of one LM head of their own for all of them.
-            token_map_size: the LM heads have so many of the target's tokens, named by the buffer ``token_map``.
+            token_map_size: number of the target's tokens that the LM heads have; the buffer ``token_map`` names them.
         """
         super().__init__()
         self.state_size, self.num_layers = hidden_size, num_layers
@@ -82,11 +82,11 @@ class Medusa(HeadModule):
         return states
 
     def step(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend, depth: int) -> Tensor:
-        """The same state: tokens do not matter."""
+        """Returns the state as it is: it does not depend on tokens."""
         return state
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
-        """Those of head ``depth``."""
+        """Returns the logits of head ``depth``."""
         return self._finish(self.get_submodule(str(depth))(state))
 
     def forward(self, states: Tensor) -> Tensor:

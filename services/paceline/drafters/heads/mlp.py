@@ -25,7 +25,7 @@ def _scaled(x: Tensor) -> Tensor:
 
 
 class ScaleAndShift(nn.Module):
-    """``x / rms(x) * weight + bias``: what the published keys call ``ln``."""
+    """``x / rms(x) * weight + bias``. The published keys call it ``ln``."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

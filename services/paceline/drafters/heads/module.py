@@ -26,7 +26,7 @@ from paceline.model.kv_cache import LayerSpec
 
 
 class Attend(Protocol):
-    """Attention of the tokens of one call to whatever came before them."""
+    """Attention of the tokens of one call to all earlier tokens."""
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
@@ -47,10 +47,10 @@ class Attend(Protocol):
 
 @runtime_checkable
 class Keep(Attend, Protocol):
-    """Attention that also takes rows which ask for nothing: the context of a block head."""
+    """Attention that can also store rows without a query: the context of a block head."""
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keeps keys and values; arguments as of ``Attend``."""
+        """Stores keys and values; arguments as for ``Attend``."""
         ...
 
 
@@ -72,17 +72,22 @@ class HeadModule(nn.Module, ABC):
     max_depth: int | None = None
     """Tokens that it can draft in a row; None: any number, since it recycles its own state."""
     conditional: bool = True
-    """False: its logits of a depth do not depend on the tokens of the path. Unless it is ``parallel``, its ``forward``
-    makes those of all depths at once: states ``[..., state_size]`` -> ``[max_depth, ..., draft vocabulary]``."""
+    """False: the logits of a depth do not depend on the tokens of the path.
+
+    Unless the head is ``parallel``, its ``forward`` then makes the logits of all depths at once: states ``[...,
+    state_size]`` -> ``[max_depth, ..., draft vocabulary]``.
+    """
     parallel: bool = False
-    """True: rows behind the anchor need neither its state nor tokens: all depths are one pass, ``ahead``."""
+    """True: rows after the anchor need neither its state nor tokens, so one pass (``ahead``) computes all depths."""
     ahead_rows: int = 0
-    """Rows of that pass, at the anchor's position + 1 and on (``HeadModule.unroll``)."""
+    """Rows of ``ahead`` for each anchor, from the anchor's position + 1 on (``HeadModule.unroll``)."""
     bidirectional: frozenset[int] = frozenset()
-    """Layers in which the rows of that pass also see those behind them."""
+    """Layers in which the rows of ``ahead`` also see later rows."""
     on_target: bool = False
-    """True: that pass goes through layers of the target and sees the target's own keys and values, by its layers; its
-    first row has the anchor's position, and its states are the logits."""
+    """True: ``ahead`` runs layers of the target and sees the target's own keys and values, by its layers.
+
+    The first row has the anchor's position. The states are the logits.
+    """
     keyless: bool = False
     """True: it has no keys and values. Its rows of every depth have the anchor's position, and see the target's rows
     before the anchor alone, by the target's layers."""
@@ -108,37 +113,37 @@ class HeadModule(nn.Module, ABC):
 
     @abstractmethod
     def step(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend, depth: int) -> Tensor:
-        """The state ``[B, T, state_size]`` after one more token of each row.
+        """Returns the state ``[B, T, state_size]`` after one more token of each row.
 
         Args:
             token_ids: [B, T] ids of the target's vocabulary.
             state: [B, T, state_size], from ``fuse`` (depth 0) or the step before.
             positions: [B, T] of these tokens.
             attend: how the rows see each other and the context.
-            depth: 0 for the committed token behind a target's state, then 1, 2, ...
+            depth: 0 for the committed token after a target's state, then 1, 2, ...
         """
 
     @abstractmethod
     def logits(self, state: Tensor, depth: int) -> Tensor:
-        """Logits ``[..., draft vocabulary]`` of the token after those that ``state`` has seen."""
+        """Returns logits ``[..., draft vocabulary]`` of the next token after ``state``."""
 
     def ahead(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The states of all depths by one pass: ``[N, max_depth, state_size]``. Of ``parallel`` heads only.
+        """Returns the states of all depths by one pass: ``[N, max_depth, state_size]``. Only for ``parallel`` heads.
 
         Args:
             token_ids: [N] the anchors.
-            state: [N, state_size] behind them, after depth 0.
+            state: [N, state_size] after the anchors, from depth 0.
             positions: [B, N / B * ahead_rows] of the rows of the pass.
             attend: how the rows see each other and the context.
         """
         raise NotImplementedError(f"{type(self).__name__} drafts one token after the other")
 
     def predict(self, state: Tensor, token_ids: Tensor, depth: int) -> Tensor:
-        """``logits`` given the token before the one that is predicted, where the head asks for it beside its state.
+        """Returns ``logits``. A head that also reads the previous token overrides this.
 
         Args:
             state: [..., state_size] of one depth.
-            token_ids: [...] the tokens before.
+            token_ids: [...] the previous tokens.
             depth: 0 for the token after the anchor.
         """
         return self.logits(state, depth)
@@ -149,10 +154,10 @@ class HeadModule(nn.Module, ABC):
         return None
 
     def unroll(self, states: Tensor, token_ids: Tensor, depths: int) -> Iterator[Tensor]:
-        """Logits of ``depths`` recurrent steps of every position at once, for training and as the reference.
+        """Computes the logits of ``depths`` recurrent steps of every position, for training and as the reference.
 
-        At depth d, row P has drafted d tokens after t[P+1] by its own states; its keys are those of depth 0 of the
-        rows up to P, and those of its own chain.
+        At depth d, row P has drafted d tokens after t[P+1] from its own states. It sees the depth-0 keys of the rows up
+        to P, and the keys of its own chain.
 
         Args:
             states: [B, T, boundaries * hidden] of positions 0 .. T - 1.
@@ -184,17 +189,17 @@ class HeadModule(nn.Module, ABC):
         return self._lm_head is not None
 
     def borrow(self, embed: Function | None, lm_head: Function | None) -> None:
-        """Takes the target's embedding and LM head, where it has none of its own."""
+        """Sets the target's embedding and LM head, where the head has none of its own."""
         if self.borrows_embedding:
             self._embed = borrowed(embed)
         if self.borrows_lm_head:
             self._lm_head = borrowed(lm_head)
 
     def materialize(self, device: torch.device) -> None:
-        """Makes what no checkpoint holds, after a module without weights (device ``meta``) was given its own."""
+        """Makes the tensors that no checkpoint holds, once a module of device ``meta`` has its weights."""
 
     def to_target_ids(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Logits ``[n, vocab_size]`` by the target's ids: -inf for those that the draft vocabulary lacks."""
+        """Returns logits ``[n, vocab_size]`` by the target's ids: -inf for ids that the draft vocabulary lacks."""
         if self.target_ids is None:
             return logits
         whole = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
@@ -211,7 +216,7 @@ class Unrolled:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """As ``Attend``; the first call of a layer holds the context, each later one is one step further."""
+        """Implements ``Attend``. The first call of a layer has the context, each later call the next depth."""
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         past = self._past.setdefault(layer, [])

@@ -23,7 +23,7 @@ class MtpModule(nn.Module):
     """One depth's projection, decoder layer and norm."""
 
     def __init__(self, config: Any, index: int, layer_class: Any, norm_class: Any) -> None:
-        """``layer_class``, ``norm_class``: those of the target's layers."""
+        """``layer_class``, ``norm_class``: the classes of the target's layers and norms."""
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.enorm, self.hnorm = norm_class(size, eps=eps), norm_class(size, eps=eps)

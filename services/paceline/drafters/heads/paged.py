@@ -1,4 +1,4 @@
-"""Attention of a head's rows to the keys and values on the target's pages, and to those of nodes not decided yet."""
+"""Attention of a head's rows to keys and values on the target's pages, and to those of undecided nodes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from paceline.model.kv_cache import KVCache, flat_rows
 from paceline.types import PAGE_SIZE, pages_for
 
 _FEW = 16
-"""Sessions with at most so many rows in a call are attended to in one padded batch, others one by one."""
+"""Sessions with at most this number of rows in a call are attended to in one padded batch, others one by one."""
 
 
 @dataclass(slots=True)
 class Branches:
-    """Keys and values of a session's speculated nodes, one layer of a head; row i is that of ``nodes[i]``."""
+    """Keys and values of a session's speculated nodes in one layer of a head; row i belongs to ``nodes[i]``."""
 
     nodes: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -55,19 +55,19 @@ class Part:
     first_row: int
     """The first row on the pages that holds anything; row 0 never does."""
     num_rows: int
-    """Rows on the pages that may be seen: those below it,"""
+    """Rows [first_row, num_rows) on the pages may be seen, except ``holes``."""
     holes: tuple[range, ...] = ()
-    """but not these."""
+    """Rows on the pages that may not be seen."""
     write: bool = False
-    """The rows' own keys and values go to the pages, each to the row of its position."""
+    """True: the rows' own keys and values go to the pages, each to the row of its position."""
     alone: bool = False
-    """The rows see the pages alone, neither themselves nor one another, and have no keys and values."""
+    """True: the rows see only the pages, not each other or themselves, and have no keys and values."""
     above: list[list[int]] = field(default_factory=list)
-    """Else, of each row: the nodes that it sees; beside them it sees itself."""
+    """If not ``alone``, for each row: the nodes that it sees in addition to itself."""
     chain: bool = False
-    """Each row also sees the rows of this part before it,"""
+    """True: each row also sees the earlier rows of this part."""
     bidirectional: frozenset[int] = frozenset()
-    """and in these layers those behind it."""
+    """Layers in which each row also sees the later rows of this part."""
     branches: dict[int, Branches] = field(default_factory=dict)
     """The session's nodes by layer; they are read only."""
     made: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Paged:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """As ``Attend``: [1, heads, T, dim] -> [1, T, heads, value_dim]."""
+        """Implements ``Attend``: [1, heads, T, dim] -> [1, T, heads, value_dim]."""
         keys, values = self._pools(layer)
         self.keep(layer, key, value)
         key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, kv heads, dim]
@@ -183,7 +183,9 @@ def _placed(part: Part) -> list[tuple[int, int]]:
 def _others(
     part: Part, layer: int, key: Tensor, value: Tensor
 ) -> tuple[Tensor | None, Tensor | None, list[int], Tensor]:
-    """Keys, values, positions of what a part sees beside its pages, and which rows see which ``[rows, others]``."""
+    """For all that a part sees in addition to its pages: keys, values, positions, and bool ``[rows, others]``, which
+    row sees which.
+    """
     n = part.stop - part.start
     if part.write or part.alone:
         return None, None, [], torch.zeros(n, 0, dtype=torch.bool)

@@ -1,9 +1,9 @@
-"""The probe of start-up: does a head predict what its target writes, and would it do better if it were wired otherwise?
+"""The probe at start-up: checks that a head predicts the target's tokens, and that no other wiring would do better.
 
-A head that reads the wrong layer, or a state before the norm in place of the one after it, leaves the output as it is
-and is accepted hardly ever; nothing else tells. So the target writes some text greedily, and the head is asked for
-every token of it, given the true ones before (``HeadModule.unroll``): with its own settings, and with those that are
-easily confused with them. All of it is a few steps of the target and one pass of the head for each setting.
+A head may read the wrong layer, or a state before the norm in place of the one after it. The output stays correct then,
+but the head's tokens are rarely accepted, and no other check notices. So the target writes some text greedily. The head
+is asked for every token of it, given the true tokens before (``HeadModule.unroll``): with its own settings, and with
+settings that are easily confused with them. This costs a few steps of the target and one pass of the head per setting.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ NUM_TOKENS = 64
 _PROMPT_TOKENS = 32
 _DEPTHS = 3
 _REFUSED = 1.5
-"""A head must be right this many times as often as the guess that is always the most frequent token."""
+"""Refusal: a head must be right this many times as often as the guess that is always the most frequent token."""
 _ENOUGH = 0.5
-"""And a head that is right this often is taken, however monotonous the text is."""
+"""A head that is right at least this often is never refused, however monotonous the text is."""
 _BETTER = 1.1
-"""Another setting is named if it is right this many times as often,"""
+"""A warning names another setting if it is right this many times as often (and see ``_DEVIATIONS``)."""
 _DEVIATIONS = 3.0
-"""and by more than so many standard deviations of the tokens that only one of the two predicts (McNemar)."""
+"""Standard deviations by which another setting must be better, over tokens that only one of both predicts (McNemar)."""
 log = logging.getLogger(__name__)
 
 
@@ -84,12 +84,12 @@ class Sample:
 
 
 def write(runner: ModelRunner, prompts: Sequence[Sequence[int]], num_tokens: int = NUM_TOKENS) -> list[Sample]:
-    """Has the target go on from ``prompts``, greedily, all in the same steps.
+    """Makes the target continue ``prompts`` greedily, all in the same steps.
 
     Args:
-        runner: with features of every position, whose boundaries become those of the samples.
-        prompts: none is empty.
-        num_tokens: written after each.
+        runner: with features of every position, whose boundaries become the samples' own.
+        prompts: tokens of each prompt; none is empty.
+        num_tokens: tokens written after each prompt.
     """
     assert runner.features is not None
     assert runner.features.every_position
@@ -134,8 +134,10 @@ class Setting:
 
 
 def boundaries_to_try(own: tuple[int, ...], num_layers: int) -> list[tuple[int, ...]]:
-    """``own``, and what is confused with it: neighboring layers, those that EAGLE-3 takes where nothing is said, the
-    state before and after the final norm."""
+    """Returns ``own`` and the boundaries that are easily confused with it.
+
+    They are: neighboring layers, the default of EAGLE-3, and the state before the final norm for the one after it.
+    """
     found = [own]
     for shift in (-1, 1):
         if all(0 <= b + shift <= num_layers for b in own if b != OUT):
@@ -148,8 +150,10 @@ def boundaries_to_try(own: tuple[int, ...], num_layers: int) -> list[tuple[int, 
 
 
 def settings_of(head: HeadDrafter, num_layers: int) -> list[Setting]:
-    """The head's own setting, then those that are confused with it: other boundaries, the head's own norms, and the
-    order of what it concatenates."""
+    """Returns the head's own setting, then settings that are easily confused with it.
+
+    They are: other boundaries, other norms of the head, and the other order of concatenated inputs.
+    """
     (own, *others), module = boundaries_to_try(head.features.boundaries, num_layers), head.module
     found = [Setting(own, "")]
     for boundaries in others:
@@ -184,7 +188,7 @@ def _form(flag: str, value: bool, module: HeadModule) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _other_row(module: HeadModule) -> Iterator[None]:
-    """A block head whose first token is that of another row."""
+    """Shifts the row that predicts a block head's first token."""
     assert isinstance(module, BlockHead)
     form = module.form
     module.form = replace(form, first_row=1 - form.first_row)
@@ -196,7 +200,7 @@ def _other_row(module: HeadModule) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _swapped(module: HeadModule) -> Iterator[None]:
-    """What is made for [embedding; state] is given [state; embedding]."""
+    """Passes [state; embedding] where the module expects [embedding; state]."""
     hooks = [layer.register_forward_pre_hook(_swap_halves) for layer in _concatenated(module)]
     try:
         yield
@@ -267,13 +271,13 @@ def chance(samples: Sequence[Sample]) -> float:
 
 
 def judge(name: str, scores: Sequence[Score], by_chance: float) -> str | None:
-    """Logs what a head predicts; ``scores[0]`` is of its own setting.
+    """Logs how often a head is right; ``scores[0]`` is the score of its own setting.
 
     Returns:
         A warning that names a better setting; None if there is none.
 
     Raises:
-        ConfigError: it predicts next to nothing.
+        ConfigError: it predicts almost nothing.
     """
     own = scores[0]
     best = max(scores, key=lambda each: int(each.hits.sum()))
@@ -304,12 +308,13 @@ class HeadProbe:
         num_layers: int,
         encode: Callable[[str], Sequence[int]],
     ) -> None:
-        """Chooses what is written.
+        """Chooses the prompts that the target continues.
 
         Args:
-            heads: of each the boundaries that it reads, and the file of its texts (``texts_of``); at least one.
+            heads: for each head the boundaries that it reads, and the file of its texts (``texts_of``); at least one
+                head.
             num_layers: of the target.
-            encode: a text as tokens of the target.
+            encode: turns a text into tokens of the target.
 
         Raises:
             ConfigError: a file cannot be read or is empty.
@@ -328,17 +333,17 @@ class HeadProbe:
         self.samples: dict[str | None, list[Sample]] = {}
 
     def __call__(self, runner: ModelRunner) -> None:
-        """Has the target write."""
+        """Makes the target continue the prompts."""
         self.samples = {file: write(runner, prompts) for file, prompts in self.prompts.items()}
 
     def examine(self, name: str, head: HeadDrafter, file: str | None = None) -> str | None:
-        """Asks a head for what the target has written.
+        """Asks a head to predict the text that the target has written.
 
         Returns:
-            A warning that names a better setting, which is logged; None if there is none.
+            A warning that names a better setting, which is also logged; None if there is none.
 
         Raises:
-            ConfigError: it predicts next to nothing; the sentence names a setting with which it would do better.
+            ConfigError: the head predicts almost nothing. The message names a better setting if there is one.
         """
         samples = self.samples[file]
         scores = [score(head, setting, samples) for setting in settings_of(head, self._num_layers)]

@@ -23,9 +23,9 @@ COMMON_KEYS = {
     *("architectures", "model_type", "auto_map", "_name_or_path", "transformers_version", "dtype", "torch_dtype"),
     *("base_model_name_or_path", "speculators_version", "use_cache", "tokenizer_class"),
 }
-"""Keys of any config.json that say nothing about what a head computes."""
+"""Keys of a config.json that change nothing in what a head computes."""
 _IGNORED = re.compile(r"(^|\.)(t2d|rotary_emb\.inv_freq)$|^verifier_")
-"""Tensors that a head has no use for: what they say is known otherwise."""
+"""Tensors that a head does not need: their values are known from elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def _stacked(found: re.Match[str]) -> str:
 
 
 def borrowed_embedding(reading: Reading, names: set[str], config: PretrainedConfig) -> Function | None:
-    """None if the head has an embedding of its own; else that of the target, whose width must be the head's."""
+    """Returns None if the head has an embedding of its own; else the target's, whose width must be the head's."""
     if "embed_tokens.weight" in names:
         reading.require_equal("vocab_size", int(config.vocab_size), reading.facts.vocab_size)
         return None

@@ -1,16 +1,15 @@
 """A head in the draft pool: ``HeadDrafter`` on KV pages of its own, fed over the stream from the target.
 
-Its anchor is the last token whose state has come; what was committed behind it is, to the head, a path of nodes that
-happen to be decided::
+Its anchor is the last token whose state has come. To the head, later committed tokens are a path of nodes that happen
+to be decided::
 
     position      0 .. num_fed-1   num_fed     num_fed+1 ..     num_tokens-1
     state         of the target    -           the head's own   -               those of the target are on their way
     token         cached           its anchor  the lag          the anchor
                                                └── a path below its anchor, on which the leaves of the tree continue
 
-So a late state costs what one more recursion costs, and nothing else. When states come, the rows of their positions
-are computed from them, and what was made of guesses for committed tokens is dropped; nodes that nobody has decided on
-stay as they are.
+So a late state costs one more recursion, and nothing else. When states come, the rows of their positions are computed
+from them. Rows of committed tokens that were computed from guesses are dropped; undecided nodes stay as they are.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ class _Session:
     tokens: list[int]
     """The whole context."""
     node_ids: list[int]
-    """The nodes of the tokens behind the context that it was opened with; 0 for that."""
+    """Node id of each token; 0 for tokens that were in the context at ``open``."""
     num_opened: int
     num_fed: int = 0
-    """Positions below it have rows of the target's states, or are holes."""
+    """Positions [0, num_fed) have rows of the target's states, or are holes."""
     coming: list[tuple[int, Tensor]] = field(default_factory=list)
-    """States that have come and are not computed yet, in order, by their first position."""
+    """States that have arrived and are not computed yet, in order, each with its first position."""
     pages: list[int] = field(default_factory=list)
     holes: tuple[range, ...] = ()
     live: set[int] = field(default_factory=set)
@@ -50,7 +49,7 @@ class _Session:
 
     @property
     def num_known(self) -> int:
-        """Positions below it have come, or never will."""
+        """Positions [0, num_known) have arrived, or never will."""
         if not self.coming:
             return self.num_fed
         position, states = self.coming[-1]
@@ -61,7 +60,7 @@ class _Session:
         return self.num_fed >= max(1, self.num_opened - 1)
 
     def lag(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Nodes and tokens that were committed behind the head's anchor."""
+        """Returns ids and tokens of the nodes that were committed after the head's anchor."""
         first = self.num_fed + 1
         return tuple(self.node_ids[first:]), tuple(self.tokens[first:])
 
@@ -73,10 +72,10 @@ class RemoteHead(Plain):
     conditional = True
 
     def __init__(self, head: HeadDrafter, cache: KVCache, *, width: int, max_prefill_tokens: int, max_len: int) -> None:
-        """Takes a head that was loaded with ``fused``.
+        """Makes a drafter of a head that was loaded with ``fused``.
 
         Args:
-            head: on this machine.
+            head: the head, on this machine.
             cache: pages with the layers of the head, and no others.
             width: numbers of one state.
             max_prefill_tokens: positions that one ``prefill`` computes.
@@ -127,7 +126,9 @@ class RemoteHead(Plain):
         return self._session(session_id).ready
 
     def expand(self, leaves: Sequence[Leaf]) -> Candidates:
-        """Candidates of the leaves, by the states that have come; none where these are too far behind."""
+        """Returns the candidates of the leaves, from the states that have arrived; none for a session whose states lag
+        too far.
+        """
         named = {leaf.session_id: self._session(leaf.session_id) for leaf in leaves}
         while self._compute({name: s for name, s in named.items() if s.coming and s.ready}):
             pass
@@ -213,7 +214,7 @@ class RemoteHead(Plain):
                 session.holes = with_hole(session.holes, range(session.num_fed + 1, position + 1))
             lag, _ = session.lag()
             count = stop - session.num_fed
-            session.live.difference_update(lag)  # of those behind the new states, better ones can be made
+            session.live.difference_update(lag)  # they can be made again from the new states, and better
             self._head.advance(name, session.tokens[session.num_fed + 1 : stop + 1], lag[:count], [*session.live])
             session.num_fed = stop
             tokens = tuple(session.tokens[position + 1 : stop + 1])
@@ -222,7 +223,7 @@ class RemoteHead(Plain):
         return bool(fed)
 
     def _next(self, session: _Session, budget: int) -> tuple[int, Tensor] | None:
-        """Takes the next states that lie side by side, at most ``budget``; None: nothing."""
+        """Removes and returns the next contiguous states, at most ``budget`` positions; None: there are none."""
         if budget <= 0 or not session.coming:
             return None
         first = stop = session.coming[0][0]

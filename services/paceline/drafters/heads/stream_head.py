@@ -8,15 +8,14 @@ t[P+1] the anchor, stream j = 0, 1, .. is a row at position P + 1 + j::
                            of positions 0 .. P, and those of streams 0 .. j
     final norm, LM head    the target's: logits of the token at P + 2 + j
 
-All tokens come from one pass, and nothing of them is kept. Two things are not the paper's:
+One pass makes all tokens, and keeps nothing of them. Two things differ from the paper:
 
-- Its streams ride in the verification pass itself, so that they cost rows of that and no pass of their own. Here they
-  run behind it and read the pages that it has left: (L - b) / L of the target's layers and its LM head are read once
-  more for each round. How many rows a pass has may decide how each of them is rounded, and a row of other weights must
-  not reach any of them: beside the target's own rows, streams could change the bits of the text. Behind them they
-  cannot, in any family, compiled or eager.
-- Its streams do not know the anchor, which the same pass has yet to decide on; here it is known, and goes in by a
-  low-rank map of its embedding.
+- Its streams are extra rows of the verification pass, and need no pass of their own. Here they run after that pass and
+  read the pages that it has written. So each round reads (L - b) / L of the target's layers and the LM head once more.
+  In one pass, streams could change the bits of the text: the number of rows may decide how each row is rounded, and no
+  row may see a row of other weights. After the pass they cannot, in any family, compiled or eager.
+- Its streams do not know the anchor, which the same pass has yet to decide on. Here the anchor is known, and enters by
+  a low-rank map of its embedding.
 
 No checkpoint of the paper's authors is public. The format is ours: config.json with the keys of ``KEYS``; ``streams``
 [num_streams, hidden]; ``anchor.down.weight`` (U) and ``anchor.up.weight`` (D); and of every linear layer in the
@@ -40,7 +39,7 @@ from paceline.model.states import find_layers
 
 MODEL_TYPE = "stream_head"
 KEYS = ("num_target_layers", "boundary", "hidden_size", "vocab_size", "num_streams", "rank")
-"""Keys of its config.json beside ``model_type``; each is needed."""
+"""Keys of its config.json in addition to ``model_type``; all are required."""
 
 
 class LowRank(nn.Module):
@@ -59,7 +58,7 @@ class LowRank(nn.Module):
 
 
 class StreamHead(Blockwise):
-    """Streams of one target. Of a session nothing is kept but the state at the boundary and the logits of the pass."""
+    """Streams of one target. A session keeps only the state at the boundary and the logits of the pass."""
 
     conditional = False
     on_target = True
@@ -92,7 +91,7 @@ class StreamHead(Blockwise):
         self._is_streaming = False
 
     def run_on(self, target: Continued) -> None:
-        """Takes the target's layers, which are the streams' own from now on."""
+        """Makes the streams run on the target's layers. The caller must not run these layers any more."""
         for name, addition in self.layers.named_modules():
             if isinstance(addition, LowRank):
                 layer, _, path = name.partition(".")
@@ -101,7 +100,7 @@ class StreamHead(Blockwise):
         self._target = target
 
     def _added(self, addition: nn.Module, linear: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Output of a linear layer, of streams with what is added to it."""
+        """Returns the output of a linear layer. In a pass of streams, adds their low-rank product to it."""
         if not self._is_streaming:
             return output
         made: Tensor = addition(args[0]).to(output.dtype)
@@ -112,7 +111,7 @@ class StreamHead(Blockwise):
         return states
 
     def step(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend, depth: int) -> Tensor:
-        """The state as it is: the target itself keeps what is to be seen of committed tokens."""
+        """Returns the state as it is: the target itself keeps the keys and values of committed tokens."""
         return state
 
     def logits(self, state: Tensor, depth: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Speculative streaming in a target: the plan of a head of streams (``stream_head.py``), and what serves it.
+"""Speculative streaming in a target: the plan of a head of streams (``stream_head.py``), and its drafter.
 
-The drafter is that of every head (``HeadDrafter``): the state at the boundary is fed, the streams are its pass for all
-depths, and the rows that this pass sees are those of the target on the session's pages, read only.
+The drafter is ``HeadDrafter``, as for all heads. It is fed with the state at the boundary. One pass of the streams
+makes all depths. The pass sees the target's rows on the session's pages, read only.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def open_streams(target: Checkpoint, source: str, num_tokens: int | None = None)
     Args:
         target: the target.
         source: directory or id of the head.
-        num_tokens: tokens that it is to draft in a round; None: as many as it has streams.
+        num_tokens: tokens that it drafts in a round; None: one for each stream.
 
     Raises:
-        ConfigError: the head cannot be read, is of another target or has fewer streams, or the target is quantized, or
+        ConfigError: the head cannot be read, is of another target or has fewer streams. Or the target is quantized, or
             its attention has parts that heads lack.
     """
     method = "speculative_streaming"

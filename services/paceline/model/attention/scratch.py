@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_SCRATCH_BYTES = 512 << 20
-"""Of one call, unless one block of queries takes more."""
+"""Most bytes of partial results of one call. One block of queries alone may need more."""
 SPLIT = 2
-"""Pages of one program, which takes them one after the other: few, as short contexts leave most of a device free."""
+"""Pages that one program attends to, in order. Few, so that a short context still occupies most of a device."""
 BLOCK = 16
 """Query rows, times grouped heads, of one program: the smallest tile that matrix units take. A larger one reads a long
 row's keys less often, but sums in another order: on an H100 bits differed with heads of 32 and 64 numbers."""

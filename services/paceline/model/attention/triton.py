@@ -19,9 +19,11 @@ from torch import Tensor
 from paceline.model.attention.scratch import BLOCK, SPLIT, calls, num_splits, query_bytes
 
 _CHUNK = 16
-"""Partial results that are loaded at once when they are added up."""
+"""Partial results that one load fetches when they are added up."""
 _PREFETCHED_BYTES = 1 << 15
-"""Keys and values of a page that the next one's are loaded beside: two of them fit the shared memory of any device."""
+"""Most bytes of a page's keys and values for which the next page is prefetched. Two such pages fit the shared memory of
+any device.
+"""
 
 
 # Triton compiles a variant for each kind of size (1, multiples of 16, others) and of address, which would happen in the

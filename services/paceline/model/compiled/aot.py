@@ -57,7 +57,7 @@ from paceline.types import PAGE_SIZE
 
 _VERSION = 3  # raise when the traced signature or its lowering changes
 COMPILER: dict[str, Any] = {"freezing": True, "max_autotune": False, "emulate_precision_casts": True}
-"""Inductor's options. The last one rounds after each operator, whatever is fused with it."""
+"""Options of Inductor. The last one makes it round after each operator, in fused kernels too."""
 _COMPILE_LIMIT_S = 3600.0
 """A rank may compile this much longer than another."""
 log = logging.getLogger(__name__)
@@ -85,8 +85,11 @@ def artifact_key(
     features: Features | None = None,
     midway: int | None = None,
 ) -> str:
-    """Digest of weights, configuration, library versions, instruction set, kernel and the states that are wanted or
-    heard, and of a rank its exchange."""
+    """Digest of all that shapes the artifact.
+
+    That is: weights, configuration, library versions, instruction set, kernel, the states that the step returns or
+    passes to a listener, and for a rank its exchange.
+    """
     digest = hashlib.blake2b(digest_size=16)
     share = share_of(model)
     facts = {
@@ -312,14 +315,18 @@ def _compile(
 
 
 def _linear_shapes(num_layers: int) -> list[dict[int, Any]]:
-    """What varies in the inputs of linear layers (``LinearInputs.tensors``): numbers of slots, and a step's numbers."""
+    """Sizes of the linear layers' inputs that vary (``LinearInputs.tensors``): numbers of slots, and a step's
+    numbers.
+    """
     states, rows = Dim("states", min=2, max=1 << 20), Dim("row_slots", min=2, max=1 << 20)
     return [*[{0: states}, {0: states}, *[{0: rows}] * 4] * num_layers, {0: Dim("numbers", min=2, max=1 << 24)}]
 
 
 def _wanted_rows(model: PreTrainedModel, kernel: Kernel, features: Features | None) -> WantedRows | None:
-    """The forward of the last layer's MLP for the wanted tokens alone; None where operators other than ours are called,
-    whose bits may depend on the number of tokens."""
+    """Returns a forward of the last layer's MLP that computes only the tokens whose logits are requested.
+
+    None where other libraries' operators are called: their bits may depend on the number of tokens.
+    """
     alone = model.dtype == torch.bfloat16 and share_of(model) is None and not getattr(model, "is_quantized", False)
     if kernel != "native" or not alone or not cpu_linear.usable():
         return None
@@ -327,10 +334,10 @@ def _wanted_rows(model: PreTrainedModel, kernel: Kernel, features: Features | No
 
 
 def _int8_lowering(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
-    """Lets inductor multiply by int8 weights as they are.
+    """Lets Inductor multiply by int8 weights without converting them first.
 
-    The exporter asserts what it converts, and an assertion on a weight hides the product from inductor, which then
-    folds the weight to the dtype that it is multiplied in: twice the memory.
+    The exporter asserts the dtype of each conversion. An assertion on a weight hides the product from Inductor.
+    Inductor then folds the weight to the dtype of the product, which doubles its memory.
     """
     if not getattr(model, "is_quantized", False):
         return contextlib.nullcontext()

@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 StepFunction = Callable[..., Tensor | tuple[Tensor, Tensor]]
 """The traced signature: see ``StepPlan.inputs`` and ``step.py``."""
 Outputs = tuple[Tensor, Tensor | None]
-"""Logits ``[num_logits, vocab]``; states ``[n, width]``, rows of padding behind them, of a step that has them."""
+"""Logits ``[num_logits, vocab]``; states ``[n, width]``, with rows of padding at the end, or None if the step
+has none.
+"""
 
 _PROGRESS_S = 10.0
 _ROOMS = 64
-"""Shapes of which the inputs' memory is kept: an engine decodes in fewer."""
+"""Most shapes whose input memory is kept. An engine decodes in fewer."""
 log = logging.getLogger(__name__)
 
 
@@ -87,7 +89,7 @@ Replay = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """Turns what a function does on a device into something that does it again."""
+    """Records a function on the device and returns a callable that replays the recording."""
 
     def record(self, function: Callable[[], None]) -> Replay:
         """Calls ``function`` as often as it needs. It must read and write the same memory each time."""
@@ -99,7 +101,9 @@ class Recorder(Protocol):
 
 
 class _Room(NamedTuple):
-    """Memory on the device for what a step of one shape reads, and the views of it, which cost more than the copy."""
+    """Device memory for the inputs of a step of one shape, and views of it. Making the views costs more than
+    the copy.
+    """
 
     buffer: Tensor
     arrays: StepArrays
@@ -149,8 +153,9 @@ class DeviceBackend:
         return self.compute(step, plan, shape)
 
     def compute(self, step: StepFunction, plan: StepPlan, shape: StepShape) -> Outputs:
-        """Runs ``plan`` in ``shape``, call by call. Steps of one stream follow each other, so those of one shape share
-        the memory of their inputs."""
+        """Runs ``plan`` in ``shape``, call by call. Steps of one stream follow each other, so all steps of a shape
+        share the memory of their inputs.
+        """
         room = self._room(shape)
         if self.device.type == "cpu":
             pack(plan, shape, self._cache.scratch_row, room.buffer)
@@ -247,7 +252,7 @@ class DeviceBackend:
         return buffer
 
     def _call(self, step: StepFunction, room: _Room) -> Outputs:
-        """Logits [shape.wanted, vocab], and states: ``step`` on what the buffer holds."""
+        """Runs ``step`` on the contents of the buffer; returns logits [shape.wanted, vocab], and states."""
         masks = attention_masks(room.arrays, self._dtype, self._window)
         result = step(*room.inputs, masks, self._cache.model_keys, self._cache.model_values)
         return _outputs(result)

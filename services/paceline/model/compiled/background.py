@@ -54,15 +54,15 @@ class CompileJob:
     source: str
     options: ModelOptions
     features: Features | None = None
-    """The states that the step returns beside the logits."""
+    """The states that the step returns in addition to the logits."""
     test: SelfTest | None = None
-    """None: whatever the compiled step computes is used, as for a draft."""
+    """Test that the compiled step must pass; None: it is used untested, as for a draft."""
     cores: frozenset[int] = frozenset()
-    """Where the worker may run; empty: where it is started."""
+    """Cores that the worker may run on; empty: the cores of the process that starts it."""
     midway: int | None = None
-    """The boundary at which the step can be heard."""
+    """The boundary whose states a listener may receive during the step; None: no listener."""
     max_model_len: int | None = None
-    """The longest context; None: what the model was made for."""
+    """The longest context; None: the model's own limit."""
 
     @classmethod
     def of(
@@ -74,7 +74,9 @@ class CompileJob:
         midway: int | None = None,
         max_model_len: int | None = None,
     ) -> Self:
-        """The job for a model of this process; of ``options`` those of the model. It may run on all cores."""
+        """Makes the job for a model of this process. It may run on all cores. Of ``options`` it keeps the model's own
+        fields.
+        """
         own = ModelOptions(**options.model_dump(include=set(ModelOptions.model_fields)))
         return cls(source, own, features, test, all_cores(), midway, max_model_len)
 
@@ -85,13 +87,13 @@ class CompileJob:
 
     @property
     def digest(self) -> str:
-        """The same for jobs that compile the same step, wherever they run."""
+        """Digest that is equal for all jobs that compile the same step, on any cores."""
         facts = (self.source, self.options.model_dump_json(), self.features, self.midway, self.max_model_len)
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
 class Compilation:
-    """One model that is being compiled. The engine's thread calls everything but ``execution``."""
+    """A running compilation of one model. Only ``execution`` may be read from other threads than the engine's."""
 
     def __init__(self, job: CompileJob, load: Callable[[], StepFunction | None]) -> None:
         """Starts nothing yet. ``load``: returns the step once it is in the cache, called in a thread of its own."""

@@ -28,7 +28,7 @@ class Layout(NamedTuple):
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of 16 outputs and 32 inputs, scales and minima included; they tell the formats apart."""
+        """Bytes of 16 outputs and 32 inputs, scales and minima included. The number identifies the format."""
         return OUTPUTS * BLOCK * self.bits // 8 + 2 * OUTPUTS * (1 + self.has_minima)
 
 

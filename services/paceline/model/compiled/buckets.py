@@ -30,9 +30,9 @@ same matrix products, bit for bit, and both wait for the weights."""
 _ROW_LENGTHS = (4, 16, 32)
 """Recorded query row lengths: decoding, and proposals or tree levels of up to 31 tokens."""
 _CHUNK_LENGTHS, _CHUNKS = (64, 128, 256), (1, 2, 4)
-"""Recorded lengths of prompts' chunks, and numbers of them; of each, only its last tokens' logits are wanted."""
+"""Recorded lengths and numbers of prompt chunks. Only the last tokens of each chunk have logits."""
 _MIN_PAGES, _PAGES_GROWTH = 8, 4
-"""Page tables grow in large steps: attention in place does not read what is not seen."""
+"""Page tables grow in large steps, since attention in place reads no page that is masked."""
 _REMEMBERED = 4096
 
 
@@ -52,7 +52,7 @@ def pack(plan: StepPlan, shape: StepShape, scratch_row: int, buffer: Tensor) -> 
 
 
 def _pack(own: StepShape, plan: StepArrays, shape: StepShape, into: StepArrays, scratch_row: int) -> None:
-    """The twin of ``layout.pack``."""
+    """Reference implementation of ``layout.pack``."""
     num_tokens, num_rows, row_len, num_pages = own.tokens, own.rows, own.row_len, own.pages
     for field, values in ((into.tokens, plan.tokens), (into.positions, plan.positions)):
         field[:num_tokens], field[num_tokens:] = values, 0
@@ -123,11 +123,12 @@ class Limits:
 
 
 def shapes_to_record(limits: Limits, most: int) -> list[StepShape]:
-    """At most ``most`` shapes, the most useful first: few sessions before many, short contexts before long.
+    """Returns at most ``most`` shapes, the most useful first: few sessions before many, short contexts before long.
 
-    Each has two writes for a token, so that tokens that several branches share can be written to all of them.
-    Rows double from one shape to the next, and so do the tokens of so many rows, from one for each row, or from one
-    full row, to full rows: sessions propose, and trees grow, unevenly.
+    Each shape has two writes for a token, so that tokens that several branches share can be written to all of them. The
+    number of rows doubles from one shape to the next. For each number of rows, the number of tokens doubles, too: from
+    one token for each row, or from one full row, to full rows. Proposals and trees differ in length, so rows are rarely
+    full.
     """
     max_pages, max_tokens = padded_pages(limits.max_pages), max(_MIN_TOKENS, padded_tokens(limits.max_tokens))
     sizes = []  # tokens, logits, rows, row_len

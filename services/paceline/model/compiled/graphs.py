@@ -25,8 +25,11 @@ CudaGraphs = bool | Literal["auto"]
 _WARM_UPS = 2
 """Calls before the first recording, and one before each further: libraries choose and allocate at the first ones."""
 _RESERVED = 0.02
-"""Share of the device's memory that recordings leave to prefill, which runs beside them. A kv_fraction of 0.9 leaves
-a tenth of what the weights do, which recordings come out of."""
+"""Share of the device's memory that recordings leave to prefill, which runs between them.
+
+Recordings use the memory that weights and KV pages leave: with a kv_fraction of 0.9, a tenth of the memory without
+weights.
+"""
 aten = torch.ops.aten
 _WAITING = {
     *(aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select),
@@ -34,7 +37,7 @@ _WAITING = {
 }
 """Operators whose result, or its shape, the host has to know."""
 _RECORDING = threading.Lock()
-"""CUDA allows a process one recording at a time, and no wait for the whole device meanwhile."""
+"""CUDA allows one recording at a time in a process. During it no thread may wait for the whole device."""
 log = logging.getLogger(__name__)
 
 

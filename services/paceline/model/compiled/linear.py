@@ -35,14 +35,14 @@ from paceline.model.compiled.blocks import OUTPUTS, bits_of, pack_blocks
 BLOCK = 32
 """Outputs whose weights lie together."""
 _INPUTS = 32
-"""Inputs come in multiples of it: those of a tile."""
+"""Inputs come in multiples of this number, the inputs of a tile."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _HEADERS = ("product.h", "bfloat16.h", "blocks.h", "threads.h", "../exponential.h")
 _AVX512 = tuple(f"-mavx512{name}" for name in ("f", "bw", "dq", "vl", "bf16", "vnni"))
 _AMX = ("-mamx-tile", "-mamx-bf16")
 _COMMON = ("-ffp-contract=off", "-fvisibility=hidden", "-pthread")
 _LOADING = threading.Lock()
-"""Models in threads load side by side; operators are registered once."""
+"""Models load in several threads at a time; operators may be registered only once."""
 log = logging.getLogger(__name__)
 
 
@@ -69,7 +69,7 @@ def key() -> str:
 
 
 def blocks_key(model: nn.Module) -> str | None:
-    """As ``key`` of quantized weights; None: the model has none."""
+    """Part of a compiled step's cache key that names the operator of quantized weights; None: the model has none."""
     return _digest(_SOURCE) if quantized_layers(model) else None
 
 
@@ -216,7 +216,7 @@ def gate(library: ctypes.CDLL, x: Tensor) -> Tensor:
 
 
 def why_not_shared(num_threads: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the products of a model cannot be shared by so many threads of this process; None: they can be."""
+    """Says why ``num_threads`` threads of this process cannot share the products of a model; None: they can."""
     if device.type != "cpu":
         return f"the model is on device {device.type!r}, and products are shared on the CPU alone"
     if dtype != torch.bfloat16:

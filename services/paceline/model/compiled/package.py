@@ -284,8 +284,11 @@ def _large_mappings() -> Iterator[tuple[int, int]]:
 
 
 def _use_huge_pages(start: int, stop: int) -> None:
-    """Packs memory into pages of 2 MiB, where the system has them: weights are read from end to end in every step, and
-    a core that translates an address every 4 KiB reads them a tenth more slowly. What it refuses stays as it is."""
+    """Moves a range of memory to pages of 2 MiB, where the system has them.
+
+    Every step reads all weights. A core that translates an address every 4 KiB reads them a tenth more slowly. Memory
+    that the system refuses to move stays as it is.
+    """
     start, stop = -(-start // _HUGE_PAGE) * _HUGE_PAGE, stop // _HUGE_PAGE * _HUGE_PAGE
     if start < stop:
         address, size = ctypes.c_void_p(start), ctypes.c_size_t(stop - start)

@@ -26,16 +26,18 @@ from paceline.config import cache_dir
 
 _ROTARY = "apply_rotary_pos_emb"
 _MOST_VARIANTS = 64
-"""Of one function: each dtype, size and rank of a model's modules is one, and models of a family share the function."""
+"""Most variants of one function. Each dtype, size and rank of a model's modules makes one, and models of a family share
+the function.
+"""
 _OPTIONS: dict[str, Any] = {"compile_threads": 1, "deterministic": True}
 """No pool of processes for a few kernels; none chosen by a timing, which another replica might decide otherwise."""
 
 
 def compile_parts(model: PreTrainedModel) -> int:
-    """Compiles, when it first runs, every part of ``model`` that is one; returns their number.
+    """Marks every part of ``model`` for compilation at its first run; returns the number of parts.
 
     A part is a module named ``...RMSNorm``, an ``...MLP`` of plain linear layers, or the rotary embedding of an
-    attention module, which transformers' classes call by one name.
+    attention module. transformers' classes call the latter by one name.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)

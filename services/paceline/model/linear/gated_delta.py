@@ -62,10 +62,10 @@ class LinearPools(NamedTuple):
 
 
 class LinearInputs(NamedTuple):
-    """What linear layers are called with in addition to hidden states."""
+    """Inputs of linear layers in addition to hidden states."""
 
     pools: dict[int, LinearPools]
-    """Of each linear layer, by its index."""
+    """Pools of each linear layer, by its index."""
     numbers: Tensor
     """``LinearStep.encode``, int64."""
 
@@ -83,7 +83,7 @@ class LinearInputs(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """What a layer projects hidden states to, for all tokens of a step, and its own numbers."""
+    """A layer's projections of the hidden states of all tokens of a step, and its own parameters."""
 
     inputs: Tensor  # [T, conv_dim]
     a: Tensor  # [T, value heads]
@@ -106,7 +106,7 @@ def gated_delta(step: LinearStep, pools: LinearPools, spec: LinearSpec, gates: G
 
 
 def _run(part: SequencePart, pools: LinearPools, spec: LinearSpec, gates: Gates, at: int, out: Tensor) -> int:
-    """Runs one sequence whose first token is ``at``; returns the token behind its last one."""
+    """Runs one sequence whose first token is ``at``; returns the index after its last token."""
     if part.state == NONE:
         state, tail = torch.zeros_like(pools.states[0]), torch.zeros_like(pools.tails[0])
     else:
@@ -232,7 +232,7 @@ def _gated(gates: Gates, spec: LinearSpec, first: int, at: int, count: int) -> t
 
 
 def _exponential(x: Tensor) -> Tensor:
-    """e^x as ``exponential.h`` computes it; what it rounds once is rounded here to float64 first."""
+    """Returns e^x with the roundings of ``exponential.h``: a fused operation there is a float64 operation here."""
     x = (x * _LOG2E).clamp(max=200.0)
     whole = x.round()
     rest, total = (x - whole).double(), torch.full_like(x, _EXP2[0])
@@ -243,7 +243,7 @@ def _exponential(x: Tensor) -> Tensor:
 
 
 def _fold(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor, spec: LinearSpec) -> Tensor:
-    """The state behind a whole chunk, row after row."""
+    """Returns the state after a whole chunk, row after row."""
     faded = _exponential(decays[-1] - decays)
     wide = keys.repeat_interleave(spec.value_heads // spec.key_heads, 1) * faded[..., None]
     state = state * _exponential(decays[-1])[:, None, None]

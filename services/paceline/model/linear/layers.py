@@ -52,9 +52,9 @@ _PROJECTIONS: dict[str, Callable[[Any, Tensor], _Projected]] = {
 
 
 def replace_linear_layers(model: PreTrainedModel, name: str) -> dict[int, LinearSpec]:
-    """Puts the forward over slots in place of that of each gated delta layer. Returns their sizes by layer index.
+    """Replaces the forward of each gated delta layer by one over slots. Returns the layers' sizes by layer index.
 
-    Layers of other kinds stay: of these ``probe_layers`` says what it thinks.
+    Layers of other kinds stay as they are; ``probe_layers`` refuses those that it does not support.
 
     Raises:
         ConfigError: a layer does not compute what ``gated_delta`` does.

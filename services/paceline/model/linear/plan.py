@@ -2,16 +2,16 @@
 
 A linear layer attends to the rows of the current *chunk*, and to one state from the beginning of that chunk. Chunks are
 CHUNK rows that begin at multiples of CHUNK, so they lie within a page. A state is a function of the tokens before its
-boundary, and what a token computes is a function of that state and of the rows of its chunk. So rejected rows are
-overwritten, a fork needs rows of its own and no state, and prefill, decoding and verification take the same sums.
+boundary. A token's output is a function of that state and of the rows of its chunk. So rejected rows are overwritten,
+and a fork needs rows of its own but no state. Prefill, decoding and verification take the same sums.
 
 Rows and states lie in slots. A slot belongs to a chunk of a page: its key is ``page * CHUNKS_OF_PAGE + chunk``.
 
-    key of chunk i -> its rows      from the step that writes the first one, until a state behind them is known
+    key of chunk i -> its rows      from the step that writes the first one, until a state after them is known
                    -> the state after its last row, at a boundary of committed tokens
 
-A session holds the last known state of its context. States at ends of pages stay, where there is room, for prefix hits;
-of those that nobody holds the least recently used one is given up first.
+A session holds the last known state of its context. States at ends of pages are kept for prefix hits while there is
+room. Of the states that no session holds, the least recently used one is dropped first.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Chunk:
     count: int
     """Rows that are computed."""
     store: int = NONE
-    """Slot for the state behind its last row; NONE: it is not stored."""
+    """Slot for the state after its last row; NONE: it is not stored."""
     also: list[tuple[int, int, int]] = field(default_factory=list)
     """Further places of its rows: (offset, slot, offset there)."""
 
@@ -70,14 +70,16 @@ class SequencePart:
 
 @dataclass(slots=True)
 class LinearStep:
-    """What linear layers do in one step, sequence after sequence: later ones may read what earlier ones write."""
+    """The work of linear layers in one step, sequence after sequence: later ones may read the results of
+    earlier ones.
+    """
 
     sequences: list[SequencePart]
     copies: list[tuple[int, int]]
-    """Slots of rows that are copied before, (from, to) each."""
+    """Slots of rows that are copied before the step, (from, to) each."""
 
     def encode(self) -> array[int]:
-        """All numbers in a row, which ``native.cpp`` and other ranks read; copies come last."""
+        """Writes all numbers to one array, which ``native.cpp`` and other ranks read; copies come last."""
         numbers = array("q", (len(self.sequences),))
         for part in self.sequences:
             numbers.extend((part.state, len(part.chunks)))
@@ -90,7 +92,7 @@ class LinearStep:
 
     @classmethod
     def decode(cls, numbers: Iterable[int]) -> Self:
-        """The step that ``encode`` has put in a row."""
+        """Reads the step that ``encode`` has written."""
         left = iter(numbers)
         sequences = []
         for _ in range(next(left)):
@@ -104,10 +106,10 @@ class LinearStep:
 
 
 class LinearSlots:
-    """Who owns which slot. Knows no tensor."""
+    """Records which chunk owns which slot. Holds no tensor."""
 
     def __init__(self, slots: Slots) -> None:
-        """``slots``: how many there are."""
+        """Records which slot belongs to which chunk. Holds no tensor."""
         self.slots = slots
         self._state_of: OrderedDict[int, int] = OrderedDict()  # least recently used first
         self._rows_of: dict[int, int] = {}
@@ -139,7 +141,9 @@ class LinearSlots:
         return key
 
     def num_behind(self, pages: Sequence[int], num_computed: int) -> int:
-        """Whole chunks of rows behind the last known state of a session, which each of its branches gets a copy of."""
+        """Number of whole chunks of rows after the last known state of a session. Each of its branches gets a copy of
+        them.
+        """
         last = chunk = num_computed // CHUNK
         while chunk and _key(pages, chunk - 1) not in self._state_of:
             chunk -= 1
@@ -155,10 +159,10 @@ class LinearSlots:
                 self._drop_state(key)
 
     def promise(self, owner: object, count: int) -> None:
-        """Sets slots of rows aside for what ``owner`` writes in the coming step, instead of those set aside before.
+        """Reserves slots of rows that ``owner`` writes in the coming step. Replaces its earlier reservation.
 
         Raises:
-            ResourceExhaustedError: fewer are free.
+            ResourceExhaustedError: fewer slots are free.
         """
         self._promised.pop(owner, None)
         free = len(self._free_rows) + len(self._ended) - sum(self._promised.values())
@@ -178,7 +182,7 @@ class LinearSlots:
     # Pages.
 
     def forget(self, pages: Sequence[int]) -> None:
-        """Gives up all that belongs to pages that are free."""
+        """Drops all rows and states of pages that are free."""
         for page in pages:
             for key in range(page * CHUNKS_OF_PAGE, (page + 1) * CHUNKS_OF_PAGE):
                 self._drop_state(key)
@@ -186,7 +190,7 @@ class LinearSlots:
                 del self._held[key]
 
     def rest(self, page: int) -> None:
-        """Keeps of a cached prefix's page the state at its end alone."""
+        """Drops all of a cached prefix's page except the state at its end."""
         *others, last = range(page * CHUNKS_OF_PAGE, (page + 1) * CHUNKS_OF_PAGE)
         for key in others:
             self._drop_state(key)
@@ -196,7 +200,7 @@ class LinearSlots:
     # Steps.
 
     def plan(self, steps: Sequence[Tokens]) -> LinearStep:
-        """Gives the sequences of a step their slots. ``confirm`` follows, once it has run.
+        """Assigns slots to the sequences of a step. Call ``confirm`` once the step has run.
 
         Raises:
             EngineError: the state before a sequence is no longer there, or no slot is free.
@@ -212,11 +216,11 @@ class LinearSlots:
         return LinearStep([self._sequence(step) for step in steps], copies)
 
     def confirm(self) -> None:
-        """Makes the states that the last planned step has stored known: it has run."""
+        """Marks the states that the last planned step has stored as known. Call it once the step has run."""
         self._unconfirmed = []
 
     def _copy(self, source: int, target: int) -> Iterator[tuple[int, int]]:
-        """Gives a page the states of another one, which both own, and slots for copies of its rows."""
+        """Makes a page share the states of another one. Yields (from, to) slots for copies of its rows."""
         for chunk in range(CHUNKS_OF_PAGE):
             ours, theirs = source * CHUNKS_OF_PAGE + chunk, target * CHUNKS_OF_PAGE + chunk
             self._drop_state(theirs)
@@ -272,7 +276,9 @@ class LinearSlots:
         return base
 
     def _write_also(self, chunk: Chunk, offset: int, row: int, *, kept: bool) -> None:
-        """Has a row of a chunk written to the flat ``row``, too; with its last row the state goes along."""
+        """Plans a second write of a chunk's row, to the flat ``row``. With the chunk's last row the state is shared,
+        too.
+        """
         key = row // CHUNK
         self._drop_state(key)
         if chunk.store != NONE and offset == CHUNK - 1:
@@ -304,7 +310,7 @@ class LinearSlots:
         return NONE
 
     def _evict(self) -> None:
-        """Gives up the least recently used state that nobody holds, if there is one."""
+        """Drops the least recently used state that no session holds, if there is one."""
         for key, slot in self._state_of.items():
             if self._owners[slot] == 1 and slot not in self._in_step and not self._held[key]:
                 self._drop_state(key)
@@ -331,7 +337,7 @@ class LinearSlots:
         return self._rows_of[key]
 
     def _drop_rows(self, key: int) -> None:
-        """Gives up rows, whose slot is free from the next step on."""
+        """Drops a chunk's rows. Their slot is free from the next step on."""
         if (slot := self._rows_of.pop(key, NONE)) != NONE:
             self._ended.append(slot)
 

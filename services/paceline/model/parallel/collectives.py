@@ -36,7 +36,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leaves; what the other ranks are waiting for fails at once."""
+        """Leaves the group. Exchanges that other ranks are waiting for fail at once."""
 
     @property
     def host(self) -> Collectives:
@@ -150,15 +150,15 @@ class TorchCollectives(Collectives):
 
 
 class DeviceCollectives(TorchCollectives):
-    """Exchange of tensors on GPUs over NCCL, inside of steps only; everything that may wait goes over ``host``.
+    """Exchanges tensors on GPUs over NCCL, only within steps. ``host`` serves every exchange that may have to wait.
 
-    NCCL has one limit for all that a group does and takes none for a single call: its watchdog ends the *process* that
-    has an operation enqueued for longer. So no rank may wait there for the next step, for another rank's weights or
-    for the first message, and within a step the limit is the ranks' own, ``timeout_s``.
+    NCCL has one limit for a whole group, and none for a single call. Its watchdog ends the *process* if an operation is
+    enqueued for longer. So no rank may wait in NCCL for the next step, another rank's weights or the first message.
+    Within a step the limit is the ranks' own, ``timeout_s``.
     """
 
     def __init__(self, host: Collectives, store: Store, *, device: torch.device) -> None:
-        """``host``: the ranks' exchange of host memory, which this one owns; its limit is also that of steps.
+        """``host``: the ranks' exchange of host memory, which this object owns. Its time limit holds for steps, too.
 
         Raises:
             EngineError: NCCL cannot connect the ranks.

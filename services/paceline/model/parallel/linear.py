@@ -21,7 +21,7 @@ from paceline.checkpoint.linear import LinearSpec
 from paceline.model.linear.layers import linear_modules
 
 LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
-"""Configuration values that hold the heads of these layers; those of value heads are a multiple of the first."""
+"""Configuration values that hold the numbers of heads. The number of value heads is a multiple of the first one."""
 _OUTPUTS = {"out_proj", "o_proj"}
 _WHOLE = {"norm", "o_norm"}
 """Norms over one head."""

@@ -60,7 +60,7 @@ class Files(Protocol):
     def __iter__(self) -> Iterator[str]: ...
 
     def close(self) -> None:
-        """Gives back what has been opened."""
+        """Closes the files."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ class GgufFiles:
 
 
 class CheckpointFiles:
-    """The tensors of safetensors files. Closes what it has opened on ``close``."""
+    """The tensors of safetensors files. ``close`` closes the files."""
 
     def __init__(self, path: str) -> None:
         """Raises ConfigError if ``path`` holds no safetensors files."""

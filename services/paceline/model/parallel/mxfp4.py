@@ -20,10 +20,10 @@ _GROUP = 32
 
 
 class Mxfp4Files:
-    """The tensors of a checkpoint in which packed ones look like what they are dequantized to."""
+    """The tensors of a checkpoint as if they were not packed: packed ones have the shape and values of plain ones."""
 
     def __init__(self, files: Files) -> None:
-        """``files``: what is stored."""
+        """``files``: the stored tensors."""
         self.path, self._files = files.path, files
         self._packed = {name.removesuffix(_BLOCKS) for name in files if name.endswith(_BLOCKS)}
 
@@ -33,7 +33,7 @@ class Mxfp4Files:
         yield from (name for name in self._files if name not in stored)
 
     def close(self) -> None:
-        """Gives back what has been opened."""
+        """Closes the files."""
         self._files.close()
 
     def shape(self, name: str) -> tuple[int, ...]:

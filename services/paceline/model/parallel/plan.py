@@ -230,8 +230,9 @@ class _Planner:
         return ConfigError(f"{self.name}: {reason}: use degree 1")
 
     def _leave_whole(self, governed: set[str]) -> None:
-        """Takes out of the plan the feed-forward blocks none of whose sizes a setting governs: every rank has them
-        whole, and adds nothing up."""
+        """Removes feed-forward blocks from the plan if no setting governs any of their sizes. Every rank then holds
+        such a block whole, and its output is not summed over the ranks.
+        """
         blocks: dict[str, list[str]] = {}
         for name in self.body:
             module, _, _ = name.rpartition(".")
@@ -254,10 +255,10 @@ class _Planner:
         return found
 
     def _check_gathered(self, parameters: dict[str, ParameterShard], gathered: list[str]) -> None:
-        """Refuses a gather that is not understood.
+        """Raises ConfigError for a gather that is not supported.
 
-        What the plan makes whole again within a layer must be a packed projection, be read by such a norm, or be
-        split again as it was.
+        A projection that the plan gathers within a layer must be packed, be read by one of the ``gathered`` norms, or
+        be split again in the same way.
         """
         readers = {norm.rpartition(".")[0] for norm in gathered}
         readers |= {name.rsplit(".", 2)[0] for name in parameters if self._style_of(name) == "rowwise_split_input"}
@@ -311,8 +312,11 @@ class _Planner:
         return True
 
     def _is_feed_forward(self, names: list[str], follows: dict[str, int]) -> bool:
-        """True if parameters that the plan leaves out, such as those of shared experts, are linear layers that widen
-        and one that narrows again: a value is then as well split in them as in those that the plan names."""
+        """True if parameters that the plan leaves out form a feed-forward block: linear layers that widen and one that
+        narrows.
+
+        Shared experts are such a block. It can be split by the same setting as the blocks in the plan.
+        """
         modules = [self.model.get_submodule(name.rpartition(".")[0]) for name in names]
         weights = [name for name in names if name.endswith(".weight")]
         narrow = [name for name in weights if follows[name] == 1]
@@ -379,16 +383,16 @@ class _Planner:
         return ParameterShard(shape, dim, tuple(parts))
 
     def _split_dim(self, name: str, shape: tuple[int, ...], style: str | None) -> int:
-        """The dimension that a style splits. Those of a Conv1D are the other way round: inputs, outputs."""
+        """Returns the dimension that a style splits. A Conv1D has its dimensions in reverse: inputs, outputs."""
         last = style in _ROW | {"packed_rowwise"}
         if isinstance(self.model.get_submodule(name.rpartition(".")[0]), Conv1D):
             last = not last
         return len(shape) - 1 if last else max(0, len(shape) - 2)
 
     def _by_heads(self, name: str, shape: tuple[int, ...], style: str | None) -> ParameterShard:
-        """Shard of an attention that takes as many heads as its layers have columns.
+        """Returns the shard of an attention layer whose number of heads follows from its number of columns.
 
-        These follow the width of the model, or differ from layer to layer.
+        The columns follow the width of the model, or differ from layer to layer.
         """
         module, _, _ = name.rpartition(".")
         attention = self.model.get_submodule(module)

@@ -41,7 +41,9 @@ _HEADER = struct.Struct("<III")
 
 @dataclass(frozen=True, slots=True)
 class Picks:
-    """Rows of a step's logits whose tokens are drawn where the logits are; those of the others are joined."""
+    """Rows of a step's logits whose tokens are sampled on the ranks that hold the logits. All other rows are
+    gathered.
+    """
 
     index: Tensor
     """[n] int64 rows."""
@@ -80,7 +82,7 @@ class RankRunner(ModelRunner):
     """A rank's part of each step. Every rank must be given the same steps."""
 
     def __init__(self, *args: Any, share: Share, **options: Any) -> None:
-        """The other arguments are those of ModelRunner."""
+        """``share``: the rank's part. All other arguments: see ``ModelRunner``."""
         super().__init__(*args, **options)
         self.share = share
         self.lost = False
@@ -154,24 +156,25 @@ class LeadingRunner(RankRunner):
     def forward_and_pick(
         self, steps: Sequence[SequenceStep], rows: Sequence[Row | None]
     ) -> tuple[Tensor, list[int], list[float]]:
-        """``forward``, but where a row is given its token is drawn, not its logits returned.
+        """Runs ``forward``, but returns a sampled token in place of the logits where ``rows`` has a row.
 
-        Only for rows without processors but the temperature. Raises as ``run``.
+        Only for rows whose sole processor is the temperature. Raises as ``run``.
 
         Args:
             steps: as for ``forward``.
-            rows: one for each logit row; None: its logits are wanted.
+            rows: one for each row of logits; None: its logits are returned.
 
         Returns:
-            Logits ``[number of None, vocab_size]``, and of the others tokens and log-probabilities. One that is not
-            finite says that the model gave NaN, +inf, or -inf only: its token means nothing.
+            Logits ``[number of None, vocab_size]``, and tokens and log-probabilities of the other rows. If a
+                log-probability is
+            not finite, the logits had NaN, +inf, or -inf only, and the token means nothing.
         """
         return self._pick(steps, rows)[:3]
 
     def forward_and_pick_with_states(
         self, steps: Sequence[SequenceStep], rows: Sequence[Row | None]
     ) -> tuple[Tensor, list[int], list[float], Tensor]:
-        """``forward_and_pick``, and the states as of ``forward_with_states``."""
+        """``forward_and_pick``, with states as in ``forward_with_states``."""
         logits, token_ids, logprobs, states = self._pick(steps, rows)
         return logits, token_ids, logprobs, self._of_tokens(states, steps)
 

@@ -28,7 +28,7 @@ _LAYERS = {
         "mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise",
     }),
 }  # fmt: skip
-"""By model type, the path of the layers and the plan of one."""
+"""For each model type: the path of the layers, and the plan of one layer."""
 _SIZES = {"gpt2": ("transformer.h.*.attn.split_size", "transformer.h.*.attn.c_attn.nf")}
 """Attributes that hold a size which no setting governs: a rank's are divided by the degree."""
 

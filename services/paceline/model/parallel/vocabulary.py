@@ -1,4 +1,4 @@
-"""Sampling from logits that lie on several ranks: what is exchanged is some numbers of each row, not the row."""
+"""Sampling from logits that are split over several ranks: ranks exchange some numbers of each row, not the row."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Asking heads for tokens: depth by depth while that pays, as a proposal for the coming round of each session.
+"""Asks heads for draft tokens, depth by depth, while the next depth is expected to be worth its time.
 
-Where siblings may be verified a depth expands the likeliest nodes of the one before it in one call, not only the best
-one, as many as pay; what is verified are the likeliest nodes of all depths (the dynamic tree of EAGLE-2, Li et al.
-2024, arXiv:2406.16858, with the step's own budget in the place of a size). A draft model whose steps are shorter than
-the host's work between them expands the best path of a session by one call instead (``HeadGate.chains``).
+The result is a proposal for the coming round of each session. Where siblings may be verified, one call of a depth
+expands several of the likeliest nodes of the depth before it, not only the best one. The likeliest nodes of all
+depths are verified. This is the dynamic tree of EAGLE-2 (Li et al. 2024, arXiv:2406.16858), with the step's own
+budget in place of a fixed size. A draft model may take less time for a step than the host needs between two steps:
+then one call expands the best path of a session instead (``HeadGate.chains``).
 """
 
 from __future__ import annotations
@@ -34,23 +35,23 @@ class _Offer:
 
 
 class Asking:
-    """The proposals of one target's heads, from asking for them to the verdict on them."""
+    """Asks one target's heads for proposals and passes the outcome of each on to its head."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._offers: dict[str, _Offer] = {}
 
     def forget(self, session: TargetSession) -> None:
-        """Takes back what a session was offered."""
+        """Withdraws the proposal that a session was offered, if it has one."""
         session.headed, session.head_anchor = NO_PROPOSAL, None
         self.close(session.session_id)
 
     def close(self, session_id: str) -> None:
-        """Ends a session."""
+        """Forgets a session."""
         self._offers.pop(session_id, None)
 
     def observe(self, session: TargetSession, proposal: Proposal, accepted: Sequence[int], row_s: float) -> None:
-        """Takes the verdict on a proposal (``Heads.observe``)."""
+        """Records which tokens of a session's proposal were accepted (``Heads.observe``)."""
         offer = self._offers.pop(session.session_id, None)
         session.headed, session.head_anchor = NO_PROPOSAL, None
         if offer is None:
@@ -77,14 +78,15 @@ class Asking:
         *,
         trees: bool,
     ) -> None:
-        """Expands the anchors of some sessions and the best nodes below each, depth by depth while that pays.
+        """Expands the anchors of some sessions and the best nodes below each, depth by depth while that is worth its
+        time.
 
         Args:
             mounted: the head.
-            sessions: those whose draft has nothing.
-            tokens_per_s: that are made now, in all sessions of the step together.
+            sessions: the sessions whose draft has no tokens.
+            tokens_per_s: current rate of all sessions of the step together.
             now: seconds of steps so far.
-            trees: siblings may be verified.
+            trees: True if siblings may be verified.
         """
         gate = mounted.gate
         if gate.adaptive:
@@ -111,13 +113,17 @@ class Asking:
                 self._offer(mounted, followed)
 
     def _may_chain(self, mounted: MountedHead, at: Sequence[tuple[Followed, TreeNode]], width: int) -> bool:
-        """True if the best path of each session comes from one call: the head can, and no other way is better."""
+        """True if one call shall draft the best path of each session: the head can do so, and no other way is
+        better.
+        """
         if not all(mounted.grower.may_draft_path(f, self._depth_left(mounted, f, node)) for f, node in at):
             return False
         return bool(at) and mounted.gate.chains(len(at), width)
 
     def _chain(self, mounted: MountedHead, at: Sequence[tuple[Followed, TreeNode]], tokens_per_s: float) -> None:
-        """Expands a node of each session, its best child, that one's, .. while the next one is expected to pay."""
+        """Drafts one path for each session: expands a node, then its best child, while the next token is worth its
+        time.
+        """
         gate, started = mounted.gate, self._clock()
         lengths: list[int] = []
         least = max(_LEAST_PATH, tokens_per_s * (gate.chain_s or 0.0)) if gate.adaptive else 0.0
@@ -152,15 +158,16 @@ class Asking:
         return self._depth(mounted, followed) - (node.position - followed.tree.anchor.position)
 
     def _wants_more(self, mounted: MountedHead, followed: Followed, node: TreeNode) -> bool:
-        """True if tokens below a node may be proposed, and are not too unlikely to be. Rejection rule: whatever they
-        are."""
+        """True if tokens below a node may be proposed and are likely enough. The rejection rule ignores how likely they
+        are.
+        """
         if self._depth_left(mounted, followed, node) <= 0:
             return False
         blind = followed.rule is Rule.REJECTION or not mounted.gate.adaptive
         return blind or followed.probability(node) >= _LEAST_PATH
 
     def _gain(self, mounted: MountedHead, followed: Followed) -> float:
-        """Tokens that a proposal of the head is expected to bring beyond the one that is there without it."""
+        """Expected number of tokens that a proposal of the head adds to the session's own lookup."""
         session, depth = followed.session, self._depth(mounted, followed)
         return expected_tokens([followed.hits.rate()] * depth) - expected_tokens(session.looked_up(session.k).probs)
 
@@ -185,8 +192,11 @@ class Asking:
 def _next_leaves(
     mounted: MountedHead, below: list[tuple[Followed, TreeNode]], width: int, tokens_per_s: float
 ) -> list[tuple[Followed, TreeNode]]:
-    """The nodes that the next depth expands: at most ``width`` of each session, the most likely to bring a token, and
-    only as many as are expected to bring more than is made otherwise in their time."""
+    """Returns the nodes that the next depth expands, the most likely first.
+
+    At most ``width`` nodes of each session are chosen. A node is left out if plain work would bring more tokens in the
+    time that it takes.
+    """
     of_session: dict[int, list[tuple[float, Followed, TreeNode]]] = {}
     for followed, node in below:
         all_pay = width > 1 and followed.rule is not Rule.REJECTION

@@ -3,9 +3,9 @@
 A head whose features want every position is fed with each position once, in order. A session that shares pages with
 another lacks the state of the last shared position, which the head's first row needs: it is kept for each full page.
 
-A head that is paused misses steps; the states of these are not asked for, so that it costs nothing, and never come
-again. It goes on from the first step after them: the rows between are a hole in the session's context that the head
-does not look at. It needs the latest tokens most, so its acceptance comes back within a few of them.
+A paused head misses steps. Their states are not requested, so a pause costs nothing, but these states are lost. The
+head goes on from the first step after the pause. The missed rows are a hole in the session's context, which the head
+does not attend to. It depends mostly on the latest tokens, so its acceptance recovers within a few of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.types import PAGE_SIZE
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Rows that a step has computed for one session, after its outcome was committed."""
+    """The rows that a step has computed for one session, after its outcome was committed."""
 
     session: TargetSession
     start: int
@@ -33,23 +33,27 @@ class Computed:
     row: int
     """Row of its first token among all tokens of the step."""
     logits_row: int
-    """Its first row among those with logits; -1: a prefill chunk, without any."""
+    """Index of the session's first row among the rows with logits; -1: a prefill chunk, which has none."""
     num_accepted: int
-    """Draft tokens accepted: the state behind them is at ``logits_row + num_accepted``."""
+    """Accepted draft tokens. The state after the last of them is at ``logits_row + num_accepted``."""
 
 
 class Feeding:
     """Feeds the heads of one target."""
 
     def __init__(self, features: Features | None, num_pages: int) -> None:
-        """``features``: what the target's steps return; None: nothing. ``num_pages``: of the target's KV cache."""
+        """``features``: the states that the target's steps return; None: none. ``num_pages``: of the target's
+        KV cache.
+        """
         self._features = features
         self._num_pages = num_pages
         self._page_states: Tensor | None = None
         """[num_pages, width]: of the last position of each full page. A session that shares a page lacks this state."""
 
     def feed(self, mounted: MountedHead, computed: Sequence[Computed], states: Tensor | None) -> bool:
-        """Feeds one head with a step; None as ``states``: it misses the step. True if it was fed with anything."""
+        """Feeds one head with a step and returns True if it was fed with anything. ``states`` None: the head misses the
+        step.
+        """
         fed: list[Fed] = []
         if states is not None:
             fed = [item for each in computed if (item := self._fed(mounted, each, states)) is not None]
@@ -65,7 +69,7 @@ class Feeding:
         return bool(fed)
 
     def _fed(self, mounted: MountedHead, computed: Computed, states: Tensor) -> Fed | None:
-        """Input of a head from one session; None: nothing."""
+        """Returns the input of a head from one session; None: there is none."""
         session, start, stop = computed.session, computed.start, computed.session.num_computed
         followed = mounted.sessions.get(session.session_id)
         if followed is None:

@@ -1,4 +1,4 @@
-"""One session at one head: the head's own tree below the session's last token, and what it may bring."""
+"""One session at one head: the head's own tree below the session's last token, and its acceptance."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Followed(GrowingSession):
         calibration: Calibration,
         acceptance: AcceptanceHistory,
     ) -> None:
-        """``calibration``, ``acceptance``: those of all sessions of the head under this one's rule."""
+        """``calibration``, ``acceptance``: shared by all sessions of the head with the same acceptance rule."""
         self.session = session
         rule = rule_of(session)
         super().__init__(
@@ -62,19 +62,21 @@ class Followed(GrowingSession):
         return SpeculationTree(vocab_size, session.num_tokens, rejection=session.rejection, producer=Producer.HEAD)
 
     def nonce(self, leaf: Leaf) -> int:
-        """Rejection rule: one that a draft's own nodes do not have at this length of the context."""
+        """Returns a nonce for the rejection rule that no node of a draft has at this length of the context."""
         return _NONCES | self.session.num_tokens
 
     def stop(self, node: TreeNode, least: float) -> Stop:
-        """When a chain below ``node`` ends: after a token whose path is less likely than ``least``."""
+        """Returns the rule that ends a chain below ``node``: after a token whose path is less likely than ``least``."""
         return Stop(*self.calibration.first(), self.hits.correction(), self.probability(node), least)
 
     def miss(self, rows: range) -> None:
-        """Takes that the head has missed some rows, those right before what it is fed with next."""
+        """Records that the head has missed ``rows``, which directly precede the rows that it is fed with next."""
         self.holes = with_hole(self.holes, rows)
 
     def restart(self) -> None:
-        """Drops everything below the anchor: it was predicted from the head's own states, and better ones have come."""
+        """Drops all nodes below the anchor: they were predicted from the head's own states, and the target's
+        have come.
+        """
         self.tree = self._new_tree()
 
     def deepest(self, node: TreeNode) -> TreeNode:

@@ -1,4 +1,6 @@
-"""One head in its target: the sessions that it follows, what it has cost and brought, and what happens if it fails."""
+"""One head in its target: the sessions that it follows, its time and accepted tokens, and the handling of its
+errors.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,13 @@ class HeadStats:
     depths: int = 0
     """Calls of ``expand``: one for each depth of a step."""
     seconds: float = 0.0
-    """Inside the head: being fed and asked, and in steps of the target for what rides there."""
+    """Seconds of the head: feeding it, asking it, and its extra rows in steps of the target."""
     guesses: int = 0
-    """Tokens computed in addition to those of sessions."""
+    """Tokens that steps computed as extra rows for the head."""
     sessions_failed: int = 0
     """Sessions that it could not follow."""
     holes: int = 0
-    """Times that it went on with a session of which it had missed rows, for having been paused."""
+    """Times that the head went on with a session after a pause in which it had missed some of its rows."""
 
 
 class MountedHead:
@@ -67,9 +69,11 @@ class MountedHead:
         self.failure = ""
         """Reason for which it was switched off; empty: it is on."""
         self.follows = True
-        """Committed tokens are taken at once; False while it is paused: all together when it goes on (``follow``)."""
+        """True: the head is given committed tokens after each step. False: it is paused and gets them later
+        (``follow``).
+        """
         self.columns: tuple[int, ...] = ()
-        """Its boundaries among those that the target's steps return."""
+        """Indices of the head's boundaries among the boundaries that the target's steps return."""
         self.prefilling: set[str] = set()
         """Sessions that it is not ready for."""
         self.pages: set[int] = set()
@@ -80,10 +84,10 @@ class MountedHead:
         self.riding: set[str] = set()
         """Sessions with some of them in the running step."""
         self.accepted, self.spent_s = 0, 0.0
-        """Its accepted tokens, and the seconds that it took, since they were last booked."""
+        """The head's accepted tokens, and the seconds that it took, since both were last booked."""
 
     def report(self, num_rounds: int) -> str:
-        """A clause for the status. ``num_rounds``: those of all sessions so far."""
+        """Describes the head in a clause for the status. ``num_rounds``: rounds of all sessions so far."""
         if self.failure:
             return f"head {self.name} is switched off: {self.failure}"
         stats, depth_s = self.stats, self.gate.depth_s(1, first=True)
@@ -98,8 +102,12 @@ class MountedHead:
         return text + (f"; warning of the probe at start-up: {self.warning}" if self.warning else "")
 
     def use(self, num_cores: int, *, drafting: bool) -> None:
-        """Goes on with what was learned on so many cores, with drafts or without: with them a head is asked for what
-        they miss, which is little and hard."""
+        """Switches to the measurements that were made on ``num_cores`` cores, with drafts or without.
+
+        With drafts, a head is asked only where the draft has no tokens. These rounds are few, and their tokens are hard
+        to
+        predict.
+        """
         new = HeadGate(self.gate.adaptive), AcceptanceHistory(), AcceptanceHistory()
         self.gate, self.coupled, self.rejection = self._records.setdefault((num_cores, drafting), new)
         for followed in self.sessions.values():
@@ -109,7 +117,7 @@ class MountedHead:
         return self.rejection if session.rejection else self.coupled
 
     def spend(self, seconds: float) -> None:
-        """Takes time that the head took."""
+        """Adds time to the head's account."""
         self.stats.seconds += seconds
         self.spent_s += seconds
 
@@ -146,14 +154,14 @@ class MountedHead:
         return self.max_len is not None and session.num_tokens >= self.max_len
 
     def follow(self, *, on: bool) -> None:
-        """Takes what was committed from now on, and before any of that what was committed meanwhile; or nothing."""
+        """Sets whether the head is given committed tokens. When it goes on, it first gets those that it has missed."""
         if on and not self.follows:
             for followed in [*self.sessions.values()]:
                 self.catch_up(followed.session)
         self.follows = on
 
     def catch_up(self, session: TargetSession) -> None:
-        """Takes the tokens that were committed for a session since it last did, if the session is open here."""
+        """Passes the session's committed tokens that the head does not have yet to it, if the session is open here."""
         followed = self.sessions.get(session.session_id)
         if followed is None or followed.tree.context_len == session.num_tokens:
             return
@@ -169,7 +177,7 @@ class MountedHead:
         self.guarded(lambda: self.head.advance(session.session_id, token_ids, node_ids, kept))
 
     def leave(self, session: TargetSession) -> None:
-        """Takes that a session ends with the step that ran: with what that step has computed no head is fed."""
+        """Records that a session ends with the running step. No head is fed with what that step has computed."""
         followed = self.sessions.get(session.session_id)
         is_fed = followed is not None and followed.attachment == session.attachment
         num_rows = followed.num_fed + 1 if followed is not None and is_fed else 0
@@ -213,13 +221,13 @@ class MountedHead:
         return found
 
     def forget_guesses(self, session_id: str, num_tokens: int) -> None:
-        """Takes back the tokens computed with a session's own."""
+        """Cancels a session's extra rows in the coming step."""
         if session_id in self.riding:
             self.stats.guesses -= num_tokens
             self.learn(session_id, ())
 
     def learn(self, session_id: str, token_ids: Sequence[int]) -> None:
-        """Takes the target's likeliest token after each branch of what rode; (): nothing came of it."""
+        """Records the target's likeliest token after each branch of the extra rows; (): the rows were not computed."""
         assert self.rider is not None
         rider = self.rider
         self.riding.discard(session_id)
