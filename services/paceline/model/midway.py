@@ -1,7 +1,7 @@
 """Passes the hidden states at a boundary of a model to a listener, before the layers above the boundary run.
 
-    embeddings ─▶ layer 0 ─▶ .. ─▶ boundary ─▶ layer b ─▶ .. ─▶ logits └──▶ the listener of this thread, which the step
-        waits for
+    embeddings ─▶ layer 0 ─▶ .. ─▶ boundary ─▶ layer b ─▶ .. ─▶ logits
+                                      └──▶ the listener of this thread, which the step waits for
 
 There is a listener only within ``heard_by``. It changes no result of the step. A compiled step calls back by an
 operator of its own (``midway.cpp``): the step runs without the interpreter's lock, and the callback acquires it.

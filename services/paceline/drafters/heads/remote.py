@@ -214,7 +214,7 @@ class RemoteHead(Plain):
                 session.holes = with_hole(session.holes, range(session.num_fed + 1, position + 1))
             lag, _ = session.lag()
             count = stop - session.num_fed
-            session.live.difference_update(lag)  # they can be made again from the new states, and better
+            session.live.difference_update(lag)  # the new states make better ones
             self._head.advance(name, session.tokens[session.num_fed + 1 : stop + 1], lag[:count], [*session.live])
             session.num_fed = stop
             tokens = tuple(session.tokens[position + 1 : stop + 1])
