@@ -268,7 +268,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _site(args: argparse.Namespace, weights_bytes: int, run: Measurements | None) -> tuple[Site, float]:
-    """The checkpoints at hand, and the bytes of weights that a device reads in a second."""
+    """Finds the available checkpoints, and the bytes of weights that a device reads in a second."""
     if run is not None:
         periods = {cores: times.period for cores, times in run.cores.items()}
         target = periods.pop(1, run.system.target)

@@ -100,7 +100,7 @@ def _comparison(where: str, config: ServiceConfig) -> Comparison:
 
 
 def compared(where: str, against: Comparison) -> Iterator[str]:
-    """The lines that say what deploying a configuration over that of ``where`` does."""
+    """Returns lines that describe the effect of deploying a configuration over the one at ``where``."""
     keys = against.keys
     yield ""
     yield f"Against {where}: " + (f"{len(keys)} keys differ." if keys else "nothing differs.")

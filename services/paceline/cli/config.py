@@ -87,7 +87,7 @@ def _sections(model: type[BaseModel], path: str, which: str, written: dict[Any, 
 
 
 def _link(heading: str) -> str:
-    """A link to a heading of the same page, whose anchor is that of GitHub."""
+    """Returns a link to a heading of the same page, with GitHub's anchor."""
     anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
     return f"[{heading}](#{anchor})"
 

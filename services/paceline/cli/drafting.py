@@ -43,7 +43,7 @@ def is_embedded(target: str | None) -> bool:
 
 
 def choose(target: str) -> Chosen:
-    """The best way at hand to draft for a target. Raises ConfigError for a path that holds no model."""
+    """Returns the best available method to draft for a target. Raises ConfigError for a path that holds no model."""
     checkpoint = Checkpoint.find(target)
     if checkpoint is not None and checkpoint.folder is not None:
         num = len(mtp_modules(weight_names(checkpoint.folder), size_of(checkpoint.config, 0, 1).num_layers))

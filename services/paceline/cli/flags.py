@@ -99,7 +99,7 @@ def given(args: argparse.Namespace, model: type[BaseModel]) -> dict[str, Any]:
 
 
 def describe(error: ValidationError) -> str:
-    """One sentence for the first mistake in flags: the flag, its value and what is allowed."""
+    """Returns one sentence about the first mistake in flags: the flag, its value and the allowed values."""
     kinds: dict[str, type[BaseModel]] = {kind.__name__: kind for kind in (SamplingParams, SpeculationParams)}
     text = explain_parameter(error, kinds.get(error.title, BaseModel))
     name = str(next(iter(error.errors()[0]["loc"]), ""))

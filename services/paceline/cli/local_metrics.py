@@ -64,7 +64,7 @@ class Measured:
     async def generate(
         self, request: Request, spans: RequestSpans | None = None
     ) -> AsyncGenerator[Chunk | Result, None]:
-        """Yields what the pipeline yields, and raises what it raises. ``spans`` is told of what happens."""
+        """Yields the pipeline's items and raises its errors. Reports events to ``spans``."""
         arrived, last, result = self._clock(), None, None
         on_open = _nothing if spans is None else spans.opened
         try:

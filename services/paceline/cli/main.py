@@ -112,7 +112,7 @@ def console_script() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command (None: that of ``sys.argv``). Returns the exit status."""
+    """Runs a command (None: from ``sys.argv``). Returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     words = [argument for argument in argv if not argument.startswith("-")] or [""]
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -295,7 +295,7 @@ def _require_all(args: argparse.Namespace) -> None:
 
 
 def system_of(args: argparse.Namespace) -> tuple[System, Run]:
-    """The flags, and for what they leave open the file; and what that has of layouts. Raises ConfigError."""
+    """Reads the flags, fills in missing values from the file, and reads the file's layouts. Raises ConfigError."""
     found = measured.read_one(args.source, args.at_temperature, "--at-temperature") if args.source else None
     known = None if found is None else found.system
     if known is None:
@@ -440,7 +440,7 @@ def requests_of(args: argparse.Namespace) -> Requests | None:
 
 
 def prices_of(args: argparse.Namespace, devices: Devices) -> Prices:
-    """Prices of a target and a draft; the default is that of their devices."""
+    """Returns the prices of a target and a draft. The default is the price of their devices."""
     target, draft = args.target_cost_per_hour, args.draft_cost_per_hour
     return Prices(
         devices.target * _DEVICE_COST if target is None else target,

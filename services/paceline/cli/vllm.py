@@ -28,7 +28,7 @@ _NUMBERS = {
     "max_num_batched_tokens": (int, "max_step_tokens"),
     "gpu_memory_utilization": (float, "kv_fraction"),
 }
-"""Flags and the types and keys of what they set."""
+"""Flags, with the types and keys of the values that they set."""
 _MTP = ("deepseek_mtp", "glm4_moe_mtp", "ernie_mtp", "qwen3_next_mtp", "mimo_mtp", "longcat_flash_mtp")
 """Older names of vLLM for method ``mtp``."""
 _OVERRIDES = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings")

@@ -29,12 +29,12 @@ class Change:
     deployment: str
     outcome: Outcome
     how: str
-    """The part of it that sessions see meanwhile; empty where they see nothing."""
+    """The part of the change that sessions notice; empty if they notice nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The difference of two configurations, and what it does to a service that runs the first."""
+    """The difference of two configurations, and the effect of deploying the second over the first."""
 
     keys: tuple[str, ...]
     """Dotted keys whose values differ, sorted."""
@@ -70,7 +70,7 @@ def running_config(where: str) -> ServiceConfig:
 
 
 def compare(running: ServiceConfig, wanted: ServiceConfig) -> Comparison:
-    """Returns what deploying ``wanted`` over ``running`` does.
+    """Returns the effect of deploying ``wanted`` over ``running``.
 
     Both are assumed to run this version of Paceline: another version replaces every process.
     """

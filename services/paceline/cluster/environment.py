@@ -44,9 +44,9 @@ def serve_environment(
 ) -> dict[str, str]:
     """Environment variables that every process of the cluster needs, this one included, before it imports Serve.
 
-    ``folder`` takes what HAProxy keeps on disk. ``max_message_bytes`` bounds gRPC messages on the public ports. Only
-    set what the user has not set. ``binds``: addresses of public ports that are not to be where Serve puts them.
-    ``ports``: ``_NUM_PORTS`` free ones for Serve's own use; drawn if there are none.
+    ``folder``: directory for HAProxy's files. ``max_message_bytes``: bound of gRPC messages on the public ports.
+    ``binds``: addresses of public ports that differ from Serve's. ``ports``: ``_NUM_PORTS`` free ports for Serve's own
+    use; drawn if empty. Set only variables that the user has not set.
     """
     stats_port, metrics_port, fallback_http_port, fallback_grpc_port = ports or free_ports(_NUM_PORTS)
     # Routers listen with SO_REUSEPORT on the first port of Serve's range: two clusters of one machine would share it,

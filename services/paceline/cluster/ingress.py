@@ -253,7 +253,7 @@ class Ingress(PublicMethods):
         return 0.0 if self._service.draining else min(1.2 * self.config.server.grpc_max_connection_age_s, left_s / 2)
 
     async def stop(self) -> None:
-        """Fails what is in progress, gives all leases back. Idempotent."""
+        """Ends the requests in progress with an error, and returns all leases. Idempotent."""
         self._stopped = True
         for pusher in self._pushers:
             await pusher.stop()

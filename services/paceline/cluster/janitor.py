@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 _LONG_S, _PAUSE_S = 10.0, 0.5
-"""When it was killed, what it had started notices within seconds and may start something until then."""
+"""Time to look for processes again. If the parent was killed, its children may start others for some seconds."""
 
 
 def end_strays(folder: str) -> None:

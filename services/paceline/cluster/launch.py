@@ -185,7 +185,7 @@ class Service:
             self._janitor = None
 
     def _drain(self) -> None:
-        """Lets the requests in progress end; the routers refuse what comes meanwhile."""
+        """Waits until the requests in progress have ended. Routers refuse new ones during that time."""
         from ray import serve
 
         from paceline.cluster.app import APPLICATION
@@ -260,7 +260,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Sets a variable for the block, in this process alone: what is started later does not see it."""
+    """Sets a variable in this process for the block. Processes that are started later do not see it."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -79,7 +79,7 @@ class MonitorReplica:
         self._monitor.tick()
 
     async def _ask_serve(self) -> None:
-        """Asks Serve's controller for nothing but an answer."""
+        """Checks that Serve's controller answers."""
         if self._serve_answered is None:
             self._serve_answered = time.monotonic()
         controller = await asyncio.to_thread(ray.get_actor, SERVE_CONTROLLER_NAME, SERVE_NAMESPACE)
@@ -289,7 +289,9 @@ class EngineDeployment:
             self._claim.release()
 
     def __del__(self) -> Any:
-        """Serve calls this, and awaits what it returns, when the replica has drained; the interpreter calls it too."""
+        """Stops the replica. Serve calls and awaits it when the replica has drained; the interpreter may call
+        it, too.
+        """
         return self.stop() if not getattr(self, "_stopped", True) and loop_runs() else None
 
 

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 _REPEAT_S = 10.0
 _ANSWER_S = 2.0
-"""Longest wait for Serve in one round: what has died meanwhile must be seen."""
+"""Longest wait for Serve in one round, so that replicas which died during the wait are noticed soon."""
 _SILENT_AFTER_S, _SILENT_REPEAT_S = 10.0, 600.0
 """Silence is reported after ``_SILENT_AFTER_S``, again when it is twice as long, and so on, at least every
 ``_SILENT_REPEAT_S``."""
 
 _SLOW = "to initialize"
-"""Serve's words for a replica that takes its time; what it does meanwhile is told by its stages."""
+"""Part of Serve's message for a replica that starts slowly. The replica's own stages say what it does."""
 
 Question = concurrent.futures.Future[Any]
 """A question to Serve that may never be answered."""

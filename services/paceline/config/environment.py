@@ -114,7 +114,9 @@ def apply_worker_environment() -> None:
 
 
 def apply_cublas_environment() -> None:
-    """Sets what is not set of ``CUBLAS_ENVIRONMENT``. Must run before the process' first product on a GPU."""
+    """Sets the variables of ``CUBLAS_ENVIRONMENT`` that are not set. Must run before the process' first product on a
+    GPU.
+    """
     for name, value in CUBLAS_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 

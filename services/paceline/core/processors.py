@@ -182,7 +182,7 @@ class SamplerState:
         self._count(output_token_ids)
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Counts tokens that were committed. They are the target's, hence inside the vocabulary."""
+        """Counts committed tokens. The target chose them, so their ids are inside the vocabulary."""
         self.num_tokens += len(token_ids)
         self.num_output_tokens += len(token_ids)
         self._undigested += token_ids
@@ -195,7 +195,7 @@ class SamplerState:
 
     @property
     def text_key(self) -> int:
-        """That of ``Row.text_key`` at the end of the context."""
+        """``Row.text_key`` at the end of the context."""
         if self._undigested:
             self._text_key, self._undigested = digest(self._undigested, self._text_key), []
         return self._text_key
@@ -364,7 +364,9 @@ def masks_of(rows: Sequence[Row], vocab_size: int) -> native.Masks | None:
 
 
 def _forbid_(logits: Tensor, allowed: native.Masks) -> None:
-    """Forbids in [rows, vocab] what is not allowed: one bit per token, the lowest of each byte first."""
+    """Forbids all tokens in [rows, vocab] that ``allowed`` lacks. Masks have one bit per token, the lowest of each byte
+    first.
+    """
     logits[:, 8 * allowed.shape[1] :] = -math.inf  # ids that no token has
     logits = logits[:, : 8 * allowed.shape[1]]
     if logits.device.type == "cpu":
@@ -421,7 +423,7 @@ class _Node:
 
 
 class Row(NamedTuple):
-    """One position of a session whose next token is to be decided. A tuple: a step makes one for every token."""
+    """One position of a session whose next token the step decides. A tuple, since a step makes one for every token."""
 
     state: SamplerState
     suffix: tuple[int, ...] = ()

@@ -96,7 +96,7 @@ def pick(
             elsewhere do not matter.
         top_k: keeps the k largest and all that equal the k-th; None: all.
         floors: drops tokens below them after the temperature; None: none.
-        wanted: tokens of each row; 1 with ``behind``.
+        wanted: number of tokens to return for each row; 1 with ``behind``.
         behind: the draft token that each row follows, and the earlier row that this one follows, -1 for a row that
             follows a context. A row is reached if the row before its draft token picks that token. None: all are.
 
@@ -132,7 +132,7 @@ def unlisted(
 
     Args:
         x: [rows, tokens].
-        temperatures, keys, stream, masks, floors: as of ``pick``.
+        temperatures, keys, stream, masks, floors: as for ``pick``.
         listed: [rows, m] int64.
         wanted: tokens of each row.
 

@@ -408,7 +408,7 @@ class SpeculationTree:
         return placed
 
     def walk(self, token_ids: Sequence[int]) -> Walk:
-        """Follows committed tokens and prunes what is no longer below the anchor. Amortized O(1) per node."""
+        """Follows committed tokens and prunes all nodes that are not below the new anchor. Amortized O(1) per node."""
         self._best_limit = -1
         if self._suffix:  # nothing can be below the anchor
             self._suffix.extend(token_ids)

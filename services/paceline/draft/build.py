@@ -57,10 +57,11 @@ Emit = Callable[[Sequence[Nodes | SessionFailed]], None]
 
 
 def affordable_width(runner: ModelRunner) -> int:
-    """The largest number of tree nodes whose forward takes at most 1.25 times as long as that of one.
+    """Measures the largest number of tree nodes whose forward takes at most 1.25 times as long as a forward of one
+    node.
 
-    A forward of few tokens waits for the weights, so several cost as much as one, until arithmetic takes over: past
-    AMX tiles or GPU cores late, on plain AVX512 at four to eight. Also warms the draft up.
+    A forward of few tokens waits for the weights, so several tokens cost as much as one. Arithmetic takes over at four
+    to eight tokens on plain AVX512, and later with AMX tiles or on GPUs. The measurement also warms the draft up.
     """
     pages = runner.cache.allocate(1)
 

@@ -392,7 +392,7 @@ class DraftEngine:
         return worked > 0 or not done
 
     def _fail_unready(self, error: Exception, session_ids: Sequence[str]) -> None:
-        """Ends those of the sessions whose prompts are not computed; raises the error if there are none."""
+        """Ends those of the sessions that are still in prefill; raises ``error`` if there are none."""
         if not (unready := [session for session in session_ids if not self._drafter.ready(session)]):
             raise error
         self._fail_all(error, unready)

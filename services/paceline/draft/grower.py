@@ -142,7 +142,9 @@ class DraftGrower(Grower[DraftSession]):
         return followed
 
     def follow_hint(self, session: DraftSession, parent: TreeNode) -> None:
-        """Orders what is below an expanded node by what the draft and the hint expect of its tokens together."""
+        """Ranks the children of an expanded node by the draft and the hint together, and adds tokens that only the hint
+        has.
+        """
         new = hints.follow(session, parent, least_prob=_MIN_PROB, most=self._tree_budget - len(session.tree))
         self._stats.hints_nodes += len(new)
         self._stats.nodes_published += len(new)

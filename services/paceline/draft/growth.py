@@ -63,7 +63,7 @@ class InTurn(BestFirst):
     """``BestFirst``, but nothing is grown while a proposal is being verified."""
 
     def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> tuple[float, float] | None:
-        """As ``BestFirst``, while nothing is in flight."""
+        """Orders nodes as ``BestFirst`` while nothing is in flight; else None."""
         return None if num_in_flight else BestFirst.key(self, node, anchor, ahead, num_in_flight)
 
 
@@ -99,7 +99,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Sequential:
-    """Only the chain of first choices, K long, and nothing while a proposal is being verified."""
+    """Grows only the chain of first choices, K long, and nothing while a proposal is being verified."""
 
     k: int
     fan_out: int = 1

@@ -72,9 +72,9 @@ def follow(session: DraftSession, parent: TreeNode, *, least_prob: float, most: 
 
 
 def expected(session: DraftSession, parent: TreeNode) -> dict[int, float]:
-    """Probabilities of the tokens after a node, by the draft and the hint for it together, the likeliest first.
+    """Returns the probabilities of the tokens after a node, by the draft and the hint together, the likeliest first.
 
-    They sum to what the draft gave its own. {}: it gave none that may change.
+    Their sum is that of the draft's own tokens. {}: no probability of the draft's may change.
     """
     weight, fixed = session.hint_weight, None
     if session.rule is Rule.REJECTION and parent is not session.end:

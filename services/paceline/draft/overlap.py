@@ -35,7 +35,7 @@ class Overlap:
     num_sessions: int = 0
 
     def begin(self) -> bool:
-        """The kind of a new session: True if it is to be drafted ahead."""
+        """Assigns a kind to a new session. Returns True if it is drafted ahead."""
         if self.forced is not None:
             return self.forced
         number, self.num_sessions = self.num_sessions, self.num_sessions + 1

@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 
 
 def prepare() -> None:
-    """Compiles or loads the pass, and that of ``calibration.py``, now, so that no step has to wait for them."""
+    """Compiles or loads the native functions of this module and of ``calibration.py``, so that no step waits
+    for them.
+    """
     _passes()
 
 

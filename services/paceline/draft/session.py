@@ -134,7 +134,7 @@ class DraftSession(GrowingSession):
         return None
 
     def nonce(self, leaf: Leaf) -> int:
-        """Rejection rule: differs for every node, and from those of the session's other openings."""
+        """Returns a nonce for the rejection rule: another one for each node and each opening of the session."""
         return (self.epoch << 20) ^ leaf.node_id
 
     def outcomes(self, parent: TreeNode) -> dict[int, float]:
@@ -146,9 +146,9 @@ class DraftSession(GrowingSession):
         return {t: probs[child.rank] for t, child in parent.children.items() if child.rank < len(probs)}
 
     def aim(self, end: TreeNode | None) -> None:
-        """Rejection rule: ``end`` is now the last node of the proposal in flight, None if there is none.
+        """Rejection rule: sets the last node of the proposal in flight; None: nothing is in flight.
 
-        What is below it is reached by a bonus token, and no longer by one that is accepted.
+        Children of the last node are reached by a bonus token, and no longer by an accepted token.
         """
         ends, self.end = (self.end, end), end
         for node in ends:
@@ -156,7 +156,7 @@ class DraftSession(GrowingSession):
                 self.place(node)
 
     def place(self, parent: TreeNode) -> None:
-        """Moves what is below an expanded node to where its outcomes are expected now."""
+        """Updates the path probabilities of an expanded node's children to its current outcomes."""
         for token_id, prob in self.outcomes(parent).items():
             child = parent.children[token_id]
             child.shift(parent.log_path + math.log(max(prob, LEAST_PROB)) - child.log_path)

@@ -25,7 +25,7 @@ class DraftStats:
     refused_sessions: int = 0
     """Sessions for which there was no room, or none for a context as long as theirs."""
     failed_sessions: int = 0
-    """Sessions ended by SessionFailed, whatever the reason."""
+    """Sessions ended by SessionFailed, for any reason."""
     prefill_chunks: int = 0
     tree_steps: int = 0
     forwards: int = 0

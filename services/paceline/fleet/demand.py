@@ -21,7 +21,7 @@ _RELAX_S = 600.0
 """Half-life of a goal that missed latency goals have lowered: it recovers half of the distance within this time."""
 _FEWER = 0.9
 _ARRIVALS_S, _DURATIONS_S = 30.0, 600.0
-"""Half-lives of what is counted of arrivals and of durations."""
+"""Half-lives of counted arrivals and of measured durations."""
 _LEAST_ENDED = 10.0
 """Fewer ended sessions than these are too few for a mean duration."""
 _WANTS = 0.1

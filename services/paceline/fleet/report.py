@@ -24,7 +24,7 @@ class Report:
     sequence: int = 0
     """Grows with every report of one incarnation; an older one that arrives late is ignored."""
     view: RouterView | None = None
-    """Only from a router: the replicas and sessions that it sees."""
+    """The replicas and sessions that a router sees; None: the report is not from a router."""
 
 
 class Reporter:

@@ -59,7 +59,7 @@ class Fleet:
     cpu: float
     """CPU use of all routers, in cores."""
     speculating: int
-    """Running sessions that may have a draft, by what was asked for."""
+    """Running sessions whose requests allow a draft."""
     drafting: int
     """Speculating sessions that have a draft, or whose target requests one for them."""
     targets: int

@@ -48,7 +48,7 @@ ENGINE_COUNTERS: dict[tuple[str, str], Metric] = {
         "paceline_verify_hit_bubble_steps_total", "steps", "Steps that these bubble seconds came before."
     ),
 }
-"""Where each counter of an engine goes, by kind and field name; the others follow the rule of ``engine_counter``."""
+"""The metric of each counter of an engine, by kind and field name. For all others see ``engine_counter``."""
 
 for _engine, _field, _unit, _help in (
     ("target", "steps", "steps", "Forwards of targets."),

@@ -151,11 +151,11 @@ class Tracing:
         return carrier["traceparent"]
 
     def has_span(self, index: int) -> bool:
-        """True if this round of a request gets a span; that of its prefill is round 0."""
+        """True if this round of a request gets a span. The prefill is round 0."""
         return index <= self._first_rounds or (self._round_every > 0 and index % self._round_every == 0)
 
     def close(self) -> None:
-        """Sends what is left, for a short time at most: a collector that does not answer holds nothing up."""
+        """Sends the remaining spans, within a short time: a collector that does not answer delays nothing."""
         thread = threading.Thread(target=self._provider.shutdown, name="paceline-spans", daemon=True)
         thread.start()
         thread.join(_CLOSE_S)
@@ -179,13 +179,15 @@ class RequestSpans:
         self._moving: Span | None = None
         self._told = self._ended = False  # how it ended, and that it has
         self._phase: Span | None = self._child("queue", self._last_ns)
-        """The span of what the request does now, before its first tokens."""
+        """Returns the span of the request's current phase before its first tokens."""
 
     def _child(self, name: str, start_ns: int) -> Span:
         return self._tracing.tracer.start_span(name, self._context, start_time=start_ns)
 
     def opened(self, target: str = "") -> None:
-        """It leaves the queue. ``target``: the replica on which it is opened, if there are several."""
+        """Records that the request leaves the queue. ``target``: the replica on which it is opened, if there are
+        several.
+        """
         now = self._clock.now_ns()
         self._end_phase(now)
         self._phase = self._child("prefill", now)
@@ -211,7 +213,9 @@ class RequestSpans:
             self._lost_ns = self._clock.now_ns()
 
     def moved(self, reason: str, target: str) -> None:
-        """It is opened on another target. ``reason``: ``failover``, ``drain`` or ``session_failed``."""
+        """Records that the request is opened on another target. ``reason``: ``failover``, ``drain`` or
+        ``session_failed``.
+        """
         now = self._clock.now_ns()
         self._end_move(now)
         self._moving = self._child("migration", now if self._lost_ns is None else self._lost_ns)
@@ -219,12 +223,12 @@ class RequestSpans:
         self._moving.set_attributes({"paceline.migration.reason": reason, "paceline.target": target})
 
     def finished(self, result: Result) -> None:
-        """It has its result."""
+        """Records the result of the request."""
         self._told = True
         self._span.set_attributes(_result_attributes(result))
 
     def failed(self, error: BaseException) -> None:
-        """It has failed. The error's class is told and its message is not, which may quote the request."""
+        """Records that the request has failed: the error's class, but not its message, which may quote the request."""
         from opentelemetry.trace import StatusCode
 
         self._told = True
@@ -232,7 +236,7 @@ class RequestSpans:
         self._span.set_attribute("error.type", type(error).__name__)
 
     def end(self) -> None:
-        """It is over: with its result or an error, or, if neither came, since the client has left. Idempotent."""
+        """Ends the span: after a result or an error, or without either if the client has left. Idempotent."""
         if self._ended:
             return
         self._ended = True

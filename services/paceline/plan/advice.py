@@ -62,7 +62,7 @@ class Candidate:
     step: StepTable
     """Seconds of its forward by its tokens."""
     apart: bool
-    """It runs in draft replicas; else inside the targets."""
+    """True: it runs in draft replicas. False: inside the targets."""
     devices: int = 0
     """Devices of one of its replicas; 0: they run on cores that are there anyway."""
     one_pass: bool = False
@@ -73,7 +73,7 @@ class Candidate:
     """(n, acceptance): each of its forwards verifies n tokens that a drafter without a model guesses (a vertical
     cascade)."""
     riding_rows: int = 0
-    """Rows of each session that ride in each step of the target (lookahead)."""
+    """Extra rows that each session adds to each step of the target (lookahead)."""
     state_bytes: int = 0
     """Bytes that the target sends for every token that it decides (a head in the draft pool)."""
     kept: float | None = None

@@ -42,7 +42,7 @@ _TREE_ITERATIONS = 4
 RANKED, MOST_LEAVES = 3, 4
 """``ranked`` and ``most_leaves`` of a draft that the target's process runs token by token."""
 LEAST_PATH = 0.2
-"""A path by one call ends after a token whose path is less likely, where the target may verify meanwhile."""
+"""Path probability below which a path by one call ends, if the target may verify during the call."""
 _MOST_LAG = 16
 """Rounds without nodes after which none are expected any more."""
 
@@ -225,7 +225,7 @@ class Subtree:
     """The draft tokens of each session in a step that drafts and verifies in turn; means over the sessions."""
 
     rows: float
-    """That are verified."""
+    """Draft tokens that are verified."""
     reached: tuple[float, ...]
     """Probability that 1, 2, .. of them are accepted in a row."""
     leaves: int = 1
@@ -500,7 +500,9 @@ def awaited(system: System, period_s: float, tokens_per_s: float, most: int, k: 
 
 
 def path_tokens(system: System, k: int) -> int:
-    """Tokens of a path of at most ``k`` that a draft makes by one call where the target may verify meanwhile."""
+    """Returns the tokens of a path of at most ``k`` that a draft makes by one call, if the target may verify
+    during it.
+    """
     a = system.outcomes.acceptance
     return next((length for length in range(1, k) if a**length < LEAST_PATH), k)
 

@@ -30,7 +30,7 @@ _MOST_SPLITS = 12
 
 
 class Drafting(StrEnum):
-    """Where drafts run."""
+    """Where drafts run, in the layouts that are compared."""
 
     PLAIN = "plain"
     COLOCATED = "co-located"
@@ -63,7 +63,7 @@ class Run:
     cores: Mapping[int, CoreTimes] = field(default_factory=dict)
     """Keyed by threads of the target."""
     sessions: int = 0
-    """At once."""
+    """Number of concurrent sessions."""
     tokens_per_s: Mapping[tuple[Drafting, int], float] = field(default_factory=dict)
     """Rate of all sessions, without prefill, keyed by threads of the target."""
 

@@ -54,7 +54,9 @@ class Outcomes:
     power: float
     """Power r of the module's docstring."""
     bonus_power: float | None = None
-    """Under the rejection rule: after full acceptance F candidates miss with (F + 1)^-this. None: coupled."""
+    """Rejection rule: exponent with which F candidates miss after full acceptance, (F + 1)^-bonus_power. None: coupled
+    rule.
+    """
     coverage: float = 1.0
     """Factor on every hit, where even the draft's first choices hit less often than the power law says."""
 
@@ -66,8 +68,11 @@ class Outcomes:
         return cls(acceptance, *rejection_powers(acceptance))
 
     def with_siblings(self, found: float, fan_out: int) -> Self:
-        """These outcomes where the ``fan_out`` - 1 siblings of a first choice hold the share ``found`` of what it
-        misses: all but ``fan_out`` ^ -r."""
+        """Returns these outcomes with the power of measured siblings.
+
+        The ``fan_out`` - 1 siblings of a first choice hold the share ``found`` of the cases that it misses: 1 -
+        ``fan_out`` ^ -r.
+        """
         if fan_out < 2:
             return self
         power = -math.log(1.0 - min(found, _MOST_FOUND)) / math.log(fan_out)

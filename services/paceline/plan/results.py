@@ -32,7 +32,7 @@ class Result:
     hit_rate: float | None
     """Hits over hits and misses. None without any."""
     causes: dict[str, int]
-    """Rounds by ``types.Cause``: a hit, or what was missing."""
+    """Rounds by ``types.Cause``: a hit, or the reason for a miss."""
     target_use: float
     draft_use: float
     events: int

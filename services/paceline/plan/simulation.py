@@ -227,7 +227,7 @@ class Simulation:
         self._push(self._now + step_s + system.gap_s, TARGET_ENDS, target)
 
     def _propose(self, target: Target) -> float:
-        """Chooses what a step verifies of each session of its batch; returns the rows of all."""
+        """Chooses the nodes that a step verifies for each session of its batch. Returns the rows of all."""
         batch = target.batch
         if self._colocated:
             target.tree = subtree(self._system, max(1, len(batch)), self._k)
@@ -253,7 +253,7 @@ class Simulation:
         return num_prompt
 
     def _draft_in_turn(self, batch: list[Session], num_prompt: int, tree: Subtree) -> float:
-        """Seconds of what a co-located draft does before the target's step."""
+        """Returns the seconds that a co-located draft works before the target's step."""
         system = self._system
         kv_s = system.draft_kv_s * sum(session.context for session in batch)
         step_s = drafting_s(system, len(batch), self._k, tree.leaves) + self._k * kv_s if batch else 0.0
@@ -500,7 +500,7 @@ class Simulation:
 
 
 def _fewest(heap: list[tuple[int, int]], replicas: Sequence[Target] | Sequence[Draft]) -> int:
-    """Number of the replica with the fewest sessions; what the heap says of a replica's past is dropped."""
+    """Returns the number of the replica with the fewest sessions, and drops outdated entries of the heap."""
     while heap[0][0] != replicas[heap[0][1]].size:
         heapq.heappop(heap)
     return heap[0][1]

@@ -67,12 +67,12 @@ class Node:
         self.in_flight = False  # it is being verified
 
     def known(self, now: float) -> tuple[Node, ...]:
-        """Its children, if the target has them."""
+        """Returns its children if the target has them, else ()."""
         return self.children if self.children and self.children[0].arrives <= now else ()
 
 
 class Offer(SubtreeOffer):
-    """The nodes of a session that have arrived: what it offers to a step."""
+    """The nodes of a session that have arrived at the target, as an offer to a step."""
 
     __slots__ = ("_each", "_now")
 
@@ -93,10 +93,10 @@ class Offer(SubtreeOffer):
 
 
 class Tree:
-    """A session's tree, as its draft has it. What the target has of it are the nodes that have arrived."""
+    """A session's tree at its draft. The target has only the nodes that have arrived."""
 
     def __init__(self, system: System, k: int) -> None:
-        """Only the place where the text begins; it is to be expanded."""
+        """Makes a tree with only an anchor, which is not expanded yet."""
         outcomes = system.outcomes
         usual = [p for p in outcomes.children(system.fan_out) if p >= LEAST_PROB]
         bonus = outcomes.children(len(usual), bonus=True)
@@ -105,7 +105,7 @@ class Tree:
         self._verified = usual if outcomes.bonus_power is None else usual[:1]
         self.anchor = Node()
         self.place: Node | None = self.anchor
-        """Where the text ends at the target; None: it has no node for it."""
+        """The target's node at the end of the text; None: it has no node for it."""
         self.proposal: list[Node] = []
         """The nodes in flight, parents first."""
         self.decided_at = self.heard_from = -math.inf
@@ -244,7 +244,7 @@ class TreeSimulation(Simulation):
     """One run of overlapped decoding with whole trees. The same arguments give the same result."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """As of ``Simulation``."""
+        """Arguments as for ``Simulation``."""
         super().__init__(*arguments, **options)
         self._of: dict[Session, Tree] = {}
         self._rejection = self._system.outcomes.bonus_power is not None

@@ -87,10 +87,10 @@ def require_head(setup: DraftSetup, target: Checkpoint, placement: Placement) ->
 
 
 def begins_eagerly(options: ModelOptions, checkpoint: Checkpoint, placement: Placement) -> bool:
-    """True if a model that has to be compiled first is to serve eagerly meanwhile (``background_compilation``).
+    """True if a model serves eagerly until it is compiled (``background_compilation``).
 
     Raises:
-        ConfigError: that is demanded of a device where nothing is compiled ahead of time.
+        ConfigError: the option is set, but the device compiles nothing ahead of time.
     """
     wanted = options.background_compilation
     if placement.device.type != "cpu":

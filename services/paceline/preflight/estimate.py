@@ -34,7 +34,7 @@ from paceline.preflight.host_memory import (
 from paceline.types import MAX_DRAFT_TOKENS, PAGE_SIZE
 
 Kernel = Literal["sdpa", "native", "triton"]
-"""As of ``model/attention/kernels.py``, which imports torch."""
+"""Names of attention kernels, the same as in ``model/attention/kernels.py``, which imports torch."""
 
 PROCESS_BYTES = 256 << 20
 """The least that a replica takes before it holds a model: interpreter, torch and Ray."""
@@ -52,7 +52,7 @@ RAY_BYTES = 1 << 30
 _NODE_BYTES = 1024
 """A node of a speculation tree: Python objects in tree, frontier and row tables."""
 _TOKEN_BYTES = 2048
-"""Memory of a token in a tokenizer and in what is known of it, merges included."""
+"""Memory of one token in a tokenizer and in tables about it, merges included."""
 _FLOAT32_BYTES = 4
 
 
@@ -96,7 +96,7 @@ class MemoryEstimate:
 
     @property
     def host_bytes(self) -> int:
-        """Memory that a replica takes of its machine if the model is in that of a GPU."""
+        """Memory that a replica takes of its machine if its model is on a GPU."""
         return self.process_bytes + self.tree_bytes
 
     @property
@@ -126,7 +126,7 @@ class HeadsSize:
     page_values: int = 0
     """Further numbers kept per page: the states of its last position."""
     host_bytes: int = 0
-    """Memory of the machine that they take, whatever the device is."""
+    """Memory of the machine that the heads take on any device."""
 
     def page_bytes(self, item_bytes: int) -> int:
         """Bytes that they add to a KV page of the target."""
@@ -145,10 +145,15 @@ def target_estimate(
 ) -> MemoryEstimate:
     """Estimates the memory of one target rank for contexts of up to ``max_len`` tokens.
 
-    ``left_bytes``: what is free for the rank before it starts. kv_fraction takes its share of what the other parts
-    leave of it; 0: unknown, and kv_fraction counts as one session of full length. ``tensor_parallel_size``: into how
-    many parts ``size`` is split; None: as configured. ``heads``: what its heads take, on the first rank; None: there
-    are none.
+    Args:
+        setup: of the target.
+        size: of the whole model.
+        max_len: tokens of the longest context.
+        on_gpu: True: the model is on a GPU.
+        left_bytes: free bytes before the rank starts; kv_fraction is a share of the part that the rest of the rank
+            leaves. 0: not known, and kv_fraction counts as one session of full length.
+        tensor_parallel_size: number of parts of the model; None: as configured.
+        heads: memory of its heads, on the first rank; None: there are none.
     """
     options, heads = setup.options, heads or HeadsSize()
     num_ranks = tensor_parallel_size or options.tensor_parallel_size

@@ -29,9 +29,9 @@ class Room:
     left: int
     """Free bytes."""
     started: bool = False
-    """The process is there already, without a model: ``left`` is what it may add."""
+    """True: the process has started without a model. ``left`` is the memory that it may add."""
     on_gpu: bool = False
-    """The memory is that of a GPU, which holds no process."""
+    """True: the memory is a GPU's, which holds no process."""
 
     def __str__(self) -> str:
         return f"this {'GPU' if self.on_gpu else 'machine'} has {gib(self.left)} left"
@@ -69,8 +69,10 @@ class _Fit:
         return self.needed(**changes) <= self.room.left
 
     def largest(self, key: str, least: int, most: int, **others: float) -> int:
-        """The largest value from ``least`` to ``most`` that fits, ``least`` - 1 if there is none. What is below one
-        that fits must fit too."""
+        """Returns the largest value from ``least`` to ``most`` that fits, or ``least`` - 1 if none does.
+
+        If a value fits, all smaller ones must fit, too.
+        """
         values = range(least, most + 1)  # needs grow with the value: False, ..., False, True, ..., True
         return least - 1 + bisect_left(values, True, key=lambda value: not self.holds(**{key: value}, **others))
 

@@ -71,7 +71,7 @@ def draft_setup_of(setup: TargetSetup, head: HeadOptions) -> DraftSetup:
 
 
 def known_heads_size(setup: TargetSetup, target: ModelSize, max_len: int, *, on_gpu: bool = False) -> HeadsSize:
-    """``heads_size``, or that of no heads where a checkpoint cannot be read, which loading reports."""
+    """Returns ``heads_size``, or the size of no heads if a checkpoint cannot be read. Loading reports that error."""
     try:
         return heads_size(setup, target, max_len, on_gpu=on_gpu)
     except ConfigError:
@@ -107,8 +107,7 @@ def heads_size(setup: TargetSetup, target: ModelSize, max_len: int, *, on_gpu: b
 
 
 def remote_size(options: HeadDraftOptions, target: ModelSize) -> ModelSize:
-    """The size of a head in the draft pool, with what it uses of the target's embedding and LM head, as if it were a
-    model.
+    """Returns the size of a head in the draft pool as a model, with its part of the target's embedding and LM head.
 
     Raises:
         ConfigError: its checkpoint cannot be read, or is not on this machine.
@@ -144,7 +143,7 @@ def _link_size(options: HeadDraftOptions, target: ModelSize) -> tuple[int, int]:
 
 
 def _own_size(head: HeadOptions, target: ModelSize) -> ModelSize:
-    """The size of a head's layers by its configuration; of MTP modules, as of a layer, the target's."""
+    """Returns the size of a head's layers by its configuration. MTP modules are as large as a layer of the target."""
     folder = _folder(head)
     if head.method == "mtp":
         return target

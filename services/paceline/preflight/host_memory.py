@@ -67,9 +67,10 @@ def fraction_pages(kv_fraction: float, max_len: int, page_bytes: int, left_bytes
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes that a new process could still take on this machine: what is free, within the limits of its cgroup.
+    """Returns the bytes that a new process could still use on this machine, within the limits of its cgroup.
 
-    Raises ConfigError where the system does not say.
+    Raises:
+        ConfigError: the system does not tell.
     """
     meminfo = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines())
     if "MemAvailable" not in meminfo:

@@ -93,7 +93,7 @@ class Pool:
 
     @property
     def machine_bytes(self) -> int:
-        """Memory that all replicas are expected to take of this machine; without that of GPUs."""
+        """Memory that all replicas are expected to take of this machine, without GPU memory."""
         if self.estimate is None:
             return 0
         return self.num_processes * (self.estimate.host_bytes if self.on_gpu else self.estimate.total_bytes)
@@ -223,9 +223,9 @@ class _Model:
 def _read_model(
     pool: str, config: TargetConfig | ModelDraftConfig, findings: list[Finding], *, here: bool
 ) -> _Model | None:
-    """The model of a pool; None if it is not here or something is wrong with it, which is added to ``findings``.
+    """Returns the model of a pool; None if it is not on this machine or has a fault, which is added to ``findings``.
 
-    ``here``: the replicas run on this machine, and fetch what it lacks.
+    ``here``: True: the replicas run on this machine, and fetch missing files.
     """
     options, loading, key = config.engine_kwargs, config.model_loading_config, f"{pool}.model_loading_config"
     key += ".model_source" if loading.model_source is not None else ".model_id"
@@ -434,7 +434,7 @@ class DraftPool:
     """None: it is not here."""
     draft: _Model | None
     parts: Sequence[_Model | None]
-    """Of a cascade's drafters: None for one without a model, or whose model is not here."""
+    """Models of a cascade's drafters: None for one without a model, or whose model is not on this machine."""
 
     def max_len(self, model: _Model) -> int:
         """Tokens of the longest context of a draft model."""

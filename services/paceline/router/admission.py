@@ -229,7 +229,7 @@ class Admission:
         self._forms.close()
 
     def refusal(self, num_running: int) -> ResourceExhaustedError:
-        """Returns the error of a request that comes while there is neither room at a target nor in the queue."""
+        """Returns the error of a request for which neither a target nor the queue has room."""
         self._metrics.rejected("queue_full")
         limit = self._config.max_queued_requests
         return ResourceExhaustedError(

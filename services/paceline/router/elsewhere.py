@@ -13,7 +13,9 @@ Named = tuple[str, str]
 
 
 class Elsewhere:
-    """Asks the other routers, one question at a time; requests that come meanwhile join the next. One event loop."""
+    """Asks the other routers to cancel requests, one question at a time. New requests join the next question. One event
+    loop.
+    """
 
     def __init__(self, ask: Callable[[Sequence[Named]], Awaitable[Collection[Named]]], *, timeout_s: float) -> None:
         """``ask`` returns the requests that another router had and has cancelled.

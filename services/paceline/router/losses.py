@@ -1,4 +1,4 @@
-"""The targets that were lost under a session: when it goes on elsewhere, and when it is itself at fault. Pure."""
+"""The targets that were lost under a session: whether it moves to another one, or is itself at fault. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.errors import PoisonRequestError
 MOST_IN_A_ROW = 2
 """Targets lost without a token between them, after which a session is ended."""
 MOST_IN_ALL = 5
-"""Targets lost, after which a session is ended whatever it has emitted between them."""
+"""Targets lost in all, after which a session is ended even if it emitted tokens between them."""
 
 
 @dataclass(slots=True)

@@ -23,7 +23,9 @@ _UPGRADE_S = 10.0
 _TRIED_ELSEWHERE_S = 0.5
 """Wait before a suspected session is offered again to a target that has turned one away."""
 _MORE_LOAD = 2
-"""Sessions that a replica may have beyond the least loaded one and still be chosen for what it saves."""
+"""Sessions that a replica may have beyond the least loaded one and still be chosen for its cached prefix or
+its cost.
+"""
 _FEW = 4
 """Replicas among which the least loaded one is chosen."""
 _RANDOM = Random()
@@ -214,7 +216,7 @@ class Placement:
         active.draft = active.draft_lease = None
 
     def forget_prefixes(self, link: TargetLink) -> None:
-        """Forgets what a target had cached and tried: it is gone, or was restarted."""
+        """Forgets all about a target's prefix cache and its refusals: it is gone, or was restarted."""
         self._tried_elsewhere.pop(link, None)
         self._prefixes.forget(link.member.replica_id)
 
@@ -228,7 +230,7 @@ class Placement:
 
 
 def outdated(active: ActiveRequest) -> EngineError:
-    """The error of a session that asks for what the targets with room do not know."""
+    """Returns the error of a session that uses an option which the targets with room do not support."""
     names = ", ".join(name for name in protocol.SINCE if getattr(active.session.sampling, name))
     error = EngineError(f"{names} is set: targets with room are of an older Paceline, which does not know it")
     error.retry_after_s = _UPGRADE_S

@@ -38,7 +38,7 @@ _HEALTH_PERIOD_S = 0.5
 
 
 class PublicMethods:
-    """The methods. A subclass sets the attributes, and says what is served."""
+    """The public gRPC methods. A subclass sets the attributes, and describes the model and the service."""
 
     _service: GenerationService
     _access: Access
@@ -73,7 +73,7 @@ class PublicMethods:
             _set_status(grpc_context, error)
 
     async def Cancel(self, request: Any, grpc_context: Any) -> Any:
-        """Cancels a request of the caller's by its id (generation.proto), also one that is elsewhere.
+        """Cancels a request of the caller by its id (generation.proto), on this router or another one.
 
         The answer is the same for a request that does not exist and for one of another key.
         """

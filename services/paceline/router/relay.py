@@ -26,11 +26,11 @@ class Outbox:
     target_failed: dict[str, str] = field(default_factory=dict)
     """Sessions that cannot go on at their target, with the reason: re-open each on another target or give it up."""
     turned_away: set[str] = field(default_factory=set)
-    """Sessions that their target does not take now: re-open each elsewhere, or later."""
+    """Sessions that their target does not take now: re-open each on another target, or later."""
     draft_wanted: list[Session] = field(default_factory=list)
     """Sessions that have no draft and can use one: call ``on_draft_up`` where there is one."""
     wish: SpeculationWanted | None = None
-    """The latest wish of the target's controller for a session; the number of sessions in it is for all of them."""
+    """Latest preference of the target's controller for a session. Its number of sessions holds for the whole target."""
     num_dropped: int = 0
     """Messages for sessions that are unknown here, or whose target failed earlier in the batch."""
 

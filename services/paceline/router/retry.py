@@ -21,8 +21,11 @@ _QUIET_S = 5.0
 """A crowd is over when all who were told to come should have come this long ago."""
 _REMEMBERED = 4096
 _ASSUMED_SERVICE_S = 2.5
-"""Duration of a request before any has ended. Who is told to come too early is told again, by what has been seen until
-then; who is told to come too late waits for nothing."""
+"""Assumed duration of a request before any has ended.
+
+If it is too short, a client that comes too early gets a new hint from later measurements. If it is too long, clients
+wait for no reason.
+"""
 _PRIOR_RETURNS = 16.0
 """Clients that come back as told before it counts much how many were refused again."""
 _PRIOR_PLACES = 4.0

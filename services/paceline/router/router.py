@@ -131,7 +131,7 @@ class Router:
             started.set()
 
     async def stop(self) -> None:
-        """Fails what is in progress and ends all streams."""
+        """Ends the requests in progress with an error, and closes all streams."""
         self._tasks = None
         self.end(RouterStoppedError("the router is being stopped: another one can continue the stream"))
         self._placement.demand_target(False)

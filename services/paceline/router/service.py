@@ -172,9 +172,10 @@ class GenerationService:
             log.debug("request ended: %s after %.3f s", reason, time.monotonic() - started, extra=extra)
 
     def cancel(self, request_id: str, owner: str = "") -> bool:
-        """Ends a request of ``owner``; returns False if it is not in progress here, or that of another.
+        """Ends a request of ``owner``. Returns False if it is not in progress here, or belongs to another owner.
 
-        Raises InvalidRequestError for what no request can have as its id.
+        Raises:
+            InvalidRequestError: no request can have this id.
         """
         check_request_id(request_id)
         return self._router.cancel(request_id, owner)

@@ -73,7 +73,7 @@ _DRAFT_CAUSES = (Cause.HIT, Cause.SEQUENTIAL)
 
 @dataclass(slots=True)
 class RelayStats:
-    """Counted events of one session's relay: dropped messages, and failures with what was done about them."""
+    """Counted events of one session's relay: dropped messages, failures, and re-opened replicas."""
 
     stale: int = 0
     """Messages of an epoch other than the engine's, or of a draft that the session has left."""
@@ -92,7 +92,7 @@ class RelayStats:
     trees_lost: int = 0
     """Times that the target reported nodes missing for good."""
     drafts_lost: int = 0
-    """Failures of a draft that served the session, whatever the reason; lost trees are not counted."""
+    """Failures of a draft that served the session, for any reason; lost trees are not counted."""
     draft_reopens: int = 0
     """Times that the session was opened on a draft under a new epoch: after a lost tree, or by its owner."""
 
@@ -113,11 +113,11 @@ class Actions:
     target_failed: str | None = None
     """Reason why the target cannot go on with the session, if so: call ``reopen_target`` or give up."""
     turned_away: bool = False
-    """The target serves another suspected session: call ``reopen_target`` elsewhere, or later."""
+    """The target serves another suspected session: call ``reopen_target`` with another target, or later."""
     refused: str | None = None
     """Reason why no target can go on with the session, if so: the request is at fault."""
     commits: dict[str, int] = field(default_factory=dict)
-    """Index in ``to_draft`` of the last commit of each session: what is in flight next is told with it."""
+    """Index in ``to_draft`` of the last commit of each session. The next announcement is added to that commit."""
 
 
 class Session:
@@ -186,12 +186,18 @@ class Session:
         trace: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``detokenizer``: makes the text of the output; None: one that only ``decode`` is known to.
-        ``generated_token_ids``: output of a broken stream of the same request, which this session continues.
-        ``trace``: chunks hold the times and the tree of their round.
+        """Makes a session that is not opened yet.
 
-        A session whose output ends with these has its ``result`` at once, and is not opened. Raises
-        InvalidRequestError for what no session can have generated.
+        A session whose output already ends with ``generated_token_ids`` has its ``result`` at once, and is not opened.
+
+        Args:
+            detokenizer: makes the text of the output; None: only ``decode`` can make it.
+            generated_token_ids: output of a broken stream of the same request, which this session continues.
+            trace: True: chunks hold the times and the tree of their round.
+
+        Raises:
+            InvalidRequestError: the prompt is empty, a stop string is empty, or no session can have generated these
+                tokens.
         """
         if not prompt_token_ids:
             raise InvalidRequestError("the prompt holds no token: at least one is needed")
@@ -369,7 +375,7 @@ class Session:
             self._undigested.append(logprobs)
 
     def _on_misplaced(self, event: Outcome | InFlight, actions: Actions) -> None:
-        """Counts what is of another epoch, or belongs at a length of the context that was passed or is yet to come."""
+        """Counts a message of another epoch, or for a context length that was passed or is not reached yet."""
         context_len = len(self._history)
         if event.epoch != self._target_epoch:
             self.relay_stats.stale += 1
@@ -382,7 +388,9 @@ class Session:
                 self._lose_target(actions, reason)
 
     def _on_in_flight(self, event: InFlight, actions: Actions) -> None:
-        """Tells the draft what is in flight now, with the tokens of the commit before if there is one."""
+        """Tells the draft which nodes are in flight, together with the tokens of the previous commit if there
+        is one.
+        """
         if self.draft_available:
             epoch, to_draft, in_flight = self._draft_epoch, actions.to_draft, event.node_ids
             at = actions.commits.get(self.session_id)
@@ -476,12 +484,12 @@ class Session:
         return actions
 
     def reopen_target(self, *, suspected_s: float = 0.0) -> Actions:
-        """Continues on another (or restarted) target, from the token history, under a new epoch.
+        """Moves the session to another or restarted target, from the token history, under a new epoch.
 
-        ``suspected_s``: that of the opening (``OpenSession``), if targets were lost under the session.
+        The old target may still send outcomes. They are stale, so nothing is lost or emitted twice. The session stays
+        at its draft and is re-opened there. The preference of the old target's controller is forgotten.
 
-        Outcomes that the old target still sends are stale from here on, so nothing is lost or emitted twice. The
-        session stays at its draft and is re-opened there; the preference of the old target's controller is forgotten.
+        ``suspected_s``: passed on in ``OpenSession``, if targets were lost under the session; 0: none.
         """
         actions = Actions()
         if not self._opened or self._target_done:

@@ -18,7 +18,7 @@ from paceline.types import MAX_LOGPROB_TOKEN_IDS, Request, RequestLimits
 from paceline.v1.generation_pb2 import GenerateRequest
 
 MAX_SMALL_BYTES = 65536
-"""Longest message that is parsed whatever it holds: at worst a few milliseconds."""
+"""Longest message that is parsed without checks. Parsing takes a few milliseconds at worst."""
 
 _MAX_FIELDS = 64
 _SCALAR_BYTES = 4096

@@ -67,9 +67,10 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def request_to_proto(request: Request, logprobs: bool = False) -> generation_pb2.GenerateRequest:
-    """A request as a client sends it: fields that were not set stay absent, the server's defaults stand for them.
+    """Returns a request as a client sends it. Fields that were not set stay absent, and the server's defaults apply.
 
-    Raises InvalidRequestError for what the protocol cannot carry.
+    Raises:
+        InvalidRequestError: the protocol cannot carry a value.
     """
     sampling = request.sampling
     sampling.check_seed()

@@ -170,7 +170,9 @@ class ProcessWorker(Generic[In, Out]):
         self.wait_ready()
 
     def send(self, messages: Sequence[In]) -> None:
-        """Sends messages. A helper thread writes what the socket has no room for: a relay must never block."""
+        """Sends messages. A helper thread writes the bytes for which the socket has no room, so a relay never
+        blocks.
+        """
         self._send_frame(Channel.frame(messages))
 
     @property
@@ -202,8 +204,10 @@ class ProcessWorker(Generic[In, Out]):
             self._sock.close()
 
     def _beside(self) -> list[int]:
-        """Cores for the thread that takes what the engine sends: all but the one on which the engine does so, if it has
-        others, which rest then. Linux wakes who reads from a socket on the core of who wrote, which would have to wait.
+        """Cores for the thread that receives the engine's messages: all but the engine's own, if it has several.
+
+        Linux wakes the reader of a socket on the writer's core, where it would have to wait. The other cores rest at
+        that time.
         """
         return [core for core in available_cores() if core != self._cores[0]] if len(self._cores) > 1 else []
 
@@ -280,10 +284,10 @@ class ProcessWorker(Generic[In, Out]):
 
 @contextlib.contextmanager
 def _sigint_deferred() -> Iterator[None]:
-    """Holds SIGINT back from what is started meanwhile, and from this thread until that is done.
+    """Defers SIGINT within the block, for this thread and for processes that are started in it.
 
-    The mask is inherited by the child. It does not suffice for this process: another thread may take the signal,
-    and Python runs the handler in the main thread.
+    The mask is inherited by the child. It does not suffice for this process: another thread may take the signal, and
+    Python runs the handler in the main thread.
     """
     arrived: list[int] = []
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -78,7 +78,7 @@ class EngineServer:
         token: str = "",
         certificates: Certificates | None = None,
     ) -> None:
-        """``bind``: the address to listen on, that of the node in a cluster. The others: see ``start_server``."""
+        """``bind``: the address to listen on; in a cluster the node's. For the others see ``start_server``."""
         self._certificates = certificates
         self.host = host
         self.address = ""

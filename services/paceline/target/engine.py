@@ -290,7 +290,7 @@ class TargetEngine:
             self.heads.use(0 if cores is None else cores.num, drafting=self.gate.trials.wanted(num_running))
 
     def _use_cores(self, *, lent: bool) -> None:
-        """Shares the following steps among the target's own cores and, if ``lent``, its drafts'."""
+        """Chooses the cores of the following steps: the target's own, and with ``lent`` its drafts' cores, too."""
         assert self.cores is not None
         self.cores.use(lent=lent)
         self.allocation.use_cores(self.cores.num)
@@ -527,7 +527,7 @@ class TargetEngine:
         return verdicts
 
     def _commit(self, step: MeasuredStep, verdicts: Sequence[Verdict | PacelineError]) -> list[FromTarget]:
-        """Extends the sessions by what was computed and decided; a session without a verdict ends."""
+        """Commits the computed rows and the verdicts of a step. A session whose verdict is an error ends."""
         self.stats.preemptions = self._scheduler.num_preemptions
         if len(step.verifying) < len(step.parts):
             for part in step.parts:
@@ -576,7 +576,7 @@ class TargetEngine:
         return messages
 
     def _commit_round(self, step: MeasuredStep, decided: DecidedRound, heads: Heads | None) -> Outcome:
-        """Extends one session by what was decided; ``heads``: None if there are none."""
+        """Commits one session's verdict. ``heads``: None if there are none."""
         part, verdict, num_accepted, num_emitted, finish_reason = decided
         session, proposal, cache = part.session, part.proposal, self.runner.cache
         token_ids, logprobs, top_logprobs = verdict.token_ids, verdict.logprobs, verdict.top_logprobs
@@ -621,7 +621,7 @@ class TargetEngine:
             start = stop
 
     def _send_hints(self, parts: Sequence[Scheduled], states: Tensor) -> None:
-        """Tells drafts what is likely, while the rest of the forward of ``parts`` has yet to run."""
+        """Sends hints about likely tokens to drafts, while the rest of the forward of ``parts`` still runs."""
         assert self.hints is not None
         self._send(self.hints.of(parts, states))
         self.stats.hints_sent, self.stats.hints_bytes = self.hints.num_sent, self.hints.num_bytes
@@ -636,7 +636,7 @@ class TargetEngine:
         return bool(messages)
 
     def _use_states(self, step: MeasuredStep, states: Tensor | None) -> None:
-        """Feeds the heads with what the step has computed of the sessions that go on, and keeps it for drafts."""
+        """Feeds the step's states of sessions that go on to the heads, and keeps them for drafts."""
         computed, row, logits_row = [], 0, 0
         for part in step.parts:
             session, verifies = part.session, part.verifies
@@ -689,7 +689,7 @@ class TargetEngine:
             gate.messages = []
 
     def _send_held(self) -> None:
-        """Sends what is held back."""
+        """Sends the outcomes that were held back."""
         if held := self._held:
             self._held = []
             self._emit(held)

@@ -50,7 +50,7 @@ class StatesLink:
     """The states of one target for its drafts. Owned by the engine's thread."""
 
     def __init__(self, fuse: Callable[[Tensor], Tensor], wanted: Features, width: int) -> None:
-        """Sets how states are made.
+        """Makes a link.
 
         Args:
             fuse: the concatenated states of the boundaries -> [..., width].
@@ -72,7 +72,7 @@ class StatesLink:
 
     @property
     def layer(self) -> LayerSpec:
-        """Size of what it keeps on the target's pages per token."""
+        """Size of the states that the link keeps per token on the target's pages."""
         return LayerSpec(1, self.width, 0)
 
     def bind(self, cache: KVCache, states: Features) -> None:
@@ -85,7 +85,7 @@ class StatesLink:
         self._pool = cache.keys[cache.add_layers([self.layer])].flatten(0, 2)
 
     def keep(self, computed: Sequence[Computed], states: Tensor) -> None:
-        """Fuses the states of what a step has computed, and puts them on the sessions' pages."""
+        """Fuses the states of a step's computed rows, and stores them on the sessions' pages."""
         source: list[int] = []
         target: list[int] = []
         for each in computed:

@@ -76,7 +76,7 @@ class OpenedHead:
 
 @dataclass(frozen=True, slots=True)
 class Mounting:
-    """What a head is loaded from."""
+    """Everything that a head is loaded from."""
 
     setup: TargetSetup
     head: OpenedHead

@@ -61,7 +61,7 @@ class Runners:
     """The runner that new sessions begin on, and an earlier one while sessions that began on it are open."""
 
     def __init__(self, runner: ModelRunner, compilation: Compilation | None = None) -> None:
-        """``compilation``: that of an eager ``runner``'s model, which has been started; ``close`` ends it."""
+        """``compilation``: a started compilation of the model of an eager ``runner``, or None. ``close`` ends it."""
         self.generation = 0
         """Number of the runner that new sessions begin on."""
         self._by_generation = {0: runner}
@@ -105,11 +105,13 @@ class Runners:
         wants_states: bool,
         midway: Callable[[Sequence[Scheduled], Tensor], None] | None = None,
     ) -> Forwarded:
-        """Runs the model on parts that are ``in_order``. One of several ranks draws tokens where its logits are, for
-        sessions that allow it. ``midway`` is called in the middle of a forward with its parts and the states there of
-        their logits' rows (``model/midway.py``).
+        """Runs the model on parts that are ``in_order``.
 
-        Raises NoMemoryError if the device has no memory even for one token of a session.
+        One of several ranks samples tokens on the ranks, for sessions that allow it. ``midway`` is called within a
+        forward, with its parts and the states of their logits' rows at that boundary (``model/midway.py``).
+
+        Raises:
+            NoMemoryError: the device has no memory even for one token of a session.
         """
         runs = []
         for n, those in itertools.groupby(parts, key=_generation):

@@ -121,9 +121,13 @@ class Scheduler:
         trial_rows: Callable[[TargetSession], int] = lambda session: 0,
         heads: Heads | None = None,
     ) -> None:
-        """``max_scored_rows``: rows of a step that tell log probabilities of prompts. ``trial_rows``: draft tokens of a
-        session that are verified whatever ``allocation`` decides. ``heads``: what is asked for sessions whose draft has
-        nothing."""
+        """Makes a scheduler without sessions.
+
+        Args:
+            max_scored_rows: rows of a step that return log probabilities of prompts.
+            trial_rows: returns a session's draft tokens that are verified even if ``allocation`` allots none.
+            heads: proposes tokens for sessions whose draft has none; None: there are no heads.
+        """
         self._cache = cache
         self._policy = policy
         self._allocation = allocation or Allocation(adaptive=False)
@@ -391,7 +395,7 @@ class Scheduler:
         return riding
 
     def _promise(self, session: TargetSession, stop: int, num_reserved: int, proposal: Proposal) -> None:
-        """Sets chunks of rows of linear layers aside for a part: from the end of the context on, for each branch."""
+        """Reserves chunks of rows of linear layers for a part: from the end of the context on, for each branch."""
         if self._cache.linear is None:
             return
         chunks = (stop + num_reserved) // CHUNK - stop // CHUNK + 1

@@ -127,8 +127,8 @@ class TargetSession:
             max_len: bound of the context in tokens.
             coupled, rejection: the engine's acceptance history under each rule.
             lookups: the engine's shares of right prompt lookups (``lookup.py``); None: no such proposals.
-            grammar: that of its structured output, after the output so far.
-            generation: of the runner that steps it from its first token to its last (``runners.py``).
+            grammar: the grammar of its structured output, after the output so far; None: none.
+            generation: number of the runner that computes all of its tokens (``runners.py``).
 
         Raises:
             InvalidRequestError: the prompt or an option names a token outside the vocabulary.
@@ -207,7 +207,7 @@ class TargetSession:
         self.head_anchor: TreeNode | None = None
         """The root of that head's nodes, ``headed`` among them; None under the rejection rule."""
         self.head_depth = 0
-        """Rejection rule: the length that ``headed`` was meant to have, whatever was drawn."""
+        """Rejection rule: the intended length of ``headed``, which does not depend on the drawn tokens."""
         self._outcome: tuple[int, ...] = ()
         """Committed tokens that the tree has not been walked along yet."""
         self.cause = Cause.START

@@ -35,7 +35,7 @@ def error_body(status: int, message: str, request_id: str) -> dict[str, Any]:
 
 
 class Message:
-    """The answer to one body: its request, then events or one object made of what it yields."""
+    """The answer to one body: its request, then events, or one object with the whole result."""
 
     ends_with_done = False
 

@@ -153,7 +153,7 @@ def make_app(edge: Edge) -> FastAPI:
                         take(i, item)
             return await large.json(made.body, headers) if shows_many(requests) else Json(made.body(), headers=headers)
         try:
-            first = await anext(items)  # what is refused has a status, not an event
+            first = await anext(items)  # a refused request is answered with a status, not with an event
         except BaseException:
             await items.aclose()
             raise
@@ -170,7 +170,7 @@ def make_app(edge: Edge) -> FastAPI:
     @app.post("/ping", response_class=PlainTextResponse, operation_id="ping_by_post")
     @app.get("/ping", response_class=PlainTextResponse)
     async def ping() -> Response:
-        """As ``/health``, by the name that SageMaker asks for."""
+        """Answers as ``/health`` does, under the name that SageMaker uses."""
         return await health()
 
     if edge.metrics is not None:
@@ -374,7 +374,9 @@ def _no_model(name: str, names: Sequence[str]) -> NotFoundError:
 
 
 def _id_headers(request: Request) -> dict[str, str]:
-    """The headers that name a request, OpenAI's and on its paths Anthropic's, and what was ignored of its body."""
+    """Returns headers with the request's id, OpenAI's and on its paths Anthropic's, and with the ignored fields of its
+    body.
+    """
     if not hasattr(request.state, "request_id"):  # it was refused before its id was read
         request.state.request_id = secrets.token_hex(16)
     request_id = request.state.request_id

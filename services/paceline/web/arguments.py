@@ -55,7 +55,7 @@ class Work:
         self._left = MAX_WORK
 
     def spend(self, amount: int, name: str, place: str) -> None:
-        """Counts what is read for a place. Raises InvalidRequestError for too much."""
+        """Charges ``amount`` for the schema at a place. Raises InvalidRequestError if the limit is exceeded."""
         self._left -= amount
         if self._left < 0:
             raise _fault(name, place, f"stands for too much: at most {MAX_WORK} keywords and values can be bound")
@@ -68,7 +68,7 @@ class _Function:
         self.root, self._name, self._work = schema, name, work
 
     def fault(self, place: str, problem: str) -> InvalidRequestError:
-        """A refusal of what is at a place."""
+        """Returns the error for a problem at a place of the schema."""
         return _fault(self._name, place, problem)
 
     def spend(self, amount: int, place: str) -> None:
@@ -217,7 +217,7 @@ class BareObjects:
     """Objects as ``{key:value,...}`` with the keys in the order of the alphabet, strings between ``quote``."""
 
     def __init__(self, quote: str, forbidden: Sequence[str]) -> None:
-        """``forbidden``: what no text may hold, besides ``quote``."""
+        """``forbidden``: texts that no string may contain, in addition to ``quote``."""
         self._quote, self._forbidden = quote, list(forbidden)
 
     def arguments(self, schema: Schema, name: str, work: Work) -> Format:

@@ -160,11 +160,11 @@ class Batch:
     ) -> None:
         """Asks for every answer that is missing, at most ``concurrency`` at once.
 
-        A request that finds the service full or gone is sent again, for ``patience_s`` seconds. ``progress`` gets the
-        number of answers and that of requests.
+        A request that finds the service full or gone is sent again, for ``patience_s`` seconds. ``progress`` is called
+        with the numbers of answers and of requests.
 
         Raises:
-            EngineError: the service did not come back in that time. What was answered is kept.
+            EngineError: the service did not come back in that time. Earlier answers are kept.
             ConfigError: the output cannot be written.
         """
         left = iter([request for request in self._requests if request.custom_id not in self._answers])

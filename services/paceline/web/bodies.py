@@ -20,9 +20,9 @@ from paceline.web.json_text import parse
 BODY_S = 60.0
 """Longest time from the headers of a request to the end of its body."""
 _ESCAPED = 2
-"""Bytes of JSON for a byte of text: what is not ASCII takes six for three, a line break two for one."""
+"""Allowed bytes of JSON for a byte of text. Non-ASCII text may take six bytes for three, a line break two for one."""
 _ALLOWANCE_BYTES, _ALLOWANCE_VALUES = 4 << 20, 1 << 18
-"""For all that is not the prompt, such as tools and schemas, and for several prompts in one request."""
+"""Allowance for everything but the prompt, such as tools and schemas, and for several prompts in one request."""
 _VALUES_PER_TOKEN = 4
 _TOGETHER = 4
 """Bodies of the longest kind that may be on their way at once."""

@@ -60,7 +60,7 @@ class JsonForm(CallForm):
     """Blanks may stand around the call."""
 
     def tag(self, function: Mapping[str, Any], i: int, work: Work, *, free: bool) -> Format:
-        """As ``CallForm`` has it."""
+        """Implements ``CallForm.tag``."""
         arguments = _json_arguments(function, i, free=free)
         begin = self.begin.replace('"NAME"', json.dumps(function["name"])).replace("NAME", function["name"])
         if not self.spaced:
@@ -84,7 +84,7 @@ class KimiForm(CallForm):
     trigger: str | None = "<|tool_calls_section_begin|>"
 
     def tag(self, function: Mapping[str, Any], i: int, work: Work, *, free: bool) -> Format:
-        """As ``CallForm`` has it."""
+        """Implements ``CallForm.tag``."""
         arguments = _json_arguments(function, i, free=free)
         number = {"type": "regex", "pattern": "0|[1-9][0-9]?"}
         content = sequence(number, const("<|tool_call_argument_begin|>"), arguments)
@@ -101,7 +101,7 @@ class ElementForm(CallForm):
     elements: Elements
 
     def tag(self, function: Mapping[str, Any], i: int, work: Work, *, free: bool) -> Format:
-        """As ``CallForm`` has it."""
+        """Implements ``CallForm.tag``."""
         begin = self.begin.replace("NAME", function["name"])
         return _tag(begin, self.elements.any if free else _bound(self.elements.arguments, function, i, work), self.end)
 

@@ -114,7 +114,7 @@ class _Choice:
 
 
 class ChatCompletion:
-    """The answer to one body: its requests, then events or one object made of what they yield."""
+    """The answer to one body: its requests, then events, or one object with all results."""
 
     ends_with_done = True
 

@@ -61,7 +61,7 @@ class ChatBatch:
         return (body,)
 
     def body(self) -> dict[str, Any]:
-        """The whole answer; what is told of a prompt is part of its choice."""
+        """Returns the whole answer. Fields about a prompt are part of its choice."""
         answers = [chat.body() for chat in self._chats]
         of_prompt = ("prompt_token_ids", "prompt_logprobs")
         choices = [

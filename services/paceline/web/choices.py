@@ -15,7 +15,7 @@ from paceline.web.service import Edge
 
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Item = tuple[int, Chunk | Result]
-"""Index of a choice, and what it yields."""
+"""Index of a choice, and one of its chunks or its result."""
 
 
 def with_seed(sampling: SamplingParams, i: int) -> SamplingParams:
@@ -189,12 +189,12 @@ def _acceptance_of(request: Request, result: Result) -> dict[str, Any]:
 
 
 def ended(choice: dict[str, Any], end: Mapping[str, Any]) -> None:
-    """Adds to a choice of an event why it ends; what is told of its last round stays."""
+    """Adds the reason for its end to a choice of an event. Fields about its last round stay."""
     choice |= {**end, "speculation": {**choice.get("speculation", {}), **end["speculation"]}}
 
 
 def round_of(chunk: Chunk) -> dict[str, Any]:
-    """Which text of a chunk was drafted, and how its round went: the extension field of an event."""
+    """Returns the extension field of an event: which text of a chunk was drafted, and facts about its round."""
     found: dict[str, Any] = {"segments": [{"text": text, "drafted": drafted} for text, drafted in chunk.segments]}
     if (one := chunk.round) is not None:
         counts = {"drafted": one.num_drafted, "accepted": one.num_accepted}
@@ -207,7 +207,7 @@ def round_of(chunk: Chunk) -> dict[str, Any]:
 
 
 def _trace_of(trace: Trace) -> dict[str, Any]:
-    """When a round ran, and what the draft sent meanwhile; docs/http.md says what each field is."""
+    """Returns the times of a round, and the nodes that the draft sent during it. docs/http.md describes the fields."""
     steps = [
         {
             "at_s": round(step.at_s, 6),

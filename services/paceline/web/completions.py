@@ -37,7 +37,7 @@ class _Choice:
 
 
 class Completion:
-    """The answer to one body: its requests, then events or one object made of what they yield."""
+    """The answer to one body: its requests, then events, or one object with all results."""
 
     ends_with_done = True
 

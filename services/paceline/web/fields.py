@@ -28,11 +28,11 @@ Values = tuple[Any, ...]
 ANY: Values = (...,)
 """Every value changes nothing."""
 NOTHING: Values = ()
-"""Only null changes nothing."""
+"""Every value but null has an effect."""
 OFF: Values = (False, 0, "", [], {})
 """Values that switch a feature off."""
 NOTED = "noted"
-"""Follows the values that are what is served: any other one changes no text, and is named in the header."""
+"""Marks the served values of a field. Any other value has no effect, and the response's header names it."""
 
 _MAX_NAMED = 20
 _MAX_LOGGED = 1000
@@ -213,7 +213,7 @@ class BodyPart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     PLACE: ClassVar[str] = ""
-    """Where parts of this kind are: ``messages``, for instance."""
+    """Where parts of this kind appear in a body, such as ``messages``."""
     INERT: ClassVar[Mapping[str, Values]] = MappingProxyType({})
     """Field that has no meaning here -> its values that change nothing."""
 

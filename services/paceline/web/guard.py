@@ -135,7 +135,7 @@ def sent_unasked(headers: Headers, origins: Origins) -> bool:
 
 
 _HERE_NAMES = ("*.localhost", "host.docker.internal", socket.gethostname().lower())
-"""Names by which this machine calls itself; Docker's is that of the host in its containers."""
+"""Names of this machine. Docker's name is the host's, as its containers see it."""
 
 
 def names_us(host: str, names: Sequence[str]) -> bool:

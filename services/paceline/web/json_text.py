@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 MAX_DEPTH = 128
 """Most levels of lists and objects within each other."""
 MAX_CONTAINERS = 16384
-"""Maximum lists and objects in a text with bounded values: each costs as much memory as many numbers."""
+"""Maximum lists and objects in a text with bounded values. Each takes as much memory as many numbers."""
 
 _TOO_DEEP = f"is nested too deeply: at most {MAX_DEPTH} levels are allowed"
 
@@ -54,7 +54,7 @@ def parse(text: str | bytes, max_values: int | None = None) -> Any:
 def _check_numbers(text: bytes, max_values: int) -> None:
     """Raises ValueError for a text that holds too many values, by its brackets and commas alone.
 
-    All of it is done by searches for bytes, some milliseconds for each MiB, whatever the text is.
+    Only searches for bytes are used: some milliseconds for each MiB, for any text.
     """
     if _within(text, max_values):  # brackets and commas of strings are counted, too
         return

@@ -19,7 +19,9 @@ LOCAL_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A response and the conversation that it ends, as JSON: what is sent again is not read."""
+    """A response and the conversation that it ends, as JSON. Kept as bytes, so that it is sent again without
+    parsing.
+    """
 
     data: bytes
     """The whole answer."""

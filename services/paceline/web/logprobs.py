@@ -140,10 +140,10 @@ class TokenColumns:
 
 
 def echoed(tokenizer: Tokenizer, prompt: str | Sequence[int], token_ids: Sequence[int]) -> tuple[str, list[int]]:
-    """The text of a prompt as an answer repeats it, and where each of its tokens begins there.
+    """Returns the text of a prompt as an answer repeats it, and the offset of each of its tokens in it.
 
-    That of a text is the text, if its tokens tell it exactly. Special tokens have the text that the prompt has for
-    them: their names, or none where the tokenizer added them.
+    A prompt given as text is repeated as it is, if its tokens decode to exactly this text. A special token is repeated
+    by its name if the prompt holds it, and left out if the tokenizer added it.
     """
     given = prompt if isinstance(prompt, str) else None
     text = tokenizer.detokenizer(special=True)

@@ -162,7 +162,7 @@ def _take_reasoning(data: dict[str, Any]) -> None:
 
 
 def _text_of(parts: list[Any]) -> tuple[str, str]:
-    """The text of a content in parts, and that of its reasoning."""
+    """Joins the parts of a content. Returns the text of the content and the text of its reasoning."""
     texts: dict[str, list[str]] = {"content": [], "reasoning": []}
     for i, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else "text"
@@ -273,7 +273,7 @@ class ChatBody(ToolsBody):
     continue_final_message: bool = False
     """The answer continues the last message."""
     echo: bool = False
-    """The content begins with that of the last message, if it is the assistant's."""
+    """The content begins with the last message's content, if that message is the assistant's."""
 
     @property
     def shows_logprobs(self) -> bool:
@@ -351,9 +351,10 @@ def _take_effort(data: dict[str, Any]) -> None:
 
 
 def offered(tools: Sequence[Tool], choice: Any) -> tuple[list[dict[str, Any]] | None, Any]:
-    """The tools as a template reads them, None if none may be called; and the choice among these.
+    """Returns the tools for the template, None if none may be called, and the choice among them.
 
-    Raises InvalidRequestError if ``choice`` demands a call of what is not there.
+    Raises:
+        InvalidRequestError: ``choice`` demands a call of a tool that is not offered.
     """
     names = [tool.function.name for tool in tools]
     asked = [choice["name"]] if isinstance(choice, dict) and "name" in choice else []

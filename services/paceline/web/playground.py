@@ -27,7 +27,9 @@ _HEADERS = {
 
 
 def add_playground(app: FastAPI, access: Access) -> None:
-    """Serves the page and what it loads. It holds no secret, so it needs no key; what it asks for does."""
+    """Serves the page and its files. They hold no secrets and need no key; the requests that the page sends
+    need one.
+    """
     static = files("paceline.web") / "static"
     for file in static.iterdir():
         kind = _TYPES.get(file.name.rpartition(".")[2])

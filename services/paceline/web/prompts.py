@@ -83,9 +83,9 @@ def _within(tokenizer: Tokenizer, text: str) -> list[int]:
 def truncated(
     tokenizer: Tokenizer, prompt: str | Sequence[int], num_tokens: int, side: str, *, special: bool = True
 ) -> tuple[int, ...]:
-    """The last (``side`` left) or first tokens of a prompt. What the tokenizer puts before a text stays.
+    """Returns the last (``side`` left) or first tokens of a prompt. Tokens that the tokenizer puts before a text stay.
 
-    ``special``: it puts its special tokens around a text.
+    ``special``: True: the tokenizer adds its special tokens to a text.
     """
     if not isinstance(prompt, str):
         return _cut(tuple(prompt), num_tokens, side)

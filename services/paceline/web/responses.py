@@ -35,7 +35,7 @@ def unknown(response_id: str) -> UnknownResponseError:
 
 
 class Response:
-    """The answer to one body: its request, then events or one object made of what it yields."""
+    """The answer to one body: its request, then events, or one object with the whole result."""
 
     ends_with_done = True
 
@@ -105,7 +105,7 @@ class Response:
         starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
         if not starts or fits(messages):
             return self._ask(messages)
-        width = 1  # turns at the end that may fit: what is rendered follows from the context, not from the chat
+        width = 1  # last turns that may fit: the search is bounded by the context, not by the chat
         while width < len(starts) and fits(head + messages[starts[-width] :]):
             width *= 2
         last = starts[-width:]
@@ -152,7 +152,7 @@ class Response:
         )
 
     def body(self) -> dict[str, Any]:
-        """The whole answer, which is kept if it is to be."""
+        """Returns the whole answer, and stores it if the request asks for that."""
         result, kept = self._result, self._edge.responses
         assert result is not None
         whole = self._whole("incomplete" if result.finish_reason is FinishReason.LENGTH else "completed")

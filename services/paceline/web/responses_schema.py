@@ -22,7 +22,7 @@ TEXT = {"format": {"type": "text"}}
 LOGPROBS = "message.output_text.logprobs"
 """The value of ``include`` that shows log probabilities."""
 _MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
-"""Bounds of ``metadata``, those of OpenAI. ``_MAX_VALUE`` bounds each name in ``_REPEATED`` too."""
+"""Bounds of ``metadata``, the same as OpenAI's. ``_MAX_VALUE`` also bounds each field in ``_REPEATED``."""
 _REPEATED = ("user", "safety_identifier", "prompt_cache_key")
 """Fields that each response repeats and nothing else reads."""
 _OF_ITEMS = ("id", "status", "type", "phase")
@@ -195,7 +195,7 @@ class ResponseBody(ToolsBody):
 
 
 def _num_characters(value: Any) -> int:
-    """Size of a value that is repeated: of a string its own, of anything else that of its JSON text."""
+    """Returns the length of a repeated value: of a string itself, or of any other value as JSON text."""
     return len(value if isinstance(value, str) else json.dumps(value))
 
 

@@ -159,7 +159,7 @@ class Body(SamplingParams):
     @model_validator(mode="before")
     @classmethod
     def _habits(cls, data: Any, info: ValidationInfo) -> Any:
-        """Leaves out what changes nothing, and refuses what is not served."""
+        """Removes fields without effect, and refuses values that are not served."""
         if not isinstance(data, dict):
             return data
         ignored = info.context if isinstance(info.context, Ignored) else Ignored()

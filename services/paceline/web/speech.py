@@ -36,7 +36,7 @@ class _Piece:
 
     text: str
     shown: str
-    """As clients see it: the text of a mark, which is empty if it is special."""
+    """The text that clients see. A mark has its text, or none if it is special."""
     place: int | None
     """Index of the token in the answer. None: its text is never content."""
 
@@ -125,7 +125,7 @@ class Speech:
                 text = piece.shown[: self._allowed]
                 if not text:
                     break
-                piece.text = piece.shown = piece.shown[len(text) :]  # of a mark that is cut, what is left is text
+                piece.text = piece.shown = piece.shown[len(text) :]  # the rest of a cut mark is text
                 self._allowed = 0
             else:
                 self._allowed -= len(piece.shown)

@@ -18,6 +18,6 @@ ENTRIES: tuple[Entry, ...] = tuple(
 )
 """All of them, by the names of the modules, but first the draft model, which is meant where nothing is said."""
 HEADS: dict[str, HeadMethod] = {entry.method: entry for entry in ENTRIES if isinstance(entry, HeadMethod)}
-"""By ``heads[].method``."""
+"""Entries by ``heads[].method``."""
 DRAFTERS: dict[str, PoolMethod] = {entry.kind: entry for entry in ENTRIES if isinstance(entry, PoolMethod)}
-"""By ``draft_config.kind``; heads in the pool are ``heads.IN_POOL``."""
+"""Entries by ``draft_config.kind``. For heads in the pool see ``heads.IN_POOL``."""

@@ -25,9 +25,9 @@ class Place(StrEnum):
     """The place that a drafter runs in."""
 
     POOL = "draft pool"
-    """In draft replicas, with devices of their own."""
+    """Runs in draft replicas, on devices of their own."""
     TARGET = "target"
-    """In each target replica."""
+    """Runs in each target replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Row:
     own_files: bool = False
     """The checkpoint may be in the target's own files."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options beside the checkpoint, by the keys of the configuration."""
+    """Options in addition to the checkpoint, by the keys of the configuration."""
     mode: Mode = Mode.OVERLAPPED
     """The mode of the requests."""
 
@@ -61,11 +61,11 @@ class Entry:
     equation 1). A text that is missing counts as chat. Targets differ: the figures rank methods and promise nothing."""
 
     of_draft: bool = False
-    """Its checkpoint is a language model of its own (``--draft``)."""
+    """True: its checkpoint is a language model of its own (``--draft``)."""
 
     @property
     def place(self) -> Place:
-        """Where it runs."""
+        """Places in which it can run."""
         return Place.TARGET
 
     @property
@@ -84,7 +84,7 @@ class PoolMethod(Entry):
     """A drafter in the draft pool."""
 
     config: type[Drafts]
-    """Its ``draft_config``; the default of ``kind`` is its name."""
+    """Class of its ``draft_config``. The default of the field ``kind`` is the method's name."""
     build: str
     """(``drafters.building.Building``) -> a ``Drafter``, or a ``Built`` with what else its engine takes of it."""
     host_bytes: Callable[[Any], int]
@@ -116,14 +116,14 @@ class PoolMethod(Entry):
 
     @property
     def named_by_kind(self) -> bool:
-        """True if ``--drafter KIND`` says all: it needs neither a checkpoint nor an option."""
+        """True if ``--drafter KIND`` is all that it needs: no checkpoint and no option."""
         needed = (field.is_required() for field in self.options.model_fields.values())
         return self.with_model is None and not any(needed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadMethod(Entry):
-    """A drafter inside each target replica. What is left out is as of a head that reads the target's hidden states."""
+    """A drafter inside each target replica. Defaults are those of a head that reads the target's hidden states."""
 
     method: str
     """``heads[].method``."""
@@ -132,15 +132,15 @@ class HeadMethod(Entry):
     boundaries: Literal["none", "many", "one"] = "none"
     """Whether the configuration may say which hidden states it reads (many), or at which layer it exits (one)."""
     target_kv: bool = False
-    """It attends to the target's keys and values."""
+    """True: it attends to the target's keys and values."""
     target_layers: bool = False
-    """It drafts with layers of the target itself."""
+    """True: it drafts with layers of the target itself."""
     remote: bool = False
     """The states of each position suffice for it, so it may run in the draft pool."""
     probed: bool = True
-    """It can be tested on what its target writes."""
+    """True: the probe can test it on text that its target writes."""
     page_states: int | None = 0
-    """Hidden states that it keeps with each page; None: as many as its configuration names."""
+    """Hidden states that it keeps with each page; None: one for each boundary in its configuration."""
     published: tuple[str, ...] = ()
     """Parts of architectures, types and names of directories of its checkpoints, in lower case."""
     open: str = "paceline.target.mount:open_states"

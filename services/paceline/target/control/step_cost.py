@@ -25,8 +25,11 @@ _EXACT, _LARGE = 64, 256
 
 _LEVEL_WEIGHT = 0.15
 _NOISE, _LEVEL_DRIFT, _SIZE_DRIFT = 1e-2, 2e-2, 5e-6
-"""Variances of the logarithms of a step's seconds about what they should be, and of what its level and a size's ratio
-change by in a step."""
+"""Variances in the filter of a step's seconds, all of logarithms.
+
+In order: of one measurement about its expected value; of the change of the level in a step; of the change of a size's
+ratio in a step.
+"""
 _ONCE, _BETWEEN = 5e-3, 2e-3
 """Variances of the logarithm of a ratio: measured once; interpolated between two sizes."""
 _FEW, _SOON = 3, 64

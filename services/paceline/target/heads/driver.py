@@ -4,14 +4,14 @@
                                                 │
     follow outcomes ─▶ choose who steps ─▶ expand, expand, .. ─▶ allocate ─▶ forward
 
-Each session has a tree at the head, as it has in a draft's engine. So the ranking by the target's noise, the
-calibration and the guarantees to a drafter are the same. Its best path, and siblings of its tokens, are offered when
-the session is about to step and its draft has sent no tokens for this position. This needs no message and no wait. Only
-the target decides what becomes text.
+A session's head has a tree of its own, as a draft's engine has, so the ranking by the target's noise, the calibration
+and what a drafter may rely on are the same. Its best path, and the tokens beside it, are offered when the session is
+about to step and its draft has sent nothing for this place; it needs no message and no wait. Only the target decides
+what becomes text.
 
 Every rule is served. Coupled and greedy sessions are offered the path that is likeliest to be the target's own choice.
-Under the rejection rule each token is drawn from the head's distribution q, which is sent along. Whether the head is
-asked, and to which depth, depends on the context and on averages, never on a token that was drawn. So p is exact (see
+Under the rejection rule each token is drawn from the head's distribution q, which is stated: whether the head is asked
+depends on the context and on averages, never on a token that was drawn, nor does the depth, so p is exact (see
 ``core/verification.py``). Sequential sessions have proposals of a head only if they have no draft, so that they stay
 comparable; plain ones have none.
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class Heads:
-    """Runs the heads of one target engine. Owned by the engine's thread."""
+    """The heads of one target engine. Owned by the engine's thread."""
 
     def __init__(
         self,
@@ -53,9 +53,7 @@ class Heads:
         clock: Callable[[], float],
         states: Features | None = None,
     ) -> None:
-        """``states``: the hidden states that the target's runner returns, at least the ``union`` of those that heads
-        read.
-        """
+        """``states``: what the target's runner returns, at least the ``union`` of what the heads read."""
         self.mounted = list(mounted)
         self.took_s = 0.0
         """Seconds that the heads were asked for since ``take_s``."""
@@ -79,7 +77,7 @@ class Heads:
         return bool(self.mounted)
 
     def use(self, num_cores: int, *, drafting: bool) -> None:
-        """Sets the number of cores that heads run on from now on, and whether sessions are to have drafts."""
+        """Takes on how many cores heads run from now on, and whether sessions are to have drafts."""
         if (num_cores, drafting) != self._circumstances:
             self._circumstances = num_cores, drafting
             for mounted in self.mounted:
@@ -90,7 +88,7 @@ class Heads:
         return any(m.reads_states and self._on(m, self._num_sessions) for m in self.mounted)
 
     def labeled(self) -> dict[str, MountedHead]:
-        """Returns the heads by method. A second head of a method has ``_#2`` after its name, and so on."""
+        """The heads by their methods, numbered from the second one of a method on."""
         found: dict[str, MountedHead] = {}
         for mounted in self.mounted:
             method = mounted.name.partition(" ")[0]
@@ -99,7 +97,7 @@ class Heads:
         return found
 
     def asks(self, mounted: MountedHead, num_sessions: int) -> bool:
-        """True if a head is on, and not paused at this number of sessions."""
+        """True if a head is neither switched off nor paused at this concurrency."""
         return self._on(mounted, num_sessions)
 
     def take_s(self) -> float:
@@ -109,9 +107,7 @@ class Heads:
 
     @property
     def reserves(self) -> int:
-        """Rows for which a session must hold pages in addition to those of its step: a head's last row is one
-        further.
-        """
+        """Rows beyond those of a step for which a session must hold pages: a head's last row is one further."""
         return int(any(m.head.layers and not m.failure for m in self.mounted))
 
     def open(self, session: TargetSession) -> None:
@@ -146,12 +142,12 @@ class Heads:
         return Proposal()
 
     def forget_guesses(self, session: TargetSession, guesses: Proposal) -> None:
-        """Cancels the extra rows of a session for which the step has no room."""
+        """Takes back that guesses of a session ride: there is no room for them."""
         for mounted in self.mounted:
             mounted.forget_guesses(session.session_id, len(guesses))
 
     def charge_guesses(self, sessions: Sequence[TargetSession], seconds: float) -> None:
-        """Charges the time of extra rows to the heads that asked for them."""
+        """Books the time of extra rows with the heads whose guesses they were."""
         for mounted in self.mounted:
             riding = sum(session.session_id in mounted.riding for session in sessions)
             if riding:
@@ -172,26 +168,24 @@ class Heads:
     # -- what the target has decided -----------------------------------------------------------------------------------
 
     def observe(self, session: TargetSession, proposal: Proposal, accepted: Sequence[int], row_s: float) -> None:
-        """Records the outcome of a session's proposal, before it is committed.
+        """Takes the verdict on a session's proposal, before it is committed.
 
         Args:
-            session: the session.
-            proposal: the verified tokens, from any producer.
+            session: it was verified for.
+            proposal: what was verified, of whatever producer.
             accepted: the tokens of the proposal that were accepted.
             row_s: seconds of the proposal's rows.
         """
         self._asking.observe(session, proposal, accepted, row_s)
 
     def advance(self, session: TargetSession) -> None:
-        """Passes the newly committed tokens of a session that goes on to the heads that are on."""
+        """Has the heads that are on take what was committed for a session that goes on."""
         for mounted in self.mounted:
             if mounted.follows:
                 mounted.catch_up(session)
 
     def feed(self, computed: Sequence[Computed], states: Tensor | None) -> None:
-        """Feeds the heads with a step, after its outcomes were committed. ``states``: None if no head asked
-        for them.
-        """
+        """Feeds the heads with a step, after its outcomes were committed. ``states``: None if none were wanted."""
         if states is not None:
             self._feeding.keep_page_states(computed, states)
         for mounted in self.mounted:
@@ -220,10 +214,10 @@ class Heads:
         """Asks the heads for tokens of the sessions that are about to step.
 
         Args:
-            ready: these sessions. Heads are asked only for sessions whose drafts have no tokens.
-            num_sessions: number of sessions by which a head is judged. It includes sessions in prefill, which decode
-                soon.
-            trees: True if siblings may be verified in this step.
+            ready: these sessions. Heads are asked for those whose drafts have nothing.
+            num_sessions: those whose prompts are being computed included: by them a head is judged, since they are
+                about to decode, too.
+            trees: siblings may be verified in this step.
         """
         started, self._num_sessions = self._clock(), max(1, num_sessions)
         asks = [self._asks(mounted, num_sessions) for mounted in self.mounted]
