@@ -91,7 +91,7 @@ def run_local(args: argparse.Namespace) -> int:
     drafting.check(modes, of_model)
     if args.cpu_threads and of_model["--draft-device"]:
         given_threads = of_model["--cpu-threads"]
-        raise ConfigError(f"--draft-device {args.draft_device} beside --cpu-threads {given_threads}: these run on CPUs")
+        raise ConfigError(f"--draft-device {args.draft_device} with --cpu-threads {given_threads}: these run on CPUs")
     draft = (args.draft or str(embedded_paths()[1])) if drafting.has_model else ""
     given = _settings(
         LocalSettings,
@@ -141,9 +141,9 @@ def _peers(args: argparse.Namespace) -> tuple[Peer, ...]:
         if shutil.which(peer.python) is None:
             raise ConfigError(f"{named}: the Python of the environment that has {peer.engine} is needed")
         if args.dtype not in PEER_DTYPES:
-            raise ConfigError(f"{named} beside --dtype {args.dtype}: use {_or(PEER_DTYPES)}")
+            raise ConfigError(f"{named} with --dtype {args.dtype}: use {_or(PEER_DTYPES)}")
         if not (Path(args.target).expanduser() / "config.json").is_file():
-            raise ConfigError(f"{named} beside --target {args.target!r}: a directory with a checkpoint is needed")
+            raise ConfigError(f"{named} with --target {args.target!r}: a directory with a checkpoint is needed")
     return tuple(given)
 
 

@@ -53,7 +53,7 @@ class Drafting:
             return tuple(Mode) if given is None else tuple(given)
         if given is not None and Mode.SEQUENTIAL in given:
             raise ConfigError(
-                "--modes holds sequential beside --drafter none: there is no draft to take turns with, leave it out"
+                "--modes holds sequential with --drafter none: there is no draft to take turns with, leave it out"
             )
         return (Mode.PLAIN, Mode.OVERLAPPED) if given is None else tuple(given)
 
@@ -67,7 +67,7 @@ class Drafting:
             return tuple(default if given is None else given)
         for name in given or ():
             if name in NEED_MODEL:
-                raise ConfigError(f"--baselines holds {name} beside --drafter {self.drafter}: it needs a draft model")
+                raise ConfigError(f"--baselines holds {name} with --drafter {self.drafter}: it needs a draft model")
         return tuple(name for name in (default if given is None else given) if name not in NEED_MODEL)
 
     def check(self, modes: Sequence[Mode], flags: dict[str, object]) -> None:

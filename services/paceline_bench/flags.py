@@ -61,7 +61,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     help_ = "requests of a unit, but at least two per session (default 8); with --prompts-file also how many of it"
     group = _add_load_flags(parser, help_)
     _add_service_loads(group)
-    group = parser.add_argument_group("another server beside ours")
+    group = parser.add_argument_group("another server to compare with")
     group.add_argument("--endpoint", metavar="URL", help="of an OpenAI API, measured with the same load")
     _add_server_flags(group)
 

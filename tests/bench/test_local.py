@@ -69,8 +69,8 @@ def test_a_bad_argument_is_one_sentence(arguments: list[str], named: str, capsys
             ["--head", "medusa=x", "--modes", "plain,sequential"],
             "--head medusa=x is given without overlapped in --modes",
         ),
-        (["--drafter", "none", "--modes", "plain,sequential"], "--modes holds sequential beside --drafter none"),
-        (["--drafter", "ngram", "--baselines", "assisted"], "--baselines holds assisted beside --drafter ngram"),
+        (["--drafter", "none", "--modes", "plain,sequential"], "--modes holds sequential with --drafter none"),
+        (["--drafter", "ngram", "--baselines", "assisted"], "--baselines holds assisted with --drafter ngram"),
         (
             ["--drafter", "none", "--draft", "x"],
             "--draft x is given with --drafter none: it is for a draft model alone",
@@ -78,7 +78,7 @@ def test_a_bad_argument_is_one_sentence(arguments: list[str], named: str, capsys
         (["--drafter", "ngram", "--cpu-threads", "2,3"], "--cpu-threads 2,3 is given with --drafter ngram"),
         (["--drafter", "ngram", "--tree-step-tokens", "4"], "--tree-step-tokens 4 is given with --drafter ngram"),
         (["--drafter", "ngram", "--draft-device", "cpu"], "--draft-device cpu is given with --drafter ngram"),
-        (["--draft-device", "cuda", "--cpu-threads", "2"], "--draft-device cuda beside --cpu-threads 2: these run on"),
+        (["--draft-device", "cuda", "--cpu-threads", "2"], "--draft-device cuda with --cpu-threads 2: these run on"),
     ],
 )
 def test_drafters_that_make_no_sense_together(

@@ -125,11 +125,11 @@ def test_methods_of_other_engines_have_the_cores_and_k_of_ours(monkeypatch: pyte
         (["--peer", "vllm"], "openvino=/opt/openvino/bin/python"),
         (["--peer", "vllm=/nonexistent/python"], "/nonexistent/python"),
         (["--peer", f"vllm={sys.executable}", "--peer", f"vllm={sys.executable}"], "vllm is given twice"),
-        (["--peer", f"vllm={sys.executable}", "--dtype", "auto"], "beside --dtype auto: use bfloat16 or float32"),
-        (["--peer", f"vllm={sys.executable}", "--target", "org/model"], "beside --target 'org/model': a directory"),
+        (["--peer", f"vllm={sys.executable}", "--dtype", "auto"], "with --dtype auto: use bfloat16 or float32"),
+        (["--peer", f"vllm={sys.executable}", "--target", "org/model"], "with --target 'org/model': a directory"),
         (["--cpu-threads", "1"], "2 to 64"),
-        (["--cpu-threads", "2", "--no-compile"], "cpu_threads is 2 beside compile false"),
-        (["--cpu-threads", "2,4", "--dtype", "float32"], "cpu_threads is 2 beside dtype 'float32'"),
+        (["--cpu-threads", "2", "--no-compile"], "cpu_threads is 2 with compile false"),
+        (["--cpu-threads", "2,4", "--dtype", "float32"], "cpu_threads is 2 with dtype 'float32'"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(

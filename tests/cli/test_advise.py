@@ -37,11 +37,11 @@ def test_every_configuration_that_it_prints_is_taken_and_fits_the_devices(capsys
     arguments = ("--devices", "6", "--target-devices", "2", "--sessions", "90", *STEP, "--head", "early_exit=6")
     found = advised(capsys, *arguments)
     names = [forecast["name"] for forecast in found["forecasts"]]
-    assert found["refused"]["early exit"].startswith("target_config.engine_kwargs.tensor_parallel_size is 2 beside")
+    assert found["refused"]["early exit"].startswith("target_config.engine_kwargs.tensor_parallel_size is 2 with")
     assert {"plain", "n-grams", "suffixes", "Medusa", "MTP", "EAGLE-3", "draft model, overlapped"} < set(names)
     assert {"cascade, vertical", "lookahead"} < set(names)
     assert {"MTP, in the pool", "EAGLE-3, in the pool"} < set(names)
-    assert found["refused"]["plugin"].startswith("what a plugin brings is known to its author alone")
+    assert found["refused"]["plugin"].startswith("only its author knows what a plugin yields")
     for name in names:
         found = advised(capsys, *arguments, "--method", name)
         config = ServiceConfig.parse(found["configuration"])
@@ -152,7 +152,7 @@ def test_the_text_ends_with_the_configuration_of_the_best(capsys: pytest.Capture
     assert title.startswith(f"{rows[0]}, of a service (--config)")
     assert "plain" in rows
     assert ServiceConfig.parse(yaml.safe_load(tree)).target_config.model_loading_config.model_id
-    assert "not MLP speculator: no checkpoint of it is at hand: name one with --head mlp_speculator=DIRECTORY" in lines
+    assert "not MLP speculator: no checkpoint of it was found: name one with --head mlp_speculator=DIRECTORY" in lines
     assert "acceptance of MTP, MTP, in the pool: assumed, one module used for 7 tokens: 3.20 tokens a step" in lines
 
 
@@ -189,12 +189,12 @@ def test_what_does_not_fit_is_named_with_the_reason(
         (["--from", str(RUN), "--devices", "2", "--target-devices", "2"], "--target-devices is 2 with --from"),
         (["--from", str(RUN), "--temperature", "0.5"], "--temperature 0.5 is not in"),
         (["--from", "/nowhere"], "/nowhere cannot be read as JSON"),
-        (["--method", "EAGLE"], "--method is 'EAGLE': no checkpoint of it is at hand"),
+        (["--method", "EAGLE"], "--method is 'EAGLE': no checkpoint of it was found"),
         (["--method", "magic"], "--method is 'magic': possible on these devices are "),
         (["--plugin", "mine"], "argument --plugin: 'mine': NAME=A,MS is needed, A from 0 and below 1, MS above 0"),
         (["--plugin", "mine=1,2"], "argument --plugin: 'mine=1,2': NAME=A,MS is needed"),
         (["--kept", "1.5"], "argument --kept: '1.5': a number above 0 and at most 1 is needed"),
-        (["--method", "plugin"], "--method is 'plugin': what a plugin brings is known to its author alone: give what"),
+        (["--method", "plugin"], "--method is 'plugin': only its author knows what a plugin yields: give your"),
         (["--head", "magic=/x"], "--head magic=/x: method is 'magic': it must be "),
         (["--target", "/nowhere"], "/nowhere"),
     ],

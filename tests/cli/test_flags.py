@@ -171,7 +171,7 @@ def test_target_and_draft_have_a_device_each() -> None:
         ("vertical=a", "drafters"),
         ("vertical=ngram:3,a", "is 'ngram': only a model verifies what others guess for it"),
         ("vertical=a:3,ngram:2", "--drafter vertical=a:3,ngram:2: ngram:2 is the last drafter"),
-        ("vertical=a:3,b,ngram", "lengths has 1 entries beside 3 drafters: 2 are needed"),
+        ("vertical=a:3,b,ngram", "lengths has 1 entries for 3 drafters: 2 are needed"),
         ("vertical=a:17,ngram", "lengths holds 17: 1 to 16 are allowed"),
         ("vertical=,ngram", "model"),
     ],

@@ -96,7 +96,7 @@ def refused(capsys, *arguments):
         (["--placement", "here"], ["--placement", "here", "apart", "auto"]),
         (
             ["--placement", "auto", "--head", "draft_model=x"],
-            ["placement is 'auto' beside a head of method 'draft_model'"],
+            ["placement is 'auto' with a head of method 'draft_model'"],
         ),
         (["--top-p", "nan"], ["--top-p is nan"]),
         (["--max-tokens", "many"], ["--max-tokens", "many"]),

@@ -120,8 +120,8 @@ def test_a_service_without_drafts_has_no_hits():
 @pytest.mark.parametrize(
     ("draft_s", "words"),
     [
-        (0.0005, "; draft beside its target is faster: `paceline advise` writes its configuration"),
-        (0.005, "with a separate draft: draft beside its target 0."),
+        (0.0005, "; draft co-located with its target is faster: `paceline advise` writes its configuration"),
+        (0.005, "with a separate draft: draft co-located with its target 0."),
     ],
 )
 def test_another_layout_that_would_be_faster_is_named(draft_s, words):

@@ -41,7 +41,7 @@ def test_targets_and_drafts_are_told_of_the_same_head() -> None:
         ({**EAGLE3, "method": "medusa"}, "method is 'medusa', which is served in the target only"),
         ({"method": "lookahead"}, "method is 'lookahead', which is served in the target only"),
         ({"method": "eagle3"}, "model is null: method 'eagle3' needs the directory or id of its checkpoint"),
-        ({"method": "mtp", "boundaries": [3]}, "boundaries is [3] beside method 'mtp'"),
+        ({"method": "mtp", "boundaries": [3]}, "boundaries is [3] with method 'mtp'"),
         ({**EAGLE3, "quantization": "int8"}, "quantization is 'int8', but there is no such key"),
         ({**EAGLE3, "tensor_parallel_size": 2}, "tensor_parallel_size is 2, but there is no such key"),
         ({**EAGLE3, "num_speculative_tokens": 33}, "num_speculative_tokens is 33: it must be"),

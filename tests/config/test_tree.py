@@ -194,8 +194,8 @@ def test_a_draft_that_may_serve_in_either_place_is_a_head_of_its_target_too():
     ("target", "draft", "sentence"),
     [
         ({"adaptive": False}, {}, "is 'auto' while the target's adaptive is false"),
-        ({"heads": [{"method": "draft_model", "model": "m"}]}, {}, "is 'auto' beside a head of method 'draft_model'"),
-        ({}, {"vocabulary": "shared"}, "is 'auto' beside vocabulary 'shared'"),
+        ({"heads": [{"method": "draft_model", "model": "m"}]}, {}, "is 'auto' with a head of method 'draft_model'"),
+        ({}, {"vocabulary": "shared"}, "is 'auto' with vocabulary 'shared'"),
     ],
 )
 def test_a_draft_that_cannot_serve_in_either_place_is_refused(target, draft, sentence):
@@ -311,7 +311,7 @@ def test_a_key_of_the_other_kind_of_draft():
 
 AUTOSCALING = "target_config.deployment_config.autoscaling_config"
 CONTRADICTIONS = {
-    "target_config.engine_kwargs.background_compilation is true beside compile false: leave one out": {
+    "target_config.engine_kwargs.background_compilation is true with compile false: leave one out": {
         "target_config": {"engine_kwargs": {"background_compilation": True, "compile": False}}
     },
     "draft_config.engine_kwargs.background_compilation is true with tensor_parallel_size 2, whose ranks are "

@@ -144,7 +144,7 @@ EMBEDDED = {"model": str(DRAFT_DIR), "options": {"dtype": "float32", "compile": 
         ({"drafters": [EMBEDDED]}, "drafters is .*: it must be at least"),
         ({"drafters": [{"kind": "ngram"}, EMBEDDED]}, r"drafters\[0\].kind is 'ngram': only a model verifies"),
         ({"drafters": [EMBEDDED, {"kind": "ngram"}], "lengths": [40]}, "lengths holds 40: 1 to 16 are allowed"),
-        ({"drafters": [EMBEDDED, {"kind": "ngram"}], "lengths": [1, 2]}, "lengths has 2 entries beside 2 drafters"),
+        ({"drafters": [EMBEDDED, {"kind": "ngram"}], "lengths": [1, 2]}, "lengths has 2 entries for 2 drafters"),
         ({"drafters": [{"kind": "model"}, {"kind": "ngram"}]}, r"drafters\[0\].model is null: kind 'model' needs"),
         ({"drafters": [EMBEDDED, {"kind": "ngram", "model": "x"}]}, r"drafters\[1\].model is 'x': kind 'ngram' has"),
         ({"drafters": [EMBEDDED, {"kind": "ngram", "options": {"fan_out": 2}}]}, "options has fan_out: the drafters"),

@@ -290,8 +290,8 @@ def test_bad_input_is_refused_by_name(tmp_path: Path) -> None:
             HeadOptions(method="early_exit", **fields)
     head = HeadOptions(method="early_exit", boundaries=[1])
     for more, said in (
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 beside a head of method 'early_exit'"),
-        ({"quantization": "int8"}, "quantization is 'int8' beside"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 with a head of method 'early_exit'"),
+        ({"quantization": "int8"}, "quantization is 'int8' with"),
     ):
         with pytest.raises(ValidationError, match=said):
             TargetOptions(heads=[head], **more)
@@ -376,7 +376,7 @@ def test_an_exit_head_that_does_not_fit_is_refused_before_its_weights_are_read(t
         ("rms_norm_eps", None, "lacks 'rms_norm_eps'"),
         ("boundary", None, "lacks 'boundary'"),
         ("model_type", "medusa", "model_type is 'medusa' in .*'exit_head' is allowed"),
-        ("scale", 2, "config.json of .* has 'scale': what is not known here"),
+        ("scale", 2, "config.json of .* has 'scale': an unknown key could change its result"),
     ):
         (source / "config.json").write_text(json.dumps(config | {key: value}), encoding="utf-8")
         refused(said)

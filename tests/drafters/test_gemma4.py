@@ -434,7 +434,7 @@ REFUSED: list[tuple[Callable[[HeadFile], Any], str]] = [
     (_text(num_kv_shared_layers=2), "is not valid: .* must be shared. Expected 4. Got 2"),
     (_text(hidden_size_per_layer_input=8), "hidden_size_per_layer_input"),
     (_text(hidden_activation="other"), "has layers that cannot be made .*: 'other'"),
-    (_text(rope_scaling={"factor": 2}), "text_config has 'rope_scaling': what is not known here"),
+    (_text(rope_scaling={"factor": 2}), "text_config has 'rope_scaling': an unknown key could change its result"),
     (_top(text_config=None), "text_config is None in .*: the configuration of its layers is needed"),
     (
         _top(model_type="gemma4_unified_assistant"),
@@ -443,7 +443,7 @@ REFUSED: list[tuple[Callable[[HeadFile], Any], str]] = [
     (_top(model_type="muse_glimmer_assistant"), "'gemma4_assistant' and 'gemma4_unified_assistant' are allowed"),
     (_top(num_centroids=7), "num_centroids is 7 .* the first must divide the 64 tokens"),
     (_top(centroid_intermediate_top_k=9), "centroid_intermediate_top_k 9 in .* the second be at most the first"),
-    (_top(window=3), "config.json of .* has 'window': what is not known here"),
+    (_top(window=3), "config.json of .* has 'window': an unknown key could change its result"),
     (lambda file: file.tensors.pop("post_projection.weight"), "no weight file holds 'post_projection.weight'"),
     (lambda file: file.tensors.pop("model.embed_tokens.weight"), "no weight file holds 'lm_head.weight'"),
     (lambda file: file.tensors.update({"bias": torch.zeros(1)}), "holds 'bias', which its format does not have"),
@@ -500,7 +500,7 @@ def test_bad_options_are_refused_by_name() -> None:
     with pytest.raises(ValidationError, match="model is null: method 'gemma4_assistant' needs the directory or id"):
         HeadOptions(method=METHOD)
     head = HeadOptions(method=METHOD, model="x")
-    with pytest.raises(ValidationError, match="tensor_parallel_size is 2 beside a head of method 'gemma4_assistant'"):
+    with pytest.raises(ValidationError, match="tensor_parallel_size is 2 with a head of method 'gemma4_assistant'"):
         TargetOptions(heads=[head], tensor_parallel_size=2)
     with pytest.raises(ValidationError, match="which needs the target's keys and values and is served in the target"):
         HeadDraftOptions(method=METHOD, model="x")

@@ -335,13 +335,13 @@ def test_bad_sizes_are_refused_by_name() -> None:
         ({"lookahead": {"window": 0}}, "window"),
         ({"lookahead": {"ngram": 2}}, "ngram"),
         ({"lookahead": {"guesses": 0}}, "guesses"),
-        ({"model": "x"}, "model is 'x' beside method 'lookahead'"),
+        ({"model": "x"}, "model is 'x' with method 'lookahead'"),
         ({"boundaries": [1]}, "boundaries is"),
         ({"probe_file": "x"}, "which is not asked"),
     ):
         with pytest.raises(ValidationError, match=said):
             HeadOptions(**{"method": "lookahead"} | fields)
-    with pytest.raises(ValidationError, match="lookahead is given beside method 'mtp'"):
+    with pytest.raises(ValidationError, match="lookahead is given with method 'mtp'"):
         HeadOptions(method="mtp", lookahead=LookaheadOptions())
     wide = HeadOptions(method="lookahead", lookahead=LookaheadOptions(window=16, ngram=5))
     with pytest.raises(ValidationError, match="max_step_tokens is 63: method 'lookahead' needs 64 at least"):

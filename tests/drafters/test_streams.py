@@ -367,7 +367,7 @@ def test_streams_that_do_not_fit_are_refused_before_weights_are_read(tmp_path: P
         ("num_streams", 0, "num_streams is 0 in config.json .* at least 1"),
         ("num_streams", 5, r"'streams' of .* is \[4, 64\]: .* it must be \[5, 64\]"),
         ("model_type", "medusa", "model_type is 'medusa' in .*'stream_head' is allowed"),
-        ("alpha", 2, "config.json of .* has 'alpha': what is not known here"),
+        ("alpha", 2, "config.json of .* has 'alpha': an unknown key could change its result"),
     ):
         (folder / "config.json").write_text(json.dumps(config | {key: value}), encoding="utf-8")
         refused(said)
@@ -397,7 +397,7 @@ def test_a_target_without_linear_layers_is_refused(tmp_path: Path) -> None:
 def test_bad_options_are_refused_by_name() -> None:
     for fields, said in (
         ({}, "model is null: method 'speculative_streaming' needs the directory or id"),
-        ({"model": "x", "boundaries": [1]}, r"boundaries is \[1\] beside method 'speculative_streaming'"),
+        ({"model": "x", "boundaries": [1]}, r"boundaries is \[1\] with method 'speculative_streaming'"),
         ({"model": "x", "probe_file": "x"}, "which is not asked"),
         ({"model": "x", "num_speculative_tokens": 0}, "greater than or equal to 1"),
     ):
@@ -405,8 +405,8 @@ def test_bad_options_are_refused_by_name() -> None:
             HeadOptions(method=METHOD, **fields)
     head = HeadOptions(method=METHOD, model="x")
     for more, said in (
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 beside a head of method 'speculative_streaming'"),
-        ({"quantization": "int8"}, "quantization is 'int8' beside"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 with a head of method 'speculative_streaming'"),
+        ({"quantization": "int8"}, "quantization is 'int8' with"),
     ):
         with pytest.raises(ValidationError, match=said):
             TargetOptions(heads=[head], **more)

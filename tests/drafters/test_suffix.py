@@ -218,12 +218,12 @@ def test_bad_keys_of_a_head_are_refused_by_name() -> None:
         ({"suffix": {"min_match": 25}}, "min_match is 25: it must be at most max_tree_depth, which is 24"),
         ({"suffix": {"max_spec_factor": 0}}, "max_spec_factor"),
         ({"suffix": {"fan_out": 2}}, "fan_out"),
-        ({"model": "x"}, "model is 'x' beside method 'suffix'"),
+        ({"model": "x"}, "model is 'x' with method 'suffix'"),
         ({"boundaries": [1]}, "boundaries is"),
         ({"probe_file": "x"}, "which is not asked"),
-        ({"lookahead": {}}, "lookahead is given beside method 'suffix': it is for method 'lookahead'"),
+        ({"lookahead": {}}, "lookahead is given with method 'suffix': it is for method 'lookahead'"),
     ):
         with pytest.raises(ValidationError, match=said):
             HeadOptions(**{"method": "suffix"} | fields)
-    with pytest.raises(ValidationError, match="suffix is given beside method 'mtp'"):
+    with pytest.raises(ValidationError, match="suffix is given with method 'mtp'"):
         HeadOptions(method="mtp", suffix=SuffixMatching())

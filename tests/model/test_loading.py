@@ -159,7 +159,7 @@ def test_attention_sinks_that_are_kept_back_are_refused() -> None:
     ("family", "changes", "said"),
     [
         ("doge", {}, "gives its attention a mask of its own"),
-        ("nemotron", {}, "does not hand on to its attention what it is called with"),
+        ("nemotron", {}, "does not pass all its arguments on to its attention"),
         ("llama4_text", {"attention_chunk_size": None}, "has attention_chunk_size None: a number of tokens is needed"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attends to later tokens too"),
         ("deepseek_v32", {}, "has layers of type indexed_attention"),

@@ -239,7 +239,7 @@ def test_a_head_that_predicts_nothing_is_refused_when_the_target_starts(tmp_path
     with pytest.raises(ConfigError, match=r"^probe_file is '/nowhere': it cannot be read"):
         built(tmp_path / "target", [HeadOptions(method="eagle3", model=folder, probe_file="/nowhere")])
     for fields in ({"probe": False}, {"method": "draft_model"}):
-        with pytest.raises(ValueError, match="probe_file is 'x' beside "):
+        with pytest.raises(ValueError, match="probe_file is 'x' with "):
             HeadOptions(**{"method": "eagle3", "model": folder, "probe_file": "x"} | fields)
 
 

@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--concurrency", type=int, metavar="N", help=f"requests at once (default: {_CONCURRENCY})")
     add_engine_flags(parser, "run both engines on this machine (the default)")
-    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: that of the target)")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: the target's)")
     add_remote_flags(parser)
     parser.set_defaults(run=run_batch)
 

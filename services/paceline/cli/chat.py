@@ -45,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system's message")
     add_engine_flags(parser, "run both engines on this machine (the default)", target=SMALL_CHAT_MODEL)
-    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: that of the target)")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: the target's)")
     add_remote_flags(parser)
     add_sampling_flags(parser)
     add_speculation_flags(parser)

@@ -108,7 +108,7 @@ def describe(error: ValidationError) -> str:
 
 def add_quiet_flag(parser: argparse.ArgumentParser) -> None:
     """Adds ``--quiet``, which every command has."""
-    help_ = "tell nothing beside results, warnings and errors: no stages of a start, no progress, no summary"
+    help_ = "print only results, warnings and errors: no stages of a start, no progress, no summary"
     parser.add_argument("-q", "--quiet", action="store_true", help=help_)
 
 
@@ -122,7 +122,7 @@ def add_model_flags(
     group = parser.add_argument_group("models")
     group.add_argument("--target", "--model", metavar="ID_OR_PATH", help=f"target model (default: {target})")
     help_ = (
-        "draft model (default: with the embedded target the embedded one, else none: the best method at hand drafts)"
+        "draft model (default: with the embedded target the embedded one, else none: the best available method drafts)"
     )
     group.add_argument("--draft", metavar="ID_OR_PATH", help=help_)
     group.add_argument(
@@ -136,7 +136,7 @@ def add_model_flags(
         action="append",
         metavar="METHOD=MODEL[,TOKENS]",
         help="a drafter inside the target, such as draft_model=DIRECTORY, early_exit=BOUNDARY or suffix, and the most "
-        "tokens that it proposes at once (repeatable; beside --drafter, or alone with --drafter none)",
+        "tokens that it proposes at once (repeatable; with --drafter, or alone with --drafter none)",
     )
     names = (
         "dtype",
@@ -248,7 +248,7 @@ def _cascade(name: str, running: Mapping[str, Any]) -> dict[str, Any]:
         lengths += [int(length)] if has_length else []
         parts.append(_part(body if has_length else text, running))
     if last.rpartition(":")[2].isdigit() and ":" in last:
-        raise ConfigError(f"--drafter {name}: {last} is the last drafter, which drafts what is left: it has no length")
+        raise ConfigError(f"--drafter {name}: {last} is the last drafter, which drafts the rest: it has no length")
     found = {"drafters": [*parts, _part(last, running)]}
     return found | ({"lengths": lengths} if lengths else {})
 

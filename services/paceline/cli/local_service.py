@@ -165,7 +165,7 @@ def local_of(config: ServiceConfig) -> LocalConfig:
     for place, (part, served) in parts.items():
         for name in sorted(set() if part is None else part.model_fields_set - served):
             key = f"{place}.{name}".removeprefix(".")
-            raise ConfigError(f"{key} is set with --local, which has neither replicas nor routers and their logs")
+            raise ConfigError(f"{key} is set with --local, which has no replicas, no routers and no logs of them")
     models = {"target_config": target, "draft_config": draft if isinstance(draft, ModelDraftConfig) else None}
     for place, model in models.items():
         if model is not None and model.model_loading_config.tokenizer_source is not None:

@@ -65,15 +65,15 @@ class ModelOptions(Strict):
         if self.tensor_parallel_size > 1:
             raise Fault(
                 "cpu_threads",
-                f"is {self.cpu_threads} beside tensor_parallel_size {self.tensor_parallel_size}: a model is shared by "
+                f"is {self.cpu_threads} with tensor_parallel_size {self.tensor_parallel_size}: a model is shared by "
                 "threads or by ranks, so one of them must be 1",
             )
         others = {"device": ("cuda", "auto' or 'cpu"), "dtype": ("float32", "auto' or 'bfloat16")}
         for key, (refused, allowed) in others.items():
             if (value := getattr(self, key)).startswith(refused):
-                raise Fault("cpu_threads", f"is {self.cpu_threads} beside {key} {value!r}: {key} must be '{allowed}'")
+                raise Fault("cpu_threads", f"is {self.cpu_threads} with {key} {value!r}: {key} must be '{allowed}'")
         if self.compile is False:
-            raise Fault("cpu_threads", f"is {self.cpu_threads} beside compile false: only compiled steps are shared")
+            raise Fault("cpu_threads", f"is {self.cpu_threads} with compile false: only compiled steps are shared")
         return self
 
     @model_validator(mode="after")
@@ -81,7 +81,7 @@ class ModelOptions(Strict):
         if self.background_compilation is not True:
             return self
         if self.compile is False:
-            raise Fault("background_compilation", "is true beside compile false: leave one out")
+            raise Fault("background_compilation", "is true with compile false: leave one out")
         if self.tensor_parallel_size > 1:
             raise Fault(
                 "background_compilation",

@@ -80,20 +80,20 @@ class HeadOptions(Strict):
             self._check_exit()
         elif entry.model == "none":
             if self.model is not None:
-                raise Fault("model", f"is {self.model!r} beside method {self.method!r}, which has no weights")
+                raise Fault("model", f"is {self.model!r} with method {self.method!r}, which has no weights")
         elif entry.model == "needed" and self.model is None:
             raise Fault("model", f"is null: method {self.method!r} needs the directory or id of its checkpoint")
         for method in ("lookahead", "suffix"):
             if getattr(self, method) is not None and self.method != method:
-                raise Fault(method, f"is given beside method {self.method!r}: it is for method {method!r}")
+                raise Fault(method, f"is given with method {self.method!r}: it is for method {method!r}")
         if self.boundaries is not None and entry.boundaries == "none":
             choosing = ", ".join(name for name, other in HEADS.items() if other.boundaries != "none")
             raise Fault(
-                "boundaries", f"is {self.boundaries} beside method {self.method!r}: only {choosing} have them to choose"
+                "boundaries", f"is {self.boundaries} with method {self.method!r}: only {choosing} have them to choose"
             )
         if self.probe_file is not None and not (self.probe and entry.probed):
             why = "probe false" if entry.probed else f"method {self.method!r}, which is not asked"
-            raise Fault("probe_file", f"is {self.probe_file!r} beside {why}: leave it out")
+            raise Fault("probe_file", f"is {self.probe_file!r} with {why}: leave it out")
         return self
 
     def _check_exit(self) -> None:

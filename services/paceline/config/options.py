@@ -65,9 +65,9 @@ def require_placement(target: TargetOptions, draft: object, key: str) -> None:
     if not isinstance(draft, DraftOptions) or draft.placement != "auto":
         return
     if not target.adaptive:
-        raise Fault(key, "is 'auto' while the target's adaptive is false: what is not measured is not chosen")
+        raise Fault(key, "is 'auto' while the target's adaptive is false: 'auto' needs measured times")
     if any(head.method == "draft_model" for head in target.heads):
-        raise Fault(key, "is 'auto' beside a head of method 'draft_model': 'auto' makes one of this draft itself")
+        raise Fault(key, "is 'auto' with a head of method 'draft_model': 'auto' makes one of this draft itself")
 
 
 @dataclass(frozen=True, slots=True)

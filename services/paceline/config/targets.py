@@ -100,14 +100,14 @@ class TargetOptions(ModelOptions):
         if self.tensor_parallel_size > 1:
             raise Fault(
                 "tensor_parallel_size",
-                f"is {self.tensor_parallel_size} beside a head of method {method!r}, which needs whole layers: "
+                f"is {self.tensor_parallel_size} with a head of method {method!r}, which needs whole layers: "
                 "1 is allowed",
             )
         method = next((head.method for head in self.heads if head.entry.target_layers), None)
         if method is not None and self.quantization is not None:
             raise Fault(
                 "quantization",
-                f"is {self.quantization!r} beside a head of method {method!r}, whose layers are plain weights: "
+                f"is {self.quantization!r} with a head of method {method!r}, whose layers are plain weights: "
                 "null is allowed",
             )
         return self

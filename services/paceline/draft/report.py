@@ -36,6 +36,6 @@ def _states(stats: DraftStats) -> str:
     lost = [
         (stats.states_missing, "were lost"),
         (stats.states_dropped, "messages with states came late or twice"),
-        (stats.states_late, "tokens were drafted behind before their states had come"),
+        (stats.states_late, "tokens were expanded before their states had come"),
     ]
     return ", ".join([text, *(f"{count} {what}" for count, what in lost if count)])

@@ -106,7 +106,7 @@ def _examined(asked: Asked) -> AtHand:
     assert isinstance(entry, PoolMethod | HeadMethod)
     if method.needs_model and asked.source is None:
         flag = "--draft DIRECTORY" if entry.of_draft else f"--head {method.drafting.kind}=DIRECTORY"
-        raise ConfigError(f"no checkpoint of it is at hand: name one with {flag}")
+        raise ConfigError(f"no checkpoint of it was found: name one with {flag}")
     found: AtHand = function(entry.examine)(asked)
     return found
 
@@ -119,9 +119,7 @@ def needs_nothing(asked: Asked) -> AtHand:
 def of_plugin(asked: Asked) -> AtHand:
     """A user's own drafter. Raises ConfigError for one that is not named."""
     if asked.plugin is None:
-        raise ConfigError(
-            "what a plugin brings is known to its author alone: give what you have measured, --plugin NAME=A,MS"
-        )
+        raise ConfigError("only its author knows what a plugin yields: give your measurements as --plugin NAME=A,MS")
     return AtHand(replace(asked.method, options={**asked.method.options, "drafter": asked.plugin}))
 
 

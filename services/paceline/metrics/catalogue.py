@@ -287,9 +287,14 @@ SCALING_WANTED = gauge(
     "Replicas that a pool should have, where the service decides it.",
     "pool",
 )
-SCALING_ACTUAL = gauge("paceline_scaling_actual_replicas", "replicas", "Of such a pool that take sessions.", "pool")
+SCALING_ACTUAL = gauge(
+    "paceline_scaling_actual_replicas", "replicas", "Replicas of an autoscaled pool that take sessions.", "pool"
+)
 SCALING_DEMAND = gauge(
-    "paceline_scaling_demand_replicas", "replicas", "That the load of such a pool needs now, with a fraction.", "pool"
+    "paceline_scaling_demand_replicas",
+    "replicas",
+    "Replicas that the current load of an autoscaled pool needs, not rounded.",
+    "pool",
 )
 SCALING_CHANGES = counter(
     "paceline_scaling_changes_total",
@@ -301,16 +306,35 @@ SCALING_CHANGES = counter(
 CONTROLLER: dict[str, Metric] = {
     name: gauge(f"paceline_controller_{name}", unit, help_, *labels, per_replica=True)
     for name, unit, help_, *labels in (
-        ("drafting", "flag", "1 if a target wants drafts at its load now."),
+        ("drafting", "flag", "1 if a target requests drafts at its current load."),
         ("sessions_paused", "sessions", "Sessions for which a target has paused drafting."),
-        ("acceptance", "ratio", "Draft tokens accepted lately, those before them being so."),
-        ("mean_draft_tokens", "tokens", "Of the proposals of the last few hundred rounds."),
-        ("draft_tokens_share", "ratio", "Of these rounds, by the length of the proposal.", "tokens"),
-        ("step_seconds", "seconds", "What a step is expected to take, by its tokens.", "tokens"),
-        ("head_on", "flag", "1 if a head is asked at its target's load now; 0: paused, or switched off.", "head"),
-        ("head_acceptance", "ratio", "Tokens of a head accepted lately, those before them being so.", "head"),
-        ("head_seconds", "seconds", "What one depth of a head takes for one session.", "head"),
-        ("tokens_per_second", "tokens/s", "Measured last at the load of now, by whether it drafts.", "decoding"),
+        (
+            "acceptance",
+            "ratio",
+            "Recent probability that a draft token is accepted, given that all tokens before it were.",
+        ),
+        ("mean_draft_tokens", "tokens", "Mean length of a proposal over the last few hundred rounds."),
+        (
+            "draft_tokens_share",
+            "ratio",
+            "Share of the last few hundred rounds, by the length of the proposal.",
+            "tokens",
+        ),
+        ("step_seconds", "seconds", "Expected time of a step, by its tokens.", "tokens"),
+        ("head_on", "flag", "1 if a head is used at its target's current load; 0: paused, or switched off.", "head"),
+        (
+            "head_acceptance",
+            "ratio",
+            "Recent probability that a token of a head is accepted, given that all tokens before it were.",
+            "head",
+        ),
+        ("head_seconds", "seconds", "Time of one depth of a head for one session.", "head"),
+        (
+            "tokens_per_second",
+            "tokens/s",
+            "Last measured rate at the current load, with drafting and without.",
+            "decoding",
+        ),
     )
 }
 """Gauges that a target's controller decides by, by the name that its status gives them."""

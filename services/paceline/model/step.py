@@ -140,7 +140,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
         if not getattr(module, "is_causal", True):
             raise ConfigError(f"{name} attends to later tokens too; only causal attention works")
         if "page_table" not in kwargs:
-            raise ConfigError(f"{name} does not hand on to its attention what it is called with")
+            raise ConfigError(f"{name} does not pass all its arguments on to its attention")
         given = sorted(key for key, value in kwargs.items() if isinstance(value, Tensor) and key not in _KNOWN)
         if attention_mask is not None or given:
             raise ConfigError(

@@ -137,7 +137,7 @@ def _of_temperature(path: Path, data: Mapping[str, Any], temperature: float) -> 
     sessions = int(data["settings"]["sessions"])
     if heads := data["settings"].get("heads"):
         raise ConfigError(
-            f"{path} was measured with the head {heads[0]}: the time of its target's steps holds that of the head, so "
+            f"{path} was measured with the head {heads[0]}: the times of its steps include the head's, so "
             "measure without --head, and give --head-step-ms and --head-acceptance"
         )
     if (drafter := data["settings"].get("drafter", "model")) != "model":

@@ -11,7 +11,7 @@ from paceline.plan.outcomes import Outcomes
 from paceline.plan.times import StepTable
 from paceline.types import Mode, ReplicaStatus, ServerInfo
 
-APART, COLOCATED, PLAIN = "draft apart", "draft beside its target", "plain"
+APART, COLOCATED, PLAIN = "separate draft", "draft co-located with its target", "plain"
 _STEP = "step_seconds:"
 _LEAST_STEPS = 100
 """Steps of drafts, and of targets, from which on their times mean something."""

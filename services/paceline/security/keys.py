@@ -130,9 +130,9 @@ def _by_name(path: Path, entries: Iterable[Any]) -> dict[str, ApiKey]:
             place = ".".join(str(part) for part in first["loc"] if part in ApiKey.model_fields)
             raise ConfigError(f"{where}{'.' + place if place else ''}: {first['msg']}") from None
         if key.name in keys:
-            raise ConfigError(f"{where}.name is {key.name!r}, as that of another: each name is given once")
+            raise ConfigError(f"{where}.name is {key.name!r}, which another key has: each name is given once")
         if not digests.isdisjoint(digest.lower() for digest in key.sha256):
-            raise ConfigError(f"{where}.sha256 is that of another key too: a key has one name")
+            raise ConfigError(f"{where}.sha256 belongs to another key, too: a key has one name")
         digests.update(digest.lower() for digest in key.sha256)
         keys[key.name] = key
     return keys

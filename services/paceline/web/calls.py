@@ -124,7 +124,7 @@ def _formats_of(chat: ChatTemplate, content: StructuredOutput) -> list[Format]:
         return [*head, root_of(content.structural_tag)[0]]
     if content.grammar is not None:
         raise InvalidRequestError(
-            "structured_output.grammar is given with tools, or behind reasoning that the prompt opens: there a JSON "
+            "structured_output.grammar is given with tools, or after reasoning that the prompt opens: there a JSON "
             "Schema, a regular expression, choices or a structural tag are allowed"
         )
     return [*head, {"type": "json_schema", "json_schema": read_schema(content.text)}]

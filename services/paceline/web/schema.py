@@ -34,7 +34,7 @@ from paceline.web.prompts import truncated, word_ids
 MAX_CHOICES = 128
 """Most choices of one request: prompts times ``n``."""
 
-WITHOUT_LOGPROBS = " without logprobs: it is a part of what that adds"
+WITHOUT_LOGPROBS = " without logprobs: it only extends these"
 """Follows a parameter of log probabilities that are not asked for."""
 
 _B = TypeVar("_B", bound="Body")
@@ -58,7 +58,7 @@ class StreamOptions(BodyPart):
     @model_validator(mode="after")
     def _trace(self) -> Self:
         if self.include_trace and not self.include_speculation:
-            raise Fault("include_trace", "is true without include_speculation: it is a part of what that adds")
+            raise Fault("include_trace", "is true without include_speculation: it only extends that")
         return self
 
 

@@ -137,7 +137,7 @@ def against_others(runs: Sequence[LocalRun]) -> Section | None:
                     ("ratio", f"{ours / theirs:.2f}"),
                 )
             )
-    text = "Our fastest method that uses no more cores over the fastest of each other engine that ran beside it."
+    text = "Our fastest method that uses no more cores over the fastest of each other engine of the same run."
     return Section("Against other engines on the same cores", text, rows_of(rows)) if rows else None
 
 

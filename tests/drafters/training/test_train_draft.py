@@ -146,8 +146,8 @@ def test_a_head_is_trained_on_chats(chatting: Path, tmp_path: Path, capsys: pyte
     assert len((tmp_path / "draft" / "features" / "chats.jsonl").read_text().splitlines()) >= 20
     refusals = {
         ("--layers", "3"): "--layers is 3: it must be from 1 to 2",
-        ("--data", "x"): "--data is given beside --chats",
-        ("--temperatures", "as-is"): "--temperatures is given beside --chats",
+        ("--data", "x"): "--data is given with --chats",
+        ("--temperatures", "as-is"): "--temperatures is given with --chats",
         ("--chats", "1"): "--chats is 1",
     }
     for flags, reason in refusals.items():

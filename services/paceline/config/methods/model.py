@@ -41,7 +41,7 @@ class DraftOptions(Growing, ModelOptions):
         if self.placement == "auto" and self.vocabulary != "same":
             raise Fault(
                 "placement",
-                f"is 'auto' beside vocabulary {self.vocabulary!r}: a draft model in the target has the target's "
+                f"is 'auto' with vocabulary {self.vocabulary!r}: a draft model in the target has the target's "
                 "tokenizer, so one must be 'apart' or the other 'same'",
             )
         return self

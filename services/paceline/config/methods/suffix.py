@@ -100,7 +100,7 @@ HEAD = HeadMethod(
             name="suffixes, in the target",
             source=_SOURCE,
             reads="",
-            when="the same texts without a draft pool, or beside a draft, for what that misses",
+            when="the same texts without a draft pool, or with a draft, for tokens that it misses",
         ),
     ),
 )

@@ -64,7 +64,7 @@ class CascadeOptions(Growing):
     def _fits_together(self) -> Self:
         num = len(self.drafters) - 1
         if self.lengths is not None and len(self.lengths) != num:
-            raise Fault("lengths", f"has {len(self.lengths)} entries beside {num + 1} drafters: {num} are needed")
+            raise Fault("lengths", f"has {len(self.lengths)} entries for {num + 1} drafters: {num} are needed")
         if wrong := [length for length in self.lengths or () if not 1 <= length <= 16]:
             raise Fault("lengths", f"holds {wrong[0]}: 1 to 16 are allowed")
         gpus: dict[str, int] = {}

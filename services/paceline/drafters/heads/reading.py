@@ -76,8 +76,7 @@ class Reading:
         """Raises ConfigError for a key that is neither in ``known`` nor harmless."""
         if unknown := sorted(set(self.config) - set(known) - COMMON_KEYS):
             raise ConfigError(
-                f"config.json of {self.what} has {named(unknown)}: what is not known here could change what the head "
-                "computes"
+                f"config.json of {self.what} has {named(unknown)}: an unknown key could change its result"
             )
 
     def require_form(self, model_type: str, keys: Collection[str]) -> None:

@@ -159,9 +159,9 @@ class TrainingOptions:
             raise ConfigError(f"--chats is {self.chats}: at least 2, one of them is held out")
         if bool(self.chats) == bool(self.data):
             raise ConfigError(
-                f"--data is {'given beside' if self.data else 'missing, as is'} --chats: name files or folders with "
+                f"--data is {'given with' if self.data else 'missing, as is'} --chats: name files or folders with "
                 "text for the target to continue, or how many chats it shall write itself"
             )
         if self.chats and (self.held_out or not self.temperatures):
             key = "held-out" if self.held_out else "temperatures"
-            raise ConfigError(f"--{key} is given beside --chats: the target answers chats that nobody has written yet")
+            raise ConfigError(f"--{key} is given with --chats: the target answers chats that nobody has written yet")

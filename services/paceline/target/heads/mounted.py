@@ -96,9 +96,9 @@ class MountedHead:
         if depth_s is not None:
             text += f", {1e3 * depth_s:.3g} ms a depth of one session"
         text += f", paused {self.gate.num_pauses} times" if self.gate.num_pauses else ""
-        text += f", went on {stats.holes} times with sessions that it had missed a part of" if stats.holes else ""
+        text += f", went on {stats.holes} times after missing a part of a session" if stats.holes else ""
         if stats.guesses:
-            text += f", {stats.guesses / num_rounds:.3g} guesses a round rode in steps"
+            text += f", {stats.guesses / num_rounds:.3g} extra tokens a round in steps"
         return text + (f"; warning of the probe at start-up: {self.warning}" if self.warning else "")
 
     def use(self, num_cores: int, *, drafting: bool) -> None:
@@ -268,7 +268,7 @@ class MountedHead:
         """Asserts that the head follows sessions of ``known`` only, to the end of their context."""
         assert self.sessions.keys() <= known.keys()
         assert self.prefilling <= self.sessions.keys()
-        assert not self.riding, "what rides in a step is learned from when it ends"
+        assert not self.riding, "extra rows are still waiting for their step"
         for session_id, followed in self.sessions.items():
             assert followed.session is known[session_id]
             followed.tree.check_integrity()
