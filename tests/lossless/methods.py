@@ -115,13 +115,14 @@ _HEADER = """# Drafting methods
 Written by `python -m tests.test_docs` from `config/methods` and `tests/lossless/methods.py`.
 [Drafters](drafters.md) describes how they work; [`paceline advise`](plan.md#which-method) chooses among them.
 
-✓ is a run of `tests/lossless/test_methods.py` with that method alone: the text is that of plain decoding, token by
-token, and tokens of the method were verified and some accepted. Where its weights are random, 10 takes the place of
-temperature 1, at which some are accepted all the same. A number is a sentence below the table. Under the rejection rule
-above temperature 0 there is no one text, so it is compared at temperature 0; [lossless](lossless.md) has the law.
+✓ is a run of `tests/lossless/test_methods.py` with that method alone: the text equals that of plain decoding, token
+by token, and tokens of the method were verified and some accepted. A method with random
+weights runs at temperature 10 in place of 1, so that some of its tokens are accepted. A number refers to a sentence
+below the table. Under the rejection rule, texts are compared at temperature 0: above it, outputs are equal in
+distribution only ([lossless](lossless.md)).
 
-Mirror speculative decoding is no row: its [hints](drafters.md#hints-while-the-target-runs) change what any overlapped
-draft expands first. The embedded pair gains nothing by them.
+Mirror speculative decoding has no row: its [hints](drafters.md#hints-while-the-target-runs) change the order in which
+an overlapped draft expands nodes. The embedded pair gains nothing from them.
 """
 _COLUMNS = """
 | column | what is run |
@@ -140,13 +141,13 @@ _COLUMNS = """
 _MEASURED = """
 ## Measured
 
-The embedded target with its draft, its own heads, those of `benchmarks/train_heads.py`, and what needs no weights, as
-`benchmarks/methods.py` serves them: eager, in float32, one request at a time. All methods, plain decoding and
-transformers' own take turns, prompt by prompt. Heads and draft are small and were trained for minutes ([model
-card](../services/paceline/embedded/README.md)): the figures show that each method works, not what it brings elsewhere.
-The draft of another vocabulary (3,000 of 4,096 tokens) and that of PARD (adapted for 400 steps) are made of the
-embedded draft; the plugin is the [example](own-drafters.md) of its page. Standard errors are over prompts. Tokens of a
-step do not depend on the machine, except those of overlapped drafting; tokens per second do.
+`benchmarks/methods.py` runs the embedded target with its draft, with its own heads and those of
+`benchmarks/train_heads.py`, and with methods without weights: eager, in float32, one request at a time. All methods,
+plain decoding and transformers' own methods take turns, prompt by prompt. Heads and draft are small and were trained
+for minutes ([model card](../services/paceline/embedded/README.md)): the figures show that each method works, not its
+speedup on other models. The draft of another vocabulary (3,000 of 4,096 tokens) and the PARD draft (adapted for 400
+steps) are made from the embedded draft; the plugin is the [example](own-drafters.md) of its page. Standard errors are
+over prompts. Tokens of a step do not depend on the machine, except those of overlapped drafting; tokens per second do.
 
 What transformers 5.23 cannot do here stands below a table: across vocabularies it samples only with a draft that has
 tokens which the target lacks, and its MTP wants modules in the target's own files, of a family that has them.
