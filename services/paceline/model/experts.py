@@ -74,8 +74,8 @@ def _num_rows(num_experts: int, num_chosen: int) -> int:
 def padding_routes(chosen: Tensor, num_experts: int) -> tuple[int, Tensor]:
     """Returns the number of padding tokens, and the experts ``[tokens, k]`` that they are routed to.
 
-    There is one padding token more than could ever be needed. Those that no expert needs are routed to ``num_experts``,
-    beyond the last expert. They come last among the rows, where elementwise kernels have their tail.
+    There is one padding token more than could ever be needed. Padding that no expert needs is routed to
+    ``num_experts``, beyond the last expert. It comes last among the rows, where elementwise kernels have their tail.
     """
     num_chosen = chosen.shape[1]
     expert = torch.arange(num_experts, device=chosen.device)

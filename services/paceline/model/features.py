@@ -1,4 +1,4 @@
-"""States of the target that a head reads: which rows of the residual stream leave the model beside the logits.
+"""States of the target that a head reads: the rows of the residual stream that leave the model with the logits.
 
 Every convention of published heads is turned into one: the *boundary* b in 0..L, with L the number of layers::
 

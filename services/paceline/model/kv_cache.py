@@ -1,4 +1,4 @@
-"""Paged KV with prefix sharing: who owns which page, and the tensors behind them.
+"""Paged KV with prefix sharing: the owners of pages, and the tensors that hold them.
 
 Layout per layer: ``[num_pages, page_size, num_kv_heads, head_dim]``. A session's *row* r lives in page
 ``pages[r // page_size]`` at offset ``r % page_size``. The last page is scratch: padded tokens write there.

@@ -93,13 +93,12 @@ class InvarianceReport:
 def check_invariance(
     runner: ModelRunner, max_len: int | None = None, max_step_tokens: int = _MAX_STEP_TOKENS
 ) -> InvarianceReport:
-    """Decodes random tokens one by one; then computes them in other ways and compares the bits.
+    """Decodes random tokens one by one, then computes them in other ways and compares the bits.
 
-    In chunks, alone and beside others; in a step of ``max_step_tokens``; by prefill, as a session that is resumed; a
-    few at the end of ever longer contexts, up to ``max_len`` or until these have taken as long as all before them; and
-    as two branches of a tree, if the cache has two pages for them.
-    Starts at a context that crosses the 256-key boundary, if the cache and ``max_len`` positions have room for it.
-    Leaves the KV cache without references.
+    The other ways: in chunks, alone and with others; in a step of ``max_step_tokens``; by prefill, as a session that is
+    resumed; a few at the end of ever longer contexts, up to ``max_len`` or until these have taken as long as all before
+    them; and as two branches of a tree, if the cache has two pages for them. Starts at a context that crosses the
+    256-key boundary, if the cache and ``max_len`` positions have room for it. Leaves the KV cache without references.
 
     Raises:
         ConfigError: the cache has fewer than two pages.

@@ -1,4 +1,4 @@
-"""Padding behind the last real token, so that elementwise kernels compute all real ones alike.
+"""Padding after the last real token, so that elementwise kernels compute all real tokens alike.
 
 torch's vectorized kernels take a contiguous tensor as one flat range, two vectors at a time, and its last ``n mod 32``
 numbers one by one, by functions that round differently. Where the numbers of a token are no multiple of that, which

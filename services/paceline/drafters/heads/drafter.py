@@ -132,7 +132,7 @@ class HeadDrafter(Plain):
                 raise DrafterSessionError(
                     each.session_id, f"fed {len(each.states)} states and {len(each.token_ids)} tokens"
                 )
-            resumed = (each.position + 1) % PAGE_SIZE == 0  # behind a prefix that was found in the cache
+            resumed = (each.position + 1) % PAGE_SIZE == 0  # after a prefix that was found in the cache
             resumed |= bool(each.holes) and each.holes[-1].stop == each.position + 1
             if self.features.every_position and session.states and each.position > session.num_fed and not resumed:
                 raise DrafterSessionError(

@@ -39,11 +39,13 @@ def choose_kernel(
     no_triton: str | None,
     no_native: str | None,
 ) -> Kernel:
-    """The kernel to run. ``capability``: of the CUDA device, if it is one. ``no_triton``, ``no_native``: why this
-    machine cannot build that kernel; None: it can.
+    """Chooses the attention kernel.
+
+    ``capability``: compute capability of the CUDA device, if it is one. ``no_triton``, ``no_native``: the reason why
+    this machine cannot build that kernel; None: it can.
 
     Raises:
-        ConfigError: ``wanted`` cannot run; the reason in one sentence.
+        ConfigError: ``wanted`` cannot run; the message gives the reason in one sentence.
     """
     if wanted == "sdpa":
         return "sdpa"
@@ -60,7 +62,7 @@ def choose_kernel(
 
 
 def kernel_for(wanted: Attention, device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec]) -> Kernel:
-    """``choose_kernel`` for this machine; loads the native operator if it may be wanted. Raises ConfigError."""
+    """Runs ``choose_kernel`` for this machine. Loads the native operator if it may be chosen. Raises ConfigError."""
     asked = wanted in ("auto", "native") and device.type == "cpu" and dtype in cpu_attention.DTYPES
     return choose_kernel(
         wanted,

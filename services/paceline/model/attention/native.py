@@ -85,10 +85,9 @@ def attend(
 
 
 def share_by(share: ctypes.c_void_p) -> None:
-    """Lets attention ask ``share`` for threads that help the one that attends, from now on.
+    """Makes attention ask ``share`` for helping threads from now on. Call ``unavailable`` first.
 
-    It is a C function that does pieces of work (``linear.sharer``). What a query computes is the same, whoever does it.
-    ``unavailable`` comes first.
+    ``share`` is a C function that runs pieces of work (``linear.sharer``). A query's result is the same in any thread.
     """
     _load().paceline_attention_share(share)
 

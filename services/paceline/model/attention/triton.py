@@ -1,10 +1,10 @@
 """Attention that reads pages in place, for CUDA: no gathered copy of the keys, and bits that no neighbour changes.
 
-Every query row sees its keys in tiles of one page. Tiles are summed up one after the other, ``SPLIT`` of them by one
-program, and the programs' partial results one after the other again. None of these sizes depends on the step, and a
-masked tile adds exact zeros: so a row's result does not depend on what else is in the batch, on the length of the
-page table, nor on whether the row is decoded or verified. (Flash-decoding, Dao et al. 2023, with a fixed split size.)
-Pages before and behind all that a program's queries see are not read: a long page table costs little.
+Every query row sees its keys in tiles of one page. One program sums ``SPLIT`` tiles in order; then the programs'
+partial results are summed in order. None of these sizes depends on the step, and a masked tile adds exact zeros. So a
+row's result does not depend on the rest of the batch, on the length of the page table, or on whether the row is decoded
+or verified. (Flash-decoding, Dao et al. 2023, with a fixed split size.) Pages that none of a program's queries see are
+not read, so a long page table costs little.
 
 Imports triton, so that it is imported only where this kernel was chosen (``kernels.py``).
 """

@@ -155,10 +155,10 @@ def compiled_step(
     midway: Midway | None = None,
     linear: Mapping[int, LinearSpec] | None = None,
 ) -> StepFunction:
-    """The compiled step of ``model``, from the cache or built now (about half a minute to two).
+    """Returns the compiled step of ``model``, from the cache or built now (about half a minute to two).
 
-    Of a rank, returns when all ranks have theirs. With ``taps`` or ``midway`` the bare step is built as well, if it is
-    not in the cache, to compare the bits of both. ``linear``: the model's linear layers.
+    For a rank, it returns when all ranks have theirs. With ``taps`` or ``midway`` the bare step is built as well, if it
+    is not in the cache, to compare the bits of both. ``linear``: the model's linear layers.
 
     Raises:
         ConfigError: the ranks exchange in a way that a compiled model cannot, or the step has other logits than the

@@ -1,14 +1,14 @@
-"""Compiles a model beside the engine that serves it eagerly meanwhile.
+"""Compiles a model in a second process, while the engine serves it eagerly.
 
     engine   eager steps ───────────────────────────────┬▶ compiled steps
                │ CompileJob                             │ take
     worker     └▶ load ▶ compile ▶ self-test ▶ artifact ┘
 
 The worker (``worker.py``) is a process of its own, of low priority and on any core: a compilation would hold up the
-interpreter of the engine for a minute. It shares nothing with the engine but the cache of compiled models, from which
-a thread of the engine's process loads the step once it is there. The worker ends with the engine; one that is detached
-finishes, for the next start. What a compiled step means for sessions that began eagerly is the engine's matter: it
-*takes* the step when it wants it.
+interpreter of the engine for a minute. It shares only the cache of compiled models with the engine. A thread of the
+engine's process loads the step from there once it is built. The worker ends with the engine; one that is detached
+finishes, for the next start. The engine decides when to *take* the step, since sessions that began eagerly must keep
+their bits.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 oneDNN reads the weights of a step with few tokens at two thirds of a core's bandwidth. ``linear.cpp`` packs them
 into the order in which its loop reads them, once, when a model is compiled: the package holds them only so. Every
-output is one sum in float32 over the inputs in their order, whatever else is computed beside it, so that a token's
-bits cannot depend on its neighbours. Needs AVX512-BF16, and takes AMX where the processor has it: a tile of AMX
-multiplies each of its rows alone. oneDNN stays elsewhere, and without a C++ compiler.
+output is one sum in float32 over the inputs in their order, so a token's bits cannot depend on its neighbours. Needs
+AVX512-BF16, and takes AMX where the processor has it: a tile of AMX multiplies each of its rows alone. On other
+machines, and without a C++ compiler, oneDNN is used.
 
 Weights of 4 and 8 bits (``blocks.py``) are another format of the same product, for every x86 processor, and for eager
 steps, too. They are fast with AVX512-VNNI.

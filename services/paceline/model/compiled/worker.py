@@ -1,4 +1,4 @@
-"""The process that compiles a model beside its engine, which starts it: see ``background.py``.
+"""The process that compiles a model while its engine serves it: see ``background.py``.
 
 Reads a ``CompileJob`` from standard input, compiles into the cache, and writes one line of JSON: ``{"error": text or
 null, "test": text or null}``. It ends when standard input does, with all that it has started. A detached one finishes

@@ -41,8 +41,8 @@ def connect(
     timeout_s: float,
     start_timeout_s: float | None = None,
 ) -> Collectives:
-    """The fastest exchange that all ranks have: between CPUs shared memory on one host, else gloo; between GPUs NCCL
-    beside it.
+    """Returns the fastest exchange that all ranks have: shared memory between CPUs of one host, else gloo; NCCL in
+    addition between GPUs.
 
     Raises:
         EngineError: not all ranks have come within ``start_timeout_s`` (None: ``timeout_s``); compiling the operators

@@ -20,7 +20,7 @@ _LAYERS = {
     }),
     "gpt_oss": ("model.layers.*", _ATTENTION | {
         "self_attn.sinks": "colwise",
-        # Gate and up alternate: a range that begins at a gate and ends behind an up holds whole pairs.
+        # Gate and up alternate: a range that begins at a gate and ends after an up holds whole pairs.
         "mlp.experts.gate_up_proj": "rowwise", "mlp.experts.gate_up_proj_bias": "rowwise",
         "mlp.experts.down_proj": "colwise", "mlp.experts": "moe_tp_experts",
     }),
