@@ -26,7 +26,7 @@ from paceline.checkpoint.marks import Marks
 
 Kind = Literal["content", "reasoning", "call", "arguments", "nothing"]
 _RANKS = {"call": 0, "reasoning": 1}
-"""Which of two regions begins where both may, with the same text."""
+"""Order of two regions that begin at the same place with the same text."""
 _CLOSERS = frozenset("]})")
 _KEPT_CHARS = 4096
 """Characters that were read already and are kept before the text is cut."""
@@ -48,7 +48,7 @@ class Region:
     grows: bool = False
     """More text may make a match longer. False: a match is final where it is found."""
     bare: bool = False
-    """It has no mark of its own, and begins only an answer or a line."""
+    """True: the region has no mark of its own, and begins only an answer or a line."""
     behind_calls: bool = False
     """The region begins only after a call."""
     implied: bool = False

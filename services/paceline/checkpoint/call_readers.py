@@ -252,7 +252,7 @@ class _TextReader:
     marks: Marks | None = None
 
     def prepared(self, marks: Marks) -> Self:
-        """As ``CallReader`` has it."""
+        """Implements ``CallReader``."""
         return replace(self, marks=marks)
 
     def _shown(self, text: str) -> str:
@@ -267,7 +267,7 @@ class _JsonReader(_TextReader):
     __slots__ = ()
 
     def length(self, body: str) -> int | None:
-        """As ``PreparedReader`` has it."""
+        """Implements ``PreparedReader``."""
         return _json_length(body)
 
 
@@ -277,7 +277,7 @@ class JsonCalls(_JsonReader):
     __slots__ = ()
 
     def read(self, body: str, groups: Mapping[str, str], known: Known) -> list[Call]:
-        """As ``PreparedReader`` has it."""
+        """Implements ``PreparedReader``."""
         text, at, calls = self._shown(body), 0, list[Call]()
         while text[at:].strip(" \t\r\n,;"):
             value, at = _decoded(text, at + len(text[at:]) - len(text[at:].lstrip(" \t\r\n,;")))
@@ -287,7 +287,7 @@ class JsonCalls(_JsonReader):
         return calls
 
     def begun(self, body: str, groups: Mapping[str, str]) -> ArgumentsStream | None:
-        """As ``PreparedReader`` has it."""
+        """Implements ``PreparedReader``."""
         found = _BEGUN.match(body)
         return None if found is None else ArgumentsStream(found[1], "", found.end())
 
@@ -312,7 +312,7 @@ class JsonArguments(_JsonReader):
     __slots__ = ()
 
     def read(self, body: str, groups: Mapping[str, str], known: Known) -> list[Call]:
-        """As ``PreparedReader`` has it."""
+        """Implements ``PreparedReader``."""
         text = self._shown(body)
         arguments = _loads(text) if text.strip() else None
         if isinstance(arguments, str):
@@ -321,7 +321,7 @@ class JsonArguments(_JsonReader):
         return [Call(name, _text_of(known.mended(name, arguments)), groups.get("id", ""))]
 
     def begun(self, body: str, groups: Mapping[str, str]) -> ArgumentsStream | None:
-        """As ``PreparedReader`` has it."""
+        """Implements ``PreparedReader``."""
         found, name = _OBJECT.match(body), groups.get("name", "")
         return None if found is None else ArgumentsStream(name, groups.get("id", ""), found.end())
 
@@ -339,15 +339,15 @@ class ElementCalls:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """As ``CallReader`` has it."""
+        """Implements ``CallReader``."""
         return (self.begins, self.ends)
 
     def prepared(self, marks: Marks) -> ElementCalls:
-        """As ``CallReader`` has it."""
+        """Implements ``CallReader``."""
         return ElementCalls(self.begins, self.ends, marks, marks.compile(self.begins), marks.compile(self.ends))
 
     def read(self, body: str, groups: Mapping[str, str], known: Known) -> list[Call]:
-        """As ``PreparedReader`` has it."""
+        """Implements ``PreparedReader``."""
         assert self.marks is not None
         name, at, arguments = _name_of(groups.get("name")).strip(), 0, dict[str, Any]()
         while body[at:].strip():
@@ -372,11 +372,11 @@ class ElementCalls:
         return text if is_text == "true" else _loads(text)
 
     def length(self, body: str) -> int | None:
-        """As ``PreparedReader`` has it."""
+        """Implements ``PreparedReader``."""
         raise NoCallError("elements have an end of their own")
 
     def begun(self, body: str, groups: Mapping[str, str]) -> ArgumentsStream | None:
-        """As ``PreparedReader`` has it."""
+        """Implements ``PreparedReader``."""
         return None
 
 
@@ -386,7 +386,7 @@ class PythonCalls(_TextReader):
     __slots__ = ()
 
     def read(self, body: str, groups: Mapping[str, str], known: Known) -> list[Call]:
-        """As ``PreparedReader`` has it."""
+        """Implements ``PreparedReader``."""
         text = self._shown(body).strip()
         try:
             with warnings.catch_warnings(action="ignore"):  # of escapes that are JSON's
@@ -405,7 +405,7 @@ class PythonCalls(_TextReader):
         return Call(ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False))
 
     def length(self, body: str) -> int | None:
-        """As ``PreparedReader`` has it."""
+        """Implements ``PreparedReader``."""
         depth, quote, at = 0, "", 0
         while at < len(body):
             char = body[at]
@@ -424,7 +424,7 @@ class PythonCalls(_TextReader):
         return None
 
     def begun(self, body: str, groups: Mapping[str, str]) -> ArgumentsStream | None:
-        """As ``PreparedReader`` has it."""
+        """Implements ``PreparedReader``."""
         return None
 
 
@@ -466,15 +466,15 @@ class TemplateCalls:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """As ``CallReader`` has it."""
+        """Implements ``CallReader``."""
         return self.source
 
     def prepared(self, marks: Marks) -> TemplateCalls:
-        """As ``CallReader`` has it."""
+        """Implements ``CallReader``."""
         return TemplateCalls(self.field, self.source, marks)
 
     def read(self, body: str, groups: Mapping[str, str], known: Known) -> list[Call]:
-        """As ``PreparedReader`` has it."""
+        """Implements ``PreparedReader``."""
         from transformers.utils.chat_parsing.content_parsers import process_field
 
         assert self.marks is not None
@@ -497,9 +497,9 @@ class TemplateCalls:
         return Call(name, _text_of(arguments))
 
     def length(self, body: str) -> int | None:
-        """As ``PreparedReader`` has it."""
+        """Implements ``PreparedReader``."""
         return None
 
     def begun(self, body: str, groups: Mapping[str, str]) -> ArgumentsStream | None:
-        """As ``PreparedReader`` has it."""
+        """Implements ``PreparedReader``."""
         return None

@@ -48,8 +48,10 @@ _LEXER_FUEL_OF_STEP = 200_000
 _INITIAL_LEXER_FUEL = 1_000_000
 """Work of compiling the regular expressions; all of it takes about 20 ms."""
 _UNFORCED = '%llguidance {"no_forcing": true}'
-"""At the end, where it overrides the request's own. Else the library follows text that has no alternative to its end:
-that may never come, and no bound stops it."""
+"""Appended to each grammar, where it overrides the request's own setting.
+
+Otherwise the library follows text without an alternative to its end, which may never come and has no bound.
+"""
 _EXCERPT = re.compile(r"^at 1\(8\): failed to compile JSON schema: | 1 \| start: %json .*| \d+ \| %llguidance .*")
 """Parts of a reason that quote what the request does not hold."""
 _ATTRIBUTE = re.compile(r"^[ \t]*[A-Za-z_]\w*\[[^\]\n]*\b(temperature|max_tokens)\s*=", re.MULTILINE)

@@ -173,7 +173,9 @@ class ByteDetokenizer:
         return ""
 
     def place(self, token_id: int) -> int:
-        """Where the text of a token would begin (``Detokenizer.place``): that of a character which it continues."""
+        """Position at which the text of a token would begin (``Detokenizer.place``); inside a character, that
+        character's.
+        """
         own, undecided = self._own(token_id), self._decoder.getstate()[0]
         if not undecided or not own or own[0] in _CONTINUES:
             return self.num_chars
@@ -217,7 +219,7 @@ class WindowDetokenizer:
         return self._advance(self._decode(self._ids)).rstrip(_INCOMPLETE)
 
     def place(self, token_id: int) -> int:
-        """Where the text of a token would begin (``Detokenizer.place``)."""
+        """Position at which the text of a token would begin (``Detokenizer.place``)."""
         return self.num_chars
 
     def _advance(self, text: str) -> str:

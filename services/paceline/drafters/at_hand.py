@@ -1,4 +1,4 @@
-"""Which methods can draft for a target with the checkpoints that are at hand, and what one forward of each reads.
+"""The methods that can draft for a target with the available checkpoints, and the size of one forward of each.
 
 Reads configurations and headers of weight files; loads nothing.
 """
@@ -53,18 +53,18 @@ class Asked:
     method: Method
     target: Checkpoint
     source: str | None
-    """Its checkpoint; None: there is none."""
+    """The method's checkpoint; None: it has none."""
     head: HeadOptions | None
     """The head of ``--head``; None: there is none of this method."""
     plugin: str | None
     """Name of a user's own drafter."""
 
     def found(self, **more: Any) -> AtHand:
-        """It can be used; ``more``: what is known of it."""
+        """Returns the method as usable. ``more``: known facts about it."""
         return AtHand(self.method, self.source, **more)
 
     def bytes_of(self, num_parameters: float) -> int:
-        """Bytes of so many weights in the target's number format."""
+        """Bytes of ``num_parameters`` weights in the target's number format."""
         size = self.target.size()
         assert size is not None
         return int(num_parameters * size.item_bytes)

@@ -1,4 +1,4 @@
-"""What a drafter of the draft pool is built from, and what its engine takes of it."""
+"""The inputs from which a drafter of the draft pool is built, and the result that its engine uses."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Built(NamedTuple):
     max_context_len: int
     """Tokens of the longest context that it holds."""
     description: str
-    """For the status of the replica (``DraftEngine.description``)."""
+    """Text for the status of the replica (``DraftEngine.description``)."""
     runner: ModelRunner | None = None
-    """That of its model, or of the first one of a cascade."""
+    """Runner of its model, or of the first model of a cascade; None: it has none."""
     ahead: bool | None = None
     """True if a head drafts ahead of outcomes; None: where it has positive expected gain."""
 
@@ -41,7 +41,7 @@ class Building:
 
     @property
     def options(self) -> Any:
-        """Its ``engine_kwargs``."""
+        """The ``engine_kwargs`` of the drafter."""
         return self.setup.options
 
     @property

@@ -145,7 +145,7 @@ class Calibration:
         above = None if parent is None else parent.address
         self._table = _Table(above, cells, num_ranks, self._keep, weight)
         self.address: int = ctypes.addressof(self._table)
-        """Where native code reads it, as long as this object lives."""
+        """Address at which native code reads the table, while this object lives."""
 
     def probabilities(self, evidence: Evidence) -> list[float]:
         """Probability that the target takes each candidate: non-increasing in rank, of sum at most 1.

@@ -242,7 +242,9 @@ class Fed:
 
 
 _MOST_HOLES = 4
-"""Holes of a session that are known apart; the first two become one, with what is between them."""
+"""Most holes of a session that are kept. When there is one more, the first two are merged, with the rows
+between them.
+"""
 
 
 def with_hole(holes: tuple[range, ...], rows: range) -> tuple[range, ...]:

@@ -69,7 +69,7 @@ class Ranking:
 
     @property
     def evidence(self) -> Evidence:
-        """On the children, for ``Calibration.probabilities``."""
+        """The evidence on the children, for ``Calibration.probabilities``."""
         return evidence_of(self.gaps, sampled=bool(self.bonus))
 
 

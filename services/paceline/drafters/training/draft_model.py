@@ -120,7 +120,7 @@ class DraftModel(HeadModule):
         return states
 
     def step(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend, depth: int) -> Tensor:
-        """Not asked for: it drafts as a model."""
+        """Raises NotImplementedError: a draft model drafts by itself, not from states."""
         raise NotImplementedError("a draft model has no states")
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
@@ -129,7 +129,9 @@ class DraftModel(HeadModule):
         return out
 
     def unroll(self, states: Tensor, token_ids: Tensor, depths: int) -> Iterator[Tensor]:
-        """As ``HeadModule.unroll``: at every depth its prediction after the tokens of the text."""
+        """Implements ``HeadModule.unroll``: yields the model's predictions after the tokens of the text, for each
+        depth.
+        """
         num_rows = states.shape[1]
         own = self.vocabulary.read_as[token_ids[:, : num_rows + depths]].to(token_ids.device)
         logits = self.model(own, use_cache=False).logits
