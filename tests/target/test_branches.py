@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -255,18 +255,29 @@ def _on_rank(
     return result
 
 
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Each start of their processes takes seconds."""
+    with Ranks(2, tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
 def on_two_ranks(
-    model: str, dtype: str, num_rows: int, folder: Path, change: Callable[[list[SequenceStep]], None] = unchanged
+    two: Ranks,
+    model: str,
+    dtype: str,
+    num_rows: int,
+    folder: Path,
+    change: Callable[[list[SequenceStep]], None] = unchanged,
 ) -> tuple[int, int, int]:
     """``num_different`` of a model that two ranks share."""
     random_model(MODELS[model]).save_pretrained(folder / "model")
-    with Ranks(2, folder) as ranks:
-        result: tuple[int, int, int] = ranks.run(
-            _on_rank, str(folder / "model"), getattr(torch, dtype), num_rows, change
-        )[0]
+    given = str(folder / "model"), getattr(torch, dtype), num_rows, change
+    result: tuple[int, int, int] = two.run(_on_rank, *given)[0]
     return result
 
 
+@pytest.mark.xdist_group("two ranks of branches")
 @pytest.mark.parametrize(
     ("model", "dtype", "num_rows"),
     [
@@ -275,19 +286,20 @@ def on_two_ranks(
     ],
 )
 def test_rows_of_subtrees_have_the_bits_of_plain_decoding_on_two_ranks(
-    model: str, dtype: str, num_rows: int, tmp_path: Path
+    model: str, dtype: str, num_rows: int, two: Ranks, tmp_path: Path
 ) -> None:
     """Pages are copied on every rank."""
-    compared, *faults = on_two_ranks(model, dtype, num_rows, tmp_path)
+    compared, *faults = on_two_ranks(two, model, dtype, num_rows, tmp_path)
     assert compared >= num_rows
     assert faults == [0, 0]
 
 
+@pytest.mark.xdist_group("two ranks of branches")
 @pytest.mark.parametrize(
     ("model", "dtype"), [*slow([("llama", "bfloat16")]), *nightly(itertools.product(MODELS, DTYPES))]
 )
-def test_a_branch_at_a_shifted_row_is_caught_on_two_ranks(model: str, dtype: str, tmp_path: Path) -> None:
-    assert on_two_ranks(model, dtype, 150, tmp_path, shifted)[1] > 0
+def test_a_branch_at_a_shifted_row_is_caught_on_two_ranks(model: str, dtype: str, two: Ranks, tmp_path: Path) -> None:
+    assert on_two_ranks(two, model, dtype, 150, tmp_path, shifted)[1] > 0
 
 
 @pytest.mark.compiler
