@@ -186,11 +186,10 @@ def test_other_threads_run_while_a_rank_waits(ranks: Ranks, transport: str) -> N
 
 @pytest.mark.compiler
 @pytest.mark.slow
-def test_ranks_at_different_operations_are_told_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_ranks_at_different_operations_are_told_so(ranks: Ranks) -> None:
     """Over shared memory, by the size of what they exchange."""
-    with Ranks(2, tmp_path) as ranks:
-        said = ranks.run(disagree, transport="shared")
-    assert said[0] == (
+    assert ranks.run(disagree, transport="shared")[0] == (
         "rank 0 of 2: rank 1 exchanges 8 bytes where this rank exchanges 4: they are not at the same operation"
     )
 
@@ -254,9 +253,9 @@ def test_gloo_is_used_and_said_where_there_is_no_compiler(
 
 @pytest.mark.compiler
 @pytest.mark.slow
-def test_shared_memory_is_chosen_where_all_ranks_have_it(tmp_path: Path) -> None:
-    with Ranks(2, tmp_path) as ranks:
-        assert ranks.run(kind, transport="best") == ["SharedMemoryCollectives"] * 2
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_shared_memory_is_chosen_where_all_ranks_have_it(ranks: Ranks) -> None:
+    assert ranks.run(kind, transport="best") == ["SharedMemoryCollectives"] * 2
 
 
 def kind(group: Collectives) -> str:

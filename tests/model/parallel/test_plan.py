@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -182,16 +183,25 @@ def test_verified_rows_have_the_bits_of_decoded_ones(
     assert said[0].startswith("batch-invariant: ")
 
 
+@pytest.fixture
+def ranks(degree: int, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
+    """As many as the test's degree; two are those of the module."""
+    if degree == 2:
+        yield request.getfixturevalue("two")
+        return
+    with Ranks(degree, tmp_path) as started:
+        yield started
+
+
 @pytest.mark.compiler
 @pytest.mark.parametrize("degree", [*slow([2]), *nightly([4])])
-def test_tokens_are_sampled_where_their_logits_are(degree: int, tmp_path: Path) -> None:
+def test_tokens_are_sampled_where_their_logits_are(ranks: Ranks, tmp_path: Path) -> None:
     """Greedy and at three temperatures, 300 tokens over the ranks: as from whole rows; the same for each degree."""
     config = LlamaConfig(**{**SMALL_LLAMA, "num_key_value_heads": 4, "pad_token_id": 0})
     _, path = saved(config, tmp_path / "model")
     rows = [(0, 0.0), (1, 1.0), (2, 0.6), (3, 1.7), (4, 0.0), (5, 1.0)]
-    with Ranks(degree, tmp_path) as ranks:
-        texts, logprobs, expected = ranks.run(run_sampled, path, rows, 40, transport="shared")[0]
-        alone = ranks.run(run_sampled, path, rows[1:2], 40, transport="shared")[0]
+    texts, logprobs, expected = ranks.run(run_sampled, path, rows, 40, transport="shared")[0]
+    alone = ranks.run(run_sampled, path, rows[1:2], 40, transport="shared")[0]
     assert texts == expected
     assert alone[0] == texts[1:2]
     assert alone[1] == logprobs[1:2]
@@ -200,14 +210,13 @@ def test_tokens_are_sampled_where_their_logits_are(degree: int, tmp_path: Path) 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("degree", [*slow([2]), *nightly([4])])
-def test_greedy_tokens_do_not_depend_on_the_degree(degree: int, tmp_path: Path) -> None:
+def test_greedy_tokens_do_not_depend_on_the_degree(ranks: Ranks, tmp_path: Path) -> None:
     config = LlamaConfig(**{**SMALL_LLAMA, "num_key_value_heads": 4})
     _, path = saved(config, tmp_path / "model")
     _, tokens = whole(path, torch.float32)
-    with Ranks(degree, tmp_path) as ranks:
-        for transport in TRANSPORTS:
-            (_, greedy), _ = ranks.run(run_shard, path, torch.float32, TEXTS, NUM_GREEDY, transport=transport)[0]
-            assert greedy == tokens
+    for transport in TRANSPORTS:
+        (_, greedy), _ = ranks.run(run_shard, path, torch.float32, TEXTS, NUM_GREEDY, transport=transport)[0]
+        assert greedy == tokens
 
 
 @pytest.mark.compiler
