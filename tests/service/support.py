@@ -163,8 +163,8 @@ async def until(condition, timeout_s=60.0, what="the condition"):
 _num_requests = 0
 
 
-async def collect(router, prompt, *, sampling=None, speculation=None, stop=(), on_chunk=None) -> tuple[list, Result]:
-    """All chunks and the result of one request."""
+async def collect(router, prompt, *, sampling=None, speculation=None, stop=(), on_chunk=None):
+    """All chunks and the result of one request. If ``on_chunk`` returns True, the stream is left: no result."""
     global _num_requests
     _num_requests += 1
     request = Request(
@@ -177,8 +177,8 @@ async def collect(router, prompt, *, sampling=None, speculation=None, stop=(), o
                 result = item
             else:
                 chunks.append(item)
-                if on_chunk is not None:
-                    on_chunk(chunks)
+                if on_chunk is not None and on_chunk(chunks) is True:
+                    return chunks, None
     assert result is not None
     return chunks, result
 

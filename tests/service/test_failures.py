@@ -19,6 +19,8 @@ from paceline.types import Cause, Mode, SamplingParams, SpeculationParams
 STEP_S = 0.02
 DRAFT_TIMEOUT_S = 0.6
 NUM_TOKENS = 160
+MORE = 20
+"""Rounds of a stream after the one that was waited for."""
 SAMPLINGS = [
     SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True),
     SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=3, ignore_eos=True),
@@ -29,6 +31,12 @@ PROMPT = "abcdefgh"
 
 def causes(chunks):
     return [chunk.round.cause for chunk in chunks if chunk.round is not None]
+
+
+def same_as(plain, sampling, chunks):
+    """True if a stream that may have been left has the tokens of plain decoding so far."""
+    tokens = tuple(token for chunk in chunks for token in chunk.token_ids)
+    return tokens == plain(PROMPT, sampling.model_copy(update={"max_tokens": len(tokens)}))
 
 
 def at(count, action):
@@ -71,7 +79,7 @@ def test_the_service_gives_the_tokens_of_plain_decoding_in_one_process(checkpoin
 def test_a_lost_draft_costs_neither_a_token_nor_a_pause_and_its_successor_speculates_again(
     checkpoints, plain, sampling, number
 ):
-    """A stream that paused would never come to the chunk with which the successor is let in."""
+    """A stream that paused would never come to the chunk with which the successor is let in; it is left after that."""
     config = tiny_pair(checkpoints)
 
     async def test():
@@ -88,15 +96,16 @@ def test_a_lost_draft_costs_neither_a_token_nor_a_pause_and_its_successor_specul
                     back.wait()
                     pool.set_members([back.member])
                     back_at.append(len(chunks))
+                return bool(back_at) and Cause.HIT in causes(chunks[back_at[0] :])[:-MORE]
 
             try:
                 await collect(router, PROMPT, sampling=SamplingParams(max_tokens=4))  # both are warm
                 endless = sampling.model_copy(update={"max_tokens": 1500})
-                chunks, result = await collect(router, PROMPT, sampling=endless, on_chunk=on_chunk)
+                chunks, _ = await collect(router, PROMPT, sampling=endless, on_chunk=on_chunk)
             finally:
                 drafts[0].stop()
                 back.stop()
-            assert result.token_ids == plain(PROMPT, endless)
+            assert same_as(plain, endless, chunks)
             assert lost_at, "the draft was of no use from the beginning"
             assert {Cause.DRAFT_DOWN, Cause.DISABLED, Cause.LATE} & set(causes(chunks))
             assert back_at, "the stream was too short to see the draft come back"
@@ -161,11 +170,12 @@ def test_a_draft_pool_scaled_to_zero_and_back(checkpoints, plain):
                 elif len(marks) == 3 and len(since) == 20:
                     pool.set_members([drafts[1].member])
                 else:
-                    return
+                    return len(marks) == 4 and Cause.HIT in since[:-MORE]
                 marks.append(len(chunks))
+                return False
 
-            chunks, result = await collect(router, PROMPT, sampling=endless, on_chunk=on_chunk)
-            assert result.token_ids == plain(PROMPT, endless)
+            chunks, _ = await collect(router, PROMPT, sampling=endless, on_chunk=on_chunk)
+            assert same_as(plain, endless, chunks)
             assert len(marks) == 4, f"no hit after {marks}"
             assert {Cause.DRAFT_DOWN, Cause.DISABLED} & set(causes(chunks[marks[2] : marks[3]]))
             assert Cause.HIT in causes(chunks[marks[3] :])
