@@ -40,7 +40,7 @@ from paceline.v1 import types_pb2
 from paceline.v1.generation_pb2_grpc import GenerationServiceStub
 from paceline_bench.processes import Process, ServiceProcess
 from paceline_bench.prompts import held_out_prompts
-from soak import Expected, Template, expect, fault_in
+from paceline_bench.traffic import Expected, Template, expect, fault_in
 
 SERVE = {
     "ray::ServeController": "controller",

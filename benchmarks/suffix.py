@@ -219,7 +219,7 @@ class Replay:
     ) -> Callable[[Any], TargetEngine]:
         """What builds its engine for contexts of ``num_tokens``; steps with up to ``k`` draft tokens cost the same."""
 
-        from tree_rows import FreeRows
+        from paceline_bench.virtual import FreeRows
 
         def build(emit: Any) -> TargetEngine:
             options = ModelOptions(dtype="float32", device="cpu", compile=False)

@@ -48,7 +48,7 @@ from paceline.router.router import Router
 from paceline.runtime.server import engine_server
 from paceline.security.certificates import CertificateFiles, Certificates
 from paceline.types import Chunk, Request, SamplingParams
-from soak import secured
+from paceline_bench.traffic import secured
 
 Ways = dict[str, Callable[[], Awaitable[float]]]
 

@@ -15,19 +15,13 @@ the training stages continue from their last checkpoint:
 Training is data-parallel over `--processes` processes of one torch thread each: a multi-threaded region
 stalls whenever anything else wants one of its cores. The schedule follows the clock (`--minutes`), so the
 learning rate reaches zero at the end whatever else the machine is doing.
-
-To continue from a published pair instead of random weights, in as many sittings as there is time for:
-
-    corpus --extra DIR ...            further text, drawn for `--extra-share` of the windows
-    tokenizer --start-from DIR        the published tokenizer, not a new one
-    target --start-from DIR --schedule constant --minutes 600     stop and repeat it at will
-    target --schedule decay --minutes 60                          from the last checkpoint; keeps that one
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import math
 import os
@@ -61,8 +55,6 @@ EXCLUDED_FOLDERS = {"site-packages", "__pycache__", "test", "tests", "idle_test"
 EXCLUDED_FOLDERS |= {"_vendor", "_distutils"}  # in packages: the work of others, copies of the standard library
 EXCLUDED_PREFIXES = ("config-", "lib2to3/pgen2/data")
 MIN_FILE_BYTES = 200
-# A further file is a copy if it shares this many different lines of this many characters with the held-out files.
-COPIED_LINES, COPIED_LINE_LENGTH = 10, 40
 
 
 @dataclass(frozen=True)
@@ -107,10 +99,6 @@ class Options:
     accumulate: int
     sampled_fraction: float
     scored_fraction: float
-    extra: list[Path]
-    extra_share: float
-    start_from: Path | None
-    schedule: str
     dtype: str
 
     @property
@@ -144,30 +132,10 @@ def library_files(stdlib: Path) -> list[str]:
     return names
 
 
-def long_lines(text: str) -> set[str]:
-    return {line for line in map(str.strip, text.splitlines()) if len(line) >= COPIED_LINE_LENGTH}
-
-
-def extra_files(options: Options, held_out: list[str]) -> list[str]:
-    """Absolute paths of the files under `--extra`, without those that repeat held-out text."""
-    forbidden: set[str] = set()
-    for name in held_out:
-        forbidden |= long_lines((options.stdlib / name).read_text(encoding="utf-8"))
-    found = []
-    for folder in options.extra:
-        for name in library_files(folder):
-            path = (folder / name).resolve()
-            if len(forbidden & long_lines(path.read_text(encoding="utf-8"))) >= COPIED_LINES:
-                print(f"left out, like a held-out file: {path}")
-            else:
-                found.append(str(path))
-    return found
-
-
 def corpus(options: Options) -> None:
-    """Write `corpus.json`: `train` and `held_out`, relative paths under `stdlib`, and `extra`, absolute ones.
+    """Write `corpus.json`: `train` and `held_out`, relative paths under `stdlib`.
 
-    The texts of the first two are in `train.jsonl` and `held_out.jsonl` besides, as `paceline train-head` reads them.
+    Their texts are in `train.jsonl` and `held_out.jsonl` besides, as `paceline train-head` reads them.
     """
     names = library_files(options.stdlib)
     order = random.Random(SEED).sample(names, len(names))
@@ -178,17 +146,16 @@ def corpus(options: Options) -> None:
         "stdlib": str(options.stdlib),
         "train": train,
         "held_out": held_out,
-        "extra": extra_files(options, held_out),
     }
     (options.work / "corpus.json").write_text(json.dumps(record, indent=1))
     for part in ("train", "held_out"):  # for `paceline train-head`
         lines = [json.dumps({"text": text}) + "\n" for text in read_texts(options, part)]
         (options.work / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
-    print(f"{len(train)} training files, {len(held_out)} held out, {len(record['extra'])} further ones")
+    print(f"{len(train)} training files, {len(held_out)} held out")
 
 
 def read_texts(options: Options, part: str) -> list[str]:
-    """Texts of one part of the corpus: `train`, `held_out` or `extra`."""
+    """Texts of one part of the corpus: `train` or `held_out`."""
     record = json.loads((options.work / "corpus.json").read_text())
     return [(Path(record["stdlib"]) / name).read_text(encoding="utf-8") for name in record[part]]
 
@@ -216,21 +183,15 @@ def trained_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def tokenizer(options: Options) -> None:
-    """Train the BPE (or take that of `--start-from`), save it, encode all parts to `<part>.u16`."""
-    if options.start_from is None:
-        trained_tokenizer(read_texts(options, "train")).save_pretrained(options.work / "tokenizer")
-    else:
-        (options.work / "tokenizer").mkdir(exist_ok=True)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(options.start_from / "target" / name, options.work / "tokenizer" / name)
+    """Train the BPE, save it, encode both parts to `<part>.u16`."""
+    trained_tokenizer(read_texts(options, "train")).save_pretrained(options.work / "tokenizer")
     bpe = PreTrainedTokenizerFast.from_pretrained(options.work / "tokenizer").backend_tokenizer
-    for part in ("train", "held_out", "extra"):
+    for part in ("train", "held_out"):
         ids: list[int] = []
         for text, encoding in zip(
             texts := read_texts(options, part), bpe.encode_batch(texts, add_special_tokens=False), strict=True
         ):
-            if part != "extra":  # a text that names the special token does not survive; the library has none
-                assert bpe.decode(encoding.ids, skip_special_tokens=False) == text
+            assert bpe.decode(encoding.ids, skip_special_tokens=False) == text
             ids.append(0)
             ids.extend(encoding.ids)
         np.array(ids, dtype=np.uint16).tofile(options.work / f"{part}.u16")
@@ -248,29 +209,10 @@ def windows(tokens: Tensor, count: int, length: int, generator: torch.Generator)
     return tokens[starts + torch.arange(length + 1)]
 
 
-class Text:
-    """The training text: the library's, and the further files for `share` of what is drawn."""
-
-    def __init__(self, options: Options) -> None:
-        self.train, self.extra = load_tokens(options.work, "train"), load_tokens(options.work, "extra")
-        self.share = options.extra_share if len(self.extra) else 0.0
-
-    def draw(self, count: int, length: int, generator: torch.Generator) -> Tensor:
-        """`count` random windows, [count, length + 1]."""
-        num_extra = int((torch.rand(count, generator=generator) < self.share).sum())
-        if num_extra == 0:
-            return windows(self.train, count, length, generator)
-        own = windows(self.train, count - num_extra, length, generator)
-        return torch.cat([own, windows(self.extra, num_extra, length, generator)])
-
-    def rows(self, length: int, generator: torch.Generator) -> Tensor:
-        """All of the library's text in rows, mixed at random with further rows, [n, length + 1]."""
-        own = self.train.unfold(0, length + 1, length)
-        if self.share > 0.0:
-            others = self.extra.unfold(0, length + 1, length)
-            num_others = min(len(others), round(len(own) * self.share / (1.0 - self.share)))
-            own = torch.cat([own, others[torch.randperm(len(others), generator=generator)[:num_others]]])
-        return own[torch.randperm(len(own), generator=generator)]
+def mixed_rows(tokens: Tensor, length: int, generator: torch.Generator) -> Tensor:
+    """All of a text in rows, in random order, [n, length + 1]."""
+    rows = tokens.unfold(0, length + 1, length)
+    return rows[torch.randperm(len(rows), generator=generator)]
 
 
 # ------------------------------------------------------------------------------------------------- training
@@ -299,23 +241,13 @@ def build(shape: Shape) -> LlamaForCausalLM:
     return model
 
 
-def sequence_length(schedule: str, progress: float, step: int) -> int:
+def sequence_length(progress: float) -> int:
     """Short windows first (cheap), then long ones, so that every position up to 1,024 is trained."""
-    if schedule == "constant":
-        return 512 if step % 4 == 3 else 256
     return 256 if progress < 0.6 else 512 if progress < 0.85 else 1024
 
 
-def learning_rate_scale(schedule: str, progress: float, step: int) -> float:
-    """Part of `--learning-rate` to use.
-
-    `cosine`: warm-up over the first 3 % of the time, then a cosine to zero. `constant`: all of it after a warm-up
-    of 30 steps. `decay`: linearly to zero, continuing a constant run.
-    """
-    if schedule == "constant":
-        return min(1.0, (step + 1) / 30)
-    if schedule == "decay":
-        return max(0.0, 1.0 - progress)
+def learning_rate_scale(progress: float) -> float:
+    """Part of `--learning-rate` to use: a warm-up over the first 3 % of the time, then a cosine to zero."""
     warm_up = 0.03
     if progress < warm_up:
         return 0.05 + 0.95 * progress / warm_up
@@ -383,9 +315,7 @@ class Trainer:
             torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self.step, self.seconds, self.num_tokens = 0, 0.0, 0
-        self.path = self.constant_path = options.work / f"{name}.rank{rank}.pt"
-        if options.schedule == "decay":
-            self.path = options.work / f"{name}.decay.rank{rank}.pt"
+        self.path = options.work / f"{name}.rank{rank}.pt"
 
     def save(self) -> None:
         """Checkpoint this rank's state atomically; rank 0 also writes the model for others to load."""
@@ -402,16 +332,13 @@ class Trainer:
             save_model(self.model, self.options.work / self.name)
 
     def resume(self) -> None:
-        """Continue from this run's checkpoint; a decay that has none, from the constant run's at time zero."""
-        path = self.path if self.path.exists() else self.constant_path
-        if path.exists():
-            state = torch.load(path)
+        """Continue from the last checkpoint, if there is one."""
+        if self.path.exists():
+            state = torch.load(self.path)
             self.model.load_state_dict(state["model"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             self.step, self.seconds, self.num_tokens = state["counters"]
-            if path != self.path:
-                self.seconds = 0.0
 
     def update(self, scale: float) -> None:
         dist.all_reduce(self.flat_grad)
@@ -453,7 +380,7 @@ class Trainer:
                 saved = time.monotonic()
             if progress >= 1.0:
                 break
-            length = sequence_length(options.schedule, progress, self.step)
+            length = sequence_length(progress)
             count = max(1, options.micro_tokens // length)
             seed = self.step * options.processes + self.rank
             generator = torch.Generator().manual_seed(SEED + seed)
@@ -464,7 +391,7 @@ class Trainer:
                 loss.backward()  # type: ignore[no-untyped-call]
                 losses.append(float(loss.detach()))
                 self.num_tokens += count * length * options.processes
-            self.update(learning_rate_scale(options.schedule, progress, self.step))
+            self.update(learning_rate_scale(progress))
             self.step += 1
             if self.rank == 0 and self.step % 10 == 0:
                 line = f"{self.name} step {self.step} {self.seconds / 60:.1f} min"
@@ -599,19 +526,17 @@ def worker(rank: int, options: Options) -> None:
     work = options.work
     rendezvous = f"file://{work / options.stage}.rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.processes)
-    text, held_out = Text(options), load_tokens(work, "held_out")
+    text, held_out = load_tokens(work, "train"), load_tokens(work, "held_out")
     if options.stage in ("target", "draft"):
         model = build(TARGET_SHAPE if options.stage == "target" else DRAFT_SHAPE)
-        if options.start_from is not None:
-            model = LlamaForCausalLM.from_pretrained(options.start_from / options.stage, dtype=torch.float32)
         trainer = Trainer(options.stage, model, options, rank)
-        trainer.train(cross_entropy, text.draw, lambda: held_out_loss(model, held_out))
+        trainer.train(cross_entropy, functools.partial(windows, text), lambda: held_out_loss(model, held_out))
     else:
         distill(rank, options, text, held_out)
     dist.destroy_process_group()
 
 
-def distill(rank: int, options: Options, corpus_text: Text, held_out: Tensor) -> None:
+def distill(rank: int, options: Options, corpus_text: Tensor, held_out: Tensor) -> None:
     """Sample text from the target, score that and the corpus, then train the draft on both.
 
     Sampling and scoring come before the training and take their fractions of `minutes` in addition.
@@ -620,14 +545,14 @@ def distill(rank: int, options: Options, corpus_text: Text, held_out: Tensor) ->
     path = options.work / f"scored.rank{rank}.pt"
     if not path.exists():
         batches, end = [], time.monotonic() + 60.0 * options.minutes * options.sampled_fraction
-        for batch in sampled_windows(teacher, corpus_text.train, options, rank):
+        for batch in sampled_windows(teacher, corpus_text, options, rank):
             batches.append(batch)
             if time.monotonic() > end:
                 break
         limit = 60.0 * options.minutes * options.scored_fraction
         with options.autocast():
             own = score(teacher, torch.cat(batches), limit)
-        rows = corpus_text.rows(1024, torch.Generator().manual_seed(SEED))
+        rows = mixed_rows(corpus_text, 1024, torch.Generator().manual_seed(SEED))
         with options.autocast():
             text = score(teacher, rows[rank :: options.processes], limit)
         torch.save((tuple(own), tuple(text)), path)
@@ -638,15 +563,13 @@ def distill(rank: int, options: Options, corpus_text: Text, held_out: Tensor) ->
         """The target's own text, the scored part of the corpus, or all of the corpus with its plain tokens."""
         kind = float(torch.rand((), generator=generator))
         if kind < PLAIN_SHARE:
-            return plain(corpus_text.draw(options.micro_tokens // 512, 512, generator))
+            return plain(windows(corpus_text, options.micro_tokens // 512, 512, generator))
         source = own if kind < PLAIN_SHARE + SAMPLED_SHARE else text
         return source.draw(options.micro_tokens, max(512, length), generator)
 
     student = build(DRAFT_SHAPE)
-    for folder in (options.work, options.start_from):
-        if folder is not None and (folder / "draft").exists():
-            student = LlamaForCausalLM.from_pretrained(folder / "draft", dtype=torch.float32)
-            break
+    if (options.work / "draft").exists():
+        student = LlamaForCausalLM.from_pretrained(options.work / "draft", dtype=torch.float32)
     trainer = Trainer("distill", student, options, rank)
     trainer.train(distillation_loss, draw, lambda: held_out_loss(student, held_out))
 
@@ -796,10 +719,6 @@ def parse_options(arguments: list[str]) -> Options:
     parser.add_argument("--micro-tokens", type=int, default=2048, help="tokens per process and backward pass")
     parser.add_argument("--accumulate", type=int, default=2, help="backward passes per update")
     parser.add_argument("--sampled-fraction", type=float, default=0.3, help="of --minutes, before distill")
-    parser.add_argument("--extra", type=Path, nargs="*", default=[], help="folders of further source, for corpus")
-    parser.add_argument("--extra-share", type=float, default=0.4, help="of the windows, taken from --extra")
-    parser.add_argument("--start-from", type=Path, help="a published pair to continue from")
-    parser.add_argument("--schedule", choices=["cosine", "constant", "decay"], default="cosine")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of products")
     parser.add_argument("--scored-fraction", type=float, default=0.5, help="of --minutes, before distill")
     return Options(**vars(parser.parse_args(arguments)))

@@ -2,12 +2,12 @@
 
     python benchmarks/train_heads.py heads
     python benchmarks/train_heads.py heads --kind eagle --kind dspark
-    python benchmarks/methods.py --heads heads
+    paceline bench compare benchmarks/specs/methods.yaml --set heads=heads
 
 Each is a run of `paceline train-head` on the standard library's files, without the held-out ones that the prompts of
-`methods.py` are from. Its folder has the name of its kind, and in it `report.json` has the held-out figures. Features
-are made once for all. Updates are few, so that each takes a minute or two of one core: the heads are there to be
-exercised, not to be fast. An interrupted run continues where it was; a head that is there stays.
+`paceline bench compare` are from. Its folder has the name of its kind, and in it `report.json` has the held-out
+figures. Features are made once for all. Updates are few, so that each takes a minute or two of one core: the heads are
+there to be exercised, not to be fast. An interrupted run continues where it was; a head that is there stays.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
     early_exit     ``generate`` with ``assistant_early_exit`` at three quarters of the target's layers
     mtp            ``generate`` with ``use_mtp``
 
-Only `benchmarks/methods.py` uses the last three.
+Only `paceline bench compare` uses the last three.
 The process is pinned like the target engine. It waits in ``recv`` between requests, so it is idle while the
 engines run, and they are idle while it runs.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import shutil
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from paceline.cli.flags import add_quiet_flag
 from paceline.errors import ConfigError
 from paceline.types import Acceptance
 from paceline_bench import cores, flags
+from paceline_bench.compare import command
 from paceline_bench.drafting import Drafting
 from paceline_bench.endpoint import EndpointSettings
 from paceline_bench.local import LocalBench, differs
@@ -27,6 +29,10 @@ from paceline_bench.tasks import GROUPS
 
 _ONE_BASELINES = ("transformers", "assisted", "lookup")
 _SEVERAL_BASELINES = ("transformers", "continuous")
+PARTS_OF_A_STEP = (
+    *("attention", "linear", "gated-delta", "sampling", "batch-invariance"),
+    *("head-cost", "host-time"),
+)
 _Settings = TypeVar("_Settings", bound=RunSettings)
 
 
@@ -62,6 +68,29 @@ def add_parser(subparsers: Any) -> None:
     )
     flags.add_sweep_flags(sweep)
     sweep.set_defaults(run=run_sweep)
+    compare = kinds.add_parser(
+        "compare",
+        help="configurations of your own in turn, as a file says",
+        description="Compares arms, which are changes of one configuration, on the same requests in turn: tokens/s, "
+        "their ratio to a baseline with its interval, acceptance, and whether all texts are the baseline's.",
+    )
+    command.add_flags(compare)
+    compare.set_defaults(run=command.run)
+    virtual = kinds.add_parser(
+        "virtual",
+        help="what a method can win, on a virtual clock",
+        description="Runs the embedded pair on a virtual clock: tokens per unit of time and per target step.",
+    )
+    flags.add_virtual_flags(virtual)
+    virtual.set_defaults(run=run_virtual)
+    parts = kinds.add_parser(
+        "parts",
+        help="what single parts of a step cost",
+        description="Measures one part of a step, beside another way to do the same. NAME --help shows its flags.",
+    )
+    parts.add_argument("name", choices=PARTS_OF_A_STEP, help=", ".join(PARTS_OF_A_STEP))
+    parts.add_argument("arguments", nargs=argparse.REMAINDER, help="its own flags")
+    parts.set_defaults(run=run_parts)
     report = kinds.add_parser(
         "report",
         help="tables and plots from JSON files",
@@ -185,6 +214,20 @@ def run_sweep(args: argparse.Namespace) -> int:
         if part not in PARTS:
             raise ConfigError(f"unknown part {part!r} in --parts: use {_or(PARTS)}")
     return sweep.run(_settings(SweepSettings, args), args.out, args.title)
+
+
+def run_virtual(args: argparse.Namespace) -> int:
+    """Runs ``paceline bench virtual``. Returns 1 if two ways wrote different texts."""
+    from paceline_bench import virtual  # torch is for the kinds that run a model
+
+    return virtual.run(args)
+
+
+def run_parts(args: argparse.Namespace) -> int:
+    """Runs ``paceline bench parts``."""
+    module = importlib.import_module(f"paceline_bench.parts.{args.name.replace('-', '_')}")
+    module.main(args.arguments)
+    return 0
 
 
 def run_report(args: argparse.Namespace) -> int:

@@ -93,8 +93,11 @@ def speculation(mode: Mode, draft_tokens: int, acceptance: Acceptance) -> Specul
     return SpeculationParams(mode=mode, acceptance=acceptance, max_draft_tokens=draft_tokens)
 
 
-def run_jobs(pipeline: LocalPipeline, jobs: Sequence[Job], params: SpeculationParams) -> list[Reply]:
-    """Runs all jobs concurrently; times of rounds are since all were submitted.
+def run_jobs(
+    pipeline: LocalPipeline, jobs: Sequence[Job], params: SpeculationParams, cache_salt: str = ""
+) -> list[Reply]:
+    """Runs all jobs concurrently; times of rounds are since all were submitted. ``cache_salt``: prompts are in the
+    prefix cache only if one of the same salt was there.
 
     Raises:
         EngineError, InvalidRequestError: the pipeline failed or refused a job.
@@ -102,7 +105,7 @@ def run_jobs(pipeline: LocalPipeline, jobs: Sequence[Job], params: SpeculationPa
     started = time.perf_counter()
     runs = []
     for job in jobs:
-        generation = pipeline.submit(job.prompt.token_ids, job.sampling, params)
+        generation = pipeline.submit(job.prompt.token_ids, job.sampling, params, cache_salt=cache_salt)
         chunks: TimedChunks = []
 
         def collect(generation: Iterator[Chunk], chunks: TimedChunks) -> None:

@@ -1,22 +1,12 @@
-"""`benchmarks/host_time.py --apart`: recorded calls are made again in new processes, and what differs is an error."""
+"""`paceline bench parts host-time --apart`: recorded calls are made again elsewhere, and what differs is an error."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))  # they find each other in their own folder
-        yield importlib.import_module
+from paceline_bench.parts import host_time, replay
 
 
 class Part:
@@ -31,8 +21,7 @@ class Part:
         return self._num_calls, batch, self._clock()
 
 
-def test_recorded_calls_give_the_same_results_by_the_clock_of_then(scripts: Any) -> None:
-    replay = scripts("replay")
+def test_recorded_calls_give_the_same_results_by_the_clock_of_then() -> None:
     clock = replay.Clock()
     part = Part(clock)
     calls = replay.record(part, ["turn"], clock)
@@ -45,8 +34,7 @@ def test_recorded_calls_give_the_same_results_by_the_clock_of_then(scripts: Any)
     assert len(replay.play(Part(clock), calls, clock)) == 2
 
 
-def test_a_part_that_does_something_else_is_an_error(scripts: Any) -> None:
-    replay = scripts("replay")
+def test_a_part_that_does_something_else_is_an_error() -> None:
     clock = replay.Clock()
     part = Part(clock)
     calls = replay.record(part, ["turn"], clock)
@@ -56,8 +44,7 @@ def test_a_part_that_does_something_else_is_an_error(scripts: Any) -> None:
         replay.play(Part(clock, first=1), calls, clock)
 
 
-def test_the_least_of_every_row_counts(scripts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    host_time = scripts("host_time")
+def test_the_least_of_every_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = iter([(12, 100), (9, 300), (110, 200)])
 
     def apart(*_: object) -> list[tuple[str, ...]]:
@@ -73,9 +60,9 @@ def test_the_least_of_every_row_counts(scripts: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.nightly
-def test_each_part_has_its_rows_in_turns_and_apart(scripts: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_each_part_has_its_rows_in_turns_and_apart(capfd: pytest.CaptureFixture[str]) -> None:
     options = ("--sessions", "2", "--temperatures", "0", "--steps", "8", "--apart", "--repeats", "2")
-    scripts("host_time").main(options)
+    host_time.main(options)
     lines = capfd.readouterr().out.splitlines()
     rows = [line.split()[:4] for line in lines if line.startswith(("target ", "draft ", "relay "))]
     once = [["target", "plain"], ["target", "overlapped"], ["draft", "overlapped"], ["relay", "plain"]]

@@ -141,7 +141,7 @@ _COLUMNS = """
 _MEASURED = """
 ## Measured
 
-`benchmarks/methods.py` runs the embedded target with its draft, with its own heads and those of
+`benchmarks/specs/methods.yaml` runs the embedded target with its draft, with its own heads and those of
 `benchmarks/train_heads.py`, and with methods without weights: eager, in float32, one request at a time. All methods,
 plain decoding and transformers' own methods take turns, prompt by prompt. Heads and draft are small and were trained
 for minutes ([model card](../services/paceline/embedded/README.md)): the figures show that each method works, not its

@@ -43,7 +43,12 @@ def extras_of(args: argparse.Namespace) -> tuple[str, ...]:
         case "advise" | "train-head" | "train-draft" | "write-corpus" | "convert":
             return ("embedded",)
         case "bench":
-            kinds = {"local": ("embedded",), "sweep": ("serve", "bench"), "report": ("bench",)}
+            kinds = {
+                "local": ("embedded",),
+                "compare": ("embedded",),
+                "sweep": ("serve", "bench"),
+                "report": ("bench",),
+            }
             return kinds.get(args.bench, (args.bench,))
     return ()
 

@@ -1,6 +1,6 @@
 """Cascades, heads in the pool and a draft whose place is chosen, through the real service: plain decoding's text.
 
-``benchmarks/methods_service.py`` does the same with every method, over more prompts.
+``benchmarks/specs/methods-service.yaml`` does the same with every method, over more prompts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What hidden states and the heads that read them cost beside a step: `python benchmarks/head_cost.py`.
+"""What hidden states and the heads that read them cost beside a step: `paceline bench parts head-cost`.
 
 One session of a compiled target, steps of all ways in turn:
 
@@ -13,7 +13,7 @@ The head's share is what it took (fed and asked) over a plain step; the verified
 thread's own time over all steps after the first ones. Each text must be that of plain decoding by the same target: one
 that returns states is compiled by itself, and rounds otherwise than one that does not.
 
-    python benchmarks/head_cost.py [--target-size 150M] [--heads medusa mlp_speculator mtp eagle3] [--json FILE]
+    paceline bench parts head-cost [--target-size 150M] [--heads medusa mlp_speculator mtp eagle3] [--json FILE]
 """
 
 from __future__ import annotations
@@ -130,9 +130,11 @@ def run(way: Way, session: Session, num_steps: int, warm_up: int, *, kept: bool)
     return tokens
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "paceline bench parts head-cost", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target-size", type=parse_size, help="grown to (default: as it is)")
     parser.add_argument("--heads", nargs="*", default=HEADS, choices=HEADS)
     parser.add_argument("--draft-tokens", type=int, default=4, help="K (default 4)")
@@ -140,7 +142,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="of each way in a round (default 60)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     path = grown(str(TARGET_DIR), options.target_size, "bfloat16") if options.target_size else str(TARGET_DIR)
     prompts = held_out_prompts(load_tokenizer(str(TARGET_DIR)), options.rounds)
@@ -170,7 +172,3 @@ def main() -> None:
     print(*table(rows), sep="\n")
     if options.json:
         options.json.write_text(json.dumps({"environment": environment(), "records": records}, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -5,14 +5,14 @@ they take turns with a plain read of the same memory. Of each the fastest counts
 hardly disturb it. Products of up to four tokens should take what the read takes, those of many what the
 multipliers do.
 
-    python benchmarks/linear.py [--shapes 20736x384 384x10368] [--tokens 1 4 16 64 512]
+    paceline bench parts linear [--shapes 20736x384 384x10368] [--tokens 1 4 16 64 512]
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -22,18 +22,13 @@ from paceline.cli.table import table
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.blocks import pack_blocks, quantize
 from paceline.model.compiled.package import _large_mappings, _use_huge_pages
+from paceline_bench.parts.turns import in_turn
 
 
 def fastest_s(ways: list[Callable[[], object]], seconds: float) -> list[float]:
     """Fastest seconds of each way; they take turns for ``seconds``, and at least three times."""
-    best, turns, end = [float("inf")] * len(ways), 0, time.perf_counter() + seconds
-    while turns < 3 or time.perf_counter() < end:
-        for i, way in enumerate(ways):
-            started = time.thread_time()
-            way()
-            best[i] = min(best[i], time.thread_time() - started)
-        turns += 1
-    return best
+    found = in_turn(dict(enumerate(ways)), seconds=seconds, clock=time.thread_time)
+    return [min(times) for times in found.values()]
 
 
 def measured(outputs: int, inputs: int, num_tokens: list[int], mib: int, seconds: float) -> list[tuple[str, ...]]:
@@ -69,14 +64,16 @@ def measured(outputs: int, inputs: int, num_tokens: list[int], mib: int, seconds
     return listed
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table for each shape."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "paceline bench parts linear", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", default=["20736x384", "384x10368"], help="outputs x inputs")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 14, 16, 64, 512])
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each row of a table")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if not cpu_linear.usable():
         raise SystemExit("the native products cannot run here: they need AVX512-BF16 without AMX, and a C++ compiler")
@@ -87,7 +84,3 @@ def main() -> None:
         print(
             "\n".join(table([head, *measured(outputs, inputs, args.tokens, args.mib, args.seconds)])) + "\n", flush=True
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,17 @@
-"""The native attention against torch's: `python benchmarks/attention.py`.
+"""The native attention against torch's: `paceline bench parts attention`.
 
 First one layer's attention alone, keys and values written and read, with the heads of the grown target and of an 8B
 model; "cold": after 48 MiB have been written elsewhere, as the weights of a step would have been read. Then whole
 compiled steps of a model. Kernels take turns; printed are first quartiles and their ratio.
 
-    python benchmarks/attention.py [--dtype bfloat16] [--model DIRECTORY] [--rounds 25] [--cpu-threads 2]
+    paceline bench parts attention [--dtype bfloat16] [--model DIRECTORY] [--rounds 25] [--cpu-threads 2]
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
@@ -29,6 +28,7 @@ from paceline.model.loading import LoadedModel, load_model
 from paceline.model.shapes import padded_pages, padded_row_len
 from paceline.model.step_plan import SequenceStep
 from paceline.types import PAGE_SIZE, pages_for
+from paceline_bench.parts.turns import in_turn
 
 Kernel = Literal["sdpa", "native"]
 HEADS = {"6 heads, 2 of keys, 64": (6, 2, 64), "32 heads, 8 of keys, 128": (32, 8, 128)}
@@ -72,17 +72,11 @@ def layer(rows: int, num_tokens: int, context: int, heads: tuple[int, int, int],
 
 
 def first_quartiles(
-    calls: Mapping[Kernel, Callable[[], Any]], rounds: int, before: Callable[[], Any]
+    calls: Mapping[Kernel, Callable[[], Any]], rounds: int, before: Callable[[], Any] = lambda: None
 ) -> dict[Kernel, float]:
     """Seconds of each call; all take turns, and ``before`` comes before each."""
-    seconds: dict[Kernel, list[float]] = {kernel: [] for kernel in calls}
-    for _ in range(rounds + 1):
-        for kernel, call in calls.items():
-            before()
-            started = time.perf_counter()
-            call()
-            seconds[kernel].append(time.perf_counter() - started)
-    return {kernel: sorted(all_rounds[1:])[rounds // 4] for kernel, all_rounds in seconds.items()}
+    found = in_turn(calls, rounds=rounds, before=before)
+    return {kernel: sorted(seconds)[rounds // 4] for kernel, seconds in found.items()}
 
 
 def row_of(name: str, seconds: dict[Kernel, float], unit: float) -> list[str]:
@@ -91,14 +85,16 @@ def row_of(name: str, seconds: dict[Kernel, float], unit: float) -> list[str]:
     return [name, f"{sdpa * unit:.3g}", f"{native * unit:.3g}", f"{sdpa / native:.2f}"]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "paceline bench parts attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--model", help="checkpoint to compile and time whole steps of")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--cpu-threads", type=int, default=1, help="that share what is native")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if reason := cpu_attention.unavailable():
         raise SystemExit(f"the native attention {reason}")
     torch.set_num_threads(1)
@@ -117,7 +113,7 @@ def main() -> None:
             given = layer(sessions, num_tokens, context, heads, dtype)
             calls = {k: partial(paged_attention, module, **given, kernel=k) for k in kernels}
             what = f"{name}: {sessions} x {num_tokens} at {context}"
-            warm = first_quartiles(calls, args.rounds, lambda: None)
+            warm = first_quartiles(calls, args.rounds)
             cold = first_quartiles(calls, args.rounds, lambda: elsewhere.add_(1))
             rows.append(row_of(what, warm, 1e6) + row_of(what, cold, 1e6)[1:])
     titles = ["sessions x tokens at context", "sdpa us", "native us", "ratio", "cold: sdpa us", "native us", "ratio"]
@@ -132,7 +128,7 @@ def main() -> None:
         for sessions, num_tokens, context in STEP_CASES:
             steps = {k: step_of(models[k], sessions, num_tokens, context) for k in kernels}
             name = f"{sessions} x {num_tokens} at {context}"
-            rows.append(row_of(name, first_quartiles(steps, args.rounds, lambda: None), 1e3))
+            rows.append(row_of(name, first_quartiles(steps, args.rounds), 1e3))
         print(*table([["compiled step", "sdpa ms", "native ms", "ratio"], *rows]), sep="\n")
 
 
@@ -146,7 +142,3 @@ def step_of(model: LoadedModel, sessions: int, num_tokens: int, context: int) ->
         for _ in range(sessions)
     ]
     return lambda: runner.forward(steps)
-
-
-if __name__ == "__main__":
-    main()

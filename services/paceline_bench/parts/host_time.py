@@ -1,4 +1,4 @@
-"""CPU time of an engine's thread per step, without the model: `python benchmarks/host_time.py`.
+"""CPU time of an engine's thread per step, without the model: `paceline bench parts host-time`.
 
 Real engines and a real router session take turns in one thread, through the messages that cross the wire; the models
 are stubs, whose draft is wrong three times in ten, and steps are packed as for an accelerator. So what is left is what
@@ -20,14 +20,20 @@ showed before. That gives a second table, or an error if a part sends other byte
 others share has slow spells of seconds, which only ever add; so the calls are made ``--repeats`` times, each time to a
 new part, and the table has the least of every row.
 
-    python benchmarks/host_time.py [--sessions 1 16 64] [--temperatures 0 1] [--modes plain overlapped]
+    paceline bench parts host-time [--sessions 1 16 64] [--temperatures 0 1] [--modes plain overlapped]
                                    [--apart [--repeats 3]] [--profile]
+    paceline bench parts host-time --weights 150M [--sessions 1 4 16] [--temperatures 1]
+
+``--weights SIZE``: the compiled models themselves, the target grown to that size, and the wall clock: all parts of a
+step, and the floor beside them, which is the time to read all weights and the sessions' KV once at the bandwidth of one
+core that the same run has measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import itertools
 import multiprocessing
 import pstats
 import statistics
@@ -42,6 +48,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
 from paceline.config import DraftModel, LocalConfig, TargetModel
 from paceline.config.memory import settle
@@ -59,8 +66,12 @@ from paceline.target import engine as target_engine
 from paceline.target.build import build_target_engine
 from paceline.target.engine import TargetEngine
 from paceline.types import Mode, SamplingParams, SpeculationParams
-from replay import Call, Clock, play, record
-from step_overhead import Router, Side, Stopwatch, cancel, draft_side, run, target_side
+from paceline_bench.grow import parse_size
+from paceline_bench.machine import bandwidth, step_bytes
+from paceline_bench.models import grown
+from paceline_bench.parts.engines import PARTS, Router, Side, Stopwatch, cancel, draft_side, run, target_side
+from paceline_bench.parts.replay import Call, Clock, play, record
+from paceline_bench.prompts import held_out_prompts
 
 _PROMPT_LEN, _MAX_TOKENS = 120, 700
 _STEP_TOKENS, _TREE_STEP_TOKENS = 640, 32
@@ -87,13 +98,14 @@ class Cell:
     num_sessions: int
     vocab_size: int
 
-    def sessions(self) -> dict[str, Session]:
-        """New sessions with prompts of their own."""
+    def sessions(self, prompts: Sequence[Sequence[int]] = ()) -> dict[str, Session]:
+        """New sessions with prompts of their own; (): made ones."""
         sessions = {}
         for index in range(self.num_sessions):
             sampling = SamplingParams(max_tokens=_MAX_TOKENS, temperature=self.temperature, seed=index, ignore_eos=True)
             session_id = f"{self.mode.value}{self.num_sessions}.{self.temperature:g}.{index}"
-            prompt = [(index * 131 + 7 * at) % self.vocab_size for at in range(_PROMPT_LEN)]
+            made = [(index * 131 + 7 * at) % self.vocab_size for at in range(_PROMPT_LEN)]
+            prompt = prompts[index] if prompts else made
             speculation = SpeculationParams(mode=self.mode)
             sessions[session_id] = Session(session_id, prompt, sampling, speculation, decode=lambda _: "")
         return sessions
@@ -173,23 +185,31 @@ def _timed(side: Side, turns: list[float]) -> None:
 class Bench:
     """Both engines with stubs for models, and what their steps cost."""
 
-    def __init__(self, max_sessions: int) -> None:
-        """Builds the engines from the embedded pair, with ``clocks`` of their own."""
-        options: dict[str, Any] = {"dtype": "bfloat16", "compile": False}
-        limits: dict[str, Any] = {"max_sessions": max_sessions, "max_step_tokens": _STEP_TOKENS}
+    def __init__(self, max_sessions: int, target: str | None = None) -> None:
+        """Builds the engines from the embedded pair, with ``clocks`` of their own. ``target``: directory of a
+        target that computes, as its draft does; None: stubs."""
+        options: dict[str, Any] = {"dtype": "bfloat16", "compile": target is not None}
+        limits: dict[str, Any] = {"max_sessions": max_sessions}
+        if target is None:
+            limits |= {"max_step_tokens": _STEP_TOKENS}
         config = LocalConfig(
-            target=TargetModel(path=str(TARGET_DIR), adaptive=False, **limits, **options),
-            draft=DraftModel(path=str(DRAFT_DIR), tree_step_tokens=_TREE_STEP_TOKENS, **options),
+            target=TargetModel(path=target or str(TARGET_DIR), adaptive=False, **limits, **options),
+            draft=DraftModel(path=str(DRAFT_DIR), tree_step_tokens=None if target else _TREE_STEP_TOKENS, **options),
         )
         draft_setup = config.draft_setup()
         assert draft_setup is not None
-        self._watch = Stopwatch(time.thread_time)
+        self._watch = Stopwatch(time.thread_time if target is None else time.perf_counter)
         self._outboxes: tuple[list[Any], list[Any]] = ([], [])
         self.clocks = {part: Clock() for part in _CALLS}
         with _reading(self.clocks["target"], TargetEngine), _reading(self.clocks["draft"], DraftEngine):
             self._target = build_target_engine(config.target_setup(), self._outboxes[0].extend)
             self._draft = build_draft_engine(draft_setup, self._outboxes[1].extend)
         drafter: Any = self._draft._drafter
+        if target is not None:
+            for runner in (self._target.runner, drafter._runner):
+                runner._step = self._watch.of("forward", runner._step)
+                runner.forward = self._watch.of("inputs", runner.forward)
+            return
         stubbed(self._target.runner, self._watch, Limits(max_sessions, _STEP_TOKENS, _PAGES), misses=False)
         tree_limits = Limits(_TREE_STEP_TOKENS, _TREE_STEP_TOKENS, _PAGES + 5, is_tree=True)
         stubbed(drafter._runner, self._watch, tree_limits, misses=True)
@@ -238,6 +258,38 @@ class Bench:
         return rows
 
 
+def overhead_rows(args: argparse.Namespace) -> list[Row]:
+    """The table of ``--weights``: milliseconds of a step's parts, and of its floor."""
+    path = grown(str(TARGET_DIR), args.weights, "bfloat16")
+    bench, speed = Bench(max(args.sessions), path), bandwidth(None).read_bytes_per_s
+    read = {"target": step_bytes(path, "bfloat16"), "draft": step_bytes(str(DRAFT_DIR), "bfloat16")}
+    prompts = [p.token_ids for p in held_out_prompts(load_tokenizer(str(TARGET_DIR)), max(args.sessions))]
+    print(f"one core reads {speed / 1e9:.1f} GB/s")
+    rows: list[Row] = [("engine", "T", "sessions", "tokens", "step ms", *PARTS, "floor ms", "floor/step")]
+    with bench.timed():
+        for mode, temperature, number in itertools.product(args.modes, args.temperatures, args.sessions):
+            cell = Cell(mode, temperature, number, 0)
+            sides, router = bench.sides(), Router(cell.sessions(prompts))
+            run(sides["target"], sides["draft"] if mode is Mode.OVERLAPPED else None, router, args.steps)
+            context = router.mean_context_len()
+            cancel(sides["target"], sides["draft"], router)
+            for part, side in sides.items():
+                if side.steps:
+                    kv = (read[part]["kv_bytes_per_token"] or 0) * number * context
+                    rows.append(cell.row(part, overhead(side, ((read[part]["weight_bytes"] or 0) + kv) / speed)))
+    return rows
+
+
+def overhead(side: Side, floor_s: float) -> Row:
+    """The columns of an engine from the tokens on: means over steps, and their shares."""
+    steps = kept(side.steps, lambda spent: sum(spent.values()))
+    parts = {part: 1e3 * statistics.mean(step[part] for step in steps) for part in PARTS}
+    total = sum(parts.values())
+    shares = (f"{parts[part]:.2f} ({100 * parts[part] / total:.1f} %)" for part in PARTS)
+    width = statistics.mean(side.widths[_num_first(side.widths) :])
+    return (f"{width:.1f}", f"{total:.2f}", *shares, f"{1e3 * floor_s:.2f}", f"{1e5 * floor_s / total:.0f} %")
+
+
 def least(part: str, max_sessions: int, recording: Recording, repeats: int) -> list[Row]:
     """The rows of one part, each the one of the least sum of so many times; see ``apart``."""
     torch.set_num_threads(1)
@@ -282,7 +334,9 @@ def _steps(calls: Sequence[Call], seconds: Sequence[float]) -> list[float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table of microseconds, with ``--apart`` two."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "paceline bench parts host-time", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--modes", type=Mode, nargs="+", default=[Mode.PLAIN, Mode.OVERLAPPED])
@@ -290,8 +344,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--apart", action="store_true", help="each part once more, alone in a process of its own")
     parser.add_argument("--repeats", type=int, default=3, help="of the calls apart, of which the least counts")
     parser.add_argument("--profile", action="store_true", help="print what functions cost; the table is then inflated")
+    parser.add_argument("--weights", type=parse_size, metavar="SIZE", help="with the models, and a target grown to it")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if args.weights is not None:
+        if args.apart or args.profile:
+            parser.error("--weights is given with --apart or --profile: these are for steps without the model")
+        print(*table(overhead_rows(args)), sep="\n")
+        return
     bench = Bench(max(args.sessions))
     settle()
     profile = cProfile.Profile(time.thread_time)
@@ -321,7 +381,3 @@ def _print(title: str, rows: Sequence[Row], modes: Sequence[Mode]) -> None:
     order = [f"{part} {mode.value}" for part in _CALLS for mode in modes]
     print(title)
     print("\n".join(table([_COLUMNS, *sorted(rows, key=lambda row: order.index(row[0]))])))
-
-
-if __name__ == "__main__":
-    main()

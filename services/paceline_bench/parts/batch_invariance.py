@@ -4,7 +4,7 @@ Verifies held-out Python in chunks of several sizes with the shapes that the mod
 ``paceline.model.shapes`` on and off, against decoding one token at a time, and counts rows whose bits or whose argmax
 differ. Then times a decoding step with and without the rules, interleaved.
 
-    python benchmarks/batch_invariance.py [--model PATH] [--dtype bfloat16] [--tokens 768] [--no-compile]
+    paceline bench parts batch-invariance [--model PATH] [--dtype bfloat16] [--tokens 768] [--no-compile]
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -27,7 +29,7 @@ from paceline.types import pages_for
 from paceline_bench.prompts import held_out_texts
 
 CHUNKS = (2, 3, 5, 6, 9, 13, 17)
-WITHOUT = {
+WITHOUT: dict[str, dict[str, Any]] = {
     "any number of tokens": {"least_tokens": 1, "few_sizes": False},
     "any query row length": {"query_multiple": 1},
     "any multiple of 64 keys": {"key_pages": False},
@@ -51,14 +53,18 @@ def logits_of(runner: ModelRunner, tokens: list[int], pages: list[int], chunk: i
     return torch.cat(rows)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "paceline bench parts batch-invariance",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--model", default=str(TARGET_DIR), help="a checkpoint with the embedded target's tokens")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--tokens", type=int, default=768)
     parser.add_argument("--no-compile", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     model = prepare(
         load_pretrained(Checkpoint.open(args.model), getattr(torch, args.dtype)), compile=not args.no_compile
@@ -100,7 +106,3 @@ def main() -> None:
                 measured.append(time.perf_counter() - started)
         padded, exact = (f"{1e3 * min(t):.3f} ({1e3 * statistics.median(t):.3f})" for t in times.values())
         print(f"{context:5}: {padded} with the rules, {exact} without")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,18 @@
-"""Cost of going from logits to tokens, natively and in torch: `python benchmarks/sampling.py`.
+"""Cost of going from logits to tokens, natively and in torch: `paceline bench parts sampling`.
 
 Rows of random logits, as peaked as a language model's, go through the target's decision (`verification.decide`) and the
 draft's candidates and their ranking, under the options that requests have. Both ways take turns in one thread; medians.
 The share is that of a step whose floor is reading the output layer alone: ``--hidden`` numbers for each token of the
 vocabulary, in bfloat16, at the bandwidth of one core that the same run measures. A whole model's step is longer.
 
-    python benchmarks/sampling.py [--vocab-size 151936] [--hidden 896] [--rows 1 9]
+    paceline bench parts sampling [--vocab-size 151936] [--hidden 896] [--rows 1 9]
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -28,7 +27,8 @@ from paceline.core.tree import Proposal
 from paceline.core.verification import decide
 from paceline.messages import SparseDistribution
 from paceline.types import Acceptance, SamplingParams
-from step_overhead import read_bandwidth
+from paceline_bench.machine import bandwidth
+from paceline_bench.parts.turns import in_turn
 
 OPTIONS = {
     "temperature 0": {"temperature": 0.0},
@@ -45,13 +45,7 @@ OPTIONS = {
 
 def median_ms(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median milliseconds of each way; they take turns."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats + 1):
-        for name, way in ways.items():
-            started = time.perf_counter()
-            way()
-            times[name].append(time.perf_counter() - started)
-    return {name: 1e3 * statistics.median(values[1:]) for name, values in times.items()}
+    return {name: 1e3 * statistics.median(values) for name, values in in_turn(ways, rounds=repeats).items()}
 
 
 def in_torch(function: Callable[[], object]) -> Callable[[], object]:
@@ -84,16 +78,18 @@ def ways(num_rows: int, vocab_size: int, logits: torch.Tensor) -> dict[str, Call
     return listed
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table for each number of rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "paceline bench parts sampling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vocab-size", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=896)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 9])
     parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    floor_ms = 1e3 * 2 * args.hidden * args.vocab_size / read_bandwidth()
+    floor_ms = 1e3 * 2 * args.hidden * args.vocab_size / bandwidth(None).read_bytes_per_s
     generator = torch.Generator().manual_seed(0)
     print(f"vocabulary {args.vocab_size}, output layer of {args.hidden}: floor {floor_ms:.1f} ms")
     for num_rows in args.rows:
@@ -105,7 +101,3 @@ def main() -> None:
             fast, slow = found["native"], found["torch"]
             listed.append((name, f"{fast:.2f}", f"{slow:.2f}", f"{slow / fast:.1f}", f"{100 * fast / floor_ms:.1f} %"))
         print("\n" + "\n".join(table(listed)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,12 @@
-"""What hostile clients do to the streams at their side: `python benchmarks/hostile_http.py`.
+"""What hostile clients do to the streams at their side: `python benchmarks/hostile.py`.
 
 Eight streams run on a real `paceline serve --local` (the embedded target, eager, no draft). Attacks come one after the
 other, each before a window without any. Printed for each: the longest gap of a stream, the status and its time, the
 memory and the descriptors of the service, its threads, and what is left of the attack's sessions.
 
-    python benchmarks/hostile_http.py [--streams 8] [--seconds 4] [--rounds 2] [--attacks NAME ...]
+Attacks whose names end in gRPC are sent by a process of its own, costly forms four times at once.
+
+    python benchmarks/hostile.py [--streams 8] [--seconds 4] [--rounds 2] [--attacks NAME ...] [--json FILE]
 
 ``--clock LIBRARY``: libfaketime.so.1 of the Debian package, by which the attack "the clock jumps" moves the service's
 wall clock. ``--descriptors N``: the service may open so many files, for the attacks that use them up.
@@ -16,6 +18,7 @@ import argparse
 import contextlib
 import http.client
 import json
+import multiprocessing
 import os
 import resource
 import socket
@@ -27,6 +30,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +75,17 @@ class Service:
         self.descriptors = descriptors
         self._environment = os.environ | (faked if self.faked else {})
         self._process = self._start()
-        self.longest_s, self.num_chunks, self.num_failed, self._running = 0.0, 0, 0, True
+        self._running = True
+        self.begin()
         for _ in range(streams):
             threading.Thread(target=self._stream, daemon=True).start()
         while self.num_chunks < 20 * streams:
             time.sleep(0.1)
         self.post("/v1/completions", _form(regex="[a-z]{4}"))  # the first form starts the process that tries forms
+
+    def begin(self) -> None:
+        """What streams saw before is forgotten."""
+        self.longest_s, self.num_chunks, self.num_failed, self.began = 0.0, 0, 0, time.monotonic()
 
     def _start(self) -> subprocess.Popen[str]:
         limit = self.descriptors
@@ -265,6 +274,13 @@ class Service:
                         found["begun"] += 1
         return f"{times} x {count} streams, of a quarter {dict(found)}"
 
+    def rpc(self, name: str) -> str:
+        """The status of a huge request, or of the last of some that are costly."""
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            process.submit(int).result()  # its start takes a core
+            self.begin()
+            return process.submit(send, f"127.0.0.1:{self.grpc_port}", name).result()
+
     def jump(self, hours: int) -> str:
         """The service's wall clock jumps there and back, under requests with a deadline."""
         if not self.faked:
@@ -331,6 +347,53 @@ class Service:
 def _asking(max_tokens: int) -> pb.GenerateRequest:
     sampling = types_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
     return pb.GenerateRequest(text="def f(", sampling_params=sampling, logprobs=True)
+
+
+def _text(size: int) -> pb.GenerateRequest:
+    """A request of a text of so many bytes that looks like code."""
+    return pb.GenerateRequest(text=("def read_file(path):\n    return open(path).read()  # x\n" * (size // 50))[:size])
+
+
+def _costly(**form: Any) -> pb.GenerateRequest:
+    """A request whose output has a costly form."""
+    sampling = types_pb2.SamplingParams(structured_output=types_pb2.StructuredOutput(**form), max_tokens=900)
+    return pb.GenerateRequest(text="x", sampling_params=sampling)
+
+
+def send(address: str, name: str) -> str:
+    """Sends a request of ``REQUESTS``, a costly form four times at once; what became of the last."""
+    request = REQUESTS[name]()
+    data = request.SerializeToString()
+    with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
+        grpc.channel_ready_future(channel).result(30)
+        call, said = channel.unary_stream("/paceline.v1.GenerationService/Generate"), "OK"
+        copies = 4 if request.sampling_params.HasField("structured_output") else 1
+        for answers in [call(data, timeout=240) for _ in range(copies)]:
+            try:
+                for _ in answers:
+                    pass
+            except grpc.RpcError as error:
+                said = f"{error.code().name} {error.details()[:90]}"
+    return f"{len(data)} bytes: {said}"
+
+
+REQUESTS: dict[str, Callable[[], pb.GenerateRequest]] = {
+    "64 MB of text": lambda: _text(64 * 10**6),
+    "12 MB of text": lambda: _text(12 * 10**6),
+    "1 MB of text": lambda: _text(10**6),
+    "the longest text that is tokenized": lambda: _text(40_000),
+    "4 million token ids": lambda: pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[7] * 4_000_000)),
+    "4 million empty bad_words": lambda: pb.GenerateRequest(
+        text="x", sampling_params=types_pb2.SamplingParams(bad_words=[types_pb2.TokenSequence()] * 4_000_000)
+    ),
+    "2,400 rules of GBNF": lambda: _costly(
+        grammar="\n".join(["root ::= r0", *(f'r{i} ::= "a" r{i + 1}' for i in range(2400)), 'r2400 ::= "z"'])
+    ),
+    "a choice of 8,000": lambda: _costly(
+        choice=types_pb2.StructuredOutput.Choice(texts=[f"c{i}" for i in range(8000)])
+    ),
+    "nullable grammar": lambda: _costly(grammar='start: s\ns: s s s s s s s s | a? | b?\na: s "a" s\nb: s "b" s'),
+}
 
 
 def _form(**form: Any) -> bytes:
@@ -402,6 +465,7 @@ ATTACKS: dict[str, Callable[[Service], str]] = {
     "64 gRPC streams never read": lambda s: s.unread_grpc(64),
     "a storm of resets": lambda s: s.storm(200, 5),
     "a storm of lost gRPC": lambda s: s.storm_grpc(200, 5),
+    **{f"{name}, gRPC": lambda s, name=name: s.rpc(name) for name in REQUESTS},  # type: ignore[misc]
     "the clock jumps": lambda s: s.jump(6),
     "gRPC takes all descriptors": lambda s: s.crowd(600),
     "the same command again": lambda s: s.twice(),
@@ -419,26 +483,30 @@ def main() -> None:
     parser.add_argument("--target", metavar="MODEL", help="another target; chats need one with a chat template")
     parser.add_argument("--clock", type=Path, metavar="LIBRARY")
     parser.add_argument("--descriptors", type=int, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the lines there, too")
     args = parser.parse_args()
     service = Service(args.streams, args.target, args.clock, args.descriptors)
     first = service.rss_mb
     chosen = {name: ATTACKS[name] for name in args.attacks}
+    lines = []
     for _ in range(args.rounds):
         for name, attack in ((one, call) for each in chosen.items() for one, call in (("none", lambda _: ""), each)):
-            service.longest_s, service.num_chunks, service.num_failed, began = 0.0, 0, 0, time.monotonic()
+            service.begin()
             said = attack(service)
-            took = time.monotonic() - began
+            took = time.monotonic() - service.began
             time.sleep(max(0.0, args.seconds - took))
-            print(
+            lines.append(
                 f"{name}: longest gap {1e3 * service.longest_s:.0f} ms, "
-                f"{service.num_chunks / (time.monotonic() - began):.0f} chunks/s, {service.num_failed} failed; "
-                f"{said} in {1e3 * took:.0f} ms; after it {service.left(args.streams)}",
-                flush=True,
+                f"{service.num_chunks / (time.monotonic() - service.began):.0f} chunks/s, {service.num_failed} failed; "
+                f"{said} in {1e3 * took:.0f} ms; after it {service.left(args.streams)}"
             )
+            print(lines[-1], flush=True)
     last = service.rss_mb
     time.sleep(_PAUSE_S)
     print(f"memory at the begin {first:.0f} MB, at the end {last:.0f} MB, {_PAUSE_S:g} s later {service.rss_mb:.0f} MB")
     service.stop()
+    if args.json is not None:
+        args.json.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

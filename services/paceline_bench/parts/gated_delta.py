@@ -12,7 +12,7 @@ Sizes are one key head's for two value heads, as published: 32 heads of 128 x 12
 The last table compares the prefill of a prompt with transformers' own fallback, which runs where no kernel package is
 installed: convolution, gates and rule of one layer, in float32.
 
-    python benchmarks/gated_delta.py [--tokens 1 5 8] [--prompt 512] [--seconds 3]
+    paceline bench parts gated-delta [--tokens 1 5 8] [--prompt 512] [--seconds 3]
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import ctypes
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-from linear import fastest_s
 from paceline.checkpoint.linear import CHUNK, LinearSpec, Slots
 from paceline.cli.table import table
 from paceline.core.native import find_compiler
@@ -38,6 +37,7 @@ from paceline.model.linear import native
 from paceline.model.linear.gated_delta import Gates, LinearPools
 from paceline.model.linear.layers import by_torch
 from paceline.model.linear.plan import NONE, Chunk, LinearStep, SequencePart
+from paceline_bench.parts.linear import fastest_s
 
 PUBLISHED = LinearSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128, width=4)
 TINY = LinearSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=16, width=4)
@@ -173,13 +173,15 @@ def prefill(spec: LinearSpec, tokens: int, seconds: float) -> tuple[str, ...]:
     return str(tokens), f"{1e3 * ours:.1f}", f"{1e3 * other:.1f}", f"{other / ours:.1f}"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one table for each size, and one for prompts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "paceline bench parts gated-delta", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 5, 8])
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--seconds", type=float, default=3.0, help="for each row of a table")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if (reason := native.unavailable()) is not None:
         raise SystemExit(f"linear attention layers cannot run natively here: {reason}")
@@ -200,7 +202,3 @@ def main() -> None:
         print("\n".join(table([(f"{name}, {head[0]}", *head[1:]), *rows])) + "\n", flush=True)
     head = ("prompt", "operator ms", "transformers ms", "transformers / operator")
     print("\n".join(table([head, prefill(PUBLISHED, args.prompt, args.seconds)])))
-
-
-if __name__ == "__main__":
-    main()

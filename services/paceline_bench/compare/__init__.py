@@ -1,0 +1,1 @@
+"""``paceline bench compare``: configurations that answer the same requests in turn, as a file says."""

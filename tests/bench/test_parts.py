@@ -1,0 +1,29 @@
+"""``paceline bench parts``: every part has its flags, and ways take turns."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from paceline.cli.main import build_parser
+from paceline_bench.cli import PARTS_OF_A_STEP
+from paceline_bench.parts.turns import in_turn
+
+
+@pytest.mark.parametrize("name", PARTS_OF_A_STEP)
+def test_every_part_has_its_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = build_parser().parse_args(["bench", "parts", name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        args.run(args)
+    assert end.value.code == 0
+    assert f"usage: paceline bench parts {name}" in capsys.readouterr().out
+
+
+def test_ways_take_turns_and_the_first_round_is_not_counted() -> None:
+    calls: list[str] = []
+    ticks = itertools.count()
+    ways = {name: lambda name=name: calls.append(name) for name in "ab"}  # type: ignore[misc]
+    found = in_turn(ways, rounds=2, before=lambda: calls.append("-"), clock=lambda: float(next(ticks)))
+    assert "".join(calls) == "-a-b" * 3
+    assert found == {"a": [1.0, 1.0], "b": [1.0, 1.0]}

@@ -1,0 +1,47 @@
+"""``paceline bench virtual``: every kind of run, tiny, on the embedded pair."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.cli.main import build_parser
+from paceline_bench import virtual
+
+
+def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[list[str]]:
+    args = build_parser().parse_args(
+        ["bench", "virtual", *arguments, "--prompts", "1", "--max-tokens", "24", "--temperatures", "0"]
+    )
+    assert virtual.run(args) == 0, "a text differs"
+    return [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+
+
+def test_overlapped_decoding_wins_where_it_takes_no_core(capsys: pytest.CaptureFixture[str]) -> None:
+    sequential, *overlapped = rows_of(capsys, "overlap", "--sequential-draft-tokens", "2")
+    assert sequential[1:3] == ["sequential", "K=2"]
+    assert all(float(row[-1]) > 1.0 for row in overlapped)
+
+
+def test_subtrees_bring_no_fewer_tokens_than_chains(capsys: pytest.CaptureFixture[str]) -> None:
+    ((_, number, chain, tree, _),) = rows_of(capsys, "rows", "--rows", "6")
+    assert (number, float(chain) > 1.0) == ("6", True)
+    assert float(tree) >= float(chain) * 0.9
+
+
+def test_hints_change_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    none, some = rows_of(capsys, "hints", "--boundaries", "6")
+    assert (none[1], some[1:4]) == ("none", ["6", "of", "8"])
+
+
+def test_a_text_that_differs_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    serve, calls = virtual.serve, []
+
+    def mistaken(*args: object) -> virtual.Served:
+        found = serve(*args)  # type: ignore[arg-type]
+        calls.append(found)
+        found.texts = [[len(calls)]]
+        return found
+
+    monkeypatch.setattr(virtual, "serve", mistaken)
+    with pytest.raises(AssertionError, match="a text differs"):
+        rows_of(capsys, "hints", "--boundaries", "6")
