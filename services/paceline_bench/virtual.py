@@ -365,7 +365,9 @@ class Pair:
     def hints(self, target: LoadedModel, boundary: int, head: str | None) -> Hints:
         """Hints by the layers below ``boundary``, the final norm and the LM head; ``head``: an exit head of it."""
         network: Any = target.step
-        exit_of = Continued(lend(functools.partial(layers_from, target.size.num_layers), network.model)).logits
+        exit_of: Callable[[torch.Tensor], torch.Tensor] = Continued(
+            lend(functools.partial(layers_from, target.size.num_layers), network.model)
+        ).logits
         if head is not None:
             plan = open_head("early_exit", head, Checkpoint.open(str(TARGET_DIR)), boundaries=(boundary,))
             exit_of = behind(plan.load_module(torch.float32, torch.device("cpu")), exit_of)

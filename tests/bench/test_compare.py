@@ -178,12 +178,18 @@ def test_every_file_is_read_and_its_arms_are_configurations(path: Path, monkeypa
         ({"sessions": [1], "prompt": 3}, "prompt"),
         ({"arms": {"plain": {}, "own": {"transformers": "magic"}}}, "arms.own.transformers is 'magic': use one of"),
         ({"arms": {"plain": {}, "own": {"requests": {"mode": "fast"}}}}, "arms.own.requests"),
+        ({"arms": {"plain": {}, "own": {"requests": 3}}}, "arms.own.requests is 3: it holds"),
+        ({"arms": {"plain": {}, "own": {"equal": "no"}}}, "arms.own.equal is 'no': use true or false"),
+        ({"arms": {"plain": {}, "own": {"draft_delay_s": "long"}}}, "arms.own.draft_delay_s is 'long': use seconds"),
+        ({"arms": {"plain": {}, "own": {"settle_s": float("inf")}}}, "arms.own.settle_s is inf: use seconds"),
     ],
 )
 def test_a_wrong_file_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     arms = {"plain": {}, "own": {}}
     file = tmp_path / "spec.yaml"
-    file.write_text(yaml.safe_dump({"configuration": TREE, "arms": arms, "baseline": "plain", **change}))
+    file.write_text(
+        yaml.safe_dump({"configuration": TREE, "arms": arms, "baseline": "plain", **change}, sort_keys=False)
+    )
     with pytest.raises(ConfigError, match=message):
         arms_of(read_spec(file, {}, {}))
 

@@ -9,10 +9,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from paceline.config import ServiceConfig
 from paceline.errors import ConfigError
 from paceline_bench.compare.spec import Arm, Spec, arm_of, read_spec
+
+if TYPE_CHECKING:
+    from paceline_bench.compare.run import Found, Load
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +32,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
 
 
-def _several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    return lambda text: [kind(part.strip()) for part in text.split(",")]
+def _several(kind: type[int | float]) -> Callable[[str], list[Any]]:
+    def several(text: str) -> list[Any]:
+        try:
+            return [kind(part.strip()) for part in text.split(",")]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of {kind.__name__}s with commas between") from error
+
+    return several
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,6 +72,11 @@ def _arms(spec: Spec, names: Sequence[str] | None, folder: Path) -> list[Arm]:
         if unknown := [name for name in names if name not in known]:
             raise ConfigError(f"--arm is {unknown[0]!r}: use some of {', '.join(known)}")
         arms = [arm for arm in arms if arm.name in (spec.baseline, *names)]
+    for arm in arms:
+        try:
+            ServiceConfig.parse(arm.tree)
+        except ConfigError as error:
+            raise ConfigError(f"arm {arm.name!r}: {error}") from error
     return [replace(arm, tree=made.with_models(arm.tree, folder)) for arm in arms]
 
 
@@ -72,7 +87,7 @@ def _measure(spec: Spec, arms: Sequence[Arm], file: Path | None) -> int:
 
     facts = environment()
 
-    def say(load: table.Load, found: Sequence[table.Found]) -> None:
+    def say(load: Load, found: Sequence[Found]) -> None:
         print(*table.text(load, found, spec), sep="\n", file=sys.stderr, flush=True)
 
     results = table.joined(compare(spec, arms, say), spec)

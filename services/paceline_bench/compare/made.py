@@ -137,7 +137,7 @@ def adapted_for_pard(folder: Path, tokens_at_once: str | int, num_steps: str | i
         loss = cross_entropy(logits.flatten(0, 1), pieces[:, 1:].flatten())
         loss = loss + cross_entropy(logits[:, length - 1 :].flatten(0, 1), pieces[:, length:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | {"pard_token": PARD_TOKEN, "spd_type": "pard"}

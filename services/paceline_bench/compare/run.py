@@ -241,7 +241,9 @@ def _transformers(arm: Arm, config: ServiceConfig, stack: ExitStack) -> Ask:
     def ask(jobs: Sequence[Job], params: SpeculationParams, salt: str) -> list[Reply]:
         if not started:
             core = next(iter(available_cores()), None)
-            process = GenerateProcess(target.source, draft and draft.source, target.options.dtype, core)
+            process = GenerateProcess(
+                target.source, None if draft is None else draft.source, target.options.dtype, core
+            )
             started.append(stack.enter_context(process))
         prompts, limits = (
             tuple(job.prompt.token_ids for job in jobs),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -102,6 +102,20 @@ class Arm:
 _OF_AN_ARM = ("requests", "service", "transformers", "equal", "draft_delay_s", "settle_s")
 
 
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+
+_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "service": (lambda value: isinstance(value, bool), "use true or false"),
+    "equal": (lambda value: isinstance(value, bool), "use true or false"),
+    "requests": (lambda value: isinstance(value, Mapping), "it holds speculation parameters by name"),
+    "draft_delay_s": (_is_seconds, "use seconds, at least 0; .inf: the draft never answers"),
+    "settle_s": (lambda value: _is_seconds(value) and value <= 3600, "use seconds, 0 to 3600"),
+}
+"""What fields of an arm may hold, and the words for it."""
+
+
 def read_spec(path: Path, given: Mapping[str, str], loads: Mapping[str, Any]) -> Spec:
     """Reads a file. ``given``: variables by name, as text. ``loads``: fields that take the place of the file's.
 
@@ -138,6 +152,9 @@ def arm_of(spec: Spec, name: str, changes: Mapping[str, Any]) -> Arm:
     own = {key: value for key, value in changes.items() if key in _OF_AN_ARM}
     if (mode := own.get("transformers")) is not None and mode not in get_args(OTHERS):
         raise ConfigError(f"arms.{name}.transformers is {mode!r}: use one of {', '.join(get_args(OTHERS))}")
+    for key, (is_right, allowed) in _VALUES.items():
+        if key in own and not is_right(own[key]):
+            raise ConfigError(f"arms.{name}.{key} is {own[key]!r}: {allowed}")
     tree = merged(spec.configuration, {key: value for key, value in changes.items() if key not in _OF_AN_ARM})
     try:
         params = SpeculationParams(**{**spec.requests, **own.pop("requests", {})})

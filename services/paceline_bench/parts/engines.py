@@ -151,11 +151,13 @@ class Router:
 
     def on_target(self, batch: bytes) -> None:
         """Takes a batch from the target."""
-        self._send(self._relay.on_target(decode_from_target(target_pb2.FromTarget.FromString(batch))[0]))
+        messages: list[Any] = [*decode_from_target(target_pb2.FromTarget.FromString(batch))[0]]  # nobody sends an Echo
+        self._send(self._relay.on_target(messages))
 
     def on_draft(self, batch: bytes) -> None:
         """Takes a batch from the draft."""
-        self._send(self._relay.on_draft(decode_from_draft(draft_pb2.FromDraft.FromString(batch))[0]))
+        messages: list[Any] = [*decode_from_draft(draft_pb2.FromDraft.FromString(batch))[0]]
+        self._send(self._relay.on_draft(messages))
 
     def to_target(self) -> bytes | None:
         """What goes to the target next; None: nothing."""

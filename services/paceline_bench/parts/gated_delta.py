@@ -108,6 +108,12 @@ def native_way(step: LinearStep, layers: list[tuple[LinearPools, Gates]], spec: 
     return lambda: [native.gated_delta(numbers, pools, gates, spec.key_heads) for pools, gates in layers]
 
 
+def torch_way(step: LinearStep, layers: list[tuple[LinearPools, Gates]], spec: LinearSpec) -> Callable[[], object]:
+    """A step of all layers by the reference implementation."""
+    numbers = torch.tensor(step.encode())
+    return lambda: [by_torch(numbers, pools, spec, gates) for pools, gates in layers]
+
+
 def steps_of(spec: LinearSpec, dtype: torch.dtype, num_tokens: list[int], seconds: float) -> list[tuple[str, ...]]:
     """The rows of a table: microseconds of a layer's step of T tokens."""
     library = recurrent() if spec.value_dim == 128 else None
@@ -117,11 +123,10 @@ def steps_of(spec: LinearSpec, dtype: torch.dtype, num_tokens: list[int], second
         step = step_of((CHUNK - tokens) // 2, tokens)
         whole = LinearStep([SequencePart(0, [Chunk(0, CHUNK - tokens, tokens, 0)])], [])
         jobs += [native_way(step, layers, spec), native_way(whole, others, spec)]
-        numbers = torch.tensor(step.encode())
-        jobs.append(lambda numbers=numbers, layers=layers: [by_torch(numbers, p, spec, g) for p, g in layers])
+        jobs.append(torch_way(step, layers, spec))
         jobs.append(recurrent_way(library, last, spec, tokens) if library is not None else lambda: None)
     times = [1e6 * each / LAYERS for each in fastest_s(jobs, seconds * len(num_tokens))]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for at, tokens in enumerate(num_tokens):
         ours, folding, reference, least = times[4 * at : 4 * at + 4]
         fold = (folding - ours) * tokens / CHUNK
@@ -200,5 +205,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, spec in sizes.items():
         rows = steps_of(spec, torch.bfloat16, args.tokens, args.seconds)
         print("\n".join(table([(f"{name}, {head[0]}", *head[1:]), *rows])) + "\n", flush=True)
-    head = ("prompt", "operator ms", "transformers ms", "transformers / operator")
-    print("\n".join(table([head, prefill(PUBLISHED, args.prompt, args.seconds)])))
+    titles = ("prompt", "operator ms", "transformers ms", "transformers / operator")
+    print("\n".join(table([titles, prefill(PUBLISHED, args.prompt, args.seconds)])))

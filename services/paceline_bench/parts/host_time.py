@@ -208,7 +208,7 @@ class Bench:
         if target is not None:
             for runner in (self._target.runner, drafter._runner):
                 runner._step = self._watch.of("forward", runner._step)
-                runner.forward = self._watch.of("inputs", runner.forward)
+                runner.forward = self._watch.of("inputs", runner.forward)  # type: ignore[method-assign]
             return
         stubbed(self._target.runner, self._watch, Limits(max_sessions, _STEP_TOKENS, _PAGES), misses=False)
         tree_limits = Limits(_TREE_STEP_TOKENS, _TREE_STEP_TOKENS, _PAGES + 5, is_tree=True)

@@ -50,7 +50,7 @@ def measured(outputs: int, inputs: int, num_tokens: list[int], mib: int, seconds
         for weight in theirs:
             torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
-    listed = []
+    listed: list[tuple[str, ...]] = []
     for tokens in num_tokens:
         x = torch.randn(tokens, inputs).bfloat16()
         ours_of = [partial(native, x, weights) for weights in (packed, blocks[8], blocks[4])]

@@ -67,7 +67,8 @@ def ways(num_rows: int, vocab_size: int, logits: torch.Tensor) -> dict[str, Call
         return [Row(state, draft_tokens[:i]) for i in range(num_rows)]
 
     coupled, proposals = [Acceptance.COUPLED], [Proposal(draft_tokens)]
-    listed = {name: partial(decide, logits, batch(**o), proposals, coupled) for name, o in OPTIONS.items()}
+    decisions = {name: partial(decide, logits, batch(**o), proposals, coupled) for name, o in OPTIONS.items()}
+    listed: dict[str, Callable[[], object]] = {**decisions}
     plain = batch(temperature=1.0)
     q = tuple(SparseDistribution.of((token,), (1.0,)) for token in draft_tokens)
     rejection = [Acceptance.REJECTION]
