@@ -5,8 +5,8 @@ bound. The argument is an object with the fields of ``peers.Start``. Each line o
 each line of standard output its answers (or the reason why there are none); the first says that the engine is up. What
 libraries print goes to standard error.
 
-Both engines get what they need to answer fast, and what makes them comparable: bfloat16 or float32 weights and KV as
-asked for, no prefix cache, no end-of-sequence token, temperature alone.
+All engines get what they need to answer fast, and what makes them comparable: bfloat16 or float32 weights and KV as
+asked for, no prefix cache, no end-of-sequence token, temperature alone. llama.cpp reads a GGUF file as it is stored.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -160,6 +161,62 @@ def vllm(start: dict[str, Any]) -> tuple[str, Answer]:
     return str(vllm.__version__), answer
 
 
+LLAMA_CPP = """
+import {createInterface} from "node:readline";
+import {getLlama} from "node-llama-cpp";
+const start = JSON.parse(process.argv[2]), count = start.cores.length, threads = {ideal: count, min: count};
+const llama = await getLlama({gpu: false, build: "never", maxThreads: count, progressLogs: false, logLevel: "error"});
+const model = await llama.loadModel({modelPath: start.target, gpuLayers: 0});
+const context = await model.createContext(
+  {contextSize: start.context, sequences: start.sessions, batchSize: start.context, threads});
+const sequences = Array.from({length: start.sessions}, () => context.getSequence());
+console.log(JSON.stringify(llama.systemInfo));
+for await (const line of createInterface({input: process.stdin})) {
+  const unit = JSON.parse(line);
+  for (const sequence of sequences) await sequence.clearHistory();
+  const began = performance.now();
+  const answers = await Promise.all(unit.prompts.map(async (prompt, i) => {
+    const found = {token_ids: [], sizes: [], times_s: []};
+    const how = {temperature: unit.temperature, topK: 0, topP: 1, seed: unit.seed + i, yieldEogToken: true};
+    for await (const token of sequences[i].evaluate(prompt, how)) {
+      found.token_ids.push(token);
+      found.sizes.push(1);
+      found.times_s.push((performance.now() - began) / 1000);
+      if (found.sizes.length === unit.max_tokens[i]) break;
+    }
+    return found;
+  }));
+  console.log(JSON.stringify(answers));
+}
+process.exit(0);
+"""
+"""One sequence of a context for each session. The package's binaries are llama.cpp's own; it loads the one that is for
+the processor."""
+
+
+def llama_cpp(start: dict[str, Any]) -> tuple[str, Answer]:
+    """llama.cpp by the package node-llama-cpp, which npm has put into this environment's folder; it drafts nothing."""
+    script = Path(sys.prefix) / "paceline-peer.mjs"  # there its import is found; the package starts it again
+    script.write_text(LLAMA_CPP, encoding="utf-8")
+    command = ["node", str(script), json.dumps(start | {"context": MAX_LEN // 2})]
+    process = subprocess.Popen(command, cwd=sys.prefix, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def receive() -> Any:
+        assert process.stdout is not None
+        if not (line := process.stdout.readline()):
+            raise RuntimeError(f"node ended with status {process.wait()}")
+        return json.loads(line)
+
+    def answer(unit: dict[str, Any]) -> list[dict[str, Any]]:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(unit) + "\n")
+        process.stdin.flush()
+        answers: list[dict[str, Any]] = receive()
+        return answers
+
+    return str(receive()), answer
+
+
 def _add(found: dict[str, Any], token_ids: list[int], now: float) -> None:
     if token_ids:
         found["token_ids"] += token_ids
@@ -167,8 +224,9 @@ def _add(found: dict[str, Any], token_ids: list[int], now: float) -> None:
         found["times_s"].append(now)
 
 
-_STARTS = {"openvino": openvino, "vllm": vllm}
-ENGINES = tuple(_STARTS)
+ENGINES = ("openvino", "vllm")
+"""Engines that read a checkpoint's directory, and draft with a model."""
+_STARTS = {"openvino": openvino, "vllm": vllm, "llama.cpp": llama_cpp}
 
 
 def main() -> None:
