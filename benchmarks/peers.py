@@ -40,7 +40,6 @@ from paceline_bench.settings import Peer
 from paceline_bench.steps import WatchedFactory, timed_target
 
 PROMPTS = Path(__file__).with_name("chat_prompts.jsonl")
-THREADS = 2
 STORED, DTYPE = "as stored", "bfloat16"
 _DRAFT_TOKENS = 8
 _WARM_UP_TOKENS = 24
@@ -83,7 +82,7 @@ def chats(target: str, file: Path) -> list[Prompt]:
 
 @contextlib.contextmanager
 def ours(path: str, weights: str, threads: int, sessions: int) -> Iterator[list[Method]]:
-    """A target as ``paceline serve`` makes it where no draft is at hand."""
+    """A target as ``paceline serve --cpu-threads`` makes it where no draft is at hand."""
     target = TargetModel(
         path=path,
         dtype=DTYPE,
@@ -106,15 +105,14 @@ def ours(path: str, weights: str, threads: int, sessions: int) -> Iterator[list[
 
             return run
 
-        named = "" if threads == THREADS else f", {threads} thread"
-        ways = {f"as served{named}": Mode.OVERLAPPED} | ({} if named else {"plain": Mode.PLAIN})
-        yield [Method(weights, name, "", running(mode)) for name, mode in sorted(ways.items(), reverse=True)]
+        ways = {"plain": Mode.PLAIN, "as served": Mode.OVERLAPPED}
+        yield [Method(weights, name, "", running(mode)) for name, mode in ways.items()]
 
 
 @contextlib.contextmanager
-def theirs(peer: Peer, path: str, weights: str, sessions: int) -> Iterator[list[Method]]:
+def theirs(peer: Peer, path: str, weights: str, threads: int, sessions: int) -> Iterator[list[Method]]:
     """Another engine, which decodes plainly."""
-    start = start_of(peer, (path, ""), 0, available_cores()[:THREADS], DTYPE, sessions)
+    start = start_of(peer, (path, ""), 0, available_cores()[:threads], DTYPE, sessions)
     with PeerProcess(peer.python, start) as process:
 
         def run(prompts: Sequence[Prompt], tokens: int, temperature: float, seed: int) -> list[Reply]:
@@ -144,7 +142,7 @@ def measure(
                 for method in [*methods[first:], *methods[:first]]:
                     blank = RequestRecord(
                         *(method.name, method.weights, 0, temperature, unit, repeat, "", 0, (), 0.0, 0.0, ()),
-                        cores=THREADS,
+                        cores=args.threads,
                         engine=method.engine,
                     )
                     replies = method.run(units[unit], args.max_tokens, temperature, 1000 * unit)
@@ -185,6 +183,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=SMALL_CHAT_MODEL, metavar="P", help="a GGUF file or a checkpoint")
     parser.add_argument("--peer", action="append", default=[], metavar="ENGINE=PYTHON", help="repeatable")
+    parser.add_argument("--threads", type=int, default=2, help="of each engine, a core for each (default 2)")
     parser.add_argument("--prompts-file", type=Path, default=PROMPTS, metavar="FILE")
     parser.add_argument("--prompts", type=int, default=4, help="of a load, at least one for each at once")
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="requests at once")
@@ -199,13 +198,12 @@ def main() -> int:
         f"{len(prompts)} chats of {lengths[0]} to {lengths[-1]} tokens, half of at least {lengths[len(lengths) // 2]}"
     )
     with contextlib.ExitStack() as stack:
-        methods = stack.enter_context(ours(folder, DTYPE, THREADS, sessions))
+        methods = stack.enter_context(ours(folder, DTYPE, args.threads, sessions))
         if target != folder:
-            methods += stack.enter_context(ours(target, STORED, THREADS, sessions))
-            methods += stack.enter_context(ours(target, STORED, 1, sessions))
+            methods += stack.enter_context(ours(target, STORED, args.threads, sessions))
         for engine, _, python in (given.partition("=") for given in args.peer):
             reads = (target, STORED) if engine == "llama.cpp" else (folder, DTYPE)
-            methods += stack.enter_context(theirs(Peer(engine, python), *reads, sessions))
+            methods += stack.enter_context(theirs(Peer(engine, python), *reads, args.threads, sessions))
         differs = False
         for load, records in measure(methods, prompts, args):
             print(f"\n{load} at once, {args.max_tokens} tokens each; load of the machine {os.getloadavg()[0]:.1f}")

@@ -4,10 +4,9 @@ A GGUF file runs in bfloat16, as it is stored, and rounded again by ``quantizati
 and rounded. Each variant is compiled and lives in a process of its own. They take turns. Of each step the fastest
 counts, in seconds of its thread, so that other processes count little; tokens/s are of whole generations, by the clock.
 
-    taskset -c 1 python benchmarks/quantized.py FILE.gguf [--peer FOLDER] [--rounds 9] [--only VARIANT ..]
+    taskset -c 1 python benchmarks/quantized.py FILE.gguf [--peer PYTHON] [--rounds 9] [--only VARIANT ..]
 
-``--peer``: llama.cpp on the same file, with one thread, by the package node-llama-cpp that ``npm install
---ignore-scripts node-llama-cpp`` has put into the folder.
+``--peer``: llama.cpp on the same file, with one thread, by the environment that README.md says how to make.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import ctypes
 import gc
 import logging
 import multiprocessing
-import subprocess
+import os
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -99,42 +98,19 @@ def generate(pipeline: Any) -> float:
     return len(result.token_ids) / (time.perf_counter() - started)
 
 
-PEER = """
-import {createInterface} from "node:readline";
-import {getLlama} from "node-llama-cpp";
-const [path, prompt, count] = [process.argv[2], process.argv[3], Number(process.argv[4])];
-const llama = await getLlama({gpu: false, build: "never", maxThreads: 1, progressLogs: false, logLevel: "error"});
-const model = await llama.loadModel({modelPath: path, gpuLayers: 0});
-const sequence = (await model.createContext({contextSize: 2048, threads: 1})).getSequence();
-console.log(llama.systemInfo);
-for await (const _ of createInterface({input: process.stdin})) {
-  await sequence.clearHistory();
-  const started = performance.now();
-  let left = count;
-  for await (const token of sequence.evaluate(model.tokenize(prompt), {temperature: 0, yieldEogToken: true}))
-    if (!--left) break;
-  console.log(count / (performance.now() - started) * 1000);
-}
-process.exit(0);
-"""
-"""The package's binaries are llama.cpp's own, of which the one for the processor is loaded."""
+def serve_peer(path: str, python: str, pipe: Connection) -> None:
+    """llama.cpp on one thread, by the Python of its environment."""
+    from paceline_bench.peers import PeerProcess, Unit, start_of
+    from paceline_bench.settings import Peer
 
-
-def serve_peer(path: str, folder: str, pipe: Connection) -> None:
-    """llama.cpp on one thread, by the package node-llama-cpp in a folder."""
-    script = Path(folder) / "paceline-peer.mjs"  # there its import is found; the package starts it again in a process
-    script.write_text(PEER, encoding="utf-8")
-    command = ["node", str(script), path, PROMPT, str(GENERATED)]
-    with subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        print(f"llama.cpp: {process.stdout.readline().strip()}")
+    ids = Checkpoint.open(path).tokenizer.encode(PROMPT)
+    cores = sorted(os.sched_getaffinity(0))[:1]
+    with PeerProcess(python, start_of(Peer("llama.cpp", python), (path, ""), 0, cores, "bfloat16", 1)) as process:
         pipe.send((0, True, float("nan")))
         while pipe.recv() is not None:
-            process.stdin.write("\n")
-            process.stdin.flush()
-            pipe.send(float(process.stdout.readline()))
-        process.stdin.close()
+            started = time.perf_counter()
+            process.generate(Unit((ids,), (GENERATED,), 0.0, 0, 0))
+            pipe.send(GENERATED / (time.perf_counter() - started))
 
 
 def resident_bytes() -> int:
@@ -183,7 +159,7 @@ def main() -> None:
     """The tables of one checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
-    parser.add_argument("--peer", metavar="FOLDER")
+    parser.add_argument("--peer", metavar="PYTHON")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="+", metavar="VARIANT", help="variants to measure, the first compared with")
     args = parser.parse_args()

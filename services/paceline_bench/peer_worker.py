@@ -199,7 +199,14 @@ def llama_cpp(start: dict[str, Any]) -> tuple[str, Answer]:
     script = Path(sys.prefix) / "paceline-peer.mjs"  # there its import is found; the package starts it again
     script.write_text(LLAMA_CPP, encoding="utf-8")
     command = ["node", str(script), json.dumps(start | {"context": MAX_LEN // 2})]
-    process = subprocess.Popen(command, cwd=sys.prefix, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=sys.prefix,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=_end_with_parent,
+    )
 
     def receive() -> Any:
         assert process.stdout is not None
@@ -229,9 +236,13 @@ ENGINES = ("openvino", "vllm")
 _STARTS = {"openvino": openvino, "vllm": vllm, "llama.cpp": llama_cpp}
 
 
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: ends with a benchmark that is killed
+
+
 def main() -> None:
     """Answers units until standard input ends."""
-    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: ends with a benchmark that is killed
+    _end_with_parent()
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print to it
     start = json.loads(sys.argv[1])
