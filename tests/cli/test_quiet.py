@@ -15,7 +15,7 @@ from paceline import logs
 from paceline.cli.main import COMMANDS, build_parser, main
 from paceline.cli.startup import StartView, tell_ready
 from paceline.cli.table import working
-from paceline.cli.train_head import _Bars
+from paceline.cli.train_head import Bars
 
 QUIET = {"-q", "--quiet"}
 
@@ -74,7 +74,7 @@ def test_neither_a_spinner_nor_a_bar_is_shown(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     shown = []
     for quiet in (False, True):
-        with logs.quiet(quiet), working("measuring"), _Bars() as bars:
+        with logs.quiet(quiet), working("measuring"), Bars() as bars:
             bars("training", 1, 2)
         shown.append(capsys.readouterr().err)
     assert "training" in shown[0]

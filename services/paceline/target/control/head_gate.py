@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.statistics import Ewma
 from paceline.target.control.allocation import load_class
-from paceline.target.control.trial import is_due, pause_s
+from paceline.target.control.trial import LONG_WINDOW, is_due, pause_s
 
 _ASKED_IN_TRIAL = 4
 _COMPARED, _COMPARED_EVERY = 4, 256
@@ -172,7 +172,7 @@ class HeadGate:
         account.on_trial = account.on_trial or (account.failures > 0 and account.steps == 0)
         account.steps += 1
         account.net += accepted - tokens_per_s * seconds
-        if not self.adaptive or not is_due(account.steps, account.net, on_trial=account.on_trial):
+        if not self.adaptive or not is_due(account.steps, account.net, on_trial=account.on_trial, window=LONG_WINDOW):
             return False
         worthless = account.net < 0.0
         if worthless:

@@ -15,15 +15,17 @@ TRIAL_SHARE = 0.01
 TRIAL_LIMIT_S = 3.0
 """Time for a draft to send its first tokens in a trial."""
 _LONGEST_REPAY_S = 256.0
-_WINDOW, _TRIAL_WINDOW, _SHORT_WINDOW = 32, 16, 8
-"""Rounds of an account when it is judged; of one on trial; and of one that loses much."""
+WINDOW, LONG_WINDOW = 32, 64
+"""Rounds after which a session's account is judged, and steps of a head's, which sums many sessions."""
+_TRIAL_WINDOW, _SHORT_WINDOW = 16, 8
+"""The same of an account on trial; and of one that loses much."""
 _COSTLY = -4.0
 """Net tokens of an account that loses much."""
 
 
-def is_due(rounds: int, net: float, *, on_trial: bool) -> bool:
+def is_due(rounds: int, net: float, *, on_trial: bool, window: int = WINDOW) -> bool:
     """True if an account is judged now. ``net``: tokens gained, less the tokens lost, in its ``rounds``."""
-    return rounds >= (_TRIAL_WINDOW if on_trial else _WINDOW) or (rounds >= _SHORT_WINDOW and net < _COSTLY)
+    return rounds >= (_TRIAL_WINDOW if on_trial else window) or (rounds >= _SHORT_WINDOW and net < _COSTLY)
 
 
 def pause_s(num_failures: int, loss_s: float = 0.0, first_s: float = FIRST_PAUSE_S) -> float:
