@@ -496,7 +496,7 @@ REFUSED = {
     "eagle3, LM head missing": ("eagle3", dropped("lm_head.weight"), "no weight file holds 'lm_head.weight'"),
     "eagle3, norm unknown": ("eagle3_norm_before_fc", config(norm_before_fc=False), "'input_norm.weight', which its"),
     "eagle3, norm missing": ("eagle3", config(norm_before_fc=True), "no weight file holds 'input_norm.weight'"),
-    "eagle3, key": ("eagle3", config(norm_after_fc=True), "config.json of .* has 'norm_after_fc': an unknown key could change its result"),
+    "eagle3, key": ("eagle3", config(norm_after_fc=True), "config.json of .* has 'norm_after_fc': an unknown key"),
     "eagle3, nested key": ("eagle3", config(eagle_config={"gate": 1}), "eagle_config of .* has 'gate', which is not"),
     "eagle3, window": ("eagle3", config(layer_types=["sliding_attention"]), "has 'sliding_attention': heads attend"),
     "eagle3, window of Qwen": (
@@ -533,7 +533,7 @@ REFUSED = {
     ),
     "dflash, missing": ("dflash", dropped("hidden_norm.weight"), "no weight file holds 'hidden_norm.weight'"),
     "dflash, unknown": ("dflash", renamed("norm.weight", "norm.scale"), "holds 'norm.scale', which its format"),
-    "dflash, key": ("dflash", config(prefix_gru=True), "config.json of .* has 'prefix_gru': an unknown key could change its result"),
+    "dflash, key": ("dflash", config(prefix_gru=True), "config.json of .* has 'prefix_gru': an unknown key"),
     "dflash, nested key": ("dflash", nested(gate=1), "dflash_config of .* has 'gate', which is not known here"),
     "dflash, layer key": (
         "dflash_speculators",
