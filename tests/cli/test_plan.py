@@ -201,7 +201,7 @@ def test_what_is_not_given_comes_from_a_run(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"heads": ["medusa=x"]}, "was measured with the head medusa=x: the time of its target's steps holds that"),
+        ({"heads": ["medusa=x"]}, "was measured with the head medusa=x: the times of its steps include the head's"),
         ({"drafter": "ngram"}, "was measured with --drafter ngram: a run with a draft model is needed"),
     ],
 )

@@ -157,7 +157,7 @@ def recorded() -> dict[float, dict[str, float]]:
             break
         if line.startswith("temperature "):
             of_it = found.setdefault(float(line.split()[1]), {})
-        elif ", " in line and not line.startswith("$"):
+        elif ", " in line and not line.startswith("taken by "):
             of_it[line[:23].strip()] = float(line[23:].split()[0])
     return found
 
