@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
+from paceline.cli.extras import MODULES, extras_of
 from paceline.cli.main import build_parser
 from paceline_bench import virtual
 
@@ -45,3 +48,13 @@ def test_a_text_that_differs_is_an_error(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setattr(virtual, "serve", mistaken)
     with pytest.raises(AssertionError, match="a text differs"):
         rows_of(capsys, "hints", "--boundaries", "6")
+
+
+@pytest.mark.parametrize("kind", ["local", "serve", "endpoint", "sweep", "compare", "virtual", "parts", "report"])
+def test_a_kind_of_benchmark_names_what_it_needs(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["bench", "--help"])
+    assert f"    {kind} " in capsys.readouterr().out
+    extras = extras_of(argparse.Namespace(command="bench", bench=kind))
+    assert extras
+    assert all(extra in MODULES for extra in extras)

@@ -45,7 +45,7 @@ def extras_of(args: argparse.Namespace) -> tuple[str, ...]:
         case "bench":
             kinds = {
                 "local": ("embedded",),
-                "compare": ("embedded",),
+                **dict.fromkeys(("compare", "virtual", "parts"), ("embedded",)),
                 "sweep": ("serve", "bench"),
                 "report": ("bench",),
             }
