@@ -33,7 +33,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos \
 # A test that hangs ends its process after a quarter of an hour, and is named, with what all threads were doing.
 TIMEOUT := --timeout 900 --timeout-method thread
 
-# Two processes, each with its own core; tests of one xdist_group never run at the same time as each other.
+# Two processes, each with its own core; a file or an xdist_group of tests is one's (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations 15 $(TIMEOUT)
 
 # Processes that tests start import what is compiled already. Without bytecode each of them compiles the whole package.

@@ -1,5 +1,6 @@
 """Shared by all tests: one torch thread, reproducible property tests, the tools' ring, the skip without a compiler."""
 
+import contextlib
 import gc
 import os
 
@@ -9,6 +10,7 @@ os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -40,12 +42,10 @@ GROUPS = {
         "tests/model/parallel/test_plan.py",
     ),
     "local": ("tests/local/",),
-    "command": ("tests/cli/test_main.py",),
     "client": ("tests/client/",),
     "web": ("tests/web/",),
-    "image": ("tests/k8s/test_image_steps.py",),
 }
-"""Tests of one group run one after the other in one process.
+"""Tests of one group run one after the other in one process, and so do those of any other file.
 
 ``processes``: several processes that exchange messages all the time. The others share fixtures that take seconds.
 """
@@ -60,6 +60,18 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)  # other environments have no pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file is a group: what its tests share is made in one process, not in each."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Files(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return super()._split_scope(nodeid).partition("::")[0]
+
+    return Files(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -78,18 +90,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache for one test. It holds native operators alone, which are those of the cache that is kept."""
+    return _use_cache(tmp_path / "own-cache", monkeypatch)
+
+
+@pytest.fixture
 def compiled_steps(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Lets a test share compiled models with all others of this run that ask for it: equal ones are compiled once.
-
-    Native operators come from the cache that is kept.
-    """
-    from tests.support.compilers import load_operators
-
-    load_operators()
+    """Lets a test share compiled models with all others of this run that ask for it: equal ones are compiled once."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled-steps"
+    return _use_cache((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled-steps", monkeypatch)
+
+
+def _use_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes ``folder`` the cache of this process and of those that it starts, with the operators that are there."""
+    from paceline.config import cache_dir  # other environments run their tests without the package
+
+    kept = cache_dir() / "operators"
+    for each in (kept, folder):
+        each.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # another process of this run has made it
+        (folder / "operators").symlink_to(kept)
     monkeypatch.setenv("PACELINE_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines' processes import torch and transformers once for all; in use, each imports them for seconds."""
+    from tests.support.processes import context
+
+    monkeypatch.setattr("paceline.runtime.process_worker.multiprocessing.get_context", lambda _: context)
 
 
 @pytest.hookimpl(tryfirst=True)

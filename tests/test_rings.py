@@ -15,10 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.conftest import COLLECTED
+from tests.conftest import COLLECTED, pytest_xdist_make_scheduler
 from tests.support.rings import covering_pairs
 from xdist.remote import WorkerInteractor
-from xdist.scheduler import LoadGroupScheduling
 
 TESTS = Path(__file__).parent
 MAKEFILE = TESTS.parent / "Makefile"
@@ -186,8 +185,10 @@ def test_tests_of_one_group_run_in_one_process(request: pytest.FixtureRequest) -
     item.add_marker(pytest.mark.xdist_group("of seconds"))
     options = SimpleNamespace(getvalue=lambda name: name == "loadgroup")
     WorkerInteractor.pytest_collection_modifyitems(None, options, [item])
-    scope = LoadGroupScheduling._split_scope(None, item.nodeid)
-    assert scope == "of seconds"
+    config: Any = SimpleNamespace(getvalue=lambda name: ["popen"])
+    scope_of = pytest_xdist_make_scheduler(config, None)._split_scope
+    assert scope_of(item.nodeid) == "of seconds"
+    assert scope_of(request.node.nodeid) == "tests/test_rings.py"
 
 
 def test_many_cases_have_a_reason(collected: list[pytest.Item]) -> None:

@@ -270,11 +270,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("compile", [False, *nightly([True])])
-def test_heads_are_examined_while_their_target_is_loaded(
-    compile: bool, saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("own_cache")
+def test_heads_are_examined_while_their_target_is_loaded(compile: bool, saved: str, tmp_path: Path) -> None:
     """With states that its own steps do not return, before it is compiled; a wrong head ends the start."""
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     checkpoint = Checkpoint.open(saved)
     options = ModelOptions(compile=compile, dtype="float32", device="cpu")
     own, right = (2, 3, 5), (1, 2, 4)

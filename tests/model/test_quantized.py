@@ -13,7 +13,6 @@ from typing import cast
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from tests.support.compilers import load_operators
 from tests.support.gguf_files import MODELS, write_gguf
 from tests.support.models import noisy_copy, prompt, random_model, save_pair
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
@@ -303,13 +302,11 @@ def test_a_target_that_verifies_otherwise_is_refused_with_a_draft(
 
 @pytest.mark.compiler
 @pytest.mark.slow
-def test_compiled_blocks_keep_their_bytes_and_their_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks_keep_their_bytes_and_their_text(own_cache: Path) -> None:
     """The artifact multiplies by blocks, those of one input at once, and all modes give the text of its own plain
     decoding."""
-    load_operators()
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     target = prepare(reloaded(torch.bfloat16, "int4"), compile=True)
-    (artifact,) = (tmp_path / "compiled").glob("*.pt2")
+    (artifact,) = (own_cache / "compiled").glob("*.pt2")
     with zipfile.ZipFile(artifact) as package:
         source = "".join(package.read(n).decode() for n in package.namelist() if n.endswith("wrapper.cpp"))
     assert source.count("aoti_torch_cpu_packed_linear(") - 1 == 2 * 4 + 1  # one declares it

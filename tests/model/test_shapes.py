@@ -388,13 +388,11 @@ def test_a_runner_pads_by_what_it_runs() -> None:
 @needs_products
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", *nightly(["gemma3"])])
-def test_a_native_model_has_equal_bits_in_steps_of_any_size(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("own_cache")
+def test_a_native_model_has_equal_bits_in_steps_of_any_size(family: str) -> None:
     """Compiled in bfloat16 it computes exactly the tokens of a step; verified, batched and prefilled as it decodes."""
     assert cpu_linear.usable()
     assert cpu_attention.unavailable() is None
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     runner = prepare(random_model(family, dtype=torch.bfloat16), compile=True).runner(40)
     assert runner.shapes == replace(EXACT, spare_tokens=runner.shapes.spare_tokens)
     assert runner.plan([steps_of([1], 0, 1, [0])]).shape.tokens == 1 + runner.shapes.spare_tokens

@@ -16,11 +16,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core import native
-from paceline.model import midway
-from paceline.model.attention import native as cpu_attention
 from paceline.model.compiled import linear as cpu_linear
-from paceline.model.compiled import package
-from paceline.model.linear import native as linear_attention
 
 NEEDED = "needs a C++ compiler and Python's headers"
 _INSTRUCTIONS = {"AVX-512": native.has_avx512, "AVX512-BF16": native.packs_bfloat16}
@@ -38,15 +34,6 @@ def lacking(item: pytest.Item) -> str | None:
         return NEEDED
     wanted = (mark.kwargs["instructions"] for mark in marks if mark.kwargs)
     return next((f"needs {name}" for name in wanted if not _INSTRUCTIONS[name]()), None)
-
-
-def load_operators() -> None:
-    """Loads the native operators of compiled steps, so that a test with a cache of its own need not compile them."""
-    cpu_attention.unavailable()
-    linear_attention.unavailable()
-    cpu_linear.usable()
-    midway.key()
-    package._library()
 
 
 def products_with(folder: Path, faults: Mapping[str, tuple[str, str]]) -> ctypes.CDLL:

@@ -277,7 +277,6 @@ def on_two_ranks(
     return result
 
 
-@pytest.mark.xdist_group("two ranks of branches")
 @pytest.mark.parametrize(
     ("model", "dtype", "num_rows"),
     [
@@ -294,7 +293,6 @@ def test_rows_of_subtrees_have_the_bits_of_plain_decoding_on_two_ranks(
     assert faults == [0, 0]
 
 
-@pytest.mark.xdist_group("two ranks of branches")
 @pytest.mark.parametrize(
     ("model", "dtype"), [*slow([("llama", "bfloat16")]), *nightly(itertools.product(MODELS, DTYPES))]
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -96,6 +95,7 @@ class Compiled:
         (True, [HOLDS], "yes", "compiling"),
     ],
 )
+@pytest.mark.usefixtures("own_cache")
 def test_eager_steps_that_are_not_batch_invariant_serve_nobody(
     compiles: bool,
     reports: list[InvarianceReport],
@@ -103,10 +103,8 @@ def test_eager_steps_that_are_not_batch_invariant_serve_nobody(
     execution: str,
     source: str,
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
     """Then the target waits until it is compiled, and is tested again; it stays eager where that cannot be done."""
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     monkeypatch.setattr(loading, "find_compiler", lambda: "g++")
     monkeypatch.setattr(build, "check_invariance", lambda *given: reports.pop(0))
     eager = loading.load_pretrained(Checkpoint.open(source), torch.float32)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.compilers import load_operators
 from tests.support.models import FAMILIES, noisy_copy, prompt, random_model
 from tests.support.pump import Pump, Request, in_mode, plain_reference
 from tests.support.rings import nightly, slow
@@ -30,12 +29,6 @@ from paceline.model.shapes import MIN_TOKENS
 from paceline.model.step import Step
 from paceline.model.step_plan import SequenceStep, StepPlan
 from paceline.types import Mode, SamplingParams
-
-
-@pytest.fixture
-def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load_operators()
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
 
 
 def smallest() -> PreTrainedModel:
@@ -69,14 +62,13 @@ def same_tokens(compiled: LoadedModel, eager: LoadedModel) -> None:
 
 @pytest.mark.compiler
 @pytest.mark.slow
-@pytest.mark.usefixtures("_empty_cache")
 def test_compiled_tokens_equal_eager_ones_and_the_artifact_is_used_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All modes through the engines; the second time nothing is compiled; other weights are another artifact."""
     first = prepare(smallest(), compile=True)
     same_tokens(first, prepare(smallest(), compile=False))
-    artifacts = list((tmp_path / "compiled").glob("*.pt2"))
+    artifacts = list((own_cache / "compiled").glob("*.pt2"))
     assert len(artifacts) == 1
     report = check_invariance(first.runner(8))
     assert report.holds == ("NOT batch-invariant" not in str(report))
@@ -88,7 +80,7 @@ def test_compiled_tokens_equal_eager_ones_and_the_artifact_is_used_again(
     same_tokens(prepare(smallest(), compile=True), prepare(smallest(), compile=False))
     with pytest.raises(AssertionError, match="a second time"):
         prepare(noisy_copy(smallest(), 0.01), compile=True)
-    assert list((tmp_path / "compiled").glob("*.pt2")) == artifacts
+    assert list((own_cache / "compiled").glob("*.pt2")) == artifacts
 
 
 def test_the_key_tells_everything_apart_that_shapes_the_artifact() -> None:
@@ -256,7 +248,7 @@ def test_compiled_states_are_those_of_eager_steps(monkeypatch: pytest.MonkeyPatc
     assert report.num_states_different <= report.num_different, str(report)
 
 
-@pytest.mark.usefixtures("_empty_cache")
+@pytest.mark.usefixtures("own_cache")
 def test_without_a_compiler_a_model_runs_eagerly_unless_it_must_be_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

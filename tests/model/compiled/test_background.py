@@ -16,7 +16,6 @@ from paceline.config import DraftOptions, DraftSetup, ModelOptions, TargetOption
 from paceline.draft.build import build_draft_engine
 from paceline.errors import ConfigError
 from paceline.messages import OpenSession, Outcome
-from paceline.model.attention import native as cpu_attention
 from paceline.model.compiled import background, worker
 from paceline.model.compiled.background import Compilation, CompileJob, SelfTest
 from paceline.model.features import Features
@@ -213,13 +212,12 @@ def until_compiled(engine) -> None:
 
 @pytest.mark.compiler
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_cache")
 def test_an_engine_serves_before_it_is_compiled_and_is_compiled_when_it_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real worker, for a target and a draft; the engine finds its artifact by its own weights."""
-    cpu_attention.unavailable()  # from the cache that is kept
     source = str(save_pair(tmp_path / "pair") / "target")
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     run = {"dtype": "float32", "device": "cpu", "max_model_len": 256}
     setup, sent = TargetSetup(source, TargetOptions(**run, max_step_tokens=32), tree_budget=16), []
     engine = build_target_engine(setup, sent.extend)

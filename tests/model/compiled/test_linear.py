@@ -192,7 +192,6 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @needs_products
-@pytest.mark.xdist_group("faulty products")
 def test_pieces_that_are_left_out_are_noticed(faulty: ctypes.CDLL) -> None:
     """The last outputs of a piece belong to nobody."""
     x, packed = values(1, 1, 1024), pack(values(2, 1024, 1024))
@@ -290,7 +289,6 @@ def test_a_replica_reserves_a_core_for_each_thread() -> None:
 
 
 @needs_products
-@pytest.mark.xdist_group("faulty products")
 def test_sums_that_are_split_by_the_number_of_rows_are_noticed(faulty: ctypes.CDLL) -> None:
     """Panels are added up apart, and there are several with many rows only."""
 
@@ -446,13 +444,12 @@ def test_native_products_need_the_instructions(bf16: bool, monkeypatch: pytest.M
 @needs_products
 @pytest.mark.slow
 def test_a_package_holds_the_weights_once_and_calls_the_operator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: Callable[[int], None]
+    own_cache: Path, shared: Callable[[int], None]
 ) -> None:
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     model = small()
     num_bytes = sum(p.numel() * p.itemsize for p in model.parameters())
     compiled = prepare(model, compile=True)
-    (path,) = (tmp_path / "compiled").glob("*.pt2")
+    (path,) = (own_cache / "compiled").glob("*.pt2")
     assert num_bytes < path.stat().st_size < 1.03 * num_bytes + (4 << 20)  # the code, which tests do not optimize
     with zipfile.ZipFile(path) as package:
         source = "".join(package.read(n).decode() for n in package.namelist() if n.endswith(".wrapper.cpp"))
