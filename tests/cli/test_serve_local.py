@@ -99,7 +99,7 @@ def test_requests_and_rounds_are_on_the_page_for_prometheus(tmp_path):
     folder = save_pair(tmp_path)
     run = {"dtype": "float32", "compile": False}
     config = LocalConfig(
-        target=TargetModel(path=str(folder / "target"), adaptive=False, **run),
+        target=TargetModel(path=str(folder / "target"), adaptive=False, batch_invariant="off", **run),
         draft=DraftModel(path=str(folder / "draft"), **run),
         worker="thread",
         pin_cores=False,

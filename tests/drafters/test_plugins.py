@@ -48,7 +48,7 @@ def test_the_example_drafts_and_the_text_is_the_target_s_own(installed, tmp_path
     draft = ServiceConfig.from_file(_written(installed, blocks("yaml")[0])).draft_config
     assert draft.engine_kwargs == PluginOptions(drafter="bigrams", options={"width": 8})
     config = LocalConfig(
-        target=TargetModel(path=str(folder / "target"), compile=False, adaptive=False),
+        target=TargetModel(path=str(folder / "target"), compile=False, adaptive=False, batch_invariant="off"),
         draft=draft.engine_kwargs,
         worker="thread",
     )

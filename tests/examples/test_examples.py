@@ -30,7 +30,7 @@ def example(name):
 def pipeline():
     target, draft = map(str, embedded_paths())
     config = LocalConfig(
-        target=TargetModel(path=target, dtype="float32", compile=False),
+        target=TargetModel(path=target, dtype="float32", compile=False, batch_invariant="off"),
         draft=DraftModel(path=draft, dtype="float32", compile=False),
         worker="thread",
         pin_cores=False,

@@ -195,6 +195,7 @@ def test_the_limits_are_those_of_the_configuration():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_engines_whose_processes_stand_still(tmp_path, monkeypatch):
     """SIGSTOP of the draft changes no token; that of the target is told within the limit, and it comes back."""
     monkeypatch.setattr("paceline.local._RESTART_S", 0.05)

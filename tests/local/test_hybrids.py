@@ -56,6 +56,7 @@ def pipeline(folder: Path) -> Iterator[LocalPipeline]:
         "max_sessions": 2,
         "max_step_tokens": 64,
         "adaptive": False,
+        "batch_invariant": "off",
     }
     target = TargetModel(path=str(folder), heads=[HeadOptions(method="mtp", probe=False)], **options)
     with LocalPipeline(LocalConfig(target=target, draft=None, worker="thread", pin_cores=False)) as pipeline:

@@ -80,7 +80,9 @@ def config_of(folder, worker="thread", **options):
     run = {"dtype": "float32", "compile": False}
     return LocalConfig(
         # what one test makes of its draft must not change the next
-        target=TargetModel(path=str(folder / "target"), adaptive=False, **run, **{"max_sessions": 8, **options}),
+        target=TargetModel(
+            path=str(folder / "target"), adaptive=False, batch_invariant="off", **run, **{"max_sessions": 8, **options}
+        ),
         draft=DraftModel(path=str(folder / "draft"), **run),
         worker=worker,
         pin_cores=False,
@@ -142,7 +144,7 @@ def test_a_draft_in_either_place_changes_no_token(checkpoints, threaded, tempera
     """Its model drafts in the target while the draft is kept from answering, and the draft where it is not."""
     run_, path = {"dtype": "float32", "compile": False}, str(checkpoints / "draft")
     config = LocalConfig(
-        target=TargetModel(path=str(checkpoints / "target"), max_sessions=8, **run_),
+        target=TargetModel(path=str(checkpoints / "target"), max_sessions=8, batch_invariant="off", **run_),
         draft=DraftModel(path=path, placement="auto", **run_),
         worker="thread",
         pin_cores=False,
@@ -407,6 +409,7 @@ def test_a_request_that_waits_its_turn_says_how_long(checkpoints):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_processes_that_are_killed(checkpoints, monkeypatch):
     """The draft's death changes no token and the draft comes back; the target's ends every request with an error."""
     monkeypatch.setattr(local, "_RESTART_S", 0.05)

@@ -322,7 +322,7 @@ def _pipeline(target: str) -> LocalPipeline:
     model = {"dtype": "float32", "device": "cpu", "compile": False, "max_model_len": 512}
     heads = [{"method": "mtp", "model": "paceline/embedded-mtp"}] if target.endswith("head") else []
     draft = None if heads else {"path": str(DRAFT_DIR), "dtype": "float32", "device": "cpu", "compile": False}
-    options = {"path": str(TARGET_DIR), "tensor_parallel_size": 2, "heads": heads, **model}
+    options = {"path": str(TARGET_DIR), "tensor_parallel_size": 2, "heads": heads, "batch_invariant": "off", **model}
     pipeline = LocalPipeline(LocalConfig(target=options, draft=draft, worker="thread", pin_cores=False))
     pipeline.start()
     atexit.register(pipeline.stop)

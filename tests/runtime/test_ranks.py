@@ -7,6 +7,7 @@ has a chance below 1e-2, and the seeds are fixed.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -38,7 +39,7 @@ from paceline.runtime.process_worker import ProcessWorker
 from paceline.runtime.ranks import RankedWorker, process_ranks
 from paceline.target.build import build_target_engine
 from paceline.types import Acceptance, Cause, Mode, Rendezvous, SamplingParams, SpeculationParams
-from paceline_bench.processes import family, read_process
+from paceline_bench.processes import read_process
 
 RANK_TIMEOUT_S = 3.0
 TEXTS = ["abcdefgh", "the quick brown fox jumps over it", "zz"]
@@ -71,6 +72,7 @@ def config_of(folder: Path, *, target: int = 1, draft: int | None = 1, **options
             "tensor_parallel_size": target,
             "adaptive": False,
             "max_model_len": 256,
+            "batch_invariant": "off",
             **model,
         },
         draft=drafter,
@@ -142,6 +144,7 @@ def plain(checkpoints: Path) -> list[tuple[int, ...]]:
         *nightly([(4, 1), (2, 2)]),
     ],
 )
+@pytest.mark.usefixtures("forked_workers")
 def test_the_tokens_are_those_of_plain_decoding_in_one_process(
     target: int, draft: int, checkpoints: Path, plain: list[tuple[int, ...]]
 ) -> None:
@@ -170,6 +173,7 @@ def _rejection() -> SpeculationParams:
 @pytest.mark.parametrize(
     ("method", "draft"), [*slow([("eagle3", 1)]), *nightly([("eagle3", None), ("medusa", None), ("draft_model", None)])]
 )
+@pytest.mark.usefixtures("forked_workers")
 def test_the_head_of_a_sharded_target_changes_no_text(method: str, draft: int | None) -> None:
     """The embedded target in two ranks, whose first one runs the head: its states and tokens are whole. With a draft
     the head proposes where that has nothing."""
@@ -196,6 +200,7 @@ def test_the_head_of_a_sharded_target_changes_no_text(method: str, draft: int | 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_rank_that_draws_by_another_seed_is_caught(
     checkpoints: Path, plain: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,9 +222,9 @@ def test_a_rank_that_draws_by_another_seed_is_caught(
 # -- ranks that die or hang --------------------------------------------------------------------------------------------
 
 
-def ranks_of(pid: int) -> list[int]:
-    """Processes of followers below ``pid``."""
-    return [found.pid for found in family(pid) if found.parent == pid and "spawn_main" in found.command]
+def running_ranks() -> list[int]:
+    """Processes of followers that were started here."""
+    return [child.pid for child in multiprocessing.active_children() if "rank" in child.name and child.pid]
 
 
 def gone(pid: int, within_s: float = 60.0) -> bool:
@@ -239,12 +244,13 @@ def gone(pid: int, within_s: float = 60.0) -> bool:
         pytest.param(signal.SIGSTOP, "rank 1", id="stopped"),
     ],
 )
+@pytest.mark.usefixtures("forked_workers")
 def test_a_target_ends_with_any_of_its_ranks(
     number: signal.Signals, reason: str, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other ranks of this machine meet elsewhere
     with LocalPipeline(config_of(checkpoints, target=2, draft=None)) as pipeline:
-        (rank,) = ranks_of(os.getpid())
+        (rank,) = running_ranks()
         generation = pipeline.submit("abc", SamplingParams(max_tokens=200, ignore_eos=True, seed=1))
         next(iter(generation))
         os.kill(rank, number)
@@ -257,9 +263,10 @@ def test_a_target_ends_with_any_of_its_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_an_idle_target_ends_with_its_rank_too(checkpoints: Path) -> None:
     with LocalPipeline(config_of(checkpoints, target=2, draft=None)) as pipeline:
-        (rank,) = ranks_of(os.getpid())
+        (rank,) = running_ranks()
         os.kill(rank, signal.SIGKILL)
         end = time.monotonic() + 60.0
         while pipeline._failure is None and time.monotonic() < end:
@@ -269,9 +276,10 @@ def test_an_idle_target_ends_with_its_rank_too(checkpoints: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_draft_that_has_lost_a_rank_is_started_again(checkpoints: Path, plain: list[tuple[int, ...]]) -> None:
     with LocalPipeline(config_of(checkpoints, draft=2)) as pipeline:
-        (rank,) = ranks_of(os.getpid())
+        (rank,) = running_ranks()
         os.kill(rank, signal.SIGKILL)
         assert outputs(pipeline, MODES[1:2])[0] == plain
         end = time.monotonic() + 60.0
@@ -280,15 +288,16 @@ def test_a_draft_that_has_lost_a_rank_is_started_again(checkpoints: Path, plain:
         assert pipeline.num_draft_restarts == 1
         speculation = pipeline.generate("abc", SamplingParams(max_tokens=40, seed=1), MODES[1]).result.speculation
         assert Cause.DRAFT_DOWN not in speculation.causes
-        assert ranks_of(os.getpid()) != [rank]
+        assert running_ranks() != [rank]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_rank_is_not_left_when_its_leader_is_killed(checkpoints: Path) -> None:
     """The engine in a process of its own, as by default."""
     with LocalPipeline(config_of(checkpoints, target=2, draft=None, worker="process")) as pipeline:
         leader = pipeline._target._leader.pid
-        (rank,) = [pid for pid in ranks_of(os.getpid()) if pid != leader]
+        (rank,) = running_ranks()
         os.kill(leader, signal.SIGKILL)
         assert gone(rank), "a rank ends with the first one"
         with pytest.raises(EngineError):
@@ -306,7 +315,7 @@ def test_a_model_that_cannot_be_split_so_is_refused_with_the_degrees_that_can(tm
     letters_tokenizer().save_pretrained(tmp_path / "target")
     with pytest.raises(ConfigError, match=r"(?s)4.*1, 2, 3"), LocalPipeline(config_of(tmp_path, target=4, draft=None)):
         pass
-    assert not ranks_of(os.getpid())
+    assert not running_ranks()
 
 
 @pytest.mark.slow
@@ -324,7 +333,7 @@ def test_without_a_compiler_ranks_exchange_over_gloo(
         assert outputs(pipeline, MODES[:1])[0] == plain
         time.sleep(2 * RANK_TIMEOUT_S)  # ranks may wait for work longer than for each other
         assert outputs(pipeline, MODES[:1])[0] == plain
-        (rank,) = ranks_of(os.getpid())
+        (rank,) = running_ranks()
         generation = pipeline.submit("abc", SamplingParams(max_tokens=200, ignore_eos=True, seed=1))
         next(iter(generation))
         os.kill(rank, signal.SIGKILL)
@@ -334,6 +343,7 @@ def test_without_a_compiler_ranks_exchange_over_gloo(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_ranks_meet_at_a_port_too(checkpoints: Path, plain: list[tuple[int, ...]]) -> None:
     """As on several hosts. The port is the system's choice; engines without a pipeline around them."""
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))

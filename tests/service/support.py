@@ -14,6 +14,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from tests.support.processes import context
+
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.config import DraftModel, LocalConfig, RouterConfig, TargetModel, apply_worker_environment
 from paceline.metrics.registry import Registry
@@ -24,15 +26,13 @@ from paceline.router.router import Router
 from paceline.types import Request, Result, SamplingParams, SpeculationParams
 
 START_TIMEOUT_S = 60.0
-_context = multiprocessing.get_context("forkserver")  # imports torch and transformers once for all replicas
-_context.set_forkserver_preload(["paceline.target.build", "paceline.draft.build", "transformers", "grpc"])
 EOS_IDS = (7,)
 
 
 def tiny_pair(folder, **changes) -> LocalConfig:
     """The pair of the ``checkpoints`` fixture, in float32 and as it is."""
     exact = {"dtype": "float32", "compile": False, "device": "cpu"}
-    target = {"max_model_len": 2048, "max_sessions": 8, **exact, **changes}
+    target = {"max_model_len": 2048, "max_sessions": 8, "batch_invariant": "off", **exact, **changes}
     return LocalConfig(
         # what one test makes of its draft must not change the next
         target=TargetModel(path=str(folder / "target"), adaptive=False, **target),
@@ -94,9 +94,9 @@ class Replica:
     process: multiprocessing.Process = field(default=None, repr=False)
 
     def spawn(self):
-        self._pipe, child = _context.Pipe(duplex=False)
+        self._pipe, child = context.Pipe(duplex=False)
         args = (self.kind, self.config, self.replica_id, self.pause_s, child)
-        self.process = _context.Process(target=_main, args=args, daemon=True)
+        self.process = context.Process(target=_main, args=args, daemon=True)
         self.process.start()
         child.close()
         return self

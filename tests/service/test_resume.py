@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
-from tests.service.support import _context, replicas, routed, run, tiny_pair
+from tests.service.support import replicas, routed, run, tiny_pair
 from tests.service.test_clients import _Host
+from tests.support.processes import context
 
 from paceline.client import AsyncClient, Client
 from paceline.cluster.ports import free_ports
@@ -74,8 +75,8 @@ class Routers:
         self._pipes, self.processes, ports = [], [], free_ports(count)
         self.address = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
         for port in ports:
-            here, there = _context.Pipe(duplex=False)
-            process = _context.Process(target=_router_main, args=(config, members, port, there), daemon=True)
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_router_main, args=(config, members, port, there), daemon=True)
             process.start()
             self._pipes.append(here)
             self.processes.append(process)

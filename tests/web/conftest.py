@@ -20,7 +20,7 @@ def web_pair(tmp_path_factory):
 def started(folder):
     run = {"dtype": "float32", "compile": False}
     config = LocalConfig(
-        target=TargetModel(path=str(folder / "target"), adaptive=False, max_sessions=8, **run),
+        target=TargetModel(path=str(folder / "target"), adaptive=False, max_sessions=8, batch_invariant="off", **run),
         draft=DraftModel(path=str(folder / "draft"), **run),
         worker="thread",
         pin_cores=False,

@@ -31,7 +31,7 @@ def config_for(pair: Path, **changes):
         "target_config": {
             "model_loading_config": {"model_id": "tests/target.v1", "model_source": str(pair / "target")},
             # What one test makes of its draft is no lesson for the next.
-            "engine_kwargs": engine | {"max_sessions": 24, "adaptive": False},
+            "engine_kwargs": engine | {"max_sessions": 24, "adaptive": False, "batch_invariant": "off"},
             "deployment_config": deployment,
         },
         "draft_config": {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing as mp
 import os
 import threading
 import time
@@ -17,12 +16,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from tests.support.processes import context
 from torch import Tensor
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.config import cache_dir
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import process, sample_coupled
-from paceline.model.attention import native as cpu_attention
 from paceline.model.features import OUT, Features
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.parallel.collectives import Collectives, DeviceCollectives, TorchCollectives
@@ -45,7 +45,6 @@ class Ranks:
 
     def __init__(self, degree: int, folder: Path) -> None:
         self.degree, self._folder, self._numbers = degree, folder, itertools.count()
-        context = mp.get_context("spawn")
         self.processes, self._pipes = [], []
         for rank in range(degree):
             ours, theirs = context.Pipe()
@@ -69,10 +68,12 @@ class Ranks:
     def start(
         self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S, transport: str = "gloo"
     ) -> None:
-        """Every rank calls ``function(group, *args)`` over a new group: gloo, shared memory, or the best there is."""
+        """Every rank calls ``function(group, *args)`` over a new group: gloo, shared memory, or the best there is. Its
+        cache is that of this process.
+        """
         store = str(self._folder / f"store{next(self._numbers)}")
         for pipe in self._pipes:
-            pipe.send((function, args, store, timeout_s, transport))
+            pipe.send((function, args, store, timeout_s, transport, str(cache_dir())))
 
     def result(self, rank: int, within_s: float = 900.0) -> Any:
         """What ``rank`` returned, or the exception that it raised."""
@@ -95,7 +96,7 @@ def _serve(pipe: Connection, rank: int, degree: int) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, args, path, timeout_s, transport = pipe.recv()
+            function, args, path, timeout_s, transport, os.environ["PACELINE_CACHE"] = pipe.recv()
         except (EOFError, ConnectionResetError):
             return
         group = None
@@ -245,26 +246,18 @@ def die(group: Collectives, rank: int, operation: str) -> str:
     return "nothing was raised"
 
 
-def _compile_in(cache: str) -> None:
-    """The operators come from the cache that is kept."""
-    cpu_attention.unavailable()
-    os.environ["PACELINE_CACHE"] = cache
-
-
 def run_compiled(
-    group: Collectives, path: str, dtype: torch.dtype, texts: Sequence[Sequence[int]], num_greedy: int, cache: str
+    group: Collectives, path: str, dtype: torch.dtype, texts: Sequence[Sequence[int]], num_greedy: int
 ) -> tuple[str, Any, Any]:
     """Kind of the rank's compiled step; of rank 0 also ``forward_all`` eager and compiled."""
-    _compile_in(cache)
     eager = led(load(group, path, dtype), forward_all, texts, num_greedy)
     model = load(group, path, dtype, compile=True)
     compiled = led(model, forward_all, texts, num_greedy)
     return type(getattr(model.step, "_step", model.step)).__name__, eager, compiled
 
 
-def run_invariance(group: Collectives, path: str, dtype: torch.dtype, cache: str, compile: bool) -> str | None:
+def run_invariance(group: Collectives, path: str, dtype: torch.dtype, compile: bool) -> str | None:
     """What the self-test of start-up says on rank 0."""
-    _compile_in(cache)
     return led(load(group, path, dtype, compile), lambda runner: str(check_invariance(runner)))
 
 
@@ -302,9 +295,8 @@ def _sampled(
     return [text[1:] for text in texts], logprobs, whole
 
 
-def die_in_a_step(group: Collectives, path: str, cache: str, compile: bool) -> str | None:
+def die_in_a_step(group: Collectives, path: str, compile: bool) -> str | None:
     """Rank 1 is killed between two steps; what rank 0 is told in the second."""
-    _compile_in(cache)
     model = load(group, path, torch.float32, compile)
     if group.rank == 1:
         threading.Timer(2.0, os.kill, (os.getpid(), 9)).start()
@@ -323,12 +315,9 @@ def die_in_a_step(group: Collectives, path: str, cache: str, compile: bool) -> s
 STATES = Features((0, 1, 2, OUT), every_position=True)
 
 
-def run_states(
-    group: Collectives, path: str, cache: str, compile: bool
-) -> tuple[Tensor, Tensor, Tensor, list[int], str] | None:
+def run_states(group: Collectives, path: str, compile: bool) -> tuple[Tensor, Tensor, Tensor, list[int], str] | None:
     """On rank 0: logits and states of a step of two texts, those of a step whose tokens are drawn where the logits are,
     and of compiled ranks what the self-test says."""
-    _compile_in(cache)
     model = prepare(
         load_shard(Checkpoint.open(path), torch.float32, group), compile=compile, features=STATES, attention="sdpa"
     )

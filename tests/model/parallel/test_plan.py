@@ -145,10 +145,11 @@ def test_a_checkpoint_of_several_files(two: Ranks, tmp_path: Path) -> None:
 @pytest.mark.compiler
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.usefixtures("compiled_steps")
 def test_compiled_ranks_equal_eager_ones(family: str, two: Ranks, tmp_path: Path) -> None:
     """The exchange survives the export, and is called without the interpreter's lock; all ranks get the same bits."""
     _, path = saved(FAMILIES[family](), tmp_path)
-    run = (run_compiled, path, torch.float32, TEXTS, NUM_GREEDY, str(tmp_path / "cache"))
+    run = (run_compiled, path, torch.float32, TEXTS, NUM_GREEDY)
     results = two.run(*run, transport="shared", timeout_s=300.0)
     assert [kind for kind, *_ in results] == ["CompiledPackage"] * 2
     _, (eager, tokens), (compiled, same) = results[0]
@@ -159,18 +160,19 @@ def test_compiled_ranks_equal_eager_ones(family: str, two: Ranks, tmp_path: Path
 
 @pytest.mark.compiler
 @pytest.mark.nightly
-def test_a_compiled_rank_is_compiled_once(two: Ranks, tmp_path: Path) -> None:
+def test_a_compiled_rank_is_compiled_once(two: Ranks, tmp_path: Path, own_cache: Path) -> None:
     """One package for each rank, found again by weights, configuration, degree and rank."""
     _, path = saved(FAMILIES["llama"](), tmp_path / "model")
     for _ in range(2):
-        two.run(run_compiled, path, torch.float32, TEXTS, 2, str(tmp_path / "cache"), transport="shared")
-        assert len(list((tmp_path / "cache" / "compiled").glob("*.pt2"))) == 2
+        two.run(run_compiled, path, torch.float32, TEXTS, 2, transport="shared")
+        assert len(list((own_cache / "compiled").glob("*.pt2"))) == 2
 
 
 @pytest.mark.compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("compile", [False, *nightly([True])], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("compiled_steps")
 def test_verified_rows_have_the_bits_of_decoded_ones(
     dtype: torch.dtype, compile: bool, two: Ranks, tmp_path: Path
 ) -> None:
@@ -179,7 +181,7 @@ def test_verified_rows_have_the_bits_of_decoded_ones(
     Feed-forward layers of 96 on each rank: in float32 those of 48 are not invariant here, in one process neither.
     """
     _, path = saved(LlamaConfig(**{**SMALL_LLAMA, "intermediate_size": 192}), tmp_path / "model")
-    said = two.run(run_invariance, path, dtype, str(tmp_path / "cache"), compile, transport="shared")
+    said = two.run(run_invariance, path, dtype, compile, transport="shared")
     assert said[0].startswith("batch-invariant: ")
 
 
@@ -227,23 +229,25 @@ def test_greedy_tokens_do_not_depend_on_the_degree(ranks: Ranks, tmp_path: Path)
         pytest.param(True, id="compiled", marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.usefixtures("compiled_steps")
 def test_a_rank_that_dies_while_the_engine_runs_is_told_of(compile: bool, tmp_path: Path) -> None:
     """With the same reason whether the step is compiled or not."""
     _, path = saved(FAMILIES["llama"](), tmp_path / "model")
     with Ranks(2, tmp_path) as ranks:
-        ranks.start(die_in_a_step, path, str(tmp_path / "cache"), compile, timeout_s=120.0, transport="shared")
+        ranks.start(die_in_a_step, path, compile, timeout_s=120.0, transport="shared")
         assert ranks.result(0) == "RanksLostError: rank 0 of 2: rank 1 has died"
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("compile", [False, *slow([True])], ids=["eager", "compiled"])
+@pytest.mark.usefixtures("compiled_steps")
 def test_states_of_the_leading_rank_are_those_of_one_process(compile: bool, two: Ranks, tmp_path: Path) -> None:
     """All boundaries, from steps that return logits and from those that draw tokens; compared by the self-test too."""
     _, path = saved(LlamaConfig(**{**SMALL_LLAMA, "intermediate_size": 192, "pad_token_id": 0}), tmp_path / "model")
     model = prepare(load_pretrained(Checkpoint.open(path), torch.float32), compile=False, features=STATES)
     runner = model.runner(16)
     want_logits, want = runner.forward_with_states(two_texts(runner))
-    results = two.run(run_states, path, str(tmp_path / "cache"), compile, transport="shared", timeout_s=300.0)
+    results = two.run(run_states, path, compile, transport="shared", timeout_s=300.0)
     logits, states, again, token_ids, said = results[0]
     assert results[1] is None
     assert states.shape == want.shape == (7, 4 * 64)
@@ -258,7 +262,7 @@ def test_states_of_the_leading_rank_are_those_of_one_process(compile: bool, two:
 def test_compiled_ranks_need_shared_memory(two: Ranks, tmp_path: Path) -> None:
     _, path = saved(FAMILIES["llama"](), tmp_path)
     with pytest.raises(ConfigError, match="over shared memory, which these ranks do not: set compile to false"):
-        two.run(run_compiled, path, torch.float32, TEXTS, 1, str(tmp_path / "cache"))
+        two.run(run_compiled, path, torch.float32, TEXTS, 1)
 
 
 def plans(config: PretrainedConfig, degree: int) -> list[ShardPlan]:

@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.config import cache_dir
 from paceline.errors import ConfigError
 from paceline.model.local_config import meta_model, shapes_of
 from paceline.model.parallel import model as sharded
@@ -219,7 +218,7 @@ def test_degrees_that_do_not_divide_are_named(family: str, degree: int, said: st
 def test_verified_rows_have_the_bits_of_decoded_ones(
     family: str, dtype: torch.dtype, two: Ranks, paths: Callable[[str], tuple[str, Tensor]]
 ) -> None:
-    said = two.run(run_invariance, paths(family)[0], dtype, str(cache_dir()), False, transport="shared")
+    said = two.run(run_invariance, paths(family)[0], dtype, False, transport="shared")
     assert said[0].startswith("batch-invariant: ")
 
 
