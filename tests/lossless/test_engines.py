@@ -6,6 +6,7 @@ own forward of the whole text; transformers' ``generate``.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -87,10 +88,15 @@ def mixed_batch(temperature: float, max_tokens: int = MAX_TOKENS) -> dict[str, R
     return requests
 
 
+@functools.cache
+def mixed_reference(family: str, temperature: float) -> dict[str, Result]:
+    """The results of ``mixed_batch`` by plain decoding of each session alone."""
+    return plain_reference(pair(family)[0], mixed_batch(temperature))
+
+
 def _matrix(family: str, temperature: float) -> None:
     target, draft = pair(family)
-    requests = mixed_batch(temperature)
-    reference = plain_reference(target, requests)
+    requests, reference = mixed_batch(temperature), mixed_reference(family, temperature)
     assert len({len(r.token_ids) for r in reference.values()}) > 1, "some session stops early"
     preemptions = 0
     for seed, mode in enumerate(Mode):
@@ -205,8 +211,7 @@ def test_overlapped_equals_the_reference_without_engine(family: str, temperature
 def test_draft_kind_and_settings_never_matter() -> None:
     """A useless draft, a perfect one, one that has no room, one candidate only: always the same tokens."""
     target, draft = pair("llama")
-    requests = mixed_batch(1.0)
-    reference = plain_reference(target, requests)
+    requests, reference = mixed_batch(1.0), mixed_reference("llama", 1.0)
     useless = prepare(random_model("llama", seed=77), compile=False)
     for drafter, options in (
         (useless, {}),
@@ -238,6 +243,7 @@ def test_hits_and_misses_both_occur() -> None:
 def test_any_budget_gives_identical_tokens(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random numbers of draft tokens in every step; sessions whose drafts are paused and resumed at random."""
     rng = random.Random(0)
+    requests, reference = mixed_batch(temperature), mixed_reference("llama", temperature)
 
     def any_number(self, offers, **options):
         return [rng.randint(0, len(o)) for o in offers]
@@ -255,8 +261,6 @@ def test_any_budget_gives_identical_tokens(temperature: float, monkeypatch: pyte
     monkeypatch.setattr(SessionGate, "review", any_pause)
     monkeypatch.setattr(SessionGate, "tick", any_resumption)
     target, draft = pair("llama")
-    requests = mixed_batch(temperature)
-    reference = plain_reference(target, requests)
     for mode in SPECULATING:
         pump = Pump(target, draft, seed=4, pages=9, draft_pages=40, max_step_tokens=48)
         assert_same(pump.run(in_mode(requests, mode)), reference)
@@ -317,8 +321,7 @@ def _stale_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mutants_of_the_target_are_caught(mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison of modes can fail: each of these faults makes it do so."""
     target, draft = pair("llama")
-    requests = mixed_batch(1.0)
-    reference = plain_reference(target, requests)
+    requests, reference = mixed_batch(1.0), mixed_reference("llama", 1.0)
     mutant(monkeypatch)
     results = Pump(target, draft, late=0.1, pages=16).run(requests)
     assert any(results[name].token_ids != r.token_ids for name, r in reference.items())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import pytest
-from tests.lossless.test_engines import mixed_batch
+from tests.lossless.test_engines import mixed_batch, mixed_reference
 from tests.lossless.test_reference import CASES, loaded, plain_tokens, request_of
 from tests.support.models import noisy_copy, pair, prompt, random_model
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
@@ -20,7 +21,7 @@ from paceline.target import engine as target_engine
 from paceline.target import scheduler as target_scheduler
 from paceline.target.control.allocation import Allocation
 from paceline.target.heads.mounted import MountedHead
-from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline.types import Mode, Result, SamplingParams, SpeculationParams
 
 
 def any_subtrees(monkeypatch: pytest.MonkeyPatch, most: int = 14, seed: int = 0) -> None:
@@ -39,8 +40,7 @@ def any_subtrees(monkeypatch: pytest.MonkeyPatch, most: int = 14, seed: int = 0)
 def test_any_subtrees_give_identical_tokens(family: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among preemptions, shared prefixes, chunked prefill and late nodes, with every processor."""
     target, draft = pair(family)
-    requests = mixed_batch(temperature)
-    reference = plain_reference(target, requests)
+    requests, reference = mixed_batch(temperature), mixed_reference(family, temperature)
     any_subtrees(monkeypatch)
     pump = Pump(target, draft, seed=4, pages=12, draft_pages=40, max_step_tokens=64)
     assert_same(pump.run(requests), reference)
@@ -64,8 +64,7 @@ def head_of(seed: int = 5) -> MountedHead:
 def test_a_draft_and_a_head_give_identical_tokens(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any nodes of either tree, and with ``adaptive`` off the whole chain of either; each with its maker."""
     target, draft = pair("llama")
-    requests = mixed_batch(temperature)
-    reference = plain_reference(target, requests)
+    requests, reference = mixed_batch(temperature), mixed_reference("llama", temperature)
     any_subtrees(monkeypatch)
     for adaptive in (True, False):
         mounted = head_of()
@@ -86,8 +85,7 @@ def test_a_draft_and_a_head_give_identical_tokens(temperature: float, monkeypatc
 def test_subtrees_of_measured_steps_give_identical_tokens() -> None:
     """The budget itself, where rows are free and branches too; and none with trees off."""
     target, draft = pair("llama")
-    requests = mixed_batch(1.0)
-    reference = plain_reference(target, requests)
+    requests, reference = mixed_batch(1.0), mixed_reference("llama", 1.0)
     for trees in (True, False):
         pump = Pump(target, draft, seed=6, step_s=lambda n: 0.004 * max(64, n), draft_steps=(4, 8))
         pump.target.allocation.trees = trees
@@ -146,14 +144,19 @@ def _takes_siblings_for_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Proposal, "suffixes", lambda self: [self.token_ids[:i] for i in range(len(self.token_ids) + 1)])
 
 
+def first_of_mixed_batch(num: int) -> tuple[dict[str, Request], dict[str, Result]]:
+    """``num`` of the requests, and their plain results."""
+    requests = dict(itertools.islice(mixed_batch(1.0).items(), num))
+    return requests, {name: mixed_reference("llama", 1.0)[name] for name in requests}
+
+
 MUTANTS = [_keeps_the_first_branch, _forgets_what_is_shared, _takes_siblings_for_a_chain]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__.strip("_"))
 def test_mutants_are_caught(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = pair("llama")
-    requests = {name: r for name, r in mixed_batch(1.0).items() if int(name.rsplit("-", 1)[1]) < 8}
-    reference = plain_reference(target, requests)
+    requests, reference = first_of_mixed_batch(8)
     any_subtrees(monkeypatch)
     mutant(monkeypatch)
     pump = Pump(target, draft, seed=4, pages=24, draft_pages=40, draft_steps=(2, 8))
@@ -164,8 +167,7 @@ def test_mutants_are_caught(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_modes_give_identical_tokens_with_subtrees(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = pair("llama")
-    requests = {name: r for name, r in mixed_batch(1.0).items() if int(name.rsplit("-", 1)[1]) < 6}
-    reference = plain_reference(target, requests)
+    requests, reference = first_of_mixed_batch(6)
     any_subtrees(monkeypatch)
     for mode in Mode:
         assert_same(Pump(target, draft, seed=5, pages=24).run(in_mode(requests, mode)), reference)
