@@ -5,7 +5,6 @@ Each test runs in a process of its own, whose package is this one and that file.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from paceline.config.methods.entry import function
 PACKAGE = Path(paceline.__file__).parent
 ROOT = Path(__file__).parents[2]
 TOY = ROOT / "tests" / "support" / "repeat.py"
-TEXT = "one one one one one one one one"
 
 LISTED = """
 import sys
@@ -53,6 +51,25 @@ assert found["repeats"].method.drafting.assumed("code") == (0.1, "assumed, tests
 from tests.lossless.methods import methods_page
 page = methods_page()
 assert "| repeats | " in page and "## repeats" in page and "kind: repeat" in page
+"""
+
+DRAFTS = """
+import pickle
+from paceline.cli.generate import local_config
+from paceline.cli.main import build_parser
+from paceline.local import LocalPipeline
+from paceline.types import Mode, SamplingParams, SpeculationParams
+
+flags = ["--drafter", "repeat", "--no-compile", "--dtype", "float32"]
+config = local_config(build_parser().parse_args(["generate", "a text", *flags]))
+assert pickle.loads(pickle.dumps(config)) == config, "an engine in a process of its own is told another one"
+sampling, text = SamplingParams(max_tokens=24, ignore_eos=True), "one one one one one one one one"
+with LocalPipeline(config.model_copy(update={"worker": "thread"})) as pipeline:
+    modes = (Mode.PLAIN, Mode.SEQUENTIAL)
+    plain, drafted = (pipeline.generate(text, sampling, SpeculationParams(mode=mode)).result for mode in modes)
+assert drafted.token_ids == plain.token_ids
+assert drafted.speculation.drafted > drafted.speculation.lookup_drafted
+assert plain.speculation.drafted == 0
 """
 
 
@@ -108,14 +125,5 @@ def test_every_function_that_an_entry_names_is_there() -> None:
 
 @pytest.mark.slow
 def test_one_file_drafts_and_the_text_is_that_of_plain_decoding(tmp_path: Path) -> None:
-    environment = overlay(tmp_path, TOY.read_text(encoding="utf-8"))
-    found = {}
-    for drafter in ("repeat", "none"):
-        command = ["-m", "paceline", "generate", TEXT, "--drafter", drafter, "--mode", "sequential", "--json"]
-        more = ["--max-tokens", "24", "--ignore-eos", "--no-compile", "--dtype", "float32"]
-        done = run([*command, *more], environment)
-        assert done.returncode == 0, done.stderr
-        found[drafter] = json.loads(done.stdout)
-    assert found["repeat"]["token_ids"] == found["none"]["token_ids"]
-    own = found["repeat"]["speculation"]
-    assert own["drafted"] - own["lookup_drafted"] > 0
+    done = run(["-c", DRAFTS], overlay(tmp_path, TOY.read_text(encoding="utf-8")))
+    assert done.returncode == 0, done.stderr
