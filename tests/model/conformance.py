@@ -261,6 +261,8 @@ def _notes(case: Case, model: LoadedModel, path: str) -> str:
         notes.append("QK norm")
     if "linear_attention" in (getattr(text, "layer_types", None) or ()):
         notes.append("linear layers")
+    if getattr(text, "index_topk", None):
+        notes.append("indexed layers")
     if any("expert" in name for name in names):
         notes.append("MoE, shared" if any("shared" in name for name in names) else "MoE")
     if _can_tie(case):

@@ -32,7 +32,7 @@ _EXACT: dict[str, Any] = {
     "num_shared_experts": 1, "n_shared_experts": 1, "moe_num_shared_experts": 1, "num_nextn_predict_layers": 0,
     "max_position_embeddings": 2048, "original_max_position_embeddings": 2048, "initializer_range": 0.15,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "q_lora_rank": 32, "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "index_head_dim": 32, "index_n_heads": 4,
+    "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "index_head_dim": 32, "index_n_heads": 16,
     "index_topk": 64, "hidden_size_per_layer_input": 16,
 }  # fmt: skip
 _BY_NAME: list[tuple[re.Pattern[str], int]] = [
@@ -52,15 +52,10 @@ _BY_ITSELF = r"computes its attention by itself \(\w+Attention\), not through th
 _SPARSE = "layers of type .*(indexed|compressed_sparse)_attention"
 _LINEAR = "layers of type .*(linear_attention|conv|hybrid)"
 EXCLUDED = {
-    "axk2": _SPARSE,
     "bailing_hybrid": _LINEAR,
-    "deepseek_v32": _SPARSE,
     "deepseek_v4": _SPARSE,
     "doge": "gives its attention a mask of its own",
-    "dots3_note_text": _SPARSE,
-    "glm_moe_dsa": _SPARSE,
     "hrm_text": "has 16 layers of which 2 keep a KV cache",
-    "hy_v4": _SPARSE,
     "inkling2_text": _LINEAR,
     "inkling_text": _LINEAR,
     "jamba": _LINEAR,

@@ -141,8 +141,13 @@ class Walk:
 
 
 def differing(family: str, dtype: torch.dtype, contexts: Sequence[int], seed: int = 0) -> int:
+    """``differing_of`` the runner of a family."""
+    return differing_of(runner_of(family, dtype), contexts, seed)
+
+
+def differing_of(runner: ModelRunner, contexts: Sequence[int], seed: int = 0) -> int:
     """Rows of random walks that differ from decoding one token at a time, neighbors or not."""
-    runner, rng, count = runner_of(family, dtype), random.Random(seed), 0
+    rng, count = random.Random(seed), 0
     beside = runner.cache.allocate(2)
     neighbor = chunk(_TEXT, 0, 70, beside, 0)
     try:

@@ -162,7 +162,7 @@ def test_attention_sinks_that_are_kept_back_are_refused() -> None:
         ("nemotron", {}, "does not pass all its arguments on to its attention"),
         ("llama4_text", {"attention_chunk_size": None}, "has attention_chunk_size None: a number of tokens is needed"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attends to later tokens too"),
-        ("deepseek_v32", {}, "has layers of type indexed_attention"),
+        ("deepseek_v4", {}, "has layers of type compressed_sparse_attention, heavily_compressed_attention"),
     ],
 )
 def test_attention_that_means_something_else_is_refused(family: str, changes: dict[str, Any], said: str) -> None:

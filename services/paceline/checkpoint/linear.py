@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from paceline.checkpoint.indexed import num_indexers, why_eager
 from paceline.checkpoint.quantization import method_of
 from paceline.errors import ConfigError
 
@@ -112,19 +113,24 @@ def why_not_runnable(
     *,
     device: str,
     quantization: str | None,
+    compile: bool | str = "auto",
 ) -> tuple[str, str] | None:
-    """The option with which a model with linear layers cannot run, and why not, which continues a sentence that begins
-    with the option; None: it has no such layers or can run.
+    """The option with which a model with linear or indexed layers cannot run, and why not, which continues a sentence
+    that begins with the option; None: it has no such layers or can run.
 
     Args:
         config: the model's.
         stored: the quantization that its weights come with; None: they are plain.
         device: type of the device.
         quantization: the option.
+        compile: the option; of Llama 4 it is refused, too.
     """
-    if linear_layers(config) is None:
+    if compile is True and device == "cpu" and (reason := why_eager(config)) is not None:
+        return "compile", f"is true, but {reason}: set compile to auto or false"
+    kind = "linear" if linear_layers(config) is not None else "indexed" if num_indexers(config) else None
+    if kind is None:
         return None
-    has = "and the model has linear attention layers"
+    has = f"and the model has {kind} attention layers"
     if device == "cuda":
         return "device", f"is 'cuda' {has}, which run on the CPU alone: 'cpu' is allowed"
     if quantization is not None:

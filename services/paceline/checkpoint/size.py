@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paceline.checkpoint import indexed
 from paceline.checkpoint.folder import read_json
 from paceline.checkpoint.gguf.described import gguf_weights
 from paceline.checkpoint.linear import LinearLayers, Slots, linear_layers
@@ -45,6 +46,8 @@ class ModelSize:
     """Matrices of the vocabulary: an embedding and an output layer, or one for both."""
     linear: LinearLayers | None = None
     """Linear layers of the model; None: it has none."""
+    index_values: int = 0
+    """Of ``kv_values``, the numbers of index keys, which every rank keeps (``checkpoint/indexed.py``)."""
 
     def of_rank(self, tensor_parallel_size: int) -> ModelSize:
         """The size of one of ``tensor_parallel_size`` ranks: its share of every matrix, and at least one KV head.
@@ -54,11 +57,16 @@ class ModelSize:
         return replace(
             self,
             num_parameters=self.num_whole + -(-(self.num_parameters - self.num_whole) // size),
-            kv_values=self.kv_values and self.kv_values // self.num_kv_heads * kv_heads,
+            kv_values=self.kv_values and self._of_heads // self.num_kv_heads * kv_heads + self.index_values,
             num_kv_heads=kv_heads,
             intermediate_size=-(-self.intermediate_size // size),
             linear=self.linear and replace(self.linear, spec=self.linear.spec.of_rank(size)),
         )
+
+    @property
+    def _of_heads(self) -> int:
+        """Numbers that heads keep per token."""
+        return (self.kv_values or 0) - self.index_values
 
     @property
     def weights_bytes(self) -> int:
@@ -133,6 +141,7 @@ def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num
         num_kv_heads=_kv_heads(text) or 1,
         num_tables=1 if config.get("tie_word_embeddings") else 2,
         linear=linear,
+        index_values=indexed.index_values(config),
     )
 
 
@@ -194,7 +203,7 @@ def _kv_values(config: Mapping[str, Any], layers: int, hidden: int) -> int | Non
     """Numbers that all attention layers keep per token; None for an attention that keeps something else."""
     heads = _first(config, "num_attention_heads", "n_head")
     if not (layers and heads and hidden) or "kv_lora_rank" in config:
-        return None
+        return indexed.kv_values(config)
     return 2 * layers * _kv_heads(config) * (_first(config, "head_dim") or hidden // heads)
 
 

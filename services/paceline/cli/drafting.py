@@ -46,8 +46,9 @@ def choose(target: str) -> Chosen:
     """Returns the best available method to draft for a target. Raises ConfigError for a path that holds no model."""
     checkpoint = Checkpoint.find(target)
     if checkpoint is not None and checkpoint.folder is not None:
-        num = len(mtp_modules(weight_names(checkpoint.folder), size_of(checkpoint.config, 0, 1).num_layers))
-        if num:
+        size = size_of(checkpoint.config, 0, 1)
+        num = len(mtp_modules(weight_names(checkpoint.folder), size.num_layers))
+        if num and not size.index_values:  # modules with indexers do not run
             modules = "MTP module" if num == 1 else "MTP modules"
             return Chosen([], f"drafting by the {num} {modules} in the model's files, and by prompt lookup; {_OTHERS}")
         head = _published(checkpoint, target) or _packaged(target)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from paceline.checkpoint import indexed
 from paceline.checkpoint.files import Checkpoint, context_length
 from paceline.checkpoint.folder import require_no_code
 from paceline.checkpoint.gguf.weights import GgufWeights
@@ -22,7 +23,6 @@ from paceline.checkpoint.size import ModelSize, gib, size_of
 from paceline.config import ModelOptions, Quantization, cache_dir
 from paceline.core.cuda import triton_unavailable
 from paceline.errors import ConfigError
-from paceline.model.attention import chunks
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.kernels import Attention, kernel_for
 from paceline.model.compiled import linear as cpu_linear
@@ -244,7 +244,7 @@ def _why_eager(model: PreTrainedModel) -> str | None:
             return f"it has linear attention layers, and {reason}"
         if model.dtype not in linear_attention.DTYPES:
             return f"it has linear attention layers in {model.dtype}, which are compiled in bfloat16 and float32 alone"
-    return why_eager(model) or (chunks.why_eager(model) if model.device.type == "cpu" else None)
+    return why_eager(model) or (indexed.why_eager(model.config.to_dict()) if model.device.type == "cpu" else None)
 
 
 def _can_compile(device: torch.device, group: Collectives | None) -> bool:
@@ -387,7 +387,7 @@ def _size(model: PreTrainedModel, layers: list[LayerSpec], linear: dict[int, Lin
     return replace(
         size,
         kv_values=kv_bytes // model.dtype.itemsize,
-        num_layers=len(layers),
+        num_layers=model.config.get_text_config().num_hidden_layers,
         linear=LinearLayers(len(specs), specs[0]) if specs else None,
     )
 

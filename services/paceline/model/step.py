@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
+from paceline.checkpoint.indexed import INDEXED
 from paceline.checkpoint.linear import LINEAR, LinearSpec
 from paceline.errors import ConfigError
 from paceline.model.attention.chunks import CHUNKED, adopt_chunks
+from paceline.model.attention.indexed import PROBE, IndexedStep, indexers_of, replace_indexers
 from paceline.model.attention.kernels import Kernel
 from paceline.model.attention.paged import IMPLEMENTATIONS
 from paceline.model.kv_cache import NO_KV, LayerSpec
@@ -28,7 +30,7 @@ _PROBING = threading.Lock()
 """Attention functions are registered by name for the whole process; engines in threads load side by side."""
 _LAYER_TYPES = {"attention", "full_attention", "sliding_attention"}
 """Layers of another kind mask more, or something else, and do not tell the attention function of it."""
-_KNOWN = {"s_aux", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
+_KNOWN = {"s_aux", "indices", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
 """Tensors that the paged attention takes, or that say nothing beyond the step's own plan."""
 
 
@@ -55,6 +57,7 @@ class Step(torch.nn.Module):
         self.midway = midway
         self.rows = rows
         self.linear = linear_indices(model)
+        self.is_indexed = bool(indexers_of(model))
 
     def forward(
         self,
@@ -79,6 +82,10 @@ class Step(torch.nn.Module):
             self.midway.expect(logits_index)
         if self.rows is not None:
             self.rows.expect(logits_index)
+        own: dict[str, Any] = {} if linear is None else {"linear": LinearInputs.of(self.linear, linear)}
+        if self.is_indexed:
+            step = IndexedStep(keys, write_rows, write_tokens, page_table, gather_index, masks[0])
+            own["attention_mask"] = step.by_kind
         logits: Tensor = self.model(
             input_ids=ids,
             position_ids=positions,
@@ -93,7 +100,7 @@ class Step(torch.nn.Module):
             scatter_index=scatter_index,
             masks=masks,
             token_positions=positions,
-            **({} if linear is None else {"linear": LinearInputs.of(self.linear, linear)}),
+            **own,
         ).logits
         return logits if self.taps is None else (logits, self.taps.join(logits_index))
 
@@ -102,7 +109,7 @@ class Probe(NamedTuple):
     """Findings about a model that two tokens have run through."""
 
     layers: list[LayerSpec]
-    """KV that each layer keeps per token, in order; NO_KV of a linear one."""
+    """KV that each layer keeps per token, in order; NO_KV of a linear one. Then the index keys of each indexer."""
     linear: dict[int, LinearSpec]
     """The linear layers, by index."""
     sliding_window: int | None
@@ -119,7 +126,8 @@ def name_of(model: PreTrainedModel) -> str:
 def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe:
     """Runs two tokens through ``model``. Finds what each layer keeps, and checks for the states that ``taps`` read.
 
-    Replaces the forward of linear layers by one over slots; the model runs only with it from then on.
+    Replaces the forward of linear layers by one over slots, and of indexers by one over pages; the model runs only
+    with these from then on.
 
     Raises:
         ConfigError: a layer has no attention, the attention is not ``paged_attention`` (several window sizes, biases,
@@ -128,7 +136,11 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
     config, name = model.config.get_text_config(), name_of(model)
     linear = replace_linear_layers(model, name)
     chunks = adopt_chunks(model, name)
-    _check_layer_types(config, name, {LINEAR} if linear else set(), {CHUNKED} if chunks else set())
+    num_layers = config.num_hidden_layers
+    indexers = replace_indexers(model, num_layers)
+    adopted = {kind for kind, found in ((LINEAR, linear), (CHUNKED, chunks), (INDEXED, indexers)) if found}
+    _check_layer_types(config, name, adopted)
+    own = ({"linear": None} if linear else {}) | ({"attention_mask": PROBE.by_kind} if indexers else {})
     seen: dict[int, LayerSpec] = {}
     windows: set[int] = set()
 
@@ -142,7 +154,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
         if "page_table" not in kwargs:
             raise ConfigError(f"{name} does not pass all its arguments on to its attention")
         given = sorted(key for key, value in kwargs.items() if isinstance(value, Tensor) and key not in _KNOWN)
-        if attention_mask is not None or given:
+        if (attention_mask is not None and attention_mask is not PROBE) or given:
             raise ConfigError(
                 f"{name} gives its attention {' and '.join(given) or 'a mask of its own'}, "
                 "which the paged attention does not have"
@@ -162,7 +174,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
                 ids = torch.zeros(1, _PROBED_TOKENS, dtype=torch.long, device=model.device)
                 if taps is not None:
                     taps.listen()
-                model(input_ids=ids, use_cache=False, page_table=None, **({"linear": None} if linear else {}))
+                model(input_ids=ids, use_cache=False, page_table=None, **own)
         except ConfigError:
             raise
         except Exception as error:  # transformers raises whatever its model classes raise
@@ -171,13 +183,12 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
         finally:
             if previous is not None:
                 model.set_attn_implementation(previous)
-    own = {type(module).__name__ for module in model.modules() if type(module).__name__.endswith("Attention")}
-    if not seen and own:
+    attentions = {type(module).__name__ for module in model.modules() if type(module).__name__.endswith("Attention")}
+    if not seen and attentions:
         raise ConfigError(
-            f"{name} computes its attention by itself ({', '.join(sorted(own))}), not through the attention interface "
-            "of transformers, where the paged attention would take its place"
+            f"{name} computes its attention by itself ({', '.join(sorted(attentions))}), not through the attention "
+            "interface of transformers, where the paged attention would take its place"
         )
-    num_layers = config.num_hidden_layers
     if sorted([*seen, *linear]) != list(range(num_layers)):
         raise ConfigError(
             f"{name} has {num_layers} layers of which {len(seen)} keep a KV cache; only pure attention decoders work"
@@ -190,14 +201,14 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
         raise ConfigError(f"{name} has sliding windows of {sorted(windows)} tokens; one size is supported")
     on_cpu = model.device.type == "cpu"
     layers, window = [seen.get(i, NO_KV) for i in range(num_layers)], windows.pop() if windows else None
-    return Probe(layers, linear, window, spare.count if on_cpu else 0)
+    return Probe([*layers, *indexers], linear, window, spare.count if on_cpu else 0)
 
 
-def _check_layer_types(config: PretrainedConfig, name: str, *adopted: set[str]) -> None:
+def _check_layer_types(config: PretrainedConfig, name: str, adopted: set[str]) -> None:
     """``adopted``: types whose layers have been given a forward of ours."""
-    unknown = {str(kind) for kind in getattr(config, "layer_types", None) or ()} - _LAYER_TYPES.union(*adopted)
+    unknown = {str(kind) for kind in getattr(config, "layer_types", None) or ()} - _LAYER_TYPES - adopted
     if unknown:
         raise ConfigError(
-            f"{name} has layers of type {', '.join(sorted(unknown))}; only full, sliding and Llama 4's chunked "
-            "attention works, and of linear attention the gated delta rule"
+            f"{name} has layers of type {', '.join(sorted(unknown))}; only full, sliding, Llama 4's chunked and "
+            "DeepSeek's indexed attention works, and of linear attention the gated delta rule"
         )

@@ -113,6 +113,8 @@ def remote_size(options: HeadDraftOptions, target: ModelSize) -> ModelSize:
         ConfigError: its checkpoint cannot be read, or is not on this machine.
     """
     head, table = options.head, target.vocab_size * target.hidden_size
+    if head.method == "mtp":
+        _require_no_indexers(target)
     if head.source is None:  # MTP, one layer of the target or more, which borrows both tables
         layers = max(0, target.num_parameters - target.num_tables * table)
         own, numbers = target, layers // max(1, target.num_layers) + 2 * table
@@ -202,10 +204,16 @@ def _size_of_layers(head: HeadOptions, served: Served, num_layers: int) -> Heads
 
 def size_of_mtp(head: HeadOptions, served: Served) -> HeadsSize:
     """Modules of the target's kind, whose weights may be in the target's files. Raises ConfigError."""
+    _require_no_indexers(served.target)
     target, shapes = served.target, _shapes(head, served.target, served.setup.source)
     weights = 0 if head.source is None else _numbers(shapes) * target.item_bytes
     kv_values = (target.kv_values or 0) // max(1, target.num_layers)
     return HeadsSize(weights + _borrowed_bytes(head, served, shapes), kv_values, target.hidden_size)
+
+
+def _require_no_indexers(target: ModelSize) -> None:
+    if target.index_values:
+        raise ConfigError("its modules have indexers of their own, as the target's layers have, which do not run")
 
 
 def size_of_states(head: HeadOptions, served: Served) -> HeadsSize:

@@ -267,6 +267,7 @@ def _read_model(
         checkpoint.quantization,
         device="cuda" if _on_gpu(config) else "cpu",
         quantization=options.quantization,
+        compile=options.compile,
     )
     if wrong is not None:
         option, problem = wrong

@@ -35,15 +35,28 @@ def _attention(
     return attend(module.layer_idx, query, key, value, scaling, window), None
 
 
+def _require_no_indexers(config: Any) -> None:
+    if getattr(config, "index_topk", None) is not None:
+        raise ConfigError(f"layers of {config.model_type} choose keys by indexers, which heads do not run")
+
+
 def with_our_attention(config: Any) -> Any:
-    """``config``, changed so that layers made from it attend by the ``attend`` that they are called with."""
+    """``config``, changed so that layers made from it attend by the ``attend`` that they are called with.
+
+    Raises ConfigError if they would choose keys by indexers.
+    """
+    _require_no_indexers(config)
     AttentionInterface.register(_NAME, _attention)
     config._attn_implementation = _NAME
     return config
 
 
 def attend_with_ours(model: PreTrainedModel) -> PreTrainedModel:
-    """``model``, changed so that its layers attend by the ``attend`` that it is called with."""
+    """``model``, changed so that its layers attend by the ``attend`` that it is called with.
+
+    Raises ConfigError if they would choose keys by indexers.
+    """
+    _require_no_indexers(model.config.get_text_config())
     AttentionInterface.register(_NAME, _attention)
     model.set_attn_implementation(_NAME)
     return model

@@ -64,15 +64,6 @@ class Temperature(nn.Module):
         return (query * factors[:, None]).to(query.dtype)
 
 
-def why_eager(model: PreTrainedModel) -> str | None:
-    """Says why a model of this kind is not compiled on the CPU, as a clause; None: it is of another kind.
-
-    torch.export does not find that their shapes hold for any number of tokens.
-    """
-    found = any(type(module).__name__ == _ATTENTION for module in model.modules())
-    return "Llama 4's layers are not compiled on the CPU" if found else None
-
-
 def adopt_chunks(model: PreTrainedModel, name: str) -> Chunks | None:
     """Marks the layers of a model that attend in chunks, and takes over the temperature of its queries.
 

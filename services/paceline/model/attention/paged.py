@@ -53,6 +53,7 @@ def paged_attention(
     softcap: float | None = None,
     kernel: Kernel = "sdpa",
     s_aux: Tensor | None = None,  # [num_heads] attention sinks: a logit of each head that attends to nothing
+    indices: Tensor | None = None,  # additive [B, 1, n, Tk]: what the indexer of the layer chooses (``indexed.py``)
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Writes this step's keys and values, then attends. Returns ``[1, T, num_heads, value_dim]``."""
@@ -66,7 +67,7 @@ def paged_attention(
     num_keys = page_table.shape[1] * page_size
 
     is_local = sliding_window is not None or getattr(module, "attends_in_chunks", False)
-    mask = masks[-1] if is_local else masks[0]
+    mask = indices if indices is not None else masks[-1] if is_local else masks[0]
     if (temperature := getattr(module, "temperature", None)) is not None:
         query = temperature(query, token_positions)
     scale = scaling if scaling is not None else key_dim**-0.5

@@ -1,0 +1,63 @@
+"""The indexers of a model, from its configuration: what they keep, and what does not run with them. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+INDEXED = "indexed_attention"
+"""The name of layers with indexers in configurations."""
+_DOTS = {"dots3_note", "dots3_note_text"}
+_FULL_EACH = {"axk2": 1, "deepseek_v32": 1, "glm_moe_dsa": 1, "hy_v4": 4} | dict.fromkeys(_DOTS, 1)
+"""Model types whose indexers work. From the second layer on, each n-th layer has one, unless the configuration says
+otherwise; the layers between use its choice."""
+_LLAMA4 = {"llama4", "llama4_text"}
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = config.get("text_config") or config
+    return found
+
+
+def num_indexers(config: Mapping[str, Any]) -> int:
+    """Layers of a configuration with an indexer of their own; 0 for model types whose indexers do not work."""
+    text = _text(config)
+    kind, num_layers = str(text.get("model_type")), int(text.get("num_hidden_layers") or 0)
+    if kind not in _FULL_EACH:
+        return 0
+    if kinds := text.get("indexer_types") or text.get("index_topk_pattern"):
+        return sum(each in ("full", "F") for each in kinds)
+    if kind in _DOTS:
+        kinds = text.get("layer_types") or [INDEXED if i < 2 or i % 4 == 1 else "" for i in range(num_layers)]
+        return sum(each in (INDEXED, "full_attention") for each in kinds)
+    each, offset = max(1, text.get("index_topk_freq") or _FULL_EACH[kind]), text.get("index_skip_topk_offset", 2)
+    return sum(max(i - offset + 1, 0) % each == 0 for i in range(num_layers))
+
+
+def index_values(config: Mapping[str, Any]) -> int:
+    """Numbers of index keys that all indexers keep per token."""
+    return num_indexers(config) * int(_text(config).get("index_head_dim") or 128)
+
+
+def kv_values(config: Mapping[str, Any]) -> int | None:
+    """Numbers that a model with indexers keeps per token: keys and values of each head, and index keys.
+
+    None: it has no indexers, or layers of several sizes.
+    """
+    text, index = _text(config), index_values(config)
+    if not index or text.get("model_type") in _DOTS:
+        return None
+    dims = [text.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    sizes = [text.get("num_hidden_layers"), text.get("num_attention_heads"), *dims]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    num_layers, heads, *of_head = (int(size or 0) for size in sizes)
+    return num_layers * heads * sum(of_head) + index
+
+
+def why_eager(config: Mapping[str, Any]) -> str | None:
+    """Says why a model of a configuration is not compiled on the CPU, as a clause; None: nothing in it says so."""
+    if num_indexers(config):
+        return "layers with indexers are not compiled"
+    # torch.export does not find that their shapes hold for any number of tokens.
+    return "Llama 4's layers are not compiled on the CPU" if _text(config).get("model_type") in _LLAMA4 else None
