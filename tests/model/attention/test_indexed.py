@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.model.conformance import FP32_LIMIT, transformers_logits
+from tests.model.parallel.ranks import Ranks, led, load
 from tests.model.test_linear import chunk, differing_of
+from tests.support.compilers import needs_attention
 from tests.support.indexed import FAMILIES, TOP_K, indexed, indexed_config, indexed_model
 from tests.support.models import prompt
 from tests.support.rings import nightly, slow
@@ -23,10 +25,14 @@ from paceline.drafters.heads.lent import layers_from, require_lendable
 from paceline.drafters.heads.load import open_head
 from paceline.errors import ConfigError
 from paceline.model.attention import indexed as operator
+from paceline.model.attention import native
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.loading import load_model
+from paceline.model.parallel.collectives import Collectives
+from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
 from paceline.model.step import Step
+from paceline.types import PAGE_SIZE
 
 FP32, BF16 = torch.float32, torch.bfloat16
 CONTEXTS = (1, TOP_K - 3, TOP_K, TOP_K + 1, 63, 64, 65, 130)
@@ -60,6 +66,23 @@ def test_scores_are_sums_in_one_order() -> None:
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
     part = operator.index_scores(queries[1:, 2:3], keys[1:, :17], weights[1:, 2:3])
     assert torch.equal(part, scores[1:, 2:3, :17])
+
+
+@needs_attention
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_native_scores_have_the_bits_of_the_reference(dtype: torch.dtype) -> None:
+    """Of any step; keys that nobody sees count for nothing."""
+    generator = torch.Generator().manual_seed(0)
+    for heads, dim, num_rows, row_len in ((3, 24, 2, 7), (1, 128, 1, 1), (16, 40, 3, 2)):
+        queries = torch.randn(20, heads, dim, generator=generator).to(dtype)
+        pages = torch.randn(9, PAGE_SIZE, dim, generator=generator).to(dtype)
+        weights = torch.randn(20, heads, generator=generator)
+        table = torch.randint(9, (num_rows, 4), generator=generator)
+        gather = torch.randint(20, (num_rows, row_len), generator=generator)
+        seen = torch.rand(num_rows, row_len, 4 * PAGE_SIZE, generator=generator) < 0.5
+        seen[:, 0, PAGE_SIZE : 2 * PAGE_SIZE] = False
+        given = queries, pages, weights, table, gather, seen
+        assert torch.equal(native.score_index(*given), operator.score_index(*given))
 
 
 def test_of_equal_scores_the_first_are_chosen() -> None:
@@ -103,6 +126,24 @@ def test_a_neighbor_of_many_pages_changes_nothing() -> None:
     runner.forward([chunk(tokens[::-1], 0, 899, others)])
     together = runner.forward([chunk(tokens[::-1], 899, 900, others, 1), chunk(tokens, 70, 71, own, 1)])
     assert torch.equal(together[1:], alone)
+
+
+def _holds(runner: ModelRunner) -> bool:
+    report = check_invariance(runner, max_len=300, max_step_tokens=128)
+    return report.holds and report.has_branches
+
+
+def _on_rank(group: Collectives, path: str) -> bool | None:
+    found: bool | None = led(load(group, path, FP32), _holds)
+    return found
+
+
+@pytest.mark.parametrize("family", slow(["glm_moe_dsa"]))
+def test_the_self_test_holds_on_two_ranks(family: str, tmp_path: Path) -> None:
+    """Each keeps all index keys, and chooses alike."""
+    indexed_model(family).save_pretrained(tmp_path / "model")
+    with Ranks(2, tmp_path) as ranks:
+        assert ranks.run(_on_rank, str(tmp_path / "model"))[0]
 
 
 def by_library(scores: Tensor, top_k: int) -> Tensor:

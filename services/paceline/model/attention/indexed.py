@@ -5,7 +5,8 @@ Index keys lie on the pages of the session, as one more layer of the KV cache. W
 layer's attention.
 
 A choice has the same bits however a step is laid out: products are summed in the order of dimensions and heads, and of
-equal scores the lowest positions are chosen. ``torch.topk`` chooses among equals by the shape that it is given.
+equal scores the lowest positions are chosen. ``torch.topk`` chooses among equals by the shape that it is given. The
+native operator (``native.py``) and its reference implementation here give the same scores, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.checkpoint.indexed import INDEXED
+from paceline.model.attention import native
 from paceline.model.kv_cache import LayerSpec
 
 _ROTARY: dict[str, tuple[str, bool]] = {
@@ -63,18 +65,12 @@ class IndexedStep:
         head_dim = pages.shape[-1]
         written = keys.index_select(0, self.write_tokens).to(pages.dtype)
         pages.view(-1, head_dim).index_put_((self.write_rows,), written)
-        num_rows, row_len = self.gather_index.shape
-        num_keys = self.mask.shape[-1]
-        if num_keys <= top_k:
+        if self.mask.shape[-1] <= top_k:
             return self.mask
-        read = pages.index_select(0, self.page_table.reshape(-1)).view(num_rows, num_keys, head_dim).float()
-        size, chosen = max(1, _MOST_PRODUCTS // (num_rows * queries.shape[1] * num_keys)), []
-        for first in range(0, row_len, size):
-            places = self.gather_index[:, first : first + size]
-            scores = index_scores(queries[places].float(), read, weights[places])
-            seen = self.mask[:, 0, first : first + size] == 0
-            chosen.append(highest(scores.masked_fill(~seen, -torch.inf), top_k))
-        return self.mask.masked_fill(~torch.cat(chosen, 1).unsqueeze(1), -torch.inf)
+        seen, key_pages = self.mask[:, 0] == 0, pages.squeeze(2)
+        score = native.score_index if native.unavailable() is None else score_index
+        scores = score(queries, key_pages, weights, self.page_table, self.gather_index, seen)
+        return self.mask.masked_fill(~highest(scores, top_k).unsqueeze(1), -torch.inf)
 
     @property
     def by_kind(self) -> dict[str, Self | None]:
@@ -84,6 +80,19 @@ class IndexedStep:
 
 PROBE = IndexedStep([], *[torch.empty(0)] * 5)
 """Stands for a step while layers are probed: nothing is written or chosen."""
+
+
+def score_index(
+    queries: Tensor, pages: Tensor, weights: Tensor, page_table: Tensor, gather_index: Tensor, seen: Tensor
+) -> Tensor:
+    """Reference implementation of ``native.score_index``, which has its arguments."""
+    num_rows, row_len, num_keys = seen.shape
+    keys = pages.index_select(0, page_table.reshape(-1)).view(num_rows, num_keys, pages.shape[-1]).float()
+    size, scores = max(1, _MOST_PRODUCTS // (num_rows * queries.shape[1] * num_keys)), []
+    for first in range(0, row_len, size):
+        places = gather_index[:, first : first + size]
+        scores.append(index_scores(queries[places].float(), keys, weights[places]))
+    return torch.cat(scores, 1).masked_fill_(~seen, -torch.inf)
 
 
 def index_scores(queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 #include <torch/library.h>
@@ -397,15 +398,82 @@ at::Tensor attend_pages_meta(const at::Tensor& query, const at::Tensor&, const a
   return at::empty_symint({1, query.sym_size(2), query.sym_size(1), values.sym_size(3)}, query.options());
 }
 
+// Scores of a page's keys for one query: the heads in order, and in each the dimensions in order. Products are rounded
+// before they are added, as in the reference implementation. `keys`: [dim][kPage].
+void score_page(const float* query, const float* keys, const float* weights, int64_t heads, int64_t dim, float* to) {
+  const __m512 zero = _mm512_setzero_ps();
+  __m512 total[4] = {zero, zero, zero, zero};
+  for (int64_t h = 0; h < heads; ++h, query += dim) {
+    __m512 sum[4] = {zero, zero, zero, zero};
+    for (int64_t d = 0; d < dim; ++d) {
+      const __m512 q = _mm512_set1_ps(query[d]);
+      for (int i = 0; i < 4; ++i) {
+        sum[i] = _mm512_add_ps(sum[i], _mm512_mul_ps(q, _mm512_loadu_ps(keys + d * kPage + 16 * i)));
+      }
+    }
+    const __m512 weight = _mm512_set1_ps(weights[h]);
+    for (int i = 0; i < 4; ++i) {
+      total[i] = _mm512_add_ps(total[i], _mm512_mul_ps(_mm512_max_ps(sum[i], zero), weight));
+    }
+  }
+  for (int i = 0; i < 4; ++i) _mm512_storeu_ps(to + 16 * i, total[i]);
+}
+
+// What `score_index` of native.py returns.
+at::Tensor score_pages(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& weights,
+                       const at::Tensor& table, const at::Tensor& gather, const at::Tensor& seen) {
+  TORCH_CHECK(queries.dim() == 3 && weights.dim() == 2 && weights.size(0) == queries.size(0) &&
+                  weights.size(1) == queries.size(1),
+              "score_pages takes queries [tokens, heads, dim] and weights [tokens, heads]");
+  TORCH_CHECK(keys.dim() == 3 && keys.size(1) == kPage && keys.size(2) == queries.size(2), "score_pages: ",
+              keys.sizes(), " keys do not fit ", queries.sizes(), " queries");
+  TORCH_CHECK(seen.scalar_type() == at::kBool && seen.dim() == 3 && seen.size(0) == gather.size(0) &&
+                  seen.size(1) == gather.size(1) && table.size(0) == gather.size(0) &&
+                  seen.size(2) == kPage * table.size(1),
+              "score_pages: ", seen.sizes(), " seen of ", gather.sizes(), " places and ", table.sizes(), " pages");
+  const at::Tensor pages = integers(table, keys.size(0), "page_table");
+  const at::Tensor tokens = integers(gather, queries.size(0), "gather_index");
+  const at::Tensor q = queries.to(at::kFloat).contiguous(), w = weights.to(at::kFloat).contiguous();
+  const at::Tensor visible = seen.contiguous();
+  at::Tensor out = at::full(seen.sizes(), -kInfinity, q.options());
+  const int64_t row_len = gather.size(1), num_pages = table.size(1), heads = queries.size(1), dim = queries.size(2);
+  const auto* sees = visible.const_data_ptr<bool>();
+  for (int64_t place = 0; place < gather.size(0) * num_pages; ++place) {
+    const int64_t row = place / num_pages, page = place % num_pages;
+    at::Tensor packed;  // the keys of the page, made when the first query sees one
+    for (int64_t j = 0; j < row_len; ++j) {
+      const int64_t first = ((row * row_len + j) * num_pages + page) * kPage;
+      if (std::none_of(sees + first, sees + first + kPage, [](bool x) { return x; })) continue;
+      if (!packed.defined()) {
+        packed = keys.select(0, pages.const_data_ptr<int64_t>()[place]).to(at::kFloat).t().contiguous();
+      }
+      const int64_t token = tokens.const_data_ptr<int64_t>()[row * row_len + j];
+      float* to = out.data_ptr<float>() + first;
+      score_page(q.const_data_ptr<float>() + token * heads * dim, packed.const_data_ptr<float>(),
+                 w.const_data_ptr<float>() + token * heads, heads, dim, to);
+      for (int i = 0; i < kPage; ++i) {
+        if (!sees[first + i]) to[i] = -kInfinity;
+      }
+    }
+  }
+  return out;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(paceline, library) {
+  library.def(
+      "score_pages(Tensor queries, Tensor keys, Tensor weights, Tensor page_table, Tensor gather_index, Tensor seen) "
+      "-> Tensor");
   library.def(
       "attend_pages(Tensor query, Tensor keys, Tensor values, Tensor page_table, Tensor gather_index, "
       "Tensor scatter_index, Tensor mask, Tensor? sinks, float scale, float softcap) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(paceline, CPU, library) { library.impl("attend_pages", attend_pages); }
+TORCH_LIBRARY_IMPL(paceline, CPU, library) {
+  library.impl("attend_pages", attend_pages);
+  library.impl("score_pages", score_pages);
+}
 
 TORCH_LIBRARY_IMPL(paceline, Meta, library) { library.impl("attend_pages", attend_pages_meta); }
 

@@ -84,6 +84,23 @@ def attend(
     return out
 
 
+def score_index(
+    queries: Tensor, keys: Tensor, weights: Tensor, page_table: Tensor, gather_index: Tensor, seen: Tensor
+) -> Tensor:
+    """Scores of index keys (``indexed.py``), of the same bits as ``indexed.index_scores``; ``unavailable`` comes first.
+
+    Args:
+        queries: [T, heads, dim]. keys: [num_pages, page_size, dim]. weights: [T, heads].
+        page_table: [B, pages]. gather_index: [B, n] the token at each place.
+        seen: bool [B, n, pages * page_size].
+
+    Returns:
+        float32 [B, n, pages * page_size]; -inf at keys that are not seen.
+    """
+    out: Tensor = torch.ops.paceline.score_pages(queries, keys, weights, page_table, gather_index, seen)
+    return out
+
+
 def share_by(share: ctypes.c_void_p) -> None:
     """Makes attention ask ``share`` for helping threads from now on. Call ``unavailable`` first.
 
