@@ -79,6 +79,14 @@ def test_a_session_goes_on_elsewhere() -> None:
         assert result.token_ids == reference[name].token_ids[cuts[name] :]
 
 
+def test_a_draft_with_indexers_gives_identical_tokens() -> None:
+    """The draft's trees are masked, and its indexers choose within the mask."""
+    requests, reference, target = requests_of(FAST[2]), reference_of(*FAST), indexed(*FAST[:2])
+    pump = Pump(target, target, draft_steps=(1, 8))
+    assert_same(pump.run(requests), reference)
+    assert sum(result.speculation.accepted for result in pump.results.values()) > 30
+
+
 def prefix_hits() -> None:
     """A second round of the same prompts hits the first one's pages."""
     requests: dict[str, Request] = {

@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.model.families import small_config
 from tests.support.models import FAMILIES, VOCAB, letters_tokenizer, pair, random_model
-from transformers import GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder
@@ -255,6 +256,26 @@ def test_max_model_len_against_both_models(folders):
     assert "at most 512 tokens, and contexts may have 2048" in finding.message
     assert "set target_config.engine_kwargs.max_model_len to 512" in finding.message
     assert found(service(folders, "target", "short", "target_config.engine_kwargs.max_model_len=512")) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "said"),
+    [
+        (
+            "llama4_text",
+            "compile=true",
+            "compile is true, but Llama 4's layers are not compiled on the CPU: set compile",
+        ),
+        ("deepseek_v32", "compile=true", "compile is true, but layers with indexers are not compiled: set compile to"),
+        ("deepseek_v32", "quantization=int8", "is 'int8' and the model has indexed attention layers, which run with"),
+        ("deepseek_v32", 'heads=[{"method":"mtp"}]', "its modules have indexers of their own, as the target's layers"),
+    ],
+)
+def test_what_does_not_run_with_the_layers_of_a_target(tmp_path, family, setting, said):
+    save(tmp_path / "target", AutoModelForCausalLM.from_config(small_config(family)))
+    finding = one(service(tmp_path, "target", None, f"target_config.engine_kwargs.{setting}"))
+    assert finding.severity == ERROR
+    assert said in finding.message
 
 
 def test_hints_come_from_a_layer_that_has_others_above_it(folders):
