@@ -68,6 +68,18 @@ def test_scores_are_sums_in_one_order() -> None:
     assert torch.equal(part, scores[1:, 2:3, :17])
 
 
+def test_a_choice_in_parts_is_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is bounded: a long prompt is scored a few queries at a time."""
+    runner, tokens = indexed().runner(4), list(prompt(1, 150))
+    rows = []
+    for limit in (2**22, 1):
+        monkeypatch.setattr(operator, "_MOST_PRODUCTS", limit)
+        pages = runner.cache.allocate(3)
+        rows.append(runner.forward([chunk(tokens, 0, 150, pages, 150)]))
+        runner.cache.release(pages)
+    assert torch.equal(*rows)
+
+
 @needs_attention
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_native_scores_have_the_bits_of_the_reference(dtype: torch.dtype) -> None:

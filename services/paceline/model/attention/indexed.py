@@ -69,8 +69,12 @@ class IndexedStep:
             return self.mask
         seen, key_pages = self.mask[:, 0] == 0, pages.squeeze(2)
         score = native.score_index if native.unavailable() is None else score_index
-        scores = score(queries, key_pages, weights, self.page_table, self.gather_index, seen)
-        return self.mask.masked_fill(~highest(scores, top_k).unsqueeze(1), -torch.inf)
+        queries, size = queries.float(), max(1, _MOST_PRODUCTS // (seen[:, 0].numel() * queries.shape[1]))
+        chosen = [
+            highest(score(queries, key_pages, weights, self.page_table, places, visible), top_k)
+            for places, visible in zip(torch.split(self.gather_index, size, 1), torch.split(seen, size, 1), strict=True)
+        ]
+        return self.mask.masked_fill(~torch.cat(chosen, 1).unsqueeze(1), -torch.inf)
 
     @property
     def by_kind(self) -> dict[str, Self | None]:
@@ -86,13 +90,9 @@ def score_index(
     queries: Tensor, pages: Tensor, weights: Tensor, page_table: Tensor, gather_index: Tensor, seen: Tensor
 ) -> Tensor:
     """Reference implementation of ``native.score_index``, which has its arguments."""
-    num_rows, row_len, num_keys = seen.shape
-    keys = pages.index_select(0, page_table.reshape(-1)).view(num_rows, num_keys, pages.shape[-1]).float()
-    size, scores = max(1, _MOST_PRODUCTS // (num_rows * queries.shape[1] * num_keys)), []
-    for first in range(0, row_len, size):
-        places = gather_index[:, first : first + size]
-        scores.append(index_scores(queries[places].float(), keys, weights[places]))
-    return torch.cat(scores, 1).masked_fill_(~seen, -torch.inf)
+    keys = pages.index_select(0, page_table.reshape(-1)).view(len(seen), seen.shape[2], pages.shape[-1]).float()
+    scores = index_scores(queries[gather_index].float(), keys, weights[gather_index])
+    return scores.masked_fill_(~seen, -torch.inf)
 
 
 def index_scores(queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
