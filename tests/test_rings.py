@@ -85,7 +85,7 @@ MANY_CASES = {
     "lossless/test_methods.py::test_a_cell_is_what_the_table_says": "the table; all but about 20 are nightly",
     "model/attention/test_native.py::test_it_is_attention": _PRODUCT,
     "model/compiled/test_linear.py::test_every_number_of_rows_that_is_computed_together": "all but eight are nightly",
-    "model/test_families.py::test_a_family_conforms_or_is_refused_with_the_reason": "all but six are nightly",
+    "model/test_families.py::test_a_family_conforms_or_is_refused_with_the_reason": "all but eight are nightly",
     "plan/test_closed_form.py::test_the_closed_form_is_the_simulation_at_one_session": _PRODUCT,
     "router/test_session_stories.py::test_whatever_happens_both_engines_know_what_the_session_knows": "every event",
     "rpc/test_generation.py::test_what_is_wrong_with_a_request": _TABLE,

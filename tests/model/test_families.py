@@ -17,7 +17,7 @@ from paceline.model.parallel.plan import plan_shards
 
 FAST = {"llama", "doge"}
 """One that conforms and one that is refused."""
-EACH_KIND = {"gemma2", "gemma3_text", "mixtral", "gpt_oss, our plan", "llama4_text"}
+EACH_KIND = {"gemma2", "gemma3_text", "mixtral", "gpt_oss, our plan", "llama4_text", "deepseek_v32"}
 """One family of each other kind of attention, for the slow ring; the nightly ring runs all."""
 README = DOCS.parents[1] / "README.md"
 
