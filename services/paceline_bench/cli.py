@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from paceline.checkpoint.files import embedded_paths
 from paceline.cli.flags import add_quiet_flag
 from paceline.errors import ConfigError
+from paceline.errors.files import read_text
 from paceline.types import Acceptance
 from paceline_bench import cores, flags
 from paceline_bench.compare import command
@@ -261,10 +262,7 @@ def _loads(args: argparse.Namespace) -> dict[str, Any]:
 def _endpoint(args: argparse.Namespace) -> EndpointSettings:
     key = None
     if args.endpoint_key_file is not None:
-        try:
-            key = args.endpoint_key_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--endpoint-key-file {str(args.endpoint_key_file)!r} cannot be read: {error}") from error
+        key = read_text(args.endpoint_key_file, f"--endpoint-key-file is {str(args.endpoint_key_file)!r}").strip()
     settings = EndpointSettings(args.endpoint, args.endpoint_model, args.endpoint_api, key)
     settings.check()
     return settings if args.endpoint_body is None else replace(settings, extra=args.endpoint_body)

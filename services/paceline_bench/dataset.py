@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.errors.files import read_text
 
 FORMS = ("prompt", "turns", "conversations")
 _HUMANS = ("human", "user")
@@ -39,10 +40,7 @@ def read_questions(path: Path, categories: Sequence[str] = ()) -> Iterator[Quest
     Raises:
         ConfigError: the file cannot be read or a line is wrong; the message names file and line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts-file {str(path)!r} cannot be read: {error}") from error
+    lines = read_text(path, f"--prompts-file is {str(path)!r}").splitlines()
     for number, line in enumerate(lines, start=1):
         if line.strip():
             question = _question(f"{path.name}:{number}", f"{path}:{number}", line)

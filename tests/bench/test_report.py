@@ -221,7 +221,7 @@ def test_several_files_and_those_of_earlier_versions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "cannot be read"),
+        ("{", "is not valid JSON"),
         ("[]", "is not what paceline bench"),
         ("{}", "'environment'"),
         ('{"environment": {}, "settings": {}, "models": {}}', "'requests'"),

@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_named_with_the_reason(
         (["--from", str(RUN), *STEP], "--target-step-ms is 10 with --from"),
         (["--from", str(RUN), "--devices", "2", "--target-devices", "2"], "--target-devices is 2 with --from"),
         (["--from", str(RUN), "--temperature", "0.5"], "--temperature 0.5 is not in"),
-        (["--from", "/nowhere"], "/nowhere cannot be read as JSON"),
+        (["--from", "/nowhere"], "'/nowhere': it cannot be read"),
         (["--method", "EAGLE"], "--method is 'EAGLE': no checkpoint of it was found"),
         (["--method", "magic"], "--method is 'magic': possible on these devices are "),
         (["--plugin", "mine"], "argument --plugin: 'mine': NAME=A,MS is needed, A from 0 and below 1, MS above 0"),

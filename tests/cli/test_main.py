@@ -129,7 +129,7 @@ def refused(capsys, *arguments):
         (["--address", "a:1", "--timeout", "soon"], ["--timeout", "soon"]),
         (["--address", "a:1", "--temperature", "-1"], ["--temperature is -1.0", "at least 0"]),
         (["--address", "a:1", "--stop", ""], ["--stop is empty"]),
-        (["--address", "a:1", "--tls-ca", "/no/such.pem"], ["/no/such.pem cannot be read"]),
+        (["--address", "a:1", "--tls-ca", "/no/such.pem"], ["/no/such.pem': it cannot be read"]),
     ],
 )
 def test_a_mistake_is_one_sentence(capsys, flags, parts):

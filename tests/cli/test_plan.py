@@ -146,7 +146,7 @@ def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pyte
         ({"--cpu-cores": "2", "--sessions": None, "--requests-per-s": "1"}, "--requests-per-s 1 is given with"),
         ({"--sessions": None}, "one of --sessions and --requests-per-s is needed, and not both"),
         ({"--requests-per-s": "1"}, "one of --sessions and --requests-per-s is needed, and not both"),
-        ({"--from": "nothing.json"}, "nothing.json cannot be read as JSON"),
+        ({"--from": "nothing.json"}, "'nothing.json': it cannot be read"),
         ({"--at-temperature": "1"}, "--at-temperature 1 is given without --from"),
         ({"--draft-path-ms": "1", "--rule": "rejection"}, "--draft-path-ms 1 is given with --rule rejection"),
         ({"--siblings": "0.6", "--hit-rate": "0.8"}, "--siblings 0.6 is given with --hit-rate 0.8"),

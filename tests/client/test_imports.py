@@ -42,7 +42,7 @@ def test_a_client_loads_the_public_protocol_alone(name):
     written = {module for module in ours(loaded) if not module.startswith("paceline.v1")}
     folders = {"paceline.client", "paceline.rpc"}
     assert written - folders == {
-        *("paceline", "paceline.errors", "paceline.errors.refusals", "paceline.types"),
+        *("paceline", "paceline.errors", "paceline.errors.files", "paceline.errors.refusals", "paceline.types"),
         *("paceline.rpc.generation", "paceline.rpc.protocol", "paceline.rpc.status", "paceline.rpc.values"),
         *("paceline.client.connection", "paceline.client.retries", "paceline.client.tracing"),
         "paceline.client.transcript",

@@ -77,12 +77,12 @@ def test_a_file_that_cannot_be_used(tmp_path, text, message):
 
 
 def test_a_file_that_is_not_there_and_one_that_is_empty(tmp_path):
-    with pytest.raises(ConfigError, match=r"none.yaml' cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"none.yaml': it cannot be read \(No such file"):
         ServiceConfig.from_file(tmp_path / "none.yaml")
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     assert ServiceConfig.from_file(tmp_path / "empty.yaml") == ServiceConfig()
     (tmp_path / "bytes.yaml").write_bytes(b"a: \xff\xfe\n")
-    with pytest.raises(ConfigError, match=r"bytes.yaml' is not UTF-8 text"):
+    with pytest.raises(ConfigError, match=r"bytes.yaml': it is not UTF-8 text"):
         ServiceConfig.from_file(tmp_path / "bytes.yaml")
 
 

@@ -583,7 +583,7 @@ def test_a_draft_of_suffixes_shares_within_a_salt_and_knows_its_corpus(tmp_path:
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("a.txt", None, "which cannot be read"),
+        ("a.txt", None, "it cannot be read"),
         ("a.jsonl", "[1, 2]\n{}\n", "line 2 is neither"),
         ("a.jsonl", "[5000000]", "line 1 is neither"),
     ],

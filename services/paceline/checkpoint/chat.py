@@ -26,6 +26,7 @@ from paceline.checkpoint.folder import folder_of, read_json, require_no_code
 from paceline.checkpoint.hub import fetch_gguf, require_fetchable
 from paceline.checkpoint.tokenizer import Tokenizer, transformers_tokenizer
 from paceline.errors import ConfigError, InvalidRequestError
+from paceline.errors.files import read_text
 
 Message = Mapping[str, Any]
 """A message as templates read it: ``role``, ``content`` and what else its role has."""
@@ -276,10 +277,7 @@ def _has_template(folder: Path) -> bool:
 
 
 def _read(file: str) -> str:
-    try:
-        text = Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"server.chat_template is {file!r}: it cannot be read ({error})") from error
+    text = read_text(file, f"server.chat_template is {file!r}")
     if not text.strip():
         raise ConfigError(f"server.chat_template is {file!r}: it is empty")
     return text

@@ -24,6 +24,7 @@ from paceline.config import ServiceConfig
 from paceline.config.methods import DRAFTERS
 from paceline.config.methods.entry import TEXTS, PoolMethod
 from paceline.errors import ConfigError
+from paceline.errors.files import read_text
 from paceline.plan.advice import Candidate, Forecast, Site, forecasts
 from paceline.plan.measured import Measurements, read_one
 from paceline.plan.times import StepTable
@@ -354,10 +355,8 @@ def _prompts(path: Path | None) -> Sequence[str]:
 
     if path is None:
         return PROBE_TEXTS
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--prompts-file is {str(path)!r}: it cannot be read ({error})") from error
+    text = read_text(path, f"--prompts-file is {str(path)!r}")
+    lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         raise ConfigError(f"--prompts-file is {str(path)!r}: it has no prompt")
     return lines

@@ -19,6 +19,7 @@ from paceline.config.devices import ALLOWED_DEVICES
 from paceline.config.methods import DRAFTERS, HEADS
 from paceline.config.plugins import plugin_names
 from paceline.errors import ConfigError, InvalidRequestError
+from paceline.errors.files import read_text
 from paceline.errors.refusals import explain, explain_parameter
 from paceline.types import SamplingParams, SpeculationParams, StructuredOutput
 
@@ -290,7 +291,7 @@ def add_form_flags(parser: argparse.ArgumentParser) -> None:
 def form_of(args: argparse.Namespace) -> dict[str, Any]:
     """``structured_output`` as the flags describe it, or nothing. Raises ConfigError and InvalidRequestError."""
     fields: dict[str, Any] = {
-        name: _content(f"--{name.replace('_', '-')}", path)
+        name: read_text(path, f"--{name.replace('_', '-')} is {path!r}")
         for name in ("json_schema", "grammar", "structural_tag")
         if (path := getattr(args, name)) is not None
     }
@@ -301,13 +302,6 @@ def form_of(args: argparse.Namespace) -> dict[str, Any]:
         return {"structured_output": StructuredOutput(**fields)} if fields else {}
     except ValidationError as error:
         raise InvalidRequestError(explain_parameter(error, StructuredOutput)) from None
-
-
-def _content(flag: str, path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag} is {path!r}: it cannot be read ({error})") from None
 
 
 def add_speculation_flags(parser: argparse.ArgumentParser) -> None:

@@ -41,6 +41,7 @@ from paceline.errors import (
     PacelineError,
     ResourceExhaustedError,
 )
+from paceline.errors.files import read_bytes
 from paceline.rpc import generation as api
 from paceline.rpc.status import is_lost
 from paceline.types import (
@@ -113,17 +114,17 @@ class Tls(BaseModel):
 
     def credentials(self) -> grpc.ChannelCredentials:
         """Reads the files. Raises ConfigError."""
-        ca, key, chain = (_read(path) for path in (self.ca_file, self.key_file, self.certificate_file))
+        ca, key, chain = (
+            None if path is None else read_bytes(path, f"{name} is {str(path)!r}")
+            for name, path in (
+                ("ca_file", self.ca_file),
+                ("key_file", self.key_file),
+                ("certificate_file", self.certificate_file),
+            )
+        )
         if (key is None) != (chain is None):
             raise ConfigError("certificate_file and key_file go together: one of them is missing")
         return grpc.ssl_channel_credentials(ca, key, chain)
-
-
-def _read(path: Path | None) -> bytes | None:
-    try:
-        return None if path is None else path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _request(

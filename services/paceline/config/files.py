@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from paceline.errors import ConfigError
+from paceline.errors.files import read_text
 from paceline.errors.refusals import shown
 
 
@@ -28,11 +29,7 @@ def set_key(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping that a file holds; an empty file holds an empty one."""
     try:
-        data = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{str(path)!r} is not UTF-8 text: {error}") from error
+        data = yaml.safe_load(read_text(path, repr(str(path))))
     except yaml.YAMLError as error:
         raise ConfigError(f"{str(path)!r} is not valid YAML: {first_line(error)}") from error
     if not isinstance(data, dict | None):

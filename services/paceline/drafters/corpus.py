@@ -6,7 +6,6 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import NgramOptions, SuffixMatching
@@ -14,6 +13,7 @@ from paceline.config.loading import resolve
 from paceline.drafters.building import Building
 from paceline.drafters.suffix import SuffixDrafter, ngram_drafter
 from paceline.errors import ConfigError
+from paceline.errors.files import MOST_TEXT_BYTES, read_text
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +58,7 @@ def read_corpus(paths: Sequence[str], target: Checkpoint) -> Iterator[Sequence[i
     """
     for path in paths:
         started, num_tokens = time.perf_counter(), 0
-        try:
-            text = Path(resolve(path)).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"corpus names {path!r}, which cannot be read: {error}") from None
+        text = read_text(resolve(path), f"corpus names {path!r}", MOST_TEXT_BYTES)
         lines = text.splitlines() if path.endswith(".jsonl") else None
         for number, line in enumerate([text] if lines is None else lines, 1):
             token_ids = target.tokenizer.encode(line) if lines is None else _line(path, number, line, target)

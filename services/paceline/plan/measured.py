@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.errors.files import read_text
 from paceline.plan.closed_form import Load, Prediction, System, predict
 from paceline.plan.layouts import CoreTimes, Drafting, Run, system_on
 from paceline.plan.outcomes import Outcomes
@@ -122,9 +123,9 @@ def read_one(path: Path, temperature: float | None, flag: str) -> Measurements:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+        data = json.loads(read_text(path, repr(str(path))))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{str(path)!r} is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no object: it must come from paceline bench local --json")
     return data

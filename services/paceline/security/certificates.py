@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
+from paceline.errors.files import read_bytes
 from paceline.security.files import Signature, signature
 
 if TYPE_CHECKING:  # loaded where a certificate is read: the command line looks at configurations without it
@@ -140,10 +141,7 @@ def _refused(files: CertificateFiles, name: str, path: Path, problem: str) -> Co
 
 
 def _read(files: CertificateFiles, name: str, path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _refused(files, name, path, f"it cannot be read ({error.strerror or error})") from error
+    return read_bytes(path, f"{files.setting}.{name} is {str(path)!r}")
 
 
 def _certificates(files: CertificateFiles, name: str, path: Path, data: bytes) -> list[x509.Certificate]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
@@ -24,6 +23,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from paceline.errors import ConfigError
+from paceline.errors.files import read_bytes
 from paceline.security.files import Signature, signature
 
 log = logging.getLogger(__name__)
@@ -103,11 +103,8 @@ class KeyRing:
 def read_keys(path: Path) -> dict[str, ApiKey]:
     """The keys of a file by name. Raises ConfigError, which quotes nothing of the file but names of settings."""
     try:
-        with path.open(encoding="utf-8") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            data = yaml.safe_load(file)
-    except OSError as error:
-        raise ConfigError(f"server.api_keys is {str(path)!r}: it cannot be read ({error.strerror})") from error
+        data = yaml.safe_load(read_bytes(path, f"server.api_keys is {str(path)!r}"))
+        mode = path.stat().st_mode
     except (UnicodeDecodeError, yaml.YAMLError):
         raise ConfigError(f"server.api_keys is {str(path)!r}: it is not valid YAML") from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):

@@ -25,6 +25,7 @@ from typing import Any
 import httpx2
 
 from paceline.errors import ConfigError, EngineError, InvalidRequestError
+from paceline.errors.files import MOST_TEXT_BYTES, read_bytes
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +61,7 @@ def read_requests(path: Path) -> list[BatchRequest]:
         ConfigError: the file cannot be read.
         InvalidRequestError: a line is no request of a batch, or two have one ``custom_id``; it names file and line.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"--input is {str(path)!r}: it cannot be read ({error.strerror})") from None
+    lines = read_bytes(path, f"--input is {str(path)!r}", MOST_TEXT_BYTES).splitlines()
     found: dict[str, tuple[int, BatchRequest]] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():

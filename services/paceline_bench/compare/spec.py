@@ -26,6 +26,7 @@ from pydantic import Field, ValidationError
 
 from paceline.config.base import Config
 from paceline.errors import ConfigError, PacelineError
+from paceline.errors.files import read_text
 from paceline.errors.refusals import explain
 from paceline.types import SpeculationParams
 
@@ -123,7 +124,7 @@ def read_spec(path: Path, given: Mapping[str, str], loads: Mapping[str, Any]) ->
         ConfigError: it cannot be read, a variable is unknown or has no value, or a key is wrong.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, repr(str(path)))
         found = re.search(r"^variables: (\{.*\})$", text, re.MULTILINE)  # on one line
         variables = yaml.safe_load(found[1]) if found else {}
         if unknown := [name for name in given if name not in variables]:
@@ -132,7 +133,7 @@ def read_spec(path: Path, given: Mapping[str, str], loads: Mapping[str, Any]) ->
         values = {name: given.get(name, "null" if value is None else value) for name, value in variables.items()}
         tree = yaml.safe_load(string.Template(text).substitute(values))
         spec = Spec.model_validate({**tree, "variables": values, **loads})
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no file of paceline bench compare: {type(error).__name__} {error}") from error
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(error, Spec)}") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.errors.files import MOST_TEXT_BYTES, read_text
 from paceline_bench.arithmetic import one_token_steps
 from paceline_bench.machine import CLIENT, environment
 from paceline_bench.models import ModelLabel
@@ -115,9 +116,9 @@ def read_run(path: Path) -> Run:
         ConfigError: the file cannot be read or is not such a document; the message names it.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{str(path)!r} cannot be read: {error}") from error
+        data = json.loads(read_text(path, repr(str(path)), MOST_TEXT_BYTES))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{str(path)!r} is not valid JSON: {error}") from error
     try:
         return _run(data, path.stem)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

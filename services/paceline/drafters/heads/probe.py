@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from paceline.drafters.heads.eagle import Eagle, Eagle3
 from paceline.drafters.heads.module import HeadModule
 from paceline.drafters.heads.mtp import Mtp
 from paceline.errors import ConfigError
+from paceline.errors.files import read_text
 from paceline.model.features import OUT, Features
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
@@ -62,11 +62,7 @@ def texts_of(path: str | None) -> tuple[str, ...]:
     """
     if path is None:
         return TEXTS
-    try:
-        content = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"probe_file is {path!r}: it cannot be read ({error})") from error
-    paragraphs = [part.strip() for part in content.split("\n\n") if part.strip()]
+    paragraphs = [part.strip() for part in read_text(path, f"probe_file is {path!r}").split("\n\n") if part.strip()]
     if not paragraphs:
         raise ConfigError(f"probe_file is {path!r}: it holds no text")
     return tuple(paragraphs[: len(TEXTS)])

@@ -10,6 +10,7 @@ import torch
 
 from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.errors import ConfigError
+from paceline.errors.files import MOST_TEXT_BYTES, read_bytes
 
 _KEYS = ("text", "prompt")
 """Keys of a JSON record that hold its text."""
@@ -40,14 +41,12 @@ def _read(path: Path, flag: str) -> Iterator[str]:
         return
     try:
         yield from _read_file(path, flag)
-    except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{flag} {path} is not UTF-8 text") from None
+        raise ConfigError(f"{flag} is {str(path)!r}: it is not UTF-8 text") from None
 
 
 def _read_file(path: Path, flag: str) -> Iterator[str]:
-    text = path.read_text(encoding="utf-8")
+    text = read_bytes(path, f"{flag} is {str(path)!r}", MOST_TEXT_BYTES).decode("utf-8")
     if path.suffix != ".jsonl":
         yield text
         return
