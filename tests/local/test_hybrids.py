@@ -13,7 +13,7 @@ from tests.support.models import letters_tokenizer, prompt, random_model
 from transformers import AutoModelForCausalLM, BartConfig, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.linear import LinearLayers, LinearSpec, Slots, linear_layers, why_not_runnable
+from paceline.checkpoint.linear import Kind, LinearLayers, LinearSpec, Slots, linear_layers, why_not_runnable
 from paceline.config import DraftModel, HeadOptions, LocalConfig, TargetModel
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
@@ -78,7 +78,7 @@ def test_a_published_layout_is_served_with_the_text_of_transformers(pipeline: Lo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "int8"}, "quantization is 'int8' and the model has linear attention layers"),
+        ({"quantization": "int8"}, "quantization is 'int8' and the model has gated delta layers"),
     ],
 )
 def test_what_does_not_run_with_linear_layers_is_refused(folder: Path, options: dict, message: str) -> None:
@@ -102,7 +102,7 @@ def test_a_draft_with_linear_layers_is_refused(folder: Path, tmp_path: Path) -> 
     letters_tokenizer().save_pretrained(tmp_path)
     target = TargetModel(path=str(tmp_path), compile=False, dtype="float32", batch_invariant="off")
     config = LocalConfig(target=target, draft=DraftModel(path=str(folder)), worker="thread", pin_cores=False)
-    with pytest.raises(ConfigError, match="which has linear attention layers, and these run in a target alone"):
+    with pytest.raises(ConfigError, match="which has gated delta layers, and these run in a target alone"):
         LocalPipeline(config).load()
 
 
@@ -123,15 +123,23 @@ def test_states_and_rows_take_what_is_estimated(family: str, tmp_path: Path) -> 
 
 
 def test_published_shapes() -> None:
-    """Qwen3-Next-80B-A3B: 36 linear layers whose kinds its configuration leaves to an interval; 74 MiB a session."""
+    """Qwen3-Next-80B-A3B: 36 linear layers whose kinds its configuration leaves to an interval; 74 MiB a session.
+    LFM2-1.2B: 10 convolutions, of which a session keeps two tokens."""
     published = {
         "model_type": "qwen3_next", "num_hidden_layers": 48, "full_attention_interval": 4,
         "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
         "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
     }  # fmt: skip
     layers = linear_layers(published)
-    assert layers == LinearLayers(36, LinearSpec(16, 32, 128, 128, 4))
+    assert layers == LinearLayers(36, LinearSpec(16, 32, 128, 128, 4), num_attending=12)
     assert layers.state_bytes(2) >> 20 == 73
+    lfm2 = {
+        "model_type": "lfm2", "num_hidden_layers": 16, "hidden_size": 2048, "conv_L_cache": 3,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    }  # fmt: skip
+    layers = linear_layers(lfm2)
+    assert layers == LinearLayers(10, LinearSpec(0, 2048, 0, 1, 3, Kind.CONVOLUTION), num_attending=6)
+    assert layers.state_bytes(2) >> 10 == 80
     assert linear_layers({"model_type": "llama", "num_hidden_layers": 2}) is None
 
 

@@ -7,7 +7,7 @@ Of each family a tiny random checkpoint, whose window, if it has one, is a fract
 - float32: prefill in chunks, then greedy decoding over three KV pages, gives the tokens of transformers' ``generate``
   and its logits within FP32_LIMIT; so do proposals that are verified several tokens at a time. Tied and untied.
 - Two ranks give the tokens and logits of one process, within the same limit.
-  Of linear layers the logits are those of transformers' one-by-one form.
+  Of gated delta layers the logits are those of transformers' one-by-one form.
 - bfloat16: the logits of the same text are as near to those of transformers in float32 as transformers' own in bfloat16
   are, by one process and by two ranks, see BF16_LIMIT.
 
@@ -37,8 +37,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.linear import Kind
 from paceline.errors import ConfigError
 from paceline.model.attention.chunks import Chunks
+from paceline.model.linear.families import spec_of
+from paceline.model.linear.layers import linear_modules
 from paceline.model.loading import LoadedModel, load_pretrained, prepare
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.plan import ShardPlan, plan_shards
@@ -211,13 +214,13 @@ def _step(text: list[int], first: int, stop: int, pages: list[int]) -> SequenceS
 
 
 def transformers_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """Logits of transformers: of all tokens at once, or one by one where there are linear layers.
+    """Logits of transformers: of all tokens at once, or one by one where there are gated delta layers.
 
     Of those transformers' form for many tokens is up to five times as far from float64 as its form for one, or as ours.
     """
     ids = torch.tensor([tokens])
     with torch.no_grad():
-        if "linear_attention" not in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        if not any(spec_of(layer).kind is Kind.GATED_DELTA for _, layer in linear_modules(model)):
             logits: Tensor = model(ids, use_cache=False).logits[0]
             return logits
         cache, rows = None, []
@@ -259,8 +262,7 @@ def _notes(case: Case, model: LoadedModel, path: str) -> str:
         notes.append("sinks")
     if names & {"q_norm", "query_layernorm", "q_layernorm", "qk_norm", "query_norm", "key_layernorm"}:
         notes.append("QK norm")
-    if "linear_attention" in (getattr(text, "layer_types", None) or ()):
-        notes.append("linear layers")
+    notes += sorted({spec.kind for spec in model.linear.values()})
     if getattr(text, "index_topk", None):
         notes.append("indexed layers")
     if any("expert" in name for name in names):
@@ -281,7 +283,7 @@ def table(results: Sequence[Result]) -> str:
 
 Written by `python -m tests.model.conformance RESULTS.jsonl`: tiny random checkpoints of every decoder family that
 transformers ships a tensor-parallel plan for (transformers {transformers.__version__}, \
-torch {torch.__version__}), some variants, and three families
+torch {torch.__version__}), some variants, and four families
 that have a plan of ours (`model/parallel/tables.py`).
 
 Of {len(planned)} families {counts["one"]} work at degree 1 and {counts["two"]} at degree 2; {counts["refused"]} are \

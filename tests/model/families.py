@@ -60,7 +60,6 @@ EXCLUDED = {
     "inkling_text": _LINEAR,
     "jamba": _LINEAR,
     "kimi_linear": _LINEAR,
-    "lfm2_moe": _LINEAR,
     "minimax": _LINEAR,
     "nemotron": "does not pass all its arguments on to its attention",
     "nemotron_h": _LINEAR,
@@ -109,6 +108,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llama4_text": {
         "attention_chunk_size": 48, "floor_scale": 16, "attn_scale": 0.5, "no_rope_layers": [1, 0], "moe_layers": [1],
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"num_layers": 2, "head_dim": 16, "zero_expert_num": 2},
     "ministral": {"head_dim": 32},
@@ -173,7 +173,7 @@ VARIANTS = [
     Case("hunyuan_v1_dense, alpha", "hunyuan_v1_dense", {
         "rope_parameters": {"rope_type": "dynamic", "alpha": 4.0, **_ROPE}
     }),
-    *(Case(f"{family}, our plan", family) for family in ("gpt2", "gpt_oss", "hunyuan_v1_dense")),
+    *(Case(f"{family}, our plan", family) for family in ("gpt2", "gpt_oss", "hunyuan_v1_dense", "lfm2")),
     Case("stablelm, no plan", "stablelm"),
     *(Case(f"{family}, no plan", family) for family in ("bloom", "codegen", "falcon", "gptj", "mpt")),
 ]  # fmt: skip

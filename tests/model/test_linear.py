@@ -20,8 +20,7 @@ from torch import Tensor
 
 from paceline.checkpoint.linear import LinearSpec, Slots
 from paceline.errors import EngineError
-from paceline.model.linear import gated_delta as operator
-from paceline.model.linear import native
+from paceline.model.linear import native, operator
 from paceline.model.linear.plan import CHUNKS_OF_PAGE, NONE, Chunk, LinearSlots, LinearStep
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
@@ -65,7 +64,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(family: str) -> None
     runner.cache.check_integrity([])
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("qwen3_5_text", FP32), *slow([("qwen3_next", BF16)])])
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3_5_text", FP32), ("lfm2", BF16), *slow([("qwen3_next", BF16)])])
 def test_the_self_test_holds(family: str, dtype: torch.dtype) -> None:
     """With branches, across ends of chunks."""
     report = check_invariance(runner_of(family, dtype), max_len=300, max_step_tokens=128)
@@ -169,6 +168,7 @@ def differing_of(runner: ModelRunner, contexts: Sequence[int], seed: int = 0) ->
     ("family", "dtype", "contexts"),
     [
         ("qwen3_5_text", FP32, (16, 63, 65)),
+        ("lfm2", BF16, (16, 63, 65)),
         *slow([("qwen3_next", BF16, CONTEXTS[:8]), ("olmo_hybrid", FP32, CONTEXTS[8:])]),
         *nightly([(family, dtype, CONTEXTS) for family in FAMILIES for dtype in (FP32, BF16)]),
     ],
@@ -205,9 +205,9 @@ def _folded(tile: list[Tensor], stop: int, state: Tensor, spec: LinearSpec) -> T
     """The state behind the first ``stop`` rows of a chunk."""
     _, keys, updates, decays = tile
     wide = keys.repeat_interleave(spec.value_heads // spec.key_heads, 1)
-    total = state * decays[stop - 1].exp()[:, None, None]
+    total = state * decays[stop - 1].exp()[..., None]
     for row in range(stop):
-        faded = wide[row] * (decays[stop - 1] - decays[row]).exp()[:, None]
+        faded = wide[row] * (decays[stop - 1] - decays[row]).exp()
         total = total + faded[:, :, None] * updates[row][:, None]
     return total
 
@@ -300,13 +300,25 @@ MUTANTS = [
 IN_THE_SELF_TEST = [_from_the_first_token, _one_token_by_another_form, _cumulative_sums, _also_writes_one_place]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_mistakes_are_noticed(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+OF_SLOTS = [_no_state_for_siblings, _also_writes_one_place, _rows_of_siblings, _states_of_speculated_rows]
+"""Mutants of any kind of layers, whether it has states or the inputs of a convolution alone."""
+
+
+@pytest.mark.parametrize(
+    ("family", "mutant"),
+    [
+        *(("qwen3_5_text", mutant) for mutant in MUTANTS),
+        *(("lfm2", mutant) for mutant in OF_SLOTS),
+    ],
+)
+def test_mistakes_are_noticed(
+    family: str, mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By bits, or by a state that is no longer there."""
     runner_of.cache_clear()
     mutant(monkeypatch)
     try:
-        found = differing("qwen3_5_text", FP32, (63,)) or differing("qwen3_5_text", FP32, (47, 79, 128))
+        found = any(differing(family, FP32, contexts) for contexts in ((63,), (47, 79, 128), (62,)))
     except EngineError as error:
         found = "no longer there" in str(error)
     finally:

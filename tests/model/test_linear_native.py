@@ -19,8 +19,8 @@ from torch import Tensor
 from paceline.checkpoint.linear import CHUNK, LinearSpec, Slots
 from paceline.errors import EngineError
 from paceline.model.linear import native
-from paceline.model.linear.gated_delta import Gates, LinearPools
 from paceline.model.linear.layers import by_torch
+from paceline.model.linear.operator import Gates, LinearPools
 from paceline.model.linear.plan import NONE, Chunk, LinearStep, SequencePart
 
 pytestmark = needs_attention

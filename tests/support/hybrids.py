@@ -17,14 +17,26 @@ from paceline.model.loading import LoadedModel, prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep, StepPlan
 
-FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+"""Families whose linear layers have a native operator, and are compiled."""
+BY_TORCH = ("lfm2", "lfm2_moe")
+"""Families of the other kinds."""
+FAMILIES = (*GATED_DELTA, *BY_TORCH)
+_DELTA = {
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "head_dim": 16, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
+_SIZES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(GATED_DELTA, _DELTA),
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True},
+}
+"""Two linear layers and one with attention; heads of 16, and more for values than for keys where that may be."""
 
 
 def hybrid_config(family: str, **changes: Any) -> PretrainedConfig:
-    """Two linear layers and one with attention; heads of 16, and more for values than for keys where that may be."""
-    sizes: dict[str, Any] = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_value_heads": 4}
-    kinds = ["linear_attention", "linear_attention", "full_attention"]
-    sizes |= {"linear_num_key_heads": 2, "head_dim": 16, "num_hidden_layers": 3, "layer_types": kinds}
+    """A small model with linear layers."""
+    sizes = {"num_hidden_layers": len(_SIZES[family]["layer_types"]), **_SIZES[family]}
     return small_config(family, **sizes | changes)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 from paceline.checkpoint.indexed import num_indexers, why_eager
 from paceline.checkpoint.quantization import method_of
@@ -13,10 +14,19 @@ from paceline.errors import ConfigError
 CHUNK = 16
 """Rows of a chunk of linear layers. Part of the order of sums, so of the bits: no option."""
 LINEAR = "linear_attention"
-"""The name of such a layer in configurations."""
-_FAMILIES = {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid"}
-"""Model types whose linear layers follow the gated delta rule."""
+"""The name of most linear layers in configurations."""
+CONV, BOTH = "conv", "hybrid"
+"""Those of short convolutions, and of layers that attend in addition."""
+PASSING = {"mlp", "moe"}
+"""Names of layers that keep nothing of a token."""
 _FLOAT32_BYTES = 4
+
+
+class Kind(StrEnum):
+    """What a linear layer computes."""
+
+    GATED_DELTA = "gated delta"
+    CONVOLUTION = "short convolution"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +36,20 @@ class LinearSpec:
     key_heads: int
     value_heads: int
     key_dim: int
+    """0: there is no state, as of a short convolution, whose channels are value heads of one number each."""
     value_dim: int
     width: int
     """Tokens that the convolution reads, the current one included."""
-
-    @classmethod
-    def of(cls, layer: Any) -> Self:
-        """The sizes of a layer of transformers."""
-        return cls(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim, layer.conv_kernel_size)
+    kind: Kind = Kind.GATED_DELTA
 
     def of_rank(self, degree: int) -> LinearSpec:
         """The sizes of one of ``degree`` ranks."""
         return replace(self, key_heads=-(-self.key_heads // degree), value_heads=-(-self.value_heads // degree))
+
+    @property
+    def state_heads(self) -> int:
+        """Heads that have a state."""
+        return self.value_heads if self.key_dim else 0
 
     @property
     def conv_dim(self) -> int:
@@ -46,12 +58,12 @@ class LinearSpec:
 
     def state_bytes(self, item_bytes: int) -> int:
         """Bytes of a state with the inputs of the convolution before it, which have ``item_bytes`` each."""
-        state = self.value_heads * self.key_dim * self.value_dim
+        state = self.state_heads * self.key_dim * self.value_dim
         return _FLOAT32_BYTES * state + (self.width - 1) * self.conv_dim * item_bytes
 
     def chunk_bytes(self, item_bytes: int) -> int:
         """Bytes of the rows of a chunk."""
-        numbers = self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1)
+        numbers = self.key_heads * self.key_dim + self.state_heads * (self.value_dim + 1)
         return CHUNK * (_FLOAT32_BYTES * numbers + self.conv_dim * item_bytes)
 
 
@@ -79,6 +91,8 @@ class LinearLayers:
 
     num: int
     spec: LinearSpec
+    num_attending: int
+    """Layers that keep keys and values."""
 
     def state_bytes(self, item_bytes: int) -> int:
         """Bytes of one state in all layers."""
@@ -90,21 +104,55 @@ class LinearLayers:
         return slots.states * self.state_bytes(item_bytes) + rows
 
 
+class _Names(NamedTuple):
+    """The settings that hold the sizes of linear layers; a number is the size itself."""
+
+    kind: Kind
+    sizes: tuple[str | int, ...]
+    """In the order of ``LinearSpec``."""
+
+
+_GATED_DELTA = _Names(
+    Kind.GATED_DELTA,
+    (
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+        "linear_conv_kernel_dim",
+    ),
+)
+_CONVOLUTION = _Names(Kind.CONVOLUTION, (0, "hidden_size", 0, 1, "conv_L_cache"))
+_FAMILIES = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _GATED_DELTA),
+    "olmo_hybrid": _GATED_DELTA,
+    "lfm2": _CONVOLUTION,
+    "lfm2_moe": _CONVOLUTION,
+}
+"""Model types with linear layers that run."""
+
+
 def linear_layers(config: Mapping[str, Any]) -> LinearLayers | None:
     """The linear layers of a configuration; None: it has none of which this is known."""
     text = config.get("text_config") or config
-    if text.get("model_type") not in _FAMILIES:
+    names = _FAMILIES.get(text.get("model_type") or "")
+    if names is None:
         return None
-    kinds = text.get("layer_types")
-    if not kinds:
-        interval = text.get("full_attention_interval") or 4
-        kinds = [LINEAR if (i + 1) % interval else "" for i in range(text.get("num_hidden_layers") or 0)]
-    num = sum(kind == LINEAR for kind in kinds)
-    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    sizes: list[Any] = [text.get(f"linear_{name}") for name in names]
-    if not num or not all(isinstance(size, int) and size for size in sizes):
+    kinds = _layer_types(text)
+    sizes: list[Any] = [text.get(name) if isinstance(name, str) else name for name in names.sizes]
+    num = sum(kind in (LINEAR, CONV, BOTH) for kind in kinds)
+    if not num or not all(isinstance(size, int) for size in sizes):
         return None
-    return LinearLayers(num, LinearSpec(*sizes))
+    attending = sum(kind not in (LINEAR, CONV, *PASSING) for kind in kinds)
+    return LinearLayers(num, replace(LinearSpec(*sizes), kind=names.kind), attending)
+
+
+def _layer_types(text: Mapping[str, Any]) -> list[str]:
+    """The name of each layer's type."""
+    if kinds := text.get("layer_types"):
+        return [*kinds]
+    num = text.get("num_hidden_layers") or 0
+    if (attending := text.get("full_attn_idxs")) is not None:
+        return ["" if i in attending else CONV for i in range(num)]
+    interval = text.get("full_attention_interval") or (1 if "conv_L_cache" in text else 4)
+    return [LINEAR if (i + 1) % interval else "" for i in range(num)]
 
 
 def why_not_runnable(
@@ -125,12 +173,15 @@ def why_not_runnable(
         quantization: the option.
         compile: the option; of Llama 4 it is refused, too.
     """
-    if compile is True and device == "cpu" and (reason := why_eager(config)) is not None:
+    layers, reason = linear_layers(config), why_eager(config)
+    if layers is not None and layers.spec.kind is not Kind.GATED_DELTA:
+        reason = f"{layers.spec.kind} layers run by torch alone"
+    if compile is True and device == "cpu" and reason is not None:
         return "compile", f"is true, but {reason}: set compile to auto or false"
-    kind = "linear" if linear_layers(config) is not None else "indexed" if num_indexers(config) else None
+    kind = "indexed attention" if layers is None and num_indexers(config) else layers and layers.spec.kind
     if kind is None:
         return None
-    has = f"and the model has {kind} attention layers"
+    has = f"and the model has {kind} layers"
     if device == "cuda":
         return "device", f"is 'cuda' {has}, which run on the CPU alone: 'cpu' is allowed"
     if quantization is not None:
@@ -154,8 +205,8 @@ def require_draft_model(config: Mapping[str, Any], key: str, name: str) -> None:
             f"{key} is {name!r}, a {kind}, which needs the target's keys and values: it drafts in the target, as a "
             "head of method 'gemma4_assistant'"
         )
-    if linear_layers(config) is not None:
+    if (layers := linear_layers(config)) is not None:
         raise ConfigError(
-            f"{key} is {name!r}, which has linear attention layers, and these run in a target alone: a model with "
+            f"{key} is {name!r}, which has {layers.spec.kind} layers, and these run in a target alone: a model with "
             "attention layers only, a head of the target or n-grams can draft"
         )

@@ -28,7 +28,7 @@ from paceline.checkpoint.linear import LinearSpec, Slots
 from paceline.core.deferred import upload
 from paceline.errors import ResourceExhaustedError
 from paceline.model import layout
-from paceline.model.linear.gated_delta import LinearPools
+from paceline.model.linear.operator import LinearPools
 from paceline.model.linear.plan import NONE, LinearSlots
 from paceline.types import (
     PAGE_SIZE,  # both also belong to what this module offers

@@ -33,9 +33,8 @@ from paceline.model.compiled.parts import compile_parts
 from paceline.model.device import Placement, keep_bits, resolve
 from paceline.model.experts import pad_experts
 from paceline.model.features import Features
-from paceline.model.kv_cache import KVCache, LayerSpec
-from paceline.model.linear import native as linear_attention
-from paceline.model.linear.layers import linear_indices
+from paceline.model.kv_cache import NO_KV, KVCache, LayerSpec
+from paceline.model.linear import layers as linear_layers
 from paceline.model.local_config import BUILDING
 from paceline.model.midway import Midway
 from paceline.model.parallel.collectives import Collectives
@@ -239,12 +238,9 @@ def load_model(
 
 def _why_eager(model: PreTrainedModel) -> str | None:
     """Says why a model is not compiled, as a clause; None if it can be."""
-    if linear_indices(model):
-        if (reason := linear_attention.unavailable()) is not None:
-            return f"it has linear attention layers, and {reason}"
-        if model.dtype not in linear_attention.DTYPES:
-            return f"it has linear attention layers in {model.dtype}, which are compiled in bfloat16 and float32 alone"
-    return why_eager(model) or (indexed.why_eager(model.config.to_dict()) if model.device.type == "cpu" else None)
+    if (reason := linear_layers.why_eager(model) or why_eager(model)) is not None:
+        return reason
+    return indexed.why_eager(model.config.to_dict()) if model.device.type == "cpu" else None
 
 
 def _can_compile(device: torch.device, group: Collectives | None) -> bool:
@@ -388,7 +384,7 @@ def _size(model: PreTrainedModel, layers: list[LayerSpec], linear: dict[int, Lin
         size,
         kv_values=kv_bytes // model.dtype.itemsize,
         num_layers=model.config.get_text_config().num_hidden_layers,
-        linear=LinearLayers(len(specs), specs[0]) if specs else None,
+        linear=LinearLayers(len(specs), specs[0], len(layers) - layers.count(NO_KV)) if specs else None,
     )
 
 

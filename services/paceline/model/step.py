@@ -10,15 +10,15 @@ from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from paceline.checkpoint.indexed import INDEXED
-from paceline.checkpoint.linear import LINEAR, LinearSpec
+from paceline.checkpoint.linear import BOTH, CONV, LINEAR, PASSING, Kind, LinearSpec
 from paceline.errors import ConfigError
 from paceline.model.attention.chunks import CHUNKED, adopt_chunks
 from paceline.model.attention.indexed import PROBE, IndexedStep, indexers_of, replace_indexers
 from paceline.model.attention.kernels import Kernel
 from paceline.model.attention.paged import IMPLEMENTATIONS
 from paceline.model.kv_cache import NO_KV, LayerSpec
-from paceline.model.linear.gated_delta import LinearInputs
 from paceline.model.linear.layers import linear_indices, replace_linear_layers
+from paceline.model.linear.operator import LinearInputs
 from paceline.model.midway import Midway
 from paceline.model.states import StateTaps
 from paceline.model.tails import SpareTokens
@@ -28,7 +28,7 @@ _PROBE = "paceline_probe"
 _PROBED_TOKENS = 2
 _PROBING = threading.Lock()
 """Attention functions are registered by name for the whole process; engines in threads load side by side."""
-_LAYER_TYPES = {"attention", "full_attention", "sliding_attention"}
+_LAYER_TYPES = {"attention", "full_attention", "sliding_attention", *PASSING}
 """Layers of another kind mask more, or something else, and do not tell the attention function of it."""
 _KNOWN = {"s_aux", "indices", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
 """Tensors that the paged attention takes, or that say nothing beyond the step's own plan."""
@@ -109,7 +109,8 @@ class Probe(NamedTuple):
     """Findings about a model that two tokens have run through."""
 
     layers: list[LayerSpec]
-    """KV that each layer keeps per token, in order; NO_KV of a linear one. Then the index keys of each indexer."""
+    """KV that each layer keeps per token, in order; NO_KV of one that does not attend. Then the index keys of each
+    indexer."""
     linear: dict[int, LinearSpec]
     """The linear layers, by index."""
     sliding_window: int | None
@@ -138,8 +139,8 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
     chunks = adopt_chunks(model, name)
     num_layers = config.num_hidden_layers
     indexers = replace_indexers(model, num_layers)
-    adopted = {kind for kind, found in ((LINEAR, linear), (CHUNKED, chunks), (INDEXED, indexers)) if found}
-    _check_layer_types(config, name, adopted)
+    adopted = {kind for kind, found in ((CHUNKED, chunks), (INDEXED, indexers)) if found}
+    _check_layer_types(config, name, adopted | ({LINEAR, CONV, BOTH} if linear else set()))
     own = ({"linear": None} if linear else {}) | ({"attention_mask": PROBE.by_kind} if indexers else {})
     seen: dict[int, LayerSpec] = {}
     windows: set[int] = set()
@@ -189,7 +190,9 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
             f"{name} computes its attention by itself ({', '.join(sorted(attentions))}), not through the attention "
             "interface of transformers, where the paged attention would take its place"
         )
-    if sorted([*seen, *linear]) != list(range(num_layers)):
+    kinds = getattr(config, "layer_types", None) or ()
+    passing = {i for i, kind in enumerate(kinds) if kind in PASSING}
+    if {*seen, *linear} | passing != {*range(num_layers)}:
         raise ConfigError(
             f"{name} has {num_layers} layers of which {len(seen)} keep a KV cache; only pure attention decoders work"
         )
@@ -210,5 +213,5 @@ def _check_layer_types(config: PretrainedConfig, name: str, adopted: set[str]) -
     if unknown:
         raise ConfigError(
             f"{name} has layers of type {', '.join(sorted(unknown))}; only full, sliding, Llama 4's chunked and "
-            "DeepSeek's indexed attention works, and of linear attention the gated delta rule"
+            f"DeepSeek's indexed attention works, and of linear layers: {', '.join(Kind)}"
         )

@@ -22,7 +22,7 @@ from torch import Tensor
 from paceline.model import columns, layout
 from paceline.model.attention.chunks import first_seen
 from paceline.model.kv_cache import KVCache
-from paceline.model.linear.gated_delta import LinearInputs
+from paceline.model.linear.operator import LinearInputs
 from paceline.model.linear.plan import LinearStep
 from paceline.model.shapes import QUERY_ROW_LEN, Shapes
 from paceline.types import PAGE_SIZE, pages_for

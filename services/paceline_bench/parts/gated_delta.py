@@ -34,8 +34,8 @@ from paceline.checkpoint.linear import CHUNK, LinearSpec, Slots
 from paceline.cli.table import table
 from paceline.core.native import find_compiler
 from paceline.model.linear import native
-from paceline.model.linear.gated_delta import Gates, LinearPools
 from paceline.model.linear.layers import by_torch
+from paceline.model.linear.operator import Gates, LinearPools
 from paceline.model.linear.plan import NONE, Chunk, LinearStep, SequencePart
 from paceline_bench.parts.linear import fastest_s
 

@@ -10,7 +10,7 @@ from tests.model import test_linear
 from tests.model.families import checkpoint
 from tests.model.test_linear import chunk, differing
 from tests.support.compilers import needs_attention
-from tests.support.hybrids import FAMILIES, hybrid_config, poison
+from tests.support.hybrids import BY_TORCH, GATED_DELTA, hybrid_config, poison
 from tests.support.models import prompt
 from tests.support.rings import nightly, slow
 from torch import Tensor
@@ -47,7 +47,8 @@ def logits_of(runner: ModelRunner, spans: Sequence[tuple[int, int]]) -> Tensor:
 @needs_attention
 @pytest.mark.usefixtures("compiled_steps")
 @pytest.mark.parametrize(
-    ("family", "dtype"), [*slow([("qwen3_5_text", BF16)]), *nightly([(f, d) for f in FAMILIES for d in (FP32, BF16)])]
+    ("family", "dtype"),
+    [*slow([("qwen3_5_text", BF16)]), *nightly([(f, d) for f in GATED_DELTA for d in (FP32, BF16)])],
 )
 def test_compiled_steps_have_the_bits_of_decoding(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -82,10 +83,17 @@ def test_states_that_leave_the_graph_change_no_bit() -> None:
 
 def test_without_the_operator_compilation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     test_linear.by_torch(monkeypatch)
-    with pytest.raises(
-        ConfigError, match="compile is true, but it has linear attention layers, and they are not to run"
-    ):
+    with pytest.raises(ConfigError, match="compile is true, but it has gated delta layers, and they are not to run"):
         prepare(checkpoint(hybrid_config("qwen3_5_text")), compile=True)
+
+
+@pytest.mark.parametrize("family", BY_TORCH)
+def test_other_kinds_are_not_compiled(family: str) -> None:
+    """By name, where ``compile`` asks for it; ``auto`` runs them eagerly."""
+    model = checkpoint(hybrid_config(family))
+    (kind,) = {spec.kind for spec in prepare(model, compile=False).linear.values()}
+    with pytest.raises(ConfigError, match=f"compile is true, but it has {kind} layers, which run by torch alone"):
+        prepare(model, compile=True)
 
 
 @needs_attention

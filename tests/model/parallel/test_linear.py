@@ -1,4 +1,4 @@
-"""Gated delta layers that two ranks share: the numbers of one rank, and verification with the bits of decoding."""
+"""Linear layers that two ranks share: the numbers of one rank, and verification with the bits of decoding."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from tests.support.rings import nightly, slow
 from torch import Tensor
 
 from paceline.errors import ConfigError
+from paceline.model.linear.layers import linear_modules
+from paceline.model.local_config import meta_model
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.plan import plan_shards
 from paceline.model.parallel.runner import Follower, LeadingRunner
@@ -85,7 +87,7 @@ def on_two_ranks(
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*slow([("qwen3_next", FP32)]), *nightly([(f, d) for f in FAMILIES for d in (FP32, BF16)])],
+    [*slow([("qwen3_next", FP32), ("lfm2", BF16)]), *nightly([(f, d) for f in FAMILIES for d in (FP32, BF16)])],
 )
 def test_two_ranks_compute_what_one_does(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     logits, holds, found = on_two_ranks(family, dtype, tmp_path)
@@ -110,10 +112,12 @@ def test_a_rank_that_copies_no_rows_is_noticed(family: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_rank_holds_half_of_the_heads(family: str) -> None:
-    """Together they hold all of each parameter but the norms, each once."""
-    plans = [plan_shards(hybrid_config(family), rank, 2) for rank in range(2)]
+    """Together they hold all of each parameter but norms and what is added to a sum, each once."""
+    config = hybrid_config(family)
+    plans = [plan_shards(config, rank, 2) for rank in range(2)]
+    layers = tuple(f"{name}." for name, _ in linear_modules(meta_model(config)))
     for name, shard in plans[0].parameters.items():
-        if ".linear_attn." in name and not name.endswith("norm.weight"):
+        if name.startswith(layers) and not name.endswith(("norm.weight", "out_proj.bias")):
             assert shard.dim is not None
             held = sorted(i for plan in plans for part in plan.parameters[name].parts for i in range(*part))
             assert held == [*range(shard.shape[shard.dim])]

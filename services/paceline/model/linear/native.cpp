@@ -1,4 +1,4 @@
-// The gated delta rule over chunks at absolute positions. See native.py, and gated_delta.py for the same in torch.
+// The gated delta rule over chunks at absolute positions. See native.py, and operator.py for the same in torch.
 //
 // A key head, with the value heads that share its keys, is computed by itself, sequence after sequence. Vectors hold 16
 // neighboring channels, each of which is summed in one fixed order:

@@ -1,6 +1,6 @@
 """The gated delta rule for the CPU, in ``native.cpp``: one call for a layer's step, from projections to outputs.
 
-It takes the sums of ``gated_delta.py`` in the same order, so both give the same bits. Two functions are exempt: e^x in
+It takes the sums of ``operator.py`` in the same order, so both give the same bits. Two functions are exempt: e^x in
 float64 comes from two libraries, and e^x in float32 is emulated there. Results, rounded to float32, differ about once
 in 2^28 numbers.
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.checkpoint.linear import CHUNK
 from paceline.core.native import compiled, library_path, machine, torch_options
 from paceline.errors import EngineError
-from paceline.model.linear.gated_delta import Gates, LinearPools
+from paceline.model.linear.operator import Gates, LinearPools
 
 DTYPES = (torch.bfloat16, torch.float32)
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -56,7 +56,7 @@ def unavailable() -> str | None:
 
 
 def gated_delta(numbers: Tensor, pools: LinearPools, gates: Gates, key_heads: int) -> Tensor:
-    """Runs a step of one layer and writes its pools (``gated_delta.gated_delta``). ``unavailable`` comes first.
+    """Runs a step of one layer and writes its pools (``operator.run_step``). ``unavailable`` comes first.
 
     Returns ``[T, value heads, value_dim]`` in the model's dtype, zeros for padding.
 

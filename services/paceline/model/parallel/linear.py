@@ -1,13 +1,14 @@
-"""Which part of a gated delta layer a tensor-parallel rank holds: a range of key heads, with their value heads.
+"""Which part of a linear layer a tensor-parallel rank holds: a range of heads, or of a convolution's channels.
 
 A rank's states, rows and operator are those of its heads; only the output projection is summed. transformers' own plan
-leaves these layers whole, since its forward could not run a part. Projections are packed in three ways:
+leaves these layers whole, since its forward could not run a part. Projections are packed in these ways:
 
     Qwen3-Next   in_proj_qkvz, in_proj_ba   key head after key head: one range
     Qwen3.5      in_proj_qkv                queries, keys, values: a range of each; in_proj_z, in_proj_b, in_proj_a one
     OLMo hybrid  q_proj, k_proj, ..         one range each
+    LFM2         in_proj                    two gates and the input: a range of each
 
-The convolution's channels are queries, keys and values in all of them.
+The convolution's channels are queries, keys and values in the first three.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from paceline.checkpoint.linear import LinearSpec
+from paceline.checkpoint.linear import Kind, LinearSpec
+from paceline.model.linear.families import spec_of
 from paceline.model.linear.layers import linear_modules
 
-LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads")
+CHANNELS = "hidden_size"
+"""The channels of a short convolution. No setting makes them fewer on a rank: they are the model's width, too."""
+_HEADS = {
+    Kind.GATED_DELTA: ("linear_num_key_heads", "linear_num_value_heads"),
+    Kind.CONVOLUTION: (CHANNELS,),
+}
 """Configuration values that hold the numbers of heads. The number of value heads is a multiple of the first one."""
 _OUTPUTS = {"out_proj", "o_proj"}
 _WHOLE = {"norm", "o_norm"}
 """Norms over one head."""
-_PACKED = {"conv1d", "in_proj_qkv"}
 
 
 class Part(NamedTuple):
@@ -33,38 +39,53 @@ class Part(NamedTuple):
 
     dim: int | None
     ranges: tuple[tuple[int, int], ...]
+    elsewhere: bool = False
 
 
 class LinearParts(NamedTuple):
-    """The part of all gated delta layers that a rank holds."""
+    """The part of all linear layers that a rank holds."""
 
     parameters: dict[str, Part]
     summed: tuple[str, ...]
     """Modules whose outputs are added over the ranks."""
+    heads: tuple[str, ...]
+    """Configuration values that the degree divides."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], rank: int, degree: int) -> LinearParts:
         """The parts of a whole ``model`` whose parameters have these shapes; none if it has no such layers."""
         parts: dict[str, Part] = {}
         summed: list[str] = []
+        heads: dict[str, None] = {}
         for name, layer in linear_modules(model):
-            spec = LinearSpec.of(layer)
+            spec = spec_of(layer)
+            heads |= dict.fromkeys(_HEADS[spec.kind])
             for parameter, shape in shapes.items():
                 if parameter.startswith(f"{name}."):
-                    leaf = parameter.removeprefix(f"{name}.").partition(".")[0]
+                    leaf = parameter.removeprefix(f"{name}.")
                     parts[parameter] = _part(leaf, shape, spec, rank, degree)
             summed += [f"{name}.{leaf}" for leaf, _ in layer.named_children() if leaf in _OUTPUTS]
-        return cls(parts, tuple(summed))
+        return cls(parts, tuple(summed), tuple(heads))
 
 
 def _part(leaf: str, shape: tuple[int, ...], spec: LinearSpec, rank: int, degree: int) -> Part:
-    if leaf in _WHOLE:
+    module = leaf.partition(".")[0]
+    if module in _WHOLE:
         return Part(None, ())
-    dim = 1 if leaf in _OUTPUTS else 0
-    keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
+    if module in _OUTPUTS and len(shape) == 1:
+        return Part(None, (), elsewhere=rank > 0)
+    dim = 1 if module in _OUTPUTS else 0
     ranges, start = [], 0
-    for length in (keys, keys, values) if leaf in _PACKED else (shape[dim],):
+    for length in _packed(spec).get(module, (shape[dim],)):
         size = length // degree
         ranges.append((start + rank * size, start + (rank + 1) * size))
         start += length
     return Part(dim, tuple(ranges))
+
+
+def _packed(spec: LinearSpec) -> dict[str, tuple[int, ...]]:
+    """The rows of each projection that is packed into one module."""
+    keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
+    if spec.kind is Kind.CONVOLUTION:
+        return {"in_proj": (values, values, values)}
+    return dict.fromkeys(("conv1d", "in_proj_qkv"), (keys, keys, values))

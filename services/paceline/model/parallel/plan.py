@@ -29,7 +29,7 @@ from paceline.model.local_config import (
     smaller,
     values_of,
 )
-from paceline.model.parallel.linear import LINEAR_HEADS, LinearParts
+from paceline.model.parallel.linear import CHANNELS, LinearParts
 from paceline.model.parallel.tables import QKV, divided_sizes, own_plan, written_out
 
 Range = tuple[int, int]
@@ -152,7 +152,7 @@ class _Planner:
         self.split = {key: values[key] for key in chosen} | heads
         self._check_degree(self.split)
 
-        local = {key: max(1, value // self.degree) for key, value in self.split.items()}
+        local = {key: max(1, value // self.degree) for key, value in self.split.items() if key != CHANNELS}
         config = changed(self.config, local)
         model = meta_model(config)
         shapes = shapes_of(model)
@@ -213,13 +213,13 @@ class _Planner:
 
     def _linear_heads(self) -> dict[str, int]:
         text = self.config.get_text_config()
-        return {key: int(getattr(text, key)) for key in LINEAR_HEADS} if self.linear.parameters else {}
+        return {key: int(getattr(text, key)) for key in self.linear.heads}
 
     def _add_linear(self, parameters: dict[str, ParameterShard], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Adds the parts of gated delta layers, if the smaller model holds the same."""
+        """Adds the parts of linear layers, if the smaller model, where it is smaller, holds the same."""
         for name, part in self.linear.parameters.items():
-            parameters[name] = shard = ParameterShard(self.shapes[name], part.dim, part.ranges)
-            if shard.local_shape != shapes[name]:
+            parameters[name] = shard = ParameterShard(self.shapes[name], part.dim, part.ranges, part.elsewhere)
+            if shard.local_shape != shapes[name] and CHANNELS not in self.linear.heads:
                 raise self._only_whole(f"{name} is {shapes[name]} on a rank, not {shard.local_shape}")
 
     def _attribute(self, path: str) -> int:

@@ -27,6 +27,11 @@ _LAYERS = {
     "hunyuan_v1_dense": ("model.layers.*", _ATTENTION | {
         "mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise",
     }),
+    "lfm2": ("model.layers.*", {
+        "self_attn.q_proj": "colwise", "self_attn.k_proj": "colwise", "self_attn.v_proj": "colwise",
+        "self_attn.out_proj": "rowwise",
+        "feed_forward.w1": "colwise", "feed_forward.w3": "colwise", "feed_forward.w2": "rowwise",
+    }),
 }  # fmt: skip
 """For each model type: the path of the layers, and the plan of one layer."""
 _SIZES = {"gpt2": ("transformer.h.*.attn.split_size", "transformer.h.*.attn.c_attn.nf")}
@@ -47,8 +52,18 @@ def divided_sizes(config: PretrainedConfig) -> list[str]:
 
 def written_out(config: PretrainedConfig) -> PretrainedConfig:
     """A configuration that names the sizes which its class would derive from others."""
-    if config.model_type != "gpt2" or config.n_inner is not None:
-        return config
     config = copy.deepcopy(config)
-    config.n_inner = 4 * config.n_embd
+    if config.model_type == "gpt2" and config.n_inner is None:
+        config.n_inner = 4 * config.n_embd
+    if config.model_type == "lfm2" and config.block_auto_adjust_ff_dim:
+        config.intermediate_size, config.block_auto_adjust_ff_dim = _adjusted(config), False
     return config
+
+
+def _adjusted(config: PretrainedConfig) -> int:
+    """The width of LFM2's feed-forward layers: of two thirds of a setting the next multiple of another one."""
+    size: int = 2 * config.intermediate_size // 3
+    if config.block_ffn_dim_multiplier is None:
+        return size
+    multiple: int = config.block_multiple_of
+    return -(-int(config.block_ffn_dim_multiplier * size) // multiple) * multiple

@@ -1,20 +1,23 @@
-"""The gated delta rule over chunks at absolute positions, in one order of sums for one token and for many.
+"""Linear layers over chunks at absolute positions, in one order of sums for one token and for many.
 
     G_t = G_(t-1) + g_t                                           from the chunk's beginning, token by token
     u_t = b_t (v_t - e^(G_t) S k_t - sum over j < t in the chunk of (k_t k_j) e^(G_t - G_j) u_j)
     o_t = e^(G_t) S q_t + sum over j < t in the chunk of (q_t k_j) e^(G_t - G_j) u_j + (q_t k_t) u_t
     S'  = e^(G_C) S + sum over j of e^(G_C - G_j) k_j (x) u_j     at the chunk's end
 
+Kinds of layers differ in how a token's q, k, v, b and g come from its projections (``_RULES``). A short convolution
+ends before: its result is the output.
+
 Every sum begins with 0 and is taken in one order that names no size of the step: rows of a chunk one by one, a
 state's rows in blocks of BLOCK, products of two rows in lanes. So a token's bits do not depend on what else a step
-holds, and ``native.py``, which runs where it can, gives the same. This is its reference implementation. Numbers are
-float32; the convolution's result is rounded to the model's dtype, as in transformers.
+holds. ``native.py``, which runs gated delta layers where it can, gives the same. This is its reference implementation.
+Numbers are float32; the convolution's result is rounded to the model's dtype, as in transformers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import NamedTuple, Self
 
@@ -22,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.checkpoint.linear import CHUNK, LinearSpec, Slots
+from paceline.checkpoint.linear import CHUNK, Kind, LinearSpec, Slots
 from paceline.model.linear.plan import NONE, Chunk, LinearStep, SequencePart
 
 BLOCK = 16
@@ -38,20 +41,20 @@ class LinearPools(NamedTuple):
     states: Tensor  # [slots, value heads, key_dim, value_dim] float32
     tails: Tensor  # [slots, width - 1, conv_dim]
     inputs: Tensor  # [slots, CHUNK, conv_dim], of the convolution
-    keys: Tensor  # [slots, CHUNK, key heads, key_dim] float32, normalized
+    keys: Tensor  # [slots, CHUNK, key heads, key_dim] float32
     updates: Tensor  # [slots, CHUNK, value heads, value_dim] float32: u
-    decays: Tensor  # [slots, CHUNK, value heads] float32: G
+    decays: Tensor  # [slots, CHUNK, value heads, 1] float32: G
 
     @classmethod
     def of(cls, spec: LinearSpec, slots: Slots, dtype: torch.dtype) -> LinearPools:
         """Memory on the CPU, written to here and now, so that the process does not grow while it serves."""
         shapes = [
-            (torch.float32, (slots.states, spec.value_heads, spec.key_dim, spec.value_dim)),
+            (torch.float32, (slots.states, spec.state_heads, spec.key_dim, spec.value_dim)),
             (dtype, (slots.states, spec.width - 1, spec.conv_dim)),
             (dtype, (slots.rows, CHUNK, spec.conv_dim)),
             (torch.float32, (slots.rows, CHUNK, spec.key_heads, spec.key_dim)),
-            (torch.float32, (slots.rows, CHUNK, spec.value_heads, spec.value_dim)),
-            (torch.float32, (slots.rows, CHUNK, spec.value_heads)),
+            (torch.float32, (slots.rows, CHUNK, spec.state_heads, spec.value_dim)),
+            (torch.float32, (slots.rows, CHUNK, spec.state_heads, 1)),
         ]
         return cls(*(torch.empty(shape, dtype=kind).zero_() for kind, shape in shapes))
 
@@ -86,16 +89,28 @@ class Gates(NamedTuple):
     """A layer's projections of the hidden states of all tokens of a step, and its own parameters."""
 
     inputs: Tensor  # [T, conv_dim]
-    a: Tensor  # [T, value heads]
-    b: Tensor  # [T, value heads]
+    a: Tensor  # [T, value heads], of the decay; [T, 0] without a state
+    b: Tensor  # [T, value heads], of the strength of updates; [T, 0] where it is 1
     weight: Tensor  # [width, conv_dim] float32
     decay: Tensor  # [value heads] float32: -e^A_log
     bias: Tensor  # [value heads] float32: dt_bias
-    scale: int
+    scale: int = 1
     """Factor of b's sigmoid: 1, or 2, which allows negative eigenvalues."""
+    shift: Tensor | None = None
+    """[conv_dim] float32: the convolution's bias."""
 
 
-def gated_delta(step: LinearStep, pools: LinearPools, spec: LinearSpec, gates: Gates) -> Tensor:
+class _Rows(NamedTuple):
+    """What a chunk's rows do to a state, and read from it."""
+
+    queries: Tensor  # [CHUNK, key heads, key_dim]
+    keys: Tensor  # the same
+    values: Tensor  # [CHUNK, value heads, value_dim]
+    rates: Tensor  # [CHUNK, value heads, 1]: logarithms of decay
+    strength: Tensor  # [CHUNK, value heads]
+
+
+def run_step(step: LinearStep, pools: LinearPools, spec: LinearSpec, gates: Gates) -> Tensor:
     """Runs the tokens of all sequences, and writes rows and states. Returns ``[T, value heads, value_dim]`` in the
     model's dtype, zeros for padding."""
     out = gates.inputs.new_zeros(len(gates.inputs), spec.value_heads, spec.value_dim, dtype=torch.float32)
@@ -140,23 +155,36 @@ def _tokens(
     first, end = chunk.first, chunk.first + chunk.count
     own = slice(first, end)
     inputs[own] = gates.inputs[at : at + chunk.count]
-    q, k, v = _convolved(inputs, tail, gates.weight, spec)
-    keys[own] = k[own]
-    beta, rate = _gated(gates, spec, first, at, chunk.count)
-    groups = spec.value_heads // spec.key_heads
-    q, wide = q.repeat_interleave(groups, 1), keys.repeat_interleave(groups, 1)
-    out = torch.zeros_like(updates)
-    decays[own] = _summed(decays[first - 1] if first else torch.zeros_like(rate[0]), rate[own])
-    reads = _read(state, torch.stack((wide[own], q[own])))
-    for t in range(first, end):
-        read = reads[:, t - first] * _exponential(decays[t])[:, None]  # [2, heads, value_dim]
-        weights = _dots(wide[: t + 1], torch.stack((wide[t], q[t]))[:, None])  # [2, t + 1, heads]
-        faded = weights[:, :t] * _exponential(decays[t] - decays[:t])
-        for row in range(t):
-            read = read + faded[:, row, :, None] * updates[row]
-        updates[t] = (v[t] - read[0]) * beta[t][:, None]
-        out[t] = read[1] + weights[1, t][:, None] * updates[t]
-    return out[own]
+    mixed = _convolved(inputs, tail, gates, spec)
+    if spec.kind is Kind.CONVOLUTION:
+        return mixed[own].view(chunk.count, spec.value_heads, spec.value_dim)
+    rows = _RULES[spec.kind](mixed, _placed(gates.a, chunk, at), _placed(gates.b, chunk, at), spec, gates)
+    keys[own] = rows.keys[own]
+    decays[own] = _summed(decays[first - 1] if first else torch.zeros_like(decays[0]), rows.rates[own])
+    wide, queries = (_widened(x, spec) for x in (keys, rows.queries))
+    pairs, out = torch.stack((wide[own], queries[own])), torch.zeros_like(updates[own])  # [2, count, heads, key_dim]
+    reads = _read(state, pairs) * _exponential(decays[own])  # [2, count, heads, value_dim]
+    fade = _exponential(decays[own, None] - decays)  # [count, CHUNK, heads, 1], of use before the own row
+    weights = _dots(wide, pairs[:, :, None])[..., None] * fade
+    for row in range(end):
+        token = row - first
+        if token >= 0:
+            updates[row] = (rows.values[row] - reads[0, token]) * rows.strength[row][:, None]
+            out[token] = reads[1, token] + weights[1, token, row] * updates[row]
+        reads[:, max(token + 1, 0) :] += weights[:, max(token + 1, 0) :, row] * updates[row]
+    return out
+
+
+def _placed(x: Tensor, chunk: Chunk, at: int) -> Tensor:
+    """The rows of a chunk's tokens in one of CHUNK: each function of them takes a row at one place, in any step."""
+    rows = x.new_zeros(CHUNK, x.shape[1])
+    rows[chunk.first : chunk.first + chunk.count] = x[at : at + chunk.count]
+    return rows
+
+
+def _widened(x: Tensor, spec: LinearSpec) -> Tensor:
+    """``[CHUNK, key heads, key_dim] -> [CHUNK, value heads, key_dim]``."""
+    return x.repeat_interleave(spec.value_heads // spec.key_heads, 1)
 
 
 def _summed(before: Tensor, rates: Tensor) -> Tensor:
@@ -197,22 +225,35 @@ def _dots(a: Tensor, b: Tensor) -> Tensor:
     return total[..., 0]
 
 
-def _convolved(inputs: Tensor, tail: Tensor, weight: Tensor, spec: LinearSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys ``[CHUNK, key heads, key_dim]``, normalized, and values of a chunk's rows."""
+def _convolved(inputs: Tensor, tail: Tensor, gates: Gates, spec: LinearSpec) -> Tensor:
+    """The convolution of a chunk's rows ``[CHUNK, conv_dim]``, and SiLU of it where there is a state."""
     x = torch.cat((tail, inputs)).float()
     total = torch.zeros_like(x[:CHUNK])
     for place in range(spec.width):
-        total = total + x[place : place + CHUNK] * weight[place]
+        total = total + x[place : place + CHUNK] * gates.weight[place]
+    if gates.shift is not None:
+        total = total + gates.shift
     total = total.to(inputs.dtype).float()
-    mixed = (total / (1 + _exponential(-total))).to(inputs.dtype).float()
+    if spec.kind is Kind.CONVOLUTION:
+        return total
+    return (total / (1 + _exponential(-total))).to(inputs.dtype).float()
+
+
+def _gated_delta(mixed: Tensor, a: Tensor, b: Tensor, spec: LinearSpec, gates: Gates) -> _Rows:
+    """Normalized queries and keys; the strength is a sigmoid, rounded to the model's dtype."""
     size = spec.key_heads * spec.key_dim
     q, k, v = torch.split(mixed, [size, size, spec.value_heads * spec.value_dim], -1)
     shape = CHUNK, spec.key_heads, spec.key_dim
-    return (
+    return _Rows(
         _normalized(q.reshape(shape)) * (1 / math.sqrt(spec.key_dim)),
         _normalized(k.reshape(shape)),
         v.reshape(CHUNK, spec.value_heads, spec.value_dim),
+        (gates.decay * _softplus(a.float() + gates.bias))[..., None],
+        (1 / (1 + (-b.double()).exp())).float().to(b.dtype).float() * gates.scale,
     )
+
+
+_RULES: dict[Kind, Callable[[Tensor, Tensor, Tensor, LinearSpec, Gates], _Rows]] = {Kind.GATED_DELTA: _gated_delta}
 
 
 def _normalized(x: Tensor) -> Tensor:
@@ -221,14 +262,8 @@ def _normalized(x: Tensor) -> Tensor:
     )  # torch's in float32 is not always the nearest
 
 
-def _gated(gates: Gates, spec: LinearSpec, first: int, at: int, count: int) -> tuple[Tensor, Tensor]:
-    """Strength of each token's update, and its logarithm of decay, ``[CHUNK, value heads]`` float32."""
-    a, b = (gates.a.new_zeros(CHUNK, spec.value_heads) for _ in range(2))
-    a[first : first + count], b[first : first + count] = gates.a[at : at + count], gates.b[at : at + count]
-    x = a.float() + gates.bias
-    softplus = torch.where(x > 20, x, x.double().exp().log1p().float())
-    beta = (1 / (1 + (-b.double()).exp())).float().to(b.dtype).float() * gates.scale
-    return beta, gates.decay * softplus
+def _softplus(x: Tensor) -> Tensor:
+    return torch.where(x > 20, x, x.double().exp().log1p().float())
 
 
 def _exponential(x: Tensor) -> Tensor:
@@ -244,9 +279,10 @@ def _exponential(x: Tensor) -> Tensor:
 
 def _fold(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor, spec: LinearSpec) -> Tensor:
     """Returns the state after a whole chunk, row after row."""
-    faded = _exponential(decays[-1] - decays)
-    wide = keys.repeat_interleave(spec.value_heads // spec.key_heads, 1) * faded[..., None]
-    state = state * _exponential(decays[-1])[:, None, None]
+    if not spec.key_dim:
+        return state
+    faded = _widened(keys, spec) * _exponential(decays[-1] - decays)
+    state = state * _exponential(decays[-1])[..., None]
     for row in range(CHUNK):
-        state = state + wide[row][:, :, None] * updates[row][:, None]
+        state = state + faded[row][:, :, None] * updates[row][:, None]
     return state

@@ -1,0 +1,131 @@
+"""What our forward of a linear layer takes from its module in transformers: sizes, weights, projections, its output.
+
+A family is a class of such modules. The sums between projections and output are those of its kind (``operator.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.linear import Kind, LinearSpec
+
+
+class Projected(NamedTuple):
+    """The projections of a step's T tokens."""
+
+    inputs: Tensor  # [T, conv_dim], of the convolution
+    gate: Tensor
+    """Of the output, as ``finish`` takes it."""
+    a: Tensor  # as in Gates
+    b: Tensor
+
+
+class Family(NamedTuple):
+    """How a class of linear layers is run. All functions take the layer first."""
+
+    sizes: Callable[[Any], LinearSpec]
+    weights: Callable[[Any], Mapping[str, Any]]
+    """The fields of ``Gates`` that are the layer's own."""
+    project: Callable[[Any, Tensor], Projected]
+    """From hidden states ``[1, T, hidden]``."""
+    finish: Callable[[Any, Tensor, Tensor], Tensor]
+    """From outputs ``[T, value heads, value_dim]`` and the gate to ``[1, T, hidden]``."""
+
+
+def _taps(conv: Any) -> Tensor:
+    """A convolution's weights, ``[width, conv_dim]``."""
+    return conv.weight.squeeze(1).t().float().contiguous()  # type: ignore[no-any-return]
+
+
+def _shift(conv: Any) -> Tensor | None:
+    return None if conv.bias is None else conv.bias.float()
+
+
+# Gated delta nets.
+
+
+def _delta_sizes(layer: Any) -> LinearSpec:
+    return LinearSpec(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim, layer.conv_kernel_size)
+
+
+def _delta_weights(layer: Any) -> Mapping[str, Any]:
+    scale = 2 if getattr(layer, "allow_neg_eigval", False) else 1
+    return _decays(layer) | {"weight": _taps(layer.conv1d), "scale": scale}
+
+
+def _decays(layer: Any) -> dict[str, Any]:
+    return {"decay": -layer.A_log.float().exp(), "bias": layer.dt_bias.float()}
+
+
+def _delta_finish(layer: Any, out: Tensor, gate: Tensor) -> Tensor:
+    norm = layer.o_norm if hasattr(layer, "o_norm") else layer.norm
+    out_proj = layer.o_proj if hasattr(layer, "o_proj") else layer.out_proj
+    num_tokens = out.shape[0]  # len() would make it a constant of an exported graph
+    out = norm(out.flatten(0, 1), gate.flatten(0, 1))
+    return out_proj(out.view(1, num_tokens, -1))  # type: ignore[no-any-return]
+
+
+def _of_qwen3_next(layer: Any, x: Tensor) -> Projected:
+    q, k, v, z, b, a = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(x), layer.in_proj_ba(x))
+    return Projected(torch.cat([part.flatten(2) for part in (q, k, v)], -1)[0], z[0], a[0], b[0])
+
+
+def _of_qwen3_5(layer: Any, x: Tensor) -> Projected:
+    z = layer.in_proj_z(x)[0].unflatten(-1, (layer.num_v_heads, layer.head_v_dim))
+    b, a = layer.in_proj_b(x)[0], layer.in_proj_a(x)[0]
+    return Projected(layer.in_proj_qkv(x)[0], z, a, b)
+
+
+def _of_olmo_hybrid(layer: Any, x: Tensor) -> Projected:
+    mixed = torch.cat([project(x)[0] for project in (layer.q_proj, layer.k_proj, layer.v_proj)], -1)
+    gate = layer.g_proj(x)[0].unflatten(-1, (layer.num_v_heads, layer.head_v_dim))
+    b, a = layer.b_proj(x)[0], layer.a_proj(x)[0]
+    return Projected(mixed, gate, a, b)
+
+
+def _delta(project: Callable[[Any, Tensor], Projected]) -> Family:
+    return Family(_delta_sizes, _delta_weights, project, _delta_finish)
+
+
+# Short convolutions, between two gates.
+
+
+def _conv_sizes(layer: Any) -> LinearSpec:
+    channels, _, width = layer.conv.weight.shape
+    return LinearSpec(0, channels, 0, 1, width, Kind.CONVOLUTION)
+
+
+def _conv_weights(layer: Any) -> Mapping[str, Any]:
+    nothing = layer.conv.weight.new_empty(0)
+    return {"weight": _taps(layer.conv), "shift": _shift(layer.conv), "decay": nothing, "bias": nothing}
+
+
+def _conv_project(layer: Any, x: Tensor) -> Projected:
+    gate, gate_after, x = layer.in_proj(x)[0].chunk(3, -1)
+    return Projected(gate * x, gate_after, x[:, :0], x[:, :0])
+
+
+def _conv_finish(layer: Any, out: Tensor, gate: Tensor) -> Tensor:
+    return layer.out_proj((gate * out.flatten(1))[None])  # type: ignore[no-any-return]
+
+
+_CONVOLUTION = Family(_conv_sizes, _conv_weights, _conv_project, _conv_finish)
+
+FAMILIES = {
+    "Qwen3NextGatedDeltaNet": _delta(_of_qwen3_next),
+    "Qwen3_5GatedDeltaNet": _delta(_of_qwen3_5),
+    "Qwen3_5MoeGatedDeltaNet": _delta(_of_qwen3_5),
+    "OlmoHybridGatedDeltaNet": _delta(_of_olmo_hybrid),
+    "Lfm2ShortConv": _CONVOLUTION,
+    "Lfm2MoeShortConv": _CONVOLUTION,
+}
+"""By the name of a module's class."""
+
+
+def spec_of(layer: Any) -> LinearSpec:
+    """The sizes of a layer of transformers, or of the part of it that a rank holds."""
+    return FAMILIES[type(layer).__name__].sizes(layer)
