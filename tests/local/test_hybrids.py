@@ -131,14 +131,14 @@ def test_published_shapes() -> None:
         "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
     }  # fmt: skip
     layers = linear_layers(published)
-    assert layers == LinearLayers(36, LinearSpec(16, 32, 128, 128, 4), num_attending=12)
+    assert layers == LinearLayers(36, LinearSpec(16, 32, 128, 128, 4))
     assert layers.state_bytes(2) >> 20 == 73
     lfm2 = {
         "model_type": "lfm2", "num_hidden_layers": 16, "hidden_size": 2048, "conv_L_cache": 3,
         "full_attn_idxs": [2, 5, 8, 10, 12, 14],
     }  # fmt: skip
     layers = linear_layers(lfm2)
-    assert layers == LinearLayers(10, LinearSpec(0, 2048, 0, 1, 3, Kind.CONVOLUTION), num_attending=6)
+    assert layers == LinearLayers(10, LinearSpec(0, 2048, 0, 1, 3, Kind.CONVOLUTION))
     assert layers.state_bytes(2) >> 10 == 80
     assert linear_layers({"model_type": "llama", "num_hidden_layers": 2}) is None
 

@@ -13,7 +13,7 @@ import torch
 from tests.lossless.test_trees import any_subtrees
 from tests.support.hybrids import FAMILIES, KnowingDrafter, hybrid, poison
 from tests.support.models import prompt
-from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
+from tests.support.pump import Pump, Request, assert_continued, assert_same, in_mode, plain_reference
 from tests.support.rings import nightly, slow
 
 from paceline.model.linear import layers as linear_layers
@@ -94,13 +94,7 @@ def test_any_subtrees_give_identical_tokens(
 def test_a_session_goes_on_elsewhere() -> None:
     """Another engine continues what the first has generated, as after a migration, from any length."""
     target, requests, reference = hybrid(*FAST[:2]), requests_of(FAST[2]), reference_of(*FAST)
-    cuts = dict(zip(requests, (1, 15, 16, 17, 5, 19), strict=True))
-    resumed = {
-        name: replace(request, generated=reference[name].token_ids[: cuts[name]]) for name, request in requests.items()
-    }
-    results = pump_of(target, requests, reference).run(resumed)
-    for name, result in results.items():
-        assert result.token_ids == reference[name].token_ids[cuts[name] :]
+    assert_continued(pump_of(target, requests, reference), requests, reference, (1, 15, 16, 17, 5, 19))
 
 
 def test_prefix_hits_and_the_loss_of_states_give_identical_tokens() -> None:

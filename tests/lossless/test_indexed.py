@@ -13,7 +13,7 @@ from tests.lossless.test_trees import any_subtrees
 from tests.support.hybrids import KnowingDrafter
 from tests.support.indexed import FAMILIES, indexed
 from tests.support.models import prompt
-from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
+from tests.support.pump import Pump, Request, assert_continued, assert_same, in_mode, plain_reference
 from tests.support.rings import nightly, slow
 
 from paceline.model.kv_cache import KVCache
@@ -70,13 +70,7 @@ def test_any_subtrees_give_identical_tokens(
 def test_a_session_goes_on_elsewhere() -> None:
     """Another engine continues what the first has generated, as after a migration, from any length."""
     requests, reference = requests_of(FAST[2]), reference_of(*FAST)
-    cuts = dict(zip(requests, (1, 15, 16, 17, 5, 19), strict=True))
-    resumed = {
-        name: replace(request, generated=reference[name].token_ids[: cuts[name]]) for name, request in requests.items()
-    }
-    results = pump_of(*FAST[:2], reference, requests).run(resumed)
-    for name, result in results.items():
-        assert result.token_ids == reference[name].token_ids[cuts[name] :]
+    assert_continued(pump_of(*FAST[:2], reference, requests), requests, reference, (1, 15, 16, 17, 5, 19))
 
 
 def test_a_draft_with_indexers_gives_identical_tokens() -> None:

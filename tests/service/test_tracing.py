@@ -206,7 +206,7 @@ def test_a_session_that_goes_to_another_target_has_spans_on_both_in_one_trace(ch
         first, second = recorded.named("target")
         assert {span.parent.span_id for span in (first, second)} == {own.context.span_id}
         before = indices(check_target(first, children, old))
-        assert before in ([1, 2], [1, 2, 3]), "the first rounds, of which two may have brought the tokens so far"
+        assert before in ([1], [1, 2], [1, 2, 3]), "the first rounds, of which one may have brought the tokens so far"
         assert indices(check_target(second, children, new))[:3] == [1, 2, 3]
         num_before, num_after = (span.attributes["paceline.context_tokens"] for span in (first, second))
         assert num_before == own.attributes["gen_ai.usage.input_tokens"]

@@ -274,3 +274,13 @@ def assert_same(results: dict[str, Result], reference: dict[str, Result]) -> int
         for got, want in zip(result.logprobs, expected.logprobs, strict=True):
             assert abs(got - want) < 1e-4, name
     return sum(len(r.token_ids) for r in results.values())
+
+
+def assert_continued(
+    pump: Pump, requests: dict[str, Request], reference: dict[str, Result], lengths: Sequence[int]
+) -> None:
+    """Lets a pump go on from the first tokens of each reference, ``lengths`` of them; the rest must come."""
+    cuts = dict(zip(requests, lengths, strict=True))
+    begun = {name: replace(one, generated=reference[name].token_ids[: cuts[name]]) for name, one in requests.items()}
+    for name, result in pump.run(begun).items():
+        assert result.token_ids == reference[name].token_ids[cuts[name] :]

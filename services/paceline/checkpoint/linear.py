@@ -15,10 +15,8 @@ CHUNK = 16
 """Rows of a chunk of linear layers. Part of the order of sums, so of the bits: no option."""
 LINEAR = "linear_attention"
 """The name of most linear layers in configurations."""
-CONV, BOTH = "conv", "hybrid"
-"""Those of short convolutions, and of layers that attend in addition."""
-PASSING = {"mlp", "moe"}
-"""Names of layers that keep nothing of a token."""
+CONV = "conv"
+"""The name of short convolutions there."""
 _FLOAT32_BYTES = 4
 
 
@@ -91,8 +89,6 @@ class LinearLayers:
 
     num: int
     spec: LinearSpec
-    num_attending: int
-    """Layers that keep keys and values."""
 
     def state_bytes(self, item_bytes: int) -> int:
         """Bytes of one state in all layers."""
@@ -137,11 +133,11 @@ def linear_layers(config: Mapping[str, Any]) -> LinearLayers | None:
         return None
     kinds = _layer_types(text)
     sizes: list[Any] = [text.get(name) if isinstance(name, str) else name for name in names.sizes]
-    num = sum(kind in (LINEAR, CONV, BOTH) for kind in kinds)
-    if not num or not all(isinstance(size, int) for size in sizes):
+    num = sum(kind in (LINEAR, CONV) for kind in kinds)
+    given = [size for size, name in zip(sizes, names.sizes, strict=True) if isinstance(name, str)]
+    if not num or not all(isinstance(size, int) and size for size in given):
         return None
-    attending = sum(kind not in (LINEAR, CONV, *PASSING) for kind in kinds)
-    return LinearLayers(num, replace(LinearSpec(*sizes), kind=names.kind), attending)
+    return LinearLayers(num, replace(LinearSpec(*sizes), kind=names.kind))
 
 
 def _layer_types(text: Mapping[str, Any]) -> list[str]:

@@ -85,7 +85,7 @@ class ModelSize:
     @property
     def num_kv_layers(self) -> int:
         """Layers that keep keys and values."""
-        return max(1, self.num_layers if self.linear is None else self.linear.num_attending)
+        return max(1, self.num_layers - (0 if self.linear is None else self.linear.num))
 
     def slots_bytes(self, max_sessions: int) -> int:
         """Bytes of the states and rows that linear layers keep for that many sessions."""
@@ -131,7 +131,7 @@ def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num
     linear = linear_layers(config)
     return ModelSize(
         num_parameters=num_parameters,
-        kv_values=_kv_values(text, layers if linear is None else linear.num_attending, hidden),
+        kv_values=_kv_values(text, layers - (0 if linear is None else linear.num), hidden),
         item_bytes=item_bytes,
         num_layers=layers or 1,
         hidden_size=hidden,

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from paceline.checkpoint.indexed import INDEXED
-from paceline.checkpoint.linear import BOTH, CONV, LINEAR, PASSING, Kind, LinearSpec
+from paceline.checkpoint.linear import CONV, LINEAR, Kind, LinearSpec
 from paceline.errors import ConfigError
 from paceline.model.attention.chunks import CHUNKED, adopt_chunks
 from paceline.model.attention.indexed import PROBE, IndexedStep, indexers_of, replace_indexers
@@ -28,7 +28,7 @@ _PROBE = "paceline_probe"
 _PROBED_TOKENS = 2
 _PROBING = threading.Lock()
 """Attention functions are registered by name for the whole process; engines in threads load side by side."""
-_LAYER_TYPES = {"attention", "full_attention", "sliding_attention", *PASSING}
+_LAYER_TYPES = {"attention", "full_attention", "sliding_attention"}
 """Layers of another kind mask more, or something else, and do not tell the attention function of it."""
 _KNOWN = {"s_aux", "indices", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
 """Tensors that the paged attention takes, or that say nothing beyond the step's own plan."""
@@ -140,7 +140,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
     num_layers = config.num_hidden_layers
     indexers = replace_indexers(model, num_layers)
     adopted = {kind for kind, found in ((CHUNKED, chunks), (INDEXED, indexers)) if found}
-    _check_layer_types(config, name, adopted | ({LINEAR, CONV, BOTH} if linear else set()))
+    _check_layer_types(config, name, adopted | ({LINEAR, CONV} if linear else set()))
     own = ({"linear": None} if linear else {}) | ({"attention_mask": PROBE.by_kind} if indexers else {})
     seen: dict[int, LayerSpec] = {}
     windows: set[int] = set()
@@ -190,9 +190,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
             f"{name} computes its attention by itself ({', '.join(sorted(attentions))}), not through the attention "
             "interface of transformers, where the paged attention would take its place"
         )
-    kinds = getattr(config, "layer_types", None) or ()
-    passing = {i for i, kind in enumerate(kinds) if kind in PASSING}
-    if {*seen, *linear} | passing != {*range(num_layers)}:
+    if sorted([*seen, *linear]) != list(range(num_layers)):
         raise ConfigError(
             f"{name} has {num_layers} layers of which {len(seen)} keep a KV cache; only pure attention decoders work"
         )
