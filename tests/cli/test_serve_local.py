@@ -223,6 +223,7 @@ def test_after_sigterm_streams_end_by_themselves_or_by_an_event_and_requests_are
         "--quiet",
     ]
     command += ["--grpc-port", str(grpc_port), "--set", "server.drain_timeout_s=5"]
+    command += ["--set", "target_config.engine_kwargs.max_sessions=89"]  # 88,003 tokens outlast 5 s anywhere
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert "ready\n" in [server.stdout.readline() for _ in range(3)]
@@ -233,7 +234,7 @@ def test_after_sigterm_streams_end_by_themselves_or_by_an_event_and_requests_are
 
                     async def stream(i):
                         body = {"prompt": "def read", "stream": True, "ignore_eos": True, "seed": i}
-                        body |= {"max_tokens": 3 if i == 0 else 1000}
+                        body |= {"max_tokens": 3} if i == 0 else {"max_tokens": 1000, "n": 8}
                         async with client.stream("POST", "/v1/completions", json=body) as answer:
                             lines = []
                             async for line in answer.aiter_lines():
