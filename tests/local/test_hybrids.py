@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM, BartConfig, Qwen3_5Config, Qwen3_
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.linear import Kind, LinearLayers, LinearSpec, Slots, linear_layers, why_not_runnable
+from paceline.checkpoint.size import size_of
 from paceline.config import DraftModel, HeadOptions, LocalConfig, TargetModel
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
 from paceline.model.kv_cache import KVCache
-from paceline.types import Mode, SpeculationParams
+from paceline.types import PAGE_SIZE, Mode, SpeculationParams
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,8 @@ def test_states_and_rows_take_what_is_estimated(family: str, tmp_path: Path) -> 
 
 def test_published_shapes() -> None:
     """Qwen3-Next-80B-A3B: 36 linear layers whose kinds its configuration leaves to an interval; 74 MiB a session.
-    LFM2-1.2B: 10 convolutions, of which a session keeps two tokens."""
+    LFM2-1.2B: 10 convolutions, of which a session keeps two tokens. Nemotron-3-Nano: 23 Mamba2 layers, 23 of experts
+    alone, and 6 that keep 6 KiB a token."""
     published = {
         "model_type": "qwen3_next", "num_hidden_layers": 48, "full_attention_interval": 4,
         "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
@@ -140,6 +142,17 @@ def test_published_shapes() -> None:
     layers = linear_layers(lfm2)
     assert layers == LinearLayers(10, LinearSpec(0, 2048, 0, 1, 3, Kind.CONVOLUTION))
     assert layers.state_bytes(2) >> 10 == 80
+    nemotron = {
+        "model_type": "nemotron_h", "num_hidden_layers": 52, "hidden_size": 2688, "conv_kernel": 4, "n_groups": 8,
+        "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "head_dim": 128,
+        "num_attention_heads": 32, "num_key_value_heads": 2,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    }  # fmt: skip
+    layers = linear_layers(nemotron)
+    assert layers == LinearLayers(23, LinearSpec(8, 64, 128, 64, 4, Kind.MAMBA2), num_others=23)
+    assert layers.state_bytes(2) >> 20 == 46
+    assert size_of(nemotron, 0, 2).num_kv_layers == 6
+    assert size_of(nemotron, 0, 2).page_bytes // PAGE_SIZE == 6 << 10
     assert linear_layers({"model_type": "llama", "num_hidden_layers": 2}) is None
 
 

@@ -62,7 +62,6 @@ EXCLUDED = {
     "kimi_linear": _LINEAR,
     "minimax": _LINEAR,
     "nemotron": "does not pass all its arguments on to its attention",
-    "nemotron_h": _LINEAR,
     "qwen4_exp_text": _SPARSE,
     "stablelm, no plan": "does not pass all its arguments on to its attention",
     "bloom, no plan": _BY_ITSELF,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from tests.model.conformance import FP32_LIMIT, transformers_logits
-from tests.support.hybrids import FAMILIES, hybrid, hybrid_model, poison
+from tests.model.families import checkpoint
+from tests.support.hybrids import FAMILIES, hybrid, hybrid_config, hybrid_model, poison
 from tests.support.models import prompt
 from tests.support.rings import nightly, slow
 from tests.target.test_branches import random_subtree
@@ -20,8 +22,9 @@ from torch import Tensor
 
 from paceline.checkpoint.linear import LinearSpec, Slots
 from paceline.errors import EngineError
-from paceline.model.linear import native, operator
+from paceline.model.linear import families, native, operator
 from paceline.model.linear.plan import CHUNKS_OF_PAGE, NONE, Chunk, LinearSlots, LinearStep
+from paceline.model.loading import prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
 from paceline.model.step_plan import SequenceStep
@@ -64,7 +67,9 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(family: str) -> None
     runner.cache.check_integrity([])
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("qwen3_5_text", FP32), ("lfm2", BF16), *slow([("qwen3_next", BF16)])])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen3_5_text", FP32), ("lfm2", BF16), ("nemotron_h", BF16), *slow([("qwen3_next", BF16)])]
+)
 def test_the_self_test_holds(family: str, dtype: torch.dtype) -> None:
     """With branches, across ends of chunks."""
     report = check_invariance(runner_of(family, dtype), max_len=300, max_step_tokens=128)
@@ -169,7 +174,9 @@ def differing_of(runner: ModelRunner, contexts: Sequence[int], seed: int = 0) ->
     [
         ("qwen3_5_text", FP32, (16, 63, 65)),
         ("lfm2", BF16, (16, 63, 65)),
+        ("nemotron_h", FP32, (63, 65)),
         *slow([("qwen3_next", BF16, CONTEXTS[:8]), ("olmo_hybrid", FP32, CONTEXTS[8:])]),
+        *slow([("nemotron_h", BF16, CONTEXTS[:8])]),
         *nightly([(family, dtype, CONTEXTS) for family in FAMILIES for dtype in (FP32, BF16)]),
     ],
 )
@@ -309,6 +316,7 @@ OF_SLOTS = [_no_state_for_siblings, _also_writes_one_place, _rows_of_siblings, _
     [
         *(("qwen3_5_text", mutant) for mutant in MUTANTS),
         *(("lfm2", mutant) for mutant in OF_SLOTS),
+        *(("nemotron_h", mutant) for mutant in (_from_the_first_token, _cumulative_sums, _no_state_for_siblings)),
     ],
 )
 def test_mistakes_are_noticed(
@@ -324,6 +332,29 @@ def test_mistakes_are_noticed(
     finally:
         runner_of.cache_clear()
     assert found
+
+
+def _difference_from_transformers(family: str, **changes: Any) -> float:
+    """The largest of the logits of a text in chunks, relative to the largest logit."""
+    model = checkpoint(hybrid_config(family, **changes))
+    expected = transformers_logits(model, list(_TEXT[:60]))
+    runner = prepare(model, compile=False).runner(4)
+    pages = runner.cache.allocate(1)
+    rows = [runner.forward([chunk(_TEXT, a, b, pages, b - a)]) for a, b in ((0, 37), (37, 38), (38, 60))]
+    return float((torch.cat(rows) - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("least", [0.001, 1.0])
+def test_steps_of_mamba2_keep_their_limit(least: float) -> None:
+    """In decoding, too, whose form in transformers does not; where no step is as short, both are the same."""
+    assert _difference_from_transformers("nemotron_h", time_step_min=least) < 2 * FP32_LIMIT
+
+
+def test_steps_without_a_limit_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = families._MAMBA2.weights
+    unlimited = families._MAMBA2._replace(weights=lambda layer: {**weights(layer), "limits": (0.0, math.inf)})
+    monkeypatch.setitem(families.FAMILIES, "NemotronHMamba2Mixer", unlimited)
+    assert _difference_from_transformers("nemotron_h", time_step_min=1.0) > 100 * FP32_LIMIT
 
 
 @pytest.mark.parametrize("mutant", slow(IN_THE_SELF_TEST))

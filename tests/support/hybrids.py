@@ -19,7 +19,7 @@ from paceline.model.step_plan import SequenceStep, StepPlan
 
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 """Families whose linear layers have a native operator, and are compiled."""
-BY_TORCH = ("lfm2", "lfm2_moe")
+BY_TORCH = ("lfm2", "lfm2_moe", "nemotron_h")
 """Families of the other kinds."""
 FAMILIES = (*GATED_DELTA, *BY_TORCH)
 _DELTA = {
@@ -30,6 +30,14 @@ _SIZES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(GATED_DELTA, _DELTA),
     "lfm2": {"layer_types": ["conv", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True},
+    "nemotron_h": {
+        "mamba_num_heads": 4,
+        "n_groups": 2,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 24,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    },
 }
 """Two linear layers and one with attention; heads of 16, and more for values than for keys where that may be."""
 

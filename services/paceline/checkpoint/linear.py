@@ -17,6 +17,10 @@ LINEAR = "linear_attention"
 """The name of most linear layers in configurations."""
 CONV = "conv"
 """The name of short convolutions there."""
+PASSING = {"mlp", "moe"}
+"""Names of layers that keep nothing of a token."""
+_LEGACY = {"mamba": LINEAR, "M": LINEAR, "E": "moe", "-": "mlp"}
+"""Names of layers in older configurations; any other is of attention."""
 _FLOAT32_BYTES = 4
 
 
@@ -25,6 +29,7 @@ class Kind(StrEnum):
 
     GATED_DELTA = "gated delta"
     CONVOLUTION = "short convolution"
+    MAMBA2 = "Mamba2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,13 @@ class LinearLayers:
 
     num: int
     spec: LinearSpec
+    num_others: int = 0
+    """Further layers that keep no keys and values, such as those that are nothing but an MLP."""
+
+    @property
+    def num_without_kv(self) -> int:
+        """Layers that keep no keys and values."""
+        return self.num + self.num_others
 
     def state_bytes(self, item_bytes: int) -> int:
         """Bytes of one state in all layers."""
@@ -116,11 +128,13 @@ _GATED_DELTA = _Names(
     ),
 )
 _CONVOLUTION = _Names(Kind.CONVOLUTION, (0, "hidden_size", 0, 1, "conv_L_cache"))
+_NEMOTRON_H = _Names(Kind.MAMBA2, ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel"))
 _FAMILIES = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _GATED_DELTA),
     "olmo_hybrid": _GATED_DELTA,
     "lfm2": _CONVOLUTION,
     "lfm2_moe": _CONVOLUTION,
+    "nemotron_h": _NEMOTRON_H,
 }
 """Model types with linear layers that run."""
 
@@ -131,19 +145,20 @@ def linear_layers(config: Mapping[str, Any]) -> LinearLayers | None:
     names = _FAMILIES.get(text.get("model_type") or "")
     if names is None:
         return None
-    kinds = _layer_types(text)
+    kinds = layer_types(text)
     sizes: list[Any] = [text.get(name) if isinstance(name, str) else name for name in names.sizes]
     num = sum(kind in (LINEAR, CONV) for kind in kinds)
     given = [size for size, name in zip(sizes, names.sizes, strict=True) if isinstance(name, str)]
     if not num or not all(isinstance(size, int) and size for size in given):
         return None
-    return LinearLayers(num, replace(LinearSpec(*sizes), kind=names.kind))
+    spec = replace(LinearSpec(*sizes), kind=names.kind)
+    return LinearLayers(num, spec, num_others=sum(kind in PASSING for kind in kinds))
 
 
-def _layer_types(text: Mapping[str, Any]) -> list[str]:
-    """The name of each layer's type."""
-    if kinds := text.get("layer_types"):
-        return [*kinds]
+def layer_types(text: Mapping[str, Any]) -> list[str]:
+    """The name of each layer's type in the configuration of a model with linear layers."""
+    if kinds := text.get("layer_types") or text.get("layers_block_type") or text.get("hybrid_override_pattern"):
+        return [_LEGACY.get(kind, kind) for kind in kinds]
     num = text.get("num_hidden_layers") or 0
     if (attending := text.get("full_attn_idxs")) is not None:
         return ["" if i in attending else CONV for i in range(num)]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from paceline.checkpoint import indexed
 from paceline.checkpoint.folder import read_json
 from paceline.checkpoint.gguf.described import gguf_weights
-from paceline.checkpoint.linear import LinearLayers, Slots, linear_layers
+from paceline.checkpoint.linear import LinearLayers, Slots, layer_types, linear_layers
 from paceline.checkpoint.quantization import weight_bytes_per_parameter
 from paceline.errors import ConfigError
 from paceline.types import PAGE_SIZE
@@ -85,7 +85,7 @@ class ModelSize:
     @property
     def num_kv_layers(self) -> int:
         """Layers that keep keys and values."""
-        return max(1, self.num_layers - (0 if self.linear is None else self.linear.num))
+        return max(1, self.num_layers - (0 if self.linear is None else self.linear.num_without_kv))
 
     def slots_bytes(self, max_sessions: int) -> int:
         """Bytes of the states and rows that linear layers keep for that many sessions."""
@@ -129,9 +129,11 @@ def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num
     text = config.get("text_config") or config
     layers, hidden = _first(text, "num_hidden_layers", "n_layer"), _first(text, "hidden_size", "n_embd")
     linear = linear_layers(config)
+    if linear is not None:
+        layers = layers or len(layer_types(text))
     return ModelSize(
         num_parameters=num_parameters,
-        kv_values=_kv_values(text, layers - (0 if linear is None else linear.num), hidden),
+        kv_values=_kv_values(text, layers - (0 if linear is None else linear.num_without_kv), hidden),
         item_bytes=item_bytes,
         num_layers=layers or 1,
         hidden_size=hidden,

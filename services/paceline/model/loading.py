@@ -33,7 +33,7 @@ from paceline.model.compiled.parts import compile_parts
 from paceline.model.device import Placement, keep_bits, resolve
 from paceline.model.experts import pad_experts
 from paceline.model.features import Features
-from paceline.model.kv_cache import KVCache, LayerSpec
+from paceline.model.kv_cache import NO_KV, KVCache, LayerSpec
 from paceline.model.linear import layers as linear_layers
 from paceline.model.local_config import BUILDING
 from paceline.model.midway import Midway
@@ -384,7 +384,7 @@ def _size(model: PreTrainedModel, layers: list[LayerSpec], linear: dict[int, Lin
         size,
         kv_values=kv_bytes // model.dtype.itemsize,
         num_layers=model.config.get_text_config().num_hidden_layers,
-        linear=LinearLayers(len(specs), specs[0]) if specs else None,
+        linear=LinearLayers(len(specs), specs[0], layers.count(NO_KV) - len(specs)) if specs else None,
     )
 
 

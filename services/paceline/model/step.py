@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from paceline.checkpoint.indexed import INDEXED
-from paceline.checkpoint.linear import CONV, LINEAR, Kind, LinearSpec
+from paceline.checkpoint.linear import CONV, LINEAR, PASSING, Kind, LinearSpec
 from paceline.errors import ConfigError
 from paceline.model.attention.chunks import CHUNKED, adopt_chunks
 from paceline.model.attention.indexed import PROBE, IndexedStep, indexers_of, replace_indexers
@@ -140,7 +140,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
     num_layers = config.num_hidden_layers
     indexers = replace_indexers(model, num_layers)
     adopted = {kind for kind, found in ((CHUNKED, chunks), (INDEXED, indexers)) if found}
-    _check_layer_types(config, name, adopted | ({LINEAR, CONV} if linear else set()))
+    _check_layer_types(config, name, adopted | ({LINEAR, CONV, *PASSING} if linear else set()))
     own = ({"linear": None} if linear else {}) | ({"attention_mask": PROBE.by_kind} if indexers else {})
     seen: dict[int, LayerSpec] = {}
     windows: set[int] = set()
@@ -190,7 +190,9 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
             f"{name} computes its attention by itself ({', '.join(sorted(attentions))}), not through the attention "
             "interface of transformers, where the paged attention would take its place"
         )
-    if sorted([*seen, *linear]) != list(range(num_layers)):
+    kinds = getattr(config, "layer_types", None) or ()
+    passing = [i for i, kind in enumerate(kinds) if linear and kind in PASSING]
+    if sorted([*seen, *linear, *passing]) != list(range(num_layers)):
         raise ConfigError(
             f"{name} has {num_layers} layers of which {len(seen)} keep a KV cache; only pure attention decoders work"
         )

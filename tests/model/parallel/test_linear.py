@@ -87,7 +87,10 @@ def on_two_ranks(
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*slow([("qwen3_next", FP32), ("lfm2", BF16)]), *nightly([(f, d) for f in FAMILIES for d in (FP32, BF16)])],
+    [
+        *slow([("qwen3_next", FP32), ("lfm2", BF16), ("nemotron_h", FP32)]),
+        *nightly([(f, d) for f in FAMILIES for d in (FP32, BF16)]),
+    ],
 )
 def test_two_ranks_compute_what_one_does(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     logits, holds, found = on_two_ranks(family, dtype, tmp_path)

@@ -115,6 +115,34 @@ def _conv_finish(layer: Any, out: Tensor, gate: Tensor) -> Tensor:
 
 _CONVOLUTION = Family(_conv_sizes, _conv_weights, _conv_project, _conv_finish)
 
+
+# Mamba2: state-space layers whose decay is one number a head. A group of heads shares B and C, its keys and queries.
+
+
+def _mamba2_sizes(layer: Any) -> LinearSpec:
+    heads, (channels, _, width) = layer.A_log.shape[0], layer.conv1d.weight.shape
+    groups = (channels - heads * layer.head_dim) // (2 * layer.ssm_state_size)
+    return LinearSpec(groups, heads, layer.ssm_state_size, layer.head_dim, width, Kind.MAMBA2)
+
+
+def _mamba2_weights(layer: Any) -> Mapping[str, Any]:
+    own = {"shift": _shift(layer.conv1d), "skip": layer.D.float(), "limits": layer.time_step_limit}
+    return _decays(layer) | own | {"weight": _taps(layer.conv1d)}
+
+
+def _mamba2_project(layer: Any, x: Tensor) -> Projected:
+    heads, channels = layer.A_log.shape[0], layer.conv1d.weight.shape[0]
+    gate, inputs, step = layer.in_proj(x)[0].split([heads * layer.head_dim, channels, heads], -1)
+    return Projected(inputs, gate, step, step[:, :0])
+
+
+def _mamba2_finish(layer: Any, out: Tensor, gate: Tensor) -> Tensor:
+    normed = layer.norm(out.flatten(1)[None], gate[None])
+    return layer.out_proj(normed.to(gate.dtype))  # type: ignore[no-any-return]
+
+
+_MAMBA2 = Family(_mamba2_sizes, _mamba2_weights, _mamba2_project, _mamba2_finish)
+
 FAMILIES = {
     "Qwen3NextGatedDeltaNet": _delta(_of_qwen3_next),
     "Qwen3_5GatedDeltaNet": _delta(_of_qwen3_5),
@@ -122,6 +150,7 @@ FAMILIES = {
     "OlmoHybridGatedDeltaNet": _delta(_of_olmo_hybrid),
     "Lfm2ShortConv": _CONVOLUTION,
     "Lfm2MoeShortConv": _CONVOLUTION,
+    "NemotronHMamba2Mixer": _MAMBA2,
 }
 """By the name of a module's class."""
 

@@ -6,7 +6,8 @@
     S'  = e^(G_C) S + sum over j of e^(G_C - G_j) k_j (x) u_j     at the chunk's end
 
 Kinds of layers differ in how a token's q, k, v, b and g come from its projections (``_RULES``). A short convolution
-ends before: its result is the output.
+ends before: its result is the output. Mamba2 (arXiv 2405.21060) has u_t = b_t v_t, where b is the length of the step,
+and adds D v_t to o_t.
 
 Every sum begins with 0 and is taken in one order that names no size of the step: rows of a chunk one by one, a
 state's rows in blocks of BLOCK, products of two rows in lanes. So a token's bits do not depend on what else a step
@@ -90,7 +91,7 @@ class Gates(NamedTuple):
 
     inputs: Tensor  # [T, conv_dim]
     a: Tensor  # [T, value heads], of the decay; [T, 0] without a state
-    b: Tensor  # [T, value heads], of the strength of updates; [T, 0] where it is 1
+    b: Tensor  # [T, value heads], of the strength of updates; [T, 0] where a gives it, or it is 1
     weight: Tensor  # [width, conv_dim] float32
     decay: Tensor  # [value heads] float32: -e^A_log
     bias: Tensor  # [value heads] float32: dt_bias
@@ -98,6 +99,10 @@ class Gates(NamedTuple):
     """Factor of b's sigmoid: 1, or 2, which allows negative eigenvalues."""
     shift: Tensor | None = None
     """[conv_dim] float32: the convolution's bias."""
+    skip: Tensor | None = None
+    """[value heads] float32: D, the part of a token's own value in its output."""
+    limits: tuple[float, float] = (0.0, math.inf)
+    """The least and the greatest length of a step."""
 
 
 class _Rows(NamedTuple):
@@ -162,17 +167,19 @@ def _tokens(
     keys[own] = rows.keys[own]
     decays[own] = _summed(decays[first - 1] if first else torch.zeros_like(decays[0]), rows.rates[own])
     wide, queries = (_widened(x, spec) for x in (keys, rows.queries))
-    pairs, out = torch.stack((wide[own], queries[own])), torch.zeros_like(updates[own])  # [2, count, heads, key_dim]
-    reads = _read(state, pairs) * _exponential(decays[own])  # [2, count, heads, value_dim]
+    corrected, out = spec.kind in _CORRECTED, torch.zeros_like(updates[own])
+    pairs = torch.stack((wide[own], queries[own]) if corrected else (queries[own],))  # [2 or 1, count, heads, key_dim]
+    reads = _read(state, pairs) * _exponential(decays[own])  # [2 or 1, count, heads, value_dim]
     fade = _exponential(decays[own, None] - decays)  # [count, CHUNK, heads, 1], of use before the own row
     weights = _dots(wide, pairs[:, :, None])[..., None] * fade
     for row in range(end):
         token = row - first
         if token >= 0:
-            updates[row] = (rows.values[row] - reads[0, token]) * rows.strength[row][:, None]
-            out[token] = reads[1, token] + weights[1, token, row] * updates[row]
+            value = rows.values[row] - reads[0, token] if corrected else rows.values[row]
+            updates[row] = value * rows.strength[row][:, None]
+            out[token] = reads[-1, token] + weights[-1, token, row] * updates[row]
         reads[:, max(token + 1, 0) :] += weights[:, max(token + 1, 0) :, row] * updates[row]
-    return out
+    return out if gates.skip is None else out + rows.values[own] * gates.skip[:, None]
 
 
 def _placed(x: Tensor, chunk: Chunk, at: int) -> Tensor:
@@ -253,7 +260,26 @@ def _gated_delta(mixed: Tensor, a: Tensor, b: Tensor, spec: LinearSpec, gates: G
     )
 
 
-_RULES: dict[Kind, Callable[[Tensor, Tensor, Tensor, LinearSpec, Gates], _Rows]] = {Kind.GATED_DELTA: _gated_delta}
+def _mamba2(mixed: Tensor, a: Tensor, b: Tensor, spec: LinearSpec, gates: Gates) -> _Rows:
+    """The convolution's channels are values, keys and queries.
+
+    The length of a step keeps ``time_step_limit`` in prefill and in decoding. transformers' form for many tokens does
+    so, from which training and its forward without a cache have their numbers; its form for one token does not.
+    """
+    size = spec.key_heads * spec.key_dim
+    v, k, q = torch.split(mixed, [spec.value_heads * spec.value_dim, size, size], -1)
+    shape = CHUNK, spec.key_heads, spec.key_dim
+    step = _softplus(a.float() + gates.bias).clamp(*gates.limits)
+    values = v.reshape(CHUNK, spec.value_heads, spec.value_dim)
+    return _Rows(q.reshape(shape), k.reshape(shape), values, (gates.decay * step)[..., None], step)
+
+
+_RULES: dict[Kind, Callable[[Tensor, Tensor, Tensor, LinearSpec, Gates], _Rows]] = {
+    Kind.GATED_DELTA: _gated_delta,
+    Kind.MAMBA2: _mamba2,
+}
+_CORRECTED = {Kind.GATED_DELTA}
+"""Kinds whose updates are corrected by what the state holds for their key already."""
 
 
 def _normalized(x: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ leaves these layers whole, since its forward could not run a part. Projections a
     Qwen3.5      in_proj_qkv                queries, keys, values: a range of each; in_proj_z, in_proj_b, in_proj_a one
     OLMo hybrid  q_proj, k_proj, ..         one range each
     LFM2         in_proj                    two gates and the input: a range of each
+    Nemotron-H   in_proj                    gate, values, keys, queries, lengths of steps: a range of each
 
-The convolution's channels are queries, keys and values in the first three.
+The convolution's channels are queries, keys and values in the first three; values, keys and queries in the last one.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ CHANNELS = "hidden_size"
 _HEADS = {
     Kind.GATED_DELTA: ("linear_num_key_heads", "linear_num_value_heads"),
     Kind.CONVOLUTION: (CHANNELS,),
+    Kind.MAMBA2: ("n_groups", "mamba_num_heads"),
 }
 """Configuration values that hold the numbers of heads. The number of value heads is a multiple of the first one."""
 _OUTPUTS = {"out_proj", "o_proj"}
 _WHOLE = {"norm", "o_norm"}
-"""Norms over one head."""
+"""Norms over one head; those of Mamba2 are over a group of heads each."""
 
 
 class Part(NamedTuple):
@@ -70,7 +72,7 @@ class LinearParts(NamedTuple):
 
 def _part(leaf: str, shape: tuple[int, ...], spec: LinearSpec, rank: int, degree: int) -> Part:
     module = leaf.partition(".")[0]
-    if module in _WHOLE:
+    if module in _WHOLE and spec.kind is not Kind.MAMBA2:
         return Part(None, ())
     if module in _OUTPUTS and len(shape) == 1:
         return Part(None, (), elsewhere=rank > 0)
@@ -88,4 +90,6 @@ def _packed(spec: LinearSpec) -> dict[str, tuple[int, ...]]:
     keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
     if spec.kind is Kind.CONVOLUTION:
         return {"in_proj": (values, values, values)}
+    if spec.kind is Kind.MAMBA2:
+        return {"conv1d": (values, keys, keys), "in_proj": (values, values, keys, keys, spec.value_heads)}
     return dict.fromkeys(("conv1d", "in_proj_qkv"), (keys, keys, values))
