@@ -120,40 +120,89 @@ def test_states_and_rows_take_what_is_estimated(family: str, tmp_path: Path) -> 
     taken = sum(pool.nbytes for layer in cache.linear_pools.values() for pool in layer)
     assert taken == size.slots_bytes(3) > 0
     assert size.num_kv_layers == 1
-    assert size.kv_values == 2 * 2 * 16
+    if not hasattr(hybrid_config(family), "kv_lora_rank"):
+        assert size.kv_values == 2 * 2 * 16
 
 
-def test_published_shapes() -> None:
-    """Qwen3-Next-80B-A3B: 36 linear layers whose kinds its configuration leaves to an interval; 74 MiB a session.
-    LFM2-1.2B: 10 convolutions, of which a session keeps two tokens. Nemotron-3-Nano: 23 Mamba2 layers, 23 of experts
-    alone, and 6 that keep 6 KiB a token."""
-    published = {
-        "model_type": "qwen3_next", "num_hidden_layers": 48, "full_attention_interval": 4,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-    }  # fmt: skip
-    layers = linear_layers(published)
-    assert layers == LinearLayers(36, LinearSpec(16, 32, 128, 128, 4))
-    assert layers.state_bytes(2) >> 20 == 73
-    lfm2 = {
-        "model_type": "lfm2", "num_hidden_layers": 16, "hidden_size": 2048, "conv_L_cache": 3,
-        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-    }  # fmt: skip
-    layers = linear_layers(lfm2)
-    assert layers == LinearLayers(10, LinearSpec(0, 2048, 0, 1, 3, Kind.CONVOLUTION))
-    assert layers.state_bytes(2) >> 10 == 80
-    nemotron = {
-        "model_type": "nemotron_h", "num_hidden_layers": 52, "hidden_size": 2688, "conv_kernel": 4, "n_groups": 8,
-        "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "head_dim": 128,
-        "num_attention_heads": 32, "num_key_value_heads": 2,
-        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-    }  # fmt: skip
-    layers = linear_layers(nemotron)
-    assert layers == LinearLayers(23, LinearSpec(8, 64, 128, 64, 4, Kind.MAMBA2), num_others=23)
-    assert layers.state_bytes(2) >> 20 == 46
-    assert size_of(nemotron, 0, 2).num_kv_layers == 6
-    assert size_of(nemotron, 0, 2).page_bytes // PAGE_SIZE == 6 << 10
-    assert linear_layers({"model_type": "llama", "num_hidden_layers": 2}) is None
+_FULL = {4, 8, 12, 16, 20, 24, 27}
+"""Kimi-Linear's layers with attention, counted from 1."""
+_LING = {"model_type": "bailing_hybrid", "num_hidden_layers": 42, "num_attention_heads": 32}
+PUBLISHED = {
+    "Qwen3-Next-80B-A3B": (
+        {
+            "model_type": "qwen3_next", "num_hidden_layers": 48, "full_attention_interval": 4,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        },
+        LinearLayers(36, LinearSpec(16, 32, 128, 128, 4)),
+        75456,
+    ),
+    "Kimi-Linear-48B-A3B": (
+        {
+            "model_type": "kimi_linear", "num_hidden_layers": 27, "linear_attn_config": {
+                "full_attn_layers": [*_FULL], "kda_layers": [i for i in range(1, 28) if i not in _FULL],
+                "num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4,
+            },
+        },
+        LinearLayers(20, LinearSpec(32, 32, 128, 128, 4, Kind.KIMI_DELTA)),
+        42400,
+    ),
+    "Ling-3.0-Flash": (
+        _LING | {"head_dim": 128, "layer_group_size": 6, "short_conv_kernel_size": 4},
+        LinearLayers(35, LinearSpec(32, 32, 128, 128, 4, Kind.KIMI_DELTA)),
+        74200,
+    ),
+    "Ling-3.0-Flash, saved by transformers": (
+        _LING | {
+            "head_dim": 64, "layer_types": (["linear_attention"] * 5 + ["full_attention"]) * 7,
+            "linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4,
+        },
+        LinearLayers(35, LinearSpec(32, 32, 128, 128, 4, Kind.KIMI_DELTA)),
+        74200,
+    ),
+    "MiniMax-Text-01": (
+        {
+            "model_type": "minimax", "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64,
+            "layer_types": (["linear_attention"] * 7 + ["full_attention"]) * 10,
+        },
+        LinearLayers(70, LinearSpec(64, 64, 128, 128, 1, Kind.LIGHTNING)),
+        280 * 1024,
+    ),
+    "LFM2-1.2B": (
+        {
+            "model_type": "lfm2", "num_hidden_layers": 16, "hidden_size": 2048, "conv_L_cache": 3,
+            "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        },
+        LinearLayers(10, LinearSpec(0, 2048, 0, 1, 3, Kind.CONVOLUTION)),
+        80,
+    ),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": (
+        {
+            "model_type": "nemotron_h", "num_hidden_layers": 52, "hidden_size": 2688, "conv_kernel": 4, "n_groups": 8,
+            "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "head_dim": 128,
+            "num_attention_heads": 32, "num_key_value_heads": 2,
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        },
+        LinearLayers(23, LinearSpec(8, 64, 128, 64, 4, Kind.MAMBA2), num_others=23),
+        47932,
+    ),
+    "Llama": ({"model_type": "llama", "num_hidden_layers": 2}, None, 0),
+}  # fmt: skip
+"""Configurations as they are published, their linear layers, and KiB of a session's state beside bfloat16 rows."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes(name: str) -> None:
+    config, layers, state_kib = PUBLISHED[name]
+    assert linear_layers(config) == layers
+    assert layers is None or layers.state_bytes(2) >> 10 == state_kib
+
+
+def test_layers_that_keep_nothing_have_no_keys_and_values() -> None:
+    """Nemotron-3-Nano: 6 layers of 52 attend, and keep 6 KiB a token."""
+    size = size_of(PUBLISHED["NVIDIA-Nemotron-3-Nano-30B-A3B"][0], 0, 2)
+    assert size.num_kv_layers == 6
+    assert size.page_bytes // PAGE_SIZE == 6 << 10
 
 
 def test_an_encoder_with_a_decoder_is_no_text_model_with_images(tmp_path: Path) -> None:

@@ -26,7 +26,13 @@ CONTEXTS = (15, 16, 47, 63, 64, 65, 1, 17, 48, 79, 127, 128)
 """Lengths of prompts: before, at and behind the ends of chunks and pages."""
 FAST = ("qwen3_5_text", torch.bfloat16, 6)
 """A dense family, its dtype, and the sessions of tests in the fast ring."""
-SLOW = [("qwen3_next", torch.float32, 6), ("lfm2_moe", torch.bfloat16, 6), ("nemotron_h", torch.bfloat16, 6)]
+SLOW = [
+    ("qwen3_next", torch.float32, 6),
+    ("lfm2_moe", torch.bfloat16, 6),
+    ("nemotron_h", torch.bfloat16, 6),
+    ("kimi_linear", torch.bfloat16, 6),
+    ("minimax", torch.bfloat16, 6),
+]
 EACH = [(family, dtype, 12) for family in FAMILIES for dtype in (torch.float32, torch.bfloat16)]
 _PREFIX = prompt(999, 64)
 

@@ -7,7 +7,7 @@ Of each family a tiny random checkpoint, whose window, if it has one, is a fract
 - float32: prefill in chunks, then greedy decoding over three KV pages, gives the tokens of transformers' ``generate``
   and its logits within FP32_LIMIT; so do proposals that are verified several tokens at a time. Tied and untied.
 - Two ranks give the tokens and logits of one process, within the same limit.
-  Of gated delta layers the logits are those of transformers' one-by-one form.
+  Of delta layers the logits are those of transformers' one-by-one form.
 - bfloat16: the logits of the same text are as near to those of transformers in float32 as transformers' own in bfloat16
   are, by one process and by two ranks, see BF16_LIMIT.
 
@@ -214,13 +214,13 @@ def _step(text: list[int], first: int, stop: int, pages: list[int]) -> SequenceS
 
 
 def transformers_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """Logits of transformers: of all tokens at once, or one by one where there are gated delta layers.
+    """Logits of transformers: of all tokens at once, or one by one where there are delta layers.
 
     Of those transformers' form for many tokens is up to five times as far from float64 as its form for one, or as ours.
     """
     ids = torch.tensor([tokens])
     with torch.no_grad():
-        if not any(spec_of(layer).kind is Kind.GATED_DELTA for _, layer in linear_modules(model)):
+        if not any(spec_of(layer).kind in (Kind.GATED_DELTA, Kind.KIMI_DELTA) for _, layer in linear_modules(model)):
             logits: Tensor = model(ids, use_cache=False).logits[0]
             return logits
         cache, rows = None, []

@@ -52,15 +52,12 @@ _BY_ITSELF = r"computes its attention by itself \(\w+Attention\), not through th
 _SPARSE = "layers of type .*(indexed|compressed_sparse)_attention"
 _LINEAR = "layers of type .*(linear_attention|conv|hybrid)"
 EXCLUDED = {
-    "bailing_hybrid": _LINEAR,
     "deepseek_v4": _SPARSE,
     "doge": "gives its attention a mask of its own",
     "hrm_text": "has 16 layers of which 2 keep a KV cache",
     "inkling2_text": _LINEAR,
     "inkling_text": _LINEAR,
     "jamba": _LINEAR,
-    "kimi_linear": _LINEAR,
-    "minimax": _LINEAR,
     "nemotron": "does not pass all its arguments on to its attention",
     "qwen4_exp_text": _SPARSE,
     "stablelm, no plan": "does not pass all its arguments on to its attention",

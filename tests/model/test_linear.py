@@ -68,7 +68,14 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(family: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("qwen3_5_text", FP32), ("lfm2", BF16), ("nemotron_h", BF16), *slow([("qwen3_next", BF16)])]
+    ("family", "dtype"),
+    [
+        ("qwen3_5_text", FP32),
+        ("lfm2", BF16),
+        ("nemotron_h", BF16),
+        ("kimi_linear", BF16),
+        *slow([("qwen3_next", BF16), ("minimax", BF16)]),
+    ],
 )
 def test_the_self_test_holds(family: str, dtype: torch.dtype) -> None:
     """With branches, across ends of chunks."""
@@ -175,6 +182,8 @@ def differing_of(runner: ModelRunner, contexts: Sequence[int], seed: int = 0) ->
         ("qwen3_5_text", FP32, (16, 63, 65)),
         ("lfm2", BF16, (16, 63, 65)),
         ("nemotron_h", FP32, (63, 65)),
+        ("kimi_linear", BF16, (63, 65)),
+        ("minimax", BF16, (63, 65)),
         *slow([("qwen3_next", BF16, CONTEXTS[:8]), ("olmo_hybrid", FP32, CONTEXTS[8:])]),
         *slow([("nemotron_h", BF16, CONTEXTS[:8])]),
         *nightly([(family, dtype, CONTEXTS) for family in FAMILIES for dtype in (FP32, BF16)]),
@@ -317,6 +326,8 @@ OF_SLOTS = [_no_state_for_siblings, _also_writes_one_place, _rows_of_siblings, _
         *(("qwen3_5_text", mutant) for mutant in MUTANTS),
         *(("lfm2", mutant) for mutant in OF_SLOTS),
         *(("nemotron_h", mutant) for mutant in (_from_the_first_token, _cumulative_sums, _no_state_for_siblings)),
+        *(("kimi_linear", mutant) for mutant in IN_THE_SELF_TEST[:3]),
+        ("minimax", _from_the_first_token),
     ],
 )
 def test_mistakes_are_noticed(

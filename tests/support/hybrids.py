@@ -19,15 +19,22 @@ from paceline.model.step_plan import SequenceStep, StepPlan
 
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 """Families whose linear layers have a native operator, and are compiled."""
-BY_TORCH = ("lfm2", "lfm2_moe", "nemotron_h")
+BY_TORCH = ("kimi_linear", "bailing_hybrid", "minimax", "lfm2", "lfm2_moe", "nemotron_h")
 """Families of the other kinds."""
 FAMILIES = (*GATED_DELTA, *BY_TORCH)
 _DELTA = {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
     "head_dim": 16, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }  # fmt: skip
+_KIMI = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
 _SIZES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(GATED_DELTA, _DELTA),
+    "kimi_linear": _KIMI | {"linear_head_dim": 16, "linear_num_heads": 4},
+    "bailing_hybrid": _KIMI | {"head_dim": 16, "num_attention_heads": 4},
+    "minimax": {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "head_dim": 16},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True},
     "nemotron_h": {

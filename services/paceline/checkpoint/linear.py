@@ -28,6 +28,8 @@ class Kind(StrEnum):
     """What a linear layer computes."""
 
     GATED_DELTA = "gated delta"
+    KIMI_DELTA = "Kimi delta"
+    LIGHTNING = "lightning attention"
     CONVOLUTION = "short convolution"
     MAMBA2 = "Mamba2"
 
@@ -55,9 +57,19 @@ class LinearSpec:
         return self.value_heads if self.key_dim else 0
 
     @property
+    def decay_dim(self) -> int:
+        """Decays of a head: one for each row of its state, or one for all."""
+        return self.key_dim if self.kind is Kind.KIMI_DELTA else 1
+
+    @property
+    def has_convolution(self) -> bool:
+        """False: queries, keys and values are the token's own; the width is 1."""
+        return self.kind is not Kind.LIGHTNING
+
+    @property
     def conv_dim(self) -> int:
         """Channels of the convolution: queries, keys and values."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim if self.has_convolution else 0
 
     def state_bytes(self, item_bytes: int) -> int:
         """Bytes of a state with the inputs of the convolution before it, which have ``item_bytes`` each."""
@@ -66,7 +78,7 @@ class LinearSpec:
 
     def chunk_bytes(self, item_bytes: int) -> int:
         """Bytes of the rows of a chunk."""
-        numbers = self.key_heads * self.key_dim + self.state_heads * (self.value_dim + 1)
+        numbers = self.key_heads * self.key_dim + self.state_heads * (self.value_dim + self.decay_dim)
         return CHUNK * (_FLOAT32_BYTES * numbers + self.conv_dim * item_bytes)
 
 
@@ -113,11 +125,12 @@ class LinearLayers:
 
 
 class _Names(NamedTuple):
-    """The settings that hold the sizes of linear layers; a number is the size itself."""
+    """The settings that hold the sizes of linear layers."""
 
     kind: Kind
-    sizes: tuple[str | int, ...]
-    """In the order of ``LinearSpec``."""
+    sizes: tuple[str | tuple[str, ...] | int, ...]
+    """In the order of ``LinearSpec``. Of several names the first one that is set counts; ``a.b`` is b in the table a; a
+    number is the size itself."""
 
 
 _GATED_DELTA = _Names(
@@ -127,11 +140,19 @@ _GATED_DELTA = _Names(
         "linear_conv_kernel_dim",
     ),
 )
+_KIMI_HEADS = ("linear_attn_config.num_heads", "linear_num_heads", "num_attention_heads")
+_KIMI_DIM = ("linear_attn_config.head_dim", "linear_head_dim", "head_dim")
+_KIMI_WIDTH = ("linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim", "short_conv_kernel_size")
+_KIMI_DELTA = _Names(Kind.KIMI_DELTA, (_KIMI_HEADS, _KIMI_HEADS, _KIMI_DIM, _KIMI_DIM, _KIMI_WIDTH))
 _CONVOLUTION = _Names(Kind.CONVOLUTION, (0, "hidden_size", 0, 1, "conv_L_cache"))
 _NEMOTRON_H = _Names(Kind.MAMBA2, ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel"))
+_LIGHTNING = _Names(Kind.LIGHTNING, ("num_attention_heads", "num_attention_heads", "head_dim", "head_dim", 1))
 _FAMILIES = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _GATED_DELTA),
     "olmo_hybrid": _GATED_DELTA,
+    "kimi_linear": _KIMI_DELTA,
+    "bailing_hybrid": _KIMI_DELTA,
+    "minimax": _LIGHTNING,
     "lfm2": _CONVOLUTION,
     "lfm2_moe": _CONVOLUTION,
     "nemotron_h": _NEMOTRON_H,
@@ -146,13 +167,26 @@ def linear_layers(config: Mapping[str, Any]) -> LinearLayers | None:
     if names is None:
         return None
     kinds = layer_types(text)
-    sizes: list[Any] = [text.get(name) if isinstance(name, str) else name for name in names.sizes]
+    if not text.get("head_dim"):
+        text = {**text, "head_dim": (text.get("hidden_size") or 0) // (text.get("num_attention_heads") or 1)}
+    sizes: list[Any] = [_size(text, setting) for setting in names.sizes]
     num = sum(kind in (LINEAR, CONV) for kind in kinds)
-    given = [size for size, name in zip(sizes, names.sizes, strict=True) if isinstance(name, str)]
-    if not num or not all(isinstance(size, int) and size for size in given):
+    if not num or None in sizes:
         return None
     spec = replace(LinearSpec(*sizes), kind=names.kind)
     return LinearLayers(num, spec, num_others=sum(kind in PASSING for kind in kinds))
+
+
+def _size(text: Mapping[str, Any], setting: str | tuple[str, ...] | int) -> int | None:
+    """The size that a setting of ``_Names`` holds; None: it is unknown, as is 0."""
+    if isinstance(setting, int):
+        return setting
+    for name in (setting,) if isinstance(setting, str) else setting:
+        table, _, key = name.rpartition(".")
+        size = (text.get(table) or {} if table else text).get(key)
+        if isinstance(size, int) and size:
+            return size
+    return None
 
 
 def layer_types(text: Mapping[str, Any]) -> list[str]:
@@ -160,9 +194,12 @@ def layer_types(text: Mapping[str, Any]) -> list[str]:
     if kinds := text.get("layer_types") or text.get("layers_block_type") or text.get("hybrid_override_pattern"):
         return [_LEGACY.get(kind, kind) for kind in kinds]
     num = text.get("num_hidden_layers") or 0
+    if (published := text.get("linear_attn_config")) is not None:
+        return [LINEAR if i + 1 in published.get("kda_layers", ()) else "" for i in range(num)]
     if (attending := text.get("full_attn_idxs")) is not None:
         return ["" if i in attending else CONV for i in range(num)]
-    interval = text.get("full_attention_interval") or (1 if "conv_L_cache" in text else 4)
+    interval = text.get("full_attention_interval") or text.get("layer_group_size")
+    interval = interval or (1 if "conv_L_cache" in text else 4)
     return [LINEAR if (i + 1) % interval else "" for i in range(num)]
 
 

@@ -32,8 +32,9 @@ class Family(NamedTuple):
     """The fields of ``Gates`` that are the layer's own."""
     project: Callable[[Any, Tensor], Projected]
     """From hidden states ``[1, T, hidden]``."""
-    finish: Callable[[Any, Tensor, Tensor], Tensor]
-    """From outputs ``[T, value heads, value_dim]`` and the gate to ``[1, T, hidden]``."""
+    finish: Callable[[Any, Tensor, Tensor], Any]
+    """From outputs ``[T, value heads, value_dim]`` and the gate to what the class returns: ``[1, T, hidden]``, or that
+    and None."""
 
 
 def _taps(conv: Any) -> Tensor:
@@ -80,15 +81,76 @@ def _of_qwen3_5(layer: Any, x: Tensor) -> Projected:
     return Projected(layer.in_proj_qkv(x)[0], z, a, b)
 
 
+def _mixed(layer: Any, x: Tensor) -> Tensor:
+    return torch.cat([project(x)[0] for project in (layer.q_proj, layer.k_proj, layer.v_proj)], -1)
+
+
 def _of_olmo_hybrid(layer: Any, x: Tensor) -> Projected:
-    mixed = torch.cat([project(x)[0] for project in (layer.q_proj, layer.k_proj, layer.v_proj)], -1)
     gate = layer.g_proj(x)[0].unflatten(-1, (layer.num_v_heads, layer.head_v_dim))
     b, a = layer.b_proj(x)[0], layer.a_proj(x)[0]
-    return Projected(mixed, gate, a, b)
+    return Projected(_mixed(layer, x), gate, a, b)
 
 
 def _delta(project: Callable[[Any, Tensor], Projected]) -> Family:
     return Family(_delta_sizes, _delta_weights, project, _delta_finish)
+
+
+# Kimi delta attention: a decay of each channel of the keys.
+
+
+def _kimi_sizes(layer: Any) -> LinearSpec:
+    heads, size = layer.num_heads, layer.head_dim
+    return LinearSpec(heads, heads, size, size, layer.conv_kernel_size, Kind.KIMI_DELTA)
+
+
+def _kimi_weights(layer: Any) -> dict[str, Any]:
+    decays = _decays(layer.forget_gate)
+    return decays | {"decay": decays["decay"].flatten(), "weight": _taps(layer.conv1d)}
+
+
+def _bailing_weights(layer: Any) -> Mapping[str, Any]:
+    gate = layer.forget_gate
+    own = {"lowest": gate.lower_bound if gate.safe_gate else None, "rounds_rates": True}
+    return _kimi_weights(layer) | own | {"rounds_convolution": layer.conv1d.weight.dtype != torch.float32}
+
+
+def _of_kimi(layer: Any, x: Tensor) -> Projected:
+    gate, a = layer.g_b_proj(layer.g_a_proj(x)), layer.forget_gate.f_b_proj(layer.forget_gate.f_a_proj(x))
+    return _kimi_projected(layer, x, gate, a)
+
+
+def _of_bailing(layer: Any, x: Tensor) -> Projected:
+    return _kimi_projected(layer, x, layer.g_proj(x), layer.forget_gate.f_proj(x))
+
+
+def _kimi_projected(layer: Any, x: Tensor, gate: Tensor, a: Tensor) -> Projected:
+    by_heads = gate[0].view(-1, layer.num_heads, layer.head_dim)
+    return Projected(_mixed(layer, x), by_heads, a[0], layer.b_proj(x)[0])
+
+
+# Lightning attention: one rate for all tokens, and no convolution.
+
+
+def _lightning_sizes(layer: Any) -> LinearSpec:
+    heads, size = layer.num_attention_heads, layer.head_dim
+    return LinearSpec(heads, heads, size, size, 1, Kind.LIGHTNING)
+
+
+def _lightning_weights(layer: Any) -> Mapping[str, Any]:
+    nothing = layer.slope_rate.new_empty(0)
+    return {"weight": nothing, "decay": -layer.slope_rate.float().flatten(), "bias": nothing}
+
+
+def _lightning_project(layer: Any, x: Tensor) -> Projected:
+    of_heads = layer.act_fn(layer.qkv_proj(x))[0].unflatten(-1, (layer.num_attention_heads, 3, layer.head_dim))
+    return Projected(of_heads.transpose(1, 2).flatten(1), layer.output_gate(x)[0], x[0, :, :0], x[0, :, :0])
+
+
+def _lightning_finish(layer: Any, out: Tensor, gate: Tensor) -> tuple[Tensor, None]:
+    return layer.out_proj((gate.sigmoid() * layer.norm(out.flatten(1)))[None]), None
+
+
+_LIGHTNING = Family(_lightning_sizes, _lightning_weights, _lightning_project, _lightning_finish)
 
 
 # Short convolutions, between two gates.
@@ -148,6 +210,9 @@ FAMILIES = {
     "Qwen3_5GatedDeltaNet": _delta(_of_qwen3_5),
     "Qwen3_5MoeGatedDeltaNet": _delta(_of_qwen3_5),
     "OlmoHybridGatedDeltaNet": _delta(_of_olmo_hybrid),
+    "KimiLinearDeltaAttention": Family(_kimi_sizes, _kimi_weights, _of_kimi, _delta_finish),
+    "BailingHybridDeltaAttention": Family(_kimi_sizes, _bailing_weights, _of_bailing, _delta_finish),
+    "MiniMaxLightningAttention": _LIGHTNING,
     "Lfm2ShortConv": _CONVOLUTION,
     "Lfm2MoeShortConv": _CONVOLUTION,
     "NemotronHMamba2Mixer": _MAMBA2,

@@ -89,8 +89,8 @@ def _forward(
     *,
     linear: LinearInputs | None,
     **unused: Any,
-) -> Tensor:
-    """``[1, T, hidden] -> [1, T, hidden]``. ``linear`` None: a probe, whose result is not read."""
+) -> Any:
+    """``[1, T, hidden]`` to what the class returns. ``linear`` None: a probe, whose result is not read."""
     inputs, gate, a, b = family.project(layer, hidden_states)
     if linear is None:
         out = inputs.new_zeros(inputs.shape[0], spec.value_heads, spec.value_dim)

@@ -5,9 +5,11 @@
     o_t = e^(G_t) S q_t + sum over j < t in the chunk of (q_t k_j) e^(G_t - G_j) u_j + (q_t k_t) u_t
     S'  = e^(G_C) S + sum over j of e^(G_C - G_j) k_j (x) u_j     at the chunk's end
 
-Kinds of layers differ in how a token's q, k, v, b and g come from its projections (``_RULES``). A short convolution
-ends before: its result is the output. Mamba2 (arXiv 2405.21060) has u_t = b_t v_t, where b is the length of the step,
-and adds D v_t to o_t.
+Kinds of layers differ in how a token's q, k, v, b and g come from its projections (``_RULES``). In Kimi delta layers
+(arXiv 2510.26692) g and G are vectors with a number for each row of S, and e^(G_t - G_j) is within the products of
+k and q. In lightning attention (arXiv 2401.04658) g is a constant of the head, u_t = v_t, and there is no convolution.
+A short convolution ends before: its result is the output. Mamba2 (arXiv 2405.21060) has u_t = b_t v_t, where b is the
+length of the step, and adds D v_t to o_t.
 
 Every sum begins with 0 and is taken in one order that names no size of the step: rows of a chunk one by one, a
 state's rows in blocks of BLOCK, products of two rows in lanes. So a token's bits do not depend on what else a step
@@ -44,7 +46,7 @@ class LinearPools(NamedTuple):
     inputs: Tensor  # [slots, CHUNK, conv_dim], of the convolution
     keys: Tensor  # [slots, CHUNK, key heads, key_dim] float32
     updates: Tensor  # [slots, CHUNK, value heads, value_dim] float32: u
-    decays: Tensor  # [slots, CHUNK, value heads, 1] float32: G
+    decays: Tensor  # [slots, CHUNK, value heads, decay_dim] float32: G
 
     @classmethod
     def of(cls, spec: LinearSpec, slots: Slots, dtype: torch.dtype) -> LinearPools:
@@ -55,7 +57,7 @@ class LinearPools(NamedTuple):
             (dtype, (slots.rows, CHUNK, spec.conv_dim)),
             (torch.float32, (slots.rows, CHUNK, spec.key_heads, spec.key_dim)),
             (torch.float32, (slots.rows, CHUNK, spec.state_heads, spec.value_dim)),
-            (torch.float32, (slots.rows, CHUNK, spec.state_heads, 1)),
+            (torch.float32, (slots.rows, CHUNK, spec.state_heads, spec.decay_dim)),
         ]
         return cls(*(torch.empty(shape, dtype=kind).zero_() for kind, shape in shapes))
 
@@ -89,14 +91,20 @@ class LinearInputs(NamedTuple):
 class Gates(NamedTuple):
     """A layer's projections of the hidden states of all tokens of a step, and its own parameters."""
 
-    inputs: Tensor  # [T, conv_dim]
-    a: Tensor  # [T, value heads], of the decay; [T, 0] without a state
+    inputs: Tensor  # [T, queries, keys and values]
+    a: Tensor  # [T, value heads * decay_dim], of the decay; [T, 0] without a state
     b: Tensor  # [T, value heads], of the strength of updates; [T, 0] where a gives it, or it is 1
-    weight: Tensor  # [width, conv_dim] float32
+    weight: Tensor  # [width, conv_dim] float32; none without a convolution
     decay: Tensor  # [value heads] float32: -e^A_log
-    bias: Tensor  # [value heads] float32: dt_bias
+    bias: Tensor  # [value heads * decay_dim] float32: dt_bias
     scale: int = 1
     """Factor of b's sigmoid: 1, or 2, which allows negative eigenvalues."""
+    lowest: float | None = None
+    """What rates are this times a sigmoid of; None: they are by softplus."""
+    rounds_rates: bool = False
+    """True: rates are rounded to the model's dtype."""
+    rounds_convolution: bool = True
+    """True: the convolution is rounded to the model's dtype before SiLU, too."""
     shift: Tensor | None = None
     """[conv_dim] float32: the convolution's bias."""
     skip: Tensor | None = None
@@ -111,8 +119,8 @@ class _Rows(NamedTuple):
     queries: Tensor  # [CHUNK, key heads, key_dim]
     keys: Tensor  # the same
     values: Tensor  # [CHUNK, value heads, value_dim]
-    rates: Tensor  # [CHUNK, value heads, 1]: logarithms of decay
-    strength: Tensor  # [CHUNK, value heads]
+    rates: Tensor  # [CHUNK, value heads, decay_dim]: logarithms of decay
+    strength: Tensor | None  # [CHUNK, value heads]; None: values are the updates
 
 
 def run_step(step: LinearStep, pools: LinearPools, spec: LinearSpec, gates: Gates) -> Tensor:
@@ -159,8 +167,11 @@ def _tokens(
     inputs, keys, updates, decays = tile
     first, end = chunk.first, chunk.first + chunk.count
     own = slice(first, end)
-    inputs[own] = gates.inputs[at : at + chunk.count]
-    mixed = _convolved(inputs, tail, gates, spec)
+    if spec.has_convolution:
+        inputs[own] = gates.inputs[at : at + chunk.count]
+        mixed = _convolved(inputs, tail, gates, spec)
+    else:
+        mixed = _placed(gates.inputs, chunk, at).float()
     if spec.kind is Kind.CONVOLUTION:
         return mixed[own].view(chunk.count, spec.value_heads, spec.value_dim)
     rows = _RULES[spec.kind](mixed, _placed(gates.a, chunk, at), _placed(gates.b, chunk, at), spec, gates)
@@ -169,14 +180,19 @@ def _tokens(
     wide, queries = (_widened(x, spec) for x in (keys, rows.queries))
     corrected, out = spec.kind in _CORRECTED, torch.zeros_like(updates[own])
     pairs = torch.stack((wide[own], queries[own]) if corrected else (queries[own],))  # [2 or 1, count, heads, key_dim]
-    reads = _read(state, pairs) * _exponential(decays[own])  # [2 or 1, count, heads, value_dim]
-    fade = _exponential(decays[own, None] - decays)  # [count, CHUNK, heads, 1], of use before the own row
-    weights = _dots(wide, pairs[:, :, None])[..., None] * fade
+    since = _exponential(decays[own])  # [count, heads, decay_dim], of the state
+    fade = _exponential(decays[own, None] - decays)  # [count, CHUNK, heads, decay_dim], of use before the own row
+    if spec.decay_dim == 1:
+        reads = _read(state, pairs) * since  # [2 or 1, count, heads, value_dim]
+        weights = _dots(wide, pairs[:, :, None])[..., None] * fade
+    else:
+        reads = _read(state, pairs * since)
+        weights = _dots(wide * fade, pairs[:, :, None])[..., None]
     for row in range(end):
         token = row - first
         if token >= 0:
             value = rows.values[row] - reads[0, token] if corrected else rows.values[row]
-            updates[row] = value * rows.strength[row][:, None]
+            updates[row] = value if rows.strength is None else value * rows.strength[row][:, None]
             out[token] = reads[-1, token] + weights[-1, token, row] * updates[row]
         reads[:, max(token + 1, 0) :] += weights[:, max(token + 1, 0) :, row] * updates[row]
     return out if gates.skip is None else out + rows.values[own] * gates.skip[:, None]
@@ -240,24 +256,44 @@ def _convolved(inputs: Tensor, tail: Tensor, gates: Gates, spec: LinearSpec) -> 
         total = total + x[place : place + CHUNK] * gates.weight[place]
     if gates.shift is not None:
         total = total + gates.shift
-    total = total.to(inputs.dtype).float()
+    if gates.rounds_convolution:
+        total = total.to(inputs.dtype).float()
     if spec.kind is Kind.CONVOLUTION:
         return total
     return (total / (1 + _exponential(-total))).to(inputs.dtype).float()
 
 
-def _gated_delta(mixed: Tensor, a: Tensor, b: Tensor, spec: LinearSpec, gates: Gates) -> _Rows:
+def _delta(mixed: Tensor, a: Tensor, b: Tensor, spec: LinearSpec, gates: Gates) -> _Rows:
     """Normalized queries and keys; the strength is a sigmoid, rounded to the model's dtype."""
+    q, k, v = _parted(mixed, spec)
+    rates = _rates((a.float() + gates.bias).view(CHUNK, spec.value_heads, spec.decay_dim), gates)
+    return _Rows(
+        _normalized(q) * (1 / math.sqrt(spec.key_dim)),
+        _normalized(k),
+        v,
+        rates.to(a.dtype).float() if gates.rounds_rates else rates,
+        (1 / (1 + (-b.double()).exp())).float().to(b.dtype).float() * gates.scale,
+    )
+
+
+def _rates(x: Tensor, gates: Gates) -> Tensor:
+    """``[CHUNK, value heads, decay_dim]``, of gates the same."""
+    if gates.lowest is None:
+        return gates.decay[:, None] * _softplus(x)
+    return (gates.lowest / (1 + (gates.decay[:, None] * x).double().exp())).float()
+
+
+def _lightning(mixed: Tensor, a: Tensor, b: Tensor, spec: LinearSpec, gates: Gates) -> _Rows:
+    """A rate of each head."""
+    return _Rows(*_parted(mixed, spec), gates.decay[:, None].expand(CHUNK, -1, -1), None)
+
+
+def _parted(mixed: Tensor, spec: LinearSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, by heads."""
     size = spec.key_heads * spec.key_dim
     q, k, v = torch.split(mixed, [size, size, spec.value_heads * spec.value_dim], -1)
     shape = CHUNK, spec.key_heads, spec.key_dim
-    return _Rows(
-        _normalized(q.reshape(shape)) * (1 / math.sqrt(spec.key_dim)),
-        _normalized(k.reshape(shape)),
-        v.reshape(CHUNK, spec.value_heads, spec.value_dim),
-        (gates.decay * _softplus(a.float() + gates.bias))[..., None],
-        (1 / (1 + (-b.double()).exp())).float().to(b.dtype).float() * gates.scale,
-    )
+    return q.reshape(shape), k.reshape(shape), v.reshape(CHUNK, spec.value_heads, spec.value_dim)
 
 
 def _mamba2(mixed: Tensor, a: Tensor, b: Tensor, spec: LinearSpec, gates: Gates) -> _Rows:
@@ -275,10 +311,12 @@ def _mamba2(mixed: Tensor, a: Tensor, b: Tensor, spec: LinearSpec, gates: Gates)
 
 
 _RULES: dict[Kind, Callable[[Tensor, Tensor, Tensor, LinearSpec, Gates], _Rows]] = {
-    Kind.GATED_DELTA: _gated_delta,
+    Kind.GATED_DELTA: _delta,
+    Kind.KIMI_DELTA: _delta,
+    Kind.LIGHTNING: _lightning,
     Kind.MAMBA2: _mamba2,
 }
-_CORRECTED = {Kind.GATED_DELTA}
+_CORRECTED = {Kind.GATED_DELTA, Kind.KIMI_DELTA}
 """Kinds whose updates are corrected by what the state holds for their key already."""
 
 

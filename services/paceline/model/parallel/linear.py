@@ -6,10 +6,12 @@ leaves these layers whole, since its forward could not run a part. Projections a
     Qwen3-Next   in_proj_qkvz, in_proj_ba   key head after key head: one range
     Qwen3.5      in_proj_qkv                queries, keys, values: a range of each; in_proj_z, in_proj_b, in_proj_a one
     OLMo hybrid  q_proj, k_proj, ..         one range each
+    Kimi Linear  the same                   f_a_proj and g_a_proj, first halves of products, are whole on each rank
+    MiniMax      qkv_proj                   head after head: one range; the norm sees the heads of all ranks
     LFM2         in_proj                    two gates and the input: a range of each
     Nemotron-H   in_proj                    gate, values, keys, queries, lengths of steps: a range of each
 
-The convolution's channels are queries, keys and values in the first three; values, keys and queries in the last one.
+The convolution's channels are queries, keys and values in the first four; values, keys and queries in the last one.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ CHANNELS = "hidden_size"
 """The channels of a short convolution. No setting makes them fewer on a rank: they are the model's width, too."""
 _HEADS = {
     Kind.GATED_DELTA: ("linear_num_key_heads", "linear_num_value_heads"),
+    Kind.KIMI_DELTA: ("linear_num_heads",),
+    Kind.LIGHTNING: ("num_attention_heads",),
     Kind.CONVOLUTION: (CHANNELS,),
     Kind.MAMBA2: ("n_groups", "mamba_num_heads"),
 }
 """Configuration values that hold the numbers of heads. The number of value heads is a multiple of the first one."""
 _OUTPUTS = {"out_proj", "o_proj"}
-_WHOLE = {"norm", "o_norm"}
-"""Norms over one head; those of Mamba2 are over a group of heads each."""
+_WHOLE = {"norm", "o_norm", "f_a_proj", "g_a_proj"}
+"""Norms over one head, or over all, and first halves of products; norms of Mamba2 are over a group of heads each."""
 
 
 class Part(NamedTuple):
@@ -71,12 +75,12 @@ class LinearParts(NamedTuple):
 
 
 def _part(leaf: str, shape: tuple[int, ...], spec: LinearSpec, rank: int, degree: int) -> Part:
-    module = leaf.partition(".")[0]
+    module = leaf.rpartition(".")[0].rpartition(".")[2]
     if module in _WHOLE and spec.kind is not Kind.MAMBA2:
         return Part(None, ())
     if module in _OUTPUTS and len(shape) == 1:
         return Part(None, (), elsewhere=rank > 0)
-    dim = 1 if module in _OUTPUTS else 0
+    dim = 1 if module in _OUTPUTS else next((d for d, size in enumerate(shape) if size > 1), 0)
     ranges, start = [], 0
     for length in _packed(spec).get(module, (shape[dim],)):
         size = length // degree

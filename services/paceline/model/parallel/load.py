@@ -235,7 +235,8 @@ def _converted(tensor: str, pattern: str, converter: WeightConverter, path: str)
     expert: int | None = None
     if operations and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0:
         operations.pop(0)
-        numbers = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), tensor)
+        plain = pattern.replace(r"\.", ".")  # some dots are escaped, others are not
+        numbers = re.search(re.escape(plain).replace(r"\*", r"(\d+)"), tensor)
         expert = int(numbers[1]) if numbers is not None and numbers.groups() else None
     if not operations and expert is not None:
         return Source(tensor, expert)

@@ -177,7 +177,7 @@ class _Planner:
                 f"heads cannot be repeated on {self.degree} ranks: {whole}"
             )
         summed = (*self._summed(parameters), *self.linear.summed)
-        self._add_linear(parameters, shapes)
+        gathered += self._add_linear(parameters, shapes)
         vocab_size = self.shapes[f"{self.head}.weight"][0]
         width = -(-vocab_size // self.degree)
         vocab = (self.rank * width, min((self.rank + 1) * width, vocab_size))
@@ -215,12 +215,17 @@ class _Planner:
         text = self.config.get_text_config()
         return {key: int(getattr(text, key)) for key in self.linear.heads}
 
-    def _add_linear(self, parameters: dict[str, ParameterShard], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Adds the parts of linear layers, if the smaller model, where it is smaller, holds the same."""
+    def _add_linear(self, parameters: dict[str, ParameterShard], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Adds the parts of linear layers, if the smaller model, where it is smaller, holds the same. Returns the norms
+        that see the heads of all ranks."""
+        gathered = []
         for name, part in self.linear.parameters.items():
             parameters[name] = shard = ParameterShard(self.shapes[name], part.dim, part.ranges, part.elsewhere)
-            if shard.local_shape != shapes[name] and CHANNELS not in self.linear.heads:
+            if part.dim is None and name.endswith("norm.weight") and shard.shape != shapes[name]:
+                gathered.append(name.removesuffix(".weight"))
+            elif shard.local_shape != shapes[name] and CHANNELS not in self.linear.heads:
                 raise self._only_whole(f"{name} is {shapes[name]} on a rank, not {shard.local_shape}")
+        return gathered
 
     def _attribute(self, path: str) -> int:
         module, _, name = path.rpartition(".")
