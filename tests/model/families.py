@@ -54,13 +54,11 @@ _LINEAR = "layers of type .*(linear_attention|conv|hybrid)"
 EXCLUDED = {
     "deepseek_v4": _SPARSE,
     "doge": "gives its attention a mask of its own",
-    "hrm_text": "has 16 layers of which 2 keep a KV cache",
+    "hrm_text": "attends to later tokens of a prompt too",
     "inkling2_text": _LINEAR,
     "inkling_text": _LINEAR,
     "jamba": _LINEAR,
-    "nemotron": "does not pass all its arguments on to its attention",
     "qwen4_exp_text": _SPARSE,
-    "stablelm, no plan": "does not pass all its arguments on to its attention",
     "bloom, no plan": _BY_ITSELF,
     "codegen, no plan": _BY_ITSELF,
     "falcon, no plan": _BY_ITSELF,
@@ -69,7 +67,7 @@ EXCLUDED = {
     "llama, rope dynamic": "rope_type 'dynamic', whose angles depend on the longest sequence",
 }
 """Refused at any degree, with a reason that matches this."""
-WHOLE_ONLY: dict[str, str] = {}
+WHOLE_ONLY = {"stablelm, no plan": "has no tensor-parallel plan, in transformers or here"}
 """Refused at degree 2."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {

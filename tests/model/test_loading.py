@@ -159,7 +159,8 @@ def test_attention_sinks_that_are_kept_back_are_refused() -> None:
     ("family", "changes", "said"),
     [
         ("doge", {}, "gives its attention a mask of its own"),
-        ("nemotron", {}, "does not pass all its arguments on to its attention"),
+        ("hrm_text", {}, "attends to later tokens of a prompt too"),
+        ("hrm_text", {"prefix_lm": False}, "has 16 layers of which 2 keep a KV cache"),
         ("llama4_text", {"attention_chunk_size": None}, "has attention_chunk_size None: a number of tokens is needed"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attends to later tokens too"),
         ("deepseek_v4", {}, "has layers of type compressed_sparse_attention, heavily_compressed_attention"),
@@ -169,6 +170,16 @@ def test_attention_that_means_something_else_is_refused(family: str, changes: di
     """Such a model would run, and say something else than it does in transformers."""
     with pytest.raises(ConfigError, match=said):
         prepare(AutoModelForCausalLM.from_config(small_config(family, **changes)), compile=False)
+
+
+def test_layers_that_keep_arguments_back_are_refused() -> None:
+    """Those of Nemotron and StableLM do so, too, and are made to pass them on: see ``test_families.py``."""
+    model = random_model("llama")
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+    attention.forward = lambda page_table, **others: forward(**others)
+    with pytest.raises(ConfigError, match="does not pass all its arguments on to its attention"):
+        prepare(model, compile=False)
 
 
 def test_tensors_that_the_attention_would_ignore_are_refused() -> None:

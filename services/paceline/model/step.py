@@ -16,6 +16,7 @@ from paceline.model.attention.chunks import CHUNKED, adopt_chunks
 from paceline.model.attention.indexed import PROBE, IndexedStep, indexers_of, replace_indexers
 from paceline.model.attention.kernels import Kernel
 from paceline.model.attention.paged import IMPLEMENTATIONS
+from paceline.model.attention.passing import pass_arguments_on
 from paceline.model.kv_cache import NO_KV, LayerSpec
 from paceline.model.linear.layers import linear_indices, replace_linear_layers
 from paceline.model.linear.operator import LinearInputs
@@ -127,16 +128,19 @@ def name_of(model: PreTrainedModel) -> str:
 def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe:
     """Runs two tokens through ``model``. Finds what each layer keeps, and checks for the states that ``taps`` read.
 
-    Replaces the forward of linear layers by one over slots, and of indexers by one over pages; the model runs only
-    with these from then on.
+    Replaces the forward of linear layers by one over slots, and of indexers by one over pages; layers that drop
+    arguments pass them on. The model runs only with these from then on.
 
     Raises:
         ConfigError: a layer has no attention, the attention is not ``paged_attention`` (several window sizes, biases,
             masks of its own), or a state is missing.
     """
     config, name = model.config.get_text_config(), name_of(model)
+    if getattr(config, "prefix_lm", False):
+        raise ConfigError(f"{name} attends to later tokens of a prompt too (prefix_lm); only causal attention works")
     linear = replace_linear_layers(model, name)
     chunks = adopt_chunks(model, name)
+    pass_arguments_on(model)
     num_layers = config.num_hidden_layers
     indexers = replace_indexers(model, num_layers)
     adopted = {kind for kind, found in ((CHUNKED, chunks), (INDEXED, indexers)) if found}
