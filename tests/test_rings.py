@@ -63,6 +63,7 @@ MOST_CASES = 24
 _FORMATS = "every published format"
 _FORMS = "every form of calls and reasoning that models write"
 _TABLE = "a table of sentences, each case another one, and none takes a tenth of a second"
+_HYBRIDS = "every family of linear layers; all but a few are nightly"
 _PRODUCT = "the full product; the fast and slow rings take cases that hold every pair of values"
 MANY_CASES = {
     "checkpoint/test_gguf.py::test_every_number_format_that_the_package_decodes_is_read": "every format of numbers",
@@ -82,10 +83,14 @@ MANY_CASES = {
     "drafters/test_head_sessions.py::test_fed_in_any_chunks_on_any_pages_the_tree_is_that_of_one_forward": _FORMATS,
     "k8s/test_operator_rules.py::test_a_mutant_is_refused": "a mutant of every rule",
     "lossless/test_engines.py::test_alone_everywhere": _PRODUCT,
+    "lossless/test_hybrids.py::test_any_subtrees_give_identical_tokens": _HYBRIDS,
+    "lossless/test_hybrids.py::test_modes_give_identical_tokens": _HYBRIDS,
     "lossless/test_methods.py::test_a_cell_is_what_the_table_says": "the table; all but about 20 are nightly",
     "model/attention/test_native.py::test_it_is_attention": _PRODUCT,
     "model/compiled/test_linear.py::test_every_number_of_rows_that_is_computed_together": "all but eight are nightly",
     "model/test_families.py::test_a_family_conforms_or_is_refused_with_the_reason": "all but eight are nightly",
+    "model/parallel/test_linear.py::test_two_ranks_compute_what_one_does": _HYBRIDS,
+    "model/test_linear.py::test_any_tree_has_the_bits_of_decoding": _HYBRIDS,
     "plan/test_closed_form.py::test_the_closed_form_is_the_simulation_at_one_session": _PRODUCT,
     "router/test_session_stories.py::test_whatever_happens_both_engines_know_what_the_session_knows": "every event",
     "rpc/test_generation.py::test_what_is_wrong_with_a_request": _TABLE,

@@ -176,6 +176,14 @@ PUBLISHED = {
         LinearLayers(10, LinearSpec(0, 2048, 0, 1, 3, Kind.CONVOLUTION)),
         80,
     ),
+    "Jamba-1.5-Mini": (
+        {
+            "model_type": "jamba", "num_hidden_layers": 32, "hidden_size": 4096, "mamba_expand": 2, "mamba_d_state": 16,
+            "mamba_d_conv": 4, "attn_layer_period": 8, "attn_layer_offset": 4,
+        },
+        LinearLayers(28, LinearSpec(1, 8192, 16, 1, 4, Kind.MAMBA)),
+        15680,
+    ),
     "NVIDIA-Nemotron-3-Nano-30B-A3B": (
         {
             "model_type": "nemotron_h", "num_hidden_layers": 52, "hidden_size": 2688, "conv_kernel": 4, "n_groups": 8,

@@ -28,10 +28,7 @@ FAST = ("qwen3_5_text", torch.bfloat16, 6)
 """A dense family, its dtype, and the sessions of tests in the fast ring."""
 SLOW = [
     ("qwen3_next", torch.float32, 6),
-    ("lfm2_moe", torch.bfloat16, 6),
-    ("nemotron_h", torch.bfloat16, 6),
-    ("kimi_linear", torch.bfloat16, 6),
-    ("minimax", torch.bfloat16, 6),
+    *((family, torch.bfloat16, 6) for family in ("lfm2_moe", "jamba", "nemotron_h", "kimi_linear", "minimax")),
 ]
 EACH = [(family, dtype, 12) for family in FAMILIES for dtype in (torch.float32, torch.bfloat16)]
 _PREFIX = prompt(999, 64)

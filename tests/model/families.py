@@ -57,7 +57,6 @@ EXCLUDED = {
     "hrm_text": "attends to later tokens of a prompt too",
     "inkling2_text": _LINEAR,
     "inkling_text": _LINEAR,
-    "jamba": _LINEAR,
     "qwen4_exp_text": _SPARSE,
     "bloom, no plan": _BY_ITSELF,
     "codegen, no plan": _BY_ITSELF,
@@ -102,6 +101,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llama4_text": {
         "attention_chunk_size": 48, "floor_scale": 16, "attn_scale": 0.5, "no_rope_layers": [1, 0], "moe_layers": [1],
     },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"num_layers": 2, "head_dim": 16, "zero_expert_num": 2},

@@ -74,7 +74,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(family: str) -> None
         ("lfm2", BF16),
         ("nemotron_h", BF16),
         ("kimi_linear", BF16),
-        *slow([("qwen3_next", BF16), ("minimax", BF16)]),
+        *slow([("qwen3_next", BF16), ("minimax", BF16), ("jamba", FP32)]),
     ],
 )
 def test_the_self_test_holds(family: str, dtype: torch.dtype) -> None:
@@ -184,8 +184,9 @@ def differing_of(runner: ModelRunner, contexts: Sequence[int], seed: int = 0) ->
         ("nemotron_h", FP32, (63, 65)),
         ("kimi_linear", BF16, (63, 65)),
         ("minimax", BF16, (63, 65)),
+        ("jamba", BF16, (63, 65)),
         *slow([("qwen3_next", BF16, CONTEXTS[:8]), ("olmo_hybrid", FP32, CONTEXTS[8:])]),
-        *slow([("nemotron_h", BF16, CONTEXTS[:8])]),
+        *slow([("nemotron_h", BF16, CONTEXTS[:8]), ("jamba", FP32, CONTEXTS[8:])]),
         *nightly([(family, dtype, CONTEXTS) for family in FAMILIES for dtype in (FP32, BF16)]),
     ],
 )
@@ -252,6 +253,28 @@ def _from_the_first_token(monkeypatch: pytest.MonkeyPatch, count: int = 0) -> No
 def _one_token_by_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding has a form of its own."""
     _from_the_first_token(monkeypatch, count=1)
+
+
+def _one_token_by_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding of Mamba sums over the chunk's rows in place of going from its beginning row by row."""
+    scanned = operator._scanned
+
+    def wrong(tile: list[Tensor], of: Chunk, state: Tensor, tail: Tensor, spec: LinearSpec, gates: Any, at: int) -> Any:
+        if of.count != 1:
+            return scanned(tile, of, state, tail, spec, gates, at)
+        _, keys, updates, steps = before = [part[: of.first].clone() for part in tile]
+        total = state * (gates.decay * steps.sum(0)).exp()[..., None]
+        for row in range(of.first):
+            fade = (gates.decay * steps[row + 1 :].sum(0)).exp()[..., None]
+            total = total + fade * keys[row][..., None] * updates[row][:, None]
+        for part in tile[1:]:
+            part[: of.first] = 0
+        out = scanned(tile, of, total, tail, spec, gates, at)
+        for part, own in zip(tile, before, strict=True):
+            part[: of.first] = own
+        return out
+
+    monkeypatch.setattr(operator, "_scanned", wrong)
 
 
 def _cumulative_sums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,6 +348,7 @@ OF_SLOTS = [_no_state_for_siblings, _also_writes_one_place, _rows_of_siblings, _
     [
         *(("qwen3_5_text", mutant) for mutant in MUTANTS),
         *(("lfm2", mutant) for mutant in OF_SLOTS),
+        *(("jamba", mutant) for mutant in (_one_token_by_sums, _no_state_for_siblings, _states_of_speculated_rows)),
         *(("nemotron_h", mutant) for mutant in (_from_the_first_token, _cumulative_sums, _no_state_for_siblings)),
         *(("kimi_linear", mutant) for mutant in IN_THE_SELF_TEST[:3]),
         ("minimax", _from_the_first_token),

@@ -19,7 +19,7 @@ from paceline.model.step_plan import SequenceStep, StepPlan
 
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 """Families whose linear layers have a native operator, and are compiled."""
-BY_TORCH = ("kimi_linear", "bailing_hybrid", "minimax", "lfm2", "lfm2_moe", "nemotron_h")
+BY_TORCH = ("kimi_linear", "bailing_hybrid", "minimax", "lfm2", "lfm2_moe", "jamba", "nemotron_h")
 """Families of the other kinds."""
 FAMILIES = (*GATED_DELTA, *BY_TORCH)
 _DELTA = {
@@ -37,22 +37,19 @@ _SIZES: dict[str, dict[str, Any]] = {
     "minimax": {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "head_dim": 16},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True},
+    "jamba": {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 2},
     "nemotron_h": {
-        "mamba_num_heads": 4,
-        "n_groups": 2,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 24,
-        "head_dim": 16,
+        "mamba_num_heads": 4, "n_groups": 2, "mamba_head_dim": 16, "ssm_state_size": 24, "head_dim": 16,
         "layer_types": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
     },
-}
+}  # fmt: skip
 """Two linear layers and one with attention; heads of 16, and more for values than for keys where that may be."""
 
 
 def hybrid_config(family: str, **changes: Any) -> PretrainedConfig:
     """A small model with linear layers."""
-    sizes = {"num_hidden_layers": len(_SIZES[family]["layer_types"]), **_SIZES[family]}
-    return small_config(family, **sizes | changes)
+    sizes = _SIZES[family]
+    return small_config(family, **{"num_hidden_layers": len(sizes.get("layer_types", ()))} | sizes | changes)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -31,6 +32,7 @@ class Kind(StrEnum):
     KIMI_DELTA = "Kimi delta"
     LIGHTNING = "lightning attention"
     CONVOLUTION = "short convolution"
+    MAMBA = "Mamba"
     MAMBA2 = "Mamba2"
 
 
@@ -68,8 +70,11 @@ class LinearSpec:
 
     @property
     def conv_dim(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim if self.has_convolution else 0
+        """Channels of the convolution: queries, keys and values; of Mamba, which makes the others of them, values."""
+        if not self.has_convolution:
+            return 0
+        keys = 0 if self.kind is Kind.MAMBA else 2 * self.key_heads * self.key_dim
+        return keys + self.value_heads * self.value_dim
 
     def state_bytes(self, item_bytes: int) -> int:
         """Bytes of a state with the inputs of the convolution before it, which have ``item_bytes`` each."""
@@ -129,8 +134,8 @@ class _Names(NamedTuple):
 
     kind: Kind
     sizes: tuple[str | tuple[str, ...] | int, ...]
-    """In the order of ``LinearSpec``. Of several names the first one that is set counts; ``a.b`` is b in the table a; a
-    number is the size itself."""
+    """In the order of ``LinearSpec``. Of several names the first one that is set counts; ``a.b`` is b in the table a,
+    ``a * b`` a product; a number is the size itself."""
 
 
 _GATED_DELTA = _Names(
@@ -145,6 +150,7 @@ _KIMI_DIM = ("linear_attn_config.head_dim", "linear_head_dim", "head_dim")
 _KIMI_WIDTH = ("linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim", "short_conv_kernel_size")
 _KIMI_DELTA = _Names(Kind.KIMI_DELTA, (_KIMI_HEADS, _KIMI_HEADS, _KIMI_DIM, _KIMI_DIM, _KIMI_WIDTH))
 _CONVOLUTION = _Names(Kind.CONVOLUTION, (0, "hidden_size", 0, 1, "conv_L_cache"))
+_JAMBA = _Names(Kind.MAMBA, (1, "mamba_expand * hidden_size", "mamba_d_state", 1, "mamba_d_conv"))
 _NEMOTRON_H = _Names(Kind.MAMBA2, ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel"))
 _LIGHTNING = _Names(Kind.LIGHTNING, ("num_attention_heads", "num_attention_heads", "head_dim", "head_dim", 1))
 _FAMILIES = {
@@ -153,6 +159,7 @@ _FAMILIES = {
     "kimi_linear": _KIMI_DELTA,
     "bailing_hybrid": _KIMI_DELTA,
     "minimax": _LIGHTNING,
+    "jamba": _JAMBA,
     "lfm2": _CONVOLUTION,
     "lfm2_moe": _CONVOLUTION,
     "nemotron_h": _NEMOTRON_H,
@@ -181,11 +188,14 @@ def _size(text: Mapping[str, Any], setting: str | tuple[str, ...] | int) -> int 
     """The size that a setting of ``_Names`` holds; None: it is unknown, as is 0."""
     if isinstance(setting, int):
         return setting
-    for name in (setting,) if isinstance(setting, str) else setting:
-        table, _, key = name.rpartition(".")
-        size = (text.get(table) or {} if table else text).get(key)
-        if isinstance(size, int) and size:
-            return size
+    for names in (setting,) if isinstance(setting, str) else setting:
+        factors = []
+        for name in names.split(" * "):
+            table, _, key = name.rpartition(".")
+            factors.append((text.get(table) or {} if table else text).get(key))
+        sizes = [size for size in factors if isinstance(size, int) and size]
+        if len(sizes) == len(factors):
+            return math.prod(sizes)
     return None
 
 
@@ -196,6 +206,8 @@ def layer_types(text: Mapping[str, Any]) -> list[str]:
     num = text.get("num_hidden_layers") or 0
     if (published := text.get("linear_attn_config")) is not None:
         return [LINEAR if i + 1 in published.get("kda_layers", ()) else "" for i in range(num)]
+    if (period := text.get("attn_layer_period")) is not None:
+        return ["" if i % period == text.get("attn_layer_offset") else LINEAR for i in range(num)]
     if (attending := text.get("full_attn_idxs")) is not None:
         return ["" if i in attending else CONV for i in range(num)]
     interval = text.get("full_attention_interval") or text.get("layer_group_size")

@@ -89,6 +89,7 @@ def on_two_ranks(
     ("family", "dtype"),
     [
         *slow([("qwen3_next", FP32), ("lfm2", BF16), ("nemotron_h", FP32), ("kimi_linear", FP32), ("minimax", FP32)]),
+        *slow([("jamba", FP32)]),
         *nightly([(f, d) for f in FAMILIES for d in (FP32, BF16)]),
     ],
 )

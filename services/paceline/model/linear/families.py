@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.checkpoint.linear import Kind, LinearSpec
@@ -35,6 +36,8 @@ class Family(NamedTuple):
     finish: Callable[[Any, Tensor, Tensor], Any]
     """From outputs ``[T, value heads, value_dim]`` and the gate to what the class returns: ``[1, T, hidden]``, or that
     and None."""
+    select: Callable[[Any, Tensor], tuple[Tensor, Tensor]] | None = None
+    """``Gates.select``; None: the projections give all."""
 
 
 def _taps(conv: Any) -> Tensor:
@@ -178,6 +181,40 @@ def _conv_finish(layer: Any, out: Tensor, gate: Tensor) -> Tensor:
 _CONVOLUTION = Family(_conv_sizes, _conv_weights, _conv_project, _conv_finish)
 
 
+# Mamba: state-space layers of one head a channel, whose step, keys and queries are projections of the convolution.
+
+
+def _mamba_sizes(layer: Any) -> LinearSpec:
+    channels, size = layer.A_log.shape
+    return LinearSpec(1, channels, size, 1, layer.conv_kernel_size, Kind.MAMBA)
+
+
+def _mamba_weights(layer: Any) -> Mapping[str, Any]:
+    own = {"shift": _shift(layer.conv1d), "skip": layer.D.float(), "weight": _taps(layer.conv1d)}
+    return own | {"decay": -layer.A_log.float().exp(), "bias": layer.dt_proj.bias.float()}
+
+
+def _mamba_project(layer: Any, x: Tensor) -> Projected:
+    inputs, gate = layer.in_proj(x)[0].chunk(2, -1)
+    return Projected(inputs, gate, x[0, :, :0], x[0, :, :0])
+
+
+def _of_jamba(layer: Any, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Each of the parts has a norm."""
+    sizes = [layer.time_step_rank, layer.ssm_state_size, layer.ssm_state_size]
+    step, keys, queries = layer.x_proj(values[None])[0].split(sizes, -1)
+    steps = F.linear(layer.dt_layernorm(step), layer.dt_proj.weight)  # its bias is added in float32
+    return steps, torch.cat((layer.b_layernorm(keys), layer.c_layernorm(queries)), -1)
+
+
+def _mamba_finish(layer: Any, out: Tensor, gate: Tensor) -> Tensor:
+    gated = out.flatten(1).float() * F.silu(gate)
+    return layer.out_proj(gated.to(gate.dtype)[None])  # type: ignore[no-any-return]
+
+
+_JAMBA = Family(_mamba_sizes, _mamba_weights, _mamba_project, _mamba_finish, _of_jamba)
+
+
 # Mamba2: state-space layers whose decay is one number a head. A group of heads shares B and C, its keys and queries.
 
 
@@ -215,6 +252,7 @@ FAMILIES = {
     "MiniMaxLightningAttention": _LIGHTNING,
     "Lfm2ShortConv": _CONVOLUTION,
     "Lfm2MoeShortConv": _CONVOLUTION,
+    "JambaMambaMixer": _JAMBA,
     "NemotronHMamba2Mixer": _MAMBA2,
 }
 """By the name of a module's class."""

@@ -95,5 +95,6 @@ def _forward(
     if linear is None:
         out = inputs.new_zeros(inputs.shape[0], spec.value_heads, spec.value_dim)
     else:
-        out = run(linear, layer.layer_idx, spec, Gates(inputs, a, b, **weights))
+        select = None if family.select is None else partial(family.select, layer)
+        out = run(linear, layer.layer_idx, spec, Gates(inputs, a, b, **weights, select=select))
     return family.finish(layer, out, gate)

@@ -9,7 +9,11 @@ Kinds of layers differ in how a token's q, k, v, b and g come from its projectio
 (arXiv 2510.26692) g and G are vectors with a number for each row of S, and e^(G_t - G_j) is within the products of
 k and q. In lightning attention (arXiv 2401.04658) g is a constant of the head, u_t = v_t, and there is no convolution.
 A short convolution ends before: its result is the output. Mamba2 (arXiv 2405.21060) has u_t = b_t v_t, where b is the
-length of the step, and adds D v_t to o_t.
+length of the step, and adds D v_t to o_t. Mamba (arXiv 2312.00752), whose decay differs by channel and by row of the
+state, goes from the chunk's beginning token by token instead, in any step:
+
+    S_t = e^(A b_t) S_(t-1) + k_t (x) (b_t v_t)                   b_t: the length of the step
+    o_t = S_t q_t + D v_t
 
 Every sum begins with 0 and is taken in one order that names no size of the step: rows of a chunk one by one, a
 state's rows in blocks of BLOCK, products of two rows in lanes. So a token's bits do not depend on what else a step
@@ -21,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple, Self
 
@@ -46,7 +51,7 @@ class LinearPools(NamedTuple):
     inputs: Tensor  # [slots, CHUNK, conv_dim], of the convolution
     keys: Tensor  # [slots, CHUNK, key heads, key_dim] float32
     updates: Tensor  # [slots, CHUNK, value heads, value_dim] float32: u
-    decays: Tensor  # [slots, CHUNK, value heads, decay_dim] float32: G
+    decays: Tensor  # [slots, CHUNK, value heads, decay_dim] float32: G; of Mamba b
 
     @classmethod
     def of(cls, spec: LinearSpec, slots: Slots, dtype: torch.dtype) -> LinearPools:
@@ -95,7 +100,7 @@ class Gates(NamedTuple):
     a: Tensor  # [T, value heads * decay_dim], of the decay; [T, 0] without a state
     b: Tensor  # [T, value heads], of the strength of updates; [T, 0] where a gives it, or it is 1
     weight: Tensor  # [width, conv_dim] float32; none without a convolution
-    decay: Tensor  # [value heads] float32: -e^A_log
+    decay: Tensor  # [value heads], of Mamba [value heads, key_dim], float32: -e^A_log
     bias: Tensor  # [value heads * decay_dim] float32: dt_bias
     scale: int = 1
     """Factor of b's sigmoid: 1, or 2, which allows negative eigenvalues."""
@@ -111,6 +116,9 @@ class Gates(NamedTuple):
     """[value heads] float32: D, the part of a token's own value in its output."""
     limits: tuple[float, float] = (0.0, math.inf)
     """The least and the greatest length of a step."""
+    select: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    """Of Mamba: from the convolution's results ``[T, channels]`` to ``a``, and to keys and queries, side by side in the
+    place of ``b``: ``[T, 2 * key_dim]``."""
 
 
 class _Rows(NamedTuple):
@@ -126,6 +134,29 @@ class _Rows(NamedTuple):
 def run_step(step: LinearStep, pools: LinearPools, spec: LinearSpec, gates: Gates) -> Tensor:
     """Runs the tokens of all sequences, and writes rows and states. Returns ``[T, value heads, value_dim]`` in the
     model's dtype, zeros for padding."""
+    if gates.select is not None:
+        return _run_selective(step, pools, spec, gates, gates.select)
+    return _run_all(step, pools, spec, gates)
+
+
+def _run_selective(
+    step: LinearStep,
+    pools: LinearPools,
+    spec: LinearSpec,
+    gates: Gates,
+    select: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Runs all tokens through the convolution, then through the states, each with its own part of the pools."""
+    states, tails, inputs, keys, updates, decays = pools
+    convolution = LinearSpec(0, spec.value_heads, 0, 1, spec.width, Kind.CONVOLUTION)
+    no_states = LinearPools(states[:, :0], tails, inputs, keys[:, :, :0], updates[:, :, :0], decays[:, :, :0])
+    values = _silu(_run_all(step, no_states, convolution, gates)[..., 0].float()).to(gates.inputs.dtype)
+    a, b = select(values)
+    no_tails = LinearPools(states, tails[:, :0, :0], inputs[..., :0], keys, updates, decays)
+    return _run_all(step, no_tails, replace(spec, width=1), gates._replace(inputs=values, a=a, b=b))
+
+
+def _run_all(step: LinearStep, pools: LinearPools, spec: LinearSpec, gates: Gates) -> Tensor:
     out = gates.inputs.new_zeros(len(gates.inputs), spec.value_heads, spec.value_dim, dtype=torch.float32)
     at = 0
     for part in step.sequences:
@@ -145,7 +176,8 @@ def _run(part: SequencePart, pools: LinearPools, spec: LinearSpec, gates: Gates,
             own[: chunk.first] = pool[chunk.rows, : chunk.first]
         if chunk.count:
             end = chunk.first + chunk.count
-            out[at : at + chunk.count] = _tokens(tile, chunk, state, tail, spec, gates, at)
+            tokens = _scanned if spec.kind is Kind.MAMBA else _tokens
+            out[at : at + chunk.count] = tokens(tile, chunk, state, tail, spec, gates, at)
             for own, pool in zip(tile, pools.rows, strict=True):
                 if chunk.rows != NONE:
                     pool[chunk.rows, chunk.first : end] = own[chunk.first : end]
@@ -153,8 +185,7 @@ def _run(part: SequencePart, pools: LinearPools, spec: LinearSpec, gates: Gates,
                     pool[slot, to] = own[offset]
             at += chunk.count
         if chunk is not part.chunks[-1] or chunk.store != NONE:
-            inputs, keys, updates, decays = tile
-            state, tail = _fold(state, keys, updates, decays, spec), inputs[CHUNK - spec.width + 1 :]
+            state, tail = _fold(state, tile, spec, gates), tile[0][CHUNK - spec.width + 1 :]
         if chunk.store != NONE:
             pools.states[chunk.store], pools.tails[chunk.store] = state, tail
     return at
@@ -196,6 +227,32 @@ def _tokens(
             out[token] = reads[-1, token] + weights[-1, token, row] * updates[row]
         reads[:, max(token + 1, 0) :] += weights[:, max(token + 1, 0) :, row] * updates[row]
     return out if gates.skip is None else out + rows.values[own] * gates.skip[:, None]
+
+
+def _scanned(
+    tile: list[Tensor], chunk: Chunk, state: Tensor, tail: Tensor, spec: LinearSpec, gates: Gates, at: int
+) -> Tensor:
+    """``_tokens`` of Mamba."""
+    _, keys, updates, steps = tile
+    first, end = chunk.first, chunk.first + chunk.count
+    own, here = slice(first, end), slice(at, at + chunk.count)
+    values = gates.inputs[here].float()
+    own_keys, queries = torch.split(gates.b[here].float(), [spec.key_dim, spec.key_dim], -1)
+    keys[own, 0] = own_keys
+    steps[own] = _softplus(_placed(gates.a, chunk, at).float() + gates.bias)[own, :, None]
+    updates[own] = steps[own] * values[..., None]
+    out = torch.zeros_like(updates[own])
+    for row in range(end):
+        state = _stepped(state, keys[row], updates[row], steps[row], gates)
+        if row >= first:
+            out[row - first] = _read(state, queries[row - first].expand(spec.value_heads, -1))
+    assert gates.skip is not None
+    return out + (values * gates.skip)[..., None]
+
+
+def _stepped(state: Tensor, key: Tensor, update: Tensor, step: Tensor, gates: Gates) -> Tensor:
+    """The state ``[value heads, key_dim, 1]`` of Mamba after one more token."""
+    return state * _exponential(gates.decay * step)[..., None] + key[..., None] * update[:, None]
 
 
 def _placed(x: Tensor, chunk: Chunk, at: int) -> Tensor:
@@ -260,7 +317,7 @@ def _convolved(inputs: Tensor, tail: Tensor, gates: Gates, spec: LinearSpec) -> 
         total = total.to(inputs.dtype).float()
     if spec.kind is Kind.CONVOLUTION:
         return total
-    return (total / (1 + _exponential(-total))).to(inputs.dtype).float()
+    return _silu(total).to(inputs.dtype).float()
 
 
 def _delta(mixed: Tensor, a: Tensor, b: Tensor, spec: LinearSpec, gates: Gates) -> _Rows:
@@ -326,6 +383,10 @@ def _normalized(x: Tensor) -> Tensor:
     )  # torch's in float32 is not always the nearest
 
 
+def _silu(x: Tensor) -> Tensor:
+    return x / (1 + _exponential(-x))
+
+
 def _softplus(x: Tensor) -> Tensor:
     return torch.where(x > 20, x, x.double().exp().log1p().float())
 
@@ -341,9 +402,14 @@ def _exponential(x: Tensor) -> Tensor:
     return torch.where(x < -126, 0.0, (total.double() * power).float())
 
 
-def _fold(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor, spec: LinearSpec) -> Tensor:
+def _fold(state: Tensor, tile: list[Tensor], spec: LinearSpec, gates: Gates) -> Tensor:
     """Returns the state after a whole chunk, row after row."""
+    _, keys, updates, decays = tile
     if not spec.key_dim:
+        return state
+    if spec.kind is Kind.MAMBA:
+        for row in range(CHUNK):
+            state = _stepped(state, keys[row], updates[row], decays[row], gates)
         return state
     faded = _widened(keys, spec) * _exponential(decays[-1] - decays)
     state = state * _exponential(decays[-1])[..., None]

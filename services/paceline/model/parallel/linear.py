@@ -8,6 +8,7 @@ leaves these layers whole, since its forward could not run a part. Projections a
     OLMo hybrid  q_proj, k_proj, ..         one range each
     Kimi Linear  the same                   f_a_proj and g_a_proj, first halves of products, are whole on each rank
     MiniMax      qkv_proj                   head after head: one range; the norm sees the heads of all ranks
+    Jamba        in_proj                    values and gate: a range of each; x_proj reads a range, dt_proj writes one
     LFM2         in_proj                    two gates and the input: a range of each
     Nemotron-H   in_proj                    gate, values, keys, queries, lengths of steps: a range of each
 
@@ -26,18 +27,22 @@ from paceline.model.linear.families import spec_of
 from paceline.model.linear.layers import linear_modules
 
 CHANNELS = "hidden_size"
-"""The channels of a short convolution. No setting makes them fewer on a rank: they are the model's width, too."""
+"""The channels of a short convolution, or of Mamba a multiple of it. No setting makes them fewer on a rank: they are
+the model's width, too."""
 _HEADS = {
     Kind.GATED_DELTA: ("linear_num_key_heads", "linear_num_value_heads"),
     Kind.KIMI_DELTA: ("linear_num_heads",),
     Kind.LIGHTNING: ("num_attention_heads",),
     Kind.CONVOLUTION: (CHANNELS,),
+    Kind.MAMBA: (CHANNELS,),
     Kind.MAMBA2: ("n_groups", "mamba_num_heads"),
 }
 """Configuration values that hold the numbers of heads. The number of value heads is a multiple of the first one."""
-_OUTPUTS = {"out_proj", "o_proj"}
-_WHOLE = {"norm", "o_norm", "f_a_proj", "g_a_proj"}
-"""Norms over one head, or over all, and first halves of products; norms of Mamba2 are over a group of heads each."""
+_OUTPUTS = {"out_proj", "o_proj", "x_proj"}
+"""Modules that read what is split."""
+_WHOLE = {"norm", "o_norm", "f_a_proj", "g_a_proj", "dt_layernorm", "b_layernorm", "c_layernorm"}
+"""Norms over one head, over all, or over a sum of all ranks, and first halves of products; norms of Mamba2 are over a
+group of heads each."""
 
 
 class Part(NamedTuple):
@@ -94,6 +99,8 @@ def _packed(spec: LinearSpec) -> dict[str, tuple[int, ...]]:
     keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
     if spec.kind is Kind.CONVOLUTION:
         return {"in_proj": (values, values, values)}
+    if spec.kind is Kind.MAMBA:
+        return {"in_proj": (values, values)}
     if spec.kind is Kind.MAMBA2:
         return {"conv1d": (values, keys, keys), "in_proj": (values, values, keys, keys, spec.value_heads)}
     return dict.fromkeys(("conv1d", "in_proj_qkv"), (keys, keys, values))
