@@ -298,7 +298,11 @@ in bfloat16: at most {BF16_LIMIT} at degree 1 and {RANKS_LIMIT} at degree 2. The
 rows of five stay below, since with experts a rounding can choose another expert.
 
 *Same bits* is the verdict of the self-test that a target runs when it starts (`batch_invariant`), eagerly on the CPU
-that wrote the row, one with AMX: verification gives the bits of decoding, or how many of its rows differ.
+that wrote the row (one with AMX, of MLA one without): verification gives the bits of decoding, or how many of its rows
+differ.
+
+*MLA*: a layer keeps one latent and one rotated key of a token, whatever the number of its heads; every rank has them
+whole. No family keeps keys and values of each head instead.
 
 *Of a rank* is the part of the parameters that each of two ranks holds: what a plan leaves out, such as latent
 attention, every rank has whole.

@@ -39,22 +39,6 @@ def index_values(config: Mapping[str, Any]) -> int:
     return num_indexers(config) * int(_text(config).get("index_head_dim") or 128)
 
 
-def kv_values(config: Mapping[str, Any]) -> int | None:
-    """Numbers that a model with indexers keeps per token: keys and values of each head, and index keys.
-
-    None: it has no indexers, or layers of several sizes.
-    """
-    text, index = _text(config), index_values(config)
-    if not index or text.get("model_type") in _DOTS:
-        return None
-    dims = [text.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
-    sizes = [text.get("num_hidden_layers"), text.get("num_attention_heads"), *dims]
-    if not all(isinstance(size, int) for size in sizes):
-        return None
-    num_layers, heads, *of_head = (int(size or 0) for size in sizes)
-    return num_layers * heads * sum(of_head) + index
-
-
 def why_eager(config: Mapping[str, Any]) -> str | None:
     """Says why a model of a configuration is not compiled on the CPU, as a clause; None: nothing in it says so."""
     if num_indexers(config):

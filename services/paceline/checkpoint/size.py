@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from paceline.checkpoint import indexed
 from paceline.checkpoint.folder import read_json
 from paceline.checkpoint.gguf.described import gguf_weights
+from paceline.checkpoint.latent import latent_values, num_attentions, num_plain_weights
 from paceline.checkpoint.linear import LinearLayers, Slots, layer_types, linear_layers
 from paceline.checkpoint.quantization import weight_bytes_per_parameter
 from paceline.errors import ConfigError
@@ -39,7 +40,7 @@ class ModelSize:
     num_whole: int = 0
     """Parameters that every rank holds: norms, and whatever else is not a matrix."""
     num_kv_heads: int = 1
-    """Attention heads that keep keys and values, in one layer."""
+    """Attention heads that keep keys and values, in one layer; 1: also of latents, which all heads share."""
     saved_bytes: int = 0
     """Bytes that quantized weights take less than ``item_bytes`` for each number."""
     num_tables: int = 2
@@ -116,10 +117,12 @@ def model_size(
     """The size of a model as it will run, from its configuration and the headers of its weight files."""
     item_bytes = 4 if dtype == "float32" else 2
     size = size_of(config, counts.numbers, item_bytes, counts.whole)
+    plain = num_plain_weights(config.get("text_config") or config, size.num_kv_layers)
     saved = counts.stored * item_bytes - counts.stored_bytes
+    saved -= saved * min(plain, counts.stored) // max(1, counts.stored)
     if quantization is not None:  # linear layers only
         tables = size.vocab_size * size.hidden_size * size.num_tables
-        rounded = max(0, counts.numbers - counts.whole - tables)
+        rounded = max(0, counts.numbers - counts.whole - tables - plain)
         saved += int(rounded * (item_bytes - weight_bytes_per_parameter(quantization, dtype)))
     return replace(size, saved_bytes=saved)
 
@@ -129,21 +132,22 @@ def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num
     text = config.get("text_config") or config
     layers, hidden = _first(text, "num_hidden_layers", "n_layer"), _first(text, "hidden_size", "n_embd")
     linear = linear_layers(config)
-    if linear is not None:
-        layers = layers or len(layer_types(text))
+    layers = layers or (num_attentions(text) if linear is None else len(layer_types(text)))
+    num_kv_layers = layers - (0 if linear is None else linear.num_without_kv)
+    latents, index_values = latent_values(text, num_kv_layers), indexed.index_values(config)
     return ModelSize(
         num_parameters=num_parameters,
-        kv_values=_kv_values(text, layers - (0 if linear is None else linear.num_without_kv), hidden),
+        kv_values=_kv_values(text, num_kv_layers, hidden) if latents is None else latents + index_values,
         item_bytes=item_bytes,
         num_layers=layers or 1,
         hidden_size=hidden,
         intermediate_size=_intermediate_size(text, hidden),
         vocab_size=_first(text, "vocab_size"),
         num_whole=num_whole,
-        num_kv_heads=_kv_heads(text) or 1,
+        num_kv_heads=_kv_heads(text) or 1 if latents is None else 1,
         num_tables=1 if config.get("tie_word_embeddings") else 2,
         linear=linear,
-        index_values=indexed.index_values(config),
+        index_values=index_values,
     )
 
 
@@ -202,10 +206,10 @@ def _first(config: Mapping[str, Any], *names: str) -> int:
 
 
 def _kv_values(config: Mapping[str, Any], layers: int, hidden: int) -> int | None:
-    """Numbers that all attention layers keep per token; None for an attention that keeps something else."""
+    """Numbers that all attention layers keep per token, keys and values of heads; None for another attention."""
     heads = _first(config, "num_attention_heads", "n_head")
     if not (layers and heads and hidden) or "kv_lora_rank" in config:
-        return indexed.kv_values(config)
+        return None
     return 2 * layers * _kv_heads(config) * (_first(config, "head_dim") or hidden // heads)
 
 

@@ -163,3 +163,4 @@ def _remarks(config: ServiceConfig, pool: Pool) -> Iterator[str]:
         room = f"{estimate.num_pages:,} KV pages of {PAGE_SIZE} tokens, {estimate.num_pages * PAGE_SIZE:,} tokens"
         longest = f"{estimate.num_longest:,} of the longest, {estimate.max_len:,}"
         yield f"{pool.key}: {room}: {estimate.num_typical:,} sessions of {estimate.typical_len:,} tokens, {longest}."
+        yield f"{pool.key}: a token takes {estimate.token_bytes / 1024:,.1f} KiB of KV in each process."

@@ -42,6 +42,7 @@ class LayerSpec:
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    """0: the layer has no values, or they are the beginning of its keys (``attention/latent.py``)."""
 
     def kv_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of KV per token in this layer."""

@@ -15,6 +15,7 @@ from paceline.errors import ConfigError
 from paceline.model.attention.chunks import CHUNKED, adopt_chunks
 from paceline.model.attention.indexed import PROBE, IndexedStep, indexers_of, replace_indexers
 from paceline.model.attention.kernels import Kernel
+from paceline.model.attention.latent import adopt_latents, keeps_latents, over_latents
 from paceline.model.attention.paged import IMPLEMENTATIONS
 from paceline.model.attention.passing import pass_arguments_on
 from paceline.model.kv_cache import NO_KV, LayerSpec
@@ -128,8 +129,9 @@ def name_of(model: PreTrainedModel) -> str:
 def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe:
     """Runs two tokens through ``model``. Finds what each layer keeps, and checks for the states that ``taps`` read.
 
-    Replaces the forward of linear layers by one over slots, and of indexers by one over pages; layers that drop
-    arguments pass them on. The model runs only with these from then on.
+    Replaces the forward of linear layers by one over slots, and of indexers by one over pages; latent attention gives
+    latents to its attention function, and layers that drop arguments pass them on. The model runs only with these from
+    then on.
 
     Raises:
         ConfigError: a layer has no attention, the attention is not ``paged_attention`` (several window sizes, biases,
@@ -141,6 +143,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
     linear = replace_linear_layers(model, name)
     chunks = adopt_chunks(model, name)
     pass_arguments_on(model)
+    adopt_latents(model)
     num_layers = config.num_hidden_layers
     indexers = replace_indexers(model, num_layers)
     adopted = {kind for kind, found in ((CHUNKED, chunks), (INDEXED, indexers)) if found}
@@ -149,6 +152,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
     seen: dict[int, LayerSpec] = {}
     windows: set[int] = set()
 
+    @over_latents
     def record(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
@@ -164,7 +168,8 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
                 f"{name} gives its attention {' and '.join(given) or 'a mask of its own'}, "
                 "which the paged attention does not have"
             )
-        seen[int(module.layer_idx)] = LayerSpec(key.shape[1], key.shape[3], value.shape[3])
+        values = 0 if keeps_latents(module) else value.shape[3]
+        seen[int(module.layer_idx)] = LayerSpec(key.shape[1], key.shape[3], values)
         if kwargs.get("sliding_window") is not None:
             windows.add(int(kwargs["sliding_window"]))
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])

@@ -89,6 +89,11 @@ class MemoryEstimate:
         return min(self.max_len, DEFAULT_SESSION_TOKENS)
 
     @property
+    def token_bytes(self) -> float:
+        """KV of one token in all layers, those of heads included."""
+        return self.kv_bytes / ((self.num_pages + 1) * PAGE_SIZE)
+
+    @property
     def least_bytes(self) -> int:
         """Lower bound: no replica that reaches its largest step takes less."""
         model = self.weights_bytes + self.least_kv_bytes + self.linear_bytes + self.workspace_bytes

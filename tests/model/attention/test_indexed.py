@@ -226,7 +226,7 @@ def test_index_keys_are_counted(family: str, tmp_path: Path) -> None:
     cache = KVCache(loaded.layers, 2, FP32, "cpu")
     assert size.kv_bytes(2) == sum(pool.nbytes for pool in (*cache.keys, *cache.values))
     rank = size.of_rank(2)
-    assert rank.kv_values == (size.kv_values - size.index_values) // 2 + size.index_values
+    assert rank.kv_values == size.kv_values
 
 
 def test_layers_that_share_a_choice_are_counted_by_any_of_their_settings() -> None:

@@ -12,6 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 
 from paceline.drafters.heads.module import Attend
 from paceline.errors import ConfigError
+from paceline.model.attention.latent import adopt_latents, over_latents
 from paceline.model.kv_cache import LayerSpec
 
 _NAME = "paceline_head"
@@ -22,6 +23,7 @@ FAMILIES: dict[str, tuple[Any, Any, Any, Any]] = {
 """Model type of an EAGLE head -> configuration, layer, norm and rotary embedding."""
 
 
+@over_latents
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, attend: Attend, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -58,6 +60,7 @@ def attend_with_ours(model: PreTrainedModel) -> PreTrainedModel:
     """
     _require_no_indexers(model.config.get_text_config())
     AttentionInterface.register(_NAME, _attention)
+    adopt_latents(model)
     model.set_attn_implementation(_NAME)
     return model
 

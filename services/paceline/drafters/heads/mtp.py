@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from paceline.drafters.heads.layers import offsets, with_our_attention
 from paceline.drafters.heads.module import Attend, Function, HeadModule, borrowed
+from paceline.model.attention.latent import adopt_latents, keeps_latents
 from paceline.model.kv_cache import LayerSpec
 
 
@@ -69,6 +70,7 @@ class Mtp(HeadModule):
         self.modules_by_depth: Any = nn.ModuleList(
             [MtpModule(config, index, type(decoder.layers[-1]), norm_class) for index in range(num_modules)]
         )
+        adopt_latents(self)
         self._embed, self._lm_head = borrowed(embed), borrowed(lm_head)
         if embed is None:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -106,7 +108,8 @@ class Mtp(HeadModule):
         seen: dict[int, LayerSpec] = {}
 
         def record(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-            seen[layer] = LayerSpec(key.shape[1], key.shape[3], value.shape[3])
+            values = 0 if keeps_latents(self.modules_by_depth[layer].block.self_attn) else value.shape[3]
+            seen[layer] = LayerSpec(key.shape[1], key.shape[3], values)
             return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
         weight = self.modules_by_depth[0].eh_proj.weight

@@ -86,6 +86,8 @@ class Paged:
     ) -> Tensor:
         """Implements ``Attend``: [1, heads, T, dim] -> [1, T, heads, value_dim]."""
         keys, values = self._pools(layer)
+        if values.shape[-1] == 0:  # they are the beginning of the keys
+            values = keys[..., : value.shape[-1]]
         self.keep(layer, key, value)
         key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, kv heads, dim]
         out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
@@ -102,10 +104,10 @@ class Paged:
             keys, values = self._pools(layer)
             rows, at = (torch.tensor(numbers, device=key.device) for numbers in zip(*written, strict=True))
             keys[rows] = key[0].transpose(0, 1)[at].to(keys.dtype)
-            values[rows] = value[0].transpose(0, 1)[at].to(values.dtype)
+            values[rows] = value[0, ..., : values.shape[-1]].transpose(0, 1)[at].to(values.dtype)
 
     def _pools(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer of the head, by flat rows."""
+        """Keys and values of a layer of the head, by flat rows; of latents no values."""
         assert self._cache is not None, "the head is bound to a cache before it attends"
         index = self._first + layer
         return self._cache.keys[index].flatten(0, 1), self._cache.values[index].flatten(0, 1)

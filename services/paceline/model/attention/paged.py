@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from paceline.model.attention.kernels import Kernel
+from paceline.model.attention.latent import over_latents
 from paceline.model.attention.native import attend
 
 IMPLEMENTATIONS: dict[Kernel, str] = {
@@ -31,6 +32,7 @@ IMPLEMENTATIONS: dict[Kernel, str] = {
 """The names under which transformers finds the kernels."""
 
 
+@over_latents
 def paged_attention(
     module: torch.nn.Module,
     query: Tensor,  # [1, num_heads, T, key_dim]
@@ -39,7 +41,8 @@ def paged_attention(
     attention_mask: Tensor | None,
     *,
     keys: list[Tensor],  # per layer [num_pages, page_size, num_kv_heads, key_dim], written in place
-    values: list[Tensor],  # per layer [num_pages, page_size, num_kv_heads, value_dim], written in place
+    values: list[Tensor],  # per layer [num_pages, page_size, num_kv_heads, value_dim], written in place; or of width 0:
+    # its values are the beginning of its keys (``latent.py``)
     write_rows: Tensor,  # [W] flat KV rows (page * page_size + offset) that are written
     write_tokens: Tensor,  # [W] the token whose keys and values each of them takes
     page_table: Tensor,  # [B, pages]
@@ -60,7 +63,10 @@ def paged_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     key_pages, value_pages = keys[layer], values[layer]
     _, page_size, num_kv_heads, key_dim = key_pages.shape
-    value_dim = value_pages.shape[-1]
+    value_dim = value.shape[-1]
+    value = value[..., : value_pages.shape[-1]]
+    own_values = value_pages.shape[-1] > 0
+    read_values = value_pages if own_values else key_pages[..., :value_dim]
     num_heads = query.shape[1]
     groups = num_heads // num_kv_heads
     num_rows, row_len = gather_index.shape
@@ -71,7 +77,7 @@ def paged_attention(
     if (temperature := getattr(module, "temperature", None)) is not None:
         query = temperature(query, token_positions)
     scale = scaling if scaling is not None else key_dim**-0.5
-    pages = key_pages, value_pages, page_table
+    pages = key_pages, read_values, page_table
     if kernel == "triton":
         from paceline.model.attention.triton import attend_in_place, write_in_place
 
@@ -79,9 +85,10 @@ def paged_attention(
         return attend_in_place(query, *pages, gather_index, scatter_index, mask, s_aux, scale, softcap), None
 
     written_keys = key[0].transpose(0, 1).index_select(0, write_tokens)
-    written_values = value[0].transpose(0, 1).index_select(0, write_tokens)
     key_pages.view(-1, num_kv_heads, key_dim).index_put_((write_rows,), written_keys)
-    value_pages.view(-1, num_kv_heads, value_dim).index_put_((write_rows,), written_values)
+    if own_values:
+        written_values = value[0].transpose(0, 1).index_select(0, write_tokens)
+        value_pages.view(-1, num_kv_heads, value_dim).index_put_((write_rows,), written_values)
 
     if kernel == "native":
         return attend(query, *pages, gather_index, scatter_index, mask, s_aux, scale, softcap), None
@@ -91,7 +98,7 @@ def paged_attention(
     q = q.reshape(num_rows, num_kv_heads, groups * row_len, key_dim)
     numbers = page_table.reshape(-1)
     k = key_pages.index_select(0, numbers).view(num_rows, num_keys, num_kv_heads, key_dim).transpose(1, 2)
-    v = value_pages.index_select(0, numbers).view(num_rows, num_keys, num_kv_heads, value_dim).transpose(1, 2)
+    v = read_values.index_select(0, numbers).view(num_rows, num_keys, num_kv_heads, value_dim).transpose(1, 2)
     mask = mask.expand(num_rows, groups, row_len, num_keys)
     mask = mask.reshape(num_rows, 1, groups * row_len, num_keys)
 

@@ -59,6 +59,7 @@ def _partial(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     PAGE: tl.constexpr,
@@ -109,7 +110,7 @@ def _partial(  # type: ignore[no-untyped-def]
         level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: weights of zero, not NaN
         weights, fade = tl.exp(scores - level[:, None]), tl.exp(top - level)
         v = tl.load(
-            values + kv_rows[:, None] * VALUE_DIM + value_dims[None, :],
+            values + kv_rows[:, None] * VALUE_STRIDE + value_dims[None, :],
             mask=(value_dims < VALUE_DIM)[None, :],
             other=0.0,
         )
@@ -264,7 +265,8 @@ def attend_in_place(
     """Attention over pages.
 
     Args:
-        query: [1, num_heads, T, key_dim]. key_pages, value_pages: [num_pages, page_size, num_kv_heads, dim].
+        query: [1, num_heads, T, key_dim]. key_pages, value_pages: [num_pages, page_size, num_kv_heads, dim]; values may
+            be the beginning of the keys.
         page_table: [B, pages]. gather_index: [B, n] the token at each place. scatter_index: [T] each token's place
             among B * n.
         mask: additive [B, 1, n, pages * page_size]. sinks: [num_heads].
@@ -312,6 +314,7 @@ def attend_in_place(
             GROUPS=groups,
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
+            VALUE_STRIDE=value_pages.stride(2),
             KEY_TILE=key_tile,
             VALUE_TILE=value_tile,
             PAGE=page_size,

@@ -55,7 +55,7 @@ from paceline.model.step_plan import SequenceStep, StepPlan
 from paceline.model.wanted_rows import WantedRows
 from paceline.types import PAGE_SIZE
 
-_VERSION = 3  # raise when the traced signature or its lowering changes
+_VERSION = 4  # raise when the traced signature or its lowering changes
 COMPILER: dict[str, Any] = {"freezing": True, "max_autotune": False, "emulate_precision_casts": True}
 """Options of Inductor. The last one makes it round after each operator, in fused kernels too."""
 _COMPILE_LIMIT_S = 3600.0

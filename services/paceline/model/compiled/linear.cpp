@@ -25,6 +25,25 @@ void multiply_rows(const paceline::BlockRows& x, const uint8_t* packed, const fl
 }
 
 #ifdef __AVX512BF16__
+int64_t bfloat16_steps(int64_t k) {
+  constexpr int64_t kWhole = paceline::BFloat16::kWhole, kValues = paceline::BFloat16::kInputs * kWhole;
+  return (k + kValues - 1) / kValues * kWhole;
+}
+
+// y [m, n] = x [m, k], rows `apart` values apart, by `packed`, + bias unless it is null.
+void multiply_bfloat16(const uint16_t* x, int64_t apart, const uint8_t* packed, const float* bias, char* y, int64_t m,
+                       int64_t n, int64_t k, bool alone = false) {
+  const paceline::BFloat16Rows rows(x, m, k, apart);
+  const int64_t steps = bfloat16_steps(k);
+#ifdef __AMX_BF16__
+  if (paceline::Tiles::usable()) {
+    paceline::multiply_all<paceline::Tiles>({rows.rows, packed, bias, y, 2, m, n, steps}, alone);
+    return;
+  }
+#endif
+  paceline::multiply_all<paceline::BFloat16>({rows.rows, packed, bias, y, 2, m, n, steps}, alone);
+}
+
 // silu(x[:n]) * x[n:] in float32, rounded once; value by value, whatever is computed beside it.
 void gate(const uint16_t* x, int64_t n, uint16_t* y) {
   const auto widen = [](__mmask16 mask, const uint16_t* from) {
@@ -69,16 +88,7 @@ bool paceline_linear(const void* x, int64_t value_bytes, int64_t apart, const ui
   char* to = static_cast<char*>(y);
 #ifdef __AVX512BF16__
   if (step_bytes == paceline::BFloat16::kStepBytes && value_bytes == 2) {
-    const paceline::BFloat16Rows rows(static_cast<const uint16_t*>(x), m, k, apart);
-    constexpr int64_t kWhole = paceline::BFloat16::kWhole, kValues = paceline::BFloat16::kInputs * kWhole;
-    const int64_t steps = (k + kValues - 1) / kValues * kWhole;
-#ifdef __AMX_BF16__
-    if (paceline::Tiles::usable()) {
-      paceline::multiply_all<paceline::Tiles>({rows.rows, packed, bias, to, value_bytes, m, n, steps});
-      return true;
-    }
-#endif
-    paceline::multiply_all<paceline::BFloat16>({rows.rows, packed, bias, to, value_bytes, m, n, steps});
+    multiply_bfloat16(static_cast<const uint16_t*>(x), apart, packed, bias, to, m, n, k);
     return true;
   }
 #endif
@@ -107,6 +117,46 @@ void paceline_gated_silu(const uint16_t* x, uint16_t* y, int64_t m, int64_t n) {
     return;
   }
   for (int64_t row = 0; row < m; ++row) gate_row(row);
+}
+
+// out [heads, m, n] = x [heads, m, k], each head by its own of the packed weights. The dimensions of x may lie in any order,
+// but the values of a row follow each other.
+AOTITorchError aoti_torch_cpu_packed_heads(AtenTensorHandle x, AtenTensorHandle packed, int64_t outputs,
+                                           AtenTensorHandle* out) {
+  int64_t dim = 0, *sizes = nullptr, *strides = nullptr, count = 0;
+  int32_t dtype = 0, packed_dtype = 0;
+  void *from = nullptr, *weights = nullptr, *to = nullptr;
+  if (aoti_torch_get_dim(x, &dim) || dim != 3 || aoti_torch_get_sizes(x, &sizes) || aoti_torch_get_strides(x, &strides) ||
+      aoti_torch_get_dtype(x, &dtype) || dtype != aoti_torch_dtype_bfloat16() ||
+      aoti_torch_get_dtype(packed, &packed_dtype) || packed_dtype != dtype || aoti_torch_get_numel(packed, &count) ||
+      aoti_torch_get_data_ptr(x, &from) || aoti_torch_get_data_ptr(packed, &weights)) {
+    return AOTI_TORCH_FAILURE;
+  }
+  const int64_t heads = sizes[0], m = sizes[1], k = sizes[2], apart = strides[1], between = strides[0];
+  const int64_t blocks = (outputs + paceline::BFloat16::kOutputs - 1) / paceline::BFloat16::kOutputs;
+  const int64_t bytes = blocks * bfloat16_steps(k) * paceline::BFloat16::kStepBytes;  // of a head's weights
+  const int64_t shape[] = {heads, m, outputs}, order[] = {m * outputs, outputs, 1};
+  if ((strides[2] != 1 && k > 1) || count * 2 != heads * bytes ||
+      aoti_torch_empty_strided(3, shape, order, dtype, aoti_torch_device_type_cpu(), 0, out) ||
+      aoti_torch_get_data_ptr(*out, &to)) {
+    return AOTI_TORCH_FAILURE;
+  }
+  const auto multiply_head = [&](int64_t head) {
+    multiply_bfloat16(static_cast<const uint16_t*>(from) + head * between, apart,
+                      static_cast<const uint8_t*>(weights) + head * bytes, nullptr,
+                      static_cast<char*>(to) + head * m * outputs * 2, m, outputs, k, true);
+  };
+  if (m <= 0 || outputs <= 0) return AOTI_TORCH_SUCCESS;
+  try {
+    if (helpers != nullptr && heads > 1 && heads * k * outputs >= paceline::kShared) {
+      helpers->share(heads, multiply_head);
+      return AOTI_TORCH_SUCCESS;
+    }
+    for (int64_t head = 0; head < heads; ++head) multiply_head(head);
+  } catch (const std::bad_alloc&) {
+    return AOTI_TORCH_FAILURE;
+  }
+  return AOTI_TORCH_SUCCESS;
 }
 
 // What compiled models call, without the dispatcher and the interpreter.

@@ -41,6 +41,8 @@ _HEADERS = ("product.h", "bfloat16.h", "blocks.h", "threads.h", "../exponential.
 _AVX512 = tuple(f"-mavx512{name}" for name in ("f", "bw", "dq", "vl", "bf16", "vnni"))
 _AMX = ("-mamx-tile", "-mamx-bf16")
 _COMMON = ("-ffp-contract=off", "-fvisibility=hidden", "-pthread")
+HEAD_BY_HEAD = "kv_b_proj"
+"""The name of layers whose weights are read by others (``attention/latent.py``), and never packed as one product."""
 _LOADING = threading.Lock()
 """Models load in several threads at a time; operators may be registered only once."""
 log = logging.getLogger(__name__)
@@ -80,15 +82,24 @@ def shims() -> dict[Any, list[str]]:
         "AtenTensorHandle* bias, int64_t outputs, AtenTensorHandle* out)"
     )
     gate = "AOTITorchError aoti_torch_cpu_gated_silu(AtenTensorHandle x, AtenTensorHandle* out)"
+    heads = (
+        "AOTITorchError aoti_torch_cpu_packed_heads(AtenTensorHandle x, AtenTensorHandle packed, int64_t outputs, "
+        "AtenTensorHandle* out)"
+    )
     ours = torch.ops.paceline
-    return {ours.packed_linear.default: [product], ours.gated_silu.default: [gate]}
+    return {
+        ours.packed_linear.default: [product],
+        ours.packed_heads.default: [heads],
+        ours.gated_silu.default: [gate],
+    }
 
 
 def pack(weight: Tensor) -> Tensor:
-    """``[N, K] -> [ceil(N / 32), 16 * ceil(K / 32), 32, 2]``, filled up with zeros."""
-    outputs, inputs = weight.shape
+    """``[.., N, K] -> [.., ceil(N / 32), 16 * ceil(K / 32), 32, 2]``, filled up with zeros."""
+    outputs, inputs = weight.shape[-2:]
     whole = F.pad(weight, (0, -inputs % _INPUTS, 0, -outputs % BLOCK))
-    return whole.view(-1, BLOCK, whole.shape[1] // 2, 2).transpose(1, 2).contiguous()
+    blocks = whole.view(*weight.shape[:-2], -1, BLOCK, whole.shape[-1] // 2, 2)
+    return blocks.transpose(-3, -2).contiguous()
 
 
 class PackedLinear(nn.Module):
@@ -145,12 +156,17 @@ def pack_layers(module: nn.Module) -> nn.Module:
 def replace_layers(module: nn.Module, make: Callable[[str, nn.Linear], PackedLinear | None]) -> nn.Module:
     """A module with each linear layer replaced by what ``make`` returns for its path, itself if it is one.
 
-    Layers for which that is None stay. A layer with several places stays one.
+    Layers for which that is None stay, and those whose weights are multiplied ``HEAD_BY_HEAD``. A layer with several
+    places stays one.
     """
     made: dict[nn.Module, PackedLinear] = {}
     places = list(module.named_modules(remove_duplicate=False))
     for path, layer in places:
-        if type(layer) is not nn.Linear or (packed := made.get(layer) or make(path, layer)) is None:
+        if (
+            type(layer) is not nn.Linear
+            or path.endswith(HEAD_BY_HEAD)
+            or (packed := made.get(layer) or make(path, layer)) is None
+        ):
             continue
         made[layer] = packed
         if not path:
@@ -194,6 +210,11 @@ def multiply(library: ctypes.CDLL, x: Tensor, packed: Tensor, bias: Tensor | Non
     )
     assert known, "a format that the library has"
     return y
+
+
+def heads(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
+    """``[heads, T, K] -> [heads, T, outputs]`` in bfloat16, each head by its own of the packed weights."""
+    return torch.stack([linear(own, weights, None, outputs) for own, weights in zip(x, packed, strict=True)])
 
 
 def gated_silu(x: Tensor) -> Tensor:
@@ -314,6 +335,11 @@ def _register() -> None:
     torch.library.define("paceline::packed_linear", "(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
     torch.library.impl("paceline::pack_linear", "CPU", pack)
     torch.library.impl("paceline::packed_linear", "CPU", linear)
+    torch.library.define("paceline::packed_heads", "(Tensor x, Tensor packed, int outputs) -> Tensor")
+    torch.library.impl("paceline::packed_heads", "CPU", heads)
+    torch.library.register_fake(
+        "paceline::packed_heads", lambda x, packed, outputs: x.new_empty(*x.shape[:-1], outputs)
+    )
     torch.library.define("paceline::gated_silu", "(Tensor x) -> Tensor")
     torch.library.impl("paceline::gated_silu", "CPU", gated_silu)
     torch.library.register_fake("paceline::gated_silu", lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))

@@ -54,7 +54,16 @@ _HUGE_PAGE, _LARGE = 1 << 21, 1 << 24
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # of Linux; there are no such files as are read below elsewhere
 _NEEDS_EXECUTOR = b"aoti_torch_proxy_executor_call_function("
 _LIBRARY_CALL = re.compile(rb"\baoti_torch_cpu_(\w+)\(")
-_NATIVE = {b"packed_linear", b"gated_silu", b"attend_pages", b"midway", b"ranks_sum", b"ranks_gather", b"gated_delta"}
+_NATIVE = {
+    b"packed_linear",
+    b"packed_heads",
+    b"gated_silu",
+    b"attend_pages",
+    b"midway",
+    b"ranks_sum",
+    b"ranks_gather",
+    b"gated_delta",
+}
 """Operators of ours, which compute every token alike in steps of any size."""
 
 

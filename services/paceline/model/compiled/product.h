@@ -146,8 +146,9 @@ void multiply_blocks(const Product<Format>& it, int64_t first, int64_t stop, flo
 
 inline thread_local std::unique_ptr<Helpers> helpers;  // of the engine whose steps this thread takes
 
+// `alone`: by this thread only.
 template <class Format>
-void multiply_all(const Product<Format>& it) {
+void multiply_all(const Product<Format>& it, bool alone = false) {
   constexpr int64_t kOutputs = Format::kOutputs, kFewRows = 4 * Format::kRows;
   // Of more than a few rows a panel is kept too, for the blocks of a group.
   const int64_t blocks = (it.n + kOutputs - 1) / kOutputs, together = it.m > kFewRows ? kBlocks : 1;
@@ -161,7 +162,7 @@ void multiply_all(const Product<Format>& it) {
       multiply_blocks(some, group * together, std::min((group + 1) * together, blocks), sums.data());
     }
   };
-  if (helpers == nullptr || Format::kInputs * it.steps * it.n < kShared) {
+  if (alone || helpers == nullptr || Format::kInputs * it.steps * it.n < kShared) {
     multiply_groups(it, 0, groups);
     return;
   }

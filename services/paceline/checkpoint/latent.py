@@ -1,0 +1,43 @@
+"""Latent attention, from a configuration: what it keeps per token, and which weights stay plain. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_FAMILIES = {
+    *("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"),
+    *("hy_v4", "kimi_linear", "longcat_flash", "minicpm3", "youtu"),
+}
+"""Model types whose attention layers all keep latents of one size (``model/attention/latent.py``)."""
+
+
+def latent_values(config: Mapping[str, Any], num_layers: int) -> int | None:
+    """Numbers that ``num_layers`` layers of a text configuration keep per token, whatever the number of their heads.
+
+    None: they are not known to keep latents of one size.
+    """
+    sizes = _sizes(config, "kv_lora_rank", "qk_rope_head_dim")
+    return num_layers * sum(sizes) if sizes and num_layers else None
+
+
+def num_attentions(config: Mapping[str, Any]) -> int:
+    """Layers with attention of a text configuration that counts pairs of them, as LongCat's does; 0: it does not."""
+    pairs = config.get("num_layers") if config.get("model_type") == "longcat_flash" else None
+    return 2 * pairs if isinstance(pairs, int) else 0
+
+
+def num_plain_weights(config: Mapping[str, Any], num_layers: int) -> int:
+    """Weights of ``num_layers`` layers that are never quantized: those that are multiplied head by head."""
+    sizes = _sizes(config, "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+    if not sizes:
+        return 0
+    heads, rank, *of_head = sizes
+    return num_layers * heads * rank * sum(of_head)
+
+
+def _sizes(config: Mapping[str, Any], *names: str) -> list[int]:
+    """The settings of these names; none if one is missing, or the model type is not among ``_FAMILIES``."""
+    found = [config.get(name) for name in names]
+    known = config.get("model_type") in _FAMILIES
+    return [size for size in found if isinstance(size, int)] if known and all(found) else []
