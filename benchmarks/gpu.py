@@ -125,7 +125,10 @@ def runners(
     eager = model.runner(num_pages)
     if model.device.type == "cuda":
         eager.backend = DeviceBackend(
-            eager.cache, model.dtype, model.sliding_window, recorder=None, max_shapes=model.max_cuda_graphs
+            *(eager.cache, model.dtype, model.sliding_window),
+            kernel=model.kernel,
+            recorder=None,
+            max_shapes=model.max_cuda_graphs,
         )
         eager.record(limits)
     yield "eager", eager

@@ -174,7 +174,7 @@ def test_a_forward_waits_for_nothing(family: str, downloads: list[int]) -> None:
     model = loaded.step.model.to("meta")
     assert model.device.type == "meta"
     cache = KVCache(loaded.layers, 4, loaded.dtype, "meta")
-    backend = DeviceBackend(cache, loaded.dtype, loaded.sliding_window, recorder=None, max_shapes=8)
+    backend = DeviceBackend(cache, loaded.dtype, loaded.sliding_window, kernel="sdpa", recorder=None, max_shapes=8)
     runner = ModelRunner(
         loaded.step, cache, dtype=loaded.dtype, sliding_window=loaded.sliding_window, vocab_size=300, backend=backend
     )

@@ -60,7 +60,10 @@ def eager_twin(model: LoadedModel, pages: int) -> ModelRunner:
     """The same shapes, nothing recorded."""
     runner = model.runner(pages)
     runner.backend = DeviceBackend(
-        runner.cache, model.dtype, model.sliding_window, recorder=None, max_shapes=model.max_cuda_graphs
+        *(runner.cache, model.dtype, model.sliding_window),
+        kernel=model.kernel,
+        recorder=None,
+        max_shapes=model.max_cuda_graphs,
     )
     return runner
 

@@ -317,7 +317,9 @@ def test_recorded_steps_take_branches() -> None:
     """A recorded shape has room for two writes a token; padded and replayed rows have the bits of plain ones."""
     model = prepare(random_model("llama"), compile=False)
     runner = model.runner(PAGES)
-    runner.backend = DeviceBackend(runner.cache, model.dtype, model.sliding_window, recorder=Calls(), max_shapes=64)
+    runner.backend = DeviceBackend(
+        runner.cache, model.dtype, model.sliding_window, kernel=model.kernel, recorder=Calls(), max_shapes=64
+    )
     runner.record(Limits(4, 64, 8))
     assert num_different(runner, 60)[1:] == (0, 0)
 

@@ -24,7 +24,7 @@ from paceline.config import ModelOptions, Quantization, cache_dir
 from paceline.core.cuda import triton_unavailable
 from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
-from paceline.model.attention.kernels import Attention, kernel_for
+from paceline.model.attention.kernels import Attention, Kernel, kernel_for
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.aot import NoCompilerError, cached_step, compiled_step, find_compiler
 from paceline.model.compiled.backend import StepFunction
@@ -90,6 +90,8 @@ class LoadedModel:
     """Says why tokens of one step change each other's logits; None if no such cause is known."""
     features: Features | None = None
     """The hidden states that its steps return in addition to the logits; None: none."""
+    kernel: Kernel = "sdpa"
+    """The attention kernel of ``step``."""
     cuda_graphs: CudaGraphs = "auto"
     max_cuda_graphs: int = 256
     load_compiled: Callable[[], StepFunction | None] | None = None
@@ -129,7 +131,7 @@ class LoadedModel:
             "promised": promised or self.device.type != "cpu",
             "vocab_size": self.vocab_size,
             "features": self.features,
-            "backend": make_backend(cache, self.dtype, self.sliding_window, graphs, self.max_cuda_graphs),
+            "backend": make_backend(cache, self.dtype, self.sliding_window, self.kernel, graphs, self.max_cuda_graphs),
         }
         if self.share is None:
             return ModelRunner(self.step, cache, execution=self._execution, **options)
@@ -343,6 +345,7 @@ def prepare(
     method, batch_dependence = quantization_of(model)
     return LoadedModel(
         step=step or Step(model, kernel, taps, middle),
+        kernel=kernel,
         layers=layers,
         linear=linear,
         sliding_window=window,

@@ -135,7 +135,12 @@ class ModelRunner:
         """Runs ``step`` from now on, in the shapes that it needs."""
         self._step = step
         native = getattr(step, "is_native", False)
-        self.shapes = Shapes.needed(native=native, promised=self._promised, spare_tokens=self._spare_tokens)
+        self.shapes = Shapes.needed(
+            native=native,
+            promised=self._promised,
+            spare_tokens=self._spare_tokens,
+            longest_row=self.backend.longest_row,
+        )
 
     def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """Returns logits and states of a plan. The states may have rows of padding at the end."""

@@ -326,7 +326,8 @@ def check_replay(runner: ModelRunner, max_len: int | None = None) -> list[StepSh
     dropped = []
     try:
         for shape in backend.recorded:
-            plan = _full_plan(shape, pages, runner.vocab_size, max_len or 1 << 20, generator)
+            farthest = min(max_len or shape.num_keys, backend.most_keys(shape))
+            plan = _full_plan(shape, pages, runner.vocab_size, farthest, generator)
             with torch.no_grad():
                 eager, replayed = backend.compute(runner._step, plan, shape), backend.replay(plan, shape)
             if not _equal(eager, replayed):
@@ -351,18 +352,20 @@ def _equal(eager: Outputs, replayed: Outputs) -> bool:
 
 
 def _full_plan(
-    shape: StepShape, pages: list[int], vocab_size: int, max_len: int, generator: torch.Generator
+    shape: StepShape, pages: list[int], vocab_size: int, farthest: int, generator: torch.Generator
 ) -> StepPlan:
-    """A step without padding: random tokens, each writing a row of its own, that see random numbers of rows."""
+    """A step of as many tokens as there are, spread over all rows: random ones, each writing a row of its own, that see
+    random numbers of rows below ``farthest``."""
 
     def random(*size: int, end: int) -> Tensor:
         return torch.randint(0, end, size, generator=generator)
 
-    places = torch.arange(shape.rows * shape.row_len)
-    gather = (places % shape.tokens).view(shape.rows, shape.row_len)
+    places, tokens = torch.arange(shape.rows * shape.row_len), torch.arange(shape.tokens)
+    turn = tokens % len(places)
+    scatter = turn % shape.rows * shape.row_len + turn // shape.rows
+    gather = (places // shape.row_len % shape.tokens).index_copy(0, scatter, tokens).view(shape.rows, shape.row_len)
     write = torch.arange(shape.writes) % min(shape.tokens, len(pages) * PAGE_SIZE)
     owned = torch.tensor(pages)
-    farthest = min(max_len, shape.num_keys)
     positions = random(shape.tokens, end=farthest)
     # Every token sees some key, in a sliding window too: itself, or in a tree the first one, which is as far on as any.
     visible = torch.rand(shape.rows, shape.row_len, shape.num_keys, generator=generator) < 0.5
@@ -378,7 +381,7 @@ def _full_plan(
         write_tokens=write,
         page_table=owned[torch.arange(shape.pages) % len(pages)].repeat(shape.rows, 1),
         gather=gather,
-        scatter=torch.arange(shape.tokens) % len(places),
+        scatter=scatter,
         query_rows=positions[gather],
         visible=visible if shape.is_tree else None,
         key_positions=key_positions if shape.is_tree else None,

@@ -38,7 +38,10 @@ _MAX_SCORED_LOGITS, _LEAST_SCORED_ROWS = 2**24, 16
 """64 MiB in float32: the logits of a long prompt are computed step by step, as its keys and values are."""
 
 QUERY_ROW_LEN = 16
-"""Prefill chunks are cut into query rows of this length when they share a step with short rows."""
+"""Prefill chunks are cut into query rows of this length when they share a step with short rows, and for attention in
+place always."""
+UNBOUNDED = 1 << 30
+"""``Shapes.longest_row`` where rows are not cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +58,23 @@ class Shapes:
     """Numbers of tokens are rounded up to few different ones (``padded_tokens``)."""
     spare_tokens: int = 0
     """Padding after the last token (``tails.py``)."""
+    longest_row: int = UNBOUNDED
+    """Tokens of a query row at most; further ones take rows of their own."""
 
     @classmethod
-    def needed(cls, *, native: bool, promised: bool, spare_tokens: int) -> Self:
-        """The shapes that a model on the CPU needs.
+    def needed(cls, *, native: bool, promised: bool, spare_tokens: int, longest_row: int = UNBOUNDED) -> Self:
+        """The shapes that a model needs.
 
         Args:
             native: all of its products and its attention are native ones, as ``compiled/package.py`` finds.
             promised: verification must have the bits of decoding, as in a target.
             spare_tokens: padding that its elementwise kernels need for that.
+            longest_row: tokens of a query row at most (``Backend.longest_row``).
         """
         if native or not promised:
-            return cls(1, 1, key_pages=False, few_sizes=not native, spare_tokens=spare_tokens if promised else 0)
-        return cls(spare_tokens=spare_tokens)
+            spare_tokens = spare_tokens if promised else 0
+            return cls(1, 1, False, few_sizes=not native, spare_tokens=spare_tokens, longest_row=longest_row)
+        return cls(spare_tokens=spare_tokens, longest_row=longest_row)
 
     def tokens(self, num_tokens: int) -> int:
         """Tokens, or rows of logits, that a step computes for ``num_tokens``: one at least."""
@@ -76,8 +83,8 @@ class Shapes:
         return max(num_tokens + self.spare_tokens, self.least_tokens)
 
     def row_len(self, num_tokens: int) -> int:
-        """Length of the query row of ``num_tokens`` tokens."""
-        return padded_row_len(num_tokens, self.query_multiple)
+        """Length of the query rows of ``num_tokens`` tokens."""
+        return min(padded_row_len(num_tokens, self.query_multiple), self.longest_row)
 
     def pages(self, num_pages: int) -> int:
         """Length of the page tables that cover ``num_pages``."""

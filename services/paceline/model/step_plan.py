@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.model import columns, layout
 from paceline.model.attention.chunks import first_seen
+from paceline.model.attention.schedule import Seen
 from paceline.model.kv_cache import KVCache
 from paceline.model.linear.operator import LinearInputs
 from paceline.model.linear.plan import LinearStep
@@ -431,6 +432,32 @@ def attention_masks(step: StepArrays, dtype: torch.dtype, window: int | None) ->
         near = key_positions[:, None, :] >= first_seen(query_positions, window)[:, :, None]
         masks.append(_additive(seen & near, dtype))
     return masks
+
+
+def attention_seen(
+    step: StepArrays,
+    dtype: torch.dtype,
+    window: int | None,
+    *,
+    sizes: tuple[list[int], list[int]] | None = None,
+    capacity: int = 0,
+) -> list[Seen]:
+    """What ``attention_masks`` say, for attention in place: bounds of keys, and masks of trees alone. ``sizes``,
+    ``capacity``: of ``Seen``."""
+    row_len = step.gather.shape[1]
+    places = torch.zeros_like(step.page_table[:, 0])
+    places.scatter_reduce_(0, step.scatter // row_len, step.scatter % row_len + 1, "amax")
+    stop = (step.query_rows + 1).to(torch.int32)
+    first = torch.zeros_like(stop)
+    if step.visible is not None:
+        stop = torch.full_like(stop, step.page_table.shape[1] * PAGE_SIZE)
+        masks = attention_masks(step, dtype, window)
+        return [Seen(first, stop, places, mask, sizes, capacity) for mask in masks]
+    found = [Seen(first, stop, places, None, sizes, capacity)]
+    if window is not None:
+        near = first_seen(step.positions[step.gather], window).clamp_(min=0).to(torch.int32)
+        found.append(Seen(near, stop, places, None, sizes, capacity))
+    return found
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Literal
 from paceline.checkpoint.size import ModelSize
 from paceline.config import DraftOptions, DraftSetup, HeadDraftOptions, ModelOptions, TargetSetup
 from paceline.core import native
-from paceline.model.attention.scratch import BLOCK, MAX_SCRATCH_BYTES, num_splits
+from paceline.model.attention.schedule import MAX_SCRATCH_BYTES, num_splits
 from paceline.model.shapes import QUERY_ROW_LEN, most_scored_rows, padded_pages, padded_tokens
 from paceline.preflight.host_memory import (
     DEFAULT_SESSION_TOKENS,
@@ -183,6 +183,7 @@ def target_estimate(
             ),
             num_copies=2,
             attention=_attention_of(options, on_gpu),
+            has_trees=False,
         ),
         num_ranks=num_ranks,
         on_gpu=on_gpu,
@@ -233,6 +234,7 @@ def draft_estimate(
             num_logits=options.tree_step_tokens or MEASURED_LEAVES,
             num_copies=1,
             attention="sdpa" if model is None else _attention_of(model, on_gpu),
+            has_trees=True,
         ),
         num_pages=num_pages,
         max_len=max_len,
@@ -305,6 +307,7 @@ def _workspace_bytes(
     num_logits: int,
     num_copies: int,
     attention: Kernel,
+    has_trees: bool,
 ) -> int:
     """Bytes that the largest step allocates in addition to the KV pages.
 
@@ -313,7 +316,8 @@ def _workspace_bytes(
 
         activations  T * b * (6 * hidden + 3 * intermediate)     residual, norms, q, k, v, attention; gate, up, product
         attention    (T / 16 + S) * P * (a page's bytes in a layer)    sdpa: gathered keys and values of every query row
-                     (T / 16 + S) * P * 1024 * b + partial sums        triton: masks, and its scratch (``scratch.py``)
+                     partial sums                                      triton: its scratch (``schedule.py``)
+                     (T / 16 + S) * P * 1024 * b                       triton: masks, if steps have trees
         logits       R * vocab * (b + 4 * num_copies)            the model's, and ``num_copies`` in float32
 
     The last two never coexist: the larger one counts. How many attention heads there are is not known here: for partial
@@ -328,10 +332,9 @@ def _workspace_bytes(
     if attention == "sdpa":
         attended = query_rows * pages * size.page_bytes // size.num_kv_layers
     elif attention == "triton":
-        query_bytes = num_splits(pages) * 2 * size.hidden_size * _FLOAT32_BYTES
-        sums = query_rows * QUERY_ROW_LEN * query_bytes
-        attended = min(sums, max(MAX_SCRATCH_BYTES, BLOCK * query_bytes))
-        attended += query_rows * QUERY_ROW_LEN * pages * PAGE_SIZE * size.item_bytes
+        place_bytes = num_splits(pages) * 2 * size.hidden_size * _FLOAT32_BYTES
+        attended = min(tokens * place_bytes, max(MAX_SCRATCH_BYTES, place_bytes))
+        attended += query_rows * QUERY_ROW_LEN * pages * PAGE_SIZE * size.item_bytes if has_trees else 0
     rows = padded_tokens(min(max_tokens, num_logits))
     logits = rows * size.vocab_size * (size.item_bytes + num_copies * _FLOAT32_BYTES)
     return activations + max(attended, logits)

@@ -121,7 +121,9 @@ Recording = list[tuple[Cell, list[Call]]]
 
 def stubbed(runner: ModelRunner, watch: Stopwatch, limits: Limits, *, misses: bool) -> None:
     """Replaces a model by a function of its tokens, and packs its steps as for an accelerator."""
-    device = DeviceBackend(runner.cache, runner.dtype, runner.sliding_window, recorder=None, max_shapes=1024)
+    device = DeviceBackend(
+        runner.cache, runner.dtype, runner.sliding_window, kernel="triton", recorder=None, max_shapes=1024
+    )
     device.record(runner._step, limits)
     runner.backend = device
     vocab_size = runner.vocab_size
@@ -223,7 +225,7 @@ class Bench:
             (grower, "rankings_of", "sampling"),
             (model_drafter, "best_unprocessed", "sampling"),
             (model_drafter, "draft_candidates", "sampling"),
-            (backend, "attention_masks", "forward"),
+            (backend, "attention_seen", "forward"),
         ):
             stack.enter_context(mock.patch.object(module, name, self._watch.of(part, getattr(module, name))))
         return stack

@@ -1,7 +1,8 @@
 """Which attention kernel runs, and that ours computes what torch's does: on a GPU, or in triton's interpreter.
 
-``TRITON_INTERPRET=1 pytest tests/model/attention/test_kernels.py`` where triton is installed; triton 3.6's interpreter
-needs numpy before 2.4. It has no bfloat16 products: float16 stands in for it there.
+``TRITON_INTERPRET=1 pytest tests/model/attention/test_kernels.py`` where triton is installed. The interpreter has no
+bfloat16 products: float16 stands in for it there. Its products are made row by row here, as numpy's bits depend on the
+place of a row.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ import importlib.util
 import logging
 import os
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.support.in_place import seen_through
 from tests.support.models import SLIDING_WINDOW, prompt, random_model
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import ModelOptions, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
+from paceline.model.attention import schedule
 from paceline.model.attention.kernels import choose_kernel
-from paceline.model.attention.scratch import calls, query_bytes
+from paceline.model.attention.schedule import SPLIT, Seen, num_splits
+from paceline.model.compiled.backend import DeviceBackend
 from paceline.model.kv_cache import LayerSpec
 from paceline.model.loading import load_model, prepare
 from paceline.model.runner import ModelRunner
@@ -107,12 +112,30 @@ def test_the_choice_is_stated_and_reaches_both_models(tmp_path, caplog: pytest.L
 # -- the kernel --------------------------------------------------------------------------------------------
 
 
-def attend(query, keys, values, table, gather, mask, *, sinks=None, scale=0.2, softcap=None):
-    """Of queries ``[1, heads, T, dim]``, each of which has one place in ``gather``."""
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few programs, and products whose rows do not know their neighbors, as on a device."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+        return
+    from triton.runtime import interpreter
+
+    from paceline.model.attention import triton as kernel
+
+    def dot(self, a, b, d, *_):
+        rows = [np.matmul(row[None], b.data, dtype=d.data.dtype)[0] for row in a.data]
+        return interpreter.TensorHandle(np.stack(rows) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(kernel, "_PROGRAMS", 3)
+
+
+def attend(query, keys, values, table, gather, seen, *, sinks=None, scale=0.2, softcap=None):
+    """Of queries ``[1, heads, T, dim]``, each of which has one place in ``gather``. ``seen``: or a mask."""
     from paceline.model.attention.triton import attend_in_place
 
     scatter = gather.flatten().argsort()
-    return attend_in_place(query, keys, values, table, gather, scatter, mask, sinks, scale, softcap)
+    seen = seen if isinstance(seen, Seen) else seen_through(seen)
+    return attend_in_place(query, keys, values, table, gather, scatter, seen, sinks, scale, softcap)
 
 
 def inputs(rows: int, groups: int, row_len: int, pages: int, key_dim: int, value_dim: int, dtype=torch.float32):
@@ -138,7 +161,7 @@ def test_no_size_of_a_step_makes_triton_compile_another_variant() -> None:
     pytest.importorskip("triton")
     from paceline.model.attention import triton as kernel
 
-    changing = {"num_queries", "row_len", "num_pages", "num_splits", "num_rows", "first_row", "first_query"}
+    changing = {"row_len", "num_pages", "num_rows", "first_row", "first_place"}
     changing |= {f"{of}_stride" for of in ("head", "token", "key_head", "key_token", "value_head", "value_token")}
     for function in (kernel._partial, kernel._combined, kernel._write):
         parameters = getattr(function, "params", None)
@@ -147,7 +170,8 @@ def test_no_size_of_a_step_makes_triton_compile_another_variant() -> None:
         fixed = {p.name for p in parameters if p.do_not_specialize or p.is_constexpr}
         assert changing & {p.name for p in parameters} <= fixed
         pointers = {p.name for p in parameters if p.do_not_specialize_on_alignment}
-        assert {"table", "gather", "mask", "scatter", "rows", "tokens"} & {p.name for p in parameters} <= pointers
+        varying = {"table", "gather", "first", "stop", "mask", "work", "scatter", "rows", "tokens"}
+        assert varying & {p.name for p in parameters} <= pointers
 
 
 @needs_triton
@@ -195,17 +219,64 @@ def test_a_row_has_the_same_bits_in_every_batch(row_len: int, more_pages: int) -
 
 
 @needs_triton
-@pytest.mark.parametrize("limit", [1, 3 * 5 * 2 * 34 * 4 * 16, 2 * 16 * 5 * 2 * 34 * 4])
-def test_a_step_in_several_calls_has_the_bits_of_one(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One block of queries a call, and some rows a call, where the last call has less than the others."""
-    from paceline.model.attention import triton as kernel
-
-    given = inputs(5, 2, 10, 9, 32, 32)
+@pytest.mark.parametrize(("most", "num_calls"), [(1, 9), (6, 6), (18, 2)])
+def test_a_step_in_several_calls_has_the_bits_of_one(most: int, num_calls: int, monkeypatch) -> None:
+    """A place a call, some places of a row, and some rows, where the last call has less than the others."""
+    given = inputs(3, 2, 3, 5, 32, 32)
     want = attend(*given)
-    cut = calls(5, 20, query_bytes(9, 2, 32), limit)
-    assert len(cut) > 1
-    monkeypatch.setattr(kernel, "calls", lambda *_: cut)
-    assert torch.equal(attend(*given), want)
+    monkeypatch.setattr(schedule, "most_sums", lambda *_: most)
+    seen = seen_through(given[-1])
+    assert torch.equal(attend(*given[:-1], seen), want)
+    assert [len(made) for made in seen._made.values()] == [num_calls]
+
+
+def bounded(row_lens: list[int], contexts: list[int], window: int | None) -> tuple[Seen, torch.Tensor]:
+    """What the last tokens of contexts see, and the scatter of the tokens."""
+    longest = max(row_lens)
+    stop, scatter = torch.zeros(len(row_lens), longest, dtype=torch.int32), []
+    for row, (count, context) in enumerate(zip(row_lens, contexts, strict=True)):
+        stop[row] = torch.arange(context - count + 1, context - count + longest + 1).clamp(max=context)
+        scatter += [row * longest + place for place in range(count)]
+    first = torch.zeros_like(stop) if window is None else (stop - window).clamp(min=0)
+    splits = [num_splits(-(-context // PAGE_SIZE)) for context in contexts]
+    places = torch.tensor(row_lens, device=DEVICE)
+    seen = Seen(first.to(DEVICE), stop.to(DEVICE), places, sizes=(row_lens, splits))
+    return seen, torch.tensor(scatter, device=DEVICE)
+
+
+@needs_triton
+@pytest.mark.parametrize("window", [None, 19 * SPLIT * PAGE_SIZE - 3])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_token_has_the_same_bits_in_any_row(window: int | None, groups: int) -> None:
+    """Decoded alone, verified beside others, in a prompt's chunk, in a long step and recorded with room: one token's
+    context is 20 splits, so that its sum takes two chunks of splits. Mutant: chunks of splits that begin where
+    the row's first split does."""
+    from paceline.model.attention.triton import attend_in_place
+
+    generator = torch.Generator().manual_seed(0)
+    context = 20 * SPLIT * PAGE_SIZE - 3
+    num_pages = -(-context // PAGE_SIZE)
+    pools = [torch.randn(num_pages + 1, PAGE_SIZE, 2, 32, generator=generator).to(DEVICE) for _ in "kv"]
+    table = torch.arange(num_pages, device=DEVICE)
+    tokens = torch.randn(16, 2 * groups, 32, generator=generator).to(DEVICE)  # the last ones of the context
+    found = []
+    for row_lens, recorded in (([1], False), ([4], False), ([16], False), ([1, 16, 7], False), ([16, 2], True)):
+        seen, scatter = bounded(row_lens, [context] * len(row_lens), window)
+        query = torch.cat([tokens[-count:] for count in row_lens])
+        gather = torch.zeros(len(row_lens), max(row_lens), dtype=torch.int64, device=DEVICE)
+        gather.view(-1)[scatter] = torch.arange(len(query), device=DEVICE)
+        if recorded:
+            seen.sizes, seen.capacity = None, len(query) * 40
+        pages = F.pad(table, (0, 9), value=num_pages).repeat(len(row_lens), 1)
+        given = (query.transpose(0, 1)[None], *pools, pages, gather, scatter, seen)
+        out = attend_in_place(*given, None, 0.2, None)[0]
+        ends = torch.tensor(row_lens).cumsum(0) - 1
+        found += [out[end] for end in ends.tolist()]
+    assert all(torch.equal(each, found[0]) for each in found)
+    visible = slice(0 if window is None else context - window, context)
+    keys, values = (pool.flatten(0, 1)[visible].transpose(0, 1).repeat_interleave(groups, 0) for pool in pools)
+    want = F.scaled_dot_product_attention(tokens[-1][:, None], keys, values, scale=0.2)[:, 0]
+    assert (found[0] - want).abs().max() < 1e-5
 
 
 @needs_triton
@@ -247,7 +318,9 @@ def test_a_model_runs_on_it(family: str) -> None:
     outputs = []
     for kernel in ("sdpa", "triton"):
         step, cache = Step(loaded.step.model, kernel), loaded.runner(6).cache
-        runner = ModelRunner(step, cache, dtype=loaded.dtype, sliding_window=loaded.sliding_window, vocab_size=300)
+        given = {"dtype": loaded.dtype, "sliding_window": loaded.sliding_window, "vocab_size": 300}
+        backend = DeviceBackend(cache, loaded.dtype, loaded.sliding_window, kernel=kernel, recorder=None, max_shapes=8)
+        runner = ModelRunner(step, cache, backend=backend, **given)
         tokens, pages = prompt(1, SLIDING_WINDOW + 50), cache.allocate(2)
         spans = [range(70), range(70, 71), range(71, 74)]
         chains = [SequenceStep([tokens[i] for i in span], span, span, pages, len(span)) for span in spans]

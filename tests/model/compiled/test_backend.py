@@ -63,7 +63,9 @@ class FakeRecorder:
 def on_device(model: LoadedModel, pages: int, recorder: FakeRecorder | None = None, most: int = 1000) -> ModelRunner:
     """A runner as on a GPU."""
     runner = model.runner(pages)
-    runner.backend = DeviceBackend(runner.cache, model.dtype, model.sliding_window, recorder=recorder, max_shapes=most)
+    runner.backend = DeviceBackend(
+        runner.cache, model.dtype, model.sliding_window, kernel=model.kernel, recorder=recorder, max_shapes=most
+    )
     return runner
 
 
@@ -380,9 +382,9 @@ def test_the_service_says_the_same_through_replays(monkeypatch: pytest.MonkeyPat
     want = plain_reference(target, requests)
     recorders = []
 
-    def backend(cache, dtype, window, *_):
+    def backend(cache, dtype, window, kernel, *_):
         recorders.append(FakeRecorder())
-        return DeviceBackend(cache, dtype, window, recorder=recorders[-1], max_shapes=1000)
+        return DeviceBackend(cache, dtype, window, kernel=kernel, recorder=recorders[-1], max_shapes=1000)
 
     monkeypatch.setattr(loading, "make_backend", backend)
     pump = Pump(target, draft, max_sessions=4)
@@ -458,9 +460,9 @@ def test_graphs_are_refused_on_the_cpu(tmp_path) -> None:
         load_model(Checkpoint.open(str(save_pair(tmp_path) / "target")), ModelOptions(device="cpu", cuda_graphs=True))
     cache = prepare(random_model("llama"), compile=False).runner(1).cache
     with pytest.raises(ConfigError, match=message):
-        make_backend(cache, torch.float32, None, True, 8)
+        make_backend(cache, torch.float32, None, "sdpa", True, 8)
     for choice in ("auto", False):
-        assert isinstance(make_backend(cache, torch.float32, None, choice, 8), HostBackend)
+        assert isinstance(make_backend(cache, torch.float32, None, "sdpa", choice, 8), HostBackend)
 
 
 def test_the_choice_reaches_both_models() -> None:

@@ -48,7 +48,8 @@ def paged_attention(
     page_table: Tensor,  # [B, pages]
     gather_index: Tensor,  # [B, n] flat token of each query row entry (padding repeats some token)
     scatter_index: Tensor,  # [T] index into B * n of each token
-    masks: list[Tensor],  # additive [B, 1, n, Tk]: full attention, then windows or chunks if the model has them
+    masks: list[Any],  # full attention, then windows or chunks if the model has them: of ``triton`` ``Seen``, else
+    # additive [B, 1, n, Tk]
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -73,7 +74,7 @@ def paged_attention(
     num_keys = page_table.shape[1] * page_size
 
     is_local = sliding_window is not None or getattr(module, "attends_in_chunks", False)
-    mask = indices if indices is not None else masks[-1] if is_local else masks[0]
+    seen = masks[-1] if is_local else masks[0]
     if (temperature := getattr(module, "temperature", None)) is not None:
         query = temperature(query, token_positions)
     scale = scaling if scaling is not None else key_dim**-0.5
@@ -82,8 +83,9 @@ def paged_attention(
         from paceline.model.attention.triton import attend_in_place, write_in_place
 
         write_in_place(key, value, key_pages, value_pages, write_rows, write_tokens)
-        return attend_in_place(query, *pages, gather_index, scatter_index, mask, s_aux, scale, softcap), None
+        return attend_in_place(query, *pages, gather_index, scatter_index, seen, s_aux, scale, softcap), None
 
+    mask: Tensor = seen if indices is None else indices
     written_keys = key[0].transpose(0, 1).index_select(0, write_tokens)
     key_pages.view(-1, num_kv_heads, key_dim).index_put_((write_rows,), written_keys)
     if own_values:

@@ -1,10 +1,11 @@
 """Attention that reads pages in place, for CUDA: no gathered copy of the keys, and bits that no neighbour changes.
 
-Every query row sees its keys in tiles of one page. One program sums ``SPLIT`` tiles in order; then the programs'
-partial results are summed in order. None of these sizes depends on the step, and a masked tile adds exact zeros. So a
-row's result does not depend on the rest of the batch, on the length of the page table, or on whether the row is decoded
-or verified. (Flash-decoding, Dao et al. 2023, with a fixed split size.) Pages that none of a program's queries see are
-not read, so a long page table costs little.
+Every place sees its keys in tiles of one page. ``SPLIT`` tiles are summed in order; then these partial results are
+summed in order. None of these sizes depends on the step, and a masked tile adds exact zeros. So a token's result does
+not depend on the rest of the batch, on the length of the page table, or on whether it is decoded or verified.
+(Flash-decoding, Dao et al. 2023, with a fixed split size.) A fixed number of programs takes the pieces of work of a
+step (``schedule.py``) in turn, so a launch depends on nothing but the number of tokens, and pages that nobody sees cost
+nothing.
 
 Imports triton, so that it is imported only where this kernel was chosen (``kernels.py``).
 """
@@ -16,10 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.model.attention.scratch import BLOCK, SPLIT, calls, num_splits, query_bytes
+from paceline.model.attention.schedule import BLOCK, SPLIT, Seen, sum_bytes
 
 _CHUNK = 16
 """Partial results that one load fetches when they are added up."""
+_ROWS = 256
+"""Rows that one load fetches when the row of a piece of work is looked up."""
+_PROGRAMS = 1024
+"""Programs that share the pieces of work of a call: several for each multiprocessor of any device."""
 _PREFETCHED_BYTES = 1 << 15
 """Most bytes of a page's keys and values for which the next page is prefetched. Two such pages fit the shared memory of
 any device.
@@ -29,11 +34,8 @@ any device.
 # Triton compiles a variant for each kind of size (1, multiples of 16, others) and of address, which would happen in the
 # middle of serving. These kernels are compiled once for a model, when its first step runs.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=[
-        *("first_row", "first_query", "num_queries", "row_len", "num_pages", "num_splits"),
-        *("head_stride", "token_stride"),
-    ],
-    do_not_specialize_on_alignment=["table", "gather", "mask"],
+    do_not_specialize=["num_rows", "first_row", "first_place", "row_len", "num_pages", "head_stride", "token_stride"],
+    do_not_specialize_on_alignment=["table", "gather", "first", "stop", "mask", "work"],
 )
 def _partial(  # type: ignore[no-untyped-def]
     query,
@@ -41,18 +43,20 @@ def _partial(  # type: ignore[no-untyped-def]
     values,
     table,
     gather,
+    first,
+    stop,
     mask,
+    work,
     sums,
     maxima,
     totals,
     scale,
     softcap,
+    num_rows,
     first_row,
-    first_query,
-    num_queries,
+    first_place,
     row_len,
     num_pages,
-    num_splits,
     head_stride,
     token_stride,
     HEADS: tl.constexpr,
@@ -65,70 +69,94 @@ def _partial(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Softmax sums of ``BLOCK`` query rows of one head over one split's keys; ``num_queries`` of each row are there."""
-    row, head = (tl.program_id(0) // HEADS).to(tl.int64), (tl.program_id(0) % HEADS).to(tl.int64)
-    split, block = tl.program_id(1), tl.program_id(2)
-    own_query = block * BLOCK + tl.arange(0, BLOCK)
-    real = own_query < num_queries
-    partial = ((row * HEADS + head) * num_splits + split) * num_queries + own_query
-    row += first_row
-    at = first_query + own_query
-    places = tl.arange(0, PAGE)
-    mask_rows = mask + (row * row_len + at % row_len) * (num_pages * PAGE)
-    own = split * SPLIT * PAGE + tl.arange(0, SPLIT * PAGE)
-    masked = tl.load(
-        mask_rows[:, None] + own[None, :], mask=real[:, None] & (own < num_pages * PAGE)[None, :], other=float("-inf")
-    )
-    seen = tl.max(masked.to(tl.float32), 0) > float("-inf")
-    start = tl.min(tl.where(seen, own // PAGE, num_pages), 0)
-    stop = tl.max(tl.where(seen, own // PAGE + 1, 0), 0)
-    key_dims, value_dims = tl.arange(0, KEY_TILE), tl.arange(0, VALUE_TILE)
-    tokens = tl.load(gather + row * row_len + at % row_len, mask=real, other=0).to(tl.int64)
-    heads = head * GROUPS + at // row_len
-    q = tl.load(
-        query + (heads * head_stride + tokens * token_stride)[:, None] + key_dims[None, :],
-        mask=real[:, None] & (key_dims < KEY_DIM)[None, :],
-        other=0.0,
-    )
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    out = tl.zeros([BLOCK, VALUE_TILE], tl.float32)
-    for index in range(start, stop):
-        page = tl.load(table + row * num_pages + index).to(tl.int64)
-        kv_rows = (page * PAGE + places) * HEADS + head
-        k = tl.load(
-            keys + kv_rows[None, :] * KEY_DIM + key_dims[:, None], mask=(key_dims < KEY_DIM)[:, None], other=0.0
-        )
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        if CAPPED:
-            scores = (2 * tl.sigmoid(2 * scores / softcap) - 1) * softcap
-        hidden = tl.load(mask_rows[:, None] + (index * PAGE + places)[None, :], mask=real[:, None], other=0.0)
-        scores += hidden.to(tl.float32)
-        higher = tl.maximum(top, tl.max(scores, 1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: weights of zero, not NaN
-        weights, fade = tl.exp(scores - level[:, None]), tl.exp(top - level)
-        v = tl.load(
-            values + kv_rows[:, None] * VALUE_STRIDE + value_dims[None, :],
-            mask=(value_dims < VALUE_DIM)[None, :],
-            other=0.0,
-        )
-        total = total * fade + tl.sum(weights, 1)
-        out = out * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        top = higher
-    tl.store(maxima + partial, top, mask=real)
-    tl.store(totals + partial, total, mask=real)
-    tl.store(
-        sums + partial[:, None] * VALUE_DIM + value_dims[None, :],
-        out,
-        mask=(real & (top > float("-inf")))[:, None] & (value_dims < VALUE_DIM)[None, :],
-    )
+    """Softmax sums of all places of one row over one split's keys, for one KV head: piece after piece of the work."""
+    ends, sum_ends = work + 2 * num_rows, work + 3 * num_rows
+    offsets = tl.arange(0, ROWS)
+    places, key_dims, value_dims = tl.arange(0, PAGE), tl.arange(0, KEY_TILE), tl.arange(0, VALUE_TILE)
+    num_items = tl.load(ends + num_rows - 1) * HEADS
+    for item in range(tl.program_id(0), num_items, PROGRAMS):
+        head, piece = item % HEADS, item // HEADS
+        at = tl.sum((tl.load(ends + offsets, offsets < num_rows, piece + 1) <= piece).to(tl.int32), 0)
+        for base in range(ROWS, num_rows, ROWS):
+            more = tl.load(ends + base + offsets, base + offsets < num_rows, piece + 1)
+            at += tl.sum((more <= piece).to(tl.int32), 0)
+        start_piece = tl.load(ends + at - 1, at > 0, 0)
+        splits = tl.load(ends + at) - start_piece
+        num_places = tl.load(work + num_rows + at)
+        num_queries = num_places * GROUPS
+        split = tl.load(work + at) + piece - start_piece
+        start_sum = tl.load(sum_ends + at).to(tl.int64) - splits * num_places
+        start_sum = start_sum * (HEADS * GROUPS) + (head * splits + piece - start_piece) * num_queries
+        row = (first_row + at).to(tl.int64)
+        for block in range((num_queries + BLOCK - 1) // BLOCK):
+            own_query = block * BLOCK + tl.arange(0, BLOCK)
+            real = own_query < num_queries
+            place = row * row_len + first_place + own_query // GROUPS
+            low, high = tl.load(first + place, real, num_pages * PAGE), tl.load(stop + place, real, 0)
+            start = tl.maximum(split * SPLIT, tl.min(low, 0) // PAGE)
+            end = tl.minimum(split * SPLIT + SPLIT, (tl.max(high, 0) + PAGE - 1) // PAGE)
+            mask_rows = mask + place * num_pages * PAGE
+            if MASKED:  # a page that nobody sees is not read: it may hold anything
+                own = split * SPLIT * PAGE + tl.arange(0, SPLIT * PAGE)
+                inside = real[:, None] & (own < num_pages * PAGE)[None, :]
+                masked = tl.load(mask_rows[:, None] + own[None, :], inside, float("-inf"))
+                shown = tl.max(masked.to(tl.float32), 0) > float("-inf")
+                start = tl.min(tl.where(shown, own // PAGE, end), 0)
+                end = tl.max(tl.where(shown, own // PAGE + 1, 0), 0)
+            tokens = tl.load(gather + place, real, 0).to(tl.int64)
+            heads = head * GROUPS + own_query % GROUPS
+            q = tl.load(
+                query + (heads * head_stride + tokens * token_stride)[:, None] + key_dims[None, :],
+                mask=real[:, None] & (key_dims < KEY_DIM)[None, :],
+                other=0.0,
+            )
+            top = tl.full([BLOCK], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK], tl.float32)
+            out = tl.zeros([BLOCK, VALUE_TILE], tl.float32)
+            for index in range(start, end):
+                key = index * PAGE + places
+                seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+                if MASKED:
+                    hidden = tl.load(mask_rows[:, None] + key[None, :], mask=seen, other=float("-inf"))
+                    seen = hidden > float("-inf")
+                page = tl.load(table + row * num_pages + index).to(tl.int64)
+                kv_rows = (page * PAGE + places) * HEADS + head
+                k = tl.load(
+                    keys + kv_rows[None, :] * KEY_DIM + key_dims[:, None], mask=(key_dims < KEY_DIM)[:, None], other=0.0
+                )
+                scores = tl.dot(q, k, input_precision="ieee") * scale
+                if CAPPED:
+                    scores = (2 * tl.sigmoid(2 * scores / softcap) - 1) * softcap
+                scores = tl.where(seen, scores, float("-inf"))
+                higher = tl.maximum(top, tl.max(scores, 1))
+                level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: weights of zero, not NaN
+                weights, fade = tl.exp(scores - level[:, None]), tl.exp(top - level)
+                v = tl.load(
+                    values + kv_rows[:, None] * VALUE_STRIDE + value_dims[None, :],
+                    mask=(value_dims < VALUE_DIM)[None, :],
+                    other=0.0,
+                )
+                total = total * fade + tl.sum(weights, 1)
+                out = out * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+                top = higher
+            partial = start_sum + own_query
+            tl.store(maxima + partial, top, mask=real)
+            tl.store(totals + partial, total, mask=real)
+            tl.store(
+                sums + partial[:, None] * VALUE_DIM + value_dims[None, :],
+                out,
+                mask=(real & (top > float("-inf")))[:, None] & (value_dims < VALUE_DIM)[None, :],
+            )
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["first_row", "num_rows", "first_query", "num_queries", "row_len", "num_splits"],
-    do_not_specialize_on_alignment=["scatter"],
+    do_not_specialize=["num_rows", "first_row", "first_place", "row_len"],
+    do_not_specialize_on_alignment=["scatter", "work"],
 )
 def _combined(  # type: ignore[no-untyped-def]
     sums,
@@ -136,13 +164,12 @@ def _combined(  # type: ignore[no-untyped-def]
     totals,
     sinks,
     scatter,
+    work,
     result,
-    first_row,
     num_rows,
-    first_query,
-    num_queries,
+    first_row,
+    first_place,
     row_len,
-    num_splits,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -153,27 +180,37 @@ def _combined(  # type: ignore[no-untyped-def]
     """Adds up the partial results of one token's head, ``CHUNK`` splits after ``CHUNK`` splits, if they are there."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.load(scatter + token).to(tl.int64)
-    row, query = place // row_len - first_row, head % GROUPS * row_len + place % row_len - first_query
-    here = (row >= 0) & (row < num_rows) & (query >= 0) & (query < num_queries)
-    first = (row * HEADS + head // GROUPS) * num_splits * num_queries + query
-    num_splits = tl.where(here, num_splits, 0)
-    dims, slots = tl.arange(0, VALUE_TILE), tl.arange(0, CHUNK)
+    row, place = place // row_len - first_row, place % row_len - first_place
+    inside = (row >= 0) & (row < num_rows)
+    num_places = tl.load(work + num_rows + row, inside, 0)
+    here = inside & (place >= 0) & (place < num_places)
+    ends = work + 2 * num_rows + row
+    num_splits = tl.load(ends, here, 0) - tl.load(ends - 1, here & (row > 0), 0)
+    num_queries = num_places * GROUPS
+    first = tl.load(ends + num_rows, here, 0).to(tl.int64) - num_splits * num_places
+    first = first * (HEADS * GROUPS) + head // GROUPS * num_splits * num_queries + place * GROUPS + head % GROUPS
+    dims = tl.arange(0, VALUE_TILE)
+    first_split = tl.load(work + row, here, 0)
+    aligned = first_split - first_split % CHUNK  # the same split is at the same slot, whatever else its row sees
+    slots = aligned - first_split + tl.arange(0, CHUNK)
     tops = tl.full([CHUNK], float("-inf"), tl.float32)
-    for start in range(0, num_splits, CHUNK):
+    for start in range(0, first_split + num_splits - aligned, CHUNK):
         split = start + slots
-        tops = tl.maximum(tops, tl.load(maxima + first + split * num_queries, split < num_splits, float("-inf")))
+        known = (split >= 0) & (split < num_splits)
+        tops = tl.maximum(tops, tl.load(maxima + first + split * num_queries, known, float("-inf")))
     top = tl.max(tops, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         top = tl.maximum(top, sink)
     level = tl.where(top == float("-inf"), 0.0, top)  # a token that sees no key: zeros, not NaN
     shares, out = tl.zeros([CHUNK], tl.float32), tl.zeros([VALUE_TILE], tl.float32)
-    for start in range(0, num_splits, CHUNK):
+    for start in range(0, first_split + num_splits - aligned, CHUNK):
         split = start + slots
+        known = (split >= 0) & (split < num_splits)
         partial = first + split * num_queries
-        maximum = tl.load(maxima + partial, split < num_splits, float("-inf"))
+        maximum = tl.load(maxima + partial, known, float("-inf"))
         weight = tl.exp(maximum - level)
-        shares += weight * tl.load(totals + partial, split < num_splits, 0.0)
+        shares += weight * tl.load(totals + partial, known, 0.0)
         seen = (maximum > float("-inf"))[:, None] & (dims < VALUE_DIM)[None, :]
         part = tl.load(sums + partial[:, None] * VALUE_DIM + dims[None, :], mask=seen, other=0.0)
         out += tl.sum(weight[:, None] * part, 0)
@@ -257,7 +294,7 @@ def attend_in_place(
     page_table: Tensor,
     gather_index: Tensor,
     scatter_index: Tensor,
-    mask: Tensor,
+    seen: Seen,
     sinks: Tensor | None,
     scale: float,
     softcap: float | None,
@@ -267,47 +304,49 @@ def attend_in_place(
     Args:
         query: [1, num_heads, T, key_dim]. key_pages, value_pages: [num_pages, page_size, num_kv_heads, dim]; values may
             be the beginning of the keys.
-        page_table: [B, pages]. gather_index: [B, n] the token at each place. scatter_index: [T] each token's place
-            among B * n.
-        mask: additive [B, 1, n, pages * page_size]. sinks: [num_heads].
+        page_table: [B, pages]; entries behind the last key that a row sees are not read. gather_index: [B, n] the token
+            at each place. scatter_index: [T] each token's place among B * n.
+        seen: the keys that each place sees. sinks: [num_heads].
 
     Returns:
-        [1, T, num_heads, value_dim]; zeros for a token that sees no key. Partial sums take ``scratch_bytes``.
+        [1, T, num_heads, value_dim]; zeros for a token that sees no key.
     """
     query = _dense(query)
     _, num_heads, num_tokens, key_dim = query.shape
     _, page_size, num_kv_heads, value_dim = value_pages.shape
-    (num_rows, num_pages), row_len, groups = page_table.shape, gather_index.shape[1], num_heads // num_kv_heads
-    num_queries, splits = groups * row_len, num_splits(num_pages)
-    todo = calls(num_rows, num_queries, query_bytes(num_pages, num_kv_heads, value_dim))
-    most = max(call.num_queries for call in todo) * num_kv_heads * splits
+    num_pages, row_len, groups = page_table.shape[1], gather_index.shape[1], num_heads // num_kv_heads
+    todo = seen.calls(sum_bytes(num_heads, value_dim))
+    most = max(call.num_sums for call, _ in todo) * num_heads
     sums = query.new_empty(most, value_dim, dtype=torch.float32)
     maxima = query.new_empty(most, dtype=torch.float32)
     totals = torch.empty_like(maxima)
     result = query.new_empty(1, num_tokens, num_heads, value_dim)
     key_tile, value_tile = _tile(key_dim), _tile(value_dim)
     tile_bytes = (key_tile + value_tile) * page_size * query.element_size()
-    page_table, gather_index, mask = page_table.contiguous(), gather_index.contiguous(), mask.contiguous()
-    for call in todo:
-        rows, queries = call.stop_row - call.first_row, call.stop_query - call.first_query
-        _partial[(rows * num_kv_heads, splits, -(-queries // BLOCK))](
+    page_table, gather_index = page_table.contiguous(), gather_index.contiguous()
+    first, stop, mask = seen.first, seen.stop, seen.mask
+    for call, work in todo:
+        rows = call.stop_row - call.first_row
+        _partial[(_PROGRAMS,)](
             query,
             key_pages,
             value_pages,
             page_table,
             gather_index,
-            mask,
+            first,
+            stop,
+            first if mask is None else mask.contiguous(),
+            work,
             sums,
             maxima,
             totals,
             scale,
             softcap or 1.0,
+            rows,
             call.first_row,
-            call.first_query,
-            queries,
+            call.first_place,
             row_len,
             num_pages,
-            splits,
             query.stride(1),
             query.stride(2),
             HEADS=num_kv_heads,
@@ -320,7 +359,10 @@ def attend_in_place(
             PAGE=page_size,
             SPLIT=SPLIT,
             BLOCK=BLOCK,
+            ROWS=_ROWS,
+            PROGRAMS=_PROGRAMS,
             CAPPED=softcap is not None,
+            MASKED=mask is not None,
             num_stages=2 if tile_bytes <= _PREFETCHED_BYTES else 1,
         )
         _combined[(num_tokens, num_heads)](
@@ -329,13 +371,12 @@ def attend_in_place(
             totals,
             maxima if sinks is None else sinks,
             scatter_index,
+            work,
             result,
-            call.first_row,
             rows,
-            call.first_query,
-            queries,
+            call.first_row,
+            call.first_place,
             row_len,
-            splits,
             HEADS=num_kv_heads,
             GROUPS=groups,
             VALUE_DIM=value_dim,

@@ -19,9 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from paceline.model.compiled.buckets import Fits, Limits, pack, shapes_to_record
+from paceline.model.attention.kernels import Kernel
+from paceline.model.attention.schedule import SPLIT, num_splits, sizes_of
+from paceline.model.compiled.buckets import Fits, Limits, pack, shapes_to_record, token_shapes
 from paceline.model.kv_cache import KVCache
-from paceline.model.step_plan import StepArrays, StepShape, attention_masks, unpack
+from paceline.model.shapes import QUERY_ROW_LEN, UNBOUNDED
+from paceline.model.step_plan import StepArrays, StepShape, arrays_of, attention_masks, attention_seen, unpack
 from paceline.types import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -45,6 +48,8 @@ class Backend(Protocol):
 
     num_unrecorded: int
     """Steps that ran without a recording although there are recordings."""
+    longest_row: int
+    """Tokens of a query row at most (``Shapes.longest_row``)."""
 
     def run(self, step: StepFunction, plan: StepPlan) -> Outputs:
         """Logits ``[plan.num_logits, vocab]``, and states, on the device, which the caller may keep. Does not wait for
@@ -61,6 +66,8 @@ class HostBackend:
 
     num_unrecorded = 0
     """None is recorded (``Backend.num_unrecorded``)."""
+    longest_row = UNBOUNDED
+    """Rows are not cut (``Backend.longest_row``)."""
 
     def __init__(self, cache: KVCache, dtype: torch.dtype, window: int | None) -> None:
         self._cache, self._dtype, self._window = cache, dtype, window
@@ -121,16 +128,27 @@ class DeviceBackend:
     """Steps in the memory of an accelerator. On the CPU it computes the same, for tests."""
 
     def __init__(
-        self, cache: KVCache, dtype: torch.dtype, window: int | None, *, recorder: Recorder | None, max_shapes: int
+        self,
+        cache: KVCache,
+        dtype: torch.dtype,
+        window: int | None,
+        *,
+        kernel: Kernel,
+        recorder: Recorder | None,
+        max_shapes: int,
     ) -> None:
         """``recorder`` None: no step is recorded, but all run in the same shapes as if they were."""
         self.device = cache.keys[0].device
+        self._in_place = kernel == "triton"
+        self.longest_row = QUERY_ROW_LEN if self._in_place else UNBOUNDED
+        """Tokens of a query row at most (``Backend.longest_row``)."""
         self._cache, self._dtype, self._window = cache, dtype, window
         self._recorder, self._max_shapes = recorder, max_shapes
         self._shapes: list[StepShape] = []
         self._fits = Fits()
         self._replays: dict[StepShape, Replay] = {}
         self._num_states: dict[StepShape, int] = {}
+        self._most_sums: dict[StepShape, int] = {}  # of each recording
         self._room = functools.lru_cache(_ROOMS)(self._new_room)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0)
@@ -147,21 +165,38 @@ class DeviceBackend:
         """Packs the plan into one buffer, copies it and replays or runs the step (``Backend.run``)."""
         own = plan.shape
         shape = self._fits.best(own) or own
-        if shape in self._replays:
+        if shape in self._replays and self._has_room(shape, plan):
             return self.replay(plan, shape)
         self.num_unrecorded += bool(self._replays)
         return self.compute(step, plan, shape)
+
+    def _has_room(self, shape: StepShape, plan: StepPlan) -> bool:
+        """True if the recording of ``shape`` has room for the partial sums of a plan's attention."""
+        own, most = plan.shape, self._most_sums.get(shape)
+        if most is None or own.tokens * num_splits(shape.pages if own.is_tree else own.pages) <= most:
+            return True
+        arrays = arrays_of(own, plan.buffer)
+        places, splits = sizes_of(arrays.query_rows, arrays.scatter)
+        return not own.is_tree and int(places @ splits) <= most
+
+    def most_keys(self, shape: StepShape) -> int:
+        """Keys that every token of a recorded step may see: those of its page tables for whose partial sums it has
+        room."""
+        if shape not in self._most_sums or shape.is_tree:
+            return shape.num_keys
+        return min(shape.num_keys, self._most_sums[shape] // shape.tokens * SPLIT * PAGE_SIZE)
 
     def compute(self, step: StepFunction, plan: StepPlan, shape: StepShape) -> Outputs:
         """Runs ``plan`` in ``shape``, call by call. Steps of one stream follow each other, so all steps of a shape
         share the memory of their inputs.
         """
         room = self._room(shape)
-        if self.device.type == "cpu":
-            pack(plan, shape, self._cache.scratch_row, room.buffer)
+        packed = room.buffer if self.device.type == "cpu" else self._packed(plan, shape)
+        if packed is room.buffer:
+            pack(plan, shape, self._cache.scratch_row, packed)
         else:
-            room.buffer.copy_(self._packed(plan, shape), non_blocking=True)
-        logits, states = self._call(step, room)
+            room.buffer.copy_(packed, non_blocking=True)
+        logits, states = self._call(step, room, self._inputs(room, shape, packed))
         return logits[: plan.num_logits], None if states is None else states[: plan.shape.tokens]
 
     def replay(self, plan: StepPlan, shape: StepShape) -> Outputs:
@@ -184,9 +219,11 @@ class DeviceBackend:
 
         Raises what ``step`` raises while it is recorded, with no recording left.
         """
-        self._shapes = shapes_to_record(limits, self._max_shapes)
+        shapes_of = token_shapes if self._in_place and not limits.is_tree else shapes_to_record
+        self._shapes = shapes_of(limits, self._max_shapes)
         self._fits = Fits(self._shapes)
         self._replays.clear()
+        self._most_sums.clear()
         if self._recorder is None:
             return
         started = told = time.perf_counter()
@@ -220,19 +257,24 @@ class DeviceBackend:
         room = _Room.of(shape, self._buffer)
         if not len(self._logits):  # of the largest shape that there is, in the dtype that the model gives
             most = max(s.wanted for s in self._shapes)
-            logits, states = self._call(step, room)
+            logits, states = self._call(step, room, self._inputs(room, shape))
             self._logits = logits.new_empty(most, logits.shape[1])
             if states is not None:
                 self._states = states.new_empty(max(s.tokens for s in self._shapes), states.shape[1])
 
         def function() -> None:
-            logits, states = self._call(step, room)
+            seen = self._inputs(room, shape)
+            logits, states = self._call(step, room, seen)
+            if self._in_place:
+                self._most_sums[shape] = min(each.capacity for each in seen)
             self._logits[: shape.wanted].copy_(logits)
             if states is not None and self._states is not None:
                 self._states[: len(states)].copy_(states)
                 self._num_states[shape] = len(states)
 
-        self._replays[shape] = recorder.record(function)
+        replay = recorder.record(function)
+        if self._most_sums.get(shape, shape.tokens) >= shape.tokens:
+            self._replays[shape] = replay
 
     def _new_room(self, shape: StepShape) -> _Room:
         return _Room.of(shape, torch.empty(shape.num_bytes, dtype=torch.uint8, device=self.device))
@@ -251,8 +293,21 @@ class DeviceBackend:
         pack(plan, shape, self._cache.scratch_row, buffer)
         return buffer
 
-    def _call(self, step: StepFunction, room: _Room) -> Outputs:
+    def _inputs(self, room: _Room, shape: StepShape, packed: Tensor | None = None) -> list[Any]:
+        """What the step's attention sees (``paged_attention``): masks, or ``Seen`` of attention in place. ``packed``:
+        the host's copy of the buffer; None while a step is recorded, whose contents no one knows."""
+        if not self._in_place:
+            return list(attention_masks(room.arrays, self._dtype, self._window))
+        sizes = None
+        if packed is not None:
+            arrays = arrays_of(shape, packed)
+            places, splits = sizes_of(arrays.query_rows, arrays.scatter)
+            if shape.is_tree:
+                splits[:] = num_splits(shape.pages)
+            sizes = places.tolist(), splits.tolist()
+        capacity = shape.tokens * num_splits(shape.pages)
+        return list(attention_seen(room.arrays, self._dtype, self._window, sizes=sizes, capacity=capacity))
+
+    def _call(self, step: StepFunction, room: _Room, seen: list[Any]) -> Outputs:
         """Runs ``step`` on the contents of the buffer; returns logits [shape.wanted, vocab], and states."""
-        masks = attention_masks(room.arrays, self._dtype, self._window)
-        result = step(*room.inputs, masks, self._cache.model_keys, self._cache.model_values)
-        return _outputs(result)
+        return _outputs(step(*room.inputs, seen, self._cache.model_keys, self._cache.model_values))

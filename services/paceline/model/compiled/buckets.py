@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from paceline.model import layout
-from paceline.model.shapes import padded_pages, padded_tokens
+from paceline.model.shapes import QUERY_ROW_LEN, padded_pages, padded_tokens
 from paceline.model.step_plan import StepArrays, StepShape, arrays_of
 from paceline.types import PAGE_SIZE
 
@@ -32,7 +32,12 @@ _ROW_LENGTHS = (4, 16, 32)
 _CHUNK_LENGTHS, _CHUNKS = (64, 128, 256), (1, 2, 4)
 """Recorded lengths and numbers of prompt chunks. Only the last tokens of each chunk have logits."""
 _MIN_PAGES, _PAGES_GROWTH = 8, 4
-"""Page tables grow in large steps, since attention in place reads no page that is masked."""
+"""Page tables grow in large steps, so that there are few."""
+_FEW_TOKENS, _STEPS_OF_AN_OCTAVE = 128, 4
+"""Numbers of tokens that are recorded for attention in place: multiples of 16 up to 128, then four for each
+doubling."""
+_MOST_WANTED = 512
+"""Rows of logits of the largest recorded steps: more tokens than these are prompts, which want few."""
 _REMEMBERED = 4096
 
 
@@ -146,6 +151,34 @@ def shapes_to_record(limits: Limits, most: int) -> list[StepShape]:
         for pages in _growing(min(_MIN_PAGES, max_pages), max_pages, _PAGES_GROWTH)
     }
     return sorted(shapes, key=lambda s: (s.rows * s.pages, s.tokens, s.row_len))[:most]
+
+
+def token_shapes(limits: Limits, most: int) -> list[StepShape]:
+    """Returns at most ``most`` shapes for attention in place, of few tokens before those of many.
+
+    Such a step costs what its tokens see (``attention/schedule.py``), so its number of tokens is its shape: it has room
+    for all ways to spread them over sessions, and for the longest context. A step whose tokens are mostly of prompts
+    has few rows of logits, so each number of tokens is there with a quarter as many, too.
+    """
+    pages, last = padded_pages(limits.max_pages), max(_MIN_TOKENS, padded_tokens(limits.max_tokens))
+    shapes = []
+    for tokens in _token_counts(last):
+        rows = min(tokens, limits.max_rows + tokens // QUERY_ROW_LEN)
+        all_wanted = min(tokens, _MOST_WANTED)
+        for wanted in sorted({max(_MIN_TOKENS, padded_tokens(all_wanted // 4)), all_wanted}):
+            shapes.append(StepShape(tokens, 2 * tokens, wanted, rows, QUERY_ROW_LEN, pages))
+    return shapes[:most]
+
+
+def _token_counts(last: int) -> list[int]:
+    counts, step = [], _MIN_TOKENS
+    tokens = _MIN_TOKENS
+    while tokens < last:
+        counts.append(tokens)
+        if tokens >= _FEW_TOKENS and tokens % (step * 2 * _STEPS_OF_AN_OCTAVE) == 0:
+            step = tokens // _STEPS_OF_AN_OCTAVE
+        tokens += step
+    return [*counts, last]
 
 
 def _growing(first: int, last: int, by: int = 2) -> Sequence[int]:

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import ConfigError
+from paceline.model.attention.kernels import Kernel
 from paceline.model.compiled.backend import Backend, DeviceBackend, HostBackend, Replay
 from paceline.model.compiled.buckets import Limits
 from paceline.model.kv_cache import KVCache
@@ -118,7 +119,12 @@ def require_graphs(cuda_graphs: CudaGraphs, device: torch.device, *, num_ranks: 
 
 
 def make_backend(
-    cache: KVCache, dtype: torch.dtype, window: int | None, cuda_graphs: CudaGraphs, max_cuda_graphs: int
+    cache: KVCache,
+    dtype: torch.dtype,
+    window: int | None,
+    kernel: Kernel,
+    cuda_graphs: CudaGraphs,
+    max_cuda_graphs: int,
 ) -> Backend:
     """Chooses the backend that runs the steps where ``cache`` lies.
 
@@ -131,7 +137,7 @@ def make_backend(
         return HostBackend(cache, dtype, window)
     recorder = CudaRecorder(device) if cuda_graphs else None
     log.info("steps on %s run %s", torch.cuda.get_device_name(device), "as CUDA graphs" if recorder else "eagerly")
-    return DeviceBackend(cache, dtype, window, recorder=recorder, max_shapes=max_cuda_graphs)
+    return DeviceBackend(cache, dtype, window, kernel=kernel, recorder=recorder, max_shapes=max_cuda_graphs)
 
 
 def record_steps(runner: ModelRunner, limits: Limits, max_len: int, cuda_graphs: CudaGraphs) -> None:

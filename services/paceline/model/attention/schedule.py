@@ -1,0 +1,149 @@
+"""The work of a step of attention in place: which keys its places see, and calls whose partial sums fit a scratch.
+
+A *place* is one token in a query row. A *split* is ``SPLIT`` pages at a fixed position of a context. Each place has a
+partial sum for each head and each split that its row sees. A step is attended by a list of work, one piece for each row
+and split, and not by a grid over rows and page tables: what a step costs, and the sizes of a recording, depend on its
+tokens and not on how they are spread over sessions or on the longest context.
+
+Partial sums take at most ``MAX_SCRATCH_BYTES``. A step that needs more is attended in several calls: for some of its
+rows, or for some places of one row. The sums of a place are its own, so its bits are the same in any call. No triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.types import PAGE_SIZE
+
+MAX_SCRATCH_BYTES = 512 << 20
+"""Most bytes of partial results of one call. One place alone may need more."""
+SPLIT = 2
+"""Pages that one program attends to, in order. Few, so that a short context still occupies most of a device."""
+BLOCK = 16
+"""Places, times grouped heads, of one tile: the smallest that matrix units take. A larger one reads a long
+row's keys less often, but sums in another order: on an H100 bits differed with heads of 32 and 64 numbers."""
+_FLOAT32_BYTES = 4
+_SPLIT_KEYS = SPLIT * PAGE_SIZE
+
+
+class Call(NamedTuple):
+    """Rows ``first_row .. stop_row`` of a step, and of each the places ``first_place .. stop_place``."""
+
+    first_row: int
+    stop_row: int
+    first_place: int
+    stop_place: int
+    num_sums: int
+    """Pairs of a place and a split: the most that the call computes."""
+
+
+def num_splits(num_pages: int) -> int:
+    """Splits of a context of ``num_pages`` pages."""
+    return -(-num_pages // SPLIT)
+
+
+def sum_bytes(num_heads: int, value_dim: int) -> int:
+    """Bytes of the partial results of one place for one split, of all ``num_heads`` query heads."""
+    return num_heads * (value_dim + 2) * _FLOAT32_BYTES
+
+
+def most_sums(bytes_per_sum: int, limit: int = MAX_SCRATCH_BYTES) -> int:
+    """Partial sums of one call, at least one."""
+    return max(1, limit // bytes_per_sum)
+
+
+def calls(places: Sequence[int], splits: Sequence[int], most: int) -> list[Call]:
+    """Cuts a step into calls of at most ``most`` partial sums.
+
+    Args:
+        places: of each row, the number of its tokens.
+        splits: of each row, the splits that it sees.
+    """
+    found: list[Call] = []
+    first = total = 0
+    longest = max(places)
+    for row, (count, seen) in enumerate(zip(places, splits, strict=True)):
+        if total + count * seen > most:
+            if row > first:
+                found.append(Call(first, row, 0, longest, total))
+            first, total = row, 0
+            step = max(1, most // max(1, seen))
+            if count > step:
+                found += [
+                    Call(row, row + 1, place, min(place + step, count), min(step, count - place) * seen)
+                    for place in range(0, count, step)
+                ]
+                first = row + 1
+                continue
+        total += count * seen
+    if first < len(places):
+        found.append(Call(first, len(places), 0, longest, total))
+    return found
+
+
+def sizes_of(query_rows: NDArray[np.int64], scatter: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The number of places and of splits of each row.
+
+    Args:
+        query_rows: [B, n] KV row of each place; places of padding repeat one of their row.
+        scatter: [T] place of each token among B * n.
+    """
+    num_rows, row_len = query_rows.shape
+    places = np.zeros(num_rows, np.int64)
+    np.maximum.at(places, scatter // row_len, scatter % row_len + 1)
+    return places, query_rows.max(1) // _SPLIT_KEYS + 1
+
+
+@dataclass(slots=True)
+class Seen:
+    """The keys that the queries of one step see, on its device.
+
+    A place sees the keys ``first .. stop`` of its row, less those that ``mask`` hides.
+    """
+
+    first: Tensor
+    """int32 [B, n]: the first key that each place sees."""
+    stop: Tensor
+    """int32 [B, n]: the key behind the last one."""
+    places: Tensor
+    """int32 [B]: tokens of each row; 0 of a row of padding."""
+    mask: Tensor | None = None
+    """Additive [B, 1, n, pages * PAGE_SIZE]; None: nothing else is hidden."""
+    sizes: tuple[list[int], list[int]] | None = None
+    """Places and splits of each row, if the host knows them; None while a step is recorded."""
+    capacity: int = 0
+    """While a step is recorded: the most partial sums that its tokens can need, and then those that it has room for."""
+    _made: dict[int, list[tuple[Call, Tensor]]] = field(default_factory=dict)
+
+    def calls(self, bytes_per_sum: int) -> list[tuple[Call, Tensor]]:
+        """The calls of the step's attention and the ``work`` of each. Layers of one size share them.
+
+        Args:
+            bytes_per_sum: ``sum_bytes`` of the layer.
+        """
+        if bytes_per_sum not in self._made:
+            most = most_sums(bytes_per_sum)
+            if self.sizes is None:
+                self.capacity = min(self.capacity, most)
+                num_rows, row_len = self.first.shape
+                todo = [Call(0, num_rows, 0, row_len, self.capacity)]
+            else:
+                todo = calls(*self.sizes, most)
+            self._made[bytes_per_sum] = [(call, self._work(call)) for call in todo]
+        return self._made[bytes_per_sum]
+
+    def _work(self, call: Call) -> Tensor:
+        """int32 [4, rows]: first split and number of places of each row; splits, and partial sums, up to its end."""
+        rows = slice(call.first_row, call.stop_row)
+        places = self.places[rows].clamp(max=call.stop_place).sub_(call.first_place).clamp_(min=0)
+        first = self.first[rows].amin(1) // _SPLIT_KEYS
+        splits = ((self.stop[rows].amax(1) + _SPLIT_KEYS - 1) // _SPLIT_KEYS - first) * places.clamp(max=1)
+        ends = [splits.cumsum(0), (splits * places).cumsum(0)]
+        return torch.stack([first, places, *ends]).to(torch.int32)
