@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -161,67 +160,68 @@ def vllm(start: dict[str, Any]) -> tuple[str, Answer]:
     return str(vllm.__version__), answer
 
 
-LLAMA_CPP = """
-import {createInterface} from "node:readline";
-import {getLlama} from "node-llama-cpp";
-const start = JSON.parse(process.argv[2]), count = start.cores.length, threads = {ideal: count, min: count};
-const llama = await getLlama({gpu: false, build: "never", maxThreads: count, progressLogs: false, logLevel: "error"});
-const model = await llama.loadModel({modelPath: start.target, gpuLayers: 0});
-const context = await model.createContext(
-  {contextSize: start.context, sequences: start.sessions, batchSize: start.context, threads});
-const sequences = Array.from({length: start.sessions}, () => context.getSequence());
-console.log(JSON.stringify(llama.systemInfo));
-for await (const line of createInterface({input: process.stdin})) {
-  const unit = JSON.parse(line);
-  for (const sequence of sequences) await sequence.clearHistory();
-  const began = performance.now();
-  const answers = await Promise.all(unit.prompts.map(async (prompt, i) => {
-    const found = {token_ids: [], sizes: [], times_s: []};
-    const how = {temperature: unit.temperature, topK: 0, topP: 1, seed: unit.seed + i, yieldEogToken: true};
-    for await (const token of sequences[i].evaluate(prompt, how)) {
-      found.token_ids.push(token);
-      found.sizes.push(1);
-      found.times_s.push((performance.now() - began) / 1000);
-      if (found.sizes.length === unit.max_tokens[i]) break;
-    }
-    return found;
-  }));
-  console.log(JSON.stringify(answers));
-}
-process.exit(0);
-"""
-"""One sequence of a context for each session. The package's binaries are llama.cpp's own; it loads the one that is for
-the processor."""
-
-
 def llama_cpp(start: dict[str, Any]) -> tuple[str, Answer]:
-    """llama.cpp by the package node-llama-cpp, which npm has put into this environment's folder; it drafts nothing."""
-    script = Path(sys.prefix) / "paceline-peer.mjs"  # there its import is found; the package starts it again
-    script.write_text(LLAMA_CPP, encoding="utf-8")
-    command = ["node", str(script), json.dumps(start | {"context": MAX_LEN // 2})]
-    process = subprocess.Popen(
-        command,
-        cwd=sys.prefix,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=_end_with_parent,
-    )
+    """llama.cpp by the package llama-cpp-python, which compiles it for this processor; it drafts nothing."""
+    import llama_cpp as lib
 
-    def receive() -> Any:
-        assert process.stdout is not None
-        if not (line := process.stdout.readline()):
-            raise RuntimeError(f"node ended with status {process.wait()}")
-        return json.loads(line)
+    lib.llama_backend_init()
+    files = lib.llama_model_default_params()
+    files.n_gpu_layers = 0
+    if not (model := lib.llama_model_load_from_file(start["target"].encode(), files)):
+        raise RuntimeError(f"{start['target']} cannot be read")
+    options = lib.llama_context_default_params()
+    options.n_ctx, options.n_seq_max = MAX_LEN // 2 * start["sessions"], start["sessions"]
+    options.n_threads = options.n_threads_batch = len(start["cores"])
+    if not (context := lib.llama_init_from_model(model, options)):
+        raise RuntimeError("no memory for its context")
+    width = lib.llama_n_batch(context)
+    batch = lib.llama_batch_init(width, 0, 1)
+
+    def sampler_of(temperature: float, seed: int) -> Any:
+        if temperature == 0:
+            return lib.llama_sampler_init_greedy()
+        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_temp(temperature))
+        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(seed))
+        return chain
+
+    def fill(waiting: list[list[int]], known: list[int]) -> dict[int, int]:
+        """Puts the tokens that wait into the batch, those of short sequences first; returns rows by the sequences that
+        have none left."""
+        rows, batch.n_tokens = {}, 0
+        for i in sorted(range(len(waiting)), key=lambda i: len(waiting[i])):
+            taken = waiting[i][: width - batch.n_tokens]
+            del waiting[i][: len(taken)]
+            for token in taken:
+                row = batch.n_tokens
+                batch.token[row], batch.pos[row], batch.logits[row] = token, known[i], False
+                batch.n_seq_id[row], batch.seq_id[row][0] = 1, i
+                known[i] += 1
+                batch.n_tokens += 1
+            if taken and not waiting[i]:
+                rows[i], batch.logits[batch.n_tokens - 1] = batch.n_tokens - 1, True
+        return rows
 
     def answer(unit: dict[str, Any]) -> list[dict[str, Any]]:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(unit) + "\n")
-        process.stdin.flush()
-        answers: list[dict[str, Any]] = receive()
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        began, count = time.perf_counter(), len(unit["prompts"])
+        waiting, known = [list(prompt) for prompt in unit["prompts"]], [0] * count
+        samplers = [sampler_of(unit["temperature"], unit["seed"] + i) for i in range(count)]
+        answers: list[dict[str, Any]] = [{"token_ids": [], "sizes": [], "times_s": []} for _ in range(count)]
+        while any(waiting):
+            rows = fill(waiting, known)
+            if status := lib.llama_decode(context, batch):
+                raise RuntimeError(f"llama_decode: {status}")
+            for i, row in rows.items():
+                token = lib.llama_sampler_sample(samplers[i], context, row)
+                _add(answers[i], [token], time.perf_counter() - began)
+                if len(answers[i]["token_ids"]) < unit["max_tokens"][i]:
+                    waiting[i].append(token)
+        for sampler in samplers:
+            lib.llama_sampler_free(sampler)
         return answers
 
-    return str(receive()), answer
+    return f"{lib.__version__}, {lib.llama_print_system_info().decode()}", answer
 
 
 def _add(found: dict[str, Any], token_ids: list[int], now: float) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-import venv
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,16 +75,15 @@ def test_an_engine_answers_every_prompt_and_sleeps_between_units(python: str, en
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_llama_cpp_answers_by_node_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    venv.create(tmp_path / "llama", symlinks=True)
-    monkeypatch.setenv("PATH", f"{ENGINES}:{os.environ['PATH']}")
-    python = str(tmp_path / "llama/bin/python")
+def test_llama_cpp_answers_every_prompt_in_batches_of_its_width(python: str) -> None:
+    """Mutant: rows that start at position 0 again in a second batch."""
     start = start_of(Peer("llama.cpp", python), ("model.gguf", ""), 0, (CORE,), "bfloat16", 2)
     with PeerProcess(python, start) as process:
-        long, short = process.generate(UNIT)
-    assert (long.token_ids, short.token_ids) == (tuple(range(21, 27)), tuple(range(41, 45)))
-    assert (long.prefill_s, long.decode_s) == (0.5, 5.0)
-    with pytest.raises(EngineError, match=r"^llama.cpp failed: RuntimeError: node ended with status 4"):
+        for _ in range(2):
+            long, short = process.generate(UNIT)
+            assert (long.token_ids, short.token_ids) == (tuple(range(21, 27)), tuple(range(41, 45)))
+            assert [r.tokens for r in long.rounds] == [1] * 6
+    with pytest.raises(EngineError, match=r"^llama.cpp failed: RuntimeError: folder cannot be read"):
         PeerProcess(python, replace(start, target="folder")).__enter__()
 
 
