@@ -16,6 +16,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.linear import Kind, LinearLayers, LinearSpec, Slots, linear_layers, why_not_runnable
 from paceline.checkpoint.size import size_of
 from paceline.config import DraftModel, HeadOptions, LocalConfig, TargetModel
+from paceline.drafters.heads.early_exit import open_exit
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
 from paceline.model.kv_cache import KVCache
@@ -107,6 +108,13 @@ def test_a_draft_with_linear_layers_is_refused(folder: Path, tmp_path: Path) -> 
         LocalPipeline(config).load()
 
 
+def test_layers_that_attend_in_addition_do_not_draft(tmp_path: Path) -> None:
+    """Their own forward has no state of the tokens before."""
+    hybrid_model("falcon_h1").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="has layers of attention and Mamba2 together, and only layers of attention"):
+        open_exit(Checkpoint.open(str(tmp_path)), 1)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_and_rows_take_what_is_estimated(family: str, tmp_path: Path) -> None:
     """By the configuration alone, and by the tensors that there are."""
@@ -119,9 +127,10 @@ def test_states_and_rows_take_what_is_estimated(family: str, tmp_path: Path) -> 
     cache = KVCache([], 4, torch.float32, "cpu", specs, slots)
     taken = sum(pool.nbytes for layer in cache.linear_pools.values() for pool in layer)
     assert taken == size.slots_bytes(3) > 0
-    assert size.num_kv_layers == 1
+    num = size.num_kv_layers
+    assert num == (size.linear.num if family == "falcon_h1" else 1)
     if not hasattr(hybrid_config(family), "kv_lora_rank"):
-        assert size.kv_values == 2 * 2 * 16
+        assert size.kv_values == num * 2 * 2 * 16
 
 
 _FULL = {4, 8, 12, 16, 20, 24, 27}
@@ -204,6 +213,26 @@ def test_published_shapes(name: str) -> None:
     config, layers, state_kib = PUBLISHED[name]
     assert linear_layers(config) == layers
     assert layers is None or layers.state_bytes(2) >> 10 == state_kib
+
+
+_HEADS = {"mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_conv": 4, "hidden_size": 256}
+
+
+@pytest.mark.parametrize(
+    ("config", "num", "head_dim", "num_both"),
+    [
+        ({"model_type": "bamba", "mamba_d_head": "auto", "mamba_expand": 2, "attn_layer_indices": [1]}, 3, 64, 0),
+        ({"model_type": "bamba", "mamba_d_head": 64, "attn_layer_indices": None}, 4, 64, 0),
+        ({"model_type": "granitemoehybrid", "mamba_d_head": 64, "layer_types": ["mamba", "attention"] * 2}, 2, 64, 0),
+        ({"model_type": "falcon_h1", "mamba_d_head": "auto", "mamba_d_ssm": 256}, 4, 32, 4),
+        ({"model_type": "falcon_h1", "mamba_d_head": "auto", "mamba_d_ssm": None, "mamba_expand": 2}, 4, 64, 4),
+    ],
+)
+def test_sizes_of_mamba2_are_found_in_any_form(config: dict, num: int, head_dim: int, num_both: int) -> None:
+    """Sizes that follow from others, older names of layers, and layers that attend, too."""
+    layers = linear_layers({"num_hidden_layers": 4, **_HEADS, **config})
+    assert layers == LinearLayers(num, LinearSpec(1, 8, 128, head_dim, 4, Kind.MAMBA2), num_both=num_both)
+    assert layers.num_without_kv == num - num_both
 
 
 def test_layers_that_keep_nothing_have_no_keys_and_values() -> None:

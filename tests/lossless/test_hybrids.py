@@ -29,6 +29,7 @@ FAST = ("qwen3_5_text", torch.bfloat16, 6)
 SLOW = [
     ("qwen3_next", torch.float32, 6),
     *((family, torch.bfloat16, 6) for family in ("lfm2_moe", "jamba", "nemotron_h", "kimi_linear", "minimax")),
+    ("falcon_h1", torch.float32, 6),
 ]
 EACH = [(family, dtype, 12) for family in FAMILIES for dtype in (torch.float32, torch.bfloat16)]
 _PREFIX = prompt(999, 64)

@@ -69,6 +69,7 @@ EXCLUDED = {
 WHOLE_ONLY = {"stablelm, no plan": "has no tensor-parallel plan, in transformers or here"}
 """Refused at degree 2."""
 
+_MAMBA2 = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_head": 32, "mamba_d_state": 32}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_local_experts": 8},
     "kimi_linear": {"num_local_experts": 8},
@@ -93,7 +94,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
         "intermediate_size": 96, "activation_sparsity_pattern": [0.9, 0.0, 0.9, 0.0],
     },
-    "granitemoehybrid": {"layer_types": ["attention", "attention"], "shared_intermediate_size": 96},
+    "bamba": _MAMBA2 | {"attn_layer_indices": [1]},
+    "falcon_h1": _MAMBA2 | {"mamba_d_ssm": 128},
+    "granitemoehybrid": _MAMBA2 | {
+        "layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 96,
+    },
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 2048},
     "helium": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 32, "num_key_value_heads": 2, "num_experts": 4},
@@ -137,6 +142,7 @@ class Case:
 
 _ROPE = {"rope_theta": 1e4, "factor": 4.0}
 _TRAINED = {"original_max_position_embeddings": 64}
+_OWN_PLANS = ("bamba", "falcon_h1", "gpt2", "gpt_oss", "hunyuan_v1_dense", "lfm2")
 VARIANTS = [
     Case("llama, biases, one KV head", "llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
     Case("llama, rope linear", "llama", {"rope_parameters": {"rope_type": "linear", **_ROPE}}),
@@ -167,7 +173,7 @@ VARIANTS = [
     Case("hunyuan_v1_dense, alpha", "hunyuan_v1_dense", {
         "rope_parameters": {"rope_type": "dynamic", "alpha": 4.0, **_ROPE}
     }),
-    *(Case(f"{family}, our plan", family) for family in ("gpt2", "gpt_oss", "hunyuan_v1_dense", "lfm2")),
+    *(Case(f"{family}, our plan", family) for family in _OWN_PLANS),
     Case("stablelm, no plan", "stablelm"),
     *(Case(f"{family}, no plan", family) for family in ("bloom", "codegen", "falcon", "gptj", "mpt")),
 ]  # fmt: skip

@@ -19,7 +19,10 @@ from paceline.model.step_plan import SequenceStep, StepPlan
 
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 """Families whose linear layers have a native operator, and are compiled."""
-BY_TORCH = ("kimi_linear", "bailing_hybrid", "minimax", "lfm2", "lfm2_moe", "jamba", "nemotron_h")
+BY_TORCH = (
+    *("kimi_linear", "bailing_hybrid", "minimax", "lfm2", "lfm2_moe", "jamba"),
+    *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),
+)
 """Families of the other kinds."""
 FAMILIES = (*GATED_DELTA, *BY_TORCH)
 _DELTA = {
@@ -30,6 +33,7 @@ _KIMI = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     "mlp_layer_types": ["dense", "sparse", "sparse"],
 }
+_MAMBA2 = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_head": 32, "mamba_d_state": 24}
 _SIZES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(GATED_DELTA, _DELTA),
     "kimi_linear": _KIMI | {"linear_head_dim": 16, "linear_num_heads": 4},
@@ -37,6 +41,13 @@ _SIZES: dict[str, dict[str, Any]] = {
     "minimax": {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "head_dim": 16},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True},
+    "bamba": _MAMBA2 | {"attn_layer_indices": [2], "num_hidden_layers": 3},
+    "falcon_h1": _MAMBA2 | {
+        "mamba_d_ssm": 128, "num_hidden_layers": 2, "mamba_rms_norm": True,
+        "ssm_multipliers": [0.5, 2.0, 1.5, 0.7, 1.2], "ssm_in_multiplier": 1.5, "key_multiplier": 0.5,
+        "mlp_multipliers": [2.0, 0.5],
+    },
+    "granitemoehybrid": _MAMBA2 | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
     "jamba": {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 2},
     "nemotron_h": {
         "mamba_num_heads": 4, "n_groups": 2, "mamba_head_dim": 16, "ssm_state_size": 24, "head_dim": 16,

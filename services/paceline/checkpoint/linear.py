@@ -18,6 +18,8 @@ LINEAR = "linear_attention"
 """The name of most linear layers in configurations."""
 CONV = "conv"
 """The name of short convolutions there."""
+BOTH = "hybrid"
+"""The name of layers that attend in addition."""
 PASSING = {"mlp", "moe"}
 """Names of layers that keep nothing of a token."""
 _LEGACY = {"mamba": LINEAR, "M": LINEAR, "E": "moe", "-": "mlp"}
@@ -113,11 +115,13 @@ class LinearLayers:
     spec: LinearSpec
     num_others: int = 0
     """Further layers that keep no keys and values, such as those that are nothing but an MLP."""
+    num_both: int = 0
+    """Of the linear layers, those that keep keys and values, too."""
 
     @property
     def num_without_kv(self) -> int:
         """Layers that keep no keys and values."""
-        return self.num + self.num_others
+        return self.num - self.num_both + self.num_others
 
     def state_bytes(self, item_bytes: int) -> int:
         """Bytes of one state in all layers."""
@@ -152,6 +156,7 @@ _KIMI_DELTA = _Names(Kind.KIMI_DELTA, (_KIMI_HEADS, _KIMI_HEADS, _KIMI_DIM, _KIM
 _CONVOLUTION = _Names(Kind.CONVOLUTION, (0, "hidden_size", 0, 1, "conv_L_cache"))
 _JAMBA = _Names(Kind.MAMBA, (1, "mamba_expand * hidden_size", "mamba_d_state", 1, "mamba_d_conv"))
 _NEMOTRON_H = _Names(Kind.MAMBA2, ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel"))
+_MAMBA2 = _Names(Kind.MAMBA2, ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv"))
 _LIGHTNING = _Names(Kind.LIGHTNING, ("num_attention_heads", "num_attention_heads", "head_dim", "head_dim", 1))
 _FAMILIES = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _GATED_DELTA),
@@ -163,6 +168,7 @@ _FAMILIES = {
     "lfm2": _CONVOLUTION,
     "lfm2_moe": _CONVOLUTION,
     "nemotron_h": _NEMOTRON_H,
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _MAMBA2),
 }
 """Model types with linear layers that run."""
 
@@ -176,12 +182,15 @@ def linear_layers(config: Mapping[str, Any]) -> LinearLayers | None:
     kinds = layer_types(text)
     if not text.get("head_dim"):
         text = {**text, "head_dim": (text.get("hidden_size") or 0) // (text.get("num_attention_heads") or 1)}
+    if text.get("mamba_d_head") == "auto":
+        channels = text.get("mamba_d_ssm") or _size(text, "mamba_expand * hidden_size") or 0
+        text = {**text, "mamba_d_head": channels // (text.get("mamba_n_heads") or 1)}
     sizes: list[Any] = [_size(text, setting) for setting in names.sizes]
-    num = sum(kind in (LINEAR, CONV) for kind in kinds)
+    num = sum(kind in (LINEAR, CONV, BOTH) for kind in kinds)
     if not num or None in sizes:
         return None
     spec = replace(LinearSpec(*sizes), kind=names.kind)
-    return LinearLayers(num, spec, num_others=sum(kind in PASSING for kind in kinds))
+    return LinearLayers(num, spec, sum(kind in PASSING for kind in kinds), kinds.count(BOTH))
 
 
 def _size(text: Mapping[str, Any], setting: str | tuple[str, ...] | int) -> int | None:
@@ -208,6 +217,10 @@ def layer_types(text: Mapping[str, Any]) -> list[str]:
         return [LINEAR if i + 1 in published.get("kda_layers", ()) else "" for i in range(num)]
     if (period := text.get("attn_layer_period")) is not None:
         return ["" if i % period == text.get("attn_layer_offset") else LINEAR for i in range(num)]
+    if "mamba_d_ssm" in text:
+        return [BOTH] * num
+    if "attn_layer_indices" in text:
+        return ["" if i in (text["attn_layer_indices"] or ()) else LINEAR for i in range(num)]
     if (attending := text.get("full_attn_idxs")) is not None:
         return ["" if i in attending else CONV for i in range(num)]
     interval = text.get("full_attention_interval") or text.get("layer_group_size")

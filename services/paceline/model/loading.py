@@ -382,12 +382,12 @@ def _size(model: PreTrainedModel, layers: list[LayerSpec], linear: dict[int, Lin
         sum(count for count, rank in counts if rank < 2),
     )
     kv_bytes = sum(layer.kv_bytes(model.dtype) for layer in layers)
-    specs = [*linear.values()]
+    specs, both = [*linear.values()], sum(layers[index] != NO_KV for index in linear)
     return replace(
         size,
         kv_values=kv_bytes // model.dtype.itemsize,
         num_layers=model.config.get_text_config().num_hidden_layers,
-        linear=LinearLayers(len(specs), specs[0], layers.count(NO_KV) - len(specs)) if specs else None,
+        linear=LinearLayers(len(specs), specs[0], layers.count(NO_KV) - len(specs) + both, both) if specs else None,
     )
 
 

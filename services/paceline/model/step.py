@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from paceline.checkpoint.indexed import INDEXED
-from paceline.checkpoint.linear import CONV, LINEAR, PASSING, Kind, LinearSpec
+from paceline.checkpoint.linear import BOTH, CONV, LINEAR, PASSING, Kind, LinearSpec
 from paceline.errors import ConfigError
 from paceline.model.attention.chunks import CHUNKED, adopt_chunks
 from paceline.model.attention.indexed import PROBE, IndexedStep, indexers_of, replace_indexers
@@ -147,7 +147,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
     num_layers = config.num_hidden_layers
     indexers = replace_indexers(model, num_layers)
     adopted = {kind for kind, found in ((CHUNKED, chunks), (INDEXED, indexers)) if found}
-    _check_layer_types(config, name, adopted | ({LINEAR, CONV, *PASSING} if linear else set()))
+    _check_layer_types(config, name, adopted | ({LINEAR, CONV, BOTH, *PASSING} if linear else set()))
     own = ({"linear": None} if linear else {}) | ({"attention_mask": PROBE.by_kind} if indexers else {})
     seen: dict[int, LayerSpec] = {}
     windows: set[int] = set()
@@ -201,7 +201,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
         )
     kinds = getattr(config, "layer_types", None) or ()
     passing = [i for i, kind in enumerate(kinds) if linear and kind in PASSING]
-    if sorted([*seen, *linear, *passing]) != list(range(num_layers)):
+    if {*seen, *linear, *passing} != {*range(num_layers)}:
         raise ConfigError(
             f"{name} has {num_layers} layers of which {len(seen)} keep a KV cache; only pure attention decoders work"
         )

@@ -89,7 +89,7 @@ def on_two_ranks(
     ("family", "dtype"),
     [
         *slow([("qwen3_next", FP32), ("lfm2", BF16), ("nemotron_h", FP32), ("kimi_linear", FP32), ("minimax", FP32)]),
-        *slow([("jamba", FP32)]),
+        *slow([("jamba", FP32), ("falcon_h1", FP32), ("granitemoehybrid", BF16)]),
         *nightly([(f, d) for f in FAMILIES for d in (FP32, BF16)]),
     ],
 )
@@ -137,7 +137,14 @@ def test_a_frame_holds_what_linear_layers_do() -> None:
         assert torch.equal(twin.buffer, plan.buffer)
 
 
-def test_key_heads_bound_the_degree() -> None:
-    config = hybrid_config("qwen3_next", linear_num_key_heads=3, linear_num_value_heads=6)
-    with pytest.raises(ConfigError, match=r"degree 2 and linear_num_key_heads 3, which it does not divide: use 1"):
-        plan_shards(config, 0, 2)
+@pytest.mark.parametrize(
+    ("family", "changes", "heads"),
+    [
+        ("qwen3_next", {"linear_num_key_heads": 3, "linear_num_value_heads": 6}, "linear_num_key_heads 3"),
+        ("nemotron_h", {"n_groups": 1}, "n_groups 1"),
+        ("granitemoehybrid", {"mamba_n_groups": 1}, "mamba_n_groups 1"),
+    ],
+)
+def test_key_heads_bound_the_degree(family: str, changes: dict[str, int], heads: str) -> None:
+    with pytest.raises(ConfigError, match=f"degree 2 and {heads}, which it does not divide: use 1"):
+        plan_shards(hybrid_config(family, **changes), 0, 2)

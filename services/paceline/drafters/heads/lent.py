@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.linear import linear_layers
 from paceline.drafters.heads.layers import attend_with_ours
 from paceline.drafters.heads.module import Attend
 from paceline.drafters.heads.reading import meta_model
@@ -76,6 +77,11 @@ def require_lendable(asked: str, target: Checkpoint, part: Part, layers: Collect
     if target.quantization is not None:
         raise ConfigError(
             f"{asked}: the target {target.path!r} is quantized, and layers of plain weights only can draft"
+        )
+    if layers and (linear := linear_layers(target.config)) is not None and linear.num_both:
+        raise ConfigError(
+            f"{asked}: the target {target.path!r} has layers of attention and {linear.spec.kind} together, "
+            "and only layers of attention can draft"
         )
     whole = meta_model(target)
     try:

@@ -230,14 +230,28 @@ def _mamba2_weights(layer: Any) -> Mapping[str, Any]:
 
 
 def _mamba2_project(layer: Any, x: Tensor) -> Projected:
+    return _mamba2_parts(layer, layer.in_proj(x)[0])
+
+
+def _mamba2_parts(layer: Any, projected: Tensor) -> Projected:
     heads, channels = layer.A_log.shape[0], layer.conv1d.weight.shape[0]
-    gate, inputs, step = layer.in_proj(x)[0].split([heads * layer.head_dim, channels, heads], -1)
+    gate, inputs, step = torch.split(projected, [heads * layer.head_dim, channels, heads], -1)
     return Projected(inputs, gate, step, step[:, :0])
 
 
 def _mamba2_finish(layer: Any, out: Tensor, gate: Tensor) -> Tensor:
     normed = layer.norm(out.flatten(1)[None], gate[None])
     return layer.out_proj(normed.to(gate.dtype))  # type: ignore[no-any-return]
+
+
+def _of_falcon(layer: Any, x: Tensor) -> Projected:
+    """Each part of the projection has a factor. A rank's parts are a whole fraction of all, in the same proportions."""
+    projected, factors = layer.in_proj(x * layer.ssm_in_multiplier)[0], layer.mup_vector[0, 0]
+    return _mamba2_parts(layer, projected * factors[:: factors.shape[0] // projected.shape[1]])
+
+
+def _falcon_finish(layer: Any, out: Tensor, gate: Tensor) -> Tensor:
+    return (_mamba2_finish if layer.mamba_rms_norm else _mamba_finish)(layer, out, gate)
 
 
 _MAMBA2 = Family(_mamba2_sizes, _mamba2_weights, _mamba2_project, _mamba2_finish)
@@ -254,6 +268,9 @@ FAMILIES = {
     "Lfm2MoeShortConv": _CONVOLUTION,
     "JambaMambaMixer": _JAMBA,
     "NemotronHMamba2Mixer": _MAMBA2,
+    "BambaMixer": _MAMBA2,
+    "GraniteMoeHybridMambaLayer": _MAMBA2,
+    "FalconH1Mixer": Family(_mamba2_sizes, _mamba2_weights, _of_falcon, _falcon_finish),
 }
 """By the name of a module's class."""
 

@@ -10,7 +10,7 @@ leaves these layers whole, since its forward could not run a part. Projections a
     MiniMax      qkv_proj                   head after head: one range; the norm sees the heads of all ranks
     Jamba        in_proj                    values and gate: a range of each; x_proj reads a range, dt_proj writes one
     LFM2         in_proj                    two gates and the input: a range of each
-    Nemotron-H   in_proj                    gate, values, keys, queries, lengths of steps: a range of each
+    Mamba2       in_proj                    gate, values, keys, queries, lengths of steps: a range of each
 
 The convolution's channels are queries, keys and values in the first four; values, keys and queries in the last one.
 """
@@ -26,18 +26,19 @@ from paceline.checkpoint.linear import Kind, LinearSpec
 from paceline.model.linear.families import spec_of
 from paceline.model.linear.layers import linear_modules
 
-CHANNELS = "hidden_size"
-"""The channels of a short convolution, or of Mamba a multiple of it. No setting makes them fewer on a rank: they are
-the model's width, too."""
+FIXED = {"hidden_size", "mamba_n_groups", "mamba_n_heads"}
+"""Settings that a rank's configuration has whole, although the degree divides them: channels of convolutions and of
+Mamba are the model's width or a multiple of it, and so are all heads of some Mamba2 layers together."""
 _HEADS = {
     Kind.GATED_DELTA: ("linear_num_key_heads", "linear_num_value_heads"),
     Kind.KIMI_DELTA: ("linear_num_heads",),
     Kind.LIGHTNING: ("num_attention_heads",),
-    Kind.CONVOLUTION: (CHANNELS,),
-    Kind.MAMBA: (CHANNELS,),
-    Kind.MAMBA2: ("n_groups", "mamba_num_heads"),
+    Kind.CONVOLUTION: ("hidden_size",),
+    Kind.MAMBA: ("hidden_size",),
+    Kind.MAMBA2: ("n_groups", "mamba_num_heads", "mamba_n_groups", "mamba_n_heads"),
 }
-"""Configuration values that hold the numbers of heads. The number of value heads is a multiple of the first one."""
+"""Configuration values that hold the numbers of heads, as far as a configuration has them. The number of value heads
+is a multiple of the first one."""
 _OUTPUTS = {"out_proj", "o_proj", "x_proj"}
 """Modules that read what is split."""
 _WHOLE = {"norm", "o_norm", "f_a_proj", "g_a_proj", "dt_layernorm", "b_layernorm", "c_layernorm"}
@@ -70,7 +71,8 @@ class LinearParts(NamedTuple):
         heads: dict[str, None] = {}
         for name, layer in linear_modules(model):
             spec = spec_of(layer)
-            heads |= dict.fromkeys(_HEADS[spec.kind])
+            text = model.config.get_text_config()
+            heads |= dict.fromkeys(key for key in _HEADS[spec.kind] if hasattr(text, key))
             for parameter, shape in shapes.items():
                 if parameter.startswith(f"{name}."):
                     leaf = parameter.removeprefix(f"{name}.")

@@ -29,7 +29,7 @@ from paceline.model.local_config import (
     smaller,
     values_of,
 )
-from paceline.model.parallel.linear import CHANNELS, LinearParts
+from paceline.model.parallel.linear import FIXED, LinearParts
 from paceline.model.parallel.tables import QKV, divided_sizes, own_plan, written_out
 
 Range = tuple[int, int]
@@ -152,7 +152,7 @@ class _Planner:
         self.split = {key: values[key] for key in chosen} | heads
         self._check_degree(self.split)
 
-        local = {key: max(1, value // self.degree) for key, value in self.split.items() if key != CHANNELS}
+        local = {key: max(1, value // self.degree) for key, value in self.split.items() if key not in FIXED}
         config = changed(self.config, local)
         model = meta_model(config)
         shapes = shapes_of(model)
@@ -223,7 +223,7 @@ class _Planner:
             parameters[name] = shard = ParameterShard(self.shapes[name], part.dim, part.ranges, part.elsewhere)
             if part.dim is None and name.endswith("norm.weight") and shard.shape != shapes[name]:
                 gathered.append(name.removesuffix(".weight"))
-            elif shard.local_shape != shapes[name] and CHANNELS not in self.linear.heads:
+            elif shard.local_shape != shapes[name] and FIXED.isdisjoint(self.linear.heads):
                 raise self._only_whole(f"{name} is {shapes[name]} on a rank, not {shard.local_shape}")
         return gathered
 

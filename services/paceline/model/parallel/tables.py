@@ -27,6 +27,9 @@ _LAYERS = {
     "hunyuan_v1_dense": ("model.layers.*", _ATTENTION | {
         "mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise",
     }),
+    **dict.fromkeys(("bamba", "falcon_h1"), ("model.layers.*", _ATTENTION | {
+        "feed_forward.gate_proj": "colwise", "feed_forward.up_proj": "colwise", "feed_forward.down_proj": "rowwise",
+    })),
     "lfm2": ("model.layers.*", {
         "self_attn.q_proj": "colwise", "self_attn.k_proj": "colwise", "self_attn.v_proj": "colwise",
         "self_attn.out_proj": "rowwise",
@@ -34,7 +37,10 @@ _LAYERS = {
     }),
 }  # fmt: skip
 """For each model type: the path of the layers, and the plan of one layer."""
-_SIZES = {"gpt2": ("transformer.h.*.attn.split_size", "transformer.h.*.attn.c_attn.nf")}
+_SIZES = {
+    "gpt2": ("transformer.h.*.attn.split_size", "transformer.h.*.attn.c_attn.nf"),
+    "falcon_h1": ("model.layers.*.mamba.norm.n_groups",),
+}
 """Attributes that hold a size which no setting governs: a rank's are divided by the degree."""
 
 
@@ -47,6 +53,8 @@ def own_plan(config: PretrainedConfig) -> dict[str, str]:
 def divided_sizes(config: PretrainedConfig) -> list[str]:
     """Paths of the attributes that a rank's model holds a part of."""
     names = _SIZES.get(config.model_type, ())
+    if config.model_type == "falcon_h1" and not config.mamba_rms_norm:
+        return []
     return [name.replace("*", str(layer)) for name in names for layer in range(config.num_hidden_layers)]
 
 
