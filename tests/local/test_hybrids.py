@@ -129,8 +129,8 @@ def test_states_and_rows_take_what_is_estimated(family: str, tmp_path: Path) -> 
     assert taken == size.slots_bytes(3) > 0
     num = size.num_kv_layers
     assert num == (size.linear.num if family == "falcon_h1" else 1)
-    if not hasattr(hybrid_config(family), "kv_lora_rank"):
-        assert size.kv_values == num * 2 * 2 * 16
+    latent = hasattr(hybrid_config(family), "kv_lora_rank")
+    assert size.kv_values == num * (32 + 16 if latent else 2 * 2 * 16)
 
 
 _FULL = {4, 8, 12, 16, 20, 24, 27}
