@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.model.attention.test_latent import DEEPSEEK_V3
 from tests.support.models import FAMILIES, letters_tokenizer, random_model, save_pair
 
 from paceline.checkpoint.files import Checkpoint
@@ -91,6 +92,17 @@ def test_a_service_that_may_start(capsys, models):
     assert "272 KV pages of 64 tokens, 17,408 tokens: 16 sessions of 1,024 tokens, 8 of the longest, 2,048." in out
     assert "this machine has 64.00 GiB left." in out
     assert out.endswith("\nThe service may start.\n")
+
+
+def test_what_a_token_takes_is_said(capsys, tmp_path):
+    """Of DeepSeek-V3 by its published configuration: 61 latents of 512 + 64 numbers."""
+    save_pair(tmp_path)
+    capsys.readouterr()  # transformers shows its progress
+    target = tmp_path / "target"
+    (target / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    _, out = check(capsys, "--target", str(target), "--draft", str(tmp_path / "draft"), "--no-compile")
+    assert "target_config: a token takes 68.6 KiB of KV in each process." in out
+    assert "draft_config: a token takes " in out
 
 
 def test_json_has_the_same_estimate_and_adds_up(capsys, models):

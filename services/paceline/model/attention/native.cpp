@@ -25,9 +25,11 @@
 namespace {
 
 constexpr int kPage = 64;  // keys of a block: the bits of one word of visibility
-// Places of a query row that share a packed block: their sums stay in the second-level cache.
+// Places of a query row that share a packed block, at most, and bytes of their sums, which stay in the second-level cache.
 constexpr int kTokens = 32;
+constexpr int64_t kSums = 1 << 20;
 constexpr int64_t kPacking = 4;       // queries that a block takes as long as to be packed
+constexpr int64_t kUnits = 16;        // pieces of work that are enough for the helpers
 constexpr int64_t kShared = 1 << 18;  // multiplications, about 3 us: of these an attention is worth the helpers
 
 // work(it, i) for all i below `pieces`, each once, by this thread and those that help it. False: nobody helps it, and
@@ -87,24 +89,31 @@ class Attention {
     }
     std::vector<Piece> pieces;
     int64_t queries = 0;
+    const int64_t row_bytes = groups_ * s_.columns * sizeof(float);
+    const size_t most = std::clamp<int64_t>(kSums / std::max<int64_t>(1, row_bytes), 1, kTokens);
     for (int64_t row = 0; row < s_.num_rows; ++row) {
       const int64_t* takers = taker.data() + row * s_.row_len;
       for (int64_t j = 0; j < s_.row_len; ++j) {
         if (takers[j] < 0) continue;
-        if (pieces.empty() || pieces.back().row != row || pieces.back().places.size() == kTokens) {
+        if (pieces.empty() || pieces.back().row != row || pieces.back().places.size() == most) {
           pieces.push_back({row, takers, {}});
         }
         pieces.back().places.push_back(j), queries += groups_;
       }
     }
     const int64_t heads = s_.num_kv_heads, num = pieces.size(), packed = num * kPacking;
+    // The query heads of a KV head are split among few pieces, if each part then packs its blocks for enough queries.
+    const int64_t units = std::max<int64_t>(1, num * heads), each = queries / std::max<int64_t>(1, num);
+    const int64_t parts = std::clamp<int64_t>(std::min(kUnits / units, each / (2 * kPacking)), 1, groups_);
     const auto by_head = [&](int64_t number) {
       Attention own = *this;  // the last one first: of a prompt it is the longest
-      own.attend(pieces[num - 1 - number / heads], number % heads, number % heads + 1);
+      const int64_t unit = number % (heads * parts), head = unit / parts, part = unit % parts;
+      own.attend(pieces[num - 1 - number / (heads * parts)], head * groups_ + part * groups_ / parts,
+                 head * groups_ + (part + 1) * groups_ / parts);
     };
     const int64_t products = (queries + packed) * heads * s_.num_blocks * kPage * (s_.key_dim + s_.value_dim);
-    if (products < kShared || !shared(num * heads, by_head)) {
-      for (const Piece& piece : pieces) attend(piece, 0, heads);
+    if (products < kShared || !shared(num * heads * parts, by_head)) {
+      for (const Piece& piece : pieces) attend(piece, 0, s_.num_heads);
     }
     const size_t length = s_.num_heads * s_.value_dim;
     for (int64_t t = 0; t < num_tokens; ++t) {
@@ -121,9 +130,9 @@ class Attention {
     std::vector<int64_t> places;
   };
 
-  // The queries of `piece` that the KV heads [first, stop) have.
+  // The queries of `piece` that the query heads [first, stop) have.
   void attend(const Piece& piece, int64_t first, int64_t stop) {
-    first_ = first, num_heads_ = (stop - first) * groups_, places_ = piece.places.data();
+    first_ = first, num_heads_ = stop - first, places_ = piece.places.data();
     const int64_t row = piece.row, heads = num_heads_, num_places = piece.places.size(), num = num_places * heads;
     auto* q = queries_.of<uint32_t>(num * s_.key_words);
     auto* sums = sums_.of<float>(num * s_.columns);
@@ -134,7 +143,7 @@ class Attention {
     for (int64_t i = 0; i < num_places; ++i) {
       const int64_t token = gather_[row * s_.row_len + places_[i]];
       for (int64_t h = 0; h < heads; ++h) {
-        const Value* x = from + (first * groups_ + h) * query_.stride(1) + token * query_.stride(2);
+        const Value* x = from + (first + h) * query_.stride(1) + token * query_.stride(2);
         uint32_t* word = q + (i * heads + h) * s_.key_words;
         for (int64_t w = 0; w < s_.key_words; w += 16) {
           const int64_t at = w * T::kPair;
@@ -167,12 +176,11 @@ class Attention {
       for (int64_t i = 0; i < num_places; ++i) {
         if (seen[i * s_.num_blocks + block.number] != 0) active_[num_active_++] = static_cast<int>(i);
       }
-      for (int64_t h = first; h < stop; ++h) add_block(row, block, h, q, sums, states, seen);
+      for (int64_t h = first / groups_; h * groups_ < stop; ++h) add_block(row, block, h, q, sums, states, seen);
     }
     for (int64_t i = 0; i < num_places; ++i) {
       for (int64_t h = 0; h < heads; ++h) {
-        finish(states[i * heads + h], sums + (i * heads + h) * s_.columns, piece.takers[places_[i]],
-               first * groups_ + h);
+        finish(states[i * heads + h], sums + (i * heads + h) * s_.columns, piece.takers[places_[i]], first + h);
       }
     }
   }
@@ -186,7 +194,8 @@ class Attention {
     uint32_t* v = packed_values_.of<uint32_t>(s_.columns * kPage / T::kPair);
     pack_keys(block, h, num_keys, k);
     const bool finite = pack_values(block, h, num_keys, v);
-    const int64_t num = num_active_ * groups_;
+    const int64_t begin = std::max(first_, h * groups_);
+    const int64_t own = std::min(first_ + num_heads_, (h + 1) * groups_) - begin, num = num_active_ * own;
     const bool apart = block.all != ~0ull && !finite;  // 0 * NaN is NaN: a query must not meet what it does not see
     for (int64_t at = 0; at < num;) {
       const int tile = apart ? 1 : static_cast<int>(std::min<int64_t>(kQueries, num - at));
@@ -196,8 +205,8 @@ class Attention {
       float *to[kQueries], fade[kQueries];
       int64_t index[kQueries], place[kQueries];
       for (int i = 0; i < tile; ++i) {
-        place[i] = active_[(at + i) / groups_];
-        index[i] = place[i] * num_heads_ + (h - first_) * groups_ + (at + i) % groups_;
+        place[i] = active_[(at + i) / own];
+        index[i] = place[i] * num_heads_ + begin - first_ + (at + i) % own;
         rows[i] = q + index[i] * s_.key_words;
         to[i] = scores[i];
       }
@@ -332,7 +341,7 @@ class Attention {
   Sizes s_;
   int64_t groups_;
   const int64_t* places_ = nullptr;
-  int64_t first_ = 0, num_heads_ = 0;  // of the KV heads and query heads of a piece
+  int64_t first_ = 0, num_heads_ = 0;  // query heads that are attended for
   std::vector<Block> blocks_;
   bool biased_[kTokens];
   int active_[kTokens], num_active_ = 0;
