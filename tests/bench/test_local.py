@@ -315,7 +315,7 @@ def test_a_tiny_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
                 assert len(record["target_steps"]) == len(record["rounds"]) - 1
                 verified, accepted = zip(*record["ranks"], strict=True)
                 assert all(right <= tried for tried, right in record["ranks"])
-                assert (verified[0] > 0) == (record["mode"] != "plain")
+                assert verified[0] == 0 or record["mode"] != "plain"
                 assert sum(accepted) <= sum(r["accepted"] for r in record["rounds"])
         assert records[1]["draft_steps"]
         assert records[2]["draft_steps"]

@@ -103,7 +103,7 @@ def test_no_session_of_compiled_experts_changes_in_a_batch() -> None:
 
 @pytest.mark.compiler
 @pytest.mark.nightly
-@pytest.mark.usefixtures("compiled_steps")
+@pytest.mark.usefixtures("own_cache")
 def test_compiled_experts_that_are_not_padded_change_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant of compiled steps."""
     if has_amx() or not torch.backends.mkl.is_available():
