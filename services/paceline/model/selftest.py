@@ -367,11 +367,13 @@ def _full_plan(
     write = torch.arange(shape.writes) % min(shape.tokens, len(pages) * PAGE_SIZE)
     owned = torch.tensor(pages)
     positions = random(shape.tokens, end=farthest)
-    # Every token sees some key, in a sliding window too: itself, or in a tree the first one, which is as far on as any.
-    visible = torch.rand(shape.rows, shape.row_len, shape.num_keys, generator=generator) < 0.5
-    visible[:, :, 0] = True
-    key_positions = random(shape.rows, shape.num_keys, end=farthest)
-    key_positions[:, 0] = farthest - 1
+    visible = key_positions = None
+    if shape.is_tree:
+        # Every token sees some key, in a sliding window too: in a tree the first one, which is as far on as any.
+        visible = torch.rand(shape.rows, shape.row_len, shape.num_keys, generator=generator) < 0.5
+        visible[:, :, 0] = True
+        key_positions = random(shape.rows, shape.num_keys, end=farthest)
+        key_positions[:, 0] = farthest - 1
     plan = StepPlan(shape.wanted, shape, torch.empty(shape.num_bytes, dtype=torch.uint8))
     values = StepArrays(
         tokens=random(shape.tokens, end=vocab_size),
@@ -383,8 +385,8 @@ def _full_plan(
         gather=gather,
         scatter=scatter,
         query_rows=positions[gather],
-        visible=visible if shape.is_tree else None,
-        key_positions=key_positions if shape.is_tree else None,
+        visible=visible,
+        key_positions=key_positions,
     )
     for field, value in zip(plan.arrays, values, strict=True):
         if field is not None:
