@@ -95,18 +95,20 @@ def test_any_subtrees_give_identical_tokens(
     assert pump.target.stats.branches_used > 0
 
 
-def test_a_session_goes_on_elsewhere() -> None:
+@pytest.mark.parametrize(("family", "dtype", "num"), [FAST, *slow(SLOW)])
+def test_a_session_goes_on_elsewhere(family: str, dtype: torch.dtype, num: int) -> None:
     """Another engine continues what the first has generated, as after a migration, from any length."""
-    target, requests, reference = hybrid(*FAST[:2]), requests_of(FAST[2]), reference_of(*FAST)
+    target, requests, reference = hybrid(family, dtype), requests_of(num), reference_of(family, dtype, num)
     assert_continued(pump_of(target, requests, reference), requests, reference, (1, 15, 16, 17, 5, 19))
 
 
-def test_prefix_hits_and_the_loss_of_states_give_identical_tokens() -> None:
+@pytest.mark.parametrize(("family", "dtype", "num"), [FAST, *slow(SLOW)])
+def test_prefix_hits_and_the_loss_of_states_give_identical_tokens(family: str, dtype: torch.dtype, num: int) -> None:
     """A second round of the same prompts hits the first one's pages; without their states it hits none."""
-    target = hybrid(*FAST[:2])
+    target = hybrid(family, dtype)
     requests = {
         name: replace(request, prompt=[*_PREFIX, *prompt(7, 64), *request.prompt])
-        for name, request in requests_of(3, max_tokens=12).items()
+        for name, request in requests_of(num // 2, max_tokens=12).items()
     }
     reference = plain_reference(target, requests)
     pump = pump_of(target, requests, reference, pages=40)

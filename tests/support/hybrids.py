@@ -41,7 +41,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "minimax": {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "head_dim": 16},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True},
-    "bamba": _MAMBA2 | {"attn_layer_indices": [2], "num_hidden_layers": 3},
+    "bamba": _MAMBA2 | {"mamba_n_groups": 1, "attn_layer_indices": [2], "num_hidden_layers": 3},
     "falcon_h1": _MAMBA2 | {
         "mamba_d_ssm": 128, "num_hidden_layers": 2, "mamba_rms_norm": True,
         "ssm_multipliers": [0.5, 2.0, 1.5, 0.7, 1.2], "ssm_in_multiplier": 1.5, "key_multiplier": 0.5,

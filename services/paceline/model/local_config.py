@@ -15,6 +15,8 @@ BUILDING = threading.Lock()
 """Held while a model is built: that is done under process-wide defaults (device, dtype, initialization)."""
 
 HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"
+REPEATED = {KV_HEADS, "mamba_n_groups"}
+"""Values of which fewer than ranks can be repeated."""
 _WIDTH = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size|n_inner)$")
 _PER_LAYER = object()
 
@@ -76,5 +78,5 @@ def smaller(value: int) -> int:
 
 
 def divides(degree: int, key: str, value: int) -> bool:
-    """True if ``degree`` ranks can share a value; KV heads may be repeated."""
-    return value % degree == 0 or (key == KV_HEADS and degree % value == 0)
+    """True if ``degree`` ranks can share a value, some of which may be repeated."""
+    return value % degree == 0 or (key in REPEATED and degree % value == 0)

@@ -245,9 +245,13 @@ def _mamba2_finish(layer: Any, out: Tensor, gate: Tensor) -> Tensor:
 
 
 def _of_falcon(layer: Any, x: Tensor) -> Projected:
-    """Each part of the projection has a factor. A rank's parts are a whole fraction of all, in the same proportions."""
-    projected, factors = layer.in_proj(x * layer.ssm_in_multiplier)[0], layer.mup_vector[0, 0]
-    return _mamba2_parts(layer, projected * factors[:: factors.shape[0] // projected.shape[1]])
+    """Each part of the projection has a factor. Sizes in the module are those of all ranks, in weights of the rank."""
+    inner, size = layer.intermediate_size, layer.groups_time_state_size
+    first = layer.mup_vector[0, 0, [0, inner, 2 * inner, 2 * inner + size, 2 * inner + 2 * size]]
+    spec = _mamba2_sizes(layer)
+    keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
+    factors = first.repeat_interleave(torch.tensor([values, values, keys, keys, spec.value_heads]))
+    return _mamba2_parts(layer, layer.in_proj(x * layer.ssm_in_multiplier)[0] * factors)
 
 
 def _falcon_finish(layer: Any, out: Tensor, gate: Tensor) -> Tensor:

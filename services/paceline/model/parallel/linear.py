@@ -28,7 +28,8 @@ from paceline.model.linear.layers import linear_modules
 
 FIXED = {"hidden_size", "mamba_n_groups", "mamba_n_heads"}
 """Settings that a rank's configuration has whole, although the degree divides them: channels of convolutions and of
-Mamba are the model's width or a multiple of it, and so are all heads of some Mamba2 layers together."""
+Mamba are the model's width or a multiple of it, and so are all heads of some Mamba2 layers together. Of fewer groups
+than ranks several ranks have the same one."""
 _HEADS = {
     Kind.GATED_DELTA: ("linear_num_key_heads", "linear_num_value_heads"),
     Kind.KIMI_DELTA: ("linear_num_heads",),
@@ -43,7 +44,7 @@ _OUTPUTS = {"out_proj", "o_proj", "x_proj"}
 """Modules that read what is split."""
 _WHOLE = {"norm", "o_norm", "f_a_proj", "g_a_proj", "dt_layernorm", "b_layernorm", "c_layernorm"}
 """Norms over one head, over all, or over a sum of all ranks, and first halves of products; norms of Mamba2 are over a
-group of heads each."""
+group of heads each, and whole where ranks share a group."""
 
 
 class Part(NamedTuple):
@@ -62,6 +63,8 @@ class LinearParts(NamedTuple):
     """Modules whose outputs are added over the ranks."""
     heads: tuple[str, ...]
     """Configuration values that the degree divides."""
+    gathered: tuple[str, ...]
+    """Norms over a group that several ranks have."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], rank: int, degree: int) -> LinearParts:
@@ -69,6 +72,7 @@ class LinearParts(NamedTuple):
         parts: dict[str, Part] = {}
         summed: list[str] = []
         heads: dict[str, None] = {}
+        gathered: list[str] = []
         for name, layer in linear_modules(model):
             spec = spec_of(layer)
             text = model.config.get_text_config()
@@ -78,31 +82,44 @@ class LinearParts(NamedTuple):
                     leaf = parameter.removeprefix(f"{name}.")
                     parts[parameter] = _part(leaf, shape, spec, rank, degree)
             summed += [f"{name}.{leaf}" for leaf, _ in layer.named_children() if leaf in _OUTPUTS]
-        return cls(parts, tuple(summed), tuple(heads))
+            if _shares_groups(spec, degree) and f"{name}.norm.weight" in shapes:
+                gathered.append(f"{name}.norm")
+        return cls(parts, tuple(summed), tuple(heads), tuple(gathered))
+
+
+def _shares_groups(spec: LinearSpec, degree: int) -> bool:
+    """True if several ranks have one group of Mamba2 heads."""
+    return spec.kind is Kind.MAMBA2 and spec.key_heads % degree > 0
 
 
 def _part(leaf: str, shape: tuple[int, ...], spec: LinearSpec, rank: int, degree: int) -> Part:
     module = leaf.rpartition(".")[0].rpartition(".")[2]
-    if module in _WHOLE and spec.kind is not Kind.MAMBA2:
+    if module in _WHOLE and (spec.kind is not Kind.MAMBA2 or _shares_groups(spec, degree)):
         return Part(None, ())
     if module in _OUTPUTS and len(shape) == 1:
         return Part(None, (), elsewhere=rank > 0)
     dim = 1 if module in _OUTPUTS else next((d for d, size in enumerate(shape) if size > 1), 0)
     ranges, start = [], 0
-    for length in _packed(spec).get(module, (shape[dim],)):
-        size = length // degree
-        ranges.append((start + rank * size, start + (rank + 1) * size))
+    for length, heads in _packed(spec).get(module, ((shape[dim], degree),)):
+        pieces = min(heads, degree)
+        size = length // pieces
+        first = start + rank * pieces // degree * size
+        ranges.append((first, first + size))
         start += length
     return Part(dim, tuple(ranges))
 
 
-def _packed(spec: LinearSpec) -> dict[str, tuple[int, ...]]:
-    """The rows of each projection that is packed into one module."""
-    keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
+def _packed(spec: LinearSpec) -> dict[str, tuple[tuple[int, int], ...]]:
+    """The rows of each projection that is packed into one module, and their heads."""
+    keys = spec.key_heads * spec.key_dim, spec.key_heads
+    values = spec.value_heads * spec.value_dim, spec.value_heads
     if spec.kind is Kind.CONVOLUTION:
         return {"in_proj": (values, values, values)}
     if spec.kind is Kind.MAMBA:
         return {"in_proj": (values, values)}
     if spec.kind is Kind.MAMBA2:
-        return {"conv1d": (values, keys, keys), "in_proj": (values, values, keys, keys, spec.value_heads)}
+        return {
+            "conv1d": (values, keys, keys),
+            "in_proj": (values, values, keys, keys, (spec.value_heads, spec.value_heads)),
+        }
     return dict.fromkeys(("conv1d", "in_proj_qkv"), (keys, keys, values))

@@ -136,15 +136,15 @@ class _Summed:
 
 
 class _Gathered:
-    """A norm over ``[..., size]`` of which the rank has ``[..., size / degree]``."""
+    """A norm over ``[..., size]``, and a gate if it has one, of which the rank has ``[..., size / degree]``."""
 
     def __init__(self, group: Collectives) -> None:
         self._group = group
 
-    def __call__(self, forward: Callable[..., Tensor], hidden: Tensor) -> Tensor:
-        width = hidden.shape[-1]
-        whole = torch.cat(self._group.all_gather(hidden).unbind(), dim=-1)
-        return forward(whole).narrow(-1, self._group.rank * width, width)
+    def __call__(self, forward: Callable[..., Tensor], *hidden: Tensor) -> Tensor:
+        width = hidden[0].shape[-1]
+        whole = [torch.cat(self._group.all_gather(part.contiguous()).unbind(), dim=-1) for part in hidden]
+        return forward(*whole).narrow(-1, self._group.rank * width, width)
 
 
 class _VocabularyEmbedding:

@@ -21,6 +21,7 @@ from paceline.errors import ConfigError
 from paceline.model.local_config import (
     HEADS,
     KV_HEADS,
+    REPEATED,
     changed,
     divides,
     head_dim_of,
@@ -177,7 +178,7 @@ class _Planner:
                 f"heads cannot be repeated on {self.degree} ranks: {whole}"
             )
         summed = (*self._summed(parameters), *self.linear.summed)
-        gathered += self._add_linear(parameters, shapes)
+        gathered += [*self._add_linear(parameters, shapes), *self.linear.gathered]
         vocab_size = self.shapes[f"{self.head}.weight"][0]
         width = -(-vocab_size // self.degree)
         vocab = (self.rank * width, min((self.rank + 1) * width, vocab_size))
@@ -203,7 +204,7 @@ class _Planner:
             summed=summed,
             gathered=tuple(gathered),
             divided=tuple(name for name, _ in self.model.named_modules() if self._style(name) in _SHARED),
-            sizes={path: self._attribute(path) // self.degree for path in divided_sizes(self.config)},
+            sizes={path: self._divided(self._attribute(path)) for path in divided_sizes(self.config)},
             embedding=self.embedding,
             head=self.head,
             vocab_size=vocab_size,
@@ -230,6 +231,9 @@ class _Planner:
     def _attribute(self, path: str) -> int:
         module, _, name = path.rpartition(".")
         return int(getattr(self.model.get_submodule(module), name))
+
+    def _divided(self, value: int) -> int:
+        return value if value % self.degree else value // self.degree
 
     def _only_whole(self, reason: str) -> ConfigError:
         return ConfigError(f"{self.name}: {reason}: use degree 1")
@@ -338,7 +342,7 @@ class _Planner:
         if all(divides(self.degree, key, value) for key, value in values.items()):
             return
         key, value = next((k, v) for k, v in sorted(values.items()) if not divides(self.degree, k, v))
-        reason = "neither divides the other" if key == KV_HEADS else "which it does not divide"
+        reason = "neither divides the other" if key in REPEATED else "which it does not divide"
         raise ConfigError(f"{self.name}: degree {self.degree} and {key} {value}, {reason}: {self._allowed(values)}")
 
     def _allowed(self, values: dict[str, int]) -> str:
