@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.model.families import checkpoint, small_config
 from tests.support.in_place import seen_through
 from tests.support.models import SLIDING_WINDOW, prompt, random_model
 
@@ -311,10 +312,11 @@ def test_keys_and_values_are_written_where_they_belong() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "minicpm3"])
 def test_a_model_runs_on_it(family: str) -> None:
-    """Chains, a tree, windows and softcap through transformers' own code."""
-    loaded = prepare(random_model(family).to(DEVICE), compile=False)
+    """Chains, a tree, windows, softcap and latents through transformers' own code."""
+    model = checkpoint(small_config(family)) if family == "minicpm3" else random_model(family)
+    loaded = prepare(model.to(DEVICE), compile=False)
     outputs = []
     for kernel in ("sdpa", "triton"):
         step, cache = Step(loaded.step.model, kernel), loaded.runner(6).cache
