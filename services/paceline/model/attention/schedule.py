@@ -13,14 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from paceline.types import PAGE_SIZE
+
+if TYPE_CHECKING:  # importing it takes a second, and estimates of memory need it not
+    from torch import Tensor
 
 MAX_SCRATCH_BYTES = 512 << 20
 """Most bytes of partial results of one call. One place alone may need more."""
@@ -141,6 +142,8 @@ class Seen:
 
     def _work(self, call: Call) -> Tensor:
         """int32 [4, rows]: first split and number of places of each row; splits, and partial sums, up to its end."""
+        import torch
+
         rows = slice(call.first_row, call.stop_row)
         places = self.places[rows].clamp(max=call.stop_place).sub_(call.first_place).clamp_(min=0)
         first = self.first[rows].amin(1) // _SPLIT_KEYS
