@@ -8,6 +8,9 @@ compared with its own plain decoding. Methods take turns in an order that rotate
     python benchmarks/peers.py --peer openvino=ov/bin/python --peer vllm=vllm/bin/python \
         --peer llama.cpp=llama/bin/python
 
+``--texts`` adds ``with texts``: as served with the corpus of an id or file, such as that of the small chat model, by
+which ``paceline serve smollm2`` drafts.
+
 Exit status 1: an answer of ours differs from plain decoding's.
 """
 
@@ -25,7 +28,7 @@ from paceline.checkpoint.chat import load_chat
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.gguf.convert import convert
 from paceline.cli.table import table
-from paceline.config import HeadOptions, LocalConfig, TargetModel, cache_dir
+from paceline.config import HeadOptions, LocalConfig, SuffixMatching, TargetModel, cache_dir
 from paceline.config.loading import SMALL_CHAT_MODEL, place_of
 from paceline.local import LocalPipeline
 from paceline.runtime.workers import available_cores
@@ -81,15 +84,15 @@ def chats(target: str, file: Path) -> list[Prompt]:
 
 
 @contextlib.contextmanager
-def ours(path: str, weights: str, threads: int, sessions: int) -> Iterator[list[Method]]:
-    """A target as ``paceline serve --cpu-threads`` makes it where no draft is at hand."""
+def ours(path: str, weights: str, threads: int, sessions: int, texts: str = "") -> Iterator[list[Method]]:
+    """A target as ``paceline serve --cpu-threads`` makes it where no draft is at hand; ``texts``: but a corpus."""
     target = TargetModel(
         path=path,
         dtype=DTYPE,
         compile=True,
         cpu_threads=threads,
         max_sessions=sessions,
-        heads=[HeadOptions(method="suffix")],
+        heads=[HeadOptions(method="suffix", suffix=SuffixMatching(corpus=[texts] if texts else []))],
     )
     config = LocalConfig(target=target, generation_config="none")
     factory = WatchedFactory(config.target_setup(), Path(os.devnull), timed_target)  # empties its prefix cache
@@ -105,7 +108,7 @@ def ours(path: str, weights: str, threads: int, sessions: int) -> Iterator[list[
 
             return run
 
-        ways = {"plain": Mode.PLAIN, "as served": Mode.OVERLAPPED}
+        ways = {"plain": Mode.PLAIN, "as served": Mode.OVERLAPPED} if not texts else {"with texts": Mode.OVERLAPPED}
         yield [Method(weights, name, "", running(mode)) for name, mode in ways.items()]
 
 
@@ -190,6 +193,7 @@ def main() -> int:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0], metavar="T")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--texts", metavar="ID", help="paceline/smollm2-texts, or a corpus of the target's texts")
     args = parser.parse_args()
     target, sessions = str(place_of(args.target)), max(args.loads)
     prompts, folder = chats(target, args.prompts_file), converted(target)
@@ -201,6 +205,9 @@ def main() -> int:
         methods = stack.enter_context(ours(folder, DTYPE, args.threads, sessions))
         if target != folder:
             methods += stack.enter_context(ours(target, STORED, args.threads, sessions))
+        if args.texts:
+            for path, weights in ((folder, DTYPE), (target, STORED)) if target != folder else ((folder, DTYPE),):
+                methods += stack.enter_context(ours(path, weights, args.threads, sessions, args.texts))
         for engine, _, python in (given.partition("=") for given in args.peer):
             reads = (target, STORED) if engine == "llama.cpp" else (folder, DTYPE)
             methods += stack.enter_context(theirs(Peer(engine, python), *reads, args.threads, sessions))
