@@ -15,6 +15,7 @@ from transformers.modeling_layers import MtpModel
 from paceline.checkpoint.files import Checkpoint
 from paceline.drafters.heads.load import mtp_layers, open_head
 from paceline.errors import ConfigError
+from paceline.model.kv_cache import LayerSpec
 
 LAYERS, SIZE, VOCAB = 2, 64, 301
 _COMMON: dict[str, Any] = {
@@ -88,6 +89,8 @@ def test_mtp_modules_of_latent_attention_and_experts_are_those_of_transformers(
     checkpoint = Checkpoint.open(str(tmp_path))
     assert mtp_layers(checkpoint) == num_modules
     module = open_head("mtp", None, checkpoint).load(torch.float32, torch.device("cpu")).module
+    kept = LayerSpec(1, 32 + 16, 0) if family == "deepseek_v3" else LayerSpec(2, 16, 16)  # latents, as the target keeps
+    assert module.layers_kv == (kept,) * num_modules
     reference = MtpModel.from_pretrained(model).eval()
     ids = torch.randint(3, VOCAB, (1, 12))
     with torch.no_grad():
