@@ -128,9 +128,9 @@ def test_states_and_rows_take_what_is_estimated(family: str, tmp_path: Path) -> 
     taken = sum(pool.nbytes for layer in cache.linear_pools.values() for pool in layer)
     assert taken == size.slots_bytes(3) > 0
     num = size.num_kv_layers
-    assert num == (size.linear.num if family == "falcon_h1" else 1)
-    latent = hasattr(hybrid_config(family), "kv_lora_rank")
-    assert size.kv_values == num * (32 + 16 if latent else 2 * 2 * 16)
+    assert num == (size.linear.num_both or 1)
+    latent, of_others = hasattr(hybrid_config(family), "kv_lora_rank"), 2 * 4 * 32 if family == "zamba2" else 2 * 2 * 16
+    assert size.kv_values == num * (32 + 16 if latent else of_others)
 
 
 _FULL = {4, 8, 12, 16, 20, 24, 27}

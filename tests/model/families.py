@@ -66,7 +66,9 @@ EXCLUDED = {
     "llama, rope dynamic": "rope_type 'dynamic', whose angles depend on the longest sequence",
 }
 """Refused at any degree, with a reason that matches this."""
-WHOLE_ONLY = {"stablelm, no plan": "has no tensor-parallel plan, in transformers or here"}
+WHOLE_ONLY = dict.fromkeys(
+    ("stablelm, no plan", "zamba2, no plan"), "has no tensor-parallel plan, in transformers or here"
+)
 """Refused at degree 2."""
 
 _MAMBA2 = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_head": 32, "mamba_d_state": 32}
@@ -96,6 +98,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "bamba": _MAMBA2 | {"attn_layer_indices": [1]},
     "falcon_h1": _MAMBA2 | {"mamba_d_ssm": 128},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3, "mamba_headdim": 32,
+        "n_mamba_heads": 4, "mamba_ngroups": 2, "mamba_d_state": 32, "attention_hidden_size": 128,
+        "num_key_value_heads": 4, "adapter_rank": 16, "use_shared_attention_adapter": True, "use_mem_rope": True,
+        "initializer_range": 0.1,
+    },
     "granitemoehybrid": _MAMBA2 | {
         "layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 96,
     },
@@ -175,6 +183,7 @@ VARIANTS = [
     }),
     *(Case(f"{family}, our plan", family) for family in _OWN_PLANS),
     Case("stablelm, no plan", "stablelm"),
+    Case("zamba2, no plan", "zamba2"),
     *(Case(f"{family}, no plan", family) for family in ("bloom", "codegen", "falcon", "gptj", "mpt")),
 ]  # fmt: skip
 """What defaults do not show, and popular families that come without a plan."""

@@ -186,6 +186,7 @@ def differing_of(runner: ModelRunner, contexts: Sequence[int], seed: int = 0) ->
         ("minimax", BF16, (63, 65)),
         ("jamba", BF16, (63, 65)),
         ("falcon_h1", BF16, (63,)),
+        ("zamba2", FP32, (63,)),
         *slow([("qwen3_next", BF16, CONTEXTS[:8]), ("olmo_hybrid", FP32, CONTEXTS[8:])]),
         *slow([("nemotron_h", BF16, CONTEXTS[:8]), ("jamba", FP32, CONTEXTS[8:])]),
         *nightly([(family, dtype, CONTEXTS) for family in FAMILIES for dtype in (FP32, BF16)]),

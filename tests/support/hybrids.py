@@ -24,7 +24,9 @@ BY_TORCH = (
     *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),
 )
 """Families of the other kinds."""
-FAMILIES = (*GATED_DELTA, *BY_TORCH)
+SHARDED = (*GATED_DELTA, *BY_TORCH)
+"""Families that have tensor-parallel plans."""
+FAMILIES = (*SHARDED, "zamba2")
 _DELTA = {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
     "head_dim": 16, "layer_types": ["linear_attention", "linear_attention", "full_attention"],
@@ -48,6 +50,11 @@ _SIZES: dict[str, dict[str, Any]] = {
         "mlp_multipliers": [2.0, 0.5],
     },
     "granitemoehybrid": _MAMBA2 | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3, "mamba_headdim": 32,
+        "n_mamba_heads": 4, "mamba_ngroups": 2, "mamba_d_state": 24, "attention_hidden_size": 128,
+        "num_key_value_heads": 4, "adapter_rank": 16, "use_shared_attention_adapter": True, "use_mem_rope": True,
+    },
     "jamba": {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 2},
     "nemotron_h": {
         "mamba_num_heads": 4, "n_groups": 2, "mamba_head_dim": 16, "ssm_state_size": 24, "head_dim": 16,

@@ -157,6 +157,7 @@ _CONVOLUTION = _Names(Kind.CONVOLUTION, (0, "hidden_size", 0, 1, "conv_L_cache")
 _JAMBA = _Names(Kind.MAMBA, (1, "mamba_expand * hidden_size", "mamba_d_state", 1, "mamba_d_conv"))
 _NEMOTRON_H = _Names(Kind.MAMBA2, ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel"))
 _MAMBA2 = _Names(Kind.MAMBA2, ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv"))
+_ZAMBA2 = _Names(Kind.MAMBA2, ("mamba_ngroups", "n_mamba_heads", "mamba_d_state", "mamba_headdim", "mamba_d_conv"))
 _LIGHTNING = _Names(Kind.LIGHTNING, ("num_attention_heads", "num_attention_heads", "head_dim", "head_dim", 1))
 _FAMILIES = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _GATED_DELTA),
@@ -169,6 +170,7 @@ _FAMILIES = {
     "lfm2_moe": _CONVOLUTION,
     "nemotron_h": _NEMOTRON_H,
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _MAMBA2),
+    "zamba2": _ZAMBA2,
 }
 """Model types with linear layers that run."""
 

@@ -210,7 +210,7 @@ def _kv_values(config: Mapping[str, Any], layers: int, hidden: int) -> int | Non
     heads = _first(config, "num_attention_heads", "n_head")
     if not (layers and heads and hidden) or "kv_lora_rank" in config:
         return None
-    return 2 * layers * _kv_heads(config) * (_first(config, "head_dim") or hidden // heads)
+    return 2 * layers * _kv_heads(config) * (_first(config, "head_dim", "attention_head_dim") or hidden // heads)
 
 
 def _kv_heads(config: Mapping[str, Any]) -> int:

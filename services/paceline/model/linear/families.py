@@ -273,6 +273,7 @@ FAMILIES = {
     "JambaMambaMixer": _JAMBA,
     "NemotronHMamba2Mixer": _MAMBA2,
     "BambaMixer": _MAMBA2,
+    "Zamba2MambaMixer": _MAMBA2,
     "GraniteMoeHybridMambaLayer": _MAMBA2,
     "FalconH1Mixer": Family(_mamba2_sizes, _mamba2_weights, _of_falcon, _falcon_finish),
 }

@@ -33,6 +33,7 @@ def replace_linear_layers(model: PreTrainedModel, name: str) -> dict[int, Linear
         ConfigError: a layer does not compute what ``operator.py`` does.
     """
     specs: dict[int, LinearSpec] = {}
+    _number_attention(model)
     for _, module in linear_modules(model):
         if getattr(module, "activation", "silu") != "silu":
             raise ConfigError(f"{name} has linear layers with hidden_act {module.activation!r}: 'silu' is allowed")
@@ -41,6 +42,13 @@ def replace_linear_layers(model: PreTrainedModel, name: str) -> dict[int, Linear
         with torch.no_grad():
             module.forward = partial(_forward, module, family, spec, family.weights(module))
     return specs
+
+
+def _number_attention(model: PreTrainedModel) -> None:
+    """Gives the attention of Zamba2's layers, which share its weights, the indices of these layers."""
+    for layer in model.modules():
+        if type(layer).__name__ == "Zamba2HybridLayer":
+            layer.shared_transformer.self_attn.layer_idx = layer.mamba_decoder.layer_idx
 
 
 def linear_modules(model: PreTrainedModel) -> list[tuple[str, Any]]:
