@@ -317,8 +317,8 @@ def test_a_tiny_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
                 assert all(right <= tried for tried, right in record["ranks"])
                 assert verified[0] == 0 or record["mode"] != "plain"
                 assert sum(accepted) <= sum(r["accepted"] for r in record["rounds"])
-        assert records[1]["draft_steps"]
-        assert records[2]["draft_steps"]
+    drafting = [r for r in data["requests"] if r["method"] in timed[1:]]
+    assert any(r["draft_steps"] for r in drafting), "one of four: a draft may be found not worth its cost"
     for method in methods:
         assert method in text
     assert data["one_token_step_s"]["target"] > 0
