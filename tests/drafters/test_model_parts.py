@@ -46,9 +46,7 @@ class Pages:
 
 
 def drafter() -> ModelDrafter:
-    runner = ModelRunner(
-        lambda *_: torch.zeros(0), Pages(), dtype=torch.float32, sliding_window=None, vocab_size=VOCAB, backend=object()
-    )
+    runner = ModelRunner(lambda *_: torch.zeros(0), Pages(), dtype=torch.float32, sliding_window=None, vocab_size=VOCAB)
     return ModelDrafter(runner, max_leaves=8, max_prefill_tokens=8, top_m=4)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.model import columns, layout
 from paceline.model.attention.chunks import first_seen
-from paceline.model.attention.schedule import Seen
+from paceline.model.attention.schedule import SPLIT, Seen
 from paceline.model.kv_cache import KVCache
 from paceline.model.linear.operator import LinearInputs
 from paceline.model.linear.plan import LinearStep
@@ -432,6 +432,19 @@ def attention_masks(step: StepArrays, dtype: torch.dtype, window: int | None) ->
         near = key_positions[:, None, :] >= first_seen(query_positions, window)[:, :, None]
         masks.append(_additive(seen & near, dtype))
     return masks
+
+
+def sizes_of(query_rows: NDArray[np.int64], scatter: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The number of places and of splits of each row.
+
+    Args:
+        query_rows: [B, n] KV row of each place; places of padding repeat one of their row.
+        scatter: [T] place of each token among B * n.
+    """
+    num_rows, row_len = query_rows.shape
+    places = np.zeros(num_rows, np.int64)
+    np.maximum.at(places, scatter // row_len, scatter % row_len + 1)
+    return places, query_rows.max(1) // SPLIT * PAGE_SIZE + 1
 
 
 def attention_seen(

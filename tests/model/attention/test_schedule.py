@@ -21,9 +21,9 @@ from paceline.model.attention.schedule import (
     calls,
     most_sums,
     num_splits,
-    sizes_of,
     sum_bytes,
 )
+from paceline.model.step_plan import sizes_of
 from paceline.types import PAGE_SIZE
 
 HEADS, KV_HEADS, DIM = 32, 8, 128

@@ -15,9 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from paceline.types import PAGE_SIZE
 
 if TYPE_CHECKING:  # importing it takes a second, and estimates of memory need it not
@@ -87,19 +84,6 @@ def calls(places: Sequence[int], splits: Sequence[int], most: int) -> list[Call]
     if first < len(places):
         found.append(Call(first, len(places), 0, longest, total))
     return found
-
-
-def sizes_of(query_rows: NDArray[np.int64], scatter: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The number of places and of splits of each row.
-
-    Args:
-        query_rows: [B, n] KV row of each place; places of padding repeat one of their row.
-        scatter: [T] place of each token among B * n.
-    """
-    num_rows, row_len = query_rows.shape
-    places = np.zeros(num_rows, np.int64)
-    np.maximum.at(places, scatter // row_len, scatter % row_len + 1)
-    return places, query_rows.max(1) // _SPLIT_KEYS + 1
 
 
 @dataclass(slots=True)

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from paceline.model.attention.kernels import Kernel
-from paceline.model.attention.schedule import SPLIT, num_splits, sizes_of
+from paceline.model.attention.schedule import SPLIT, num_splits
 from paceline.model.compiled.buckets import Fits, Limits, pack, shapes_to_record, token_shapes
 from paceline.model.kv_cache import KVCache
 from paceline.model.shapes import QUERY_ROW_LEN, UNBOUNDED
-from paceline.model.step_plan import StepArrays, StepShape, arrays_of, attention_masks, attention_seen, unpack
+from paceline.model.step_plan import StepArrays, StepShape, arrays_of, attention_masks, attention_seen, sizes_of, unpack
 from paceline.types import PAGE_SIZE
 
 if TYPE_CHECKING:
