@@ -444,7 +444,7 @@ def sizes_of(query_rows: NDArray[np.int64], scatter: NDArray[np.int64]) -> tuple
     num_rows, row_len = query_rows.shape
     places = np.zeros(num_rows, np.int64)
     np.maximum.at(places, scatter // row_len, scatter % row_len + 1)
-    return places, query_rows.max(1) // SPLIT * PAGE_SIZE + 1
+    return places, query_rows.max(1) // (SPLIT * PAGE_SIZE) + 1
 
 
 def attention_seen(
