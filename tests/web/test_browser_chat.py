@@ -233,7 +233,8 @@ def test_a_chat_with_its_history_compared_asked_again_and_edited(page):
     assert sent(page) == [("system", "be brief"), ("user", "abc")]
     origins = "return [...new Set([...document.querySelectorAll('.prose .token')].map((one) => one.dataset.origin))]"
     assert {"draft", "target"} <= set(page.execute_script(origins))
-    assert page.find_elements(By.CSS_SELECTOR, "#tree svg[aria-label], #lengths svg[aria-label]")
+    drawn = "#tree svg[aria-label], #lengths svg[aria-label]"  # some time after the text
+    until(page, lambda: page.find_elements(By.CSS_SELECTOR, drawn))
 
     press(page, "Compare with plain")
     assert idle(page).startswith("✓ The same text: all 24 tokens are equal")
