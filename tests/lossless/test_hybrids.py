@@ -15,12 +15,17 @@ from tests.support.hybrids import FAMILIES, KnowingDrafter, hybrid, poison
 from tests.support.models import prompt
 from tests.support.pump import Pump, Request, assert_continued, assert_same, in_mode, plain_reference
 from tests.support.rings import nightly, slow
+from tests.target.test_leaks import Storm
 
+from paceline.messages import CloseSession, OpenSession
 from paceline.model.linear import layers as linear_layers
 from paceline.model.linear.operator import LinearInputs
 from paceline.model.linear.plan import LinearSlots, LinearStep
 from paceline.model.loading import LoadedModel
-from paceline.types import Mode, Result, SamplingParams, SpeculationParams
+from paceline.model.step_plan import SequenceStep
+from paceline.target.scheduler import Scheduled
+from paceline.target.session import TargetSession
+from paceline.types import PAGE_SIZE, Mode, Result, SamplingParams, SpeculationParams, noise_key
 
 CONTEXTS = (15, 16, 47, 63, 64, 65, 1, 17, 48, 79, 127, 128)
 """Lengths of prompts: before, at and behind the ends of chunks and pages."""
@@ -49,9 +54,9 @@ def requests_of(num: int, max_tokens: int = 20) -> dict[str, Request]:
 
 
 @functools.cache
-def reference_of(family: str, dtype: torch.dtype, num: int) -> dict[str, Result]:
+def reference_of(family: str, dtype: torch.dtype, num: int, max_tokens: int = 20) -> dict[str, Result]:
     """Each request alone, one token at a time."""
-    return plain_reference(hybrid(family, dtype), requests_of(num))
+    return plain_reference(hybrid(family, dtype), requests_of(num, max_tokens))
 
 
 def pump_of(target: LoadedModel, requests: dict[str, Request], reference: dict[str, Result], **options: Any) -> Pump:
@@ -143,6 +148,120 @@ def test_steps_without_memory_give_identical_tokens(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(linear_layers, "run", short_of_memory)
     served(*FAST, Mode.OVERLAPPED, pages=14, seed=2)
     assert len(failed) > 10
+
+
+class ModelStorm(Storm):
+    """A storm over a model, of sessions whose texts are known. Tokens and logits are those of plain decoding."""
+
+    def __init__(self, seed: int, family: str, dtype: torch.dtype) -> None:
+        self.target, self.compared = hybrid(family, dtype), 0
+        self.requests, self.rows = [*requests_of(12, _LONGEST).values()], logits_of(family, dtype)
+        self.reference = [result.token_ids for result in reference_of(family, dtype, 12, _LONGEST).values()]
+        self.request_of: dict[str, int] = {}
+        super().__init__(seed)
+        forward = self.runner.forward
+        self.runner.forward = lambda steps: self.compare(forward(steps))
+
+    def make_runner(self, kind: Any) -> Any:
+        return poison(self.target.runner(10, max_sessions=6))
+
+    def open(self) -> None:
+        name, number = f"{self.seed}.{self.opened}", self.rng.randrange(len(self.requests))
+        self.opened, request = self.opened + 1, self.requests[number]
+        self.request_of[name], self.next_id[name], self.texts[name] = number, 1, [*request.prompt]
+        most = self.rng.randint(1, _LONGEST)
+        self.engine.receive([self._opening(name, 1, most, self.rng.randint(1, 12))])
+
+    def opening(self, name: str, epoch: int, session: TargetSession) -> OpenSession:
+        self.request_of[name] = self.elsewhere.request_of[name]
+        return self._opening(name, epoch, session.max_tokens - session.num_prompt_tokens, session.k)
+
+    def _opening(self, name: str, epoch: int, max_tokens: int, k: int) -> OpenSession:
+        request = self.requests[self.request_of[name]]
+        sampling = request.sampling.model_copy(update={"max_tokens": max_tokens})
+        seed = noise_key(sampling.seed or 0, sampling.seed_scope, request.prompt)
+        speculation = SpeculationParams(max_draft_tokens=k)
+        return OpenSession(name, epoch, tuple(self.texts[name]), len(request.prompt), seed, sampling, speculation)
+
+    def right(self, name: str, last: int, position: int) -> int:
+        number = self.request_of[name]
+        text, at = self.reference[number], position - len(self.requests[number].prompt)
+        return text[at] if at < len(text) else last
+
+    def checked(self, now: float) -> list[Scheduled]:
+        self.parts = super().checked(now)
+        return self.parts
+
+    def compare(self, logits: torch.Tensor) -> torch.Tensor:
+        """The rows behind contexts, and behind draft tokens that are right."""
+        first = 0
+        for part in self.parts:
+            number = self.request_of[part.session.session_id]
+            start = part.stop - len(self.requests[number].prompt)
+            found = {-1: 0} if part.verifies else {}  # tokens of the text before each right one
+            for i, token in enumerate(part.proposal.token_ids):
+                depth = found.get(part.proposal.parent(i))
+                if depth is not None and self.reference[number][start + depth : start + depth + 1] == (token,):
+                    found[i] = depth + 1
+            for i, depth in found.items():
+                if start + depth < _LONGEST:
+                    expected = self.rows[number][start + depth]
+                    assert torch.equal(logits[first + i + 1], expected), "logits differ from plain decoding"
+                    self.compared += 1
+            first += part.num_logits
+        return logits
+
+
+@functools.cache
+def logits_of(family: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The logits behind each request's prompt and each of its tokens, computed one token at a time."""
+    runner, found = hybrid(family, dtype).runner(4), []
+    reference = reference_of(family, dtype, 12, _LONGEST)
+    for request, result in zip(requests_of(12, _LONGEST).values(), reference.values(), strict=True):
+        text, pages = [*request.prompt, *result.token_ids], runner.cache.allocate(4)
+        rows = [
+            runner.forward([SequenceStep(text[at : at + 1], range(at, at + 1), range(at, at + 1), pages, 1)])[0]
+            for at in range(len(text) - 1)
+        ]
+        found.append(torch.stack(rows[len(request.prompt) - 1 :]))
+        runner.cache.release(pages)
+    return found
+
+
+_LONGEST = 40
+SOAKED = [("qwen3_5_text", torch.bfloat16), ("nemotron_h", torch.float32)]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "num_steps", "seed"),
+    [
+        (*SOAKED[0], 150, 0),
+        *slow([(*of, 2000, 0) for of in SOAKED]),
+        *nightly([(*SOAKED[0], 10_000, seed) for seed in range(1, 11)]),
+    ],
+)
+def test_random_steps_leak_no_state_and_have_the_bits_of_plain_decoding(
+    family: str, dtype: torch.dtype, num_steps: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines between which sessions migrate, with opens, cancels, preemptions, prefix hits, forks."""
+    any_subtrees(monkeypatch, most=12, seed=seed)
+    storms = [ModelStorm(2 * seed + i, family, dtype) for i in range(2)]
+    for storm, other in zip(storms, reversed(storms), strict=True):
+        storm.elsewhere = other
+    for step in range(num_steps):
+        storms[step % 2].step()
+        storms[step % 2].engine.check_integrity()
+    stats = [storm.engine.stats for storm in storms]
+    assert sum(one.cached_tokens for one in stats) / PAGE_SIZE > num_steps / 30
+    assert sum(one.branches for one in stats) > num_steps / 10
+    assert min(sum(one.preemptions for one in stats), sum(one.branches_used for one in stats)) > num_steps / 100
+    assert min(storm.finished + storm.migrations for storm in storms) > num_steps / 30
+    assert sum(storm.compared for storm in storms) > 4 * num_steps
+    for storm in storms:
+        for session in storm.sessions():
+            storm.engine.receive([CloseSession(session.session_id, session.epoch)])
+        storm.engine.check_integrity()
+        assert storm.runner.cache.num_used == 0
 
 
 def _matches_without_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,28 +3,32 @@ that keep rows on the pages, miss steps and give sessions up. A proposal says wh
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from tests.support.pump import Clock
-from tests.support.rings import nightly
+from tests.support.rings import nightly, slow
 from tests.target.simulation import VOCAB, SyntheticRunner, next_token
 
+from paceline.checkpoint.linear import CHUNK, LinearSpec, Slots
 from paceline.core.tree import Producer, Proposal, TreeNode
 from paceline.drafters.protocol import Candidates, DrafterSessionError, Fed, Leaf, Plain
 from paceline.messages import CloseSession, DraftState, InFlight, Node, Nodes, OpenSession, Outcome, SessionFailed
 from paceline.model.features import OUT, Features
 from paceline.model.kv_cache import KVCache, LayerSpec, flat_rows
+from paceline.model.linear.plan import CHUNKS_OF_PAGE, NONE, LinearSlots, SequencePart
+from paceline.target.branches import branches_of
 from paceline.target.control.allocation import Allocation
 from paceline.target.control.head_gate import HeadGate
 from paceline.target.engine import TargetEngine
 from paceline.target.heads.mounted import MountedHead
-from paceline.target.scheduler import Scheduled
+from paceline.target.scheduler import Scheduled, Scheduler
 from paceline.target.session import TargetSession
-from paceline.types import SamplingParams, SpeculationParams
+from paceline.types import PAGE_SIZE, SamplingParams, SpeculationParams
 
 PAGES = 14
 
@@ -41,6 +45,67 @@ class StatesRunner(SyntheticRunner):
     def forward_with_states(self, steps: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         rows = [pair for step in steps for pair in zip(step.token_ids, step.positions, strict=True)]
         return self.forward(steps), torch.tensor(rows, dtype=torch.float32)
+
+
+class LinearRunner(SyntheticRunner):
+    """It has a linear layer, whose slots hold what they would be computed from: the tokens before. Free ones hold None.
+
+    ``contexts``: of each sequence of the next step, all tokens up to its last one.
+    """
+
+    def __init__(self, *options: Any) -> None:
+        super().__init__(*options)
+        spec = LinearSpec(1, 1, 1, 1, 2)
+        self.cache = KVCache([LayerSpec(1, 1, 1)], PAGES, torch.float32, "cpu", {0: spec}, Slots.of(6))
+        assert self.cache.linear is not None
+        self.linear = self.cache.linear
+        self.states: list[int | None] = [None] * self.linear.slots.states
+        self.rows: list[list[tuple[int, int] | None]] = [[None] * CHUNK for _ in range(self.linear.slots.rows)]
+        self.contexts: list[list[int]] = []
+        self.read = 0
+
+    def forward(self, steps: Sequence[Any]) -> torch.Tensor:
+        for slot in self.linear._free_states:
+            self.states[slot] = None
+        for slot in [*self.linear._free_rows, *self.linear._ended]:
+            self.rows[slot] = [None] * CHUNK
+        plan = self.linear.plan(steps)
+        for source, to in plan.copies:
+            self.rows[to] = [*self.rows[source]]
+        for step, part, context in zip(steps, plan.sequences, self.contexts, strict=True):
+            assert self._runs(part, iter(step.token_ids)) == functools.reduce(_after, context, 0), "another context"
+        self.linear.confirm()
+        return super().forward(steps)
+
+    def _runs(self, part: SequencePart, token_ids: Iterator[int]) -> int:
+        """What the last token is computed from, by states and rows alone."""
+        before = 0 if part.state == NONE else self.states[part.state]
+        for chunk in part.chunks:
+            rows = [*self.rows[chunk.rows][: chunk.first]] if chunk.first else []
+            self.read += len(rows) + 1
+            for row in rows:
+                assert before is not None, "a state that is not there is read"
+                assert row is not None, "a row that is not there is read"
+                before = _after(before, row[1])
+                assert before == row[0], "a row of another context is read"
+            for _ in range(chunk.count):
+                assert before is not None, "a state that is not there is read"
+                token = next(token_ids)
+                before = _after(before, token)
+                rows.append((before, token))
+            if chunk.rows != NONE:
+                self.rows[chunk.rows][: len(rows)] = rows
+            for at, slot, offset in chunk.also:
+                self.rows[slot][offset] = rows[at]
+            if chunk.store != NONE:
+                assert len(rows) == CHUNK, "a state within a chunk is stored"
+                self.states[chunk.store] = before
+        assert before is not None
+        return before
+
+
+def _after(before: int, token: int) -> int:
+    return hash((before, token))
 
 
 class RowsHead(Plain):
@@ -116,18 +181,20 @@ class RowsHead(Plain):
 class Storm:
     """One engine with a law in the place of a model, and messages at random."""
 
-    def __init__(self, seed: int, *, with_head: bool = False) -> None:
-        self.rng = random.Random(seed)
+    def __init__(self, seed: int, *, with_head: bool = False, kind: type[SyntheticRunner] = SyntheticRunner) -> None:
+        """``kind``: of the runner of a target without a head."""
+        self.seed, self.rng = seed, random.Random(seed)
         self.clock = Clock()
-        runner = StatesRunner if with_head else SyntheticRunner
-        self.runner = runner(self.clock, lambda n: 0.01, PAGES, self.rng, 0.0)
+        self.elsewhere = self
+        """Where sessions migrate to."""
+        self.runner: Any = self.make_runner(StatesRunner if with_head else kind)
         self.head = RowsHead(self.rng)
         self.mounted = [MountedHead("rows", self.head, num_tokens=5)] if with_head else []  # type: ignore[arg-type]
         for each in self.mounted:
             each.head.bind(self.runner.cache, self.runner.cache.add_layers(each.head.layers))
         self.sent: list[Any] = []
         self.engine = TargetEngine(
-            self.runner,  # type: ignore[arg-type]
+            self.runner,
             self.sent.extend,
             max_sessions=6,
             max_step_tokens=96,
@@ -144,6 +211,11 @@ class Storm:
         self.next_id: dict[str, int] = {}
         self.texts: dict[str, list[int]] = {}
         self.finished = 0
+        self.migrations = 0
+
+    def make_runner(self, kind: type[SyntheticRunner]) -> Any:
+        """The runner of the engine."""
+        return kind(self.clock, lambda n: 0.01, PAGES, self.rng, 0.0)
 
     def checked(self, now: float) -> list[Scheduled]:
         """The parts of a step: each node of a proposal stands where its producer has it, no two are equal."""
@@ -166,6 +238,8 @@ class Storm:
                     self.of_draft[name].add(path)
             places = {(proposal.parent(i), token) for i, token in enumerate(proposal.token_ids)}
             assert len(places) == len(proposal), "siblings differ"
+        if isinstance(self.runner, LinearRunner):
+            self.runner.contexts = [context for part in parts for context in contexts_of(part)]
         return parts
 
     def count(self, message: Outcome) -> None:
@@ -183,7 +257,7 @@ class Storm:
         return [*self.engine._sessions.values()]
 
     def open(self) -> None:
-        rng, name = self.rng, f"s{self.opened}"
+        rng, name = self.rng, f"{self.seed}.{self.opened}"
         self.opened += 1
         shared = [7] * rng.choice((0, 64, 130))
         prompt = [*shared, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 90)))]
@@ -191,6 +265,27 @@ class Storm:
         speculation = SpeculationParams(max_draft_tokens=rng.randint(1, 12))
         self.next_id[name], self.texts[name] = 1, prompt
         self.engine.receive([OpenSession(name, 1, tuple(prompt), len(prompt), 0, sampling, speculation)])
+
+    def migrate(self, session: TargetSession) -> None:
+        """The session goes on elsewhere, from all of its tokens."""
+        name, to = session.session_id, self.elsewhere
+        self.engine.receive([CloseSession(name, session.epoch)])
+        to.next_id[name], to.texts[name] = 1, self.texts[name]
+        to.published.pop(name, None)
+        to.migrations += 1
+        to.engine.receive([to.opening(name, session.draft_epoch + 1, session)])
+
+    def opening(self, name: str, epoch: int, session: TargetSession) -> OpenSession:
+        """The message that opens a session of another engine on this one."""
+        sampling = SamplingParams(
+            max_tokens=session.max_tokens - session.num_prompt_tokens, temperature=0.0, ignore_eos=True
+        )
+        speculation = SpeculationParams(max_draft_tokens=session.k)
+        return OpenSession(name, epoch, tuple(self.texts[name]), session.num_prompt_tokens, 0, sampling, speculation)
+
+    def right(self, name: str, last: int, position: int) -> int:
+        """The session's token at a position, behind ``last``."""
+        return next_token(last, position)
 
     def publish(self, session: TargetSession) -> None:
         """Nodes below random ones of its tree, or of parents that are gone; often the right token, and siblings."""
@@ -213,8 +308,8 @@ class Storm:
             below = [(at, tree.suffix[-1], tree.context_len - 1)]
         for _ in range(rng.randint(1, 12)):
             parent_id, last, position = rng.choice(below)
-            right = next_token(last, position + 1)
-            token = right if rng.random() < 0.5 else rng.randrange(VOCAB)
+            right = self.right(name, last, position + 1)
+            token = right if rng.random() < 0.5 else rng.randrange(self.runner.vocab_size)
             if rng.random() < 0.03:
                 parent_id = rng.randrange(self.next_id[name])
             below.append((node(parent_id, token, rng.random()), token, position + 1))
@@ -228,11 +323,13 @@ class Storm:
             if rng.random() < 0.5:
                 self.publish(session)
             if rng.random() < 0.01:
-                self.engine.receive([CloseSession(session.session_id, 1)])
+                self.engine.receive([CloseSession(session.session_id, session.epoch)])
+            elif rng.random() < 0.01:
+                self.migrate(session)
             elif rng.random() < 0.01:
                 self.next_id[session.session_id] = 1
                 self.engine.receive(
-                    [DraftState(session.session_id, 1, True, session.draft_epoch + 1, session.num_tokens)]
+                    [DraftState(session.session_id, session.epoch, True, session.draft_epoch + 1, session.num_tokens)]
                 )
         self.engine.step()
         self.clock.now += 0.01
@@ -245,10 +342,19 @@ class Storm:
                 self.count(message)
                 text = self.texts[message.session_id]
                 for token in message.token_ids:
-                    assert token == next_token(text[-1], len(text)), "the law's own token"
+                    assert token == self.right(message.session_id, text[-1], len(text)), "the law's own token"
                     text.append(token)
                 self.finished += message.finish_reason is not None
         self.sent.clear()
+
+
+def contexts_of(part: Scheduled) -> list[list[int]]:
+    """All tokens up to the last one of each sequence of a part."""
+    context, proposal = part.session.tokens[: part.stop], part.proposal
+    if not part.tables:
+        return [[*context, *proposal.token_ids]]
+    ends = [branch.stop - 1 for branch in branches_of(proposal)]
+    return [[*context, *(proposal.token_ids[i] for i in proposal.path(end))] for end in ends]
 
 
 def pause_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,17 +362,21 @@ def pause_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeadGate, "wanted", lambda self, num_sessions, now: int(now) % 5 != 4)
 
 
-@pytest.mark.parametrize("with_head", [False, True], ids=["drafts", "heads"])
-@pytest.mark.parametrize("num_steps", [600, *nightly([100_000])])
-def test_pages_add_up_after_random_steps(num_steps: int, with_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pause_now_and_then(monkeypatch)
-    monkeypatch.setattr(Allocation, "offers_trees", lambda self: True)
+def verify_any_subtrees(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(1)
+    monkeypatch.setattr(Allocation, "offers_trees", lambda self: True)
     monkeypatch.setattr(
         Allocation,
         "allocate_draft_tokens",
         lambda self, offers, **options: [rng.randint(0, min(20, len(offer))) for offer in offers],
     )
+
+
+@pytest.mark.parametrize("with_head", [False, True], ids=["drafts", "heads"])
+@pytest.mark.parametrize("num_steps", [600, *nightly([100_000])])
+def test_pages_add_up_after_random_steps(num_steps: int, with_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pause_now_and_then(monkeypatch)
+    verify_any_subtrees(monkeypatch)
     storm = Storm(1, with_head=with_head)  # where a branch begins on a page with a head's row alone
     for index in range(num_steps):
         storm.step()
@@ -281,7 +391,7 @@ def test_pages_add_up_after_random_steps(num_steps: int, with_head: bool, monkey
         Producer.LOOKUP: stats.lookup_rows_used,
     }
     for session in storm.sessions():
-        storm.engine.receive([CloseSession(session.session_id, 1)])
+        storm.engine.receive([CloseSession(session.session_id, session.epoch)])
     storm.engine.check_integrity()
     assert storm.runner.cache.num_used == 0
     for mounted in storm.mounted:
@@ -292,6 +402,88 @@ def test_pages_add_up_after_random_steps(num_steps: int, with_head: bool, monkey
         assert mounted.stats.holes > num_steps / 200
         assert storm.head.rows_checked > 10 * num_steps
     assert not storm.head.texts
+
+
+def run_states(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> Storm:
+    """A storm over a linear layer; after every step each slot has its owner, and each token its own context."""
+    verify_any_subtrees(monkeypatch)
+    storm = Storm(3, kind=LinearRunner)
+    for _ in range(num_steps):
+        storm.step()
+        storm.engine.check_integrity()
+    for session in storm.sessions():
+        storm.engine.receive([CloseSession(session.session_id, session.epoch)])
+    storm.engine.check_integrity()
+    return storm
+
+
+@pytest.mark.parametrize("num_steps", [600, *slow([4000]), *nightly([100_000])])
+def test_states_add_up_after_random_steps(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opens, cancels, migrations, preemptions, prefix hits and forks, at all offsets in chunks and pages."""
+    storm = run_states(num_steps, monkeypatch)
+    stats, linear = storm.engine.stats, storm.runner.cache.linear
+    assert isinstance(storm.runner, LinearRunner)
+    assert linear is not None
+    assert storm.runner.read > 50 * num_steps
+    assert min(stats.branches, stats.cached_tokens / PAGE_SIZE) > num_steps / 10
+    assert min(stats.branches_used, stats.preemptions, storm.migrations, storm.finished) >= num_steps / 300
+    assert not linear._held
+    assert not linear._rows_of
+    assert all(key // CHUNKS_OF_PAGE in storm.runner.cache._cached for key in linear._state_of)
+
+
+def _kept_on_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
+    remove = Scheduler.remove
+
+    def wrong(self: Scheduler, session: TargetSession) -> None:
+        session.held_state = NONE
+        remove(self, session)
+
+    monkeypatch.setattr(Scheduler, "remove", wrong)
+
+
+def _kept_on_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    preempt = Scheduler._preempt
+
+    def wrong(self: Scheduler, session: TargetSession, parts: list[Scheduled]) -> None:
+        session.held_state = NONE
+        preempt(self, session, parts)
+
+    monkeypatch.setattr(Scheduler, "_preempt", wrong)
+
+
+def _prefix_of_the_page_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    hit = LinearSlots.hit
+
+    def wrong(self: LinearSlots, pages: Sequence[int]) -> int:
+        count = hit(self, pages)
+        if count > 1 and (early := pages[count - 2] * CHUNKS_OF_PAGE + CHUNKS_OF_PAGE - 1) in self._state_of:
+            late = pages[count - 1] * CHUNKS_OF_PAGE + CHUNKS_OF_PAGE - 1
+            self._drop_state(late)
+            self._own(late, self._state_of[early])
+        return count
+
+    monkeypatch.setattr(LinearSlots, "hit", wrong)
+
+
+def _rows_kept_with_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LinearSlots, "rest", lambda self, page: None)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "message"),
+    [
+        (_kept_on_cancel, "holds of states differ"),
+        (_kept_on_preemption, "holds of states differ"),
+        (_prefix_of_the_page_before, "another context|a row of another context"),
+        (_rows_kept_with_a_page, "a cached page owns rows"),
+    ],
+    ids=lambda value: value.__name__.strip("_") if callable(value) else "",
+)
+def test_a_state_that_is_kept_or_wrong_is_caught(mutant: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match=message):
+        run_states(600, monkeypatch)
 
 
 def test_a_page_that_is_kept_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

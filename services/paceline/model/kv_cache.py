@@ -252,8 +252,11 @@ class KVCache:
             self._page_of[digest] = page
             self._hash_of[page] = digest
 
-    def check_integrity(self, held: Sequence[Sequence[int]]) -> None:
-        """Asserts the page states against ``held``, the page list of every session."""
+    def check_integrity(self, held: Sequence[Sequence[int]], states: Sequence[int] = ()) -> None:
+        """Asserts the page states against ``held``, the page list of every session.
+
+        ``states``: the keys of the states of linear layers that sessions hold.
+        """
         refs = [0] * self.num_pages
         for pages in held:
             for page in pages:
@@ -267,7 +270,7 @@ class KVCache:
         assert {self._page_of[h] for h in self._page_of} == set(self._hash_of), "page hashes are not one to one"
         assert cached <= set(self._hash_of), "a cached page has no hash"
         if self.linear is not None:
-            self.linear.check_integrity(self._free, [*self._cached])
+            self.linear.check_integrity(self._free, [*self._cached], states)
 
 
 class Clearing:

@@ -19,6 +19,7 @@ from paceline.core.processors import Row
 from paceline.core.tree import NO_PROPOSAL, Producer, Proposal
 from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import KVCache
+from paceline.model.linear.plan import NONE
 from paceline.model.step_plan import SequenceStep
 from paceline.target.branches import branches_of, page_tables, riding_steps, riding_tables, sequence_steps
 from paceline.target.control.allocation import Allocation, Offer, blind_offer, expected_tokens, offer
@@ -440,7 +441,8 @@ class Scheduler:
         assert {id(s) for s in known} == {id(s) for s in sessions}
         assert len(known) == len(sessions)
         assert not any(s.pages for s in self.waiting), "a waiting session holds no pages"
-        self._cache.check_integrity([[*s.pages, *s.private_pages] for s in known])
+        states = [s.held_state for s in known if s.held_state != NONE]
+        self._cache.check_integrity([[*s.pages, *s.private_pages] for s in known], states)
 
 
 def _scores(part: Scheduled) -> bool:

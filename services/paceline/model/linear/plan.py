@@ -341,14 +341,18 @@ class LinearSlots:
         if (slot := self._rows_of.pop(key, NONE)) != NONE:
             self._ended.append(slot)
 
-    def check_integrity(self, free: Sequence[int], cached: Sequence[int]) -> None:
-        """Asserts that every slot has an owner or is free. ``free``, ``cached``: pages that nobody holds."""
+    def check_integrity(self, free: Sequence[int], cached: Sequence[int], held: Sequence[int]) -> None:
+        """Asserts that every slot has an owner or is free.
+
+        ``free``, ``cached``: pages that nobody holds. ``held``: the key of the state that each session holds.
+        """
         rows = [*self._rows_of.values(), *self._free_rows, *self._ended]
         assert sorted(rows) == [*range(self.slots.rows)], "a slot of rows leaked"
         states = [*{*self._state_of.values()}, *self._free_states]
         assert sorted(states) == [*range(self.slots.states)], "a state slot leaked"
         assert Counter(self._state_of.values()) == self._owners, "owners of states differ"
-        assert all(count > 0 and key in self._state_of for key, count in self._held.items()), "a held state is gone"
+        assert all(key in self._state_of for key in held), "a held state is gone"
+        assert Counter(held) == self._held, "holds of states differ from what sessions hold"
         owned = {key // CHUNKS_OF_PAGE for key in (*self._rows_of, *self._state_of)}
         assert not owned & {*free}, "a free page owns slots"
         assert not {*cached} & {key // CHUNKS_OF_PAGE for key in self._rows_of}, "a cached page owns rows"
