@@ -27,7 +27,7 @@ from paceline.checkpoint.generation import not_honored, sampling_defaults
 from paceline.checkpoint.gguf.described import gguf_weights
 from paceline.checkpoint.gguf.weights import GgufWeights
 from paceline.checkpoint.hub import fetch_gguf, require_fetchable
-from paceline.checkpoint.quantization import is_dequantized
+from paceline.checkpoint.packing import packing_of
 from paceline.checkpoint.size import ModelSize, WeightCounts, count_weights, model_size
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.errors import ConfigError
@@ -111,7 +111,7 @@ class Checkpoint:
                 max_model_len,
                 ids,
                 vocab_size,
-                _quantization(config),
+                _quantization(config, folder),
                 folder,
                 config,
                 generation_config=generation_config,
@@ -159,7 +159,7 @@ class Checkpoint:
             max_model_len=context_length(text_config) or _DEFAULT_MAX_MODEL_LEN,
             eos_token_ids=_as_ids(eos),
             vocab_size=int(text_config.vocab_size),
-            quantization=_quantization(content),
+            quantization=_quantization(content, local),
             folder=local,
             config=content if local is None else read_json(local, "config.json"),
             generation_config={} if local is None else read_json(local, "generation_config.json"),
@@ -192,7 +192,7 @@ class Checkpoint:
 
     @cached_property
     def _counts(self) -> WeightCounts | None:
-        return None if self.folder is None else count_weights(self.folder)
+        return None if self.folder is None else count_weights(self.folder, packing_of(self.quantization))
 
     def size(self, dtype: str = "auto", quantization: str | None = None) -> ModelSize | None:
         """Returns the model's size as it will run; None if the weights are not on this machine. Reads headers once.
@@ -202,8 +202,6 @@ class Checkpoint:
         """
         if (counts := self._counts) is None:
             return None
-        if is_dequantized(self.quantization):
-            counts = counts.dequantized
         return model_size(self.config, counts, dtype, quantization)
 
 
@@ -234,13 +232,15 @@ def context_length(config: Any) -> int | None:
     return length
 
 
-def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The ``quantization_config`` of a model, else of the text model within it."""
+def _quantization(config: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any] | None:
+    """The ``quantization_config`` of a model, else of the text model within it, else what Model Optimizer says of it in
+    a file of its own."""
     for part in (config, config.get("text_config") or {}):
         if isinstance(part.get("quantization_config"), Mapping):
             found: Mapping[str, Any] = part["quantization_config"]
             return found
-    return None
+    own = {} if folder is None else read_optional_json(folder, "hf_quant_config.json").get("quantization")
+    return {"quant_method": "modelopt", **own} if isinstance(own, Mapping) and own.get("quant_algo") else None
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:

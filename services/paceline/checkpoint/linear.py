@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from paceline.checkpoint.indexed import num_indexers, why_eager
+from paceline.checkpoint.packing import packing_of
 from paceline.checkpoint.quantization import method_of
 from paceline.errors import ConfigError
 
@@ -261,7 +262,7 @@ def why_not_runnable(
         return "device", f"is 'cuda' {has}, which run on the CPU alone: 'cpu' is allowed"
     if quantization is not None:
         return "quantization", f"is {quantization!r} {has}, which run with plain weights alone: null is allowed"
-    if stored is not None:
+    if stored is not None and packing_of(stored) is None:
         return "model", f"is quantized by {method_of(stored)!r} {has}, which run with plain weights alone"
     return None
 

@@ -27,7 +27,6 @@ class Method:
 _ACCELERATE = ("accelerate", "accelerate")
 _GPTQMODEL = ("gptqmodel", "gptqmodel")
 _BITSANDBYTES = Method((("bitsandbytes", "bitsandbytes"), _ACCELERATE))
-_FP8 = Method((_ACCELERATE,))
 
 METHODS: dict[str, Method] = {
     "aqlm": Method((("aqlm", "aqlm[cpu]"), _ACCELERATE)),
@@ -40,7 +39,7 @@ METHODS: dict[str, Method] = {
     "eetq": Method((("kernels", "kernels"), _ACCELERATE), ("cuda",)),
     "fbgemm_fp8": Method((("fbgemm_gpu", "fbgemm-gpu"), _ACCELERATE), ("cuda",)),
     "fouroversix": Method((("fouroversix", "fouroversix"),), ("cuda",)),
-    "fp8": _FP8,
+    "fp8": Method(),
     "fp_quant": Method((("fp_quant", "fp_quant"), ("qutlass", "qutlass")), ("cuda",)),
     "gemma": Method(),
     "gguf": Method(devices=()),
@@ -48,8 +47,8 @@ METHODS: dict[str, Method] = {
     "higgs": Method((("flute", "flute-kernel"), _ACCELERATE), ("cuda",)),
     "hqq": Method((("hqq", "hqq"),), ("cuda",)),
     "metal": Method(),
-    "mxfp4": Method((_ACCELERATE,)),
-    "mxfp8": _FP8,
+    "mxfp4": Method(),
+    "mxfp8": Method((_ACCELERATE,)),
     "nvfp4": Method(devices=()),
     "quanto": Method(devices=()),
     "quark": Method((("quark", "amd-quark"),)),
@@ -58,7 +57,8 @@ METHODS: dict[str, Method] = {
     "torchao": Method((("torchao", "torchao"),)),
     "vptq": Method((("vptq", "vptq"), _ACCELERATE), ("cuda",)),
 }
-"""Methods by their names in transformers' ``AUTO_QUANTIZATION_CONFIG_MAPPING``."""
+"""Methods by their names in transformers' ``AUTO_QUANTIZATION_CONFIG_MAPPING``. Formats of ``packing.py`` need nothing
+of this: they are dequantized while they are read."""
 
 
 def method_of(config: Mapping[str, Any]) -> str:
@@ -68,11 +68,6 @@ def method_of(config: Mapping[str, Any]) -> str:
     if method == "bitsandbytes":
         return f"bitsandbytes_{'4bit' if config.get('load_in_4bit') else '8bit'}"
     return method
-
-
-def is_dequantized(config: Mapping[str, Any] | None) -> bool:
-    """True if several ranks dequantize the weights of a ``quantization_config`` while they read their slices."""
-    return config is not None and method_of(config) == "mxfp4"
 
 
 def require_method(path: str, method: str, device: str) -> None:

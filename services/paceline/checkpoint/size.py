@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from paceline.checkpoint.folder import read_json
 from paceline.checkpoint.gguf.described import gguf_weights
 from paceline.checkpoint.latent import latent_values, num_attentions, num_plain_weights
 from paceline.checkpoint.linear import LinearLayers, Slots, layer_types, linear_layers
+from paceline.checkpoint.packing import Packing, count_packed
 from paceline.checkpoint.quantization import weight_bytes_per_parameter
 from paceline.errors import ConfigError
 from paceline.types import PAGE_SIZE
@@ -93,6 +94,15 @@ class ModelSize:
         return 0 if self.linear is None else self.linear.slots_bytes(Slots.of(max_sessions), self.item_bytes)
 
 
+class _Entry(NamedTuple):
+    """A tensor by the header of its file."""
+
+    dtype: str
+    """As safetensors names it."""
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
 class WeightCounts(NamedTuple):
     """Sums over the headers of the weight files."""
 
@@ -104,11 +114,6 @@ class WeightCounts(NamedTuple):
     """Numbers that are stored in other ways than as plain floats; they run as they are stored."""
     stored_bytes: int
     """Bytes of the stored numbers."""
-
-    @property
-    def dequantized(self) -> WeightCounts:
-        """The counts of MXFP4 weights as they run: 17 bytes hold 32 numbers and their exponent."""
-        return WeightCounts(self.numbers - self.stored + self.stored_bytes * 32 // 17, self.whole, 0, 0)
 
 
 def model_size(
@@ -151,8 +156,12 @@ def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num
     )
 
 
-def count_weights(folder: Path) -> WeightCounts:
+def count_weights(folder: Path, packing: Packing | None = None) -> WeightCounts:
     """Adds up the headers of the weight files.
+
+    Args:
+        folder: the checkpoint.
+        packing: how weights are quantized that are dequantized while they are read; None: there are none.
 
     Raises:
         ConfigError: a file is missing, cut short or cannot be read.
@@ -164,10 +173,9 @@ def count_weights(folder: Path) -> WeightCounts:
     try:
         index = read_json(folder, "model.safetensors.index.json").get("weight_map")
         if isinstance(index, dict):
-            counts = [_count_file(folder / str(name)) for name in sorted(set(index.values()))]
-            return WeightCounts(*map(sum, zip(*counts, strict=True)))
+            return _count([_entries(folder / str(name)) for name in sorted(set(index.values()))], packing)
         if (folder / "model.safetensors").exists():
-            return _count_file(folder / "model.safetensors")
+            return _count([_entries(folder / "model.safetensors")], packing)
         pickled = sorted(folder.glob("pytorch_model*.bin"))
         num_bytes = sum(path.stat().st_size for path in pickled)
     except OSError as error:
@@ -177,27 +185,36 @@ def count_weights(folder: Path) -> WeightCounts:
     return WeightCounts(num_bytes // 4, 0, 0, 0)  # at most four bytes each
 
 
-def _count_file(path: Path) -> WeightCounts:
-    """Adds up one safetensors header. The file is eight bytes of header length, the header in JSON, the data."""
+def _entries(path: Path) -> dict[str, _Entry]:
+    """The tensors by one safetensors header. The file is eight bytes of header length, the header in JSON, the data."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length) if length <= size else b""
     try:
-        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
-        end: int = max((entry["data_offsets"][1] for entry in tensors), default=0)
-        stored = [entry for entry in tensors if entry["dtype"] not in _PLAIN]
-        counts = WeightCounts(
-            sum(math.prod(entry["shape"]) for entry in tensors),
-            sum(math.prod(entry["shape"]) for entry in tensors if len(entry["shape"]) < 2),
-            sum(math.prod(entry["shape"]) for entry in stored),
-            sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in stored),
-        )
+        found = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        end: int = max((entry["data_offsets"][1] for entry in found.values()), default=0)
+        entries = {
+            name: _Entry(str(one["dtype"]), tuple(one["shape"]), one["data_offsets"][1] - one["data_offsets"][0])
+            for name, one in found.items()
+        }
+        for entry in entries.values():
+            math.prod(entry.shape)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{str(path)!r} is not a safetensors file, or cut short") from error
     if 8 + length + end > size:
         raise ConfigError(f"{str(path)!r} is cut short: it has {size} bytes of {8 + length + end}")
-    return counts
+    return entries
+
+
+def _count(files: Sequence[Mapping[str, _Entry]], packing: Packing | None) -> WeightCounts:
+    """Adds up the tensors of all files; a weight and its scales may be in two of them."""
+    entries = {name: entry for file in files for name, entry in file.items()}
+    numbers, whole = count_packed({name: entry.shape for name, entry in entries.items()}, packing)
+    stored = [] if packing is not None else [entry for entry in entries.values() if entry.dtype not in _PLAIN]
+    return WeightCounts(
+        numbers, whole, sum(math.prod(entry.shape) for entry in stored), sum(entry.num_bytes for entry in stored)
+    )
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:

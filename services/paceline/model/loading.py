@@ -11,14 +11,20 @@ from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as hf_logging
 
 from paceline.checkpoint import indexed
 from paceline.checkpoint.files import Checkpoint, context_length
 from paceline.checkpoint.folder import require_no_code
-from paceline.checkpoint.gguf.weights import GgufWeights
 from paceline.checkpoint.linear import LinearLayers, LinearSpec, Slots, require_runnable
+from paceline.checkpoint.packing import packing_of
 from paceline.checkpoint.size import ModelSize, gib, size_of
 from paceline.config import ModelOptions, Quantization, cache_dir
 from paceline.core.cuda import triton_unavailable
@@ -30,6 +36,7 @@ from paceline.model.compiled.aot import NoCompilerError, cached_step, compiled_s
 from paceline.model.compiled.backend import StepFunction
 from paceline.model.compiled.graphs import CudaGraphs, make_backend, require_graphs
 from paceline.model.compiled.parts import compile_parts
+from paceline.model.dequantized import dequantized_files, plain_config
 from paceline.model.device import Placement, keep_bits, resolve
 from paceline.model.experts import pad_experts
 from paceline.model.features import Features
@@ -412,10 +419,17 @@ def load_pretrained(
     path, options = checkpoint.path, load_options(checkpoint, quantization, device)
     loader: Any = part or AutoModelForCausalLM
     location: str | None = checkpoint.location
+    config: PretrainedConfig | None = None
+    read: Callable[[str], torch.Tensor]
     if (gguf := checkpoint.gguf) is not None:
-        config = AutoConfig.from_pretrained(location, trust_remote_code=False)
+        config, names = AutoConfig.from_pretrained(location, trust_remote_code=False), [*gguf]
+        read = partial(gguf.read, dtype=dtype)
+    elif (packing := packing_of(checkpoint.quantization)) is not None:
+        files = dequantized_files(checkpoint, packing)
+        config, names, read = plain_config(checkpoint), [*files], partial(files.read, dtype=dtype)
+    if config is not None:
         loader, location = part or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], None
-        options |= {"config": config, "state_dict": {name: _Lazy(gguf, name, dtype) for name in gguf}}
+        options |= {"config": config, "state_dict": {name: _Lazy(partial(read, name)) for name in names}}
     model: PreTrainedModel
     try:
         with BUILDING, _quiet():
@@ -427,6 +441,8 @@ def load_pretrained(
                 trust_remote_code=checkpoint.trust_remote_code,
                 **options,
             )
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         require_no_code(path, error)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -448,10 +464,10 @@ def load_pretrained(
 
 
 class _Lazy:
-    """A weight of GGUF files that is dequantized when transformers asks for it."""
+    """A weight that is dequantized when transformers asks for it."""
 
-    def __init__(self, weights: GgufWeights, name: str, dtype: torch.dtype) -> None:
-        self._read = partial(weights.read, name, dtype)
+    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
+        self._read = read
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._read()[index]

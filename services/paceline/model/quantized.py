@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.gguf.weights import GgufWeights
+from paceline.checkpoint.packing import packing_of, why_not_dequantized
 from paceline.checkpoint.quantization import (
     batch_dependence,
-    is_dequantized,
     method_of,
     require_method,
     require_quantization,
@@ -52,8 +52,15 @@ def load_options(checkpoint: Checkpoint, quantization: Quantization | None, devi
                 )
             return {}
         return {"quantization_config": _torchao_config()}
-    if method is None:
+    if checkpoint.quantization is None or packing_of(checkpoint.quantization) is not None:
         return {}
+    assert method is not None
+    if method == "modelopt":
+        reason = why_not_dequantized(checkpoint.quantization)
+        raise ConfigError(
+            f"model {checkpoint.path!r} is quantized by 'modelopt' with {reason}: "
+            "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO and NVFP4 are allowed"
+        )
     require_method(checkpoint.path, method, device.type)
     # Kernels of some methods pack weights for the device while they are loaded; to name one needs accelerate.
     return {"device_map": {"": str(device)}} if importlib.util.find_spec("accelerate") is not None else {}
@@ -62,11 +69,15 @@ def load_options(checkpoint: Checkpoint, quantization: Quantization | None, devi
 def require_whole(checkpoint: Checkpoint, quantization: Quantization | None, degree: int) -> None:
     """Raises ConfigError if several ranks were to share quantized weights: they read slices of plain ones, or of what
     they dequantize."""
-    if quantization is not None or not (checkpoint.quantization is None or is_dequantized(checkpoint.quantization)):
-        how = f"quantization is {quantization!r}" if quantization else f"model {checkpoint.path!r} is quantized"
-        raise ConfigError(
-            f"tensor_parallel_size is {degree} and {how}: one process runs quantized weights, so set it to 1"
-        )
+    stored = checkpoint.quantization
+    if quantization is not None:
+        how = f"quantization is {quantization!r}"
+    elif stored is None or packing_of(stored) is not None:
+        return
+    else:
+        how = f"model {checkpoint.path!r} is quantized by {method_of(stored)!r}"
+        how += f" with {reason}" if (reason := why_not_dequantized(stored)) else ""
+    raise ConfigError(f"tensor_parallel_size is {degree} and {how}: one process runs quantized weights, so set it to 1")
 
 
 def _torchao_config() -> Any:

@@ -468,7 +468,7 @@ def test_slices_are_converted_and_progress_is_told(tmp_path: Path) -> None:
 def test_checkpoints_that_are_not_whole(tmp_path: Path) -> None:
     """No files, missing tensors, other shapes: named as in the files."""
     config = FAMILIES["llama"]()
-    with pytest.raises(ConfigError, match=r"holds no model\.safetensors: tensor parallelism reads safetensors only"):
+    with pytest.raises(ConfigError, match=r"holds no model\.safetensors: weights are split, or dequantized, from"):
         CheckpointFiles(str(tmp_path))
     _, path = saved(config, tmp_path)
     config.num_hidden_layers = 3

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder, read_json
 from paceline.checkpoint.mtp import mtp_modules
+from paceline.checkpoint.packing import packing_of
 from paceline.checkpoint.size import size_of
 from paceline.checkpoint.weights import WeightFiles
 from paceline.config import HeadDraftOptions
@@ -22,6 +23,7 @@ from paceline.drafters.heads.module import Function, HeadModule
 from paceline.drafters.heads.reading import HeadForm, Reading, TargetFacts, meta_model
 from paceline.errors import ConfigError
 from paceline.model.compiled.linear import pack_layers
+from paceline.model.dequantized import dequantized_files
 from paceline.model.features import OUT, Features
 from paceline.model.kv_cache import LayerSpec
 
@@ -273,15 +275,19 @@ def target_table(checkpoint: Checkpoint, getter: str, dtype: torch.dtype, device
         ConfigError: the files do not name it, or it is more than a matrix and a factor.
     """
     model, files = meta_model(checkpoint), WeightFiles.open(_folder(checkpoint.path))
+    packing = packing_of(checkpoint.quantization)
+    plain = None if packing is None else dequantized_files(checkpoint, packing)
     part = getattr(model, getter)()
     names = [name for name, own in model.named_parameters(remove_duplicate=False) if own is part.weight]
     names += [name.removeprefix("model.") for name in names]
-    name = next((name for name in names if name in files.shapes), None)
+    held = files.shapes if plain is None else [*plain]
+    name = next((name for name in names if name in held), None)
     if (factor := getattr(part, "scalar_embed_scale", None)) is not None:  # of Gemma, which no file holds
         part.embed_scale = torch.tensor(factor, device=device)
     if name is None or any(buffer.is_meta for buffer in part.buffers()) or len(list(part.parameters())) != 1:
         raise ConfigError(f"the target {checkpoint.path!r} has a {type(part).__name__} that heads cannot share")
-    weight = files.read([name])[name].to(device=device, dtype=dtype)
+    weight = files.read([name])[name] if plain is None else plain.read(name, dtype)
+    weight = weight.to(device=device, dtype=dtype)
     part.load_state_dict({"weight": weight}, assign=True)
     out: nn.Module = part.requires_grad_(False)
     return out

@@ -121,7 +121,9 @@ class CheckpointFiles:
             elif (directory / _SINGLE).is_file():
                 self._file_of = dict.fromkeys(self._open(directory / _SINGLE).keys(), directory / _SINGLE)
             else:
-                raise ConfigError(f"model {path!r} holds no {_SINGLE}: tensor parallelism reads safetensors only")
+                raise ConfigError(
+                    f"model {path!r} holds no {_SINGLE}: weights are split, or dequantized, from safetensors only"
+                )
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -139,6 +141,17 @@ class CheckpointFiles:
         """Raises ConfigError if the file does not hold the tensor."""
         return tuple(self._slice(name).get_shape())
 
+    def type(self, name: str) -> str:
+        """The number format of a tensor, as safetensors names it. Raises ConfigError if the file does not hold it."""
+        return str(self._slice(name).get_dtype())
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor as it is stored."""
+        tensor: Tensor = (
+            self._slice(name)[...] if self.shape(name) else self._open(self._file_of[name]).get_tensor(name)
+        )
+        return tensor.clone()
+
     def copy(self, name: str, box: tuple[slice, ...], target: Tensor) -> None:
         """Copies a box of a tensor to ``target``, which has another dtype perhaps."""
         if self._mapped > _MAPPED_BYTES:
@@ -150,8 +163,7 @@ class CheckpointFiles:
             return
         part = whole[box]
         target.copy_(part.reshape(target.shape))
-        leading = all(taken == slice(0, length) for taken, length in zip(box[1:], shape[1:], strict=True))
-        self._mapped += (part.numel() if leading else torch.Size(shape).numel()) * part.itemsize
+        self._mapped += part.shape[0] * torch.Size(shape[1:]).numel() * part.itemsize  # whole rows come into memory
 
     def _slice(self, name: str) -> Any:
         try:

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.quantization import is_dequantized
-from paceline.errors import ConfigError
+from paceline.checkpoint.packing import packing_of
+from paceline.model.dequantized import dequantized_files, plain_config
 from paceline.model.local_config import BUILDING, build
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.load import CheckpointFiles, Files, GgufFiles, Progress, read_shard
-from paceline.model.parallel.mxfp4 import Mxfp4Files
 from paceline.model.parallel.plan import Range, ShardPlan, plan_shards
+from paceline.model.quantized import require_whole
 
 _SHARE = "_paceline_share"
 _LOAD_LIMIT_S = 3600.0
@@ -51,22 +51,15 @@ def load_shard(
         ConfigError: no causal language model in safetensors, or it cannot be split into ``group.degree`` ranks.
         EngineError: another rank has failed.
     """
-    path = checkpoint.path
-    config: PretrainedConfig = AutoConfig.from_pretrained(
-        checkpoint.location, trust_remote_code=checkpoint.trust_remote_code
-    )
-    if checkpoint.trust_remote_code and getattr(config, "auto_map", None):
-        raise ConfigError(f"model {path!r} brings code of its own: only degree 1 works")
-    packed = is_dequantized(checkpoint.quantization)
-    if packed:
-        del config.quantization_config  # what runs is plain
-    elif getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"model {path!r} is quantized: only degree 1 works")
+    path, gguf = checkpoint.path, checkpoint.gguf
+    require_whole(checkpoint, None, group.degree)
+    config = plain_config(checkpoint)
     plan = plan_shards(config, group.rank, group.degree)
-    gguf = checkpoint.gguf
-    files: Files = CheckpointFiles(path) if gguf is None else GgufFiles(path, gguf, dtype)
-    if packed:
-        files = Mxfp4Files(files)
+    files: Files
+    if (packing := packing_of(checkpoint.quantization)) is not None:
+        files = dequantized_files(checkpoint, packing)
+    else:
+        files = CheckpointFiles(path) if gguf is None else GgufFiles(path, gguf, dtype)
     try:
         with BUILDING, no_init_weights():  # what is not written to here takes no memory
             model = build(plan.config, dtype=dtype)

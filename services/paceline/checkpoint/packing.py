@@ -1,0 +1,274 @@
+"""Quantized weights that are dequantized while they are read: how published formats store them. Free of torch.
+
+A weight is stored as several tensors whose names are its *stem* and an ending: its *codes*, small numbers that are
+perhaps packed into words, its scales, and perhaps its zero points and the group of each input. The weight is::
+
+    (codes - zeros) * scales        or, of four-bit floats,        values[codes] * scales * second scale
+
+Sources of the formats: compressed-tensors 0.20 (``compressors``), transformers (``integrations/finegrained_fp8.py``),
+NVIDIA's Model Optimizer (its unified checkpoints), AutoGPTQ and GPTQModel, AutoAWQ (version "gemm"), and the OCP
+Microscaling Formats 1.0. Scales of activations are left out: activations keep the dtype of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from paceline.checkpoint.quantization import method_of
+from paceline.errors import ConfigError
+
+WORD_BITS = 32
+"""Bits of a word of packed integers."""
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""AWQ: where in its word each of eight outputs is."""
+MXFP4_GROUP, NVFP4_GROUP = 32, 16
+"""Numbers of four bits with one scale."""
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
+_ACTIVATIONS = ("input_scale", "output_scale", "activation_scale", "input_global_scale", "input_zero_point", "k_scale",
+                "v_scale", "q_scale")  # fmt: skip
+"""Last parts of the names of what scales activations, keys and values."""
+_PACKED_TYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I8", "U8")
+"""Number formats of safetensors in which no plain weight is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How the quantized weights of a checkpoint are stored."""
+
+    kind: Literal["scaled", "words", "nvfp4", "mxfp4"]
+    """``scaled``: one number for each; ``words``: integers in words of 32 bits; the others two floats in a byte."""
+    codes: str
+    """Ending of the codes' name."""
+    plain: str
+    """Ending of the name that the plain weight has."""
+    scales: tuple[str, ...]
+    """Endings of the scales' name, the first that is there."""
+    types: tuple[str, ...]
+    """Number formats of the codes, as safetensors names them."""
+    bits: int = 8
+    block: tuple[int, int] = (0, 0)
+    """Numbers along the last two dimensions, as stored, with one scale where a scale is neither for one nor for all of
+    them; 0: there are none such."""
+    zeros: str = ""
+    """Ending of the zero points' name."""
+    needs_zeros: bool = False
+    """True: every weight has zero points."""
+    zero: int = 0
+    """The zero point of weights without any."""
+    zero_shift: int = 0
+    """What is added to stored zero points."""
+    groups: str = ""
+    """Ending of the name of the group of each input."""
+    shape: str = ""
+    """Ending of the name of a stored shape."""
+    transposed: bool = False
+    """True: stored as inputs by outputs."""
+    packed_dim: int = 1
+    """Dimension of the codes, as stored, along which they are packed."""
+    zeros_dim: int = 1
+    """Dimension of the zero points along which they are packed."""
+    places: tuple[int, ...] = ()
+    """Place of each number in its word; (): in order."""
+    second: str = ""
+    """Ending of a scale of all scales."""
+    divides: bool = False
+    """True: the scales are divided by the second scale."""
+
+    @property
+    def per_word(self) -> int:
+        """Codes of one stored number."""
+        return {"scaled": 1, "words": WORD_BITS // self.bits}.get(self.kind, 2)
+
+    def stems(self, names: Collection[str]) -> dict[str, str]:
+        """The quantized weights among the tensors ``names``: the weight's name -> its stem."""
+        found = {}
+        for scales in self.scales:
+            for name in names:
+                stem = name.removesuffix(scales)
+                if name.endswith(scales) and stem + self.codes in names:
+                    found[stem + self.plain] = stem
+        return found
+
+    def parts(self, stem: str) -> Iterator[str]:
+        """Names of the tensors that a weight may consist of."""
+        endings = (self.codes, *self.scales, self.zeros, self.groups, self.shape, self.second)
+        yield from (stem + ending for ending in dict.fromkeys(endings) if ending or ending == self.codes)
+
+    def plain_names(self, names: Collection[str]) -> list[str]:
+        """Names of a checkpoint's tensors as if it were not quantized, without the scales of activations."""
+        stems = self.stems(names)
+        stored = {part for stem in stems.values() for part in self.parts(stem)}
+        kept = [n for n in names if n not in stored and n.rpartition(".")[2] not in _ACTIVATIONS]
+        return [*stems, *kept]
+
+    def shape_of(self, codes: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a weight by that of its codes."""
+        if self.kind == "mxfp4":
+            experts, outputs, groups, _ = codes
+            return experts, groups * MXFP4_GROUP, outputs
+        dim = len(codes) - 2 + self.packed_dim
+        sizes = [size * (self.per_word if at == dim else 1) for at, size in enumerate(codes)]
+        return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else tuple(sizes)
+
+    def require_types(self, types: Mapping[str, str], path: str) -> None:
+        """Raises ConfigError if tensors are stored as numbers of another kind than this format's.
+
+        Args:
+            types: the number format of each tensor by name.
+            path: the checkpoint.
+        """
+        stems = self.stems(types)
+        codes = {stem + self.codes for stem in stems.values()}
+        others = {part for stem in stems.values() for part in self.parts(stem)} - codes
+        wrong = [n for n in sorted(codes) if types[n] not in self.types]
+        wrong += [n for n in sorted(types) if n not in codes | others and types[n] in _PACKED_TYPES]
+        scales = {stem + ending for stem in stems.values() for ending in self.scales} & types.keys()
+        if self.kind != "mxfp4":
+            wrong += [n for n in sorted(scales) if types[n] == "U8"]
+        if wrong:
+            name = wrong[0]
+            raise ConfigError(f"model {path!r} stores {name} as {types[name]}, which is not read in its format")
+
+
+def packing_of(config: Mapping[str, Any] | None) -> Packing | None:
+    """How the weights of a ``quantization_config`` are stored; None: they are plain, or are not dequantized here."""
+    found = None if config is None else _packing(config)
+    return found if isinstance(found, Packing) else None
+
+
+def why_not_dequantized(config: Mapping[str, Any]) -> str:
+    """Says which part of a ``quantization_config`` is not read, as a clause; "": its method is not."""
+    found = _packing(config)
+    return found if isinstance(found, str) else ""
+
+
+def count_packed(shapes: Mapping[str, tuple[int, ...]], packing: Packing | None) -> tuple[int, int]:
+    """Numbers of all weights once they are plain, and those of them in no matrix.
+
+    Args:
+        shapes: of the stored tensors by name.
+        packing: how weights are quantized; None: they are plain.
+    """
+    stems = {} if packing is None else packing.stems(shapes)
+    plain = shapes if packing is None else packing.plain_names(shapes)
+    total = vectors = 0
+    for name in plain:
+        stem = stems.get(name)
+        shape = shapes[name] if packing is None or stem is None else packing.shape_of(shapes[stem + packing.codes])
+        total += math.prod(shape)
+        vectors += math.prod(shape) if len(shape) < 2 else 0
+    return total, vectors
+
+
+def _packing(config: Mapping[str, Any]) -> Packing | str:
+    """A format, or which value of the configuration is not read."""
+    readers: Mapping[str, Callable[[Mapping[str, Any]], Packing | str]] = {
+        "awq": _awq,
+        "compressed-tensors": _compressed_tensors,
+        "fp8": _fp8,
+        "gptq": _gptq,
+        "modelopt": _modelopt,
+        "mxfp4": lambda config: _MXFP4,
+    }
+    reader = readers.get(method_of(config))
+    return "" if reader is None else reader(config)
+
+
+_MXFP4 = Packing("mxfp4", "_blocks", "", ("_scales",), ("U8",), bits=4, transposed=True)
+
+
+def _fp8(config: Mapping[str, Any]) -> Packing | str:
+    """DeepSeek's and transformers': one scale for a block, or for a tensor."""
+    rows, columns = config.get("weight_block_size") or (0, 0)
+    return Packing("scaled", "", "", ("_scale_inv", "_scale"), _FLOAT8, block=(rows, columns))
+
+
+def _modelopt(config: Mapping[str, Any]) -> Packing | str:
+    algorithm = str(config.get("quant_algo")).upper()
+    scales = ("weight_scale",)
+    if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        return Packing("scaled", "weight", "weight", scales, _FLOAT8)
+    if algorithm == "FP8_PB_WO":
+        return Packing("scaled", "weight", "weight", ("weight_scale_inv", *scales), _FLOAT8, block=(128, 128))
+    if algorithm == "NVFP4":
+        block = 1, NVFP4_GROUP
+        return Packing("nvfp4", "weight", "weight", scales, ("U8",), 4, block, second="weight_scale_2")
+    return f"quant_algo {config.get('quant_algo')!r}"
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> Packing | str:
+    form, groups = config.get("format"), (config.get("config_groups") or {}).values()
+    weights = [group.get("weights") or {} for group in groups]
+    forms = {form, *(group.get("format") or form for group in groups)}
+    blocks = {_block_of(one) for one in weights} - {(0, 0)}
+    bits = {one.get("num_bits") for one in weights}
+    symmetric = all(one.get("symmetric", True) for one in weights)
+    if len(forms) > 1 or len(blocks) > 1 or not weights:
+        return f"format {form!r} of several kinds"
+    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        return "a sparsity_config"
+    (block,) = blocks or {(0, 0)}
+    scales, zeros = ("weight_scale",), "weight_zero_point"
+    if form in ("float-quantized", "int-quantized", "naive-quantized"):
+        return Packing("scaled", "weight", "weight", scales, (*_FLOAT8, "I8"), 8, block, zeros, not symmetric)
+    if form == "nvfp4-pack-quantized":
+        second = "weight_global_scale"
+        return Packing(
+            "nvfp4", "weight_packed", "weight", scales, ("U8",), 4, (1, NVFP4_GROUP), second=second, divides=True
+        )
+    if form != "pack-quantized" or len(bits) > 1 or not bits <= {1, 2, 4, 8}:
+        return f"format {form!r} of {', '.join(map(str, sorted(bits, key=str)))} bits"
+    num = int(bits.pop() or 0)
+    return Packing(
+        "words", "weight_packed", "weight", scales, ("I32",), num, block, zeros, not symmetric, zero=1 << num - 1,
+        groups="weight_g_idx", shape="weight_shape", zeros_dim=0,
+    )  # fmt: skip
+
+
+def _block_of(weights: Mapping[str, Any]) -> tuple[int, int]:
+    """Outputs and inputs with one scale; (0, 0): all of a tensor, or of an output."""
+    match weights.get("strategy"):
+        case "block":
+            rows, columns = weights.get("block_structure") or (0, 0)
+            return rows, columns
+        case "group":
+            return 1, weights.get("group_size") or 0
+    return 0, 0
+
+
+def _gptq(config: Mapping[str, Any]) -> Packing | str:
+    bits, form = config.get("bits"), str(config.get("checkpoint_format") or "gptq").lower()
+    if bits not in (2, 4, 8):
+        return f"bits {bits!r}"
+    if form not in ("gptq", "gptq_v2"):
+        return f"checkpoint_format {form!r}"
+    if config.get("dynamic"):
+        return "dynamic"
+    if config.get("pack_dtype", "int32") != "int32":
+        return f"pack_dtype {config['pack_dtype']!r}"
+    return Packing(
+        "words", "qweight", "weight", ("scales",), ("I32",), bits, _group_of(config), "qzeros", True,
+        zero_shift=1 if form == "gptq" else 0, groups="g_idx", transposed=True, packed_dim=0,
+    )  # fmt: skip
+
+
+def _awq(config: Mapping[str, Any]) -> Packing | str:
+    bits, version = config.get("bits"), str(config.get("version") or config.get("format") or "gemm").lower()
+    if bits != 4:
+        return f"bits {bits!r}"
+    if version != "gemm":
+        return f"version {version!r}"
+    if not config.get("zero_point", True):
+        return "zero_point false"
+    return Packing(
+        "words", "qweight", "weight", ("scales",), ("I32",), bits, _group_of(config), "qzeros", True,
+        transposed=True, places=AWQ_PLACES,
+    )  # fmt: skip
+
+
+def _group_of(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Inputs and outputs with one scale."""
+    return max(0, int(config.get("group_size") or 0)), 1

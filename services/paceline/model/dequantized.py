@@ -1,0 +1,258 @@
+"""Quantized weights as plain ones: dequantized tensor by tensor, and of a tensor the part that is asked for.
+
+One rank reads whole tensors, each of several ranks its slices, by the same code. A weight is computed in float32 and
+rounded once, to the dtype of the model. The formats are those of ``checkpoint/packing.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.packing import MXFP4_GROUP, WORD_BITS, Packing
+from paceline.errors import ConfigError
+from paceline.model.parallel.load import CheckpointFiles
+
+Box = tuple[slice, ...]
+
+_NUM_AT_ONCE = 1 << 22
+"""Numbers that are dequantized at once, in float32."""
+_FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of the codes of a float of four bits, E2M1."""
+
+
+class DequantizedFiles:
+    """The tensors of a checkpoint as if they were not quantized."""
+
+    def __init__(self, files: CheckpointFiles, packing: Packing) -> None:
+        """Raises ConfigError if tensors are stored in a way that is not the format's. Reads no weights.
+
+        Args:
+            files: the stored tensors.
+            packing: how weights are quantized.
+        """
+        self.path, self._files, self._packing = files.path, files, packing
+        types = {name: files.type(name) for name in files}
+        packing.require_types(types, files.path)
+        self._stored = types.keys()
+        self._stems = packing.stems(types)
+        self._names = packing.plain_names(types)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._files.close()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises ConfigError if the files do not hold the tensor."""
+        stem = self._stems.get(name)
+        if stem is None:
+            return self._files.shape(name)
+        codes = self._packing.shape_of(self._files.shape(stem + self._packing.codes))
+        if (part := stem + self._packing.shape) not in self._stored or not self._packing.shape:
+            return codes
+        (sizes,) = self._files.shape(part)
+        stored = tuple(self._part(part, (slice(0, sizes),), torch.int64).tolist())
+        if len(stored) != len(codes) or stored[:-1] != codes[:-1] or not 0 <= codes[-1] - stored[-1] < WORD_BITS:
+            raise ConfigError(f"model {self.path!r}: {part} is {stored}, and the codes are of {codes}")
+        return stored
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A whole tensor: a quantized one as ``dtype``, others as they are stored."""
+        if name not in self._stems:
+            return self._files.read(name)
+        shape = self.shape(name)
+        whole = torch.empty(shape, dtype=dtype)
+        self.copy(name, tuple(slice(0, size) for size in shape), whole)
+        return whole
+
+    def copy(self, name: str, box: Box, target: Tensor) -> None:
+        """Copies a box of a tensor to ``target``; a quantized one some of its rows at a time."""
+        stem = self._stems.get(name)
+        if stem is None:
+            self._files.copy(name, box, target)
+            return
+        target = target.reshape([part.stop - part.start for part in box])  # a view: only ones are left out
+        numbers = self._experts if self._packing.kind == "mxfp4" else self._numbers
+        dim = len(box) - 1 if self._packing.transposed and self._packing.kind != "mxfp4" else 0
+        size = box[dim].stop - box[dim].start
+        step = max(1, _NUM_AT_ONCE * size // max(1, target.numel()))
+        for first in range(0, size, step):
+            stop = min(first + step, size)
+            part = (*box[:dim], slice(box[dim].start + first, box[dim].start + stop), *box[dim + 1 :])
+            target.narrow(dim, first, stop - first).copy_(numbers(stem, part))
+
+    def _numbers(self, stem: str, box: Box) -> Tensor:
+        """A box of a weight in float32."""
+        packing = self._packing
+        if packing.transposed:
+            box = (*box[:-2], box[-1], box[-2])
+        numbers = self._codes(stem + packing.codes, box, packing.packed_dim)
+        if packing.kind == "nvfp4":
+            numbers = torch.tensor(_FLOAT4)[numbers]
+        else:
+            numbers = numbers.float() - self._zeros(stem, box)
+        numbers *= self._scales(stem, box)
+        if packing.second:
+            second = self._whole(stem + packing.second)
+            if second.numel() != 1:
+                raise self._misshapen(stem + packing.second)
+            numbers = numbers / second if packing.divides else numbers * second
+        return numbers.transpose(-1, -2) if packing.transposed else numbers
+
+    def _codes(self, name: str, box: Box, packed_dim: int) -> Tensor:
+        """A box of codes, unpacked: floats of 8 bits as float32, integers as int32."""
+        packing = self._packing
+        if packing.kind == "scaled":
+            return self._part(name, box, torch.float32)
+        per_word = packing.per_word
+        dim = len(box) - 2 + packed_dim
+        first, stop = box[dim].start // per_word, -(-box[dim].stop // per_word)
+        words = self._part(name, (*box[:dim], slice(first, stop), *box[dim + 1 :]), torch.int32)
+        shifts = torch.arange(per_word, dtype=torch.int32)
+        if packing.places:
+            shifts = torch.tensor(packing.places, dtype=torch.int32)
+        shifts = (shifts * packing.bits).view(-1, *[1] * (len(box) - dim - 1))
+        codes = (words.unsqueeze(dim + 1) >> shifts) & ((1 << packing.bits) - 1)
+        part = box[dim]
+        return codes.flatten(dim, dim + 1).narrow(dim, part.start - first * per_word, part.stop - part.start)
+
+    def _zeros(self, stem: str, box: Box) -> Tensor | int:
+        """The zero points of a box, which one for each scale is stored, or the one of all weights."""
+        packing, name = self._packing, stem + self._packing.zeros
+        if not packing.zeros or name not in self._stored:
+            if packing.needs_zeros:
+                raise ConfigError(f"model {self.path!r} is not whole: no weight file holds {name}")
+            return packing.zero
+        if packing.kind == "scaled":
+            return self._spread(name, box, stem)
+        sizes = self._files.shape(self._scales_name(stem))
+        per_word, dim = packing.per_word, packing.zeros_dim
+        packed = tuple(-(-size // per_word) if at == dim else size for at, size in enumerate(sizes))
+        if self._files.shape(name) != packed:
+            raise self._misshapen(name)
+        return self._spread(name, box, stem, sizes) + packing.zero_shift
+
+    def _scales(self, stem: str, box: Box) -> Tensor:
+        """The scales of a box."""
+        return self._spread(self._scales_name(stem), box, stem)
+
+    def _scales_name(self, stem: str) -> str:
+        return next(stem + ending for ending in self._packing.scales if stem + ending in self._stored)
+
+    def _spread(self, name: str, box: Box, stem: str, unpacked: tuple[int, ...] | None = None) -> Tensor:
+        """For each number of a box, as stored, the value of its block or group in a tensor of scales or zero points.
+
+        Only the values that the box needs are read. ``unpacked``: the shape of zero points once they are unpacked.
+        """
+        sizes = unpacked or self._files.shape(name)
+        if math.prod(sizes) == 1:
+            return (
+                self._whole(name)
+                if unpacked is None
+                else self._codes(name, (slice(0, 1),) * len(sizes), self._packing.zeros_dim)
+            )
+        whole = self._files.shape(stem + self._packing.codes)
+        dims = len(whole)
+        if len(sizes) == 1 and dims == 2:
+            sizes = (*sizes, 1)
+        if len(sizes) != dims:
+            raise self._misshapen(name)
+        lengths = self._stored_lengths(stem)
+        indices = [self._index(name, stem, dim, sizes[dim], lengths[dim], box[dim]) for dim in range(dims)]
+        firsts = [int(index.min()) for index in indices]
+        part = tuple(slice(f, int(index.max()) + 1) for f, index in zip(firsts, indices, strict=True))
+        if unpacked is not None:
+            values = self._codes(name, part, self._packing.zeros_dim)
+        else:
+            stored = part[: len(self._files.shape(name))]
+            values = self._part(name, stored, torch.float32).reshape([p.stop - p.start for p in part])
+        for dim, (first, index) in enumerate(zip(firsts, indices, strict=True)):
+            values = values.index_select(dim, index - first)
+        return values
+
+    def _index(self, name: str, stem: str, dim: int, size: int, length: int, part: slice) -> Tensor:
+        """Along a dimension of ``length`` numbers with ``size`` scales, the scale of each number of a part."""
+        packing = self._packing
+        groups = stem + packing.groups
+        along_inputs = dim == (0 if packing.transposed else 1)
+        if packing.groups and along_inputs and groups in self._stored:
+            found = self._part(groups, (part,), torch.int32)
+            if int(found.min()) >= 0:
+                if int(found.max()) >= size:
+                    raise self._misshapen(groups)
+                return found
+        numbers = torch.arange(part.start, part.stop)
+        if size == length:
+            return numbers
+        if size == 1:
+            return torch.zeros_like(numbers)
+        dims = len(self._files.shape(stem + packing.codes))
+        block = packing.block[dim - dims + 2] if dim >= dims - 2 else 0
+        if not block or -(-length // block) != size:
+            raise self._misshapen(name)
+        return numbers // block
+
+    def _stored_lengths(self, stem: str) -> tuple[int, ...]:
+        """Numbers of a weight along the dimensions of its codes."""
+        shape = self.shape(stem + self._packing.plain)
+        return (*shape[:-2], shape[-1], shape[-2]) if self._packing.transposed else shape
+
+    def _experts(self, stem: str, box: Box) -> Tensor:
+        """A box [experts, inputs, outputs] of gpt-oss' experts in float32.
+
+        ``blocks`` [experts, outputs, groups, 16] has two numbers in a byte, ``scales`` [experts, outputs, groups] the
+        exponent of each 32.
+        """
+        experts, inputs, outputs = box
+        groups = slice(inputs.start // MXFP4_GROUP, -(-inputs.stop // MXFP4_GROUP))
+        part = experts, outputs, groups
+        codes = self._part(stem + self._packing.codes, (*part, slice(0, MXFP4_GROUP // 2)), torch.int32)
+        exponents = self._part(self._scales_name(stem), part, torch.int32) - 127
+        numbers = torch.tensor(_FLOAT4)[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(3)]
+        numbers = torch.ldexp(numbers, exponents[..., None]).flatten(2)
+        first = inputs.start - groups.start * MXFP4_GROUP
+        return numbers.narrow(2, first, inputs.stop - inputs.start).transpose(1, 2)
+
+    def _whole(self, name: str) -> Tensor:
+        return self._part(name, tuple(slice(0, size) for size in self._files.shape(name)), torch.float32)
+
+    def _part(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        part = torch.empty([part.stop - part.start for part in box], dtype=dtype)
+        self._files.copy(name, box, part)
+        return part
+
+    def _misshapen(self, name: str) -> ConfigError:
+        return ConfigError(
+            f"model {self.path!r}: {name} of shape {self._files.shape(name)} does not fit the weight that it belongs to"
+        )
+
+
+def dequantized_files(checkpoint: Checkpoint, packing: Packing) -> DequantizedFiles:
+    """Raises ConfigError if a checkpoint has no safetensors files, or tensors that are not of the format."""
+    return DequantizedFiles(CheckpointFiles(checkpoint.path), packing)
+
+
+def plain_config(checkpoint: Checkpoint) -> PretrainedConfig:
+    """The configuration of a checkpoint's model as it runs, which is not quantized.
+
+    Raises:
+        ConfigError: the model is code of the checkpoint, which may read other weights.
+    """
+    config: PretrainedConfig = AutoConfig.from_pretrained(
+        checkpoint.location, trust_remote_code=checkpoint.trust_remote_code
+    )
+    if checkpoint.trust_remote_code and getattr(config, "auto_map", None):
+        how = "only degree 1 works" if checkpoint.quantization is None else "trust_remote_code false is allowed"
+        raise ConfigError(f"model {checkpoint.path!r} brings code of its own: {how}")
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    return config
