@@ -16,7 +16,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.size import ModelSize
+from paceline.checkpoint.size import ModelSize, size_of
 from paceline.config import (
     DraftModel,
     DraftOptions,
@@ -31,6 +31,8 @@ from paceline.config import (
 from paceline.core import native
 from paceline.draft.build import build_draft_engine
 from paceline.embedded import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
+from paceline.model.attention.schedule import scratch_bytes, sum_bytes
+from paceline.model.shapes import padded_pages
 from paceline.preflight.estimate import (
     ENGINE_PROCESS_BYTES,
     PROCESS_BYTES,
@@ -107,6 +109,30 @@ def test_the_largest_step_of_an_8b_leaves_a_gpu_its_cache():
     assert workspace(256, 8192) < 2 << 30
     assert workspace(256, 131_072) < 2 << 30
     assert workspace(2048, 131_072) - workspace(2048, 8192) < 2 << 30, "of masks"
+
+
+def test_partial_sums_are_counted_as_the_kernel_allocates_them():
+    """By the heads, of a rank its own; heads that are too long for the kernel run by copies."""
+    config = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 16,
+              "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 64, "vocab_size": 10}  # fmt: skip
+    size = size_of(config, 1000, 2)
+
+    def workspace(size, **how):
+        setup = target(attention="auto", max_step_tokens=256, max_sessions=4)
+        return target_estimate(setup, size, 65_472, on_gpu=True, **how).workspace_bytes
+
+    activations = 256 * 2 * (6 * 64 + 3 * 64)
+    counted = scratch_bytes(256, padded_pages(session_pages(65_472)), sum_bytes(16, 128))
+    assert workspace(size) == workspace(size, kernel="triton") == activations + counted
+    ranks = target_estimate(
+        target(attention="auto", max_step_tokens=256), size, 8192, on_gpu=True, tensor_parallel_size=2
+    )
+    own = scratch_bytes(256, padded_pages(session_pages(8192)), sum_bytes(8, 128))
+    assert ranks.workspace_bytes == activations - 256 * 2 * 3 * 32 + own
+    long = replace(size, value_dim=512)
+    assert workspace(long) == workspace(long, kernel="sdpa") != workspace(long, kernel="triton")
+    latents = size_of(config | {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 1000, 2)
+    assert (latents.num_heads, latents.value_dim, latents.num_kv_heads) == (16, 512, 1)
 
 
 def test_what_changes_the_parts_of_a_target():

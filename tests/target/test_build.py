@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from paceline.config import TargetOptions, TargetSetup
 from paceline.errors import ConfigError
 from paceline.model import loading
 from paceline.model.compiled.background import CompileJob
+from paceline.model.compiled.buckets import Limits
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import InvarianceReport, check_invariance
 from paceline.model.step import Step
@@ -138,3 +140,28 @@ def test_the_test_sees_the_steps_and_the_threads_of_the_engine(source: str, monk
         torch.set_num_threads(1)
     assert engine.batch_invariant == "yes"
     assert seen == [(1, {"1"}, 64)]
+
+
+def test_pages_are_sized_by_what_recorded_steps_leave(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share of what weights, workspace and recordings leave, these measured by a trial that is given up. The mutant:
+    pages fill what the recordings need."""
+    each, left, trials = 200 << 20, [], []
+    recorded: weakref.WeakSet[ModelRunner] = weakref.WeakSet()
+
+    def record(runner: ModelRunner, limits: Limits) -> None:
+        recorded.add(runner)
+        trials.append(runner.cache.num_pages)
+
+    def pages(kv_fraction: float, max_len: int, page_bytes: int, left_bytes: int) -> int:
+        left.append(left_bytes)
+        return 40
+
+    monkeypatch.setattr(ModelRunner, "record", record)
+    monkeypatch.setattr(build, "left_bytes", lambda *given: (4 << 30) - each * len(recorded))
+    monkeypatch.setattr(build, "fraction_pages", pages)
+    for records in (False, True):
+        monkeypatch.setattr(loading.LoadedModel, "records", records)
+        build.build_target_engine(setup(source, "off", kv_fraction=0.5, max_model_len=256), lambda events: None)
+        recorded.clear()
+    assert left[0] - left[1] == each
+    assert trials == [40, 1, 40]

@@ -42,6 +42,10 @@ class ModelSize:
     """Parameters that every rank holds: norms, and whatever else is not a matrix."""
     num_kv_heads: int = 1
     """Attention heads that keep keys and values, in one layer; 1: also of latents, which all heads share."""
+    num_heads: int = 0
+    """Query heads of one attention layer; 0: unknown."""
+    value_dim: int = 0
+    """Numbers of the values of one head, or of the latent that all heads share; 0: unknown."""
     saved_bytes: int = 0
     """Bytes that quantized weights take less than ``item_bytes`` for each number."""
     num_tables: int = 2
@@ -61,6 +65,7 @@ class ModelSize:
             num_parameters=self.num_whole + -(-(self.num_parameters - self.num_whole) // size),
             kv_values=self.kv_values and self._of_heads // self.num_kv_heads * kv_heads + self.index_values,
             num_kv_heads=kv_heads,
+            num_heads=-(-self.num_heads // size),
             intermediate_size=-(-self.intermediate_size // size),
             linear=self.linear and replace(self.linear, spec=self.linear.spec.of_rank(size)),
         )
@@ -150,6 +155,8 @@ def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num
         vocab_size=_first(text, "vocab_size"),
         num_whole=num_whole,
         num_kv_heads=_kv_heads(text) or 1 if latents is None else 1,
+        num_heads=_first(text, "num_attention_heads", "n_head"),
+        value_dim=_head_dim(text, hidden) if latents is None else _first(text, "kv_lora_rank"),
         num_tables=1 if config.get("tie_word_embeddings") else 2,
         linear=linear,
         index_values=index_values,
@@ -227,7 +234,13 @@ def _kv_values(config: Mapping[str, Any], layers: int, hidden: int) -> int | Non
     heads = _first(config, "num_attention_heads", "n_head")
     if not (layers and heads and hidden) or "kv_lora_rank" in config:
         return None
-    return 2 * layers * _kv_heads(config) * (_first(config, "head_dim", "attention_head_dim") or hidden // heads)
+    return 2 * layers * _kv_heads(config) * _head_dim(config, hidden)
+
+
+def _head_dim(config: Mapping[str, Any], hidden: int) -> int:
+    """Numbers of one head; 0: unknown."""
+    heads = _first(config, "num_attention_heads", "n_head")
+    return _first(config, "head_dim", "attention_head_dim") or (hidden // heads if heads else 0)
 
 
 def _kv_heads(config: Mapping[str, Any]) -> int:

@@ -114,6 +114,11 @@ class LoadedModel:
         """The exchange with the other ranks; None if the model is whole."""
         return None if self.share is None else self.share.group
 
+    @property
+    def records(self) -> bool:
+        """True if its steps are recorded as CUDA graphs."""
+        return self.device.type == "cuda" and self.share is None and self.cuda_graphs is not False
+
     def runner(self, num_pages: int, *, promised: bool = True, max_sessions: int = 8) -> ModelRunner:
         """Makes a runner over a new KV cache.
 
@@ -393,6 +398,7 @@ def _size(model: PreTrainedModel, layers: list[LayerSpec], linear: dict[int, Lin
     return replace(
         size,
         kv_values=kv_bytes // model.dtype.itemsize,
+        value_dim=max((layer.value_dim for layer in layers), default=0) or size.value_dim,
         num_layers=model.config.get_text_config().num_hidden_layers,
         linear=LinearLayers(len(specs), specs[0], layers.count(NO_KV) - len(specs) + both, both) if specs else None,
     )

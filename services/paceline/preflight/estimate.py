@@ -21,7 +21,7 @@ from typing import Literal
 from paceline.checkpoint.size import ModelSize
 from paceline.config import DraftOptions, DraftSetup, HeadDraftOptions, ModelOptions, TargetSetup
 from paceline.core import native
-from paceline.model.attention.schedule import MAX_SCRATCH_BYTES, num_splits
+from paceline.model.attention.schedule import MOST_HEAD_DIM, scratch_bytes, sum_bytes
 from paceline.model.shapes import QUERY_ROW_LEN, most_scored_rows, padded_pages, padded_tokens
 from paceline.preflight.host_memory import (
     DEFAULT_SESSION_TOKENS,
@@ -147,6 +147,7 @@ def target_estimate(
     left_bytes: int = 0,
     tensor_parallel_size: int | None = None,
     heads: HeadsSize | None = None,
+    kernel: Kernel | None = None,
 ) -> MemoryEstimate:
     """Estimates the memory of one target rank for contexts of up to ``max_len`` tokens.
 
@@ -159,6 +160,7 @@ def target_estimate(
             leaves. 0: not known, and kv_fraction counts as one session of full length.
         tensor_parallel_size: number of parts of the model; None: as configured.
         heads: memory of its heads, on the first rank; None: there are none.
+        kernel: its attention kernel; None: the one that is expected to run.
     """
     options, heads = setup.options, heads or HeadsSize()
     num_ranks = tensor_parallel_size or options.tensor_parallel_size
@@ -182,7 +184,7 @@ def target_estimate(
                 options.max_sessions * (MAX_DRAFT_TOKENS + 1), min(_scored_rows(size), options.max_step_tokens)
             ),
             num_copies=2,
-            attention=_attention_of(options, on_gpu),
+            attention=kernel or _attention_of(options, size, on_gpu),
             has_trees=False,
         ),
         num_ranks=num_ranks,
@@ -233,7 +235,7 @@ def draft_estimate(
             min(longest, num_pages),
             num_logits=options.tree_step_tokens or MEASURED_LEAVES,
             num_copies=1,
-            attention="sdpa" if model is None else _attention_of(model, on_gpu),
+            attention="sdpa" if model is None else _attention_of(model, size, on_gpu),
             has_trees=True,
         ),
         num_pages=num_pages,
@@ -284,13 +286,13 @@ def compiles(options: ModelOptions, on_gpu: bool) -> bool:
     return not on_gpu and options.compile is not False
 
 
-def _attention_of(options: ModelOptions, on_gpu: bool) -> Kernel:
+def _attention_of(options: ModelOptions, size: ModelSize, on_gpu: bool) -> Kernel:
     """The kernel that is expected to run (``model/attention/kernels.py``): on a CPU as on this machine's, on a GPU
-    Triton's."""
+    Triton's where heads are not too long for it."""
     if options.attention != "auto":
         return options.attention
     if on_gpu:
-        return "triton"
+        return "triton" if size.value_dim <= MOST_HEAD_DIM else "sdpa"
     return "native" if native.has_avx512() else "sdpa"
 
 
@@ -320,8 +322,8 @@ def _workspace_bytes(
                      (T / 16 + S) * P * 1024 * b                       triton: masks, if steps have trees
         logits       R * vocab * (b + 4 * num_copies)            the model's, and ``num_copies`` in float32
 
-    The last two never coexist: the larger one counts. How many attention heads there are is not known here: for partial
-    sums they are taken to be as wide as two residual states together.
+    The last two never coexist: the larger one counts. Where the heads are not known, those of partial sums are taken to
+    be as wide as two residual states together.
     Sampling on GPUs needs more: there the noise of all rows is drawn in one call.
     """
     tokens, sessions = padded_tokens(max_tokens), min(max_sessions, max_tokens)
@@ -332,8 +334,9 @@ def _workspace_bytes(
     if attention == "sdpa":
         attended = query_rows * pages * size.page_bytes // size.num_kv_layers
     elif attention == "triton":
-        place_bytes = num_splits(pages) * 2 * size.hidden_size * _FLOAT32_BYTES
-        attended = min(tokens * place_bytes, max(MAX_SCRATCH_BYTES, place_bytes))
+        known = size.num_heads and size.value_dim
+        per_sum = sum_bytes(size.num_heads, size.value_dim) if known else 2 * size.hidden_size * _FLOAT32_BYTES
+        attended = scratch_bytes(tokens, pages, per_sum)
         attended += query_rows * QUERY_ROW_LEN * pages * PAGE_SIZE * size.item_bytes if has_trees else 0
     rows = padded_tokens(min(max_tokens, num_logits))
     logits = rows * size.vocab_size * (size.item_bytes + num_copies * _FLOAT32_BYTES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -12,14 +13,14 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.grammar_work import MaskThread
 from paceline.checkpoint.size import gib
-from paceline.config import TargetSetup
+from paceline.config import TargetOptions, TargetSetup
 from paceline.core import cuda, native_tree
 from paceline.errors import ConfigError
 from paceline.messages import FromTarget
 from paceline.model import columns
 from paceline.model.compiled.background import Compilation, CompileJob, SelfTest
 from paceline.model.compiled.buckets import Limits
-from paceline.model.compiled.graphs import record_steps
+from paceline.model.compiled.graphs import record_steps, recordings_bytes
 from paceline.model.device import occupy, resolve
 from paceline.model.loading import LoadedModel, load_model
 from paceline.model.parallel.collectives import Collectives
@@ -128,18 +129,39 @@ def _runner(
     else:
         on_gpu = model.device.type == "cuda"
         # The loaded model's size is that of this rank already.
-        estimate = target_estimate(setup, model.size, max_len, on_gpu=on_gpu, tensor_parallel_size=1)
-        free = left_bytes(model.device, group) - estimate.reserved_bytes
+        estimate = target_estimate(
+            setup, model.size, max_len, on_gpu=on_gpu, tensor_parallel_size=1, kernel=model.kernel
+        )
+        recordings = _recordings_bytes(options, model, max_len)
+        free = left_bytes(model.device, group) - estimate.reserved_bytes - recordings
         page_bytes = model.size.page_bytes + sum(head.page_bytes(model) for head in opened)
         page_bytes += 0 if linked is None else PAGE_SIZE * linked.state_size * model.dtype.itemsize
         num_pages = fraction_pages(options.kv_fraction, max_len, page_bytes, free)
         log.info("target: %d KV pages are %g of the free %s", num_pages, options.kv_fraction, gib(free))
+        if recordings:
+            log.info("recorded steps take %s, by a trial", gib(recordings))
     runner = model.runner(num_pages, max_sessions=options.max_sessions)
     bind_heads(heads, runner.cache)
     if link is not None:
         assert runner.features is not None
         link.bind(runner.cache, runner.features)
     return model, runner, max_len, heads, link
+
+
+def _recordings_bytes(options: TargetOptions, model: LoadedModel, max_len: int) -> int:
+    """Bytes of the device that recordings of the target's steps take; 0 where none are made."""
+    if not model.records:
+        return 0
+    stages.info("measuring the memory of recorded steps")
+    limits = _limits(options, session_pages(max_len))
+    new_runner = partial(model.runner, 1, max_sessions=options.max_sessions)
+    return recordings_bytes(new_runner, limits, partial(left_bytes, model.device))
+
+
+def _limits(options: TargetOptions, num_pages: int) -> Limits:
+    """Limits of the target's steps over ``num_pages`` of a session at most."""
+    max_rows = max(options.max_sessions, _LEAST_BRANCHES if options.tree_verification == "auto" else 1)
+    return Limits(max_rows, options.max_step_tokens, num_pages)
 
 
 def _engine(
@@ -158,8 +180,7 @@ def _engine(
     native_tree.prepare()
     columns.prepare()
     cuda.prepare(runner.vocab_size, model.dtype, model.device)
-    max_rows = max(options.max_sessions, _LEAST_BRANCHES if options.tree_verification == "auto" else 1)
-    limits = Limits(max_rows, options.max_step_tokens, min(session_pages(max_len), runner.cache.num_pages))
+    limits = _limits(options, min(session_pages(max_len), runner.cache.num_pages))
     record_steps(runner, limits, model.max_len, options.cuda_graphs)
     report = _compared(setup, runner, max_len)
     compilation = _compilation(setup, model, max_len, tests=report is not None)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from paceline.core.tree import NO_PROPOSAL
 from paceline.model.compiled.background import Compilation
+from paceline.model.compiled.graphs import release_cached
 from paceline.model.midway import heard_by
 from paceline.model.parallel.runner import LeadingRunner
 from paceline.model.runner import ModelRunner
@@ -168,8 +169,7 @@ def _in_memory(
         if isinstance(runner, LeadingRunner) or not _is_out_of_memory(error):
             raise  # other ranks are in the middle of this forward
         reason = str(error).partition("\n")[0]
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    release_cached()
     if (halves := _halves(parts)) is None:
         raise NoMemoryError(parts[0].session, reason)
     log.warning("the device has no memory for a step of %d tokens: %s", sum(p.num_tokens for p in parts), reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import weakref
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from paceline.errors import ConfigError
 from paceline.model import layout, loading
 from paceline.model.compiled.backend import DeviceBackend, HostBackend
 from paceline.model.compiled.buckets import Fits, Limits, best_fit, pack, shapes_to_record
-from paceline.model.compiled.graphs import make_backend, record_steps
+from paceline.model.compiled.graphs import make_backend, record_steps, recordings_bytes
 from paceline.model.features import OUT, Features
 from paceline.model.loading import LoadedModel, load_model, prepare
 from paceline.model.runner import ModelRunner
@@ -406,6 +407,52 @@ def test_equal_replays_are_kept(caplog: pytest.LogCaptureFixture) -> None:
         assert len(runner.backend.recorded) == 6
         assert runner.cache.num_used == 0
     assert "6 recorded steps equal eager ones bit for bit" in caplog.text
+
+
+class SmallRecorder(FakeRecorder):
+    """Has no memory for steps of more than ``most`` tokens, and takes ``each`` bytes of ``free`` for a recording."""
+
+    def __init__(self, most: int = 1 << 30, each: int = 0) -> None:
+        super().__init__()
+        self.most, self.each, self.free = most, each, 1 << 30
+
+    def record(self, function):
+        rooms = [cell.cell_contents for cell in function.__closure__ if isinstance(cell.cell_contents, StepShape)]
+        if rooms[0].tokens > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.30 GiB")
+        self.free -= self.each
+        return super().record(function)
+
+
+def test_a_shape_without_memory_runs_eagerly_and_the_others_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """The mutant: one such shape, the largest, which comes first, drops all."""
+    runner = on_device(prepare(random_model("llama"), compile=False), 9, SmallRecorder(most=16))
+    with caplog.at_level(logging.INFO, "paceline"):
+        record_steps(runner, LIMITS, 512, True)
+    recorded = runner.backend.recorded
+    assert recorded
+    assert max(shape.tokens for shape in recorded) == 16
+    assert "no memory to record a step of 64 tokens, which runs eagerly: CUDA out of memory" in caplog.text
+    steps = [chain(random.Random(0), 9, 0, runner.cache.allocate(1))]
+    before = runner.backend.num_unrecorded
+    runner.forward(steps)
+    assert runner.backend.num_unrecorded == before
+
+
+def test_the_memory_of_recordings_is_measured_by_a_trial() -> None:
+    """Which is given up; what cannot be recorded takes none."""
+    model, recorder = prepare(random_model("llama"), compile=False), SmallRecorder(each=1 << 20)
+    made: list[weakref.ref] = []
+
+    def new_runner() -> ModelRunner:
+        made.append(weakref.ref(runner := on_device(model, 1, recorder)))
+        return runner
+
+    taken = recordings_bytes(new_runner, LIMITS, lambda: recorder.free)
+    assert taken == (1 << 30) - recorder.free > 10 << 20
+    assert [one() for one in made] == [None]
+    broken = FakeRecorder(error=RuntimeError("it waits"))
+    assert recordings_bytes(lambda: on_device(model, 1, broken), LIMITS, lambda: 7) == 0
 
 
 def test_a_replay_that_differs_in_one_bit_is_not_used(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,12 +20,12 @@ import torch
 from paceline.core.cuda import LEAST_CAPABILITY, triton_unavailable
 from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
+from paceline.model.attention.schedule import MOST_HEAD_DIM
 from paceline.model.kv_cache import LayerSpec
 
 Attention = Literal["auto", "sdpa", "native", "triton"]
 Kernel = Literal["sdpa", "native", "triton"]
 
-_MOST_HEAD_DIM = 256
 _TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -96,8 +96,8 @@ def _no_triton(
         return f"needs compute capability {_dotted(LEAST_CAPABILITY)}, and the device has {_dotted(capability)}"
     if dtype not in _TRITON_DTYPES:
         return f"takes float32, float16 and bfloat16, and the model has {_name(dtype)}"
-    if head_dim > _MOST_HEAD_DIM:
-        return f"takes head dimensions up to {_MOST_HEAD_DIM}, and the model has {head_dim}"
+    if head_dim > MOST_HEAD_DIM:
+        return f"takes head dimensions up to {MOST_HEAD_DIM}, and the model has {head_dim}"
     return None
 
 

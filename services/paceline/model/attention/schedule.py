@@ -20,6 +20,8 @@ from paceline.types import PAGE_SIZE
 if TYPE_CHECKING:  # importing it takes a second, and estimates of memory need it not
     from torch import Tensor
 
+MOST_HEAD_DIM = 256
+"""Numbers of a head's keys or values that the kernel takes."""
 MAX_SCRATCH_BYTES = 512 << 20
 """Most bytes of partial results of one call. One place alone may need more."""
 SPLIT = 2
@@ -55,6 +57,12 @@ def sum_bytes(num_heads: int, value_dim: int) -> int:
 def most_sums(bytes_per_sum: int, limit: int = MAX_SCRATCH_BYTES) -> int:
     """Partial sums of one call, at least one."""
     return max(1, limit // bytes_per_sum)
+
+
+def scratch_bytes(num_places: int, num_pages: int, bytes_per_sum: int, limit: int = MAX_SCRATCH_BYTES) -> int:
+    """Bytes of the largest call of a step: of ``num_places`` tokens that each see up to ``num_pages`` pages."""
+    splits = num_splits(num_pages)
+    return min(num_places * splits, max(most_sums(bytes_per_sum, limit), splits)) * bytes_per_sum
 
 
 def calls(places: Sequence[int], splits: Sequence[int], most: int) -> list[Call]:

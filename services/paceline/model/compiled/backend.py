@@ -217,7 +217,8 @@ class DeviceBackend:
 
         The largest first: the smaller ones then find their working memory among what is there.
 
-        Raises what ``step`` raises while it is recorded, with no recording left.
+        A shape that the device has no memory for runs eagerly. Raises what else ``step`` raises while it is recorded,
+        with no recording left.
         """
         shapes_of = token_shapes if self._in_place and not limits.is_tree else shapes_to_record
         self._shapes = shapes_of(limits, self._max_shapes)
@@ -238,6 +239,9 @@ class DeviceBackend:
                 break
             try:
                 self._record(step, shape, self._recorder)
+            except torch.OutOfMemoryError as error:
+                reason = str(error).partition("\n")[0]
+                log.warning("no memory to record a step of %d tokens, which runs eagerly: %s", shape.tokens, reason)
             except BaseException:
                 self._replays.clear()
                 raise

@@ -5,6 +5,7 @@ Recordings of one engine share their working memory, since no two of them run at
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Callable
@@ -78,8 +79,11 @@ class CudaRecorder:
         current.wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            function()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                function()
+        except torch.OutOfMemoryError as error:  # unlike in a warm-up: torch's allocator is in the middle of it
+            raise RuntimeError(str(error)) from error
         self._proven = True
         replay: Replay = graph.replay
         return replay
@@ -138,6 +142,38 @@ def make_backend(
     recorder = CudaRecorder(device) if cuda_graphs else None
     log.info("steps on %s run %s", torch.cuda.get_device_name(device), "as CUDA graphs" if recorder else "eagerly")
     return DeviceBackend(cache, dtype, window, kernel=kernel, recorder=recorder, max_shapes=max_cuda_graphs)
+
+
+def recordings_bytes(new_runner: Callable[[], ModelRunner], limits: Limits, free_bytes: Callable[[], int]) -> int:
+    """Bytes of the device that recordings of an engine's steps take, by a trial; 0 if they cannot be recorded.
+
+    They hold the addresses of KV pages, so that pages which fill what they leave can only be made after a trial.
+
+    Args:
+        new_runner: makes a runner over few KV pages, which is given up again.
+        limits: as for ``record_steps``.
+        free_bytes: of the device.
+    """
+    runner = new_runner()
+    release_cached()
+    before = free_bytes()
+    try:
+        runner.record(limits)
+    except RuntimeError:  # ``record_steps`` tells
+        taken = 0
+    else:
+        release_cached()
+        taken = before - free_bytes()
+    del runner
+    release_cached()
+    return max(0, taken)
+
+
+def release_cached() -> None:
+    """Returns memory to the device that nothing uses any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def record_steps(runner: ModelRunner, limits: Limits, max_len: int, cuda_graphs: CudaGraphs) -> None:
