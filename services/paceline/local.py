@@ -147,6 +147,7 @@ class LocalPipeline:
             self.checkpoint.path,
             device=target.device,
             quantization=target.quantization,
+            state_slots=target.state_slots,
         )
         self.tokenizer = tokenizer or self.checkpoint.tokenizer
         if tokenizer is None and isinstance(draft, DraftModel):

@@ -1098,6 +1098,11 @@ PAGE_SIZE = 64
 """KV rows per page; also the key tile of the batch-invariant shapes (``model/shapes.py``)."""
 
 
+def least_states(max_sessions: int) -> int:
+    """States of linear layers for that many sessions: each holds one, and a second one while it passes a boundary."""
+    return 2 * max_sessions
+
+
 def pages_for(num_rows: int) -> int:
     """Returns the number of pages that hold ``num_rows`` KV rows."""
     return -(-num_rows // PAGE_SIZE)

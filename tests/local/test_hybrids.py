@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from tests.support.hybrids import FAMILIES, hybrid_config, hybrid_model
 from tests.support.models import letters_tokenizer, prompt, random_model
@@ -20,6 +22,7 @@ from paceline.drafters.heads.early_exit import open_exit
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
 from paceline.model.kv_cache import KVCache
+from paceline.target.control.report import measures
 from paceline.types import PAGE_SIZE, Mode, SpeculationParams
 
 
@@ -56,6 +59,7 @@ def pipeline(folder: Path) -> Iterator[LocalPipeline]:
         "compile": False,
         "max_model_len": 256,
         "max_sessions": 2,
+        "state_slots": 7,
         "max_step_tokens": 64,
         "adaptive": False,
         "batch_invariant": "off",
@@ -99,6 +103,27 @@ def test_other_devices_and_quantized_weights_are_refused() -> None:
         assert found[0] == option
 
 
+def test_state_slots_are_those_of_a_model_with_linear_layers_and_enough_for_its_sessions(tmp_path: Path) -> None:
+    random_model("llama").save_pretrained(tmp_path)
+    letters_tokenizer().save_pretrained(tmp_path)
+    target = TargetModel(path=str(tmp_path), state_slots=40, max_sessions=2)
+    with pytest.raises(ConfigError, match="state_slots is 40, and the model has no linear layers: null is allowed"):
+        LocalPipeline(LocalConfig(target=target, draft=None)).load()
+    with pytest.raises(ValidationError, match="is 31: 16 sessions need 32 at least"):
+        TargetModel(path=str(tmp_path), state_slots=31)
+
+
+def test_the_engine_has_the_states_of_its_option(pipeline: LocalPipeline) -> None:
+    """Its status says how many, and how many of them hold a state: after a session, those of its prefix."""
+    pipeline.generate(prompt(5, 70), max_tokens=4, temperature=0.0, ignore_eos=True).result  # noqa: B018
+    target: Any = pipeline._target
+    target = target._engine
+    linear = target.runner.cache.linear
+    assert linear.slots.states == 7
+    found = measures(target)
+    assert (found["state_slots"], found["state_slots_used"], found["prefix_states"]) == (7, linear.num_used, 1)
+
+
 def test_a_draft_with_linear_layers_is_refused(folder: Path, tmp_path: Path) -> None:
     random_model("llama").save_pretrained(tmp_path)
     letters_tokenizer().save_pretrained(tmp_path)
@@ -122,11 +147,11 @@ def test_states_and_rows_take_what_is_estimated(family: str, tmp_path: Path) -> 
     size = Checkpoint.open(str(tmp_path)).size("float32")
     assert size is not None
     assert size.linear is not None
-    slots = Slots.of(3)
+    slots = Slots.of(3, states=9)
     specs = dict.fromkeys(range(size.linear.num), size.linear.spec)
     cache = KVCache([], 4, torch.float32, "cpu", specs, slots)
     taken = sum(pool.nbytes for layer in cache.linear_pools.values() for pool in layer)
-    assert taken == size.slots_bytes(3) > 0
+    assert taken == size.slots_bytes(3, states=9) < size.slots_bytes(3)
     num = size.num_kv_layers
     assert num == (size.linear.num_both or 1)
     latent, of_others = hasattr(hybrid_config(family), "kv_lora_rank"), 2 * 4 * 32 if family == "zamba2" else 2 * 2 * 16

@@ -290,9 +290,17 @@ class TestReplica:
     def test_a_controllers_measures_are_gauges(self):
         """A label follows a colon; what is unknown here, or has a label too many or too few, is left out."""
         registry = Registry()
-        measures = {"drafting": 1.0, "step_seconds:16": 0.05, "step_seconds": 1.0, "drafting:x": 2.0, "news": 3.0}
-        ReplicaMetrics(registry).update(status(measures=measures))
+        measures = {
+            "state_slots": 40.0,
+            "drafting": 1.0,
+            "step_seconds:16": 0.05,
+            "step_seconds": 1.0,
+            "drafting:x": 2.0,
+            "news": 3.0,
+        }
+        ReplicaMetrics(registry).update(status(measures=measures | {"state_slots": 40.0}))
         seen = lines(registry)
+        assert seen["paceline_state_slots", ()] == 40
         assert seen["paceline_controller_drafting", ()] == 1
         assert seen["paceline_controller_step_seconds", (("tokens", "16"),)] == 0.05
         assert len([name for name, _ in seen if "controller" in name]) == 2

@@ -12,6 +12,7 @@ from tests.model.families import EXCLUDED, MAX_PARAMETERS, WHOLE_ONLY, Case, cas
 from tests.model.parallel.ranks import Ranks
 from tests.support.rings import nightly, slow
 
+from paceline.checkpoint.size import size_of
 from paceline.errors import ConfigError
 from paceline.model.parallel.plan import plan_shards
 
@@ -67,6 +68,12 @@ def test_other_degrees_are_planned_whole_or_refused_with_those_that_work(degree:
         found = re.search(r": use (?:degree )?(1(?:, \d+)*)$", reason)
         assert found, reason
         assert str(degree) not in found[1].split(", "), reason
+
+
+def test_what_every_family_keeps_per_token_is_known_by_its_configuration() -> None:
+    """``paceline check`` counts with it."""
+    served = [case for case in cases() if case.name not in EXCLUDED]
+    assert [case.name for case in served if not size_of(case.config().to_dict(), 0, 2).kv_values] == []
 
 
 def test_the_tables_name_families_and_variants_only() -> None:

@@ -21,6 +21,7 @@ from tests.target.test_branches import random_subtree
 from torch import Tensor
 
 from paceline.checkpoint.linear import LinearSpec, Slots
+from paceline.core.tree import Proposal
 from paceline.errors import EngineError
 from paceline.model.linear import families, native, operator
 from paceline.model.linear.plan import CHUNKS_OF_PAGE, NONE, Chunk, LinearSlots, LinearStep
@@ -213,6 +214,23 @@ def test_what_a_failed_step_has_stored_is_not_used() -> None:
     (part,) = linear.plan([step]).sequences
     assert part.state != NONE
     assert len(part.chunks) == 1
+
+
+def test_branches_take_no_states() -> None:
+    """Behind a boundary that accepted draft tokens have passed. Two states are enough for a session with branches."""
+    linear, pages = LinearSlots(Slots(states=2, rows=64)), [0]
+    linear.plan([replace(chunk(_TEXT, 0, 36, pages), committed=17)])
+    linear.confirm()
+    held = linear.hold(pages, 33, NONE)  # 16 draft tokens were accepted
+    siblings = Proposal(tuple(range(12)), parents=(-1,) * 12)
+    branches = branches_of(siblings)
+    tables = page_tables(pages, [[i] for i in range(1, 12)], branches, 34)
+    made = linear.plan(sequence_steps(_TEXT[33:34], 33, siblings, tables))
+    linear.confirm()
+    assert [any(of.store != NONE for of in part.chunks) for part in made.sequences] == [True] + [False] * 11
+    assert linear.hold([3], 35, held) != NONE  # the session goes on with a branch, whose rows lead to the next state
+    (part,) = linear.plan([replace(chunk(_TEXT, 35, 36, [3]), committed=36)]).sequences
+    assert [of.store != NONE for of in part.chunks] == [True, False]
 
 
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:

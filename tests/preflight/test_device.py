@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from tests.support.hybrids import hybrid_model
 from tests.support.models import save_pair
 
 from paceline.checkpoint.files import Checkpoint
@@ -15,7 +16,7 @@ from paceline.draft.build import build_draft_engine
 from paceline.errors import ConfigError
 from paceline.model.device import Placement
 from paceline.preflight import device as preflight
-from paceline.preflight.estimate import CODE_BYTES, draft_estimate, target_estimate
+from paceline.preflight.estimate import CODE_BYTES, PROCESS_BYTES, draft_estimate, target_estimate
 from paceline.target import build as target_build
 from paceline.target.build import build_target_engine
 
@@ -65,6 +66,19 @@ def test_a_target_that_fits_is_loaded_and_one_byte_less_is_refused(folder, memor
         build_target_engine(settings, print)
     with pytest.raises(LookupError):
         build_target_engine(target_setup(folder, kv_pages=99), print)
+
+
+def test_states_that_do_not_fit_are_refused(tmp_path, memory):
+    hybrid_model("qwen3_5_text").save_pretrained(tmp_path / "target")
+    settings = target_setup(tmp_path, state_slots=60)
+    facts = Checkpoint.open(str(tmp_path / "target")).size("float32")
+    needed = facts.linear.state_bytes(4)
+    with_60 = target_estimate(settings, facts, MAX_LEN)
+    memory(with_60.least_bytes - min(PROCESS_BYTES, with_60.process_bytes) - 3 * needed)
+    with pytest.raises(ConfigError, match=r"state_slots is 60: .* set it to at most 57$"):
+        build_target_engine(settings, print)
+    with pytest.raises(LookupError):
+        build_target_engine(target_setup(tmp_path, state_slots=57), print)
 
 
 def test_a_draft_that_does_not_fit_is_refused(folder, memory):

@@ -7,8 +7,8 @@ from typing import Any
 
 INDEXED = "indexed_attention"
 """The name of layers with indexers in configurations."""
-_DOTS = {"dots3_note", "dots3_note_text"}
-_FULL_EACH = {"axk2": 1, "deepseek_v32": 1, "glm_moe_dsa": 1, "hy_v4": 4} | dict.fromkeys(_DOTS, 1)
+DOTS = {"dots3_note", "dots3_note_text"}
+_FULL_EACH = {"axk2": 1, "deepseek_v32": 1, "glm_moe_dsa": 1, "hy_v4": 4} | dict.fromkeys(DOTS, 1)
 """Model types whose indexers work. From the second layer on, each n-th layer has one, unless the configuration says
 otherwise; the layers between use its choice."""
 _LLAMA4 = {"llama4", "llama4_text"}
@@ -27,11 +27,17 @@ def num_indexers(config: Mapping[str, Any]) -> int:
         return 0
     if kinds := text.get("indexer_types") or text.get("index_topk_pattern"):
         return sum(each in ("full", "F") for each in kinds)
-    if kind in _DOTS:
-        kinds = text.get("layer_types") or [INDEXED if i < 2 or i % 4 == 1 else "" for i in range(num_layers)]
-        return sum(each in (INDEXED, "full_attention") for each in kinds)
+    if kind in DOTS:
+        return len(indexed_layers(text))
     each, offset = max(1, text.get("index_topk_freq") or _FULL_EACH[kind]), text.get("index_skip_topk_offset", 2)
     return sum(max(i - offset + 1, 0) % each == 0 for i in range(num_layers))
+
+
+def indexed_layers(text: Mapping[str, Any]) -> list[int]:
+    """Indices of the layers of dots3 that have an indexer; the others have a window, and latents of another size."""
+    num_layers = int(text.get("num_hidden_layers") or 0)
+    kinds = text.get("layer_types") or [INDEXED if i < 2 or i % 4 == 1 else "" for i in range(num_layers)]
+    return [i for i, each in enumerate(kinds) if each in (INDEXED, "full_attention")]
 
 
 def index_values(config: Mapping[str, Any]) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
+
+from paceline.checkpoint.indexed import DOTS, indexed_layers
 
 _FAMILIES = {
     *("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"),
@@ -15,10 +18,25 @@ _FAMILIES = {
 def latent_values(config: Mapping[str, Any], num_layers: int) -> int | None:
     """Numbers that ``num_layers`` layers of a text configuration keep per token, whatever the number of their heads.
 
-    None: they are not known to keep latents of one size.
+    None: they are not known to keep latents.
     """
+    if config.get("model_type") in DOTS:
+        return sum(map(partial(_of_layer, config, {*indexed_layers(config)}), range(num_layers)))
     sizes = _sizes(config, "kv_lora_rank", "qk_rope_head_dim")
     return num_layers * sum(sizes) if sizes and num_layers else None
+
+
+def _of_layer(config: Mapping[str, Any], indexed: set[int], index: int) -> int:
+    """Numbers that a layer of dots3 keeps per token. Published configurations name the sizes of layers with a window
+    ``swa_*``, saved ones list what differs by layer."""
+    layer, prefix, rank, rope = config, "", 512, 64
+    if index not in indexed:
+        if (saved := config.get("per_layer_config")) is not None:
+            layer = {**config, **saved.get(str(index), saved.get(index, {}))}
+        else:
+            prefix, rank = "swa_", 1024
+            rope = config.get("swa_head_dim", 256) - config.get("swa_qk_nope_head_dim", 192)
+    return int(layer.get(f"{prefix}kv_lora_rank", rank)) + int(layer.get(f"{prefix}qk_rope_head_dim", rope))
 
 
 def num_attentions(config: Mapping[str, Any]) -> int:

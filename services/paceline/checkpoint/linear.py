@@ -12,6 +12,7 @@ from paceline.checkpoint.indexed import num_indexers, why_eager
 from paceline.checkpoint.packing import packing_of
 from paceline.checkpoint.quantization import method_of
 from paceline.errors import ConfigError
+from paceline.types import least_states
 
 CHUNK = 16
 """Rows of a chunk of linear layers. Part of the order of sums, so of the bits: no option."""
@@ -98,14 +99,13 @@ class Slots:
     rows: int
 
     @classmethod
-    def of(cls, max_sessions: int) -> Slots:
-        """Returns the slots for ``max_sessions`` sessions.
+    def of(cls, max_sessions: int, states: int | None = None) -> Slots:
+        """Returns the slots for ``max_sessions`` sessions. ``states``: those for states; None: as many as usual.
 
-        A session holds one state, and a second one while its context passes a boundary. Free slots keep states for
-        prefix hits. A session's rows are in two chunks, and in four where a long proposal crosses a boundary; each
-        further branch of a tree needs the same number.
+        Free slots keep states for prefix hits. A session's rows are in two chunks, and in four where a long proposal
+        crosses a boundary; each further branch of a tree needs the same number.
         """
-        return cls(2 * max_sessions + 8, 4 * max_sessions + 32)
+        return cls(least_states(max_sessions) + 8 if states is None else states, 4 * max_sessions + 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +238,7 @@ def why_not_runnable(
     device: str,
     quantization: str | None,
     compile: bool | str = "auto",
+    state_slots: int | None = None,
 ) -> tuple[str, str] | None:
     """The option with which a model with linear or indexed layers cannot run, and why not, which continues a sentence
     that begins with the option; None: it has no such layers or can run.
@@ -248,8 +249,11 @@ def why_not_runnable(
         device: type of the device.
         quantization: the option.
         compile: the option; of Llama 4 it is refused, too.
+        state_slots: the option.
     """
     layers, reason = linear_layers(config), why_eager(config)
+    if layers is None and state_slots is not None:
+        return "state_slots", f"is {state_slots}, and the model has no linear layers: null is allowed"
     if layers is not None and layers.spec.kind is not Kind.GATED_DELTA:
         reason = f"{layers.spec.kind} layers run by torch alone"
     if compile is True and device == "cpu" and reason is not None:

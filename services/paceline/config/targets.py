@@ -11,6 +11,7 @@ from paceline.config.engines import ModelOptions
 from paceline.config.heads import HeadOptions
 from paceline.config.methods.lookahead import LookaheadOptions
 from paceline.errors.refusals import Fault
+from paceline.types import least_states
 
 
 class HintOptions(Strict):
@@ -58,6 +59,9 @@ class TargetOptions(ModelOptions):
     max_model_len."""
     kv_fraction: float | None = Field(default=None, gt=0, le=1)
     """Instead of kv_pages: the share of the memory that weights and workspace leave free which becomes KV pages."""
+    state_slots: int | None = Field(default=None, ge=1)
+    """States that linear layers keep, of sessions and of cached prefixes: at least 2 for each session. None: 8 more
+    than that. Only for a model with linear layers."""
     heads: list[HeadOptions] = Field(default=[], max_length=8)
     """Drafters inside the target replica. A session whose draft has nothing, or that has no draft, is given the tokens
     of the first one that is ready for it."""
@@ -84,6 +88,12 @@ class TargetOptions(ModelOptions):
     def _one_size(self) -> Self:
         if self.kv_pages is not None and self.kv_fraction is not None:
             raise Fault("kv_fraction", f"is {self.kv_fraction} while kv_pages is {self.kv_pages}: give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_sessions(self) -> Self:
+        if self.state_slots is not None and self.state_slots < (least := least_states(self.max_sessions)):
+            raise Fault("state_slots", f"is {self.state_slots}: {self.max_sessions} sessions need {least} at least")
         return self
 
     @model_validator(mode="after")

@@ -338,3 +338,12 @@ CONTROLLER: dict[str, Metric] = {
     )
 }
 """Gauges that a target's controller decides by, by the name that its status gives them."""
+STATES: dict[str, Metric] = {
+    name: gauge(f"paceline_{name}", "states", help_, per_replica=True)
+    for name, help_ in (
+        ("state_slots", "Slots of a target for states of linear layers. Absent for a model without such layers."),
+        ("state_slots_used", "Slots that hold a state; the others are free."),
+        ("prefix_states", "States that no session holds, kept for cached prefixes: the first ones to give way."),
+    )
+}
+"""Gauges of linear layers, by the name that a target's status gives them."""

@@ -16,10 +16,14 @@ from paceline.metrics.catalogue import (
     REPLICA_DRAINING,
     REPLICA_SESSIONS,
     REPLICA_WAITING,
+    STATES,
 )
 from paceline.metrics.engines import engine_counter
 from paceline.metrics.registry import Registry
 from paceline.types import PAGE_SIZE, ReplicaStatus
+
+_MEASURES = CONTROLLER | STATES
+"""Gauges by the name that a status gives them."""
 
 
 class ReplicaMetrics:
@@ -45,7 +49,7 @@ class ReplicaMetrics:
                 registry.counter(metric, *([status.model] if metric.labels else [])).inc(self._grown(field, value))
         for name, value in status.measures.items():
             name, _, label = name.partition(":")
-            if (measure := CONTROLLER.get(name)) is not None and bool(label) == bool(measure.labels):
+            if (measure := _MEASURES.get(name)) is not None and bool(label) == bool(measure.labels):
                 registry.gauge(measure, *([label] if label else [])).set(value)
         registry.gauge(REPLICA_SESSIONS, kind).set(status.num_sessions)
         registry.gauge(REPLICA_WAITING, kind).set(status.num_waiting)

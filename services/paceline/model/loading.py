@@ -119,7 +119,9 @@ class LoadedModel:
         """True if its steps are recorded as CUDA graphs."""
         return self.device.type == "cuda" and self.share is None and self.cuda_graphs is not False
 
-    def runner(self, num_pages: int, *, promised: bool = True, max_sessions: int = 8) -> ModelRunner:
+    def runner(
+        self, num_pages: int, *, promised: bool = True, max_sessions: int = 8, state_slots: int | None = None
+    ) -> ModelRunner:
         """Makes a runner over a new KV cache.
 
         The first rank gets a LeadingRunner, the others a RankRunner.
@@ -129,10 +131,11 @@ class LoadedModel:
             promised: True: verification must have the bits of decoding. False for a draft: nothing depends on its bits,
                 so its steps on the CPU are not padded (``shapes.py``).
             max_sessions: sessions for which the cache holds states of linear layers.
+            state_slots: the number of these states; None: as many as usual.
         """
         num_pages = agreed(num_pages, self.group)
         leads = self.share is not None and self.share.group.rank == 0
-        slots = Slots.of(max_sessions)
+        slots = Slots.of(max_sessions, state_slots)
         kind = LeadersCache if leads else KVCache
         cache = kind(self.layers, num_pages, self.dtype, self.device, self.linear, slots)
         graphs = self.cuda_graphs if self.share is None else False

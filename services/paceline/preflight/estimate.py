@@ -173,7 +173,7 @@ def target_estimate(
         weights_bytes=size.weights_bytes + heads.weights_bytes,
         packed_bytes=_packed_bytes(options, size, on_gpu),
         least_kv_bytes=(least + 1) * page_bytes,
-        linear_bytes=size.slots_bytes(options.max_sessions),
+        linear_bytes=size.slots_bytes(options.max_sessions, options.state_slots),
         tree_bytes=options.max_sessions * setup.tree_budget * _NODE_BYTES,
         workspace_bytes=_workspace_bytes(
             size,

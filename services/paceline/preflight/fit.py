@@ -16,6 +16,7 @@ from paceline.preflight.estimate import CODE_BYTES, PROCESS_BYTES, MemoryEstimat
 from paceline.preflight.findings import Finding, Severity
 from paceline.preflight.heads import known_heads_size
 from paceline.preflight.host_memory import fraction_pages
+from paceline.types import least_states
 
 _TARGET, _DRAFT = "target_config", "draft_config"
 _SHORTEST = 2
@@ -159,6 +160,10 @@ def _smaller_target(fit: _Fit, options: TargetOptions, size: ModelSize, limit: i
         if fitting := fit.largest("kv_pages", 1, options.kv_pages):
             return fit.finding(f"{engine}.kv_pages", options.kv_pages, f"{fitting}")
         return fit.too_large(model, size, kv_pages=1)
+    if options.state_slots is not None and size.linear is not None:
+        least = least_states(options.max_sessions)
+        if (fitting := fit.largest("state_slots", least, options.state_slots)) >= least:
+            return fit.finding(f"{engine}.state_slots", options.state_slots, f"{fitting}")
     if fitting := fit.largest("max_sessions", 1, options.max_sessions):
         return fit.finding(f"{engine}.max_sessions", options.max_sessions, f"{fitting}")
     max_len = _max_len(options.max_model_len, limit)

@@ -268,6 +268,7 @@ def _read_model(
         device="cuda" if _on_gpu(config) else "cpu",
         quantization=options.quantization,
         compile=options.compile,
+        state_slots=options.state_slots if isinstance(options, TargetOptions) else None,
     )
     if wrong is not None:
         option, problem = wrong

@@ -12,6 +12,7 @@ import torch
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.grammar import Grammars
 from paceline.checkpoint.grammar_work import MaskThread
+from paceline.checkpoint.linear import require_runnable
 from paceline.checkpoint.size import gib
 from paceline.config import TargetOptions, TargetSetup
 from paceline.core import cuda, native_tree
@@ -97,6 +98,14 @@ def _runner(
     options = setup.options
     torch.set_num_threads(1)  # products that are split among threads are not batch-invariant
     placement = resolve(options, occupy(options) if group is None else group.device)
+    require_runnable(
+        checkpoint.config,
+        checkpoint.quantization,
+        checkpoint.path,
+        device=placement[0].type,
+        quantization=options.quantization,
+        state_slots=options.state_slots,
+    )
     require_hints(setup, checkpoint, placement)
     require_target(setup, checkpoint, placement, group)
     configured, setup = setup, with_own_mtp(setup, checkpoint, placement, group)
@@ -140,7 +149,7 @@ def _runner(
         log.info("target: %d KV pages are %g of the free %s", num_pages, options.kv_fraction, gib(free))
         if recordings:
             log.info("recorded steps take %s, by a trial", gib(recordings))
-    runner = model.runner(num_pages, max_sessions=options.max_sessions)
+    runner = model.runner(num_pages, max_sessions=options.max_sessions, state_slots=options.state_slots)
     bind_heads(heads, runner.cache)
     if link is not None:
         assert runner.features is not None

@@ -122,6 +122,16 @@ class LinearSlots:
         self._unconfirmed: list[int] = []  # keys whose states are only there once the step has run
         self._promised: dict[object, int] = {}
 
+    @property
+    def num_used(self) -> int:
+        """Slots that hold a state."""
+        return self.slots.states - len(self._free_states)
+
+    @property
+    def num_prefixes(self) -> int:
+        """States that no session holds: of cached prefixes, and in a step of branches."""
+        return len(self._state_of) - len(self._held)
+
     # Sessions.
 
     def hold(self, pages: Sequence[int], num_computed: int, held: int) -> int:
@@ -255,7 +265,7 @@ class LinearSlots:
                 chunk.rows = self._take_rows(key)
             if number < boundary and step.committed < 0:  # nobody holds it, and the state at the boundary replaces them
                 self._drop_rows(key)
-            if number + 1 == boundary or number + 1 == last_end:
+            if start < committed and number + 1 in (boundary, last_end):  # not of a branch, which keeps the rows
                 chunk.store = self._store(key, must=number + 1 == boundary)
             for at, row in further.get(number, ()):
                 self._write_also(chunk, at, row, kept=number >= boundary)

@@ -126,6 +126,9 @@ def measures(engine: TargetEngine) -> Mapping[str, float]:
         found[f"head_acceptance:{label}"] = acceptance(mounted.coupled, mounted.rejection)
         if (depth_s := mounted.gate.depth_s(1, first=True)) is not None:
             found[f"head_seconds:{label}"] = depth_s
+    if (linear := engine.runner.cache.linear) is not None:
+        found["state_slots"], found["state_slots_used"] = float(linear.slots.states), float(linear.num_used)
+        found["prefix_states"] = float(linear.num_prefixes)
     if allocation.adaptive and num_sessions:
         standing = gate.trials.standing(num_sessions)
         found["drafting"] = float(standing.drafting)
