@@ -21,12 +21,14 @@ from tests.support.packed import FORMATS, write_packed
 from tests.support.pump import Pump, Request, in_mode
 from tests.support.rings import slow
 from torch import Tensor
+from transformers import Llama4Config
 
 from paceline.checkpoint import packing as packing_module
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.linear import linear_layers
 from paceline.checkpoint.packing import packing_of
 from paceline.config import ModelOptions
+from paceline.drafters.heads.load import target_table
 from paceline.errors import ConfigError
 from paceline.model import dequantized
 from paceline.model.dequantized import DequantizedFiles, dequantized_files
@@ -173,6 +175,34 @@ def test_families_that_are_published_in_fp8(family: str, tmp_path: Path) -> None
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
+
+
+def test_a_checkpoint_with_images_is_served_by_its_text_model(tmp_path: Path) -> None:
+    """As Llama 4's and Qwen's are published, of which the part for images is not read."""
+    text = small_config("llama4_text")
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
+              "vision_output_dim": 32, "image_size": 28, "projector_input_dim": 32,
+              "projector_output_dim": 32}  # fmt: skip
+    means = write_packed(tmp_path, "float-quantized, channel", text)
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file({f"language_model.{name}": tensor for name, tensor in stored.items()}, tmp_path / "model.safetensors")
+    config = Llama4Config(text_config=text.to_dict(), vision_config=vision).to_dict()
+    config |= {"quantization_config": FORMATS["float-quantized, channel"][0], "eos_token_id": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Llama4ForConditionalGeneration"]}))
+    state = load_pretrained(Checkpoint.open(str(tmp_path)), torch.float32).state_dict()
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert close(state[name], means[name])
+
+
+def test_an_output_layer_that_is_quantized_is_shared_with_heads_as_plain(tmp_path: Path) -> None:
+    """The mutant: codes that are taken for weights."""
+    means = write_packed(tmp_path, "fp8, blocks")
+    rows, columns = means["lm_head.weight"].shape
+    codes, scale = torch.randn(rows, columns).to(torch.float8_e4m3fn), torch.rand(-(-rows // 128), 1)
+    changed(tmp_path, {"lm_head.weight": codes, "lm_head.weight_scale_inv": scale})
+    checkpoint = Checkpoint.open(str(tmp_path))
+    table = target_table(checkpoint, "get_output_embeddings", torch.float32, torch.device("cpu"))
+    assert torch.equal(table.weight, codes.float() * scale.repeat_interleave(128, 0)[:rows])
 
 
 @pytest.mark.parametrize("family", slow(["deepseek_v3", "qwen3_moe", "qwen3_next"]))

@@ -278,6 +278,31 @@ def test_what_does_not_run_with_the_layers_of_a_target(tmp_path, family, setting
     assert said in finding.message
 
 
+@pytest.mark.parametrize(
+    ("stored", "said"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, None),
+        ({"quant_method": "gptq", "bits": 3}, "is 2 and model '{0}' is quantized by 'gptq' with bits 3: one process"),
+        (
+            {"quant_method": "torchao"},
+            "is 2 and model '{0}' is quantized by 'torchao': one process runs quantized weig",
+        ),
+    ],
+)
+def test_ranks_of_a_quantized_checkpoint(tmp_path, stored, said):
+    """They run what is dequantized; of anything else ``paceline check`` tells before a replica does."""
+    folder = tmp_path / "target"
+    save(folder, random_model("llama"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
+    config = service(tmp_path, "target", None, "target_config.engine_kwargs.tensor_parallel_size=2")
+    findings = check_service(config, cores=False, ports=False)
+    told = [f for f in findings if f.key == "target_config.engine_kwargs.tensor_parallel_size"]
+    assert [f.severity for f in told] == ([] if said is None else [ERROR])
+    for finding in told:
+        assert said.format(folder) in finding.message
+
+
 def test_hints_come_from_a_layer_that_has_others_above_it(folders):
     key = "target_config.engine_kwargs.hints.boundary"
     assert found(service(folders, "target", "draft", f"{key}=1")) == []

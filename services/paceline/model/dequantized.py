@@ -20,8 +20,8 @@ from paceline.model.parallel.load import CheckpointFiles
 
 Box = tuple[slice, ...]
 
-_NUM_AT_ONCE = 1 << 22
-"""Numbers that are dequantized at once, in float32."""
+_NUM_AT_ONCE = 1 << 19
+"""Numbers that are dequantized at once, in float32: what a processor's cache holds."""
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the codes of a float of four bits, E2M1."""
 

@@ -435,7 +435,7 @@ def load_pretrained(
         read = partial(gguf.read, dtype=dtype)
     elif (packing := packing_of(checkpoint.quantization)) is not None:
         files = dequantized_files(checkpoint, packing)
-        config, names, read = plain_config(checkpoint), [*files], partial(files.read, dtype=dtype)
+        config, names, read = _of_text(plain_config(checkpoint)), [*files], partial(files.read, dtype=dtype)
     if config is not None:
         loader, location = part or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], None
         options |= {"config": config, "state_dict": {name: _Lazy(partial(read, name)) for name in names}}
@@ -470,6 +470,13 @@ def load_pretrained(
             pack_quantized(model, gguf, quantization)
         require_quantized(model, path, quantization)
     return model if model.device == device else model.to(device)
+
+
+def _of_text(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of the class that runs: of the text model, where that is one of its own."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    text = config.sub_configs.get("text_config")
+    return config.get_text_config() if text is not None and kind.config_class is text else config
 
 
 class _Lazy:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.gguf.weights import GgufWeights
-from paceline.checkpoint.packing import packing_of, why_not_dequantized
+from paceline.checkpoint.packing import packing_of, why_not_dequantized, why_whole
 from paceline.checkpoint.quantization import (
     batch_dependence,
     method_of,
@@ -69,15 +69,8 @@ def load_options(checkpoint: Checkpoint, quantization: Quantization | None, devi
 def require_whole(checkpoint: Checkpoint, quantization: Quantization | None, degree: int) -> None:
     """Raises ConfigError if several ranks were to share quantized weights: they read slices of plain ones, or of what
     they dequantize."""
-    stored = checkpoint.quantization
-    if quantization is not None:
-        how = f"quantization is {quantization!r}"
-    elif stored is None or packing_of(stored) is not None:
-        return
-    else:
-        how = f"model {checkpoint.path!r} is quantized by {method_of(stored)!r}"
-        how += f" with {reason}" if (reason := why_not_dequantized(stored)) else ""
-    raise ConfigError(f"tensor_parallel_size is {degree} and {how}: one process runs quantized weights, so set it to 1")
+    if (reason := why_whole(checkpoint.quantization, quantization, checkpoint.path)) is not None:
+        raise ConfigError(f"tensor_parallel_size is {degree} and {reason}")
 
 
 def _torchao_config() -> Any:

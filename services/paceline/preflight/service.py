@@ -18,6 +18,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder
 from paceline.checkpoint.hub import why_not_fetched
 from paceline.checkpoint.linear import require_draft_model, why_not_runnable
+from paceline.checkpoint.packing import why_whole
 from paceline.checkpoint.pard import parallel_draft
 from paceline.checkpoint.rope import factors_in_use
 from paceline.checkpoint.size import ModelSize, gib
@@ -274,7 +275,7 @@ def _read_model(
         option, problem = wrong
         findings.append(Finding.error(key if option == "model" else f"{pool}.engine_kwargs.{option}", problem))
         return None
-    findings += _check_degree(pool, options.tensor_parallel_size, checkpoint)
+    findings += _check_degree(pool, options, checkpoint)
     if here and options.cpu_threads > 1:
         findings += _check_threads(pool, options)
     return _Model(checkpoint, tokenizer, size)
@@ -314,10 +315,13 @@ def _read_cascade(
     return models
 
 
-def _check_degree(key: str, size: int, checkpoint: Checkpoint) -> list[Finding]:
-    """Checks that ranks can divide whole attention heads. Each model class has further rules
+def _check_degree(key: str, options: ModelOptions, checkpoint: Checkpoint) -> list[Finding]:
+    """Checks that ranks can divide whole attention heads, and read the weights. Each model class has further rules
     (``model/parallel/plan.py``)."""
-    config = checkpoint.config
+    config, size = checkpoint.config, options.tensor_parallel_size
+    reason = why_whole(checkpoint.quantization, options.quantization, checkpoint.path)
+    if size > 1 and reason is not None:
+        return [Finding.error(f"{key}.engine_kwargs.tensor_parallel_size", f"is {size} and {reason}")]
     heads = (config.get("text_config") or config).get("num_attention_heads")
     if size == 1 or not isinstance(heads, int) or heads % size == 0:
         return []
