@@ -1,12 +1,14 @@
 """Steps for which the device has no memory: they are cut, and at most one session ends.
 
 Mutants: the second half of a cut part without its first, halves in the other order, private pages that are kept after
-a step was abandoned, an error of another kind that is taken for a lack of memory.
+a step was abandoned, an error of another kind that is taken for a lack of memory, halves that are decided by the first
+rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ from tests.lossless.test_trees import any_subtrees
 from tests.support.models import pair, prompt
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
 
+from paceline.core import verification
 from paceline.model.step_plan import SequenceStep
+from paceline.target import engine as engine_module
 from paceline.target.engine import TargetEngine
 from paceline.types import Mode, SamplingParams
 
@@ -93,3 +97,45 @@ def test_other_errors_are_no_lack_of_memory() -> None:
     limited(pump, lambda steps: num_tokens(steps) <= 1, RuntimeError("shapes do not match"))
     with pytest.raises(RuntimeError, match="shapes do not match"):
         pump.run(in_mode(requests(), Mode.PLAIN))
+
+
+@pytest.mark.parametrize("mode", [Mode.PLAIN, Mode.OVERLAPPED])
+def test_rounds_that_do_not_fit_are_decided_in_parts(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sampled tokens noise and scores take several times the logits: they may not fit where the forward did."""
+    target, draft = pair("llama")
+    reference, sizes = plain_reference(target, requests()), []
+
+    def decide(logits: torch.Tensor, *rest: Any) -> Any:
+        if len(logits) > 4:
+            raise ERRORS[0]
+        sizes.append(len(logits))
+        return verification.decide(logits, *rest)
+
+    monkeypatch.setattr(engine_module, "decide", decide)
+    pump = Pump(target, draft, seed=2, draft_steps=(2, 6))
+    assert_same(pump.run(in_mode(limited_drafts(requests()), mode)), reference)
+    assert max(sizes) <= 4 < sum(sizes)
+
+
+def limited_drafts(asked: dict[str, Request]) -> dict[str, Request]:
+    """At most 3 tokens are drafted: a round has at most 4 rows."""
+    limits = {"max_draft_tokens": 3}
+    return {name: replace(one, speculation=one.speculation.model_copy(update=limits)) for name, one in asked.items()}
+
+
+def test_a_round_without_memory_ends_its_session_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: the error ends the engine."""
+    target, _ = pair("llama")
+    reference = plain_reference(target, requests())
+
+    def decide(logits: torch.Tensor, rows: Sequence[Any], *rest: Any) -> Any:
+        if any(row.state.temperature == 0.77 for row in rows):
+            raise ERRORS[0]
+        return verification.decide(logits, rows, *rest)
+
+    monkeypatch.setattr(engine_module, "decide", decide)
+    pump = Pump(target, None)
+    one = {"one": Request(prompt(1, 20), SamplingParams(temperature=0.77, seed=7, max_tokens=8))}
+    assert_same(pump.run(in_mode(requests() | one, Mode.PLAIN)), reference)
+    assert pump.failures.keys() == {"one"}
+    assert "no memory to decide a round of the session: CUDA out of memory" in pump.failures["one"]

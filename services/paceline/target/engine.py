@@ -51,7 +51,7 @@ from paceline.target.heads.mounted import MountedHead
 from paceline.target.hints import Hints
 from paceline.target.link import StatesLink
 from paceline.target.lookup import new_shares
-from paceline.target.runners import Forwarded, NoMemoryError, Runners
+from paceline.target.runners import Forwarded, NoMemoryError, Runners, without_memory
 from paceline.target.scheduler import Scheduled, Scheduler
 from paceline.target.session import TargetSession
 from paceline.types import (
@@ -566,9 +566,10 @@ class TargetEngine:
             assert session.scored_top is not None
             try:
                 tokens = score(rows, session.tokens[part.start + 1 : part.stop + 1], session.scored_top)
-            except EngineError as error:
+            except (EngineError, RuntimeError, MemoryError) as error:
+                failed = error if isinstance(error, EngineError) else without_memory(error)
                 self._close(session)
-                messages.append(SessionFailed(session.session_id, session.epoch, str(error)))
+                messages.append(SessionFailed(session.session_id, session.epoch, str(failed)))
                 continue
             session.num_scored = part.stop
             logprobs = PromptLogprobs(part.start + 1, tokens)
@@ -727,9 +728,10 @@ _made = functools.lru_cache(1024)(Round)  # there are few different ones, and on
 
 
 def _decide(logits: Tensor, parts: Sequence[Scheduled]) -> list[Verdict | PacelineError]:
-    """Verdicts of a batch; where that fails, of each session alone, so that none can harm the others.
+    """Verdicts of a batch; where that fails, of each session alone, so that none can harm the others. Of its halves
+    where the device has no memory for all.
 
-    ``logits``: [rows, vocab], where part i owns ``len(parts[i].proposal) + 1`` consecutive rows.
+    ``logits``: [rows, vocab], where part i owns ``len(parts[i].proposal) + 1`` consecutive rows. Not modified.
     """
     if not parts:
         return []
@@ -739,12 +741,16 @@ def _decide(logits: Tensor, parts: Sequence[Scheduled]) -> list[Verdict | Paceli
     try:
         return [*decide(logits, rows, [part.proposal for part in parts], [part.session.acceptance for part in parts])]
     except PacelineError as error:
-        if len(parts) == 1:
-            return [error]
+        failed, size = error, 1
+    except (RuntimeError, MemoryError) as error:
+        failed, size = without_memory(error), -(-len(parts) // 2)
+    if len(parts) == 1:
+        return [failed]
     verdicts: list[Verdict | PacelineError] = []
     start = 0
-    for part in parts:
-        end = start + part.num_drafted + 1
-        verdicts += _decide(logits[start:end], [part])
+    for first in range(0, len(parts), size):
+        some = parts[first : first + size]
+        end = start + sum(part.num_drafted + 1 for part in some)
+        verdicts += _decide(logits[start:end], some)
         start = end
     return verdicts

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.tree import NO_PROPOSAL
+from paceline.errors import EngineError
 from paceline.model.compiled.background import Compilation
 from paceline.model.compiled.graphs import release_cached
 from paceline.model.midway import heard_by
@@ -177,7 +178,18 @@ def _in_memory(
 
 
 def _is_out_of_memory(error: Exception) -> bool:
+    """True if the device or the host had no memory for a tensor."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def without_memory(error: Exception) -> EngineError:
+    """The failure of a session's round by a lack of memory of the device; raises an ``error`` of another kind again."""
+    if not _is_out_of_memory(error):
+        raise error
+    release_cached()
+    reason = str(error).partition("\n")[0]
+    log.warning("the device has no memory to decide a step: %s", reason)
+    return EngineError(f"the target has no memory to decide a round of the session: {reason}")
 
 
 def _halves(parts: list[Scheduled]) -> tuple[list[Scheduled], list[Scheduled]] | None:
