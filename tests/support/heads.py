@@ -83,9 +83,6 @@ class Oracle(Plain):
         text = next(text for text, _ in self.texts if text[: len(token_ids)] == list(token_ids))
         self.sessions[session_id] = _Session(text, len(token_ids))
 
-    def prefill(self) -> bool:
-        return False
-
     def ready(self, session_id: str) -> bool:
         session = self.sessions[session_id]
         return session.num_fed == session.length - 1
@@ -164,9 +161,3 @@ class Oracle(Plain):
 
     def close(self, session_id: str) -> None:
         self.sessions.pop(session_id, None)
-
-    def check_integrity(self) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        pass

@@ -103,7 +103,7 @@ def poison(runner: ModelRunner) -> ModelRunner:
 class KnowingDrafter(Plain):
     """Is right with probability ``acceptance``; where it is not, the right token is often its second choice."""
 
-    kind, max_leaves, tokens_per_leaf, conditional = "knowing", 8, 1, True
+    kind, max_leaves = "knowing", 8
 
     def __init__(self, texts: Mapping[str, Sequence[int]], vocab_size: int, acceptance: float = 0.7) -> None:
         """``texts``: prompt and output of each session."""
@@ -113,9 +113,6 @@ class KnowingDrafter(Plain):
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: Any, salt: str = "") -> None:
         self._contexts[session_id] = list(token_ids)
-
-    def prefill(self) -> bool:
-        return False
 
     def ready(self, session_id: str) -> bool:
         return True
@@ -136,9 +133,3 @@ class KnowingDrafter(Plain):
 
     def close(self, session_id: str) -> None:
         self._contexts.pop(session_id, None)
-
-    def check_integrity(self) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        pass

@@ -95,8 +95,6 @@ class SyntheticDrafter(Plain):
     """Right with probability ``acceptance``; where it is wrong, the right token is often its second choice."""
 
     kind = "synthetic"
-    tokens_per_leaf = 1
-    conditional = True
 
     def __init__(
         self,
@@ -119,9 +117,6 @@ class SyntheticDrafter(Plain):
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: Any, salt: str = "") -> None:
         self._contexts[session_id] = list(token_ids)
-
-    def prefill(self) -> bool:
-        return False
 
     def ready(self, session_id: str) -> bool:
         return True
@@ -148,15 +143,9 @@ class SyntheticDrafter(Plain):
     def close(self, session_id: str) -> None:
         self._contexts.pop(session_id, None)
 
-    def check_integrity(self) -> None:
-        pass
-
 
 class SyntheticHead(Stateless, SyntheticDrafter):
     """The same inside the target, right where it likes."""
-
-    def shutdown(self) -> None:
-        pass
 
 
 class Simulation:

@@ -28,7 +28,7 @@ import torch
 
 from paceline.core.processors import SamplerState
 from paceline.core.tree import Proposal
-from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf, Plain, Rider, Stateless
+from paceline.drafters.protocol import Candidates, Leaf, OfSessions, Rider, Stateless
 
 _MOST_KEYS = 4096
 """First tokens of a session's pool; the one that was seen longest ago leaves first."""
@@ -53,12 +53,10 @@ class _Session:
     """The last N - 1 tokens of the text, whose N-grams are in the pool."""
 
 
-class LookaheadHead(Stateless, Plain):
+class LookaheadHead(Stateless, OfSessions[_Session]):
     """Implements ``paceline.drafters.protocol.Rider`` by lookahead decoding."""
 
     kind = "lookahead"
-    tokens_per_leaf = 1
-    conditional = True
 
     def __init__(self, window: int, ngram: int, guesses: int, *, max_leaves: int = 64) -> None:
         """Sets the sizes of the window and the pool.
@@ -84,10 +82,6 @@ class LookaheadHead(Stateless, Plain):
     def rider(self) -> Rider:
         """Itself."""
         return self
-
-    def prefill(self) -> bool:
-        """Does nothing: there is no prompt to compute."""
-        return False
 
     def ready(self, session_id: str) -> bool:
         """True for any open session."""
@@ -144,10 +138,6 @@ class LookaheadHead(Stateless, Plain):
         session.anchor = token_ids[-1]
         self._read(session, token_ids)
 
-    def close(self, session_id: str) -> None:
-        """Drops the session."""
-        self._sessions.pop(session_id, None)
-
     def check_integrity(self) -> None:
         """Asserts that window and pools have their sizes, and that nothing rides between two steps."""
         for session in self._sessions.values():
@@ -157,15 +147,6 @@ class LookaheadHead(Stateless, Plain):
             for tails in session.pool.values():
                 assert 0 < len(tails) <= self._guesses
                 assert all(len(tail) == self._num_levels for tail in tails)
-
-    def shutdown(self) -> None:
-        """Does nothing: there are no resources outside this process."""
-
-    def _session(self, session_id: str) -> _Session:
-        try:
-            return self._sessions[session_id]
-        except KeyError:
-            raise DrafterSessionError(session_id, "not open in this head") from None
 
     def _read(self, session: _Session, token_ids: Sequence[int]) -> None:
         """Puts the N-grams of further text into the pool."""

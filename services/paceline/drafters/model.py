@@ -22,7 +22,7 @@ from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import GREEDY_CANDIDATES, best_unprocessed, draft_candidates, draws_at_once, unlisted
 from paceline.drafters.growing.blame import call_for_each
 from paceline.drafters.parts import parts_of
-from paceline.drafters.protocol import Candidates, Chainer, DrafterSessionError, Leaf, Plain, Ranker
+from paceline.drafters.protocol import Candidates, Chainer, DrafterSessionError, Leaf, OfSessions, Ranker
 from paceline.drafters.rows import NO_TAIL, Part, RowSession, Tail, chain_step, prompt_chunk, tree_step
 from paceline.drafters.translation import Translation
 from paceline.errors import ResourceExhaustedError
@@ -33,12 +33,10 @@ from paceline.model.step_plan import SequenceStep
 from paceline.types import PAGE_SIZE, pages_for
 
 
-class ModelDrafter(Plain):
+class ModelDrafter(OfSessions[RowSession]):
     """A draft model with the ``Drafter`` protocol, and the ``top_m`` likeliest candidates of q per node."""
 
     kind = "model"
-    tokens_per_leaf = 1
-    conditional = True
 
     def __init__(
         self,
@@ -355,12 +353,6 @@ class ModelDrafter(Plain):
         """No candidates for anything yet."""
         shape = (len(leaves), m) if self.tokens_per_leaf == 1 else (len(leaves), self.tokens_per_leaf, m)
         return Candidates(*_none(shape), tuple(tail.path for tail in tails) if any(tail.path for tail in tails) else ())
-
-    def _session(self, session_id: str) -> RowSession:
-        try:
-            return self._sessions[session_id]
-        except KeyError:
-            raise DrafterSessionError(session_id, "not open in this drafter") from None
 
     def _own(self, token_id: int) -> int | None:
         """The model's id of a token of a tree; None if it has none."""

@@ -54,7 +54,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -78,12 +78,16 @@ __all__ = [
     "Fed",
     "Head",
     "Leaf",
+    "OfSessions",
     "Plain",
     "Ranker",
     "Rider",
     "Stateless",
     "StatesDrafter",
 ]
+
+Held = TypeVar("Held")
+"""What a drafter holds for each open session."""
 
 FATAL = (torch.AcceleratorError, RanksLostError)
 """Errors after which no call can succeed: they are the engine's own, not a session's."""
@@ -329,7 +333,21 @@ class StatesDrafter(Drafter, Protocol):
 
 
 class Plain:
-    """The base of drafters: none of what is optional. A class that has some of it returns itself."""
+    """The base of drafters: none of what is optional, and no prompt to compute. A class that has some of it returns
+    itself."""
+
+    tokens_per_leaf = 1
+    conditional = True
+
+    def prefill(self) -> bool:
+        """Does nothing: there is no prompt to compute."""
+        return False
+
+    def check_integrity(self) -> None:
+        """Asserts nothing."""
+
+    def shutdown(self) -> None:
+        """Does nothing: there are no resources outside this process."""
 
     @property
     def chainer(self) -> Chainer | None:
@@ -350,6 +368,22 @@ class Plain:
     def rider(self) -> Rider | None:
         """None: it has no rows in the target's steps."""
         return None
+
+
+class OfSessions(Plain, Generic[Held]):
+    """The base of drafters that hold something for each open session."""
+
+    _sessions: dict[str, Held]
+
+    def close(self, session_id: str) -> None:
+        """Drops the session."""
+        self._sessions.pop(session_id, None)
+
+    def _session(self, session_id: str) -> Held:
+        try:
+            return self._sessions[session_id]
+        except KeyError:
+            raise DrafterSessionError(session_id, "not open in this drafter") from None
 
 
 class Stateless:

@@ -204,9 +204,6 @@ class SuffixDrafter(Stateless, Plain):
     on the frequencies.
     """
 
-    tokens_per_leaf = 1
-    conditional = True
-
     def __init__(
         self,
         *,
@@ -290,9 +287,6 @@ class SuffixDrafter(Stateless, Plain):
         session.tokens.extend(token_ids)
         if session_id not in self._unready:
             self._index(session, len(token_ids))
-
-    def shutdown(self) -> None:
-        """Does nothing: there are no resources outside this process."""
 
     def close(self, session_id: str) -> None:
         """Drops the session's own automaton; its output stays among the shared texts."""

@@ -21,7 +21,7 @@ from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates
 from paceline.drafters.heads.module import HeadModule
 from paceline.drafters.heads.paged import Branches, Paged, Part
-from paceline.drafters.protocol import Candidates, DrafterSessionError, Features, Fed, Leaf, Plain
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Features, Fed, Leaf, OfSessions
 from paceline.model.kv_cache import KVCache
 from paceline.types import PAGE_SIZE
 
@@ -67,10 +67,8 @@ class _Session:
         return bool(self.states) and self.num_fed == self.num_tokens - 1
 
 
-class HeadDrafter(Plain):
+class HeadDrafter(OfSessions[_Session]):
     """Implements ``paceline.drafters.protocol.Head`` for every ``HeadModule``."""
-
-    tokens_per_leaf = 1
 
     def __init__(
         self,
@@ -111,10 +109,6 @@ class HeadDrafter(Plain):
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Opens any session. It is ready once it has been fed."""
         self._sessions[session_id] = _Session(sampler, len(token_ids))
-
-    def prefill(self) -> bool:
-        """Does nothing: prompts are fed."""
-        return False
 
     def ready(self, session_id: str) -> bool:
         """True if the states of all positions before the anchor have come."""
@@ -228,10 +222,6 @@ class HeadDrafter(Plain):
         for branches in session.branches.values():
             branches.keep(keep)
 
-    def close(self, session_id: str) -> None:
-        """Drops the session."""
-        self._sessions.pop(session_id, None)
-
     def check_integrity(self) -> None:
         """Asserts that every node has one state and one row per layer that computed it."""
         for session in self._sessions.values():
@@ -240,17 +230,8 @@ class HeadDrafter(Plain):
                 assert len(set(branches.nodes)) == len(branches.nodes), "two rows of one node"
                 assert branches.keys is None or len(branches.keys) == len(branches.nodes)
 
-    def shutdown(self) -> None:
-        """Does nothing: there are no resources outside this process."""
-
     def _attend(self, parts: Sequence[Part]) -> Paged:
         return Paged(self._cache, self._first_layer, parts)
-
-    def _session(self, session_id: str) -> _Session:
-        try:
-            return self._sessions[session_id]
-        except KeyError:
-            raise DrafterSessionError(session_id, "not open in this head") from None
 
     def _row(self, leaf: Leaf) -> Row:
         """Returns the row that decides how the token after a leaf is chosen. Tokens that the sampler already knows are

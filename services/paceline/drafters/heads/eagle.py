@@ -50,10 +50,6 @@ class Eagle(HeadModule):
         """Makes the rotary embedding."""
         self.rotary = rotary(self._config).to(device)
 
-    def fuse(self, states: Tensor) -> Tensor:
-        """The state itself: ``OUT``."""
-        return states
-
     def step(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend, depth: int) -> Tensor:
         """The next feature f', which the head predicts and recycles."""
         embedded = self.embed_tokens(token_ids) if self._embed is None else self._embed(token_ids)

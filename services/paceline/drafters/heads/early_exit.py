@@ -36,7 +36,7 @@ from paceline.drafters.heads.load import HeadPlan, open_head
 from paceline.drafters.heads.module import HeadModule
 from paceline.drafters.heads.paged import Branches, Paged, Part
 from paceline.drafters.heads.reading import TargetFacts
-from paceline.drafters.protocol import OUT, Candidates, DrafterSessionError, Features, Fed, Leaf, Plain
+from paceline.drafters.protocol import OUT, Candidates, Features, Fed, Leaf, OfSessions
 from paceline.errors import ConfigError
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.states import find_layers
@@ -63,12 +63,10 @@ class _Session:
         return 0 < self.num_computed == self.num_tokens - 1
 
 
-class EarlyExit(Plain):
+class EarlyExit(OfSessions[_Session]):
     """Implements ``paceline.drafters.protocol.Head`` with the first layers of the target."""
 
     kind = "early_exit"
-    tokens_per_leaf = 1
-    conditional = True
     features = Features((OUT,), every_position=False)
     """The state itself is of no use here: that it comes says that the target has computed the rows before the
     anchor, and on which pages."""
@@ -99,10 +97,6 @@ class EarlyExit(Plain):
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Opens any session. It is ready once the target has computed its context."""
         self._sessions[session_id] = _Session(sampler, len(token_ids), token_ids[-1])
-
-    def prefill(self) -> bool:
-        """Does nothing: the target computes the prompts."""
-        return False
 
     def ready(self, session_id: str) -> bool:
         """True if the target has computed all positions before the anchor."""
@@ -135,25 +129,12 @@ class EarlyExit(Plain):
         session.anchor = token_ids[-1]
         session.branches.clear()
 
-    def close(self, session_id: str) -> None:
-        """Drops the session."""
-        self._sessions.pop(session_id, None)
-
     def check_integrity(self) -> None:
         """Asserts that every row belongs to one node."""
         for session in self._sessions.values():
             for branches in session.branches.values():
                 assert len(set(branches.nodes)) == len(branches.nodes), "two rows of one node"
                 assert branches.keys is None or len(branches.keys) == len(branches.nodes)
-
-    def shutdown(self) -> None:
-        """Does nothing: there are no resources outside this process."""
-
-    def _session(self, session_id: str) -> _Session:
-        try:
-            return self._sessions[session_id]
-        except KeyError:
-            raise DrafterSessionError(session_id, "not open in this head") from None
 
     def _forward(self, leaves: Sequence[Leaf]) -> Tensor:
         """[num_leaves, vocabulary] logits after leaves that are sorted by session; keeps their keys and values."""

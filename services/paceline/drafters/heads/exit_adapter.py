@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.drafters.heads.module import Attend, Function, HeadModule, borrowed
+from paceline.drafters.heads.module import Function, HeadModule, borrowed
 from paceline.drafters.heads.reading import HeadForm, Reading, matched_tensors
 from paceline.errors import ConfigError
 
@@ -53,14 +53,6 @@ class ExitAdapter(HeadModule):
         n = self.norm(state)
         out: Tensor = state + self.down_proj(F.silu(self.gate_proj(n)) * self.up_proj(n))
         return out
-
-    def fuse(self, states: Tensor) -> Tensor:
-        """The states as they are."""
-        return states
-
-    def step(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend, depth: int) -> Tensor:
-        """The state as it is: the target's own layers have seen the token."""
-        return state
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
         """Logits ``[..., vocabulary]`` after the token whose state it is."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.drafters.heads.module import Attend, Function, HeadModule, borrowed
+from paceline.drafters.heads.module import Function, HeadModule, borrowed
 
 
 class ResidualBlock(nn.Module):
@@ -76,14 +76,6 @@ class Medusa(HeadModule):
         if token_map_size is not None:
             self.register_buffer("token_map", torch.arange(token_map_size))
         self._lm_head = borrowed(lm_head)
-
-    def fuse(self, states: Tensor) -> Tensor:
-        """The state itself: ``OUT`` of the last position."""
-        return states
-
-    def step(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend, depth: int) -> Tensor:
-        """Returns the state as it is: it does not depend on tokens."""
-        return state
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
         """Returns the logits of head ``depth``."""

@@ -107,13 +107,13 @@ class HeadModule(nn.Module, ABC):
         d2t = self._buffers.get("d2t")
         return None if d2t is None else d2t + torch.arange(len(d2t), device=d2t.device)
 
-    @abstractmethod
     def fuse(self, states: Tensor) -> Tensor:
-        """The target's states ``[..., boundaries * hidden]`` as the first recycled state ``[..., state_size]``."""
+        """The target's states ``[..., boundaries * hidden]`` as the first recycled state ``[..., state_size]``: as they
+        are."""
+        return states
 
-    @abstractmethod
     def step(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend, depth: int) -> Tensor:
-        """Returns the state ``[B, T, state_size]`` after one more token of each row.
+        """Returns the state ``[B, T, state_size]`` after one more token of each row: as it is, unless tokens change it.
 
         Args:
             token_ids: [B, T] ids of the target's vocabulary.
@@ -122,6 +122,7 @@ class HeadModule(nn.Module, ABC):
             attend: how the rows see each other and the context.
             depth: 0 for the committed token after a target's state, then 1, 2, ...
         """
+        return state
 
     @abstractmethod
     def logits(self, state: Tensor, depth: int) -> Tensor:

@@ -87,10 +87,6 @@ class Mtp(HeadModule):
         """Makes the rotary embedding."""
         self.rotary = self._rotary_class(self._config).to(device)
 
-    def fuse(self, states: Tensor) -> Tensor:
-        """The state itself: ``OUT``."""
-        return states
-
     def step(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend, depth: int) -> Tensor:
         """The next state, after the module's norm."""
         embedded = self.embed_tokens(token_ids) if self._embed is None else self._embed(token_ids)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.core.processors import SamplerState
 from paceline.drafters.heads.drafter import HeadDrafter
-from paceline.drafters.protocol import Candidates, DrafterSessionError, Fed, Leaf, Plain, StatesDrafter, with_hole
+from paceline.drafters.protocol import Candidates, DrafterSessionError, Fed, Leaf, OfSessions, StatesDrafter, with_hole
 from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import KVCache
 from paceline.types import PAGE_SIZE, pages_for
@@ -65,11 +65,8 @@ class _Session:
         return tuple(self.node_ids[first:]), tuple(self.tokens[first:])
 
 
-class RemoteHead(Plain):
+class RemoteHead(OfSessions[_Session]):
     """Implements ``paceline.drafters.protocol.StatesDrafter`` for every head whose features want every position."""
-
-    tokens_per_leaf = 1
-    conditional = True
 
     def __init__(self, head: HeadDrafter, cache: KVCache, *, width: int, max_prefill_tokens: int, max_len: int) -> None:
         """Makes a drafter of a head that was loaded with ``fused``.
@@ -180,15 +177,6 @@ class RemoteHead(Plain):
             for position, states in session.coming:
                 assert position >= at, "states overlap"
                 at = position + len(states)
-
-    def shutdown(self) -> None:
-        """Does nothing: there are no resources outside this process."""
-
-    def _session(self, session_id: str) -> _Session:
-        try:
-            return self._sessions[session_id]
-        except KeyError:
-            raise DrafterSessionError(session_id, "not open in this drafter") from None
 
     def _require_room(self, num_tokens: int) -> None:
         room = min(self._cache.num_pages * PAGE_SIZE, self._max_len)

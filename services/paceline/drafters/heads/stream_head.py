@@ -106,14 +106,6 @@ class StreamHead(Blockwise):
         made: Tensor = addition(args[0]).to(output.dtype)
         return output + made
 
-    def fuse(self, states: Tensor) -> Tensor:
-        """The states as they are."""
-        return states
-
-    def step(self, token_ids: Tensor, state: Tensor, positions: Tensor, attend: Attend, depth: int) -> Tensor:
-        """Returns the state as it is: the target itself keeps the keys and values of committed tokens."""
-        return state
-
     def logits(self, state: Tensor, depth: int) -> Tensor:
         """A stream's state is its logits."""
         return state
