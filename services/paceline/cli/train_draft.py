@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from paceline.cli.train_head import add_data_flags, add_training_flags, run_train_head
-from paceline.drafters.training.options import DRAFT_MODEL, HeadForm
+from paceline.drafters.training.options import DRAFT_MODEL
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +16,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_data_flags(parser, "draft")
     group = parser.add_argument_group("draft")
-    group.add_argument("--layers", type=int, default=2, metavar="N", help="of the target's layers (default 2)")
+    group.add_argument(
+        "--layers", dest="num_layers", type=int, default=2, metavar="N", help="of the target's layers (default 2)"
+    )
     group.add_argument(
         "--draft-vocab-size",
         type=int,
@@ -26,13 +28,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--depths", type=int, default=4, metavar="N", help="tokens of a round of the report (default 4)")
     add_training_flags(parser)
-    form = HeadForm(DRAFT_MODEL)
-    parser.set_defaults(
-        kind=DRAFT_MODEL,
-        boundaries=list(form.boundaries),
-        own_lm_head=form.own_lm_head,
-        inner_dim=form.inner_dim,
-        anchors=form.num_anchors,
-        rank=form.rank,
-        run=run_train_head,
-    )
+    parser.set_defaults(kind=DRAFT_MODEL, run=run_train_head)

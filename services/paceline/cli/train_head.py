@@ -6,9 +6,10 @@ import argparse
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, get_args
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, get_args
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -24,6 +25,7 @@ from paceline.logs import is_quiet
 if TYPE_CHECKING:
     from paceline.drafters.training.run import Report
 
+Made = TypeVar("Made")
 _MEANING = """\
 depth d      how often the head drafts the target's token at depth d, where all shallower ones were right
 accepted     drafted tokens that the target takes, per round of {depths}
@@ -63,10 +65,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--inner-dim", type=int, default=0, metavar="N", help="width of mlp_speculator's state or early_exit's MLP"
     )
     group.add_argument(
-        "--layers", type=int, default=2, metavar="N", help="dflash, dspark, jetspec: its layers (default 2)"
+        "--layers",
+        dest="num_layers",
+        type=int,
+        default=2,
+        metavar="N",
+        help="dflash, dspark, jetspec: its layers (default 2)",
     )
     group.add_argument(
         "--anchors",
+        dest="num_anchors",
         type=int,
         default=64,
         metavar="N",
@@ -111,7 +119,14 @@ def add_data_flags(parser: argparse.ArgumentParser, what: str) -> None:
     )
     group = parser.add_argument_group("features")
     group.add_argument("--cache", type=Path, metavar="DIR", help="folder of the features (default: features in --out)")
-    group.add_argument("--tokens", type=int, default=262_144, metavar="N", help="tokens to train on (default 262144)")
+    group.add_argument(
+        "--tokens",
+        dest="num_tokens",
+        type=int,
+        default=262_144,
+        metavar="N",
+        help="tokens to train on (default 262144)",
+    )
     group.add_argument("--length", type=int, default=256, metavar="N", help="tokens of a row (default 256)")
     group.add_argument(
         "--prompt-tokens",
@@ -177,34 +192,20 @@ def options_of(args: argparse.Namespace) -> TrainingOptions:
         from paceline.checkpoint.files import embedded_paths
 
         args.target = str(embedded_paths()[0])
-    return TrainingOptions(
-        form=HeadForm(
-            kind=args.kind,
-            depths=args.depths,
-            boundaries=tuple(args.boundaries),
-            draft_vocab_size=args.draft_vocab_size,
-            own_lm_head=args.own_lm_head,
-            inner_dim=args.inner_dim,
-            num_layers=args.layers,
-            num_anchors=args.anchors,
-            rank=args.rank,
-        ),
-        target=args.target,
-        data=args.data,
-        held_out=args.held_out,
-        out=args.out,
-        cache=args.cache,
-        num_tokens=args.tokens,
-        length=args.length,
+    return _of_flags(
+        TrainingOptions,
+        args,
+        form=_of_flags(HeadForm, args),
+        schedule=_of_flags(Schedule, args),
         prompt_tokens=_prompt_tokens(args),
-        chats=args.chats,
         temperatures=_temperatures(args.temperatures),
-        held_out_rows=args.held_out_rows,
-        schedule=Schedule(args.steps, args.batch_rows, args.learning_rate, args.seed),
-        device=args.device,
-        dtype=args.dtype,
-        compare=args.compare,
     )
+
+
+def _of_flags(kind: Callable[..., Made], args: argparse.Namespace, **own: Any) -> Made:
+    """An object of ``own`` fields and of flags; it keeps the default of a field that is no flag of the command."""
+    given = {field.name: getattr(args, field.name) for field in fields(cast("Any", kind)) if hasattr(args, field.name)}
+    return kind(**{name: tuple(x) if isinstance(x, list) else x for name, x in given.items()} | own)
 
 
 def _prompt_tokens(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import sys
 from paceline.cli.exit import EXIT_DONE
 from paceline.cli.table import table
 from paceline.cli.train_head import Bars, add_data_flags, add_running_flags, options_of, until_stopped
-from paceline.drafters.training.options import CORPUS, HeadForm, Schedule
+from paceline.drafters.training.options import CORPUS
 
 _MEANING = """\
 accepted     drafted tokens that the target takes, per round of {depths}
@@ -26,22 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_data_flags(parser, "corpus")
     parser.add_argument("--depths", type=int, default=4, metavar="N", help="tokens of a reported round (default 4)")
     add_running_flags(parser)
-    form, schedule = HeadForm(CORPUS), Schedule(steps=1)
-    parser.set_defaults(
-        kind=CORPUS,
-        steps=schedule.steps,
-        batch_rows=schedule.batch_rows,
-        learning_rate=schedule.learning_rate,
-        compare=None,
-        boundaries=list(form.boundaries),
-        draft_vocab_size=None,
-        own_lm_head=form.own_lm_head,
-        inner_dim=form.inner_dim,
-        layers=form.num_layers,
-        anchors=form.num_anchors,
-        rank=form.rank,
-        run=run_write_corpus,
-    )
+    parser.set_defaults(kind=CORPUS, run=run_write_corpus)
 
 
 def run_write_corpus(args: argparse.Namespace) -> int:

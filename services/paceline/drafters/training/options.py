@@ -87,7 +87,7 @@ class HeadForm:
 class Schedule:
     """Settings that make a training what it is: an interrupted one continues with the same, or not at all."""
 
-    steps: int
+    steps: int = 4000
     batch_rows: int = 1
     learning_rate: float = 1e-3
     seed: int = 0
