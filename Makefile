@@ -47,8 +47,9 @@ RAY_TESTS := tests/cluster/ray tests/bench tests/cli/test_main.py
 export OMP_NUM_THREADS := 1
 
 # $(call generate,ROOT): the path of a .proto file below protos/ is the path of its module below ROOT.
+# types.proto has no service.
 generate = $(PROTOC) --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
-	$(wildcard $(PROTOS)/*.proto)
+	$(wildcard $(PROTOS)/*.proto) && rm $(1)/paceline/v1/types_pb2_grpc.py*
 
 .PHONY: setup demo browser promtool helm manifests tokenizers triton models clients clients-lock test test-clients vllm-tests test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean lock audit sbom docs
 
