@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.support.models import VOCAB, noisy_copy, prompt, random_model
+from tests.support.mutants import mutant
 
 from paceline.config import (
     CascadeOptions,
@@ -117,15 +118,11 @@ def _shared_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cascade, "_below", lambda leaf, index, guesses: below(leaf, 0, guesses))
 
 
-def _late(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(ModelDrafter, "_candidates")
+def _late(candidates, self, leaves, tails, m):
     """The candidates of a depth are said to follow one guess too many."""
-    candidates = ModelDrafter._candidates
-
-    def mutant(self, leaves, tails, m):
-        made = candidates(self, leaves, tails, m)
-        return Candidates(made.token_ids, made.log_q, tuple(guesses[1:] for guesses in made.guesses))
-
-    monkeypatch.setattr(ModelDrafter, "_candidates", mutant)
+    made = candidates(self, leaves, tails, m)
+    return Candidates(made.token_ids, made.log_q, tuple(guesses[1:] for guesses in made.guesses))
 
 
 @pytest.mark.parametrize("mutant", [_stale, _shared_ids, _late], ids=lambda m: m.__name__.strip("_"))

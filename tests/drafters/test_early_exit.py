@@ -14,11 +14,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
+from tests.drafters.asked import Answer, Run, Said, check_head, check_rejection, difference, paged, run_head
 from tests.drafters.head_files import write_exit
 from tests.drafters.head_oracles import exit_states
 from tests.model.families import checkpoint, small_config
 from tests.support.models import prompt, random_model, save_pair
-from tests.support.pump import Pump, Request, assert_same, plain_reference
+from tests.support.mutants import mutant
+from tests.support.pump import Request, assert_same, plain_reference
 from tests.support.rings import slow
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel
@@ -30,7 +32,7 @@ from paceline.drafters.heads import early_exit
 from paceline.drafters.heads.early_exit import EarlyExit, layers_below, open_exit, truncated
 from paceline.drafters.heads.exit_adapter import ExitAdapter
 from paceline.drafters.heads.lent import lend
-from paceline.drafters.heads.paged import Paged
+from paceline.drafters.heads.paged import Paged, Part
 from paceline.drafters.protocol import Candidates, Leaf
 from paceline.errors import ConfigError
 from paceline.messages import OpenSession
@@ -40,12 +42,10 @@ from paceline.model.loading import LoadedModel, prepare
 from paceline.model.step import Step
 from paceline.preflight.heads import heads_size
 from paceline.target.build import build_target_engine
-from paceline.target.heads.mounted import MountedHead
 from paceline.target.session import TargetSession
 from paceline.types import PAGE_SIZE, Acceptance, Result, SamplingParams, SpeculationParams, pages_for
 
 PREFIX = prompt(999, PAGE_SIZE)
-NUM_COMPARED = 60
 
 
 def whole_model(family: str) -> PreTrainedModel:
@@ -82,50 +82,30 @@ def plain(family: str, temperature: float) -> dict[str, Result]:
     return plain_reference(target(family), requests_of(temperature))
 
 
-class Watched(EarlyExit):
-    """Remembers what it was asked and has answered, and that the target's pages were as before."""
-
-    pump: Pump
-
-    def expand(self, leaves: Sequence[Leaf]) -> Candidates:
-        assert self._cache is not None
-        before = [pool.clone() for pool in (*self._cache.keys, *self._cache.values)]
-        answer = super().expand(leaves)
-        for old, new in zip(before, (*self._cache.keys, *self._cache.values), strict=True):
-            assert torch.equal(old, new), "the target's pages are read only"
-        for i, leaf in enumerate(leaves):
-            session = self.pump.target._sessions[leaf.session_id]
-            held = pages_for(session.num_tokens - 1)
-            assert self._sessions[leaf.session_id].pages[:held] == session.pages[:held]
-            self.asked.append(([*session.tokens, *leaf.path], len(leaf.path), answer.token_ids[i], answer.log_q[i]))
-        return answer
-
-    @property
-    def asked(self) -> list[tuple[list[int], int, Tensor, Tensor]]:
-        return self.__dict__.setdefault("_asked", [])
-
-
-def pump_of(family: str, **options: Any) -> tuple[Pump, MountedHead, Watched]:
+def pump_of(family: str, **options: Any) -> Run:
+    """An engine with the first layer as a head, whose pages are the session's."""
     loaded = target(family)
     assert isinstance(loaded.step, Step)
     model = lend(partial(layers_below, 1), loaded.step.model)
-    head = Watched(model, vocab_size=loaded.vocab_size, max_leaves=5)
-    mounted = MountedHead("early_exit at 1", head, num_tokens=4)
-    pump = Pump(loaded, None, heads=[mounted], **{"pages": 9, "late": 0.0, "adaptive": False} | options)
-    head.bind(pump.target.runner.cache, 0)
-    head.pump = pump
-    return pump, mounted, head
+    head = EarlyExit(model, vocab_size=loaded.vocab_size, max_leaves=5)
+    pump, mounted, asked = run_head(loaded, head, 4, **{"pages": 9} | options)
+    expand = head.expand
+
+    def on_its_pages(leaves: Sequence[Leaf]) -> Candidates:
+        for leaf in leaves:
+            session = pump.target._sessions[leaf.session_id]
+            held = pages_for(session.num_tokens - 1)
+            assert head._sessions[leaf.session_id].pages[:held] == session.pages[:held]
+        return expand(leaves)
+
+    head.expand = on_its_pages  # type: ignore[method-assign]
+    return pump, mounted, asked
 
 
-def difference(family: str, head: Watched) -> float:
-    """The largest difference of its log probabilities from those of transformers, over answers of every depth."""
-    worst = 0.0
-    for tokens, _, ids, log_q in head.asked[:: max(1, len(head.asked) // NUM_COMPARED)]:
-        with torch.no_grad():
-            logits = first_layer(family)(torch.tensor([tokens]), use_cache=False).logits[0, -1]
-        some = log_q.isfinite()
-        worst = max(worst, float((logits.log_softmax(-1)[ids[some]] - log_q[some]).abs().max()))
-    return worst
+def said_by(family: str, answer: Answer) -> Tensor:
+    """What transformers' first layer says."""
+    with torch.no_grad():
+        return first_layer(family)(torch.tensor([[*answer.tokens, *answer.path]]), use_cache=False).logits[0, -1]
 
 
 LATENT = ("minicpm3",)
@@ -135,16 +115,8 @@ FAMILIES = ["llama", "gemma3", *LATENT, *slow(["qwen3", "mistral", "gpt2", "phi3
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_says_what_the_first_layers_say_and_no_text_changes(family: str) -> None:
     """Prompts in chunks, a shared prefix, preemption, sliding windows, four tokens deep."""
-    pump, mounted, head = pump_of(family)
-    assert_same(pump.run(requests_of(1.0)), plain(family, 1.0))
-    assert not mounted.failure
-    assert pump.target.stats.preemptions > 0
-    assert pump.target.stats.cached_tokens > 0
-    assert {depth for _, depth, _, _ in head.asked} == {0, 1, 2, 3}
-    assert mounted.stats.rows > 100
-    assert difference(family, head) < 1e-3
-    assert pump.target.runner.cache.num_used == 0
-    assert not head._sessions
+    said = partial(said_by, family)
+    check_head(pump_of(family), requests_of(1.0), plain(family, 1.0), said, 4, within=1e-3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -155,36 +127,26 @@ def test_greedy_and_adaptive_texts_are_plains(temperature: float) -> None:
 
 
 def test_under_the_rejection_rule_its_tokens_are_drawn_and_some_are_accepted() -> None:
-    pump, mounted, _ = pump_of("llama")
-    results = pump.run(requests_of(1.0, Acceptance.REJECTION))
-    assert all(len(result.token_ids) == 20 for result in results.values())
-    assert 0 < mounted.stats.rows_used < mounted.stats.rows
-    assert not mounted.failure
+    check_rejection(pump_of("llama"), requests_of(1.0, Acceptance.REJECTION), 20)
 
 
-class _NextLayer(Paged):
-    """Reads the layer behind its own."""
+@mutant(early_exit, "Paged")
+def _next_layer(make: Any, cache: Any, first_layer: int, parts: Any) -> Any:
+    """It reads the layer behind its own."""
+    return make(cache, first_layer + 1, parts)
 
-    def __init__(self, cache: Any, first_layer: int, parts: Any) -> None:
-        super().__init__(cache, first_layer + 1, parts)
 
-
-class _WithoutAnchor(Paged):
+def _no_anchor(part: Part) -> None:
     """Nodes do not see the anchor, which the target has not computed."""
-
-    def __init__(self, cache: Any, first_layer: int, parts: Any) -> None:
-        for part in parts:
-            part.above = [[node for node in nodes if node != early_exit._ANCHOR] for nodes in part.above]
-        super().__init__(cache, first_layer, parts)
+    part.above = [[node for node in nodes if node != early_exit._ANCHOR] for nodes in part.above]
 
 
-class _FirstRowHidden(Paged):
-    """Row 0, which other heads do not have."""
-
-    def __init__(self, cache: Any, first_layer: int, parts: Any) -> None:
-        for part in parts:
-            part.first_row = 1
-        super().__init__(cache, first_layer, parts)
+_WRONG_ROWS = {
+    "next layer": _next_layer,
+    "without anchor": paged(early_exit, _no_anchor),
+    "first row hidden": paged(early_exit, lambda part: setattr(part, "first_row", 1)),
+}
+"""Row 0 is one that other heads do not have."""
 
 
 class _Writes(Paged):
@@ -197,19 +159,19 @@ class _Writes(Paged):
             cache.keys[0][part.pages[at // PAGE_SIZE], at % PAGE_SIZE] += 1.0
 
 
-@pytest.mark.parametrize("mutant", [_NextLayer, _WithoutAnchor, _FirstRowHidden])
-def test_wrong_rows_are_noticed(mutant: type[Paged], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", _WRONG_ROWS)
+def test_wrong_rows_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text stays plain's; what is proposed is not what the first layers say."""
-    monkeypatch.setattr(early_exit, "Paged", mutant)
-    pump, _, head = pump_of("llama")
+    _WRONG_ROWS[name](monkeypatch)
+    pump, _, asked = pump_of("llama")
     assert_same(pump.run(requests_of(1.0)), plain("llama", 1.0))
-    assert difference("llama", head) > 1e-2
+    assert difference(asked, partial(said_by, "llama")) > 1e-2
 
 
 def test_a_head_that_wrote_to_the_pages_would_change_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early_exit, "Paged", _Writes)
-    monkeypatch.setattr(Watched, "expand", EarlyExit.expand)
-    pump, _, _ = pump_of("llama")
+    pump, mounted, _ = pump_of("llama")
+    del mounted.head.expand  # nobody watches
     with pytest.raises(AssertionError):
         assert_same(pump.run(requests_of(1.0)), plain("llama", 1.0))
 
@@ -225,7 +187,7 @@ def test_after_a_preemption_it_waits_for_its_pages(noticed: bool, monkeypatch: p
             self.attachment = 1
 
         monkeypatch.setattr(TargetSession, "attach_prefix", uncounted)
-    pump, _, head = pump_of("llama", pages=40)
+    pump, _, answers = pump_of("llama", pages=40)
     tokens = tuple(prompt(5, PAGE_SIZE - 1))
     engine = pump.target
     params = SpeculationParams(max_draft_tokens=1)
@@ -234,11 +196,11 @@ def test_after_a_preemption_it_waits_for_its_pages(noticed: bool, monkeypatch: p
         engine.step()
     assert session.num_computed == PAGE_SIZE
     engine._scheduler._preempt(session, [])
-    asked = len(head.asked)
+    asked = len(answers)
     engine.step()
-    assert (len(head.asked) == asked) == noticed
+    assert (len(answers) == asked) == noticed
     engine.step()
-    assert len(head.asked) > asked
+    assert len(answers) > asked
 
 
 def test_a_compiled_target_cannot_lend_its_layers(tmp_path: Path) -> None:
@@ -304,8 +266,8 @@ def test_bad_input_is_refused_by_name(tmp_path: Path) -> None:
             TargetOptions(heads=[head], **more)
 
 
-def adapted(family: str, folder: Path) -> tuple[Pump, MountedHead, Watched, Any]:
-    """An early exit with a head of random weights, and what it should say: tokens of a text -> log probabilities."""
+def adapted(family: str, folder: Path) -> tuple[Run, Said]:
+    """An early exit with a head of random weights, and what it should say."""
     whole = random_model(family)
     size, num_layers = whole.config.hidden_size, whole.config.num_hidden_layers
     checkpoint = Checkpoint.open(str(save_pair(folder) / "target"))
@@ -313,16 +275,17 @@ def adapted(family: str, folder: Path) -> tuple[Pump, MountedHead, Watched, Any]
     plan = open_exit(checkpoint, None, str(source))
     assert plan.boundary == 1
     assert plan.adapter is not None
-    pump, mounted, head = pump_of(family)
-    early_exit._adapt(head.model, plan.adapter.load_module(torch.float32, torch.device("cpu")), "target")
+    run = pump_of(family)
+    early_exit._adapt(run[1].head.model, plan.adapter.load_module(torch.float32, torch.device("cpu")), "target")
     weights = load_file(source / "model.safetensors")
 
-    def said(tokens: list[int]) -> Tensor:
+    def said(answer: Answer) -> Tensor:
+        text = torch.tensor([[*answer.tokens, *answer.path]])
         with torch.no_grad():
-            states = whole(torch.tensor([tokens]), use_cache=False, output_hidden_states=True).hidden_states[1]
-            return whole.lm_head(whole.model.norm(exit_states(weights, states[0, -1]))).log_softmax(-1)
+            states = whole(text, use_cache=False, output_hidden_states=True).hidden_states[1]
+            return whole.lm_head(whole.model.norm(exit_states(weights, states[0, -1])))
 
-    return pump, mounted, head, said
+    return run, said
 
 
 def _not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,14 +312,11 @@ def test_an_exit_head_changes_what_is_said_and_no_text(
     """Against plain lines; a mutant is noticed."""
     if mutant is not None:
         mutant(monkeypatch)
-    pump, mounted, head, said = adapted("llama", tmp_path)
+    (pump, mounted, asked), said = adapted("llama", tmp_path)
     assert_same(pump.run(requests_of(1.0)), plain("llama", 1.0))
     assert not mounted.failure
-    assert {depth for _, depth, _, _ in head.asked} == {0, 1, 2, 3}
-    worst = 0.0
-    for tokens, _, ids, log_q in head.asked[:: max(1, len(head.asked) // NUM_COMPARED)]:
-        some = log_q.isfinite()
-        worst = max(worst, float((said(tokens)[ids[some]] - log_q[some]).abs().max()))
+    assert {len(answer.path) for answer in asked} == {0, 1, 2, 3}
+    worst = difference(asked, said)
     assert worst < 1e-3 if mutant is None else worst > 1e-2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
+from tests.drafters.asked import Answer, Run, check_head, difference, run_head, stale
 from tests.drafters.head_files import GEMMA4_VOCAB, SIZE, WINDOW, HeadFile, gemma4, made, tiny_target
 from tests.drafters.head_oracles import gemma4_drafter, gemma4_models, shared_as_published
 from tests.support.models import letters_tokenizer
+from tests.support.mutants import mutant
 from tests.support.pump import Pump, Request, assert_same, plain_reference
 from tests.support.rings import nightly, slow
 from torch import Tensor
@@ -32,7 +35,6 @@ from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.heads.gemma4 import Gemma4Drafter
 from paceline.drafters.heads.load import open_head
 from paceline.drafters.heads.paged import Part
-from paceline.drafters.protocol import Candidates, Fed, Leaf
 from paceline.errors import ConfigError
 from paceline.model.features import OUT, Features
 from paceline.model.loading import LoadedModel, prepare
@@ -42,10 +44,8 @@ from paceline.target.build import build_target_engine
 from paceline.target.heads.mounted import MountedHead
 from paceline.types import Result, SamplingParams, SpeculationParams
 
-METHOD, TOKENS, NUM_COMPARED = "gemma4_assistant", 4, 30
+METHOD, TOKENS = "gemma4_assistant", 4
 FEATURES = Features((OUT,), every_position=False)
-Asked = list[tuple[list[int], tuple[int, ...], Tensor, Tensor]]
-"""The context without the drafted tokens, these, candidates and their log probabilities."""
 
 
 @functools.cache
@@ -100,87 +100,44 @@ def written(name: str, folder: Path) -> tuple[Checkpoint, str]:
     return Checkpoint.open(str(path)), str(head_file(name).write(folder / "target-assistant"))
 
 
-def pump_of(name: str, folder: Path, **options: Any) -> tuple[Pump, MountedHead, Asked]:
-    """An engine with a drafter, and what that is asked and answers. The target's pages must be as they were."""
+def pump_of(name: str, folder: Path, **options: Any) -> Run:
     checkpoint, source = written(name, folder)
     loaded = target(head_file(name).target)
     plan = open_head(METHOD, source, checkpoint, num_tokens=TOKENS)
     assert (plan.features, plan.layers) == (FEATURES, ())
-    head = plan.load(loaded.dtype, loaded.device, max_leaves=5)
-    mounted = MountedHead("gemma4", head, num_tokens=TOKENS)
-    pump = Pump(loaded, None, heads=[mounted], **{"pages": 14, "late": 0.0, "adaptive": False} | options)
-    cache, asked, expand = pump.target.runner.cache, [], head.expand
-    head.bind(cache, cache.add_layers(head.layers))
-
-    def watched(leaves: Sequence[Leaf]) -> Candidates:
-        before = [pool.clone() for pool in (*cache.keys, *cache.values)]
-        answer = expand(leaves)
-        for old, new in zip(before, (*cache.keys, *cache.values), strict=True):
-            assert torch.equal(old, new), "the target's pages are read only"
-        for i, leaf in enumerate(leaves):
-            tokens = [*pump.target._sessions[leaf.session_id].tokens]
-            asked.append((tokens, leaf.path, answer.token_ids[i], answer.log_q[i]))
-        return answer
-
-    head.expand = watched  # type: ignore[method-assign]
-    return pump, mounted, asked
+    return run_head(loaded, plan.load(loaded.dtype, loaded.device, max_leaves=5), TOKENS, **{"pages": 14} | options)
 
 
-def difference(name: str, asked: Asked, num: int = NUM_COMPARED) -> float:
-    """The largest difference of log probabilities from those of transformers, over answers of every depth."""
-    worst = 0.0
-    for tokens, path, ids, log_q in asked[:: len(asked) // num | 1]:  # an odd stride meets all depths
-        said = head_file(name).oracle(models(name), tokens, list(path))[-1].log_softmax(-1)
-        some = log_q.isfinite()
-        worst = max(worst, float((said[ids[some]] - log_q[some]).abs().nan_to_num(nan=1e9, posinf=1e9).max()))
-    return worst
+def said_by(name: str, answer: Answer) -> Tensor:
+    """What transformers' drafter says."""
+    return head_file(name).oracle(models(name), answer.tokens, list(answer.path))[-1]
 
 
 @pytest.mark.parametrize("name", ["gemma4", *slow(["gemma4_clusters", "gemma4_unified"])])
 def test_it_says_what_transformers_says_and_no_text_changes(name: str, tmp_path: Path) -> None:
     """Prompts in chunks, a shared prefix, preemption, sliding windows, all depths."""
-    kind = head_file(name).target
-    pump, mounted, asked = pump_of(name, tmp_path, pages=6)
-    assert_same(pump.run(requests_of(1.0)), plain(kind, 1.0))
-    assert not mounted.failure
-    if name == "gemma4":
-        assert pump.target.stats.preemptions > 0
-        assert pump.target.stats.cached_tokens > 0
-    assert {len(path) for _, path, _, _ in asked} == {*range(TOKENS)}
-    assert mounted.stats.rows > 100
-    assert difference(name, asked) < 1e-4
-    assert pump.target.runner.cache.num_used == 0
-    assert isinstance(mounted.head, HeadDrafter)
-    assert not mounted.head._sessions
+    reference, said = plain(head_file(name).target, 1.0), partial(said_by, name)
+    run = pump_of(name, tmp_path, pages=6)
+    check_head(run, requests_of(1.0), reference, said, TOKENS, pressed=name == "gemma4")
 
 
 # -- mutants: the text stays plain's, but what is proposed is not what transformers says ------------------------------
 
 
-def _first_layers_of_a_type(patch: pytest.MonkeyPatch) -> None:
+@mutant(gemma4_module, "_target_layers")
+def _first_layers_of_a_type(layers: Any, reading: Any, text: Any, target: Any) -> dict[str, int]:
     """In the place of the last ones that have keys."""
-    layers = gemma4_module._target_layers
-
-    def mutant(reading: Any, text: Any, target: Any) -> dict[str, int]:
-        return {**layers(reading, text, target), "sliding_attention": target.layer_types.index("sliding_attention")}
-
-    patch.setattr(gemma4_module, "_target_layers", mutant)
+    return {**layers(reading, text, target), "sliding_attention": target.layer_types.index("sliding_attention")}
 
 
-def _windows_of_the_other_type(patch: pytest.MonkeyPatch) -> None:
-    def mutant(attend: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        return attend(layer, q, k, v, scaling, WINDOW + 2 if window is None else None)
-
-    patch.setattr(gemma4_module, "_attend_before", mutant)
+@mutant(gemma4_module, "_attend_before")
+def _windows_of_the_other_type(_: Any, attend: Any, *rest: Any) -> Tensor:
+    return attend(*rest[:-1], WINDOW + 2 if rest[-1] is None else None)
 
 
-def _window_of_one_row_less(patch: pytest.MonkeyPatch) -> None:
-    attend_before = gemma4_module._attend_before
-
-    def mutant(attend: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        return attend_before(attend, layer, q, k, v, scaling, None if window is None else window - 1)
-
-    patch.setattr(gemma4_module, "_attend_before", mutant)
+@mutant(gemma4_module, "_attend_before")
+def _window_of_one_row_less(attend_before: Any, *rest: Any) -> Tensor:
+    return attend_before(*rest[:-1], None if rest[-1] is None else rest[-1] - 1)
 
 
 def _keyless(patch: pytest.MonkeyPatch, change: Callable[[Part, Part], None]) -> None:
@@ -212,56 +169,38 @@ def _without_the_first_row(patch: pytest.MonkeyPatch) -> None:
     _keyless(patch, lambda made, part: setattr(made, "first_row", 1))
 
 
-def _state_of_the_target_at_every_depth(patch: pytest.MonkeyPatch) -> None:
-    step = Gemma4Drafter.step
-
-    def mutant(self: Gemma4Drafter, token_ids: Tensor, state: Tensor, *rest: Any) -> Tensor:
-        return torch.cat([step(self, token_ids, state, *rest)[..., : self._size], state[..., self._size :]], -1)
-
-    patch.setattr(Gemma4Drafter, "step", mutant)
+@mutant(Gemma4Drafter, "step")
+def _state_of_the_target_at_every_depth(
+    step: Any, self: Gemma4Drafter, token_ids: Tensor, state: Tensor, *rest: Any
+) -> Tensor:
+    return torch.cat([step(self, token_ids, state, *rest)[..., : self._size], state[..., self._size :]], -1)
 
 
-def _state_of_the_round_before(patch: pytest.MonkeyPatch) -> None:
-    feed = HeadDrafter.feed
-
-    def mutant(self: HeadDrafter, fed: Sequence[Fed]) -> None:
-        before = {each.session_id: self._sessions[each.session_id].states for each in fed}
-        feed(self, fed)
-        for name, states in before.items():
-            self._sessions[name].states = states or self._sessions[name].states
-
-    patch.setattr(HeadDrafter, "feed", mutant)
+@mutant(Gemma4Drafter, "borrow")
+def _embedding_without_its_factor(borrow: Any, self: Gemma4Drafter, embed: Any, lm_head: Any) -> None:
+    borrow(self, lambda ids: embed(ids) / SIZE**0.5, lm_head)
 
 
-def _embedding_without_its_factor(patch: pytest.MonkeyPatch) -> None:
-    borrow = Gemma4Drafter.borrow
-
-    def mutant(self: Gemma4Drafter, embed: Any, lm_head: Any) -> None:
-        borrow(self, lambda ids: embed(ids) / SIZE**0.5, lm_head)
-
-    patch.setattr(Gemma4Drafter, "borrow", mutant)
-
-
-MUTANTS = [
-    _first_layers_of_a_type,
-    _windows_of_the_other_type,
-    _window_of_one_row_less,
-    _position_that_advances,
-    _position_of_the_state,
-    _row_of_the_anchor,
-    _without_the_first_row,
-    _state_of_the_target_at_every_depth,
-    _state_of_the_round_before,
-    _embedding_without_its_factor,
-]
+MUTANTS = {
+    "first layers of a type": _first_layers_of_a_type,
+    "windows of the other type": _windows_of_the_other_type,
+    "window of one row less": _window_of_one_row_less,
+    "position that advances": _position_that_advances,
+    "position of the state": _position_of_the_state,
+    "row of the anchor": _row_of_the_anchor,
+    "without the first row": _without_the_first_row,
+    "state of the target at every depth": _state_of_the_target_at_every_depth,
+    "state of the round before": stale("states"),
+    "embedding without its factor": _embedding_without_its_factor,
+}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__.strip("_"))
-def test_wrong_drafters_are_noticed(mutant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant(monkeypatch)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_wrong_drafters_are_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[name](monkeypatch)
     pump, _, asked = pump_of("gemma4", tmp_path)
     assert_same(pump.run({"s2": requests_of(1.0)["s2"]}), plain("gemma4 4", 1.0, "s2"))
-    assert difference("gemma4", asked, 10) > 1e-2
+    assert difference(asked, partial(said_by, "gemma4"), 10) > 1e-2
 
 
 def test_tokens_of_other_clusters_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +213,7 @@ def test_tokens_of_other_clusters_are_noticed(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Gemma4Drafter, "_of_clusters", mutant)
     pump, _, asked = pump_of("gemma4_clusters", tmp_path)
     pump.run({"s1": requests_of(1.0)["s1"]})
-    assert difference("gemma4_clusters", asked, 12) > 1e-2
+    assert difference(asked, partial(said_by, "gemma4_clusters"), 12) > 1e-2
 
 
 # -- accepted lengths --------------------------------------------------------------------------------------------------

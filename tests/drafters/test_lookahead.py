@@ -11,6 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from tests.support.models import prompt, random_model
+from tests.support.mutants import mutant
 from tests.support.pump import Pump, Request, assert_same, plain_reference
 from tests.support.rings import slow
 
@@ -193,27 +194,19 @@ def test_where_rows_cost_it_is_paused_and_where_they_are_free_it_is_not() -> Non
 # -- mutants ----------------------------------------------------------------------------------------------------------
 
 
-def _copies_the_wrong_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(target_scheduler, "riding_steps")
+def _copies_the_wrong_way(make, *args: Any) -> Any:
     """The guesses' empty page is copied over the session's."""
-    make = target_scheduler.riding_steps
-
-    def mutant(*args: Any) -> Any:
-        steps = make(*args)
-        for step in steps:
-            step.copies = tuple((to, source) for source, to in step.copies)
-        return steps
-
-    monkeypatch.setattr(target_scheduler, "riding_steps", mutant)
+    steps = make(*args)
+    for step in steps:
+        step.copies = tuple((to, source) for source, to in step.copies)
+    return steps
 
 
-def _on_the_sessions_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(target_scheduler, "riding_tables")
+def _on_the_sessions_pages(make: Any, pages: Sequence[int], *args: Any) -> Any:
     """Guesses are written where the proposal lies."""
-    make = target_scheduler.riding_tables
-
-    def mutant(pages: Sequence[int], *args: Any) -> Any:
-        return [[*pages, *table[len(pages) :]] for table in make(pages, *args)]
-
-    monkeypatch.setattr(target_scheduler, "riding_tables", mutant)
+    return [[*pages, *table[len(pages) :]] for table in make(pages, *args)]
 
 
 @pytest.mark.parametrize("mutate", [_copies_the_wrong_way, _on_the_sessions_pages])
@@ -224,29 +217,21 @@ def test_text_changes_if_guesses_reach_committed_rows(mutate: Callable, monkeypa
         assert_same(pump.run(requests_of(0.0)), plain("llama", 0.0))
 
 
-def _without_the_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(target_scheduler, "riding_steps")
+def _without_the_anchor(make: Any, own: Any, *args: Any) -> Any:
     """The token that the step itself computes is not on the guesses' pages."""
-    make = target_scheduler.riding_steps
-
-    def mutant(own: Any, *args: Any) -> Any:
-        before = own.also
-        steps = make(own, *args)
-        own.also = before
-        return steps
-
-    monkeypatch.setattr(target_scheduler, "riding_steps", mutant)
+    before = own.also
+    steps = make(own, *args)
+    own.also = before
+    return steps
 
 
-def _no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = target_scheduler.riding_steps
-
-    def mutant(*args: Any) -> Any:
-        steps = make(*args)
-        for step in steps:
-            step.copies = ()
-        return steps
-
-    monkeypatch.setattr(target_scheduler, "riding_steps", mutant)
+@mutant(target_scheduler, "riding_steps")
+def _no_copies(make, *args: Any) -> Any:
+    steps = make(*args)
+    for step in steps:
+        step.copies = ()
+    return steps
 
 
 def _columns_in_reverse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.draft.fakes import FakeTarget, open_session
 from tests.support.models import VOCAB, prompt, random_model
+from tests.support.mutants import mutant
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.pard import parallel_draft
@@ -87,43 +88,31 @@ def test_blocks_are_those_of_the_model_on_the_whole_text(family: str) -> None:
     assert checked.runner.cache.num_used == 0
 
 
-def _shifted(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(ModelDrafter, "_part")
+def _shifted(part, self, session, leaves):
     """Tokens behind the last one are one position too far."""
-    part = ModelDrafter._part
-
-    def mutant(self, session, leaves):
-        made = part(self, session, leaves)
-        for i in range(1, K):
-            made.step.positions[-i] += 1
-        return made
-
-    monkeypatch.setattr(ModelDrafter, "_part", mutant)
+    made = part(self, session, leaves)
+    for i in range(1, K):
+        made.step.positions[-i] += 1
+    return made
 
 
-def _unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(ModelDrafter, "_part")
+def _unseen(part, self, session, leaves):
     """A token of the tree without a row is taken to have been computed."""
-    part = ModelDrafter._part
-
-    def mutant(self, session, leaves):
-        made = part(self, session, leaves)
-        others = set(made.node_rows) - {leaf.node_id for leaf, _ in leaves}
-        made.step.visible[-K:, [made.node_rows[node] for node in others]] = False
-        return made
-
-    monkeypatch.setattr(ModelDrafter, "_part", mutant)
+    made = part(self, session, leaves)
+    others = set(made.node_rows) - {leaf.node_id for leaf, _ in leaves}
+    made.step.visible[-K:, [made.node_rows[node] for node in others]] = False
+    return made
 
 
-def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(ModelDrafter, "_part")
+def _kept(part, self, session, leaves):
     """Pending tokens are forgotten once something below them is computed."""
-    part = ModelDrafter._part
-
-    def mutant(self, session, leaves):
-        made = part(self, session, leaves)
-        if leaves[0][0].path and made.num_pending:
-            made.step.visible[made.num_pending :, list(made.step.rows[: made.num_pending])] = False
-        return made
-
-    monkeypatch.setattr(ModelDrafter, "_part", mutant)
+    made = part(self, session, leaves)
+    if leaves[0][0].path and made.num_pending:
+        made.step.visible[made.num_pending :, list(made.step.rows[: made.num_pending])] = False
+    return made
 
 
 @pytest.mark.parametrize("mutant", [_shifted, _unseen, _kept], ids=lambda m: m.__name__.strip("_"))
@@ -144,9 +133,6 @@ class _Blocks(Plain):
     def open(self, session_id, token_ids, sampler, salt=""):
         self.last = token_ids[-1]
 
-    def prefill(self):
-        return False
-
     def ready(self, session_id):
         return True
 
@@ -161,12 +147,6 @@ class _Blocks(Plain):
         self.last = token_ids[-1]
 
     def close(self, session_id):
-        pass
-
-    def check_integrity(self):
-        pass
-
-    def shutdown(self):
         pass
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
+from tests.drafters.asked import Answer, Run, check_head, check_rejection, difference, paged, run_head, stale
 from tests.drafters.head_files import HeadFile, streams
-from tests.drafters.test_early_exit import NUM_COMPARED, requests_of
+from tests.drafters.test_early_exit import requests_of
 from tests.support.models import FAMILIES, letters_tokenizer, random_model
-from tests.support.pump import Pump, assert_same, plain_reference
+from tests.support.mutants import mutant
+from tests.support.pump import assert_same, plain_reference
 from tests.support.rings import slow
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,17 +31,14 @@ from paceline.drafters.heads import drafter as head_drafter
 from paceline.drafters.heads.drafter import HeadDrafter
 from paceline.drafters.heads.lent import Continued
 from paceline.drafters.heads.module import Unrolled
-from paceline.drafters.heads.paged import Paged
 from paceline.drafters.heads.stream_head import LowRank, StreamHead
 from paceline.drafters.heads.streaming import open_streams
-from paceline.drafters.protocol import Candidates, Fed, Leaf
 from paceline.errors import ConfigError
 from paceline.model.features import Features
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.step import Step
 from paceline.preflight.heads import heads_size
 from paceline.target.build import build_target_engine
-from paceline.target.heads.mounted import MountedHead
 from paceline.types import Acceptance, Result
 
 METHOD, BOUNDARY, STREAMS = "speculative_streaming", 1, 4
@@ -73,10 +72,6 @@ def plain(family: str, temperature: float) -> dict[str, Result]:
     return plain_reference(target(family), requests_of(temperature))
 
 
-Asked = list[tuple[list[int], int, Tensor, Tensor]]
-"""The context without the drafted tokens, the depth, candidates and their log probabilities."""
-
-
 def written(family: str, folder: Path) -> tuple[Checkpoint, str]:
     """A target and its streams on disk."""
     path = folder / "target"
@@ -85,58 +80,28 @@ def written(family: str, folder: Path) -> tuple[Checkpoint, str]:
     return Checkpoint.open(str(path)), str(head_file(family).write(folder / "streams"))
 
 
-def pump_of(family: str, folder: Path, *, boundary: int = BOUNDARY, **options: Any) -> tuple[Pump, MountedHead, Asked]:
-    """An engine with streams, and what they are asked and answer. The target's pages must be as they were."""
+def pump_of(family: str, folder: Path, *, boundary: int = BOUNDARY, **options: Any) -> Run:
     checkpoint, source = written(family, folder)
     loaded = target(family, boundary)
     assert isinstance(loaded.step, Step)
     plan = open_streams(checkpoint, source, STREAMS)
     head = plan.load(loaded.dtype, loaded.device, target=loaded.step.model, max_leaves=5)
     head.features = Features((boundary,), every_position=False)
-    mounted = MountedHead("streams", head, num_tokens=STREAMS)
-    pump = Pump(loaded, None, heads=[mounted], **{"pages": 12, "late": 0.0, "adaptive": False} | options)
-    cache, asked, expand = pump.target.runner.cache, [], head.expand
-    head.bind(cache, cache.add_layers(head.layers))
-
-    def watched(leaves: Sequence[Leaf]) -> Candidates:
-        before = [pool.clone() for pool in (*cache.keys, *cache.values)]
-        answer = expand(leaves)
-        for old, new in zip(before, (*cache.keys, *cache.values), strict=True):
-            assert torch.equal(old, new), "the target's pages are read only"
-        for i, leaf in enumerate(leaves):
-            tokens = [*pump.target._sessions[leaf.session_id].tokens]
-            asked.append((tokens, len(leaf.path), answer.token_ids[i], answer.log_q[i]))
-        return answer
-
-    head.expand = watched  # type: ignore[method-assign]
-    return pump, mounted, asked
+    return run_head(loaded, head, STREAMS, **{"pages": 12} | options)
 
 
-def difference(family: str, asked: Asked) -> float:
-    """The largest difference of log probabilities from those of the oracle, over answers of every depth."""
-    file, worst = head_file(family), 0.0
-    for tokens, depth, ids, log_q in asked[:: max(1, len(asked) // NUM_COMPARED)]:
-        said = file.oracle(file.tensors, whole(family), BOUNDARY, tokens)[depth].log_softmax(-1)
-        some = log_q.isfinite()
-        worst = max(worst, float((said[ids[some]] - log_q[some]).abs().max()))
-    return worst
+def said_by(family: str, answer: Answer) -> Tensor:
+    """What rows of a whole forward say."""
+    file = head_file(family)
+    return file.oracle(file.tensors, whole(family), BOUNDARY, answer.tokens)[len(answer.path)]
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("family", ["llama", "gemma3", *slow(["qwen3", "mistral", "phi3", "qwen3_moe"])])
 def test_they_say_what_rows_of_a_whole_forward_say_and_no_text_changes(family: str, tmp_path: Path) -> None:
     """Prompts in chunks, a shared prefix, preemption, sliding windows, all depths."""
-    pump, mounted, asked = pump_of(family, tmp_path, pages=9)
-    assert_same(pump.run(requests_of(1.0)), plain(family, 1.0))
-    assert not mounted.failure
-    assert pump.target.stats.preemptions > 0
-    assert pump.target.stats.cached_tokens > 0
-    assert {depth for _, depth, _, _ in asked} == {*range(STREAMS)}
-    assert mounted.stats.rows > 100
-    assert difference(family, asked) < 1e-4
-    assert pump.target.runner.cache.num_used == 0
-    assert isinstance(mounted.head, HeadDrafter)
-    assert not mounted.head._sessions
+    said = partial(said_by, family)
+    check_head(pump_of(family, tmp_path, pages=9), requests_of(1.0), plain(family, 1.0), said, STREAMS)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -147,11 +112,7 @@ def test_greedy_and_adaptive_texts_are_plains(temperature: float, tmp_path: Path
 
 
 def test_under_the_rejection_rule_its_tokens_are_drawn_and_some_are_accepted(tmp_path: Path) -> None:
-    pump, mounted, _ = pump_of("llama", tmp_path)
-    results = pump.run(requests_of(1.0, Acceptance.REJECTION))
-    assert all(len(result.token_ids) == 20 for result in results.values())
-    assert 0 < mounted.stats.rows_used < mounted.stats.rows
-    assert not mounted.failure
+    check_rejection(pump_of("llama", tmp_path), requests_of(1.0, Acceptance.REJECTION), 20)
 
 
 # -- mutants: the text stays plain's, but what is proposed is not what the oracle says ---------------------------------
@@ -162,70 +123,15 @@ def _one_position_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Continued, "__call__", lambda self, states, positions, *rest: run(self, states, positions + 1, *rest))
 
 
-def _stale_states(patch: pytest.MonkeyPatch) -> None:
-    """Those of the first step of a session stay."""
-    feed = HeadDrafter.feed
-
-    def mutant(self: HeadDrafter, fed: Sequence[Fed]) -> None:
-        before = {each.session_id: self._sessions[each.session_id].states for each in fed}
-        feed(self, fed)
-        for name, states in before.items():
-            self._sessions[name].states = states or self._sessions[name].states
-
-    patch.setattr(HeadDrafter, "feed", mutant)
-
-
-def _kept_logits(patch: pytest.MonkeyPatch) -> None:
-    """Those of the last round are answered once more."""
-    feed = HeadDrafter.feed
-
-    def mutant(self: HeadDrafter, fed: Sequence[Fed]) -> None:
-        before = {each.session_id: self._sessions[each.session_id].ahead for each in fed}
-        feed(self, fed)
-        for name, ahead in before.items():
-            self._sessions[name].ahead = ahead
-
-    patch.setattr(HeadDrafter, "feed", mutant)
-
-
 def _in_reverse(patch: pytest.MonkeyPatch) -> None:
     ahead = StreamHead.ahead
     patch.setattr(StreamHead, "ahead", lambda self, *arguments: ahead(self, *arguments).flip(1))
 
 
-def _of_the_anchor_alone(patch: pytest.MonkeyPatch) -> None:
-    """Streams do not see those before them."""
-    _paged(patch, lambda part: setattr(part, "chain", False))
-
-
-def _without_the_first_row(patch: pytest.MonkeyPatch) -> None:
-    """Row 0, which other heads do not have."""
-    _paged(patch, lambda part: setattr(part, "first_row", 1))
-
-
-def _without_the_last_row(patch: pytest.MonkeyPatch) -> None:
-    _paged(patch, lambda part: setattr(part, "num_rows", part.num_rows - 1))
-
-
-def _paged(patch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
-    class Mutant(Paged):
-        def __init__(self, cache: Any, first_layer: int, parts: Any) -> None:
-            for part in parts:
-                if not part.write:
-                    change(part)
-            super().__init__(cache, first_layer, parts)
-
-    patch.setattr(head_drafter, "Paged", Mutant)
-
-
-def _pages_of_the_layer_below(patch: pytest.MonkeyPatch) -> None:
-    bind = HeadDrafter.bind
-
-    def mutant(self: HeadDrafter, cache: Any, first_layer: int) -> None:
-        bind(self, cache, first_layer)
-        self._first_layer = -1
-
-    patch.setattr(HeadDrafter, "bind", mutant)
+@mutant(HeadDrafter, "bind")
+def _pages_of_the_layer_below(bind: Any, self: HeadDrafter, cache: Any, first_layer: int) -> None:
+    bind(self, cache, first_layer)
+    self._first_layer = -1
 
 
 def _without_additions(patch: pytest.MonkeyPatch) -> None:
@@ -236,34 +142,34 @@ def _without_the_anchor(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Continued, "embed", lambda self, token_ids: torch.zeros(len(token_ids), 64))
 
 
-MUTANTS = [
-    _one_position_late,
-    _stale_states,
-    _kept_logits,
-    _in_reverse,
-    _of_the_anchor_alone,
-    _without_the_first_row,
-    _without_the_last_row,
-    _pages_of_the_layer_below,
-    _without_additions,
-    _without_the_anchor,
-]
+MUTANTS = {
+    "one position late": _one_position_late,
+    "stale states": stale("states"),
+    "kept logits": stale("ahead"),
+    "in reverse": _in_reverse,
+    "streams do not see those before them": paged(head_drafter, lambda part: setattr(part, "chain", False)),
+    "without row 0, which other heads do not have": paged(head_drafter, lambda part: setattr(part, "first_row", 1)),
+    "without the last row": paged(head_drafter, lambda part: setattr(part, "num_rows", part.num_rows - 1)),
+    "pages of the layer below": _pages_of_the_layer_below,
+    "without additions": _without_additions,
+    "without the anchor": _without_the_anchor,
+}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__.strip("_"))
-def test_wrong_streams_are_noticed(mutant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant(monkeypatch)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_wrong_streams_are_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[name](monkeypatch)
     pump, _, asked = pump_of("llama", tmp_path)
     requests = {name: request for name, request in requests_of(1.0).items() if len(request.prompt) < 66}
     expected = {name: result for name, result in plain("llama", 1.0).items() if name in requests}
     assert_same(pump.run(requests), expected)
-    assert difference("llama", asked) > 1e-2
+    assert difference(asked, partial(said_by, "llama")) > 1e-2
 
 
 def test_states_of_another_boundary_are_noticed(tmp_path: Path) -> None:
     pump, _, asked = pump_of("llama", tmp_path, boundary=0)
     assert_same(pump.run(requests_of(1.0)), plain("llama", 1.0))
-    assert difference("llama", asked) > 1e-2
+    assert difference(asked, partial(said_by, "llama")) > 1e-2
 
 
 # -- files and options -------------------------------------------------------------------------------------------------

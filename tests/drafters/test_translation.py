@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.support.mutants import mutant
 from tests.support.vocabularies import other_vocabulary
 
 from paceline.checkpoint.files import Checkpoint
@@ -113,14 +114,10 @@ def _shifted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Translation, "logits", lambda self, x: logits(self, x).roll(1, -1))
 
 
-def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(Translation, "committed")
+def _stale(committed, self, token_ids, node_ids):
     """Tokens that the draft lacks are left out of its context."""
-    committed = Translation.committed
-
-    def mutant(self, token_ids, node_ids):
-        return [(own, node) for own, node in committed(self, token_ids, node_ids) if node >= 0]
-
-    monkeypatch.setattr(Translation, "committed", mutant)
+    return [(own, node) for own, node in committed(self, token_ids, node_ids) if node >= 0]
 
 
 def _untranslated(monkeypatch: pytest.MonkeyPatch) -> None:
