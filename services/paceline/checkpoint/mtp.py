@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from paceline.checkpoint.folder import read_json
 from paceline.checkpoint.gguf.described import gguf_weights
@@ -14,13 +15,22 @@ MTP_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
 """Names of weights of a layer: MTP modules may be layers after the last one."""
 
 
-def mtp_modules(names: Iterable[str], num_layers: int) -> set[int]:
+def mtp_parts(config: Mapping[str, Any]) -> list[str]:
+    """Kinds of the layers of one MTP module of Nemotron-H, such as attention and experts; []: a module is one layer."""
+    text = config.get("text_config") or config
+    if text.get("model_type") != "nemotron_h":
+        return []
+    kinds = text.get("mtp_layers_block_type") or text.get("mtp_hybrid_override_pattern") or ("full_attention", "moe")
+    return [{"*": "full_attention", "attention": "full_attention", "E": "moe"}.get(kind, kind) for kind in kinds]
+
+
+def mtp_modules(names: Iterable[str], config: Mapping[str, Any], num_layers: int) -> set[int]:
     """The MTP modules that names in a target's files belong to, counted from 0."""
-    found = set()
+    found, num_parts = set(), len(mtp_parts(config)) or 1
     for name in names:
         if name.startswith("mtp."):
             layer = re.match(r"mtp\.layers\.(\d+)\.", name)
-            found.add(int(layer[1]) if layer else 0)
+            found.add(int(layer[1]) // num_parts if layer else 0)
         elif (layer := MTP_LAYER.fullmatch(name)) and int(layer[1]) >= num_layers:
             found.add(int(layer[1]) - num_layers)
     return found

@@ -47,7 +47,7 @@ def choose(target: str) -> Chosen:
     checkpoint = Checkpoint.find(target)
     if checkpoint is not None and checkpoint.folder is not None:
         size = size_of(checkpoint.config, 0, 1)
-        num = len(mtp_modules(weight_names(checkpoint.folder), size.num_layers))
+        num = len(mtp_modules(weight_names(checkpoint.folder), checkpoint.config, size.num_layers))
         if num and not size.index_values:  # modules with indexers do not run
             modules = "MTP module" if num == 1 else "MTP modules"
             return Chosen([], f"drafting by the {num} {modules} in the model's files, and by prompt lookup; {_OTHERS}")

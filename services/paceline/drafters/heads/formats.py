@@ -12,7 +12,8 @@ Each method has one or more published formats:
 - ``early_exit``: ours, as ``paceline train-head`` writes it (``exit_adapter.py``).
 - ``speculative_streaming``: ours, too (``stream_head.py``).
 - ``gemma4_assistant``: Google's drafters of Gemma 4 (``gemma4.py``).
-- ``mtp``: in the target's own files, ``model.layers.{N + k}.*`` of DeepSeek and GLM, or ``mtp.*`` of Qwen.
+- ``mtp``: in the target's own files, ``model.layers.{N + k}.*`` of DeepSeek and GLM, or ``mtp.*`` of Qwen and
+  Nemotron-H.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from paceline.checkpoint.mtp import MTP_LAYER, mtp_modules
+from paceline.checkpoint.mtp import MTP_LAYER, mtp_modules, mtp_parts
 from paceline.drafters.heads.block_formats import read_block
 from paceline.drafters.heads.eagle import Eagle, Eagle3, Eagle3Form, PEagle
 from paceline.drafters.heads.exit_adapter import read_exit
@@ -257,7 +258,8 @@ def _eagle3(reading: Reading) -> HeadForm:
 def _mtp(reading: Reading) -> HeadForm:
     target, facts = reading.facts.checkpoint, reading.facts
     names = reading.files.shapes
-    modules = mtp_modules(names, facts.num_layers)
+    parts = mtp_parts(target.config)
+    modules = mtp_modules(names, target.config, facts.num_layers)
     if not modules:
         raise ConfigError(
             f"{reading.what} has no MTP layers: no weight is named model.layers.{facts.num_layers} or mtp"
@@ -268,7 +270,9 @@ def _mtp(reading: Reading) -> HeadForm:
         raise ConfigError(f"{reading.what} is quantized: MTP layers are run as plain weights only")
     model = meta_model(target)
     decoder, config = model.get_decoder(), model.config.get_text_config()
-    rename = _mtp_rename(facts.num_layers)
+    if other := {*parts} - {"full_attention", "moe", "mlp"}:
+        raise ConfigError(f"{reading.what} has MTP layers of type {other.pop()}: full_attention, moe and mlp work")
+    rename = _mtp_rename(facts.num_layers, len(parts))
     renamed = {key: name for key in names if (name := rename(key)) is not None}
     own = {name: key for key, name in renamed.items()}
     if "d2t" in own and "lm_head.weight" not in own:
@@ -286,12 +290,14 @@ def _mtp(reading: Reading) -> HeadForm:
         raise ConfigError(
             f"{reading.what} has MTP layers of a family that they cannot be made of ({type(model).__name__}): {error}"
         ) from error
-    matched, experts = matched_tensors(reading, module, rename, _mtp_publish(facts.num_layers, renamed))
+    publish = _mtp_publish(facts.num_layers, renamed, len(parts))
+    matched, experts = matched_tensors(reading, module, rename, publish)
     return HeadForm(module, (OUT,), matched, experts)
 
 
-def _mtp_rename(num_layers: int) -> Callable[[str], str | None]:
-    """Maps the tensor names of DeepSeek, GLM and Qwen to the module's names; None for the target's own weights."""
+def _mtp_rename(num_layers: int, num_parts: int = 0) -> Callable[[str], str | None]:
+    """Maps the tensor names of DeepSeek, GLM, Qwen and Nemotron-H to the module's names; None for the target's own
+    weights. ``num_parts``: layers of a module of Nemotron-H, which are counted through; 0: a module is one layer."""
     inside = {"shared_head.norm.weight": "norm.weight", "final_layernorm.weight": "norm.weight"}
     direct = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
     qwen = {
@@ -310,7 +316,13 @@ def _mtp_rename(num_layers: int) -> Callable[[str], str | None]:
             if key in qwen:
                 return qwen[key]
             found = re.fullmatch(r"mtp\.layers\.(\d+)\.(.+)", key)
-            return key if found is None else f"modules_by_depth.{found[1]}.block.{found[2]}"
+            if found is None:
+                return key
+            if not num_parts:
+                return f"modules_by_depth.{found[1]}.block.{found[2]}"
+            depth, part = divmod(int(found[1]), num_parts)
+            own = found[2] if found[2] in direct else inside.get(found[2])
+            return f"modules_by_depth.{depth}.{own or f'block.parts.{part}.{found[2]}'}"
         found = MTP_LAYER.fullmatch(key)
         if found is None or int(found[1]) < num_layers:
             return None
@@ -326,8 +338,9 @@ def _mtp_rename(num_layers: int) -> Callable[[str], str | None]:
     return rename
 
 
-def _mtp_publish(num_layers: int, renamed: Mapping[str, str]) -> Callable[[str], str]:
-    """Maps names of the module to names in the files: Qwen's names if any of ``renamed`` has them."""
+def _mtp_publish(num_layers: int, renamed: Mapping[str, str], num_parts: int = 0) -> Callable[[str], str]:
+    """Maps names of the module to names in the files: Qwen's names if any of ``renamed`` has them. ``num_parts``: as in
+    ``_mtp_rename``."""
     qwen = any(key.startswith("mtp.") for key in renamed)
     own = {"eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden"}
 
@@ -336,6 +349,11 @@ def _mtp_publish(num_layers: int, renamed: Mapping[str, str]) -> Callable[[str],
         if found is None:
             return name
         part, rest, index = found[2], found[3], int(found[1])
+        if num_parts:
+            number, _, inner = rest.removeprefix("parts.").partition(".") if part == "block" else ("0", "", "")
+            last = (index + 1) * num_parts - 1
+            own_part = {"block": inner, "norm": "final_layernorm.weight"}.get(part, f"{part}.{rest}")
+            return f"mtp.layers.{last if part == 'norm' else index * num_parts + int(number)}.{own_part}"
         if qwen:
             return f"mtp.layers.{index}.{rest}" if part == "block" else f"{own.get(part, 'mtp.norm')}.{rest}"
         part = {"block": "", "norm": "shared_head.norm."}.get(part, f"{part}.")

@@ -229,7 +229,7 @@ def mtp_layers(checkpoint: Checkpoint) -> int:
     except ConfigError:
         return 0
     num_layers = size_of(checkpoint.config, 0, 1).num_layers
-    return len(mtp_modules(names, num_layers))
+    return len(mtp_modules(names, checkpoint.config, num_layers))
 
 
 def _folder(source: str) -> Path:
@@ -266,6 +266,10 @@ def _require_boundaries(what: str, boundaries: tuple[int, ...], facts: TargetFac
             )
 
 
+_PREFIXES = ("model.", "", "backbone.", "model.language_model.", "language_model.model.", "language_model.")
+"""What names of a target's weights begin with in its files."""
+
+
 def target_table(checkpoint: Checkpoint, getter: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The embedding or the LM head of a target, read from its files: for a head whose target is compiled or sharded.
 
@@ -279,7 +283,7 @@ def target_table(checkpoint: Checkpoint, getter: str, dtype: torch.dtype, device
     plain = None if packing is None else dequantized_files(checkpoint, packing)
     part = getattr(model, getter)()
     names = [name for name, own in model.named_parameters(remove_duplicate=False) if own is part.weight]
-    names += [name.removeprefix("model.") for name in names]
+    names = [prefix + name.removeprefix("model.") for name in names for prefix in _PREFIXES]
     held = files.shapes if plain is None else [*plain]
     name = next((name for name in names if name in held), None)
     if (factor := getattr(part, "scalar_embed_scale", None)) is not None:  # of Gemma, which no file holds

@@ -3,7 +3,8 @@
 DeepSeek-V3 (arXiv:2412.19437, section 2.2): ``x = eh_proj([rms(e); rms(h)])`` with h the target's state *after* its
 final norm, ``h' = rms(Block(x))``, logits by the target's LM head. What is recycled is h', after the norm. GLM-4.5 has
 the same keys; Qwen calls them ``mtp.fc``, ``mtp.pre_fc_norm_embedding``, ``mtp.pre_fc_norm_hidden`` and ``mtp.norm``.
-Block is a decoder layer of the target's own class, latent attention and experts included.
+Block is a decoder layer of the target's own class, latent attention and experts included; of Nemotron-H it is several
+layers, one with attention and one with experts (``mtp_layers_block_type``).
 """
 
 from __future__ import annotations
@@ -14,22 +15,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.checkpoint.mtp import mtp_parts
 from paceline.drafters.heads.layers import offsets, with_our_attention
 from paceline.drafters.heads.module import Attend, Function, HeadModule, borrowed
 from paceline.model.attention.latent import adopt_latents, keeps_latents
 from paceline.model.kv_cache import LayerSpec
 
 
+class Parts(nn.Module):
+    """Layers of Nemotron-H, one after the other."""
+
+    def __init__(self, config: Any, indices: range, layer_class: Any) -> None:
+        super().__init__()
+        self.parts: Any = nn.ModuleList([layer_class(config, index) for index in indices])
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """The state behind the last one."""
+        for part in self.parts:
+            x = part(x, **options)
+        return x
+
+
 class MtpModule(nn.Module):
     """One depth's projection, decoder layer and norm."""
 
-    def __init__(self, config: Any, index: int, layer_class: Any, norm_class: Any) -> None:
-        """``layer_class``, ``norm_class``: the classes of the target's layers and norms."""
+    def __init__(self, config: Any, indices: range, layer_class: Any, norm_class: Any) -> None:
+        """``indices``: of its layers; ``layer_class``, ``norm_class``: the classes of the target's layers and norms."""
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size, eps = config.hidden_size, getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
         self.enorm, self.hnorm = norm_class(size, eps=eps), norm_class(size, eps=eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        self.block = layer_class(config, index)
+        self.block = layer_class(config, indices[0]) if len(indices) == 1 else Parts(config, indices, layer_class)
         self.norm = norm_class(size, eps=eps)
 
     def forward(self, embedded: Tensor, state: Tensor, rotary: Any, positions: Tensor, attend: Attend) -> Tensor:
@@ -65,11 +81,14 @@ class Mtp(HeadModule):
         """
         super().__init__()
         config = mtp_config(config, num_modules)
-        norm_class = next(type(part) for name, part in decoder.layers[-1].named_modules() if "norm" in name)
+        layer_class, norm_class = type(decoder.layers[-1]), type(getattr(decoder, "norm", None) or decoder.norm_f)
         self.state_size, self.num_variants = config.hidden_size, num_modules
+        num_parts = config.num_hidden_layers // num_modules
+        each = [range(index * num_parts, (index + 1) * num_parts) for index in range(num_modules)]
         self.modules_by_depth: Any = nn.ModuleList(
-            [MtpModule(config, index, type(decoder.layers[-1]), norm_class) for index in range(num_modules)]
+            [MtpModule(config, indices, layer_class, norm_class) for indices in each]
         )
+        self._number_attentions()
         adopt_latents(self)
         self._embed, self._lm_head = borrowed(embed), borrowed(lm_head)
         if embed is None:
@@ -79,9 +98,10 @@ class Mtp(HeadModule):
             self.lm_head = nn.Linear(config.hidden_size, num_rows, bias=False)
         if target_ids is not None:
             self.register_buffer("d2t", offsets(target_ids))
-        self._config, self._rotary_class = config, type(decoder.rotary_emb)
+        rotary = getattr(decoder, "rotary_emb", None)  # Nemotron-H has no positions
+        self._config, self._rotary_class = config, _no_rotation if rotary is None else type(rotary)
         self.rotary = self._rotary_class(config)
-        self.layers_kv = self._probe(num_modules)
+        self.layers_kv = self._probe()
 
     def materialize(self, device: torch.device) -> None:
         """Makes the rotary embedding."""
@@ -99,12 +119,31 @@ class Mtp(HeadModule):
         out: Tensor = self.lm_head(state) if self._lm_head is None else self._lm_head(state)
         return out
 
-    def _probe(self, num_modules: int) -> tuple[LayerSpec, ...]:
-        """KV that each module keeps, found by running one token through its attention."""
+    def _attentions(self) -> list[Any]:
+        """The attention of all modules, in their order."""
+        found: list[Any] = []
+        for module in self.modules_by_depth:
+            block = module.block
+            parts = (
+                [part.mixer for part in block.parts if part.block_type == "full_attention"]
+                if isinstance(block, Parts)
+                else [block.self_attn]
+            )
+            found += parts
+        return found
+
+    def _number_attentions(self) -> None:
+        """Counts the layers that keep keys and values from 0."""
+        for index, attention in enumerate(self._attentions()):
+            attention.layer_idx = index
+
+    def _probe(self) -> tuple[LayerSpec, ...]:
+        """KV that each layer with attention keeps, found by running one token through it."""
         seen: dict[int, LayerSpec] = {}
+        attentions = self._attentions()
 
         def record(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-            values = 0 if keeps_latents(self.modules_by_depth[layer].block.self_attn) else value.shape[3]
+            values = 0 if keeps_latents(attentions[layer]) else value.shape[3]
             seen[layer] = LayerSpec(key.shape[1], key.shape[3], values)
             return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
@@ -113,20 +152,35 @@ class Mtp(HeadModule):
         positions = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
         angles = self.rotary(state, positions)
         with torch.no_grad():
-            for module in self.modules_by_depth:
-                module.block.self_attn(
+            for attention in attentions:
+                attention(
                     hidden_states=state,
                     position_embeddings=angles,
                     position_ids=positions,
                     attention_mask=None,
                     attend=record,
                 )
-        return tuple(seen[index] for index in range(num_modules))
+        return tuple(seen[index] for index in range(len(attentions)))
+
+
+class _NoRotation(nn.Module):
+    """In the place of a rotary embedding, for attention without positions."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> None:
+        """None."""
+
+
+def _no_rotation(config: Any) -> nn.Module:
+    return _NoRotation()
 
 
 def mtp_config(config: Any, num_modules: int) -> Any:
     """A copy of the target's configuration whose layer k is MTP module k: of full attention, with experts if any."""
     config = copy.deepcopy(config)
+    if config.model_type == "nemotron_h":
+        config.layer_types = mtp_parts(config.to_dict()) * num_modules
+        config._experts_implementation = "eager"
+        return with_our_attention(config)
     config.num_hidden_layers = num_modules
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = ["full_attention"] * num_modules

@@ -148,7 +148,7 @@ def matched_tensors(
             continue
         if name in own:
             names[name] = published
-        elif (found := _EXPERT.fullmatch(name)) and (stacked := _stacked(found)) in own:
+        elif (found := _EXPERT.fullmatch(name)) and (stacked := _stacked(found, own)) in own:
             parts.setdefault(stacked, {}).setdefault(int(found["expert"]), {})[found["part"]] = published
         else:
             unknown.append(published)
@@ -156,7 +156,7 @@ def matched_tensors(
         raise ConfigError(f"{reading.what} holds {named(sorted(unknown))}, which its format does not have")
     experts = {}
     for name, by_expert in parts.items():
-        wanted = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+        wanted = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else (name.rpartition(".")[2],)
         count = own[name].shape[0]
         before = publish(name).rpartition(".")[0]
         missing = [
@@ -175,8 +175,10 @@ def matched_tensors(
 _EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
 
 
-def _stacked(found: re.Match[str]) -> str:
-    return f"{found['before']}.{'down_proj' if found['part'] == 'down_proj' else 'gate_up_proj'}"
+def _stacked(found: re.Match[str], own: Mapping[str, Tensor]) -> str:
+    """The module's tensor that holds a matrix of an expert: of experts without a gate, each has its own."""
+    alone = f"{found['before']}.{found['part']}"
+    return alone if alone in own else f"{found['before']}.gate_up_proj"
 
 
 def borrowed_embedding(reading: Reading, names: set[str], config: PretrainedConfig) -> Function | None:
