@@ -6,11 +6,13 @@ does not depend on where in a tensor it lies. Every operation must be called by 
 
 from __future__ import annotations
 
+import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +21,17 @@ from torch._C._distributed_c10d import Store
 
 from paceline.errors import EngineError
 
+if TYPE_CHECKING:
+    from paceline.model.parallel.one_shot import OneShot
+
+log = logging.getLogger(__name__)
+
 
 class Collectives(ABC):
     """One rank's end of the exchange. Not thread-safe: the thread that runs the model owns it."""
+
+    on_one_host = False
+    """True if all ranks are known to be on this host."""
 
     def __init__(self, rank: int, degree: int, *, device: torch.device, timeout_s: float) -> None:
         self.rank, self.degree, self.device, self.timeout_s = rank, degree, device, timeout_s
@@ -82,6 +92,18 @@ class Collectives(ABC):
     def failure(self) -> str | None:
         """Says why an exchange within a compiled model failed, which cannot say so itself."""
         return None
+
+    def check(self) -> None:  # noqa: B027 - nothing is left to tell where every call says itself what failed
+        """Raises EngineError if an exchange on the device has failed since, which had no one to tell."""
+
+    def why_not_recorded(self) -> str | None:
+        """Says why steps with this exchange cannot be recorded as CUDA graphs; None if they can."""
+        return "their exchange is in the memory of hosts"
+
+    @property
+    def recorded_bytes(self) -> int:
+        """Bytes of the largest tensor that a recorded step may exchange."""
+        return sys.maxsize
 
     def argmax(self, logits: Tensor, first: int) -> Tensor:
         """``[rows]`` token ids of the largest logits of all ranks, the smallest id among equals.
@@ -150,7 +172,8 @@ class TorchCollectives(Collectives):
 
 
 class DeviceCollectives(TorchCollectives):
-    """Exchanges tensors on GPUs over NCCL, only within steps. ``host`` serves every exchange that may have to wait.
+    """Exchanges tensors on GPUs, only within steps: by one launch each up to a size (``one_shot.py``), else over NCCL.
+    ``host`` serves every exchange that may have to wait.
 
     NCCL has one limit for a whole group, and none for a single call. Its watchdog ends the *process* if an operation is
     enqueued for longer. So no rank may wait in NCCL for the next step, another rank's weights or the first message.
@@ -164,6 +187,7 @@ class DeviceCollectives(TorchCollectives):
             EngineError: NCCL cannot connect the ranks.
         """
         self._host = host
+        self._one_shot: OneShot | str = "their exchange is over NCCL"
         Collectives.__init__(self, host.rank, host.degree, device=device, timeout_s=host.timeout_s)
         with self._translated("connect its GPU to the other ranks' GPUs"):
             self._group = self._meet(store)
@@ -180,8 +204,37 @@ class DeviceCollectives(TorchCollectives):
         return dist.ProcessGroupNCCL(store, self.rank, self.degree, options)
 
     def all_gather(self, tensor: Tensor, *, timeout_s: float | None = None) -> Tensor:
-        assert timeout_s is None, "NCCL takes no limit for a single call: wait over the hosts"
-        return super().all_gather(tensor)
+        assert timeout_s is None, "a device takes no limit for a single call: wait over the hosts"
+        one_shot = self._one_shot
+        if isinstance(one_shot, str) or not one_shot.takes(tensor):
+            return super().all_gather(tensor)
+        return one_shot.gather(tensor)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        one_shot = self._one_shot
+        if isinstance(one_shot, str) or not one_shot.sums(tensor):
+            return super().all_reduce(tensor)
+        return one_shot.sum(tensor)
+
+    def use(self, one_shot: OneShot | str) -> None:
+        """Takes exchanges of one launch from now on; or says why not. All ranks must."""
+        self._one_shot = one_shot
+        if isinstance(one_shot, str) and self.rank == 0:
+            log.warning("%d ranks exchange over NCCL and run eagerly, which is slower: %s", self.degree, one_shot)
+
+    def check(self) -> None:
+        if not isinstance(self._one_shot, str) and self._one_shot.failed():
+            raise EngineError(
+                f"rank {self.rank} of {self.degree} could not exchange with the other GPUs "
+                f"(limit {self.timeout_s:g} s): a rank did not come"
+            )
+
+    def why_not_recorded(self) -> str | None:
+        return self._one_shot if isinstance(self._one_shot, str) else None
+
+    @property
+    def recorded_bytes(self) -> int:
+        return super().recorded_bytes if isinstance(self._one_shot, str) else self._one_shot.slot_bytes
 
     def close(self) -> None:
         self._host.close()

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from paceline.core.native import COMPILE_LIMIT_S, compiled, torch_options
 from paceline.errors import EngineError
 from paceline.model.parallel.collectives import Collectives, DeviceCollectives, TorchCollectives
+from paceline.model.parallel.peers import open_peers
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _TOKEN_BYTES = 16
@@ -41,8 +42,8 @@ def connect(
     timeout_s: float,
     start_timeout_s: float | None = None,
 ) -> Collectives:
-    """Returns the fastest exchange that all ranks have: shared memory between CPUs of one host, else gloo; NCCL in
-    addition between GPUs.
+    """Returns the fastest exchange that all ranks have: shared memory between CPUs of one host, else gloo; between GPUs
+    NCCL in addition, and on one host kernels of our own over the memory of all.
 
     Raises:
         EngineError: not all ranks have come within ``start_timeout_s`` (None: ``timeout_s``); compiling the operators
@@ -71,7 +72,9 @@ def connect(
     if device.type == "cpu":
         return host
     try:
-        return DeviceCollectives(host, PrefixStore("device", store), device=device)
+        group = DeviceCollectives(host, PrefixStore("device", store), device=device)
+        group.use(open_peers(host, PrefixStore("peers", store), device))
+        return group
     except BaseException:
         host.close()
         raise
@@ -90,6 +93,8 @@ def unavailable() -> str | None:
 
 class SharedMemoryCollectives(Collectives):
     """All ranks on this host, and each in a process of its own."""
+
+    on_one_host = True
 
     def __init__(self, store: Store, rank: int, degree: int, *, timeout_s: float) -> None:
         """Raises EngineError if not all ranks map the memory within ``timeout_s``."""
