@@ -37,7 +37,8 @@ def compile_parts(model: PreTrainedModel) -> int:
     """Marks every part of ``model`` for compilation at its first run; returns the number of parts.
 
     A part is a module named ``...RMSNorm``, an ``...MLP`` of plain linear layers, or the rotary embedding of an
-    attention module. transformers' classes call the latter by one name.
+    attention module. transformers' classes call the latter by one name. What a rank exchanges (``parallel/model.py``)
+    stays between the parts: a module that does so is none, nor one that calls it.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
@@ -45,6 +46,8 @@ def compile_parts(model: PreTrainedModel) -> int:
     num_parts = 0
     for module in model.modules():
         forward: Any = inspect.unwrap(type(module).forward)
+        if _exchanges(module):
+            continue
         if _is_part(module):
             forward = compiled(forward)
         elif isinstance(forward, FunctionType) and _ROTARY in forward.__code__.co_names:
@@ -69,10 +72,17 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_part(module: torch.nn.Module) -> bool:
     name, children = type(module).__name__, [*module.children()]
+    if any(_exchanges(child) for child in children):
+        return False
     if name.endswith("RMSNorm"):
         return not children
     plain = [type(child) is torch.nn.Linear or not [*child.parameters()] for child in children]
     return name.endswith("MLP") and bool(children) and all(plain)
+
+
+def _exchanges(module: torch.nn.Module) -> bool:
+    """True if something was put around the module's forward."""
+    return "forward" in vars(module)
 
 
 def _calling(forward: FunctionType, rotary: Any) -> FunctionType:
