@@ -138,7 +138,16 @@ class LoadedModel:
         slots = Slots.of(max_sessions, state_slots)
         kind = LeadersCache if leads else KVCache
         cache = kind(self.layers, num_pages, self.dtype, self.device, self.linear, slots)
-        graphs = self.cuda_graphs if self.share is None else False
+        eager = self.group is not None and self.group.why_not_recorded() is not None
+        backend = make_backend(
+            cache,
+            self.dtype,
+            self.sliding_window,
+            self.kernel,
+            False if eager else self.cuda_graphs,
+            self.max_cuda_graphs,
+            lambda value: agreed(value, self.group),
+        )
         options: dict[str, Any] = {
             "dtype": self.dtype,
             "sliding_window": self.sliding_window,
@@ -146,7 +155,7 @@ class LoadedModel:
             "promised": promised or self.device.type != "cpu",
             "vocab_size": self.vocab_size,
             "features": self.features,
-            "backend": make_backend(cache, self.dtype, self.sliding_window, self.kernel, graphs, self.max_cuda_graphs),
+            "backend": backend,
         }
         if self.share is None:
             return ModelRunner(self.step, cache, execution=self._execution, **options)
@@ -205,7 +214,7 @@ def load_model(
     if features is not None and (num_layers := size_of(checkpoint.config, 0, 1).num_layers) > 1:  # 1: not known
         require_boundaries(features, num_layers, f"model {checkpoint.path!r}")
     device, dtype = placement or resolve(options, None if group is None else group.device)
-    require_graphs(options.cuda_graphs, device, num_ranks=options.tensor_parallel_size)
+    require_graphs(options.cuda_graphs, device, None if group is None else group.why_not_recorded())
     require_runnable(
         checkpoint.config,
         checkpoint.quantization,
@@ -264,7 +273,7 @@ def _can_compile(device: torch.device, group: Collectives | None) -> bool:
     """True if what ``auto`` compiles can be, of one rank or of one of several."""
     if device.type == "cpu":
         return group is None or group.compiled_shims() is not None
-    return group is None and triton_unavailable() is None
+    return triton_unavailable() is None and (group is None or group.why_not_recorded() is None)
 
 
 def _share(num_threads: int, loaded: LoadedModel) -> None:

@@ -164,6 +164,9 @@ class ModelRunner:
         every = self.features.every_position
         return states[: sum(len(step.token_ids) if every else step.num_logits for step in steps)]
 
+    def announce(self, limits: Limits, max_len: int) -> None:
+        """Has the other ranks, if there are any, record the steps that this one is about to (``record_steps``)."""
+
     def record(self, limits: Limits) -> None:
         """Records the steps of an engine that keeps to ``limits``, where the backend replays steps; see ``Backend``."""
         with torch.no_grad():

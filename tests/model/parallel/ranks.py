@@ -23,7 +23,12 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.config import cache_dir
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import process, sample_coupled
+from paceline.model import loading
+from paceline.model.compiled.backend import DeviceBackend, Outputs
+from paceline.model.compiled.buckets import Limits
+from paceline.model.compiled.graphs import record_steps
 from paceline.model.features import OUT, Features
+from paceline.model.kv_cache import KVCache
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.parallel.collectives import Collectives, DeviceCollectives, TorchCollectives
 from paceline.model.parallel.model import load_shard
@@ -31,7 +36,7 @@ from paceline.model.parallel.runner import Follower, LeadingRunner
 from paceline.model.parallel.shared_memory import SharedMemoryCollectives, connect
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
-from paceline.model.step_plan import SequenceStep
+from paceline.model.step_plan import SequenceStep, StepPlan, StepShape
 from paceline.types import SamplingParams, pages_for
 
 TIMEOUT_S = 60.0
@@ -341,3 +346,74 @@ def _states(runner: LeadingRunner, tested: bool) -> tuple[Tensor, Tensor, Tensor
     for step in steps:
         runner.cache.release(step.pages)
     return logits, states, again, token_ids, str(check_invariance(runner)) if tested else ""
+
+
+class Recording(DeviceBackend):
+    """A device's backend over host memory. Replays by calling again; remembers the shapes that it replayed."""
+
+    late = False
+    """True: a mutant, which replays the shape of its step before."""
+
+    def __init__(self, *args: Any, room: int, **options: Any) -> None:
+        super().__init__(*args, recorder=self, **options)  # type: ignore[arg-type]
+        self.room, self.replayed = room, list[StepShape]()
+
+    def has_room(self) -> bool:
+        """``Recorder.has_room``: for ``room`` recordings."""
+        self.room -= 1
+        return self.room >= 0
+
+    def record(self, *args: Any) -> Any:
+        """``Backend.record`` of a step, and ``Recorder.record`` of a function."""
+        if len(args) == 2:
+            return super().record(*args)
+        args[0]()
+        return args[0]
+
+    def replay(self, plan: StepPlan, shape: StepShape) -> Outputs:
+        """Remembers the shape."""
+        last = self.replayed[-1] if self.late and self.replayed else shape
+        self.replayed.append(shape)
+        recordings = self._replays
+        self._replays = {**recordings, shape: recordings[last]}
+        try:
+            return super().replay(plan, shape)
+        finally:
+            self._replays = recordings
+
+
+def run_recorded(
+    group: Collectives, path: str, counts: Sequence[int], rooms: Sequence[int], late: bool
+) -> tuple[list[Tensor], list[StepShape], list[StepShape]]:
+    """Logits of steps of a text with so many tokens each, on rank 0; the shapes that this rank has recorded, and
+    replayed.
+
+    ``rooms``: recordings that each rank has memory for. ``late``: rank 1 replays the shape of the step before.
+    """
+
+    def backend(cache: KVCache, dtype: torch.dtype, window: int | None, kernel: Any, *options: Any) -> Recording:
+        return Recording(cache, dtype, window, kernel=kernel, room=rooms[group.rank], max_shapes=100, least=options[-1])
+
+    model, logits = load(group, path, torch.float32), list[Tensor]()
+    with patch.object(loading, "make_backend", backend):
+        runner = model.runner(16)
+    assert isinstance(runner.backend, Recording)
+    if group.rank > 0:
+        follower = Follower(runner)
+        follower.step()
+        runner.backend.replayed.clear()
+        runner.backend.late = late
+        while follower.step():
+            pass
+    else:
+        assert isinstance(runner, LeadingRunner)
+        record_steps(runner, Limits(max_rows=4, max_tokens=96, max_pages=4), 2048, "auto")
+        runner.backend.replayed.clear()
+        pages, at = runner.cache.allocate(pages_for(sum(counts))), 0
+        for count in counts:
+            span = range(at, at + count)
+            tokens = [11 + place % 50 for place in span]
+            logits.append(runner.forward([SequenceStep(tokens, span, span, pages, num_logits=count)]))
+            at += count
+        runner.end()
+    return logits, runner.backend.recorded, runner.backend.replayed

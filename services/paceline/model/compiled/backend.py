@@ -136,14 +136,22 @@ class DeviceBackend:
         kernel: Kernel,
         recorder: Recorder | None,
         max_shapes: int,
+        least: Callable[[int], int] = int,
     ) -> None:
-        """``recorder`` None: no step is recorded, but all run in the same shapes as if they were."""
+        """
+        Args:
+            cache, dtype, window, kernel: of the model.
+            recorder: None: no step is recorded, but all run in the same shapes as if they were.
+            max_shapes: recordings at most.
+            least: the smallest of what all ranks pass, so that they replay the same steps.
+        """
         self.device = cache.keys[0].device
         self._in_place = kernel == "triton"
         self.longest_row = QUERY_ROW_LEN if self._in_place else UNBOUNDED
         """Tokens of a query row at most (``Backend.longest_row``)."""
         self._cache, self._dtype, self._window = cache, dtype, window
         self._recorder, self._max_shapes = recorder, max_shapes
+        self.least = least
         self._shapes: list[StepShape] = []
         self._fits = Fits()
         self._replays: dict[StepShape, Replay] = {}
@@ -230,7 +238,7 @@ class DeviceBackend:
         started = told = time.perf_counter()
         self._buffer = torch.zeros(max(s.num_bytes for s in self._shapes), dtype=torch.uint8, device=self.device)
         for shape in sorted(self._shapes, key=lambda s: s.cost, reverse=True):
-            if not self._recorder.has_room():
+            if not self.least(self._recorder.has_room()):
                 log.warning(
                     "no memory to record more than %d of %d step shapes: the others run eagerly",
                     len(self._replays),
@@ -277,6 +285,8 @@ class DeviceBackend:
                 self._num_states[shape] = len(states)
 
         replay = recorder.record(function)
+        if self._in_place:
+            self._most_sums[shape] = self.least(self._most_sums[shape])
         if self._most_sums.get(shape, shape.tokens) >= shape.tokens:
             self._replays[shape] = replay
 

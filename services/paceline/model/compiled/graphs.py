@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, EngineError
 from paceline.model.attention.kernels import Kernel
 from paceline.model.compiled.backend import Backend, DeviceBackend, HostBackend, Replay
 from paceline.model.compiled.buckets import Limits
@@ -110,16 +110,17 @@ class WaitingRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def require_graphs(cuda_graphs: CudaGraphs, device: torch.device, *, num_ranks: int = 1) -> None:
-    """Raises ConfigError where graphs are demanded of a device that has none, or of several ranks."""
+def require_graphs(cuda_graphs: CudaGraphs, device: torch.device, why_not: str | None = None) -> None:
+    """Raises ConfigError where graphs are demanded of a device that has none, or of ranks that cannot record.
+
+    ``why_not``: why the ranks cannot (``Collectives.why_not_recorded``); None: they can, or there is one.
+    """
     if cuda_graphs is True and device.type != "cuda":
         raise ConfigError(
             f"cuda_graphs is true but the model runs on device {device.type!r}: use 'auto' or false, or device 'cuda'"
         )
-    if cuda_graphs is True and num_ranks > 1:
-        raise ConfigError(
-            f"cuda_graphs is true with tensor_parallel_size {num_ranks}, whose ranks run eagerly: use 'auto' or false"
-        )
+    if cuda_graphs is True and why_not is not None:
+        raise ConfigError(f"cuda_graphs is true and the ranks run eagerly, as {why_not}: use 'auto' or false")
 
 
 def make_backend(
@@ -129,8 +130,9 @@ def make_backend(
     kernel: Kernel,
     cuda_graphs: CudaGraphs,
     max_cuda_graphs: int,
+    least: Callable[[int], int] = int,
 ) -> Backend:
-    """Chooses the backend that runs the steps where ``cache`` lies.
+    """Chooses the backend that runs the steps where ``cache`` lies. ``least``: see ``DeviceBackend``.
 
     Raises:
         ConfigError: see ``require_graphs``.
@@ -141,7 +143,9 @@ def make_backend(
         return HostBackend(cache, dtype, window)
     recorder = CudaRecorder(device) if cuda_graphs else None
     log.info("steps on %s run %s", torch.cuda.get_device_name(device), "as CUDA graphs" if recorder else "eagerly")
-    return DeviceBackend(cache, dtype, window, kernel=kernel, recorder=recorder, max_shapes=max_cuda_graphs)
+    return DeviceBackend(
+        cache, dtype, window, kernel=kernel, recorder=recorder, max_shapes=max_cuda_graphs, least=least
+    )
 
 
 def recordings_bytes(new_runner: Callable[[], ModelRunner], limits: Limits, free_bytes: Callable[[], int]) -> int:
@@ -177,13 +181,17 @@ def release_cached() -> None:
 
 
 def record_steps(runner: ModelRunner, limits: Limits, max_len: int, cuda_graphs: CudaGraphs) -> None:
-    """Records an engine's steps and keeps what equals eager steps.
+    """Records an engine's steps and keeps what equals eager steps; with several ranks on all of them.
 
     Raises:
         ConfigError: the model cannot be recorded although ``cuda_graphs`` is true; ``auto`` runs it eagerly instead.
+        RanksLostError: another rank does not come.
     """
+    runner.announce(limits, max_len)
     try:
         runner.record(limits)
+    except EngineError:  # of another rank
+        raise
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
         if cuda_graphs is True:

@@ -38,6 +38,8 @@ class Share:
     group: Collectives
     vocab: Range
     """Token ids whose logits this rank computes, in the first columns; the rest is padding."""
+    width: int
+    """Numbers of a token's hidden state: the largest that ranks exchange for a token within a step."""
 
 
 def load_shard(
@@ -78,7 +80,7 @@ def load_shard(
 
 def apply_plan(model: PreTrainedModel, plan: ShardPlan, group: Collectives) -> None:
     """Lets the modules of a rank exchange what the plan says; ``share_of`` finds the group again."""
-    setattr(model, _SHARE, Share(group, plan.vocab))
+    setattr(model, _SHARE, Share(group, plan.vocab, model.config.get_text_config().hidden_size))
     for path, size in plan.sizes.items():
         module, _, name = path.rpartition(".")
         setattr(model.get_submodule(module), name, size)

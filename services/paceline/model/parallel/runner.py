@@ -13,16 +13,20 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from paceline.config import ModelOptions
+from paceline.core import cuda
 from paceline.core.processors import Row
 from paceline.core.sampling import RowKeys
 from paceline.errors import EngineError, RanksLostError
+from paceline.model.compiled.backend import DeviceBackend
+from paceline.model.compiled.buckets import Limits
+from paceline.model.compiled.graphs import record_steps
 from paceline.model.kv_cache import KVCache
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.devices import rank_device
@@ -37,6 +41,12 @@ from paceline.types import Rendezvous
 _IDLE_S = 10 * 365 * 86400.0
 """The others wait for a step as long as it takes; a first rank that dies or leaves ends their waiting at once."""
 _HEADER = struct.Struct("<III")
+"""Bytes of the pages that are cleared, of the plan, and of the picks; without a plan of the limits of recordings."""
+_LIMITS = struct.Struct("<IIII?")
+_MULTIPLE = 64
+"""Numbers of tokens that shapes do not round up (``padded_tokens``)."""
+_START_S = 3600.0
+"""A rank may prepare this much longer than another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +125,17 @@ class RankRunner(ModelRunner):
         """An exchange that fails leaves the ranks at different steps: none of them can go on (RanksLostError)."""
         try:
             yield
+            self.share.group.check()
         except EngineError as error:
             self.lost = True
             raise RanksLostError(str(error)) from error
+
+    def record(self, limits: Limits) -> None:
+        """Records the steps (``ModelRunner.record``) whose exchanges can be recorded: larger ones run eagerly."""
+        most = self.share.group.recorded_bytes // (self.share.width * self.dtype.itemsize)
+        most -= most % _MULTIPLE
+        with self.together():
+            super().record(replace(limits, max_tokens=min(limits.max_tokens, most)))
 
     def _join(self, local: Tensor) -> Tensor:
         if not len(local):
@@ -185,8 +203,20 @@ class LeadingRunner(RankRunner):
         with self.together():
             self._tell(plan, picks.encode())
             logits, tokens, logprobs, states = self.run_and_pick(plan, picks)
-        values = torch.stack((tokens.double(), logprobs.double())).tolist()  # one transfer
+            values = torch.stack((tokens.double(), logprobs.double())).tolist()  # one transfer
         return logits, [int(token) for token in values[0]], values[1], states
+
+    def announce(self, limits: Limits, max_len: int) -> None:
+        """Has the other ranks record their part of the steps (``Follower``), and waits until all are ready to.
+
+        Raises RanksLostError if a rank is gone.
+        """
+        if not isinstance(self.backend, DeviceBackend):
+            return
+        numbers = (limits.max_rows, limits.max_tokens, limits.max_pages, max_len, limits.is_tree)
+        with self.together():
+            self._send(b"", _LIMITS.pack(*numbers))
+            self.share.group.barrier(timeout_s=_START_S)
 
     def end(self) -> None:
         """There will be no more steps of this runner: the followers' ``step`` returns False."""
@@ -202,8 +232,11 @@ class LeadingRunner(RankRunner):
         super().close()
 
     def _tell(self, plan: StepPlan, picks: bytes) -> None:
-        cleared, frame = torch.tensor(self.cache.cleared, dtype=torch.int32).numpy().tobytes(), plan.encode()
-        self.share.group.broadcast(_HEADER.pack(len(cleared), len(frame), len(picks)) + cleared + frame + picks)
+        self._send(plan.encode(), picks)
+
+    def _send(self, frame: bytes, more: bytes) -> None:
+        cleared = torch.tensor(self.cache.cleared, dtype=torch.int32).numpy().tobytes()
+        self.share.group.broadcast(_HEADER.pack(len(cleared), len(frame), len(more)) + cleared + frame + more)
         self.cache.cleared.clear()
 
 
@@ -238,12 +271,22 @@ class Follower:
             if num_cleared:
                 pages = torch.frombuffer(bytearray(message[_HEADER.size : start]), dtype=torch.int32)
                 runner.cache.clear(pages.tolist())
+            if not num_plan:
+                self._record(message[start:])
+                return True
             plan = StepPlan.decode(message[start : start + num_plan])
             if num_picks:
                 runner.run_and_pick(plan, Picks.decode(message[start + num_plan :]))
             else:
                 runner.run(plan)
         return True
+
+    def _record(self, frame: bytes) -> None:
+        """Prepares as the leader's engine does, and records the same steps in the same order."""
+        runner, (rows, tokens, pages, max_len, is_tree) = self._runner, _LIMITS.unpack(frame)
+        cuda.prepare(runner.vocab_size, runner.dtype, runner.cache.keys[0].device)
+        runner.share.group.barrier(timeout_s=_START_S)
+        record_steps(runner, Limits(rows, tokens, pages, is_tree), max_len, "auto")
 
     def wait_s(self) -> float | None:
         """0 while steps may come: waiting for the leader is part of a step. None after the last (``Engine.wait_s``)."""
