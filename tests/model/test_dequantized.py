@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.model.families import small_config
 from tests.model.parallel.ranks import Ranks, follow, load
+from tests.model.parallel.test_tables import LIMIT, TEXT, logits_of_two
 from tests.support.models import prompt
 from tests.support.packed import FORMATS, write_packed
 from tests.support.pump import Pump, Request, in_mode
@@ -98,6 +99,34 @@ def test_wrong_scales_are_noticed(mutant: str, tmp_path: Path, monkeypatch: pyte
     means = write_packed(tmp_path, name)
     monkeypatch.setattr(DequantizedFiles, method, wrong(getattr(DequantizedFiles, method)))
     assert any(where in found for found in differing(tmp_path, means))
+
+
+def test_a_rank_that_takes_the_scales_of_another_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the logits of two ranks, whose halves of 320 neurons meet in the middle of a block."""
+    write_packed(tmp_path, "fp8, blocks")
+    with torch.no_grad():
+        want = load_pretrained(Checkpoint.open(str(tmp_path)), torch.float32)(torch.tensor([TEXT])).logits[0]
+    assert float((logits_of_two(str(tmp_path)) - want).abs().max()) <= 10 * LIMIT
+    monkeypatch.setattr(DequantizedFiles, "_index", MUTANTS["scales from the beginning"][2](DequantizedFiles._index))
+    assert float((logits_of_two(str(tmp_path)) - want).abs().max()) > 1000 * LIMIT
+
+
+def test_threads_may_read_at_once(tmp_path: Path) -> None:
+    """As transformers does. The mutant: a file that another thread has closed as soon as it was open."""
+    means = write_packed(tmp_path, "float-quantized, channel")
+    files = opened(tmp_path)
+    files._files._handles = Closed()
+    for name, mean in means.items():
+        assert close(files.read(name, torch.float32), mean)
+
+
+class Closed(dict[Path, Any]):
+    """Forgets what is put into it, at once."""
+
+    def __setitem__(self, key: Path, value: Any) -> None:
+        """Stores and forgets."""
+        super().__setitem__(key, value)
+        self.clear()
 
 
 def test_outputs_of_awq_in_order_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,9 +172,10 @@ class CheckpointFiles:
             raise ConfigError(f"model {self.path!r} is not whole: {name}: {error}") from error
 
     def _open(self, file: Path) -> Any:
-        if file not in self._handles:
-            self._handles[file] = safe_open(file, framework="pt", device="cpu")
-        return self._handles[file]
+        handle = self._handles.get(file)
+        if handle is None:  # transformers reads in several threads, and one may close the files now
+            handle = self._handles[file] = safe_open(file, framework="pt", device="cpu")
+        return handle
 
 
 def read_shard(
