@@ -41,6 +41,7 @@ GUARDS_ELSEWHERE = {
     "k8s/test_operator_rules.py::test_a_mutant_is_refused": {"tools"},
     "k8s/test_weights.py::test_one_option_with_two_values_is_noticed": {"tools"},
     "lossless/test_fuzz.py::test_a_mistake_is_noticed_and_shrunk": {"slow"},
+    "lossless/test_hybrid_pool.py::test_wrong_states_of_the_target_are_noticed": {"slow", "nightly"},
     "lossless/test_methods.py::test_a_drafter_that_is_one_position_late_is_noticed": {"slow"},
     "lossless/test_pool_drafters.py::test_a_wrong_q_is_caught": {"slow"},
     "model/attention/test_native.py::test_mutants_are_noticed": {"slow"},

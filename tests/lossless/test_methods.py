@@ -158,8 +158,8 @@ def loaded(source: str, features: Any) -> LoadedModel:
     return load_model(Checkpoint.open(source), options, None, resolve(options, None), features)
 
 
-def pump_of(method: Method, config: ServiceConfig) -> Pump:
-    """Both engines of a configuration in one thread."""
+def pump_of(method: Method, config: ServiceConfig, **options: Any) -> Pump:
+    """Both engines of a configuration in one thread. ``options``: other ones of the pump than ``PUMP``."""
     setup, draft_setup = config.target_setup(), config.draft_setup()
     checkpoint = Checkpoint.open(setup.source)
     opened, linked = open_heads(setup, checkpoint), open_link(setup, checkpoint)
@@ -177,7 +177,7 @@ def pump_of(method: Method, config: ServiceConfig) -> Pump:
         grammars=Grammars.of(checkpoint, model.vocab_size),
         late=0.1,
         seed=1,
-        **PUMP,
+        **PUMP | options,
     )
     bind_heads(heads, pump.target.runner.cache)
     return pump
