@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from paceline.checkpoint.chat import load_chat
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.gguf.convert import convert
 from paceline.cli.table import table
@@ -33,10 +32,9 @@ from paceline.config.loading import SMALL_CHAT_MODEL, place_of
 from paceline.local import LocalPipeline
 from paceline.runtime.workers import available_cores
 from paceline.types import Acceptance, Mode, SamplingParams
-from paceline_bench.dataset import read_questions
 from paceline_bench.jobs import Job, Reply, run_jobs, speculation
 from paceline_bench.peers import PeerProcess, Unit, start_of
-from paceline_bench.prompts import Prompt
+from paceline_bench.prompts import Prompt, chat_prompts
 from paceline_bench.records import RequestRecord
 from paceline_bench.report.summaries import Summary, summarize
 from paceline_bench.settings import Peer
@@ -70,17 +68,6 @@ def converted(target: str) -> str:
     if not (folder / "config.json").exists():
         convert(Path(Checkpoint.open(target).location), folder, lambda done, total: None)
     return str(folder)
-
-
-def chats(target: str, file: Path) -> list[Prompt]:
-    """The questions of a file as the chat template renders them."""
-    chat, found = load_chat(target), []
-    if chat is None:
-        raise SystemExit(f"--target {target}: it has no chat template, which is needed")
-    for q in read_questions(file):
-        text = chat.render([{"role": "user", "content": q.text}], None, {"add_generation_prompt": True})
-        found.append(Prompt(q.source, chat.encode(text), text, q.category))
-    return found
 
 
 @contextlib.contextmanager
@@ -196,7 +183,7 @@ def main() -> int:
     parser.add_argument("--texts", metavar="ID", help="paceline/smollm2-texts, or a corpus of the target's texts")
     args = parser.parse_args()
     target, sessions = str(place_of(args.target)), max(args.loads)
-    prompts, folder = chats(target, args.prompts_file), converted(target)
+    prompts, folder = chat_prompts(target, args.prompts_file), converted(target)
     lengths = sorted(len(p.token_ids) for p in prompts)
     print(
         f"{len(prompts)} chats of {lengths[0]} to {lengths[-1]} tokens, half of at least {lengths[len(lengths) // 2]}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import paceline
+from paceline.checkpoint.chat import load_chat
 from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.embedded import held_out_files
 from paceline.errors import ConfigError
@@ -106,6 +107,22 @@ def file_prompts(tokenizer: Tokenizer, path: Path, count: int | None, categories
             raise ConfigError(f"--prompts-file {str(path)!r} holds {len(questions)} prompts{of}: {wanted}")
         prompts += [_prompt(tokenizer, question) for question in questions]
     return prompts
+
+
+def chat_prompts(target: str, path: Path) -> list[Prompt]:
+    """The prompts of a file as questions of a user, rendered by the chat template of a checkpoint.
+
+    Raises:
+        ConfigError: the checkpoint has no chat template, or a line is wrong.
+    """
+    chat = load_chat(target)
+    if chat is None:
+        raise ConfigError(f"{target} has no chat template, which is needed to render {path}")
+    found = []
+    for q in read_questions(path):
+        text = chat.render([{"role": "user", "content": q.text}], None, {"add_generation_prompt": True})
+        found.append(Prompt(q.source, chat.encode(text), text, q.category, q.max_tokens))
+    return found
 
 
 def _prompt(tokenizer: Tokenizer, q: Question) -> Prompt:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from tests.web.chats import save_chat
 
+from paceline.checkpoint.chat import load_chat
 from paceline.config import ServiceConfig
 from paceline.drafters.catalogue import METHODS
 from paceline.embedded import TARGET_DIR
 from paceline.errors import ConfigError, EngineError
-from paceline.types import Mode
+from paceline.types import Mode, SpeculationParams
 from paceline_bench.baselines import GenerateProcess, GenerateRequest
 from paceline_bench.compare import made, run, table
 from paceline_bench.compare.run import Found, Load
@@ -102,6 +106,45 @@ def test_groups_have_the_baseline_and_it_is_one_row(monkeypatch: pytest.MonkeyPa
     found, lines, _ = measured(monkeypatch, Engines(), spec_of(at_once=1))
     assert [len(found[name].units) for name in ("plain", "own", "other")] == [4, 2, 2]
     assert [line.split()[0] for line in lines[1:]] == ["plain", "own", "other"]
+
+
+def test_prompts_are_questions_as_the_chat_template_renders_them(tmp_path: Path) -> None:
+    """The file stands beside the comparison's own. Too few questions and a target without a template are refused."""
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "ba"}\n')
+    folder = save_chat(tmp_path / "chat")
+    loading = {"model_id": "own", "model_source": str(folder)}
+    tree = {"target_config": {"model_loading_config": loading}, "draft_config": None}
+    (tmp_path / "spec.yaml").write_text(
+        yaml.safe_dump({"configuration": tree, "baseline": "plain", "arms": {"plain": {}}, "chats": "asked.jsonl"})
+    )
+    spec = read_spec(tmp_path / "spec.yaml", {}, {})
+    (arm,), chat = arms_of(spec), load_chat(str(folder))
+    assert chat is not None
+    rendered = [
+        chat.render([{"role": "user", "content": text}], None, {"add_generation_prompt": True}) for text in ("ab", "ba")
+    ]
+    assert [prompt.token_ids for prompt in run.prompts_of(arm, spec, 2)] == [chat.encode(text) for text in rendered]
+    with pytest.raises(ConfigError, match=r"asked\.jsonl'?: it holds 2 questions, and 3 are wanted"):
+        run.prompts_of(arm, spec, 3)
+    without = spec.model_copy(update={"configuration": TREE})
+    with pytest.raises(ConfigError, match="has no chat template, which is needed to render"):
+        run.prompts_of(arms_of(without)[0], without, 1)
+
+
+def test_a_service_takes_no_defaults_of_the_checkpoint_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as top_p: its texts at a temperature would be others than those of the engines in this process."""
+    started: list[dict[str, Any]] = []
+
+    @contextlib.contextmanager
+    def service(tree: dict[str, Any]) -> Iterator[Any]:
+        started.append(tree)
+        yield SimpleNamespace(address="localhost:1")
+
+    monkeypatch.setattr(run, "ServiceProcess", service)
+    arm = Arm("served", TREE, SpeculationParams(), service=True)
+    with contextlib.ExitStack() as stack:
+        run.open_arm(arm, spec_of(), stack)
+    assert ServiceConfig.parse(started[0]).router_config.generation_config == "none"
 
 
 def test_another_text_than_the_baselines_is_counted_and_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,19 +16,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.local_service import local_of
 from paceline.config import DraftSetup, LocalConfig, ServiceConfig
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.local import LocalPipeline
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.workers import Emit, Engine, EngineFactory, available_cores
 from paceline.types import Mode, Rendezvous, SamplingParams, SpeculationParams
 from paceline_bench.baselines import GenerateProcess, GenerateRequest
-from paceline_bench.compare.spec import Arm, Spec
+from paceline_bench.compare.spec import Arm, Spec, merged
 from paceline_bench.jobs import Job, Reply, TimedChunks, run_jobs
 from paceline_bench.processes import ServiceProcess
-from paceline_bench.prompts import Prompt, held_out_prompts
+from paceline_bench.prompts import Prompt, chat_prompts, held_out_prompts
 from paceline_bench.records import RequestRecord
 
 _WARM_UP_TOKENS = 24
@@ -108,9 +108,8 @@ class Group:
         """All arms in turn under one load, the baseline first."""
         spec = self._spec
         found = [Found(arm, failure=self._failures.get(arm.name, "")) for arm in self._arms]
-        count = max(spec.prompts, load.sessions)
-        prompts = held_out_prompts(tokenizer_of(self._arms[0]), count, spec.seed)
-        size = load.sessions
+        prompts, size = prompts_of(self._arms[0], spec, max(spec.prompts, load.sessions)), load.sessions
+        count = len(prompts)
         units = [list(range(at, at + size)) for at in range(0, count - size + 1, size)]
         for one in found:
             if not one.failure:
@@ -189,9 +188,18 @@ def _fail(one: Found, spec: Spec, error: PacelineError) -> None:
 # ------------------------------------------------------------------------------------------------ who answers
 
 
-def tokenizer_of(arm: Arm) -> Tokenizer:
-    """That of its target."""
-    return load_tokenizer(ServiceConfig.parse(arm.tree).target_config.model_loading_config.tokenizer)
+def prompts_of(arm: Arm, spec: Spec, count: int) -> list[Prompt]:
+    """Prompts for the target of an arm.
+
+    Raises:
+        ConfigError: there are fewer, or the target has no chat template where chats are wanted.
+    """
+    loading = ServiceConfig.parse(arm.tree).target_config.model_loading_config
+    if spec.chats is None:
+        return held_out_prompts(load_tokenizer(loading.tokenizer), count, spec.seed)
+    if len(found := chat_prompts(loading.tokenizer, spec.chats)) < count:
+        raise ConfigError(f"chats is {str(spec.chats)!r}: it holds {len(found)} questions, and {count} are wanted")
+    return found[:count]
 
 
 def open_arm(arm: Arm, spec: Spec, stack: ExitStack) -> Ask:
@@ -204,7 +212,8 @@ def open_arm(arm: Arm, spec: Spec, stack: ExitStack) -> Ask:
     if arm.transformers is not None:
         return _transformers(arm, config, stack)
     if arm.service:
-        address = stack.enter_context(ServiceProcess(arm.tree)).address
+        tree = merged(arm.tree, {"router_config": {"generation_config": "none"}})  # as in one process
+        address = stack.enter_context(ServiceProcess(tree)).address
         return lambda jobs, params, salt: asyncio.run(_streamed(address, jobs, params, salt))
     local = local_of(config).model_copy(update={"worker": spec.worker, "generation_config": "none"})
     sessions = {"max_sessions": max(spec.sessions)}

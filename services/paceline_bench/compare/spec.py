@@ -72,6 +72,9 @@ class Spec(Config):
     temperatures: list[float] = Field(default=[0.0, 1.0], min_length=1)
     max_tokens: int = Field(default=64, ge=2)
     prompts: int = Field(default=8, ge=1)
+    chats: Path | None = None
+    """Prompts are the first questions of this file, as the target's chat template renders them; relative to the file of
+    the comparison. None: they are held-out text."""
     repeats: int = Field(default=1, ge=1)
     seed: int = 0
 
@@ -133,6 +136,8 @@ def read_spec(path: Path, given: Mapping[str, str], loads: Mapping[str, Any]) ->
         values = {name: given.get(name, "null" if value is None else value) for name, value in variables.items()}
         tree = yaml.safe_load(string.Template(text).substitute(values))
         spec = Spec.model_validate({**tree, "variables": values, **loads})
+        if spec.chats is not None:
+            spec = spec.model_copy(update={"chats": path.parent / spec.chats})
     except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no file of paceline bench compare: {type(error).__name__} {error}") from error
     except ValidationError as error:
