@@ -112,7 +112,7 @@ def test_the_largest_step_of_an_8b_leaves_a_gpu_its_cache():
 
 
 def test_partial_sums_are_counted_as_the_kernel_allocates_them():
-    """By the heads, of a rank its own; heads that are too long for the kernel run by copies."""
+    """By the heads, of a rank its own; what the kernel refuses runs by copies."""
     config = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 16,
               "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 64, "vocab_size": 10}  # fmt: skip
     size = size_of(config, 1000, 2)
@@ -129,10 +129,11 @@ def test_partial_sums_are_counted_as_the_kernel_allocates_them():
     )
     own = scratch_bytes(256, padded_pages(session_pages(8192)), sum_bytes(8, 128))
     assert ranks.workspace_bytes == activations - 256 * 2 * 3 * 32 + own
-    long = replace(size, value_dim=512)
-    assert workspace(long) == workspace(long, kernel="sdpa") != workspace(long, kernel="triton")
+    for refused in (replace(size, value_dim=513), replace(size, index_values=128)):
+        assert workspace(refused) == workspace(refused, kernel="sdpa") != workspace(refused, kernel="triton")
     latents = size_of(config | {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 1000, 2)
     assert (latents.num_heads, latents.value_dim, latents.num_kv_heads) == (16, 512, 1)
+    assert workspace(latents) == workspace(latents, kernel="triton")
 
 
 def test_what_changes_the_parts_of_a_target():

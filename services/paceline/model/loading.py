@@ -30,6 +30,7 @@ from paceline.config import ModelOptions, Quantization, cache_dir
 from paceline.core.cuda import triton_unavailable
 from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
+from paceline.model.attention.indexed import indexers_of
 from paceline.model.attention.kernels import Attention, Kernel, kernel_for
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.aot import NoCompilerError, cached_step, compiled_step, find_compiler
@@ -347,7 +348,10 @@ def prepare(
     layers, linear, window, spare_tokens = probe_layers(model, taps)
     products_at_hand = cpu_linear.at_hand()
     never = compile == "later" and not (cpu_attention.at_hand() and products_at_hand)
-    kernel = kernel_for("sdpa" if never and attention == "auto" else attention, model.device, model.dtype, layers)
+    choose = partial(
+        kernel_for, device=model.device, dtype=model.dtype, layers=layers, indexed=bool(indexers_of(model))
+    )
+    kernel = choose("sdpa" if never and attention == "auto" else attention)
     log.info("attention of %s on %s: %s", type(model).__name__, model.device.type, kernel)
     step: StepFunction | None = None
     if compile:
@@ -356,8 +360,7 @@ def prepare(
             raise ConfigError(f"compile is true, but {reason}: set compile to auto or false")
 
     def load_compiled() -> StepFunction | None:
-        chosen = kernel_for(attention, model.device, model.dtype, layers)
-        return cached_step(model, window, chosen, cache_dir() / "compiled", features, midway)
+        return cached_step(model, window, choose(attention), cache_dir() / "compiled", features, midway)
 
     if compile == "later":
         step = None if never else load_compiled()

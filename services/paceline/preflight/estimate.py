@@ -21,7 +21,7 @@ from typing import Literal
 from paceline.checkpoint.size import ModelSize
 from paceline.config import DraftOptions, DraftSetup, HeadDraftOptions, ModelOptions, TargetSetup
 from paceline.core import native
-from paceline.model.attention.schedule import MOST_HEAD_DIM, scratch_bytes, sum_bytes
+from paceline.model.attention.schedule import MOST_VALUE_DIM, scratch_bytes, sum_bytes
 from paceline.model.shapes import QUERY_ROW_LEN, most_scored_rows, padded_pages, padded_tokens
 from paceline.preflight.host_memory import (
     DEFAULT_SESSION_TOKENS,
@@ -288,11 +288,11 @@ def compiles(options: ModelOptions, on_gpu: bool) -> bool:
 
 def _attention_of(options: ModelOptions, size: ModelSize, on_gpu: bool) -> Kernel:
     """The kernel that is expected to run (``model/attention/kernels.py``): on a CPU as on this machine's, on a GPU
-    Triton's where heads are not too long for it."""
+    Triton's where heads are not too long for it and no indexer chooses keys."""
     if options.attention != "auto":
         return options.attention
     if on_gpu:
-        return "triton" if size.value_dim <= MOST_HEAD_DIM else "sdpa"
+        return "triton" if size.value_dim <= MOST_VALUE_DIM and not size.index_values else "sdpa"
     return "native" if native.has_avx512() else "sdpa"
 
 

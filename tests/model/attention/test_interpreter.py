@@ -17,20 +17,27 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from paceline.model.attention import triton as kernels
 
-SIZES = dict(HEADS=8, GROUPS=4, KEY_DIM=128, VALUE_DIM=128, VALUE_STRIDE=128, KEY_TILE=128, VALUE_TILE=128,
-             PAGE=64, SPLIT=2, BLOCK=16, ROWS=256, PROGRAMS=1024, CAPPED=False, MASKED=False, CHUNK=16, SINKS=False)
+SIZES = dict(GROUPS=4, PAGE=64, SPLIT=2, BLOCK=16, ROWS=256, PROGRAMS=1024, CAPPED=False, MASKED=False, CHUNK=16,
+             SINKS=False)
+PLAIN = dict(HEADS=8, KEY_DIM=128, VALUE_DIM=128, VALUE_STRIDE=128, KEY_TILE=128, REST_TILE=16, VALUE_TILE=128,
+             VALUES_IN_KEYS=False, KEYS=64)
+LATENTS = dict(HEADS=1, KEY_DIM=576, VALUE_DIM=512, VALUE_STRIDE=576, KEY_TILE=512, REST_TILE=64, VALUE_TILE=512,
+               VALUES_IN_KEYS=True, KEYS=32)
 TYPES = dict.fromkeys(["query", "keys", "values", "key", "value", "sinks", "result"], "*bf16")
 TYPES |= dict.fromkeys(["table", "gather", "scatter", "rows", "tokens"], "*i64")
 TYPES |= dict.fromkeys(["first", "stop", "mask", "work"], "*i32")
 TYPES |= dict.fromkeys(["sums", "maxima", "totals"], "*fp32") | dict.fromkeys(["scale", "softcap"], "fp32")
-for kernel in (kernels._partial, kernels._combined, kernels._write):
+for kernel, sizes, warps in (
+    (kernels._partial, PLAIN, 4), (kernels._partial, LATENTS, 8), (kernels._combined, LATENTS, 4),
+    (kernels._write, PLAIN, 4),
+):
     names = [p.name for p in kernel.params]
     signature = {n: "constexpr" if n.isupper() else TYPES.get(n, "i32") for n in names}
-    constants = {(i,): SIZES[n] for i, n in enumerate(names) if n.isupper()}
+    constants = {(i,): (SIZES | sizes)[n] for i, n in enumerate(names) if n.isupper()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    made = compile(source, GPUTarget("cuda", int(sys.argv[1]), 32))
+    made = compile(source, GPUTarget("cuda", int(sys.argv[1]), 32), options={"num_warps": warps})
     assert "mma.sync" in made.asm["ptx"] or kernel is not kernels._partial, "products do not use matrix units"
-    assert made.metadata.shared <= 48 << 10, made.metadata.shared
+    assert made.metadata.shared <= 64 << 10, made.metadata.shared
 """
 
 

@@ -20,7 +20,7 @@ import torch
 from paceline.core.cuda import LEAST_CAPABILITY, triton_unavailable
 from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
-from paceline.model.attention.schedule import MOST_HEAD_DIM
+from paceline.model.attention.schedule import MOST_KEY_DIM, MOST_VALUE_DIM
 from paceline.model.kv_cache import LayerSpec
 
 Attention = Literal["auto", "sdpa", "native", "triton"]
@@ -36,13 +36,14 @@ def choose_kernel(
     capability: tuple[int, int] | None,
     dtype: torch.dtype,
     layers: Sequence[LayerSpec],
+    indexed: bool,
     no_triton: str | None,
     no_native: str | None,
 ) -> Kernel:
     """Chooses the attention kernel.
 
-    ``capability``: compute capability of the CUDA device, if it is one. ``no_triton``, ``no_native``: the reason why
-    this machine cannot build that kernel; None: it can.
+    ``capability``: compute capability of the CUDA device, if it is one. ``indexed``: an indexer chooses the keys of a
+    layer. ``no_triton``, ``no_native``: the reason why this machine cannot build that kernel; None: it can.
 
     Raises:
         ConfigError: ``wanted`` cannot run; the message gives the reason in one sentence.
@@ -51,7 +52,7 @@ def choose_kernel(
         return "sdpa"
     if wanted == "triton" or (wanted == "auto" and device_type == "cuda"):
         kernel: Kernel = "triton"
-        reason = _no_triton(device_type, capability, dtype, layers) or no_triton
+        reason = _no_triton(device_type, capability, dtype, layers, indexed) or no_triton
     else:
         kernel, reason = "native", _no_native(device_type, dtype) or no_native
     if reason is None:
@@ -61,7 +62,9 @@ def choose_kernel(
     raise ConfigError(f"attention is {wanted!r}, which {reason}: use 'auto' or 'sdpa'")
 
 
-def kernel_for(wanted: Attention, device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec]) -> Kernel:
+def kernel_for(
+    wanted: Attention, device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec], *, indexed: bool
+) -> Kernel:
     """Runs ``choose_kernel`` for this machine. Loads the native operator if it may be chosen. Raises ConfigError."""
     asked = wanted in ("auto", "native") and device.type == "cpu" and dtype in cpu_attention.DTYPES
     return choose_kernel(
@@ -70,6 +73,7 @@ def kernel_for(wanted: Attention, device: torch.device, dtype: torch.dtype, laye
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         dtype=dtype,
         layers=layers,
+        indexed=indexed,
         no_triton=triton_unavailable() if wanted in ("auto", "triton") and device.type == "cuda" else None,
         no_native=cpu_attention.unavailable() if asked else None,
     )
@@ -88,16 +92,22 @@ def _no_triton(
     capability: tuple[int, int] | None,
     dtype: torch.dtype,
     layers: Sequence[LayerSpec],
+    indexed: bool,
 ) -> str | None:
-    head_dim = max((max(layer.key_dim, layer.value_dim) for layer in layers), default=0)
     if device_type != "cuda" or capability is None:
         return f"runs on CUDA only, and the model is on device {device_type!r}"
     if capability < LEAST_CAPABILITY:
         return f"needs compute capability {_dotted(LEAST_CAPABILITY)}, and the device has {_dotted(capability)}"
     if dtype not in _TRITON_DTYPES:
         return f"takes float32, float16 and bfloat16, and the model has {_name(dtype)}"
-    if head_dim > MOST_HEAD_DIM:
-        return f"takes head dimensions up to {MOST_HEAD_DIM}, and the model has {head_dim}"
+    if indexed:
+        return "attends to all keys, and an indexer of the model chooses some"
+    for name, dims, most in (
+        ("keys", [layer.key_dim for layer in layers], MOST_KEY_DIM),
+        ("values", [layer.value_dim for layer in layers], MOST_VALUE_DIM),
+    ):
+        if max(dims, default=0) > most:
+            return f"takes {name} of up to {most} numbers, and the model has {max(dims)}"
     return None
 
 

@@ -20,8 +20,8 @@ from paceline.types import PAGE_SIZE
 if TYPE_CHECKING:  # importing it takes a second, and estimates of memory need it not
     from torch import Tensor
 
-MOST_HEAD_DIM = 256
-"""Numbers of a head's keys or values that the kernel takes."""
+MOST_KEY_DIM, MOST_VALUE_DIM = 576, 512
+"""Numbers of a head's key and value that the kernel takes: those of DeepSeek's latents."""
 MAX_SCRATCH_BYTES = 512 << 20
 """Most bytes of partial results of one call. One place alone may need more."""
 SPLIT = 2

@@ -1,7 +1,8 @@
 """Attention that reads pages in place, for CUDA: no gathered copy of the keys, and bits that no neighbour changes.
 
-Every place sees its keys in tiles of one page. ``SPLIT`` tiles are summed in order; then these partial results are
-summed in order. None of these sizes depends on the step, and a masked tile adds exact zeros. So a token's result does
+Every place sees its keys in tiles of one page, or of a part of one if heads are wide. The tiles of ``SPLIT`` pages are
+summed in order; then these partial results are summed in order. None of these sizes depends on the step, and a masked
+tile adds exact zeros. So a token's result does
 not depend on the rest of the batch, on the length of the page table, or on whether it is decoded or verified.
 (Flash-decoding, Dao et al. 2023, with a fixed split size.) A fixed number of programs takes the pieces of work of a
 step (``schedule.py``) in turn, so a launch depends on nothing but the number of tokens, and pages that nobody sees cost
@@ -26,9 +27,13 @@ _ROWS = 256
 _PROGRAMS = 1024
 """Programs that share the pieces of work of a call: several for each multiprocessor of any device."""
 _PREFETCHED_BYTES = 1 << 15
-"""Most bytes of a page's keys and values for which the next page is prefetched. Two such pages fit the shared memory of
-any device.
+"""Most bytes of a tile of keys and values for which the next tile is prefetched. Two such tiles fit the shared memory
+of any device.
 """
+_TILE_BYTES = 1 << 16
+"""Most bytes of a tile of keys and values. Wider heads have tiles of fewer keys, but at least ``BLOCK``."""
+_WIDE = 256
+"""Keys of more numbers are multiplied in two parts: the largest power of two, and the rest."""
 
 
 # Triton compiles a variant for each kind of size (1, multiples of 16, others) and of address, which would happen in the
@@ -65,7 +70,10 @@ def _partial(  # type: ignore[no-untyped-def]
     VALUE_DIM: tl.constexpr,
     VALUE_STRIDE: tl.constexpr,
     KEY_TILE: tl.constexpr,
+    REST_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
+    KEYS: tl.constexpr,
     PAGE: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -77,7 +85,8 @@ def _partial(  # type: ignore[no-untyped-def]
     """Softmax sums of all places of one row over one split's keys, for one KV head: piece after piece of the work."""
     ends, sum_ends = work + 2 * num_rows, work + 3 * num_rows
     offsets = tl.arange(0, ROWS)
-    places, key_dims, value_dims = tl.arange(0, PAGE), tl.arange(0, KEY_TILE), tl.arange(0, VALUE_TILE)
+    places, key_dims, value_dims = tl.arange(0, KEYS), tl.arange(0, KEY_TILE), tl.arange(0, VALUE_TILE)
+    rest_dims = KEY_TILE + tl.arange(0, REST_TILE)
     num_items = tl.load(ends + num_rows - 1) * HEADS
     for item in range(tl.program_id(0), num_items, PROGRAMS):
         head, piece = item % HEADS, item // HEADS
@@ -110,37 +119,40 @@ def _partial(  # type: ignore[no-untyped-def]
                 end = tl.max(tl.where(shown, own // PAGE + 1, 0), 0)
             tokens = tl.load(gather + place, real, 0).to(tl.int64)
             heads = head * GROUPS + own_query % GROUPS
-            q = tl.load(
-                query + (heads * head_stride + tokens * token_stride)[:, None] + key_dims[None, :],
-                mask=real[:, None] & (key_dims < KEY_DIM)[None, :],
-                other=0.0,
-            )
+            own_heads = query + (heads * head_stride + tokens * token_stride)[:, None]
+            q = tl.load(own_heads + key_dims[None, :], mask=real[:, None] & (key_dims < KEY_DIM)[None, :], other=0.0)
+            if KEY_DIM > KEY_TILE:
+                has_rest = real[:, None] & (rest_dims < KEY_DIM)[None, :]
+                q_rest = tl.load(own_heads + rest_dims[None, :], mask=has_rest, other=0.0)
             top = tl.full([BLOCK], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK], tl.float32)
             out = tl.zeros([BLOCK, VALUE_TILE], tl.float32)
-            for index in range(start, end):
-                key = index * PAGE + places
+            for index in range(start * (PAGE // KEYS), end * (PAGE // KEYS)):
+                key = index * KEYS + places
                 seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
                 if MASKED:
                     hidden = tl.load(mask_rows[:, None] + key[None, :], mask=seen, other=float("-inf"))
                     seen = hidden > float("-inf")
-                page = tl.load(table + row * num_pages + index).to(tl.int64)
-                kv_rows = (page * PAGE + places) * HEADS + head
-                k = tl.load(
-                    keys + kv_rows[None, :] * KEY_DIM + key_dims[:, None], mask=(key_dims < KEY_DIM)[:, None], other=0.0
-                )
-                scores = tl.dot(q, k, input_precision="ieee") * scale
+                page = tl.load(table + row * num_pages + index * KEYS // PAGE).to(tl.int64)
+                kv_rows = (page * PAGE + index * KEYS % PAGE + places) * HEADS + head
+                own_keys = keys + kv_rows[None, :] * KEY_DIM
+                k = tl.load(own_keys + key_dims[:, None], mask=(key_dims < KEY_DIM)[:, None], other=0.0)
+                scores = tl.dot(q, k, input_precision="ieee")
+                if KEY_DIM > KEY_TILE:
+                    k_rest = tl.load(own_keys + rest_dims[:, None], mask=(rest_dims < KEY_DIM)[:, None], other=0.0)
+                    scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
+                scores *= scale
                 if CAPPED:
                     scores = (2 * tl.sigmoid(2 * scores / softcap) - 1) * softcap
                 scores = tl.where(seen, scores, float("-inf"))
                 higher = tl.maximum(top, tl.max(scores, 1))
                 level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: weights of zero, not NaN
                 weights, fade = tl.exp(scores - level[:, None]), tl.exp(top - level)
-                v = tl.load(
-                    values + kv_rows[:, None] * VALUE_STRIDE + value_dims[None, :],
-                    mask=(value_dims < VALUE_DIM)[None, :],
-                    other=0.0,
-                )
+                if VALUES_IN_KEYS:
+                    v = tl.trans(k)
+                else:
+                    own_values = values + kv_rows[:, None] * VALUE_STRIDE
+                    v = tl.load(own_values + value_dims[None, :], mask=(value_dims < VALUE_DIM)[None, :], other=0.0)
                 total = total * fade + tl.sum(weights, 1)
                 out = out * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
                 top = higher
@@ -321,8 +333,12 @@ def attend_in_place(
     maxima = query.new_empty(most, dtype=torch.float32)
     totals = torch.empty_like(maxima)
     result = query.new_empty(1, num_tokens, num_heads, value_dim)
-    key_tile, value_tile = _tile(key_dim), _tile(value_dim)
-    tile_bytes = (key_tile + value_tile) * page_size * query.element_size()
+    (key_tile, rest_tile), value_tile = _tiles(key_dim), _tile(value_dim)
+    in_keys = value_pages.data_ptr() == key_pages.data_ptr() and key_tile == value_dim
+    key_bytes = (key_tile + (key_dim > key_tile) * rest_tile + (not in_keys) * value_tile) * query.element_size()
+    keys = page_size
+    while keys > BLOCK and keys * key_bytes > _TILE_BYTES:
+        keys //= 2
     page_table, gather_index = page_table.contiguous(), gather_index.contiguous()
     first, stop, mask = seen.first, seen.stop, seen.mask
     for call, work in todo:
@@ -355,7 +371,10 @@ def attend_in_place(
             VALUE_DIM=value_dim,
             VALUE_STRIDE=value_pages.stride(2),
             KEY_TILE=key_tile,
+            REST_TILE=rest_tile,
             VALUE_TILE=value_tile,
+            VALUES_IN_KEYS=in_keys,
+            KEYS=keys,
             PAGE=page_size,
             SPLIT=SPLIT,
             BLOCK=BLOCK,
@@ -363,7 +382,8 @@ def attend_in_place(
             PROGRAMS=_PROGRAMS,
             CAPPED=softcap is not None,
             MASKED=mask is not None,
-            num_stages=2 if tile_bytes <= _PREFETCHED_BYTES else 1,
+            num_stages=2 if keys * key_bytes <= _PREFETCHED_BYTES else 1,
+            num_warps=4 if key_dim <= _WIDE else 8,
         )
         _combined[(num_tokens, num_heads)](
             sums,
@@ -385,6 +405,14 @@ def attend_in_place(
             SINKS=sinks is not None,
         )
     return result
+
+
+def _tiles(dim: int) -> tuple[int, int]:
+    """Numbers of a key that are multiplied first, and then; the rest is not, if the first ones are all."""
+    if dim <= _WIDE:
+        return _tile(dim), BLOCK
+    first = 1 << (dim.bit_length() - 1)
+    return first, _tile(dim - first)
 
 
 def _tile(dim: int) -> int:
