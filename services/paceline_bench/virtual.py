@@ -27,8 +27,8 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.cli.table import table
 from paceline.config import HintOptions
 from paceline.draft.engine import DraftEngine
-from paceline.drafters.heads.lent import Continued, layers_from, lend
 from paceline.drafters.heads.load import open_head
+from paceline.drafters.heads.partial_model import Continued, borrow, layers_from
 from paceline.drafters.model import ModelDrafter
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.messages import Hint, Outcome, SpeculationWanted
@@ -328,7 +328,9 @@ def hints(args: argparse.Namespace, pair: Pair, served: Serve) -> Iterator[Row]:
     yield "T", "hints at", "tokens/unit", "tokens/step", "nodes used"
     for temperature in args.temperatures:
         for boundary in (None, *args.boundaries):
-            target = pair.target if boundary is None else prepare(pair.network, compile=False, midway=boundary)
+            target = (
+                pair.target if boundary is None else prepare(pair.network, compile=False, callback_boundary=boundary)
+            )
             own = None if boundary is None else pair.hints(target, boundary, args.head)
             after = (boundary or 0) / target.size.num_layers
             simulation = Simulation(
@@ -366,7 +368,7 @@ class Pair:
         """Hints by the layers below ``boundary``, the final norm and the LM head; ``head``: an exit head of it."""
         network: Any = target.step
         exit_of: Callable[[torch.Tensor], torch.Tensor] = Continued(
-            lend(functools.partial(layers_from, target.size.num_layers), network.model)
+            borrow(functools.partial(layers_from, target.size.num_layers), network.model)
         ).logits
         if head is not None:
             plan = open_head("early_exit", head, Checkpoint.open(str(TARGET_DIR)), boundaries=(boundary,))

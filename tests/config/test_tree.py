@@ -184,7 +184,7 @@ def test_a_draft_that_may_serve_in_either_place_is_a_head_of_its_target_too():
     for config in (local, service):
         setup = config.target_setup()
         assert [(head.method, head.model) for head in setup.options.heads] == [("suffix", None), ("draft_model", "d")]
-        assert (setup.tree_budget, setup.lent_cores) == (256, 0), "what lends cores knows the machine"
+        assert (setup.tree_budget, setup.shared_cores) == (256, 0), "what lends cores knows the machine"
         assert config.draft_setup().source == "d"
     apart = LocalConfig(target=TargetModel(path="t"), draft={"path": "d"})
     assert apart.target_setup().options.heads == []

@@ -10,7 +10,7 @@ from tests.support.compilers import needs_attention, needs_products
 from paceline.core import native_tree, rows
 from paceline.draft import publish
 from paceline.drafters import calibration, parts
-from paceline.model import columns, layout, midway
+from paceline.model import columns, layer_callback, layout
 from paceline.model.attention import native as attention
 from paceline.model.compiled import linear, package
 from paceline.model.parallel import shared_memory
@@ -25,7 +25,7 @@ def test_extensions_compile(module: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [calibration, layout, midway, package, rows, shared_memory, pytest.param(linear, marks=needs_products)],
+    [calibration, layout, layer_callback, package, rows, shared_memory, pytest.param(linear, marks=needs_products)],
 )
 def test_libraries_compile(module: ModuleType) -> None:
     assert module._library() is not None

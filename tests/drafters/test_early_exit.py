@@ -31,8 +31,8 @@ from paceline.config import HeadOptions, TargetOptions, TargetSetup
 from paceline.drafters.heads import early_exit
 from paceline.drafters.heads.early_exit import EarlyExit, layers_below, open_exit, truncated
 from paceline.drafters.heads.exit_adapter import ExitAdapter
-from paceline.drafters.heads.lent import lend
 from paceline.drafters.heads.paged import Paged, Part
+from paceline.drafters.heads.partial_model import borrow
 from paceline.drafters.protocol import Candidates, Leaf
 from paceline.errors import ConfigError
 from paceline.messages import OpenSession
@@ -86,7 +86,7 @@ def pump_of(family: str, **options: Any) -> Run:
     """An engine with the first layer as a head, whose pages are the session's."""
     loaded = target(family)
     assert isinstance(loaded.step, Step)
-    model = lend(partial(layers_below, 1), loaded.step.model)
+    model = borrow(partial(layers_below, 1), loaded.step.model)
     head = EarlyExit(model, vocab_size=loaded.vocab_size, max_leaves=5)
     pump, mounted, asked = run_head(loaded, head, 4, **{"pages": 9} | options)
     expand = head.expand

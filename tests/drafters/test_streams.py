@@ -29,8 +29,8 @@ from paceline.config import HeadOptions, TargetOptions, TargetSetup
 from paceline.drafters.at_hand import methods_at_hand
 from paceline.drafters.heads import drafter as head_drafter
 from paceline.drafters.heads.drafter import HeadDrafter
-from paceline.drafters.heads.lent import Continued
 from paceline.drafters.heads.module import Unrolled
+from paceline.drafters.heads.partial_model import Continued
 from paceline.drafters.heads.stream_head import LowRank, StreamHead
 from paceline.drafters.heads.streaming import open_streams
 from paceline.errors import ConfigError

@@ -262,7 +262,7 @@ def models(target: str) -> tuple[LoadedModel, LoadedModel]:
     if target in COMPILED:
         options: dict[str, Any] = {}
         if target == "compiled, hints":
-            options = {"midway": 1}
+            options = {"callback_boundary": 1}
         elif target == "compiled, states":
             options = {"features": Features((0, 1, OUT), every_position=False)}
         model = prepare(random_model("llama", dtype=torch.bfloat16), compile=True, **options)

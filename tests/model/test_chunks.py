@@ -17,7 +17,7 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration, PreTraine
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import ModelOptions
-from paceline.drafters.heads.lent import layers_from, require_lendable
+from paceline.drafters.heads.partial_model import layers_from, require_borrowable
 from paceline.errors import ConfigError
 from paceline.model.attention.chunks import Chunks, Temperature
 from paceline.model.loading import LoadedModel, load_model, load_pretrained, prepare
@@ -115,7 +115,7 @@ def test_its_layers_are_refused_as_heads(tmp_path: Path) -> None:
     """These would see all of the context, at one temperature."""
     llama4().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="Llama4TextAttention attends in chunks and by temperature, which heads do"):
-        require_lendable("method", Checkpoint.open(str(tmp_path)), lambda family: layers_from(1, family), [1])
+        require_borrowable("method", Checkpoint.open(str(tmp_path)), lambda family: layers_from(1, family), [1])
 
 
 def test_compile_true_is_refused_and_auto_is_eager(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from tests.support.models import prompt
 from transformers import PreTrainedModel
 
 from paceline.checkpoint.rope import longrope_limit
-from paceline.drafters.heads.lent import layers_from, lend
+from paceline.drafters.heads.partial_model import borrow, layers_from
 from paceline.errors import ConfigError
 from paceline.model import rope
 from paceline.model.compiled.aot import artifact_key
@@ -97,7 +97,7 @@ def test_lent_layers_do_not_change_the_target_s_angles() -> None:
     model = phi3()
     prepare(model, compile=False)
     before = model.model.rotary_emb.inv_freq.clone()
-    part = lend(lambda family: layers_from(1, family), model)
+    part = borrow(lambda family: layers_from(1, family), model)
     assert part.model.rotary_emb.inv_freq is model.model.rotary_emb.inv_freq
     part.model.rotary_emb(torch.zeros(1, 1, 1), torch.tensor([[1]]))
     assert torch.equal(model.model.rotary_emb.inv_freq, before)

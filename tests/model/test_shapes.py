@@ -410,7 +410,7 @@ def test_a_native_model_has_equal_bits_in_steps_of_any_size(family: str) -> None
     ("calls", "is_native"),
     [
         ((b"packed_linear", b"attend_pages"), True),
-        ((b"packed_linear", b"ranks_sum", b"midway", b"attend_pages"), True),
+        ((b"packed_linear", b"ranks_sum", b"layer_callback", b"attend_pages"), True),
         ((), True),
         ((b"packed_linear", b"_scaled_dot_product_attention"), False),
         ((b"packed_linear", b"attend_pages", b"bmm_out"), False),

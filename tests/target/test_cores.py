@@ -23,23 +23,23 @@ from paceline.types import Mode, SamplingParams, SpeculationParams
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 
 
-class Lent:
-    """Two cores, one of them lent; notes what was wanted of them, and if that was right."""
+class SharedCores:
+    """Two cores, one of them shared; notes what was wanted of them, and if that was right."""
 
     most = 2
 
     def __init__(self, pump: Pump) -> None:
         self._sessions = pump.target._sessions
-        self.lent, self.wanted = False, set()
+        self.shared, self.wanted = False, set()
 
     @property
     def num(self) -> int:
-        return 2 if self.lent else 1
+        return 2 if self.shared else 1
 
-    def use(self, *, lent: bool) -> None:
-        self.lent = lent
+    def use(self, *, shared: bool) -> None:
+        self.shared = shared
         drafted = any(session.draft_available for session in self._sessions.values())
-        self.wanted.add((lent, drafted))
+        self.wanted.add((shared, drafted))
 
 
 def test_cores_are_lent_while_no_session_has_a_draft() -> None:
@@ -53,7 +53,7 @@ def test_cores_are_lent_while_no_session_has_a_draft() -> None:
         for i in range(4)
     }
     pump = Pump(target, draft, late=0.0, step_s=lambda tokens: 1e-3 * (1 + tokens / 64))
-    pump.target.cores = cores = Lent(pump)
+    pump.target.cores = cores = SharedCores(pump)
     plain = {"s0": requests["s0"]}
     assert_same(pump.run(plain), plain_reference(target, plain))
     assert cores.wanted == {(True, False)}
@@ -114,11 +114,11 @@ def test_the_thread_that_takes_steps_stays_on_its_own_cores_and_gets_help_from_l
         before = len(os.listdir("/proc/self/task"))
         cores = TargetCores.of(1, 1, loaded(torch.bfloat16, compiles=True))
         assert cores is not None
-        for lent in (False, True, True, False):
-            cores.use(lent=lent)
-            assert (cores.num, cores.most) == (1 + lent, 2)
+        for shared in (False, True, True, False):
+            cores.use(shared=shared)
+            assert (cores.num, cores.most) == (1 + shared, 2)
             assert os.sched_getaffinity(0) == {allowed[0]}, "whoever helps has the other core"
-            assert len(os.listdir("/proc/self/task")) == before + lent
+            assert len(os.listdir("/proc/self/task")) == before + shared
 
     in_a_thread(work)
 

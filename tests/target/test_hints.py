@@ -23,14 +23,14 @@ from paceline.config import HintOptions, LocalConfig, ServiceConfig, TargetOptio
 from paceline.core.noise import Stream, gumbel_at, seed_bits
 from paceline.core.tree import Producer, Proposal
 from paceline.drafters.heads.exit_adapter import ExitAdapter
-from paceline.drafters.heads.lent import Continued, layers_from, lend
+from paceline.drafters.heads.partial_model import Continued, borrow, layers_from
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
 from paceline.messages import Hint
 from paceline.model.device import Placement
+from paceline.model.layer_callback import heard_by
 from paceline.model.loading import LoadedModel, prepare
-from paceline.model.midway import heard_by
 from paceline.model.step_plan import SequenceStep
 from paceline.preflight.heads import heads_size
 from paceline.target import hints as hints_module
@@ -54,13 +54,13 @@ def models(family: str) -> tuple[PreTrainedModel, LoadedModel]:
     return target, prepare(noisy_copy(target, 0.05), compile=False)
 
 
-def loaded(family: str = "llama", midway: int | None = BOUNDARY) -> LoadedModel:
-    return prepare(models(family)[0], compile=False, midway=midway)
+def loaded(family: str = "llama", callback_boundary: int | None = BOUNDARY) -> LoadedModel:
+    return prepare(models(family)[0], compile=False, callback_boundary=callback_boundary)
 
 
 def hints_for(model: LoadedModel, top: int = TOP) -> Hints:
     network: Any = model.step
-    exit = Continued(lend(lambda f: layers_from(model.size.num_layers, f), network.model))
+    exit = Continued(borrow(lambda f: layers_from(model.size.num_layers, f), network.model))
     return Hints(HintOptions(boundary=BOUNDARY, top=top), exit.logits)
 
 

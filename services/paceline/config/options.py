@@ -32,7 +32,7 @@ class TargetSetup:
     """Nodes per session that its drafts may send. 0: there is no draft."""
     link: HeadDraftOptions | None = None
     """The head in the draft pool that it sends hidden states to. None: its drafts read none."""
-    lent_cores: int = 0
+    shared_cores: int = 0
     """Cores of idle drafts that share the target's products while no session has a draft."""
 
     @classmethod

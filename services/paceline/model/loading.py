@@ -42,9 +42,9 @@ from paceline.model.device import Placement, keep_bits, resolve
 from paceline.model.experts import pad_experts
 from paceline.model.features import Features
 from paceline.model.kv_cache import NO_KV, KVCache, LayerSpec
+from paceline.model.layer_callback import LayerCallback
 from paceline.model.linear import layers as linear_layers
 from paceline.model.local_config import BUILDING
-from paceline.model.midway import Midway
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.load import Progress
 from paceline.model.parallel.model import Share, load_shard, share_of
@@ -191,7 +191,7 @@ def load_model(
     examination: Examination | None = None,
     *,
     later: bool = False,
-    midway: int | None = None,
+    callback_boundary: int | None = None,
     max_model_len: int | None = None,
 ) -> LoadedModel:
     """Loads, checks and, if configured, compiles the model, or with a ``group`` this rank's part of it.
@@ -204,7 +204,7 @@ def load_model(
         features: the hidden states that its steps return; None: none.
         examination: called before the model is compiled; None: nothing is.
         later: True: a whole model that was not compiled on this machine yet stays eager and has ``load_compiled``.
-        midway: the boundary whose states a listener may receive during a step (``midway.py``); None: no listener.
+        callback_boundary: where a listener receives states during a step (``layer_callback.py``); None: nowhere.
         max_model_len: the longest context; None: the model's own limit.
 
     Raises:
@@ -248,7 +248,7 @@ def load_model(
     settings: dict[str, Any] = {
         "attention": options.attention,
         "features": features,
-        "midway": midway,
+        "callback_boundary": callback_boundary,
         "max_model_len": max_model_len,
     }
     try:
@@ -315,7 +315,7 @@ def prepare(
     compile: bool | Literal["later"],
     attention: Attention = "auto",
     features: Features | None = None,
-    midway: int | None = None,
+    callback_boundary: int | None = None,
     max_model_len: int | None = None,
 ) -> LoadedModel:
     """Makes a loaded transformers model runnable. All ranks of a sharded model must call it, since it runs a step.
@@ -326,7 +326,7 @@ def prepare(
             ``load_compiled``.
         attention: the attention kernel.
         features: the hidden states that its steps return; None: none.
-        midway: the boundary whose states a listener may receive during a step (``midway.py``); None: no listener.
+        callback_boundary: where a listener receives states during a step (``layer_callback.py``); None: nowhere.
         max_model_len: the longest context; None: the model's own limit.
 
     Raises:
@@ -341,7 +341,7 @@ def prepare(
     elif model.device.type == "cuda":
         keep_bits()
     taps = None if features is None else StateTaps(model, features, name_of(model))
-    middle = None if midway is None else Midway(model, midway, name_of(model))
+    middle = None if callback_boundary is None else LayerCallback(model, callback_boundary, name_of(model))
     text = model.config.get_text_config()
     max_len = context_length(text) or 1 << 20
     settle_rope(model, min(max_model_len or max_len, max_len), name_of(model))
@@ -360,7 +360,7 @@ def prepare(
             raise ConfigError(f"compile is true, but {reason}: set compile to auto or false")
 
     def load_compiled() -> StepFunction | None:
-        return cached_step(model, window, choose(attention), cache_dir() / "compiled", features, midway)
+        return cached_step(model, window, choose(attention), cache_dir() / "compiled", features, callback_boundary)
 
     if compile == "later":
         step = None if never else load_compiled()

@@ -19,9 +19,9 @@ from paceline.model.attention.latent import adopt_latents, keeps_latents, over_l
 from paceline.model.attention.paged import IMPLEMENTATIONS
 from paceline.model.attention.passing import pass_arguments_on
 from paceline.model.kv_cache import NO_KV, LayerSpec
+from paceline.model.layer_callback import LayerCallback
 from paceline.model.linear.layers import linear_indices, replace_linear_layers
 from paceline.model.linear.operator import LinearInputs
-from paceline.model.midway import Midway
 from paceline.model.states import StateTaps
 from paceline.model.tails import SpareTokens
 from paceline.model.wanted_rows import WantedRows
@@ -48,7 +48,7 @@ class Step(torch.nn.Module):
         model: PreTrainedModel,
         kernel: Kernel = "sdpa",
         taps: StateTaps | None = None,
-        midway: Midway | None = None,
+        callback: LayerCallback | None = None,
         rows: WantedRows | None = None,
     ) -> None:
         """``rows``: what computes the last layer for the tokens at ``logits_index`` alone; None: all are computed."""
@@ -56,7 +56,7 @@ class Step(torch.nn.Module):
         model.set_attn_implementation(IMPLEMENTATIONS[kernel])
         self.model = model
         self.taps = taps
-        self.midway = midway
+        self.callback = callback
         self.rows = rows
         self.linear = linear_indices(model)
         self.is_indexed = bool(indexers_of(model))
@@ -80,8 +80,8 @@ class Step(torch.nn.Module):
         ``LinearInputs.tensors``."""
         if self.taps is not None:
             self.taps.listen()
-        if self.midway is not None:
-            self.midway.expect(logits_index)
+        if self.callback is not None:
+            self.callback.expect(logits_index)
         if self.rows is not None:
             self.rows.expect(logits_index)
         own: dict[str, Any] = {} if linear is None else {"linear": LinearInputs.of(self.linear, linear)}

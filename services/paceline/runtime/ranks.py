@@ -163,12 +163,12 @@ def local_worker(
     ``factory`` defaults to the engine that ``config`` names. For several ranks it is a dataclass with a rendezvous;
     with a draft of placement ``auto`` it also has a setup.
     """
-    own, others, lent = _cores(config, is_draft=kind == "draft")
+    own, others, shared = _cores(config, is_draft=kind == "draft")
     setup: TargetSetup | DraftSetup | None = config.draft_setup() if kind == "draft" else config.target_setup()
     rendezvous, followers = process_ranks(setup, others)
     changes: dict[str, Any] = {} if rendezvous is None else {"rendezvous": rendezvous}
-    if lent:
-        setup = changes["setup"] = replace(config.target_setup(), lent_cores=lent)
+    if shared:
+        setup = changes["setup"] = replace(config.target_setup(), shared_cores=shared)
     if factory is None:
         assert setup is not None
         factory = EngineSpec(setup, rendezvous).build

@@ -112,7 +112,7 @@ def _runner(
     opened, linked = open_heads(setup, checkpoint), open_link(setup, checkpoint)
     probe = probe_of(opened, checkpoint)
     later = begins_eagerly(options, checkpoint, placement)
-    features, midway = features_of(opened, linked), None if options.hints is None else options.hints.boundary
+    features, callback_boundary = features_of(opened, linked), None if options.hints is None else options.hints.boundary
     model = load_model(
         checkpoint,
         options,
@@ -121,7 +121,7 @@ def _runner(
         features,
         probe,
         later=later,
-        midway=midway,
+        callback_boundary=callback_boundary,
         max_model_len=options.max_model_len,
     )
     max_len = options.max_model_len or model.max_len
@@ -217,7 +217,7 @@ def _engine(
         hints=hints,
         grammars=_grammars(checkpoint, model),
         compilation=compilation,
-        cores=TargetCores.of(options.cpu_threads, setup.lent_cores, model),
+        cores=TargetCores.of(options.cpu_threads, setup.shared_cores, model),
         holds_outcomes=holds_outcomes,
     )
     engine.calibrate()
@@ -232,9 +232,9 @@ def _compilation(setup: TargetSetup, model: LoadedModel, max_len: int, *, tests:
     if model.load_compiled is None:
         return None
     test = SelfTest(max_len, setup.options.max_step_tokens) if tests else None
-    midway = None if setup.options.hints is None else setup.options.hints.boundary
+    callback_boundary = None if setup.options.hints is None else setup.options.hints.boundary
     max_model_len = setup.options.max_model_len
-    job = CompileJob.of(setup.source, setup.options, model.features, test, midway, max_model_len)
+    job = CompileJob.of(setup.source, setup.options, model.features, test, callback_boundary, max_model_len)
     return Compilation(job, model.load_compiled)
 
 

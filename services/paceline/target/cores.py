@@ -16,38 +16,38 @@ log = logging.getLogger(__name__)
 
 
 class TargetCores:
-    """The cores of the creating thread, which steps the target: first its own cores, then shared ones of drafts."""
+    """The cores of the creating thread, which steps the target: its own, then those that it shares with drafts."""
 
-    def __init__(self, num_own: int, num_lent: int) -> None:
-        self._cores = sorted(os.sched_getaffinity(0))[: num_own + num_lent]
+    def __init__(self, num_own: int, num_shared: int) -> None:
+        self._cores = sorted(os.sched_getaffinity(0))[: num_own + num_shared]
         self._num_own = num_own
-        self.lent = False
+        self.shared = False
         """The drafts' cores are in use."""
-        self.use(lent=False)
+        self.use(shared=False)
 
     @classmethod
-    def of(cls, num_own: int, num_lent: int, model: LoadedModel) -> TargetCores | None:
-        """Returns this thread's cores; None if no draft shares any, or ``model``'s products cannot be (logged)."""
-        if num_lent == 0:
+    def of(cls, num_own: int, num_shared: int, model: LoadedModel) -> TargetCores | None:
+        """Returns this thread's cores; None if it shares no draft's, or cannot share ``model``'s products (logged)."""
+        if num_shared == 0:
             return None
-        if reason := why_not_shared(num_own + num_lent, model):
+        if reason := why_not_shared(num_own + num_shared, model):
             log.info("the target does not share its products with cores of its draft: %s", reason)
             return None
-        return cls(num_own, num_lent)
+        return cls(num_own, num_shared)
 
     @property
     def num(self) -> int:
         """Cores that share the products now."""
-        return len(self._cores) if self.lent else self._num_own
+        return len(self._cores) if self.shared else self._num_own
 
     @property
     def most(self) -> int:
         """Cores that share them while no session has a draft."""
         return len(self._cores)
 
-    def use(self, *, lent: bool) -> None:
+    def use(self, *, shared: bool) -> None:
         """Starts or ends using the drafts' cores."""
-        self.lent = lent
+        self.shared = shared
         share_products(1)  # ends the earlier threads, so that this one has all of its cores again
         os.sched_setaffinity(0, self._cores[: self.num])
         share_products(self.num)

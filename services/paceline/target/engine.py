@@ -237,10 +237,10 @@ class TargetEngine:
         self._held += self._in_flight(parts)
         self._meter.begin(parts, started, self.heads.take_s())
         wants_states = self.link is not None or (bool(self.heads) and self.heads.wants_states())
-        midway = None if self.hints is None else self._send_hints
+        on_states = None if self.hints is None else self._send_hints
         self._send_held()
         try:
-            forwarded = self.runners.forward(parts, wants_states=wants_states, midway=midway)
+            forwarded = self.runners.forward(parts, wants_states=wants_states, on_states=on_states)
         except NoMemoryError as error:
             self._abandon(parts, error)
             return True
@@ -277,22 +277,22 @@ class TargetEngine:
         if self.cores is None:
             self._calibrate()
             return
-        for lent in (False, True):
-            self._use_cores(lent=lent)
+        for shared in (False, True):
+            self._use_cores(shared=shared)
             self._calibrate()
 
     def _follow_drafts(self) -> None:
         """Uses drafts' cores while no session has a draft, and tells heads in which circumstances they are asked."""
         cores, num_running = self.cores, len(self._scheduler.running)
-        if cores is not None and cores.lent is any(session.draft_available for session in self._sessions.values()):
-            self._use_cores(lent=not cores.lent)
+        if cores is not None and cores.shared is any(session.draft_available for session in self._sessions.values()):
+            self._use_cores(shared=not cores.shared)
         if self.allocation.adaptive and num_running:
             self.heads.use(0 if cores is None else cores.num, drafting=self.gate.trials.wanted(num_running))
 
-    def _use_cores(self, *, lent: bool) -> None:
-        """Chooses the cores of the following steps: the target's own, and with ``lent`` its drafts' cores, too."""
+    def _use_cores(self, *, shared: bool) -> None:
+        """Chooses the cores of the following steps: the target's own, and with ``shared`` its drafts' cores, too."""
         assert self.cores is not None
-        self.cores.use(lent=lent)
+        self.cores.use(shared=shared)
         self.allocation.use_cores(self.cores.num)
 
     def _calibrate(self) -> None:

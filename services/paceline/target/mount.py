@@ -19,9 +19,9 @@ from paceline.core.processors import SamplerState
 from paceline.drafters.colocated import DraftModelHead
 from paceline.drafters.corpus import suffix_drafter
 from paceline.drafters.heads.early_exit import ExitPlan, open_exit
-from paceline.drafters.heads.lent import Continued, layers_from, lent_or_read, require_lendable
 from paceline.drafters.heads.load import HeadPlan, mtp_layers, open_head, remote_plan
 from paceline.drafters.heads.module import HeadModule
+from paceline.drafters.heads.partial_model import Continued, borrowed_or_read, layers_from, require_borrowable
 from paceline.drafters.heads.probe import HeadProbe
 from paceline.drafters.heads.reading import TargetFacts
 from paceline.drafters.heads.streaming import StreamsPlan, open_streams
@@ -191,7 +191,7 @@ def require_hints(setup: TargetSetup, target: Checkpoint, placement: Placement) 
     require_hint_boundary(setup, num_layers)
     if placement.device.type == "cuda" and setup.options.cuda_graphs is not False:
         raise ConfigError("hints need steps that call back, and CUDA graphs do not: set cuda_graphs to false")
-    require_lendable(f"hints.boundary is {hints.boundary}", target, partial(layers_from, num_layers), ())
+    require_borrowable(f"hints.boundary is {hints.boundary}", target, partial(layers_from, num_layers), ())
     _hint_adapter(hints, target)
 
 
@@ -212,7 +212,7 @@ def load_hints(setup: TargetSetup, target: Checkpoint, model: LoadedModel) -> Hi
     if (options := setup.options.hints) is None:
         return None
     part = partial(layers_from, model.size.num_layers)
-    rest = Continued(lent_or_read(part, _lasting(model), target, model.dtype, model.device))
+    rest = Continued(borrowed_or_read(part, _lasting(model), target, model.dtype, model.device))
     log.info("target: hints are the %d likeliest tokens at boundary %d", options.top, options.boundary)
     if (adapter := _hint_adapter(options, target)) is None:
         return Hints(options, rest.logits)

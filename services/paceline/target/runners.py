@@ -25,7 +25,7 @@ from paceline.core.tree import NO_PROPOSAL
 from paceline.errors import EngineError
 from paceline.model.compiled.background import Compilation
 from paceline.model.compiled.graphs import release_cached
-from paceline.model.midway import heard_by
+from paceline.model.layer_callback import heard_by
 from paceline.model.parallel.runner import LeadingRunner
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
@@ -105,19 +105,19 @@ class Runners:
         parts: Sequence[Scheduled],
         *,
         wants_states: bool,
-        midway: Callable[[Sequence[Scheduled], Tensor], None] | None = None,
+        on_states: Callable[[Sequence[Scheduled], Tensor], None] | None = None,
     ) -> Forwarded:
         """Runs the model on parts that are ``in_order``.
 
-        One of several ranks samples tokens on the ranks, for sessions that allow it. ``midway`` is called within a
-        forward, with its parts and the states of their logits' rows at that boundary (``model/midway.py``).
+        One of several ranks samples tokens on the ranks, for sessions that allow it. ``on_states`` is called within a
+        forward, with its parts and the states of their logits' rows at that boundary (``model/layer_callback.py``).
 
         Raises:
             NoMemoryError: the device has no memory even for one token of a session.
         """
         runs = []
         for n, those in itertools.groupby(parts, key=_generation):
-            runs += _in_memory(self._by_generation[n], [*those], wants_states=wants_states, midway=midway)
+            runs += _in_memory(self._by_generation[n], [*those], wants_states=wants_states, on_states=on_states)
         done = [one for _, one in runs]
         if len(done) == 1:
             return done[0]
@@ -160,11 +160,11 @@ def _in_memory(
     parts: list[Scheduled],
     *,
     wants_states: bool,
-    midway: Callable[[Sequence[Scheduled], Tensor], None] | None,
+    on_states: Callable[[Sequence[Scheduled], Tensor], None] | None,
 ) -> list[tuple[list[Scheduled], Forwarded]]:
     """Runs the forward of one runner's parts; of their halves if the device has no memory for all."""
     try:
-        with nullcontext() if midway is None else heard_by(partial(midway, parts)):
+        with nullcontext() if on_states is None else heard_by(partial(on_states, parts)):
             return [(parts, _forward(runner, parts, wants_states=wants_states))]
     except (RuntimeError, MemoryError) as error:
         if isinstance(runner, LeadingRunner) or not _is_out_of_memory(error):
@@ -174,7 +174,7 @@ def _in_memory(
     if (halves := _halves(parts)) is None:
         raise NoMemoryError(parts[0].session, reason)
     log.warning("the device has no memory for a step of %d tokens: %s", sum(p.num_tokens for p in parts), reason)
-    return [run for half in halves for run in _in_memory(runner, half, wants_states=wants_states, midway=midway)]
+    return [run for half in halves for run in _in_memory(runner, half, wants_states=wants_states, on_states=on_states)]
 
 
 def _is_out_of_memory(error: Exception) -> bool:

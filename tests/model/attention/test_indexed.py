@@ -21,8 +21,8 @@ from paceline.checkpoint.indexed import num_indexers
 from paceline.checkpoint.linear import why_not_runnable
 from paceline.cli.drafting import choose
 from paceline.config import ModelOptions
-from paceline.drafters.heads.lent import layers_from, require_lendable
 from paceline.drafters.heads.load import open_head
+from paceline.drafters.heads.partial_model import layers_from, require_borrowable
 from paceline.errors import ConfigError
 from paceline.model.attention import indexed as operator
 from paceline.model.attention import native
@@ -205,7 +205,7 @@ def test_its_layers_and_mtp_modules_are_refused_as_heads(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=message):
         open_head("mtp", None, checkpoint)
     with pytest.raises(ConfigError, match=message):
-        require_lendable("method", checkpoint, lambda family: layers_from(1, family), [1])
+        require_borrowable("method", checkpoint, lambda family: layers_from(1, family), [1])
     assert "MTP" not in choose(str(tmp_path)).line
 
 

@@ -17,12 +17,12 @@ from paceline.model.loading import LoadedModel, prepare
 from paceline.model.step_plan import SequenceStep
 from paceline.types import pages_for
 
-ALL: dict[str, Any] = {"midway": 1, "features": Features((0, OUT), every_position=True)}
-HINTS: dict[str, Any] = {"midway": 1}
+ALL: dict[str, Any] = {"callback_boundary": 1, "features": Features((0, OUT), every_position=True)}
+HINTS: dict[str, Any] = {"callback_boundary": 1}
 LAST: dict[str, Any] = {"features": Features((0, OUT), every_position=True)}
 """With it the last layer computes all rows, where the bare graph has those whose logits are wanted."""
 SOME: dict[str, Any] = {"features": Features((1, 2), every_position=False)}
-BOTH: dict[str, Any] = {"midway": 1, "features": Features((0, 1, 2), every_position=True)}
+BOTH: dict[str, Any] = {"callback_boundary": 1, "features": Features((0, 1, 2), every_position=True)}
 
 
 def rows_of(loaded: LoadedModel) -> list[torch.Tensor]:

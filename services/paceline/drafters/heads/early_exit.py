@@ -31,10 +31,10 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates
 from paceline.drafters.heads.drafter import TOP_M
-from paceline.drafters.heads.lent import Family, lent_or_read, require_lendable, subclass
 from paceline.drafters.heads.load import HeadPlan, open_head
 from paceline.drafters.heads.module import HeadModule
 from paceline.drafters.heads.paged import Branches, Paged, Part
+from paceline.drafters.heads.partial_model import Family, borrowed_or_read, require_borrowable, subclass
 from paceline.drafters.heads.reading import TargetFacts
 from paceline.drafters.protocol import OUT, Candidates, Features, Fed, Leaf, OfSessions
 from paceline.errors import ConfigError
@@ -200,7 +200,7 @@ class ExitPlan:
         Raises:
             ConfigError: the target's files cannot be read.
         """
-        model = lent_or_read(partial(layers_below, self.boundary), target, self._target, dtype, device)
+        model = borrowed_or_read(partial(layers_below, self.boundary), target, self._target, dtype, device)
         if self.adapter is not None:
             _adapt(model, self.adapter.load_module(dtype, device), self._target.path)
         return EarlyExit(model, vocab_size=self._vocab_size, max_leaves=max_leaves)
@@ -228,7 +228,7 @@ def open_exit(target: Checkpoint, boundary: int | None, source: str | None = Non
             f"boundaries is [{boundary}] of method 'early_exit': the target {target.path!r} has {facts.num_layers} "
             f"layers, so 1 to {facts.num_layers - 1} are allowed"
         )
-    require_lendable("method is 'early_exit'", target, partial(layers_below, boundary), range(boundary))
+    require_borrowable("method is 'early_exit'", target, partial(layers_below, boundary), range(boundary))
     return ExitPlan(boundary, adapter, target, facts.vocab_size)
 
 

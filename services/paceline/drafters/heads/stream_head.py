@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.drafters.heads.block import Blocks, Blockwise
-from paceline.drafters.heads.lent import Continued
 from paceline.drafters.heads.module import Attend, Unrolled
+from paceline.drafters.heads.partial_model import Continued
 from paceline.drafters.heads.reading import HeadForm, Reading, matched_tensors, meta_model
 from paceline.errors import ConfigError
 from paceline.model.states import find_layers

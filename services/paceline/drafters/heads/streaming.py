@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.drafters.heads.drafter import HeadDrafter
-from paceline.drafters.heads.lent import Continued, layers_from, lent_or_read, require_lendable
 from paceline.drafters.heads.load import HeadPlan, open_head
+from paceline.drafters.heads.partial_model import Continued, borrowed_or_read, layers_from, require_borrowable
 from paceline.drafters.heads.reading import TargetFacts
 from paceline.drafters.heads.stream_head import StreamHead
 from paceline.drafters.protocol import Features
@@ -70,7 +70,7 @@ class StreamsPlan:
         """
         drafter = self.head.load(dtype, device, max_leaves=max_leaves)
         assert isinstance(drafter.module, StreamHead)
-        model = lent_or_read(partial(layers_from, self.boundary), target, self._target, dtype, device)
+        model = borrowed_or_read(partial(layers_from, self.boundary), target, self._target, dtype, device)
         drafter.module.run_on(Continued(model))
         return drafter
 
@@ -95,5 +95,5 @@ def open_streams(target: Checkpoint, source: str, num_tokens: int | None = None)
             f"streams, so 1 to {plan.num_streams} are allowed"
         )
     layers = range(plan.boundary, TargetFacts.of(target).num_layers)
-    require_lendable(f"method is {method!r}", target, partial(layers_from, plan.boundary), layers)
+    require_borrowable(f"method is {method!r}", target, partial(layers_from, plan.boundary), layers)
     return plan

@@ -21,11 +21,11 @@ from paceline.drafters.heads.block import BlockForm, BlockHead
 from paceline.drafters.heads.eagle import Eagle, Eagle3, Eagle3Form, PEagle
 from paceline.drafters.heads.exit_adapter import ExitAdapter
 from paceline.drafters.heads.layers import eagle_config
-from paceline.drafters.heads.lent import Continued, layers_from, lend
 from paceline.drafters.heads.medusa import Medusa
 from paceline.drafters.heads.mlp import MLPSpeculator
 from paceline.drafters.heads.module import Function, HeadModule
 from paceline.drafters.heads.mtp import Mtp
+from paceline.drafters.heads.partial_model import Continued, borrow, layers_from
 from paceline.drafters.heads.stream_head import StreamHead, linears_of
 from paceline.drafters.training.draft_model import DraftModel, first_layers, vocabulary_of
 from paceline.drafters.training.features import OUT, FeatureCache, Row, states
@@ -329,7 +329,7 @@ def _exit(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
 
 def _streams(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
     """Streams that add nothing to the target's last layers yet, and of the anchor what its next state has of it."""
-    own = Continued(lend(partial(layers_from, fit.boundaries[0]), target))
+    own = Continued(borrow(partial(layers_from, fit.boundaries[0]), target))
     size = target.get_output_embeddings().in_features
     module = StreamHead(linears_of(own.layers, "the target"), size, form.depths, form.rank, form.depths)
     u, scale, v = torch.linalg.svd(

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 
 from paceline.checkpoint.linear import LinearSpec, Slots
 from paceline.errors import ConfigError, EngineError
-from paceline.model import midway as midway_op
+from paceline.model import layer_callback
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.kernels import Kernel
 from paceline.model.compiled import linear as cpu_linear
@@ -41,10 +41,10 @@ from paceline.model.compiled.joined import replace_linears
 from paceline.model.compiled.package import load_package
 from paceline.model.features import Features
 from paceline.model.kv_cache import KVCache, LayerSpec
+from paceline.model.layer_callback import LayerCallback
 from paceline.model.linear import native as linear_attention
 from paceline.model.linear.layers import linear_indices
 from paceline.model.linear.plan import LinearSlots
-from paceline.model.midway import Midway
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.model import share_of
 from paceline.model.quantized import parameter_counts, plain_tensors
@@ -83,7 +83,7 @@ def artifact_key(
     sliding_window: int | None,
     kernel: Kernel = "sdpa",
     features: Features | None = None,
-    midway: int | None = None,
+    callback_boundary: int | None = None,
 ) -> str:
     """Digest of all that shapes the artifact.
 
@@ -106,8 +106,8 @@ def artifact_key(
         facts["attention"] = kernel
     if features is not None:
         facts["states"] = [*features.boundaries, features.every_position]
-    if midway is not None:
-        facts["midway"] = [midway, midway_op.key()]
+    if callback_boundary is not None:
+        facts["callback"] = [callback_boundary, layer_callback.key()]
     if model.dtype == torch.bfloat16:
         facts["linear"] = cpu_linear.key()
     if (key := cpu_linear.blocks_key(model)) is not None:
@@ -132,7 +132,7 @@ def cached_step(
     kernel: Kernel,
     cache_dir: Path,
     features: Features | None = None,
-    midway: int | None = None,
+    callback_boundary: int | None = None,
 ) -> StepFunction | None:
     """The compiled step of ``model``, which is no rank's, from the cache; None: the cache does not hold it.
 
@@ -141,7 +141,7 @@ def cached_step(
     """
     if not any(cache_dir.glob("*.pt2")):  # without reading every weight
         return None
-    path = cache_dir / f"{artifact_key(model, sliding_window, kernel, features, midway)}.pt2"
+    path = cache_dir / f"{artifact_key(model, sliding_window, kernel, features, callback_boundary)}.pt2"
     return _load(path, kernel) if path.exists() else None
 
 
@@ -152,13 +152,13 @@ def compiled_step(
     kernel: Kernel,
     cache_dir: Path,
     taps: StateTaps | None = None,
-    midway: Midway | None = None,
+    callback: LayerCallback | None = None,
     linear: Mapping[int, LinearSpec] | None = None,
 ) -> StepFunction:
     """Returns the compiled step of ``model``, from the cache or built now (about half a minute to two).
 
-    For a rank, it returns when all ranks have theirs. With ``taps`` or ``midway`` the bare step is built as well, if it
-    is not in the cache, to compare the bits of both. ``linear``: the model's linear layers.
+    For a rank, it returns when all ranks have theirs. With ``taps`` or ``callback`` the bare step is built as well, if
+    it is not in the cache, to compare the bits of both. ``linear``: the model's linear layers.
 
     Raises:
         ConfigError: the ranks exchange in a way that a compiled model cannot, or the step has other logits than the
@@ -172,7 +172,7 @@ def compiled_step(
             "a compiled model exchanges over shared memory, which these ranks do not: set compile to false"
         )
     features = None if taps is None else taps.features
-    boundary = None if midway is None else midway.boundary
+    boundary = None if callback is None else callback.boundary
     path = cache_dir / f"{artifact_key(model, sliding_window, kernel, features, boundary)}.pt2"
     cache_dir.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
@@ -185,8 +185,8 @@ def compiled_step(
             for left in path.parent.glob(f"{path.stem}.*.pt2"):  # by a process that was ended
                 left.unlink()
             temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
-            _compile(model, layers, sliding_window, kernel, temporary, taps, midway, linear)
-            if share is None and (taps is not None or midway is not None):
+            _compile(model, layers, sliding_window, kernel, temporary, taps, callback, linear)
+            if share is None and (taps is not None or callback is not None):
                 bare = compiled_step(model, layers, sliding_window, kernel, cache_dir, linear=linear)
                 _require_same_logits(_load(temporary, kernel), bare, model, layers, sliding_window, temporary, linear)
             temporary.rename(path)
@@ -262,7 +262,7 @@ def _compile(
     kernel: Kernel,
     path: Path,
     taps: StateTaps | None,
-    midway: Midway | None,
+    callback: LayerCallback | None,
     linear: Mapping[int, LinearSpec] | None,
 ) -> None:
     cache = KVCache(layers, num_pages=16, dtype=model.dtype, device="cpu", linear=linear, slots=Slots.of(8))
@@ -298,14 +298,14 @@ def _compile(
     with torch.no_grad(), warnings.catch_warnings(), _int8_lowering(model):
         warnings.simplefilter("ignore")  # exporter and inductor deprecations of their own
         with contextlib.nullcontext() if wanted is None else wanted.in_place():
-            step = Step(model, kernel, taps, midway, wanted)
+            step = Step(model, kernel, taps, callback, wanted)
             exported = torch.export.export(step, inputs, dynamic_shapes=shapes, strict=False)
         shims = cpu_attention.compiled_shims() if kernel == "native" else {}
         plain = model.dtype == torch.bfloat16 and cpu_linear.usable()
         if (plain or cpu_linear.quantized_layers(model)) and replace_linears(exported, plain=plain):
             shims |= cpu_linear.shims()
-        if midway is not None:
-            shims |= midway_op.compiled_shims()
+        if callback is not None:
+            shims |= layer_callback.compiled_shims()
         if linear:
             shims |= linear_attention.compiled_shims()
         if (share := share_of(model)) is not None:

@@ -59,7 +59,7 @@ class CompileJob:
     """Test that the compiled step must pass; None: it is used untested, as for a draft."""
     cores: frozenset[int] = frozenset()
     """Cores that the worker may run on; empty: the cores of the process that starts it."""
-    midway: int | None = None
+    callback_boundary: int | None = None
     """The boundary whose states a listener may receive during the step; None: no listener."""
     max_model_len: int | None = None
     """The longest context; None: the model's own limit."""
@@ -71,14 +71,14 @@ class CompileJob:
         options: ModelOptions,
         features: Features | None = None,
         test: SelfTest | None = None,
-        midway: int | None = None,
+        callback_boundary: int | None = None,
         max_model_len: int | None = None,
     ) -> Self:
         """Makes the job for a model of this process. It may run on all cores. Of ``options`` it keeps the model's own
         fields.
         """
         own = ModelOptions(**options.model_dump(include=set(ModelOptions.model_fields)))
-        return cls(source, own, features, test, all_cores(), midway, max_model_len)
+        return cls(source, own, features, test, all_cores(), callback_boundary, max_model_len)
 
     @property
     def detached(self) -> bool:
@@ -88,7 +88,7 @@ class CompileJob:
     @property
     def digest(self) -> str:
         """Digest that is equal for all jobs that compile the same step, on any cores."""
-        facts = (self.source, self.options.model_dump_json(), self.features, self.midway, self.max_model_len)
+        facts = (self.source, self.options.model_dump_json(), self.features, self.callback_boundary, self.max_model_len)
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 

@@ -59,7 +59,7 @@ _NATIVE = {
     b"packed_heads",
     b"gated_silu",
     b"attend_pages",
-    b"midway",
+    b"layer_callback",
     b"ranks_sum",
     b"ranks_gather",
     b"gated_delta",

@@ -69,7 +69,13 @@ def perform(job: CompileJob) -> str | None:
     torch.set_num_threads(1)
     options = job.options.model_copy(update={"compile": True})
     checkpoint = Checkpoint.open(job.source, options.trust_remote_code)
-    model = load_model(checkpoint, options, features=job.features, midway=job.midway, max_model_len=job.max_model_len)
+    model = load_model(
+        checkpoint,
+        options,
+        features=job.features,
+        callback_boundary=job.callback_boundary,
+        max_model_len=job.max_model_len,
+    )
     if job.test is None:
         return None
     report = check_invariance(model.runner(_TEST_PAGES), job.test.max_len, job.test.max_step_tokens)

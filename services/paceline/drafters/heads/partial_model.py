@@ -36,7 +36,7 @@ def without_weights(part: Part, whole: PreTrainedModel) -> PreTrainedModel:
         return attend_with_ours(make(copy.deepcopy(whole.config)).to(whole.dtype).eval())
 
 
-def lend(part: Part, target: PreTrainedModel) -> PreTrainedModel:
+def borrow(part: Part, target: PreTrainedModel) -> PreTrainedModel:
     """The part of a loaded target, on its own weights."""
     model, weights, buffers = without_weights(part, target), target.state_dict(), dict(target.named_buffers())
     model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
@@ -46,7 +46,7 @@ def lend(part: Part, target: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def lent_or_read(
+def borrowed_or_read(
     part: Part, target: PreTrainedModel | None, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     """The part of a target on its own weights; ``target`` None: these layers are read from its files once more.
@@ -55,13 +55,13 @@ def lent_or_read(
         ConfigError: the files cannot be read.
     """
     if target is not None:
-        return lend(part, target)
+        return borrow(part, target)
     model = load_pretrained(checkpoint, dtype, device, part=part(type(meta_model(checkpoint))))
     pack_layers(attend_with_ours(model))
     return model
 
 
-def require_lendable(asked: str, target: Checkpoint, part: Part, layers: Collection[int]) -> None:
+def require_borrowable(asked: str, target: Checkpoint, part: Part, layers: Collection[int]) -> None:
     """Checks that some layers of a target can draft. Reads no weight.
 
     Args:

@@ -1,4 +1,4 @@
-// A place in the middle of a compiled step where it calls the interpreter, and goes on. See midway.py.
+// A place in the middle of a compiled step where it calls the interpreter, and goes on. See layer_callback.py.
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
@@ -14,10 +14,10 @@ std::atomic<Told> told = nullptr;
 
 extern "C" {
 
-void paceline_midway(Told function) { told = function; }
+void paceline_layer_callback(Told function) { told = function; }
 
 // out = a copy of `states`, so that what follows waits for the call. What compiled models call.
-AOTITorchError aoti_torch_cpu_midway(AtenTensorHandle states, AtenTensorHandle index, AtenTensorHandle* out) {
+AOTITorchError aoti_torch_cpu_layer_callback(AtenTensorHandle states, AtenTensorHandle index, AtenTensorHandle* out) {
   if (const Told function = told) {
     AtenTensorHandle given = nullptr, rows = nullptr;
     if (aoti_torch_new_tensor_handle(states, &given) || aoti_torch_new_tensor_handle(index, &rows)) {

@@ -4,7 +4,7 @@
                                       └──▶ the listener of this thread, which the step waits for
 
 There is a listener only within ``heard_by``. It changes no result of the step. A compiled step calls back by an
-operator of its own (``midway.cpp``): the step runs without the interpreter's lock, and the callback acquires it.
+operator of its own (``layer_callback.cpp``): the step runs without the interpreter's lock, which the callback acquires.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def heard_by(listener: Listener) -> Iterator[None]:
         raise error
 
 
-class Midway:
+class LayerCallback:
     """Calls the listener at one boundary of a model, from a hook that stays on the model."""
 
     def __init__(self, model: PreTrainedModel, boundary: int, name: str) -> None:
@@ -81,7 +81,7 @@ class Midway:
         if index is None:
             return None
         if torch.compiler.is_exporting():
-            passed = torch.ops.paceline.midway(states, index)
+            passed = torch.ops.paceline.layer_callback(states, index)
             return ((passed, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": passed})
         _tell(states, index)
         return None
@@ -100,7 +100,7 @@ def key() -> str:
 def compiled_shims() -> dict[Any, list[str]]:
     """The operator with the C function that a compiled model calls. ``key`` comes first."""
     handles = "AtenTensorHandle states, AtenTensorHandle index, AtenTensorHandle* out"
-    return {torch.ops.paceline.midway.default: [f"AOTITorchError aoti_torch_cpu_midway({handles})"]}
+    return {torch.ops.paceline.layer_callback.default: [f"AOTITorchError aoti_torch_cpu_layer_callback({handles})"]}
 
 
 def _tell(states: Tensor, index: Tensor) -> None:
@@ -117,10 +117,10 @@ def _library() -> tuple[ctypes.CDLL, Any]:
     except OSError as error:
         raise EngineError(f"{path.name} could not be loaded: {error}") from error
     told = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(_told)
-    library.paceline_midway.argtypes, library.paceline_midway.restype = [type(told)], None
-    library.paceline_midway(told)
-    torch.library.define("paceline::midway", "(Tensor states, Tensor index) -> Tensor")
-    torch.library.register_fake("paceline::midway", lambda states, index: torch.empty_like(states))
+    library.paceline_layer_callback.argtypes, library.paceline_layer_callback.restype = [type(told)], None
+    library.paceline_layer_callback(told)
+    torch.library.define("paceline::layer_callback", "(Tensor states, Tensor index) -> Tensor")
+    torch.library.register_fake("paceline::layer_callback", lambda states, index: torch.empty_like(states))
     return library, told
 
 

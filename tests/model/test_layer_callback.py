@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from paceline.model.compiled.aot import artifact_key
 from paceline.model.compiled.package import CompiledPackage
 from paceline.model.features import Features
+from paceline.model.layer_callback import heard_by
 from paceline.model.loading import prepare
-from paceline.model.midway import heard_by
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
 
@@ -45,7 +45,7 @@ def expected(model: PreTrainedModel) -> Tensor:
 
 def check(model: PreTrainedModel, *, compile: bool) -> None:
     """A listener hears the states once a step, no other thread does, and the step raises what it raises."""
-    loaded = prepare(model, compile=compile, midway=BOUNDARY)
+    loaded = prepare(model, compile=compile, callback_boundary=BOUNDARY)
     runner = loaded.runner(8)
     steps = steps_of(runner)
     heard: list[Tensor] = []
@@ -98,7 +98,7 @@ def test_a_listener_hears_the_states_of_a_compiled_step(dtype: torch.dtype) -> N
     if dtype == torch.float32:
         check(model, compile=True)
     model = smallest().to(dtype)
-    loaded, eager = (prepare(model, compile=compile, midway=BOUNDARY) for compile in (True, False))
+    loaded, eager = (prepare(model, compile=compile, callback_boundary=BOUNDARY) for compile in (True, False))
     assert isinstance(loaded.step, CompiledPackage)
     told = []
     for each in (loaded, eager):
@@ -116,8 +116,8 @@ def test_a_compiled_step_that_can_be_heard_is_one_of_its_own() -> None:
     model = smallest()
     keys = {
         artifact_key(model, None),
-        artifact_key(model, None, midway=1),
+        artifact_key(model, None, callback_boundary=1),
         artifact_key(model, None, features=Features((1,), True)),
-        artifact_key(model, None, features=Features((1,), True), midway=1),
+        artifact_key(model, None, features=Features((1,), True), callback_boundary=1),
     }
     assert len(keys) == 4
