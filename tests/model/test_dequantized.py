@@ -295,7 +295,8 @@ DOWN = "model.layers.1.mlp.down_proj."
         ("gptq", {"qzeros": torch.zeros(5, 9, dtype=torch.int32)}, "{0}qzeros of shape (5, 9) does not fit"),
         ("gptq", {"g_idx": None, "scales": torch.ones(4, 128)}, "{0}qzeros of shape (5, 16) does not fit"),
         ("pack-quantized", {"weight_shape": torch.tensor([128, 200])}, "{0}weight_shape is (128, 200)"),
-        ("awq", {"qweight": None}, "no weight file holds {0}weight"),
+        ("awq", {"qweight": None}, "stores {0}scales, and no weight that it belongs to"),
+        ("awq", {"act_fn.scales": torch.ones(320)}, "stores {0}act_fn.scales, and no weight that it belongs to"),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )

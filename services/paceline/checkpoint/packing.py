@@ -30,6 +30,8 @@ _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _ACTIVATIONS = ("input_scale", "output_scale", "activation_scale", "input_global_scale", "input_zero_point", "k_scale",
                 "v_scale", "q_scale")  # fmt: skip
 """Last parts of the names of what scales activations, keys and values."""
+_ANY_SCALE = "_scale"
+"""An ending that other parameters have, too, such as a ``logit_scale``."""
 _PACKED_TYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I8", "U8")
 """Number formats of safetensors in which no plain weight is stored."""
 
@@ -114,7 +116,8 @@ class Packing:
         return (*sizes[:-2], sizes[-1], sizes[-2]) if self.transposed else tuple(sizes)
 
     def require_types(self, types: Mapping[str, str], path: str) -> None:
-        """Raises ConfigError if tensors are stored as numbers of another kind than this format's.
+        """Raises ConfigError if tensors are stored as numbers of another kind than this format's, or scales without
+        what they scale.
 
         Args:
             types: the number format of each tensor by name.
@@ -131,6 +134,9 @@ class Packing:
         if wrong:
             name = wrong[0]
             raise ConfigError(f"model {path!r} stores {name} as {types[name]}, which is not read in its format")
+        for name in sorted(types.keys() - scales):
+            if any(name.endswith(ending) for ending in self.scales if ending != _ANY_SCALE):  # AWQ scales activations
+                raise ConfigError(f"model {path!r} stores {name}, and no weight that it belongs to")
 
 
 def packing_of(config: Mapping[str, Any] | None) -> Packing | None:
@@ -202,7 +208,7 @@ _MXFP4 = Packing("mxfp4", "_blocks", "", ("_scales",), ("U8",), bits=4, transpos
 def _fp8(config: Mapping[str, Any]) -> Packing | str:
     """DeepSeek's and transformers': one scale for a block, or for a tensor."""
     rows, columns = config.get("weight_block_size") or (0, 0)
-    return Packing("scaled", "", "", ("_scale_inv", "_scale"), _FLOAT8, block=(rows, columns))
+    return Packing("scaled", "", "", ("_scale_inv", _ANY_SCALE), _FLOAT8, block=(rows, columns))
 
 
 def _modelopt(config: Mapping[str, Any]) -> Packing | str:
