@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -125,28 +126,10 @@ def test_a_run_of_closed_and_open_loads(tmp_path: Path, capsys: pytest.CaptureFi
     file, key = tmp_path / "out.json", tmp_path / "key"
     key.write_text("secret\n", encoding="utf-8")
     with FakeOpenAI("good", tokens=8) as server:
-        arguments = [
-            "bench",
-            "endpoint",
-            server.url,
-            "--prompts",
-            "6",
-            "--max-tokens",
-            "8",
-            "--sessions",
-            "2",
-            "--request-rate",
-            "200",
-            "--burstiness",
-            "0.5",
-            "--goodput",
-            "ttft:5000",
-            "e2el:9000",
-            "--endpoint-key-file",
-            str(key),
-            "--json",
-            str(file),
-        ]
+        arguments = shlex.split(
+            f"bench endpoint {server.url} --prompts 6 --max-tokens 8 --sessions 2 --request-rate 200 --burstiness "
+            f"0.5 --goodput ttft:5000 e2el:9000 --endpoint-key-file {key} --json {file}"
+        )
         assert main(arguments) == 0
         assert server.most_at_once >= 2
         assert len(server.requests) == 3 * 6, "a warm-up and two loads"

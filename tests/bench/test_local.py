@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -254,25 +255,10 @@ def test_a_head_alone_is_measured_and_counted(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.nightly
 def test_a_tiny_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
-    arguments = [
-        "bench",
-        "local",
-        "--no-compile",
-        "--prompts",
-        "1",
-        "--max-tokens",
-        "16",
-        "--baselines",
-        "all",
-        "--temperatures",
-        "0,1",
-        "--sequential-draft-tokens",
-        "3",
-        "--dtype",
-        "float32",
-        "--json",
-        str(file),
-    ]
+    arguments = shlex.split(
+        "bench local --no-compile --prompts 1 --max-tokens 16 --baselines all --temperatures 0,1 "
+        f"--sequential-draft-tokens 3 --dtype float32 --json {file}"
+    )
     assert main(arguments) == 0
     text = capsys.readouterr().out
     data = json.loads(file.read_text(encoding="utf-8"))
@@ -327,27 +313,10 @@ def test_a_tiny_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.nightly
 def test_several_sessions_with_every_baseline(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    arguments = [
-        "bench",
-        "local",
-        "--no-compile",
-        "--prompts",
-        "3",
-        "--sessions",
-        "3",
-        "--max-tokens",
-        "12",
-        "--baselines",
-        "all",
-        "--temperatures",
-        "0",
-        "--sequential-draft-tokens",
-        "3",
-        "--dtype",
-        "float32",
-        "--json",
-        str(file),
-    ]
+    arguments = shlex.split(
+        "bench local --no-compile --prompts 3 --sessions 3 --max-tokens 12 --baselines all --temperatures 0 "
+        f"--sequential-draft-tokens 3 --dtype float32 --json {file}"
+    )
     assert main(arguments) == 0
     data = json.loads(file.read_text(encoding="utf-8"))
     of = {s["method"]: s for s in data["summaries"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -309,27 +310,10 @@ def test_a_tiny_run_of_everything(
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     file = tmp_path / "out.json"
-    arguments = [
-        "bench",
-        "serve",
-        "--no-compile",
-        "--prompts",
-        "2",
-        "--max-tokens",
-        "16",
-        "--sessions",
-        "1,2",
-        "--temperatures",
-        "0,1",
-        "--dtype",
-        "float32",
-        "--request-rate",
-        "4",
-        "--goodput",
-        "e2el:100000",
-        "--json",
-        str(file),
-    ]
+    arguments = shlex.split(
+        "bench serve --no-compile --prompts 2 --max-tokens 16 --sessions 1,2 --temperatures 0,1 --dtype "
+        f"float32 --request-rate 4 --goodput e2el:100000 --json {file}"
+    )
     assert main(arguments) == 0
     text = capsys.readouterr().out
     data = json.loads(file.read_text(encoding="utf-8"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -158,26 +159,10 @@ def test_tasks_may_step_up_but_not_go_on_rising() -> None:
 @pytest.mark.ray
 def test_a_minute(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    arguments = [
-        "--minutes",
-        "1",
-        "--no-compile",
-        "--rate",
-        "1.5",
-        "--templates",
-        "12",
-        "--max-tokens",
-        "48",
-        "--kill-draft-s",
-        "15",
-        "--kill-target-s",
-        "25",
-        "--quiet-s",
-        "20",
-        "--secured",
-        "--hostile",
-        "2",
-    ]
+    arguments = shlex.split(
+        "--minutes 1 --no-compile --rate 1.5 --templates 12 --max-tokens 48 --kill-draft-s 15 --kill-target-s "
+        "25 --quiet-s 20 --secured --hostile 2"
+    )
     status = soak.main(arguments)
     output = capsys.readouterr()
     assert status == 0, output.out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -45,27 +46,10 @@ def test_baselines_that_take_one_request_at_a_time_are_left_out_of_large_loads()
 @pytest.mark.nightly
 def test_a_tiny_sweep_and_its_report_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
-    arguments = [
-        "bench",
-        "sweep",
-        "--no-compile",
-        "--grow-target",
-        "none",
-        "--grow-draft",
-        "none",
-        "--prompts",
-        "1",
-        "--max-tokens",
-        "8",
-        "--sessions",
-        "1,2",
-        "--temperatures",
-        "0,1",
-        "--parts",
-        "light,groups",
-        "--out",
-        str(out),
-    ]
+    arguments = shlex.split(
+        "bench sweep --no-compile --grow-target none --grow-draft none --prompts 1 --max-tokens 8 --sessions "
+        f"1,2 --temperatures 0,1 --parts light,groups --out {out}"
+    )
     assert main(arguments) == 0
     assert {"light-1.json", "light-2.json", "groups.json", "report.html", "report.md"} < {p.name for p in out.iterdir()}
     groups = json.loads((out / "groups.json").read_text(encoding="utf-8"))
