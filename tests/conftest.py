@@ -124,6 +124,14 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine."""
+    from tests.support.loops import finish, run_test  # other environments need not see this folder
+
+    return run_test(pyfuncitem, finish)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips what needs a compiler where there is none, before its fixtures: here, so that the summary has one line."""
     if item.get_closest_marker("compiler") is not None:

@@ -117,24 +117,20 @@ def test_cancel_by_id(server, client):
     assert "by-id" not in server.cancelled
 
 
-def test_a_closed_client_says_so(server):
+async def test_a_closed_client_says_so(server):
     client = Client(server.address)
     client.close()
     for ask in (client.model_info, lambda: client.generate("hi")):
         with pytest.raises(ValueError, match="the client is closed"):
             ask()
-
-    async def main():
-        other = AsyncClient(server.address)
+    other = AsyncClient(server.address)
+    await other.model_info()
+    await other.aclose()
+    await other.aclose()
+    with pytest.raises(ValueError, match="the client is closed"):
         await other.model_info()
-        await other.aclose()
-        await other.aclose()
-        with pytest.raises(ValueError, match="the client is closed"):
-            await other.model_info()
-        with pytest.raises(ValueError, match="the client is closed"):
-            other.generate("hi")
-
-    asyncio.run(main())
+    with pytest.raises(ValueError, match="the client is closed"):
+        other.generate("hi")
 
 
 async def _leave(client, how, request_id):
@@ -198,30 +194,22 @@ HOW = ["break", "aclose", "async with", "cancel", "exception", "task", "timeout"
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_leaving_an_async_stream_cancels_on_the_server(server, how):
+async def test_leaving_an_async_stream_cancels_on_the_server(server, how):
     server.script = endless
     request_id = f"async-{how}"
-
-    async def main():
-        async with AsyncClient(server.address) as client:
-            await _leave(client, how, request_id)
-            gc.collect()
-            await asyncio.to_thread(server.wait_cancelled, request_id)
-
-    asyncio.run(main())
+    async with AsyncClient(server.address) as client:
+        await _leave(client, how, request_id)
+        gc.collect()
+        await asyncio.to_thread(server.wait_cancelled, request_id)
 
 
 @pytest.mark.parametrize("how", ["while waiting", "thread"])
-def test_a_silent_async_stream_is_cancelled_too(server, how):
+async def test_a_silent_async_stream_is_cancelled_too(server, how):
     server.script = silent
     request_id = f"silent-{how}"
-
-    async def main():
-        async with AsyncClient(server.address) as client:
-            await _leave(client, how, request_id)
-            await asyncio.to_thread(server.wait_cancelled, request_id)
-
-    asyncio.run(main())
+    async with AsyncClient(server.address) as client:
+        await _leave(client, how, request_id)
+        await asyncio.to_thread(server.wait_cancelled, request_id)
 
 
 def test_an_async_stream_that_outlives_its_loop(server):
@@ -239,15 +227,11 @@ def test_an_async_stream_that_outlives_its_loop(server):
     server.wait_cancelled("outlived")
 
 
-def test_async_cancel_by_id(server):
+async def test_async_cancel_by_id(server):
     server.script = endless
-
-    async def main():
-        async with AsyncClient(server.address) as client:
-            stream = client.generate("hi")
-            await anext(stream)
-            assert await client.cancel(stream.request_id) is True
-            assert (await stream.result).finish_reason is FinishReason.ABORT
-            assert await client.cancel(stream.request_id) is False
-
-    asyncio.run(main())
+    async with AsyncClient(server.address) as client:
+        stream = client.generate("hi")
+        await anext(stream)
+        assert await client.cancel(stream.request_id) is True
+        assert (await stream.result).finish_reason is FinishReason.ABORT
+        assert await client.cancel(stream.request_id) is False

@@ -172,25 +172,21 @@ def test_leaving_a_stream_while_it_waits_to_go_on(server, how):
 
 
 @pytest.mark.parametrize("how", ["cancel", "task"])
-def test_leaving_an_async_stream_while_it_waits_to_go_on(server, how):
+async def test_leaving_an_async_stream_while_it_waits_to_go_on(server, how):
     server.script = breaking(to_status(ResourceExhaustedError("full", 30.0)))
-
-    async def main():
-        async with AsyncClient(server.address) as client:
-            stream = client.generate("hi")
-            assert [(await anext(stream)).text, (await anext(stream)).text] == list(WORDS[:2])
-            task = asyncio.create_task(anext(stream, None))
-            await asyncio.sleep(0.2)
-            if how == "cancel":
-                stream.cancel()
-                assert await task is None
-            else:
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-            assert (await stream.result).finish_reason is FinishReason.ABORT
-
-    asyncio.run(main())
+    async with AsyncClient(server.address) as client:
+        stream = client.generate("hi")
+        assert [(await anext(stream)).text, (await anext(stream)).text] == list(WORDS[:2])
+        task = asyncio.create_task(anext(stream, None))
+        await asyncio.sleep(0.2)
+        if how == "cancel":
+            stream.cancel()
+            assert await task is None
+        else:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert (await stream.result).finish_reason is FinishReason.ABORT
 
 
 # -- limits and pauses -------------------------------------------------------------------------------------------------
@@ -306,20 +302,16 @@ def test_new_calls_leave_an_old_connection_and_its_streams_stay(server, aging):
             list(stream)
 
 
-def test_new_calls_of_an_async_client_leave_an_old_connection(server, aging):
+async def test_new_calls_of_an_async_client_leave_an_old_connection(server, aging):
     peers = peers_of(server)
-
-    async def main():
-        async with AsyncClient(server.address) as client:
-            streams = [client.generate("hi", request_id=f"age-{i}") for i in range(3)]
-            for stream in streams * 2:
-                await anext(stream)
-            assert len(set(peers)) == 3
-            assert (await client.model_info()).model_id == "big"
-            for stream in streams:
-                await stream.aclose()
-
-    asyncio.run(main())
+    async with AsyncClient(server.address) as client:
+        streams = [client.generate("hi", request_id=f"age-{i}") for i in range(3)]
+        for stream in streams * 2:
+            await anext(stream)
+        assert len(set(peers)) == 3
+        assert (await client.model_info()).model_id == "big"
+        for stream in streams:
+            await stream.aclose()
 
 
 def test_calls_of_a_young_connection_share_it(server, client):

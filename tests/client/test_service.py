@@ -45,13 +45,10 @@ def test_one_client_in_several_threads(server, client):
     assert set(texts.values()) == {TEXT}
 
 
-def test_many_async_streams_at_once(server):
-    async def main():
-        async with AsyncClient(server.address) as client:
-            streams = [client.generate("hi") for _ in range(64)]
-            return [r.text for r in await asyncio.gather(*(s.result for s in streams))]
-
-    assert asyncio.run(main()) == [TEXT] * 64
+async def test_many_async_streams_at_once(server):
+    async with AsyncClient(server.address) as client:
+        streams = [client.generate("hi") for _ in range(64)]
+        assert [r.text for r in await asyncio.gather(*(s.result for s in streams))] == [TEXT] * 64
 
 
 def info(client, server):

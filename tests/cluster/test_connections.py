@@ -100,23 +100,20 @@ async def strangers(stack, address, num):
     return found
 
 
-def test_streams_of_a_router_that_dies_are_unavailable_and_those_of_others_go_on(tmp_path):
-    async def test():
-        async with contextlib.AsyncExitStack() as stack, asyncio.timeout(60):
-            dies, lives = stack.enter_context(process("a")), await stack.enter_async_context(Served("b"))
-            address = await stack.enter_async_context(proxied(tmp_path, [dies.port, lives.port]))
-            clients = await strangers(stack, address, 6)
-            assert {name: len(each) for name, each in clients.items()} == {b"a": 3, b"b": 3}
-            dies.kill()
-            assert {await client.error() for client in clients[b"a"]} == {grpc.StatusCode.UNAVAILABLE}
-            assert {await client.stream.read() for client in clients[b"b"]} == {b"x"}
-            assert {await client.begin() for client in clients[b"a"]} == {b"b"}, "connections are opened to the other"
-
-    asyncio.run(test())
+async def test_streams_of_a_router_that_dies_are_unavailable_and_those_of_others_go_on(tmp_path):
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(60):
+        dies, lives = stack.enter_context(process("a")), await stack.enter_async_context(Served("b"))
+        address = await stack.enter_async_context(proxied(tmp_path, [dies.port, lives.port]))
+        clients = await strangers(stack, address, 6)
+        assert {name: len(each) for name, each in clients.items()} == {b"a": 3, b"b": 3}
+        dies.kill()
+        assert {await client.error() for client in clients[b"a"]} == {grpc.StatusCode.UNAVAILABLE}
+        assert {await client.stream.read() for client in clients[b"b"]} == {b"x"}
+        assert {await client.begin() for client in clients[b"a"]} == {b"b"}, "connections are opened to the other"
 
 
 @pytest.mark.parametrize("busy", [True, False])
-def test_clients_of_a_router_that_is_stopped_leave_it_without_an_error(tmp_path, busy):
+async def test_clients_of_a_router_that_is_stopped_leave_it_without_an_error(tmp_path, busy):
     """A client that never has a stream at the moment leaves as one does that always has one."""
 
     async def calls(client):
@@ -132,16 +129,13 @@ def test_clients_of_a_router_that_is_stopped_leave_it_without_an_error(tmp_path,
             kept.cancel()
         client.stream.cancel()
 
-    async def test():
-        async with contextlib.AsyncExitStack() as stack, asyncio.timeout(60):
-            stopped, other = [await stack.enter_async_context(Served(name)) for name in "ab"]
-            address = await stack.enter_async_context(proxied(tmp_path, [stopped.port, other.port]))
-            clients = (await strangers(stack, address, 6))[b"a"]
-            assert connections.num_connections(stopped.port) >= len(clients) == 3
-            stopped.router.healthy = False
-            moving = [asyncio.create_task(calls(client)) for client in clients]
-            await connections.until_left(stopped.port, 30)
-            await stopped.stop(30)  # with a call on its way it would be CANCELLED
-            await asyncio.gather(*moving)
-
-    asyncio.run(test())
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(60):
+        stopped, other = [await stack.enter_async_context(Served(name)) for name in "ab"]
+        address = await stack.enter_async_context(proxied(tmp_path, [stopped.port, other.port]))
+        clients = (await strangers(stack, address, 6))[b"a"]
+        assert connections.num_connections(stopped.port) >= len(clients) == 3
+        stopped.router.healthy = False
+        moving = [asyncio.create_task(calls(client)) for client in clients]
+        await connections.until_left(stopped.port, 30)
+        await stopped.stop(30)  # with a call on its way it would be CANCELLED
+        await asyncio.gather(*moving)

@@ -79,7 +79,7 @@ def test_a_server_for_all_addresses_is_one_for_this_machine():
     assert local_address("10.0.0.7:5") == "10.0.0.7:5"
 
 
-def test_the_hook_keeps_a_server_of_grpc_to_this_machine(monkeypatch):
+async def test_the_hook_keeps_a_server_of_grpc_to_this_machine(monkeypatch):
     from grpc import aio
     from grpc.aio._server import Server
 
@@ -88,20 +88,16 @@ def test_the_hook_keeps_a_server_of_grpc_to_this_machine(monkeypatch):
     for name in ("add_insecure_port", "add_secure_port"):
         monkeypatch.setattr(Server, name, getattr(Server, name))
     keep_local()
-
-    async def run():
-        server = aio.server()
-        port = server.add_insecure_port("[::]:0")
-        await server.start()
-        try:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.close()
-            with pytest.raises(OSError):
-                await asyncio.open_connection("127.0.0.2", port)
-        finally:
-            await server.stop(None)
-
-    asyncio.run(run())
+    server = aio.server()
+    port = server.add_insecure_port("[::]:0")
+    await server.start()
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.close()
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.2", port)
+    finally:
+        await server.stop(None)
 
 
 def test_no_two_parts_of_a_service_are_given_one_port(tmp_path, monkeypatch):

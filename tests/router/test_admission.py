@@ -57,117 +57,98 @@ async def started(router: Router, tokenizer: Slow, wanted: Request) -> asyncio.T
     return task
 
 
-def test_a_stream_goes_on_while_a_long_prompt_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        world = World(4)
-        async with slow_router(monkeypatch, world) as (router, tokenizer):
-            long = await started(router, tokenizer, Request("long", LONG, SamplingParams(max_tokens=5, seed=1)))
-            short = asyncio.ensure_future(result_of(router, request("short", 2)))
-            await world.until(short)
-            assert not long.done()
-            assert tokenizer.threads != [threading.current_thread()]
-            tokenizer.go.set()
-            while not router._active:
-                await asyncio.sleep(0.001)
-            await world.until(long)
-            assert long.result()[1].usage.prompt_tokens == len(LONG)
-
-    asyncio.run(asyncio.wait_for(test(), 30))
+async def test_a_stream_goes_on_while_a_long_prompt_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(4)
+    async with slow_router(monkeypatch, world) as (router, tokenizer):
+        long = await started(router, tokenizer, Request("long", LONG, SamplingParams(max_tokens=5, seed=1)))
+        short = asyncio.ensure_future(result_of(router, request("short", 2)))
+        await world.until(short)
+        assert not long.done()
+        assert tokenizer.threads != [threading.current_thread()]
+        tokenizer.go.set()
+        while not router._active:
+            await asyncio.sleep(0.001)
+        await world.until(long)
+        assert long.result()[1].usage.prompt_tokens == len(LONG)
 
 
-def test_a_request_is_cancelled_by_its_id_while_its_prompt_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        async with slow_router(monkeypatch, World(4)) as (router, tokenizer):
-            long = await started(router, tokenizer, Request("long", LONG))
-            with pytest.raises(RequestInProgressError):
-                await result_of(router, Request("long", "abc"))
-            assert router.cancel("long")
-            tokenizer.go.set()
-            token_ids, result = await long
-            assert (token_ids, result.finish_reason) == ([], FinishReason.ABORT)
-            assert not router._active
-            assert not router._entering
-
-    asyncio.run(asyncio.wait_for(test(), 30))
+async def test_a_request_is_cancelled_by_its_id_while_its_prompt_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with slow_router(monkeypatch, World(4)) as (router, tokenizer):
+        long = await started(router, tokenizer, Request("long", LONG))
+        with pytest.raises(RequestInProgressError):
+            await result_of(router, Request("long", "abc"))
+        assert router.cancel("long")
+        tokenizer.go.set()
+        token_ids, result = await long
+        assert (token_ids, result.finish_reason) == ([], FinishReason.ABORT)
+        assert not router._active
+        assert not router._entering
 
 
-def test_a_caller_that_leaves_while_its_prompt_is_tokenized_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        async with slow_router(monkeypatch, World(4)) as (router, tokenizer):
-            long = await started(router, tokenizer, Request("long", LONG))
-            long.cancel()
-            await asyncio.wait([long])
-            assert not router._active
-            assert not router._entering
-            assert not router._admission.preparation.is_busy
-
-    asyncio.run(asyncio.wait_for(test(), 30))
-
-
-def test_no_more_long_prompts_wait_than_requests_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        async with slow_router(monkeypatch, World(4), max_queued_requests=1) as (router, _):
-            tasks = [asyncio.ensure_future(result_of(router, Request(name, LONG))) for name in "abc"]
-            done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            with pytest.raises(ResourceExhaustedError, match="2 long prompts are to be tokenized: at most 1 may"):
-                await done.pop()
-            assert len(waiting) == 2
-            for task in waiting:
-                task.cancel()
-            await asyncio.wait(waiting)
-
-    asyncio.run(asyncio.wait_for(test(), 30))
-
-
-def test_the_default_length_is_what_the_prompt_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        without_sockets(monkeypatch)
-        world = World(4)
-        async with world.router() as router:
-            plain = Request("a", "x" * 4092, SamplingParams(seed=1))
-            served = asyncio.ensure_future(result_of(router, plain))
-            await asyncio.sleep(0.05)  # it is tokenized in a thread
-            await world.until(served)
-            token_ids, result = served.result()
-            assert (len(token_ids), result.finish_reason) == (4, FinishReason.LENGTH)
-            for sampling, text in (
-                (SamplingParams(max_tokens=5), "4092 tokens and max_tokens is 5: together at most 4096 fit"),
-                (SamplingParams(min_tokens=5), "4092 tokens and min_tokens is 5: together at most 4096 fit"),
-            ):
-                with pytest.raises(PromptTooLongError, match=text):
-                    await result_of(router, Request("b", "x" * 4092, sampling))
-
-    asyncio.run(asyncio.wait_for(test(), 30))
-
-
-def test_a_request_that_an_engine_finds_at_fault_is_tried_nowhere_else(
+async def test_a_caller_that_leaves_while_its_prompt_is_tokenized_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def test() -> None:
-        without_sockets(monkeypatch)
-        world = World(4, 4)
-        async with world.router() as router:
-            task = asyncio.ensure_future(result_of(router, request("a", 1)))
-            while not any(target.sessions for target in world.targets):
-                await world.turn()
-            (target,) = [target for target in world.targets if target.sessions]
-            ((_, session_id),) = target.sessions
-            target.links[router]._receive([SessionFailed(session_id, 0, "all is forbidden", True)], None)
-            with pytest.raises(InvalidRequestError, match="all is forbidden"):
-                await task
-            target.sessions.clear()
+    async with slow_router(monkeypatch, World(4)) as (router, tokenizer):
+        long = await started(router, tokenizer, Request("long", LONG))
+        long.cancel()
+        await asyncio.wait([long])
+        assert not router._active
+        assert not router._entering
+        assert not router._admission.preparation.is_busy
+
+
+async def test_no_more_long_prompts_wait_than_requests_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with slow_router(monkeypatch, World(4), max_queued_requests=1) as (router, _):
+        tasks = [asyncio.ensure_future(result_of(router, Request(name, LONG))) for name in "abc"]
+        done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(ResourceExhaustedError, match="2 long prompts are to be tokenized: at most 1 may"):
+            await done.pop()
+        assert len(waiting) == 2
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+
+
+async def test_the_default_length_is_what_the_prompt_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_sockets(monkeypatch)
+    world = World(4)
+    async with world.router() as router:
+        plain = Request("a", "x" * 4092, SamplingParams(seed=1))
+        served = asyncio.ensure_future(result_of(router, plain))
+        await asyncio.sleep(0.05)  # it is tokenized in a thread
+        await world.until(served)
+        token_ids, result = served.result()
+        assert (len(token_ids), result.finish_reason) == (4, FinishReason.LENGTH)
+        for sampling, text in (
+            (SamplingParams(max_tokens=5), "4092 tokens and max_tokens is 5: together at most 4096 fit"),
+            (SamplingParams(min_tokens=5), "4092 tokens and min_tokens is 5: together at most 4096 fit"),
+        ):
+            with pytest.raises(PromptTooLongError, match=text):
+                await result_of(router, Request("b", "x" * 4092, sampling))
+
+
+async def test_a_request_that_an_engine_finds_at_fault_is_tried_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_sockets(monkeypatch)
+    world = World(4, 4)
+    async with world.router() as router:
+        task = asyncio.ensure_future(result_of(router, request("a", 1)))
+        while not any(target.sessions for target in world.targets):
             await world.turn()
-            assert not any(target.sessions for target in world.targets)
+        (target,) = [target for target in world.targets if target.sessions]
+        ((_, session_id),) = target.sessions
+        target.links[router]._receive([SessionFailed(session_id, 0, "all is forbidden", True)], None)
+        with pytest.raises(InvalidRequestError, match="all is forbidden"):
+            await task
+        target.sessions.clear()
+        await world.turn()
+        assert not any(target.sessions for target in world.targets)
 
-    asyncio.run(asyncio.wait_for(test(), 30))
 
-
-def test_options_that_forbid_every_token_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        without_sockets(monkeypatch)
-        async with World(4).router() as router:
-            sampling = SamplingParams(bad_words=tuple((i,) for i in range(128)))
-            with pytest.raises(InvalidRequestError, match="bad_words forbid every token: at least one of 128"):
-                await result_of(router, Request("a", "abc", sampling))
-
-    asyncio.run(asyncio.wait_for(test(), 30))
+async def test_options_that_forbid_every_token_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_sockets(monkeypatch)
+    async with World(4).router() as router:
+        sampling = SamplingParams(bad_words=tuple((i,) for i in range(128)))
+        with pytest.raises(InvalidRequestError, match="bad_words forbid every token: at least one of 128"):
+            await result_of(router, Request("a", "abc", sampling))

@@ -60,79 +60,66 @@ async def crowd(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Crowd]:
         await asyncio.gather(*found.tasks)
 
 
-def test_a_burst_opens_no_more_drafts_than_its_target_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_burst_opens_no_more_drafts_than_its_target_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft is spared those that come, and the ones that had come before it was known how many there are."""
-
-    async def test() -> None:
-        async with crowd(monkeypatch) as burst:
-            await burst.come("a")
-            burst.wish(True, 2)
-            await burst.come("b")
-            assert burst.with_draft == ["a", "b"]
-            draft = burst.world.draft
-            assert draft is not None
-            assert draft.commands() == [OpenSession] * 2
-            await burst.come("c", "d")
-            assert burst.with_draft == []
-            assert draft.commands() == [CloseSession] * 2
-            (link,) = burst.target.links.values()
-            told = {m.session_id: m.available for m in link._outbox if isinstance(m, DraftState)}
-            assert len(told) == 4
-            assert not any(told.values())
-            await burst.world.turn()
-            assert burst.with_draft == [], "an outcome is no reason to give one"
-
-    asyncio.run(test())
+    async with crowd(monkeypatch) as burst:
+        await burst.come("a")
+        burst.wish(True, 2)
+        await burst.come("b")
+        assert burst.with_draft == ["a", "b"]
+        draft = burst.world.draft
+        assert draft is not None
+        assert draft.commands() == [OpenSession] * 2
+        await burst.come("c", "d")
+        assert burst.with_draft == []
+        assert draft.commands() == [CloseSession] * 2
+        (link,) = burst.target.links.values()
+        told = {m.session_id: m.available for m in link._outbox if isinstance(m, DraftState)}
+        assert len(told) == 4
+        assert not any(told.values())
+        await burst.world.turn()
+        assert burst.with_draft == [], "an outcome is no reason to give one"
 
 
-def test_drafts_are_given_when_the_target_wants_them_for_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        async with crowd(monkeypatch) as burst:
-            await burst.come("a")
-            burst.wish(False, 0)
-            await burst.come("b", "c")
-            assert burst.with_draft == []
-            burst.wish(True, None)
-            await burst.world.turn()
-            assert burst.with_draft == ["a", "b", "c"]
-
-    asyncio.run(test())
+async def test_drafts_are_given_when_the_target_wants_them_for_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with crowd(monkeypatch) as burst:
+        await burst.come("a")
+        burst.wish(False, 0)
+        await burst.come("b", "c")
+        assert burst.with_draft == []
+        burst.wish(True, None)
+        await burst.world.turn()
+        assert burst.with_draft == ["a", "b", "c"]
 
 
-def test_drafts_are_given_when_so_many_have_ended_that_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        async with crowd(monkeypatch) as burst:
-            await burst.come("a")
-            burst.wish(True, 2)
-            await burst.come("b", max_tokens=3)
-            await burst.come("c")
-            assert burst.with_draft == []
-            await burst.world.until(burst.tasks[1])
-            await burst.world.turn()
-            assert burst.with_draft == ["a", "c"]
-
-    asyncio.run(test())
+async def test_drafts_are_given_when_so_many_have_ended_that_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with crowd(monkeypatch) as burst:
+        await burst.come("a")
+        burst.wish(True, 2)
+        await burst.come("b", max_tokens=3)
+        await burst.come("c")
+        assert burst.with_draft == []
+        await burst.world.until(burst.tasks[1])
+        await burst.world.turn()
+        assert burst.with_draft == ["a", "c"]
 
 
 @pytest.mark.parametrize("gone", ["target", "draft"])
-def test_what_a_replica_that_is_gone_has_led_to_does_not_hold_for_the_next(
+async def test_what_a_replica_that_is_gone_has_led_to_does_not_hold_for_the_next(
     gone: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test() -> None:
-        async with crowd(monkeypatch) as burst:
-            await burst.come("a")
-            burst.wish(False, 0)
-            await burst.come("b")
-            (target,), (draft,) = burst.target.links.values(), burst.world.draft.links  # type: ignore[union-attr]
-            if gone == "target":
-                burst.target.die()
-                burst.target.up = True
-                target._receive([], burst.target.status)
-            else:
-                draft._down("silent for 1.0 s")
-                draft._receive([], burst.world.draft.status)  # type: ignore[union-attr]
-            for _ in range(2):  # b waits for the first token of a
-                await burst.world.turn()
-            assert burst.with_draft == (["a", "b"] if gone == "target" else ["b"]), "a was paused by itself"
-
-    asyncio.run(test())
+    async with crowd(monkeypatch) as burst:
+        await burst.come("a")
+        burst.wish(False, 0)
+        await burst.come("b")
+        (target,), (draft,) = burst.target.links.values(), burst.world.draft.links  # type: ignore[union-attr]
+        if gone == "target":
+            burst.target.die()
+            burst.target.up = True
+            target._receive([], burst.target.status)
+        else:
+            draft._down("silent for 1.0 s")
+            draft._receive([], burst.world.draft.status)  # type: ignore[union-attr]
+        for _ in range(2):  # b waits for the first token of a
+            await burst.world.turn()
+        assert burst.with_draft == (["a", "b"] if gone == "target" else ["b"]), "a was paused by itself"

@@ -35,121 +35,101 @@ async def answer(service: GenerationService, wanted: Request) -> Result:
     raise AssertionError("a stream without a result")
 
 
-def test_what_runs_and_what_waits_ends_and_what_comes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_runs_and_what_waits_ends_and_what_comes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     without_sockets(monkeypatch)
-
-    async def test() -> None:
-        world = World(2)
-        async with world.router() as router:
-            service = GenerationService(router)
-            tasks = [asyncio.create_task(answer(service, request(f"s{i}", i, 10))) for i in range(5)]
-            await world.turn()
-            assert service.ready
-            assert service.num_running == 5
-            draining = asyncio.create_task(service.drain(600.0))
-            await world.turn()
-            assert not draining.done()
-            assert not service.ready
-            assert service.trouble == "the service is being stopped"
-            with pytest.raises(RouterStoppedError, match="is being stopped") as refused:
-                await answer(service, request("late", 9))
-            assert 590 < refused.value.retry_after_s <= 600
-            await world.until(*tasks, draining)
-            for i, task in enumerate(tasks):
-                assert task.result().token_ids == expected(request("", i, 10))
-
-    asyncio.run(test())
+    world = World(2)
+    async with world.router() as router:
+        service = GenerationService(router)
+        tasks = [asyncio.create_task(answer(service, request(f"s{i}", i, 10))) for i in range(5)]
+        await world.turn()
+        assert service.ready
+        assert service.num_running == 5
+        draining = asyncio.create_task(service.drain(600.0))
+        await world.turn()
+        assert not draining.done()
+        assert not service.ready
+        assert service.trouble == "the service is being stopped"
+        with pytest.raises(RouterStoppedError, match="is being stopped") as refused:
+            await answer(service, request("late", 9))
+        assert 590 < refused.value.retry_after_s <= 600
+        await world.until(*tasks, draining)
+        for i, task in enumerate(tasks):
+            assert task.result().token_ids == expected(request("", i, 10))
 
 
-def test_what_does_not_end_in_time_ends_by_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_does_not_end_in_time_ends_by_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     without_sockets(monkeypatch)
-
-    async def test() -> None:
-        world = World(1)
-        async with world.router() as router:
-            service = GenerationService(router)
-            tasks = [asyncio.create_task(answer(service, request(f"s{i}", i, 10))) for i in range(3)]
-            await world.turn()
-            await service.drain(0.01)
-            for task in tasks:
-                with pytest.raises(RouterStoppedError, match=r"did not end within the 0\.01 s .* send it again"):
-                    await task
-            assert not router._active
-
-    asyncio.run(test())
-
-
-def test_a_request_that_is_still_tokenized_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_sockets(monkeypatch)
-
-    async def test() -> None:
-        world = World(1)
-        async with world.router() as router:
-            go, prepare = asyncio.Event(), router._admission.prepare
-
-            async def slowly(*args: Any) -> Any:
-                await go.wait()
-                return await prepare(*args)
-
-            router._admission.prepare = slowly  # type: ignore[method-assign]
-            task = asyncio.create_task(result_of(router, request("s", 1)))
-            await asyncio.sleep(0)
-            router.end(RouterStoppedError("stopped"))
-            go.set()
-            with pytest.raises(RouterStoppedError):
+    world = World(1)
+    async with world.router() as router:
+        service = GenerationService(router)
+        tasks = [asyncio.create_task(answer(service, request(f"s{i}", i, 10))) for i in range(3)]
+        await world.turn()
+        await service.drain(0.01)
+        for task in tasks:
+            with pytest.raises(RouterStoppedError, match=r"did not end within the 0\.01 s .* send it again"):
                 await task
-            assert not router._active
-            assert not router._entering
-
-    asyncio.run(test())
+        assert not router._active
 
 
-def test_an_idle_service_drains_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_is_still_tokenized_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     without_sockets(monkeypatch)
+    world = World(1)
+    async with world.router() as router:
+        go, prepare = asyncio.Event(), router._admission.prepare
 
-    async def test() -> None:
-        world = World(1)
-        async with world.router() as router, asyncio.timeout(30):
-            await GenerationService(router).drain(600.0)
-            (task,) = tasks_of(router, "a", 1)
-            await world.until(task)
+        async def slowly(*args: Any) -> Any:
+            await go.wait()
+            return await prepare(*args)
 
-    asyncio.run(test())
+        router._admission.prepare = slowly  # type: ignore[method-assign]
+        task = asyncio.create_task(result_of(router, request("s", 1)))
+        await asyncio.sleep(0)
+        router.end(RouterStoppedError("stopped"))
+        go.set()
+        with pytest.raises(RouterStoppedError):
+            await task
+        assert not router._active
+        assert not router._entering
 
 
-def test_over_http_health_refusals_and_events_say_that_the_service_stops(held) -> None:
+async def test_an_idle_service_drains_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_sockets(monkeypatch)
+    world = World(1)
+    async with world.router() as router, asyncio.timeout(30):
+        await GenerationService(router).drain(600.0)
+        (task,) = tasks_of(router, "a", 1)
+        await world.until(task)
+
+
+async def test_over_http_health_refusals_and_events_say_that_the_service_stops(held) -> None:
     pipeline, target = held
     service = GenerationService(Measured(pipeline, Registry(), "m"))
     app = make_app(edge_over(service, playground=False))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
 
-    async def test() -> None:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        def ask(**options: Any) -> Any:
+            return client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4, **options})
 
-            def ask(**options: Any) -> Any:
-                return client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4, **options})
-
-            ended, stream, body = (asyncio.create_task(ask(stream=stream)) for stream in (False, True, False))
-            while service.num_running < 3 or len(target.opened) < 2:
-                await asyncio.sleep(0.01)
-            draining = asyncio.create_task(service.drain(3.0))
-            await asyncio.sleep(0)
-            assert (await client.get("/health")).status_code == 503
-            late = await ask()
-            assert late.status_code == 503
-            assert late.json()["error"]["code"] == "unavailable"
-            assert 1 <= int(late.headers["retry-after"]) <= 3
-            target.end_one()
-            assert (await ended).status_code == 200
-            service.end("enough")  # as after the time
-            await draining
-            text = (await stream).text
-            assert "enough: send it again" in text
-            assert "[DONE]" not in text
-            assert (await body).status_code == 503
-            assert (await body).headers["retry-after"] == "1"
-
-    asyncio.run(test())
+        ended, stream, body = (asyncio.create_task(ask(stream=stream)) for stream in (False, True, False))
+        while service.num_running < 3 or len(target.opened) < 2:
+            await asyncio.sleep(0.01)
+        draining = asyncio.create_task(service.drain(3.0))
+        await asyncio.sleep(0)
+        assert (await client.get("/health")).status_code == 503
+        late = await ask()
+        assert late.status_code == 503
+        assert late.json()["error"]["code"] == "unavailable"
+        assert 1 <= int(late.headers["retry-after"]) <= 3
+        target.end_one()
+        assert (await ended).status_code == 200
+        service.end("enough")  # as after the time
+        await draining
+        text = (await stream).text
+        assert "enough: send it again" in text
+        assert "[DONE]" not in text
+        assert (await body).status_code == 503
+        assert (await body).headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from paceline.router.elsewhere import Elsewhere, Named
 
 
-def test_two_hundred_cancels_are_two_questions() -> None:
+async def test_two_hundred_cancels_are_two_questions() -> None:
     """The first is asked at once; all that come while it is under way are one more."""
     asked: list[Sequence[Named]] = []
     theirs = {(f"r{i}", "") for i in range(0, 200, 2)}
@@ -23,30 +23,24 @@ def test_two_hundred_cancels_are_two_questions() -> None:
         theirs.difference_update(found)
         return found
 
-    async def test() -> list[bool]:
-        elsewhere = Elsewhere(ask, timeout_s=5.0)
-        first = asyncio.create_task(elsewhere.cancel("r0", ""))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        rest = [elsewhere.cancel(f"r{i}", "") for i in range(1, 200)]
-        return list(await asyncio.gather(first, *rest))
-
-    assert asyncio.run(test()) == [i % 2 == 0 for i in range(200)]
+    elsewhere = Elsewhere(ask, timeout_s=5.0)
+    first = asyncio.create_task(elsewhere.cancel("r0", ""))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    rest = [elsewhere.cancel(f"r{i}", "") for i in range(1, 200)]
+    assert list(await asyncio.gather(first, *rest)) == [i % 2 == 0 for i in range(200)]
     assert [len(names) for names in asked] == [1, 199]
 
 
-def test_an_id_of_another_caller_is_not_found() -> None:
+async def test_an_id_of_another_caller_is_not_found() -> None:
     async def ask(names: Sequence[Named]) -> list[Named]:
         return [("r", "alice")]
 
-    async def test() -> list[bool]:
-        elsewhere = Elsewhere(ask, timeout_s=5.0)
-        return list(await asyncio.gather(elsewhere.cancel("r", "bob"), elsewhere.cancel("r", "alice")))
-
-    assert asyncio.run(test()) == [False, True]
+    elsewhere = Elsewhere(ask, timeout_s=5.0)
+    assert list(await asyncio.gather(elsewhere.cancel("r", "bob"), elsewhere.cancel("r", "alice"))) == [False, True]
 
 
-def test_an_error_or_silence_ends_one_question_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_or_silence_ends_one_question_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """Callers that leave do not hold the others up either."""
     num = 0
 
@@ -59,7 +53,7 @@ def test_an_error_or_silence_ends_one_question_and_is_named(caplog: pytest.LogCa
             await asyncio.Event().wait()
         return names
 
-    async def test() -> list[bool]:
+    with caplog.at_level(logging.WARNING):
         elsewhere = Elsewhere(ask, timeout_s=0.05)
         answers = [await elsewhere.cancel("a", ""), await elsewhere.cancel("b", "")]
         left = asyncio.create_task(elsewhere.cancel("c", ""))
@@ -67,10 +61,7 @@ def test_an_error_or_silence_ends_one_question_and_is_named(caplog: pytest.LogCa
         left.cancel()
         answers.append(await elsewhere.cancel("d", ""))
         await elsewhere.stop()
-        return answers
-
-    with caplog.at_level(logging.WARNING):
-        assert asyncio.run(test()) == [False, False, True]
+        assert answers == [False, False, True]
     first, second = (record.getMessage() for record in caplog.records if "other routers" in record.getMessage())
     assert "RuntimeError('broken by a test')" in first
     assert "TimeoutError" in second

@@ -29,72 +29,60 @@ def delay(link: Any, delay_s: float) -> None:
     link._receive = lambda *received: loop.call_later(delay_s, receive, *received)
 
 
-def test_states_that_a_stream_is_too_slow_for_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_states_that_a_stream_is_too_slow_for_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are not: the mutant that drops commits as well loses one here."""
     monkeypatch.setattr(link_module, "_MOST_STATES_BYTES", 20)
     dropped: list[str] = []
-
-    async def test() -> list[Any]:
-        link = Link(
-            Member("draft-0", "127.0.0.1:1"), DRAFT, on_messages=lambda _, messages: None,
-            on_change=lambda _: None, on_dropped=dropped.append, silence_s=5.0,
-        )  # fmt: skip
-        link.up = True
-        for i in range(4):
-            link.send([Commit("s", 1, i, (5,)), States("s", 1, i, 4, bytes(8))])
-        link.send([Hint("s", 1, 4, (0,), 0.5, bytes(8))])
-        first, link._outbox, link._states_bytes = link._outbox, [], 0
-        link.send([States("s", 1, 4, 4, bytes(8))])
-        return [*first, *link._outbox]
-
-    sent = asyncio.run(test())
+    link = Link(
+        Member("draft-0", "127.0.0.1:1"), DRAFT, on_messages=lambda _, messages: None,
+        on_change=lambda _: None, on_dropped=dropped.append, silence_s=5.0,
+    )  # fmt: skip
+    link.up = True
+    for i in range(4):
+        link.send([Commit("s", 1, i, (5,)), States("s", 1, i, 4, bytes(8))])
+    link.send([Hint("s", 1, 4, (0,), 0.5, bytes(8))])
+    first, link._outbox, link._states_bytes = link._outbox, [], 0
+    link.send([States("s", 1, 4, 4, bytes(8))])
+    sent = [*first, *link._outbox]
     assert [m.context_len for m in sent if isinstance(m, Commit)] == [0, 1, 2, 3]
     assert [m.position for m in sent if isinstance(m, States)] == [0, 1, 4]
     assert not any(isinstance(m, Hint) for m in sent)
     assert dropped == ["states", "states", "hint"]
 
 
-def test_a_way_longer_than_heartbeats_are_apart_is_measured() -> None:
+async def test_a_way_longer_than_heartbeats_are_apart_is_measured() -> None:
     """Heartbeats every 20 ms over a way of 200 ms; the mutant that sends an echo with each knows only the last one."""
     latencies: list[float] = []
     status = ReplicaStatus("draft-0", "draft", incarnation=1, num_sessions=0, num_waiting=0, max_sessions=1)
+    kind = replace(DRAFT, decode=lambda batch: (batch, status, 0))
+    link = Link(
+        Member("draft-0", "127.0.0.1:1"), kind, on_messages=lambda _, messages: None,
+        on_change=lambda _: None, on_latency=latencies.append, silence_s=5.0,
+    )  # fmt: skip
 
-    async def test() -> None:
-        kind = replace(DRAFT, decode=lambda batch: (batch, status, 0))
-        link = Link(
-            Member("draft-0", "127.0.0.1:1"), kind, on_messages=lambda _, messages: None,
-            on_change=lambda _: None, on_latency=latencies.append, silence_s=5.0,
-        )  # fmt: skip
+    async def replica() -> AsyncIterator[Any]:
+        for _ in range(40):
+            await asyncio.sleep(0.02)
+            batch, link._outbox = link._outbox, []
+            yield batch
 
-        async def replica() -> AsyncIterator[Any]:
-            for _ in range(40):
-                await asyncio.sleep(0.02)
-                batch, link._outbox = link._outbox, []
-                yield batch
-
-        delay(link, DELAY_S)
-        await link._read(replica())
-
-    asyncio.run(test())
+    delay(link, DELAY_S)
+    await link._read(replica())
     assert len(latencies) >= 2
     assert all(latency >= 2 * DELAY_S for latency in latencies)
 
 
-def test_a_link_that_is_stopped_while_its_stream_breaks_ends() -> None:
+async def test_a_link_that_is_stopped_while_its_stream_breaks_ends() -> None:
     """The group of the stream's tasks is being ended by its reader, and loses the cancellation that comes then."""
+    link: DraftLink = Link(
+        Member("draft-0", "127.0.0.1:1"), DRAFT, on_messages=lambda *_: None,
+        on_change=lambda _: None, silence_s=5.0,
+    )  # fmt: skip
 
-    async def test() -> None:
-        link: DraftLink = Link(
-            Member("draft-0", "127.0.0.1:1"), DRAFT, on_messages=lambda *_: None,
-            on_change=lambda _: None, silence_s=5.0,
-        )  # fmt: skip
+    async def read(call: Any) -> str:
+        link.stop()
+        return "the replica ended the stream"
 
-        async def read(call: Any) -> str:
-            link.stop()
-            return "the replica ended the stream"
-
-        link._read = read  # type: ignore[method-assign]
-        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-            link.start(tasks)
-
-    asyncio.run(test())
+    link._read = read  # type: ignore[method-assign]
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        link.start(tasks)

@@ -40,27 +40,23 @@ def test_an_index_without_salts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         prefixes_are_of_a_salt()
 
 
-def test_a_prompt_follows_those_of_its_own_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prompt_follows_those_of_its_own_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second prompt of the key goes where the first is cached, although that target has more to do."""
     without_sockets(monkeypatch)
-
-    async def test() -> None:
-        world = World(4, 4)
-        async with world.router() as router:
-            tasks = []
-            for i, owner in enumerate(["alice", "alice", "bob"]):
-                request = Request(str(i), PROMPT, SamplingParams(max_tokens=20, seed=i, ignore_eos=True)).of(owner)
-                tasks.append((request, asyncio.create_task(result_of(router, request))))
-                await world.turn()
-                await world.turn()  # the target has taken it
-            assert sorted(len(target.sessions) for target in world.targets) == [1, 2]
-            shared = next(target for target in world.targets if len(target.sessions) == 2)
-            assert len({opened.cache_salt for opened, _ in shared.sessions.values()}) == 1
-            await world.until(*(task for _, task in tasks))
-            for request, task in tasks:
-                assert tuple(task.result()[0]) == expected(request)
-
-    asyncio.run(test())
+    world = World(4, 4)
+    async with world.router() as router:
+        tasks = []
+        for i, owner in enumerate(["alice", "alice", "bob"]):
+            request = Request(str(i), PROMPT, SamplingParams(max_tokens=20, seed=i, ignore_eos=True)).of(owner)
+            tasks.append((request, asyncio.create_task(result_of(router, request))))
+            await world.turn()
+            await world.turn()  # the target has taken it
+        assert sorted(len(target.sessions) for target in world.targets) == [1, 2]
+        shared = next(target for target in world.targets if len(target.sessions) == 2)
+        assert len({opened.cache_salt for opened, _ in shared.sessions.values()}) == 1
+        await world.until(*(task for _, task in tasks))
+        for request, task in tasks:
+            assert tuple(task.result()[0]) == expected(request)
 
 
 @pytest.mark.parametrize(

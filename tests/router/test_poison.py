@@ -79,37 +79,33 @@ def counted(router: Router, name: str = "PoisonRequestError") -> float:
 
 @pytest.mark.parametrize("at", [0, 5, 9], ids=["in its prompt", "at its third token", "later"])
 @pytest.mark.parametrize("places", [(16, 16), (16, 16, 16), (16,)], ids=str)
-def test_a_session_that_hangs_two_targets_is_ended_and_no_other(places: tuple[int, ...], at: int) -> None:
+async def test_a_session_that_hangs_two_targets_is_ended_and_no_other(places: tuple[int, ...], at: int) -> None:
     """Fifteen neighbors were on each target that hung, and lose no token."""
-
-    async def test() -> None:
-        world = FragileWorld(*places, at=at)
-        async with world.router() as router:
-            good = [request(f"s{i}", i, 60) for i in range(15)]
-            tasks = [asyncio.create_task(result_of(router, each)) for each in good[:8]]
-            for _ in range(2):
-                await world.turn()
-            poison = asyncio.create_task(result_of(router, request("poison", POISON, 60)))
-            tasks += [asyncio.create_task(result_of(router, each)) for each in good[8:]]
-            await world.until(*tasks, poison, turns=800)
-            with pytest.raises(PoisonRequestError, match="under the request, or failed it, 2 times"):
-                poison.result()
-            assert world.num_hangs == 2
-            for each, task in zip(good, tasks, strict=True):
-                assert tuple((await task)[0]) == expected(each)
-            assert counted(router) == 1
-            assert not router._active
-            assert not router._orphaned
-            assert not router._placement._on_trial
-
-    asyncio.run(test())
+    world = FragileWorld(*places, at=at)
+    async with world.router() as router:
+        good = [request(f"s{i}", i, 60) for i in range(15)]
+        tasks = [asyncio.create_task(result_of(router, each)) for each in good[:8]]
+        for _ in range(2):
+            await world.turn()
+        poison = asyncio.create_task(result_of(router, request("poison", POISON, 60)))
+        tasks += [asyncio.create_task(result_of(router, each)) for each in good[8:]]
+        await world.until(*tasks, poison, turns=800)
+        with pytest.raises(PoisonRequestError, match="under the request, or failed it, 2 times"):
+            poison.result()
+        assert world.num_hangs == 2
+        for each, task in zip(good, tasks, strict=True):
+            assert tuple((await task)[0]) == expected(each)
+        assert counted(router) == 1
+        assert not router._active
+        assert not router._orphaned
+        assert not router._placement._on_trial
 
 
-def test_without_trials_one_by_one_neighbors_would_be_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_trials_one_by_one_neighbors_would_be_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: suspected sessions are opened all at once."""
     monkeypatch.setattr(Losses, "on_trial", lambda *_: False)
     with pytest.raises(PoisonRequestError):
-        test_a_session_that_hangs_two_targets_is_ended_and_no_other((16, 16), 0)
+        await test_a_session_that_hangs_two_targets_is_ended_and_no_other((16, 16), 0)
 
 
 class Arbiter(Fragile):
@@ -140,77 +136,67 @@ class Arbiter(Fragile):
 
 
 @pytest.mark.parametrize("places", [(16, 16), (16, 16, 16)], ids=str)
-def test_the_poison_of_one_router_ends_no_session_of_another(places: tuple[int, ...]) -> None:
+async def test_the_poison_of_one_router_ends_no_session_of_another(places: tuple[int, ...]) -> None:
     """Both routers have sessions on each target that hung, and continue them at the same moment."""
-
-    async def test() -> None:
-        world = FragileWorld(*places)
-        world.fragile = [Arbiter(f"target-{i}", size) for i, size in enumerate(places)]
-        world.targets = [*world.fragile]
-        async with world.router() as one, world.router() as other:
-            good = [request(f"s{i}", i, 60) for i in range(12)]
-            tasks = [asyncio.create_task(result_of(other if i % 4 else one, each)) for i, each in enumerate(good)]
-            for _ in range(2):
-                await world.turn()
-            poison = asyncio.create_task(result_of(one, request("poison", POISON, 60)))
-            await world.until(*tasks, poison, turns=800)
-            with pytest.raises(PoisonRequestError, match="2 times"):
-                poison.result()
-            assert world.num_hangs == 2
-            for each, task in zip(good, tasks, strict=True):
-                assert tuple((await task)[0]) == expected(each)
-            assert sum(target.num_turned_away for target in world.fragile if isinstance(target, Arbiter)) > 0
-            assert not one._orphaned
-            assert not other._orphaned
-
-    asyncio.run(test())
+    world = FragileWorld(*places)
+    world.fragile = [Arbiter(f"target-{i}", size) for i, size in enumerate(places)]
+    world.targets = [*world.fragile]
+    async with world.router() as one, world.router() as other:
+        good = [request(f"s{i}", i, 60) for i in range(12)]
+        tasks = [asyncio.create_task(result_of(other if i % 4 else one, each)) for i, each in enumerate(good)]
+        for _ in range(2):
+            await world.turn()
+        poison = asyncio.create_task(result_of(one, request("poison", POISON, 60)))
+        await world.until(*tasks, poison, turns=800)
+        with pytest.raises(PoisonRequestError, match="2 times"):
+            poison.result()
+        assert world.num_hangs == 2
+        for each, task in zip(good, tasks, strict=True):
+            assert tuple((await task)[0]) == expected(each)
+        assert sum(target.num_turned_away for target in world.fragile if isinstance(target, Arbiter)) > 0
+        assert not one._orphaned
+        assert not other._orphaned
 
 
-def test_without_the_targets_word_sessions_of_the_other_router_would_be_ended_too(
+async def test_without_the_targets_word_sessions_of_the_other_router_would_be_ended_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The mutant: a target that takes every suspected session."""
     monkeypatch.setattr(Arbiter, "_tries", lambda _: False)
     with pytest.raises(PoisonRequestError):
-        test_the_poison_of_one_router_ends_no_session_of_another((16, 16))
+        await test_the_poison_of_one_router_ends_no_session_of_another((16, 16))
 
 
-def test_poison_that_gets_on_a_little_with_each_target_is_ended_too() -> None:
-    async def test() -> None:
-        world = FragileWorld(4, 4, 4)
-        for target in world.fragile:
-            target.after = 3
-        async with world.router() as router:
-            poison = asyncio.create_task(result_of(router, request("poison", POISON, 400)))
-            good = asyncio.create_task(result_of(router, request("good", 1, 500)))
-            await world.until(poison, good, turns=2_000)
-            error = poison.exception()
-            assert isinstance(error, PoisonRequestError)
-            assert f"{losses.MOST_IN_ALL} times" in str(error)
-            assert world.num_hangs == losses.MOST_IN_ALL
-            assert tuple((await good)[0]) == expected(request("", 1, 500))
-
-    asyncio.run(test())
+async def test_poison_that_gets_on_a_little_with_each_target_is_ended_too() -> None:
+    world = FragileWorld(4, 4, 4)
+    for target in world.fragile:
+        target.after = 3
+    async with world.router() as router:
+        poison = asyncio.create_task(result_of(router, request("poison", POISON, 400)))
+        good = asyncio.create_task(result_of(router, request("good", 1, 500)))
+        await world.until(poison, good, turns=2_000)
+        error = poison.exception()
+        assert isinstance(error, PoisonRequestError)
+        assert f"{losses.MOST_IN_ALL} times" in str(error)
+        assert world.num_hangs == losses.MOST_IN_ALL
+        assert tuple((await good)[0]) == expected(request("", 1, 500))
 
 
-def test_new_requests_do_not_take_the_places_of_sessions_that_wait_for_their_trial() -> None:
-    async def test() -> None:
-        world = World(4, 4)
-        async with world.router(max_queued_requests=2) as router:
-            old = [asyncio.create_task(result_of(router, request(f"s{i}", i, 30))) for i in range(4)]
-            for _ in range(3):
-                await world.turn()
-            world.targets[0].die()  # two sessions each
-            assert len(router._orphaned) == 1  # the other is on trial
-            new = [asyncio.create_task(result_of(router, request(f"n{i}", i, 30))) for i in range(2)]
-            for _ in range(2):
-                await world.turn()
-            assert not router._orphaned
-            assert len(world.targets[1].sessions) == 4
-            assert all(a.target is not None for a in router._active.values() if a.request.request_id[0] == "s")
-            await world.until(*old, *new)
-
-    asyncio.run(test())
+async def test_new_requests_do_not_take_the_places_of_sessions_that_wait_for_their_trial() -> None:
+    world = World(4, 4)
+    async with world.router(max_queued_requests=2) as router:
+        old = [asyncio.create_task(result_of(router, request(f"s{i}", i, 30))) for i in range(4)]
+        for _ in range(3):
+            await world.turn()
+        world.targets[0].die()  # two sessions each
+        assert len(router._orphaned) == 1  # the other is on trial
+        new = [asyncio.create_task(result_of(router, request(f"n{i}", i, 30))) for i in range(2)]
+        for _ in range(2):
+            await world.turn()
+        assert not router._orphaned
+        assert len(world.targets[1].sessions) == 4
+        assert all(a.target is not None for a in router._active.values() if a.request.request_id[0] == "s")
+        await world.until(*old, *new)
 
 
 def test_a_target_that_leaves_its_pool_while_it_hangs_is_lost_and_not_drained() -> None:
@@ -237,27 +223,23 @@ def test_a_target_that_leaves_its_pool_while_it_hangs_is_lost_and_not_drained() 
     assert asyncio.run(test(30.0)) == 1
 
 
-def test_targets_that_fail_the_session_alone_count_as_well() -> None:
+async def test_targets_that_fail_the_session_alone_count_as_well() -> None:
     """The error of an engine for one session, such as one without memory for it."""
-
-    async def test() -> None:
-        world = World(2)
-        async with world.router() as router:
-            task = asyncio.create_task(result_of(router, request("s0", 0, 30)))
-            for _ in range(2):
-                await world.turn()
-                (active,) = router._active.values()
-                link = active.target
-                assert link is not None
-                failed = SessionFailed(active.session.session_id, active.session.target_epoch, "no memory", False)
-                link._receive([failed], None)
-                if active.losses.num_in_a_row == 1:
-                    link._outbox.clear()  # the target never says a word about it
-            with pytest.raises(PoisonRequestError, match="no memory"):
-                await task
-            assert counted(router) == 1
-
-    asyncio.run(test())
+    world = World(2)
+    async with world.router() as router:
+        task = asyncio.create_task(result_of(router, request("s0", 0, 30)))
+        for _ in range(2):
+            await world.turn()
+            (active,) = router._active.values()
+            link = active.target
+            assert link is not None
+            failed = SessionFailed(active.session.session_id, active.session.target_epoch, "no memory", False)
+            link._receive([failed], None)
+            if active.losses.num_in_a_row == 1:
+                link._outbox.clear()  # the target never says a word about it
+        with pytest.raises(PoisonRequestError, match="no memory"):
+            await task
+        assert counted(router) == 1
 
 
 def test_losses_with_tokens_between_them_are_not_in_a_row() -> None:

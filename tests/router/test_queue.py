@@ -130,43 +130,35 @@ def tasks_of(router: Router, share: str, num: int, max_tokens: int = 20) -> list
     return [asyncio.create_task(result_of(router, each)) for each in wanted]
 
 
-def test_eighty_sequences_of_one_shut_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_eighty_sequences_of_one_shut_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """One share has all 16 places and the whole queue; others are taken in, and served as soon as a place is free."""
     without_sockets(monkeypatch)
-
-    async def test() -> None:
-        world = World(16)
-        async with world.router() as router:
-            many = tasks_of(router, "a", 80)
-            for _ in range(3):
-                await world.turn()
-            assert router.num_running == 16
-            assert router.num_queued == LIMIT
-            others = [task for share in "bcd" for task in tasks_of(router, share, 3)]
-            with pytest.raises(ResourceExhaustedError, match="at most 64 may wait") as error:
-                await result_of(router, replace(request("one more", 1), share="a"))
-            assert error.value.retry_after_s > 0
-            await world.until(*others, turns=45)  # two rounds of twenty tokens
-            assert sum(task.done() for task in many) <= 32
-            await world.until(*many)
-            for i, task in enumerate(many):
-                assert tuple((await task)[0]) == expected(request("", i))
-
-    asyncio.run(test())
+    world = World(16)
+    async with world.router() as router:
+        many = tasks_of(router, "a", 80)
+        for _ in range(3):
+            await world.turn()
+        assert router.num_running == 16
+        assert router.num_queued == LIMIT
+        others = [task for share in "bcd" for task in tasks_of(router, share, 3)]
+        with pytest.raises(ResourceExhaustedError, match="at most 64 may wait") as error:
+            await result_of(router, replace(request("one more", 1), share="a"))
+        assert error.value.retry_after_s > 0
+        await world.until(*others, turns=45)  # two rounds of twenty tokens
+        assert sum(task.done() for task in many) <= 32
+        await world.until(*many)
+        for i, task in enumerate(many):
+            assert tuple((await task)[0]) == expected(request("", i))
 
 
-def test_a_share_has_every_place_while_no_other_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_share_has_every_place_while_no_other_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     without_sockets(monkeypatch)
-
-    async def test() -> None:
-        world = World(4)
-        async with world.router() as router:
-            first = tasks_of(router, "a", 8, 10)
-            other = tasks_of(router, "b", 1, 10)
-            await world.until(*first, *other, turns=36)  # nine sequences of ten tokens at four places
-            assert world.num_turns <= 36
-
-    asyncio.run(test())
+    world = World(4)
+    async with world.router() as router:
+        first = tasks_of(router, "a", 8, 10)
+        other = tasks_of(router, "b", 1, 10)
+        await world.until(*first, *other, turns=36)  # nine sequences of ten tokens at four places
+        assert world.num_turns <= 36
 
 
 # -- what can never be served ----------------------------------------------------------------------------------

@@ -164,27 +164,23 @@ def test_only_places_that_become_free_count(monkeypatch: pytest.MonkeyPatch) -> 
     assert many > 1.0, "two streams of unknown length: not milliseconds"
 
 
-def test_a_full_queue_refuses_before_the_prompt_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_queue_refuses_before_the_prompt_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     without_sockets(monkeypatch)
+    world = World(1)
+    async with world.router(max_queued_requests=0) as router:
+        task = asyncio.create_task(result_of(router, request("s", 1, 50)))
+        await world.turn()
 
-    async def test() -> None:
-        world = World(1)
-        async with world.router(max_queued_requests=0) as router:
-            task = asyncio.create_task(result_of(router, request("s", 1, 50)))
-            await world.turn()
+        async def prepare(*_: object) -> None:
+            raise AssertionError("it was tokenized")
 
-            async def prepare(*_: object) -> None:
-                raise AssertionError("it was tokenized")
-
-            monkeypatch.setattr(router._admission, "prepare", prepare)
-            with pytest.raises(ResourceExhaustedError):
-                await result_of(router, request("t", 1))
-            await world.until(task)
-
-    asyncio.run(test())
+        monkeypatch.setattr(router._admission, "prepare", prepare)
+        with pytest.raises(ResourceExhaustedError):
+            await result_of(router, request("t", 1))
+        await world.until(task)
 
 
-def test_150_clients_of_a_router_try_at_most_twice_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_150_clients_of_a_router_try_at_most_twice_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real admission, placement and sessions on a virtual clock; every client has its own tokens."""
     without_sockets(monkeypatch)
     tries = itertools.count()
@@ -203,15 +199,12 @@ def test_150_clients_of_a_router_try_at_most_twice_for_an_answer(monkeypatch: py
                 assert tuple(token_ids) == expected(wanted)
                 return
 
-    async def test() -> None:
-        world = World(8, 8, turn_s=0.1)
-        async with world.router(max_queued_requests=32) as router:
-            tasks = [asyncio.create_task(client(world, router, i)) for i in range(150)]
-            with contextlib.suppress(asyncio.CancelledError):
-                await world.until(*tasks, turns=1000)
-            await asyncio.gather(*tasks)
-
-    asyncio.run(test())
+    world = World(8, 8, turn_s=0.1)
+    async with world.router(max_queued_requests=32) as router:
+        tasks = [asyncio.create_task(client(world, router, i)) for i in range(150)]
+        with contextlib.suppress(asyncio.CancelledError):
+            await world.until(*tasks, turns=1000)
+        await asyncio.gather(*tasks)
     assert next(tries) <= 2 * 150
 
 

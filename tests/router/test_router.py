@@ -59,79 +59,67 @@ def once_broken(original: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def test_an_error_in_one_tick_is_logged_and_the_next_tick_runs(
+async def test_an_error_in_one_tick_is_logged_and_the_next_tick_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The request that waits for a target still ends in time."""
     monkeypatch.setattr(router_module, "_TICK_S", 0.001)
     monkeypatch.setattr(Router, "_no_target", once_broken(Router._no_target))
     clock = Clock()
-
-    async def test() -> None:
-        async with running(clock) as router:
-            waiting = anext(router.generate(Request("r", "abc")))
-            asyncio.get_running_loop().call_later(0.02, setattr, clock, "now", 31.0)
-            with pytest.raises(EngineError, match="no target replica was up for 30 s"):
-                await asyncio.wait_for(waiting, 30)
-
-    asyncio.run(test())
+    async with running(clock) as router:
+        waiting = anext(router.generate(Request("r", "abc")))
+        asyncio.get_running_loop().call_later(0.02, setattr, clock, "now", 31.0)
+        with pytest.raises(EngineError, match="no target replica was up for 30 s"):
+            await asyncio.wait_for(waiting, 30)
     (record,) = errors_of(caplog)
     assert "paceline-router-tick" in record.getMessage()
     assert record.exc_info is not None
     assert "broken by a test" in str(record.exc_info[1])
 
 
-def test_an_error_in_the_text_of_one_request_ends_that_one_and_no_other(
+async def test_an_error_in_the_text_of_one_request_ends_that_one_and_no_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Session, "digest", once_broken(lambda session: Actions()))
-
-    async def test() -> None:
-        async with running(Clock()) as router:
-            first, second = (asyncio.ensure_future(anext(router.generate(Request(name, "abc")))) for name in "ab")
-            while len(router._active) < 2:
-                await asyncio.sleep(0)
-            router._touched = dict(router._active)
-            router._digest()
-            with pytest.raises(EngineError, match="could not process the output of this request"):
-                await asyncio.wait_for(first, 30)
-            assert list(router._active) == ["b"]
-            assert not second.done()
-            second.cancel()
-            await asyncio.wait([second])
-
-    asyncio.run(test())
+    async with running(Clock()) as router:
+        first, second = (asyncio.ensure_future(anext(router.generate(Request(name, "abc")))) for name in "ab")
+        while len(router._active) < 2:
+            await asyncio.sleep(0)
+        router._touched = dict(router._active)
+        router._digest()
+        with pytest.raises(EngineError, match="could not process the output of this request"):
+            await asyncio.wait_for(first, 30)
+        assert list(router._active) == ["b"]
+        assert not second.done()
+        second.cancel()
+        await asyncio.wait([second])
     (record,) = errors_of(caplog)
     assert record.getMessage() == "unexpected error in a request: RuntimeError"
 
 
-def test_a_request_whose_text_cannot_be_made_ends_alone_and_frees_its_place(
+async def test_a_request_whose_text_cannot_be_made_ends_alone_and_frees_its_place(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Outcomes that have not become text are dropped with it: they would fail again, and take the rest along."""
     without_sockets(monkeypatch)
+    world = World(3)
+    async with world.router(request_timeout_s=10.0) as router:
+        wanted = [request(name, seed) for seed, name in enumerate("abc")]
+        tasks = [asyncio.create_task(result_of(router, each)) for each in wanted]
+        await world.turn()
+        broken = router._active["a"].session
 
-    async def test() -> None:
-        world = World(3)
-        async with world.router(request_timeout_s=10.0) as router:
-            wanted = [request(name, seed) for seed, name in enumerate("abc")]
-            tasks = [asyncio.create_task(result_of(router, each)) for each in wanted]
-            await world.turn()
-            broken = router._active["a"].session
+        def decode(_: Any) -> str:
+            raise RuntimeError("broken by a test")
 
-            def decode(_: Any) -> str:
-                raise RuntimeError("broken by a test")
-
-            monkeypatch.setattr(broken._detokenizer, "_decode", decode)
-            world.targets[0].turn()  # two outcomes before the first becomes text
-            await world.until(*tasks)
-            with pytest.raises(EngineError, match="could not process the output of this request"):
-                tasks[0].result()
-            for task, each in zip(tasks[1:], wanted[1:], strict=True):
-                assert tuple(task.result()[0]) == expected(each)
-            assert not world.targets[0].sessions
-
-    asyncio.run(test())
+        monkeypatch.setattr(broken._detokenizer, "_decode", decode)
+        world.targets[0].turn()  # two outcomes before the first becomes text
+        await world.until(*tasks)
+        with pytest.raises(EngineError, match="could not process the output of this request"):
+            tasks[0].result()
+        for task, each in zip(tasks[1:], wanted[1:], strict=True):
+            assert tuple(task.result()[0]) == expected(each)
+        assert not world.targets[0].sessions
     (record,) = errors_of(caplog)
     assert record.getMessage() == "unexpected error in a request: RuntimeError"
 
@@ -139,7 +127,7 @@ def test_a_request_whose_text_cannot_be_made_ends_alone_and_frees_its_place(
 @pytest.mark.parametrize(
     ("method", "task"), [("_read", "reader"), ("_write", "writer"), ("_watch_silence", "heartbeat")]
 )
-def test_an_error_in_a_task_of_a_link_is_logged_and_it_connects_again(
+async def test_an_error_in_a_task_of_a_link_is_logged_and_it_connects_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str, task: str
 ) -> None:
     streams: list[asyncio.Event] = []
@@ -158,19 +146,15 @@ def test_an_error_in_a_task_of_a_link_is_logged_and_it_connects_again(
 
     for name in ("_read", "_write", "_watch_silence"):
         monkeypatch.setattr(Link, name, broken_once if name == method else idle)
-
-    async def test() -> None:
-        async with running(Clock()) as router:
-            await asyncio.wait_for(again.wait(), 30)
-            (link,) = router._targets.links.values()
-            assert link.reason == "RuntimeError: broken by a test"
-
-    asyncio.run(test())
+    async with running(Clock()) as router:
+        await asyncio.wait_for(again.wait(), 30)
+        (link,) = router._targets.links.values()
+        assert link.reason == "RuntimeError: broken by a test"
     (record,) = errors_of(caplog)
     assert f"paceline-link-target-0-{task}" in record.getMessage()
 
 
-def test_an_error_while_a_link_goes_down_is_logged_and_it_connects_again(
+async def test_an_error_while_a_link_goes_down_is_logged_and_it_connects_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The router's own reaction may fail, too."""
@@ -190,12 +174,8 @@ def test_an_error_while_a_link_goes_down_is_logged_and_it_connects_again(
 
     monkeypatch.setattr(Link, "_stream", stream)
     monkeypatch.setattr(Link, "_down", once_broken(Link._down))
-
-    async def test() -> None:
-        async with running(Clock()) as router:
-            await asyncio.wait_for(again.wait(), 30)
-            assert not router.ready
-
-    asyncio.run(test())
+    async with running(Clock()) as router:
+        await asyncio.wait_for(again.wait(), 30)
+        assert not router.ready
     (record,) = errors_of(caplog)
     assert "paceline-link-target-0" in record.getMessage()

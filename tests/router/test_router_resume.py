@@ -22,44 +22,32 @@ async def answers(router, request):
     return [item async for item in router.generate(request)]
 
 
-def test_a_token_that_the_model_does_not_have_is_refused():
-    async def test():
-        async with running(Clock()) as router:
-            with pytest.raises(
-                InvalidRequestError, match=r"^generated_token_ids holds token id 128: ids in \[0, 128\)"
-            ):
-                await answers(router, resumed([97, 128]))
-
-    asyncio.run(test())
+async def test_a_token_that_the_model_does_not_have_is_refused():
+    async with running(Clock()) as router:
+        with pytest.raises(InvalidRequestError, match=r"^generated_token_ids holds token id 128: ids in \[0, 128\)"):
+            await answers(router, resumed([97, 128]))
 
 
 @pytest.mark.parametrize("num_tokens", [4, 2000])
-def test_a_stream_that_lacks_its_end_only_gets_it_though_no_target_is_up(num_tokens):
-    async def test():
-        async with running(Clock()) as router:
-            router._admission._info = replace(router.info, max_model_len=4096)
-            request = resumed(b"a" * (num_tokens - 1) + b"!", max_tokens=num_tokens + 5)
-            (result,) = await answers(router, request)
-            assert isinstance(result, Result)
-            assert (result.finish_reason, result.matched_stop) == (FinishReason.STOP, "!")
-            assert result.usage.completion_tokens == num_tokens
-            assert router._active == {}
-
-    asyncio.run(test())
+async def test_a_stream_that_lacks_its_end_only_gets_it_though_no_target_is_up(num_tokens):
+    async with running(Clock()) as router:
+        router._admission._info = replace(router.info, max_model_len=4096)
+        request = resumed(b"a" * (num_tokens - 1) + b"!", max_tokens=num_tokens + 5)
+        (result,) = await answers(router, request)
+        assert isinstance(result, Result)
+        assert (result.finish_reason, result.matched_stop) == (FinishReason.STOP, "!")
+        assert result.usage.completion_tokens == num_tokens
+        assert router._active == {}
 
 
-def test_a_request_whose_first_stream_still_runs_is_refused_by_a_name_of_its_own():
+async def test_a_request_whose_first_stream_still_runs_is_refused_by_a_name_of_its_own():
     """The connection may break before the router notices: the client tries again."""
-
-    async def test():
-        async with running(Clock()) as router:
-            first = asyncio.create_task(answers(router, resumed([])))
-            while not router.num_queued:
-                await asyncio.sleep(0)
-            with pytest.raises(RequestInProgressError, match="'r' is in progress"):
-                await answers(router, resumed([97]))
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
-            assert router._active == {}
-
-    asyncio.run(test())
+    async with running(Clock()) as router:
+        first = asyncio.create_task(answers(router, resumed([])))
+        while not router.num_queued:
+            await asyncio.sleep(0)
+        with pytest.raises(RequestInProgressError, match="'r' is in progress"):
+            await answers(router, resumed([97]))
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert router._active == {}

@@ -46,44 +46,38 @@ def message(request_id):
     return pb.GenerateRequest(request_id=request_id, text="abc")
 
 
-def test_only_the_key_that_started_a_request_cancels_it():
-    async def test():
-        router = Router()
-        service, used = GenerationService(router), []
-        stream = service.generate(message("r"), "alice", used.append)
-        await anext(stream)
-        assert used == [Usage(7, 1, 0)]
-        assert not service.cancel("r", "bob")
-        assert not service.cancel("r")
-        assert not service.cancel("unknown", "alice")
-        assert router.cancelled == []
-        assert service.cancel("r", "alice")
-        await stream.aclose()
-        assert not service.cancel("r", "alice")
-
-    asyncio.run(test())
+async def test_only_the_key_that_started_a_request_cancels_it():
+    router = Router()
+    service, used = GenerationService(router), []
+    stream = service.generate(message("r"), "alice", used.append)
+    await anext(stream)
+    assert used == [Usage(7, 1, 0)]
+    assert not service.cancel("r", "bob")
+    assert not service.cancel("r")
+    assert not service.cancel("unknown", "alice")
+    assert router.cancelled == []
+    assert service.cancel("r", "alice")
+    await stream.aclose()
+    assert not service.cancel("r", "alice")
 
 
-def test_a_request_id_is_one_of_its_key():
-    async def test():
-        service = GenerationService(Router())
-        stream = service.generate(message("r"), "alice")
-        await anext(stream)
-        with pytest.raises(InvalidRequestError):
-            await anext(service.generate(message("r"), "alice"))
-        other = service.generate(message("r"), "bob")
-        assert (await anext(other)).request_id == "r"
-        await other.aclose()
-        assert not service.cancel("r", "bob")
-        assert service.cancel("r", "alice")
-        await stream.aclose()
-
-    asyncio.run(test())
+async def test_a_request_id_is_one_of_its_key():
+    service = GenerationService(Router())
+    stream = service.generate(message("r"), "alice")
+    await anext(stream)
+    with pytest.raises(InvalidRequestError):
+        await anext(service.generate(message("r"), "alice"))
+    other = service.generate(message("r"), "bob")
+    assert (await anext(other)).request_id == "r"
+    await other.aclose()
+    assert not service.cancel("r", "bob")
+    assert service.cancel("r", "alice")
+    await stream.aclose()
 
 
-def test_a_cancel_without_regard_to_the_owner_is_noticed(monkeypatch):
+async def test_a_cancel_without_regard_to_the_owner_is_noticed(monkeypatch):
     monkeypatch.setattr(
         GenerationService, "cancel", lambda self, request_id, owner="": self._router.cancel(request_id, "alice")
     )
     with pytest.raises(AssertionError):
-        test_only_the_key_that_started_a_request_cancels_it()
+        await test_only_the_key_that_started_a_request_cancels_it()

@@ -74,15 +74,12 @@ async def shown(address):
         writer.transport.abort()
 
 
-def test_peers_of_the_same_authority_reach_each_other(mounted):
-    async def test():
-        async with serving(mounted) as address:
-            assert await ask(channel(address, certificates(mounted))) == b"1"
-
-    asyncio.run(test())
+async def test_peers_of_the_same_authority_reach_each_other(mounted):
+    async with serving(mounted) as address:
+        assert await ask(channel(address, certificates(mounted))) == b"1"
 
 
-def test_everybody_else_is_refused(mounted, tmp_path):
+async def test_everybody_else_is_refused(mounted, tmp_path):
     (tmp_path / "other").mkdir()
     other = Mounted(tmp_path / "other", names=("internal.paceline",))
     stranger = Mounted.__new__(Mounted)  # a certificate of another authority, which trusts ours
@@ -92,60 +89,51 @@ def test_everybody_else_is_refused(mounted, tmp_path):
         options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", "internal.paceline")]
         return lambda address: aio.secure_channel(address, grpc.ssl_channel_credentials(**parts), options=options)
 
-    async def test():
-        async with serving(mounted) as address:
-            for connect in (
-                aio.insecure_channel,
-                secure(root_certificates=mounted.ca.read_bytes()),
-                lambda a: channel(a, certificates(stranger)),
-                lambda a: channel(a, certificates(other)),  # it trusts only its own authority
-                lambda a: channel(a, certificates(mounted, "another.name")),
-            ):
+    async with serving(mounted) as address:
+        for connect in (
+            aio.insecure_channel,
+            secure(root_certificates=mounted.ca.read_bytes()),
+            lambda a: channel(a, certificates(stranger)),
+            lambda a: channel(a, certificates(other)),  # it trusts only its own authority
+            lambda a: channel(a, certificates(mounted, "another.name")),
+        ):
+            with pytest.raises(aio.AioRpcError) as refused:
+                await ask(connect(address))
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_the_token_is_asked_for_beside_the_certificate(mounted):
+    async with serving(mounted, token="secret-token") as address:
+        for metadata in ((), ((TOKEN_KEY, "secret"),), ((TOKEN_KEY, "secret-token-and-more"),)):
+            async with channel(address, certificates(mounted)) as connection, asyncio.timeout(20):
                 with pytest.raises(aio.AioRpcError) as refused:
-                    await ask(connect(address))
-                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-
-    asyncio.run(test())
-
-
-def test_the_token_is_asked_for_beside_the_certificate(mounted):
-    async def test():
-        async with serving(mounted, token="secret-token") as address:
-            for metadata in ((), ((TOKEN_KEY, "secret"),), ((TOKEN_KEY, "secret-token-and-more"),)):
-                async with channel(address, certificates(mounted)) as connection, asyncio.timeout(20):
-                    with pytest.raises(aio.AioRpcError) as refused:
-                        await connection.stream_stream(METHOD)(metadata=metadata).read()  # a write may come too late
-                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            assert await ask(channel(address, certificates(mounted)), ((TOKEN_KEY, "secret-token"),)) == b"1"
-
-    asyncio.run(test())
+                    await connection.stream_stream(METHOD)(metadata=metadata).read()  # a write may come too late
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert await ask(channel(address, certificates(mounted)), ((TOKEN_KEY, "secret-token"),)) == b"1"
 
 
-def test_a_renewal_concerns_new_connections_alone_and_a_broken_one_nobody(mounted):
-    async def test():
-        async with serving(mounted) as address, channel(address, certificates(mounted)) as old, asyncio.timeout(60):
-            stream = old.stream_stream(METHOD)()
-            await stream.write(b"")
-            assert await stream.read() == b"1"
-            first = await shown(address)
-            mounted.renew()
-            second = await shown(address)
-            assert second != first
-            write(mounted.key, b"broken")
-            assert await shown(address) == await shown(address) == second
-            await stream.write(b"")
-            assert await stream.read() == b"2"
-            mounted.renew()
-            assert await shown(address) not in (first, second)
-            assert await ask(channel(address, certificates(mounted))) == b"1"
-            await stream.write(b"")
-            assert await stream.read() == b"3"
-
-    asyncio.run(test())
+async def test_a_renewal_concerns_new_connections_alone_and_a_broken_one_nobody(mounted):
+    async with serving(mounted) as address, channel(address, certificates(mounted)) as old, asyncio.timeout(60):
+        stream = old.stream_stream(METHOD)()
+        await stream.write(b"")
+        assert await stream.read() == b"1"
+        first = await shown(address)
+        mounted.renew()
+        second = await shown(address)
+        assert second != first
+        write(mounted.key, b"broken")
+        assert await shown(address) == await shown(address) == second
+        await stream.write(b"")
+        assert await stream.read() == b"2"
+        mounted.renew()
+        assert await shown(address) not in (first, second)
+        assert await ask(channel(address, certificates(mounted))) == b"1"
+        await stream.write(b"")
+        assert await stream.read() == b"3"
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_a_connection_that_says_nothing_is_closed_and_one_that_asked_is_not(mounted, monkeypatch, encrypted):
+async def test_a_connection_that_says_nothing_is_closed_and_one_that_asked_is_not(mounted, monkeypatch, encrypted):
     options = [
         (transport.HANDSHAKE_TIMEOUT, 500) if name == transport.HANDSHAKE_TIMEOUT else (name, value)
         for name, value in transport.SERVER_OPTIONS
@@ -153,17 +141,13 @@ def test_a_connection_that_says_nothing_is_closed_and_one_that_asked_is_not(moun
     assert options != transport.SERVER_OPTIONS
     monkeypatch.setattr(transport, "SERVER_OPTIONS", options)
     used = mounted if encrypted else None
-
-    async def test():
-        async with serving(used) as address, channel(address, used and certificates(used)) as connection:
-            call = connection.stream_stream(METHOD)()
-            await call.write(b"")
-            assert await call.read() == b"1"
-            reader, writer = await asyncio.open_connection(*address.split(":"))
-            async with asyncio.timeout(20):
-                await reader.read()  # to its end: the server may greet before
-            writer.close()
-            await call.write(b"")
-            assert await call.read() == b"2"
-
-    asyncio.run(test())
+    async with serving(used) as address, channel(address, used and certificates(used)) as connection:
+        call = connection.stream_stream(METHOD)()
+        await call.write(b"")
+        assert await call.read() == b"1"
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        async with asyncio.timeout(20):
+            await reader.read()  # to its end: the server may greet before
+        writer.close()
+        await call.write(b"")
+        assert await call.read() == b"2"

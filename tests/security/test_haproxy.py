@@ -222,87 +222,71 @@ async def first(channel, metadata=()):
         return await channel.unary_stream(METHOD)(b"", metadata=metadata).read()
 
 
-def test_calls_are_encrypted_all_the_way_and_the_router_knows(tmp_path):
-    async def test():
-        async with proxy(tmp_path) as running:
-            assert await first(running.channel()) == b"ssl"
-            for connection in (aio.insecure_channel(f"127.0.0.1:{running.port}"), running.channel(ca=False)):
-                with pytest.raises(aio.AioRpcError):
-                    await first(connection)
-            with pytest.raises(aio.AioRpcError):  # past the proxy
-                await first(aio.insecure_channel(f"127.0.0.1:{running.router_port}"))
-            assert await running.shown(running.http_port) == await running.shown()
-            modes = {path.stat().st_mode & 0o777 for path in running.folder.glob("*.pem")}
-            assert modes == {0o600}
-
-    asyncio.run(test())
-
-
-def test_the_proxy_shows_routers_its_certificate_where_clients_are_in_the_clear(tmp_path):
-    async def test():
-        async with proxy(tmp_path, uses=("internal",)) as running:
-            assert await first(aio.insecure_channel(f"127.0.0.1:{running.port}")) == b"ssl"
-            with pytest.raises(aio.AioRpcError):  # past the proxy: a router's port asks for a certificate
-                await first(aio.insecure_channel(f"127.0.0.1:{running.router_port}"))
-
-    asyncio.run(test())
-
-
-def test_clients_show_a_certificate_where_it_is_asked_for(tmp_path):
-    async def test():
-        async with proxy(tmp_path, client_ca=True) as running:
-            assert await first(running.channel(certificate=True)) == b"ssl"
+async def test_calls_are_encrypted_all_the_way_and_the_router_knows(tmp_path):
+    async with proxy(tmp_path) as running:
+        assert await first(running.channel()) == b"ssl"
+        for connection in (aio.insecure_channel(f"127.0.0.1:{running.port}"), running.channel(ca=False)):
             with pytest.raises(aio.AioRpcError):
-                await first(running.channel())
-
-    asyncio.run(test())
-
-
-def test_a_renewal_under_a_running_stream(tmp_path):
-    async def test():
-        async with (
-            proxy(tmp_path, client_ca=True) as running,
-            running.channel(certificate=True) as channel,
-            asyncio.timeout(120),
-        ):
-            stream = channel.unary_stream(METHOD)(b"")
-            assert await stream.read() == b"ssl"
-            before = await running.shown()
-            issued = running.public.renew()
-            running.internal.renew()
-
-            async def renewed():
-                new = ssl.PEM_cert_to_DER_cert(issued.cert_chain_pems[0].bytes().decode())
-                return await running.shown() == new == await running.shown(running.http_port)
-
-            await running.until(renewed)
-            after = await running.shown()
-            assert after != before
-            write(running.public.key, b"broken")
-
-            async def noticed():
-                return "stays as it was: server.tls.key is" in (running.folder / "stderr").read_text()
-
-            await running.until(noticed)
-            assert await running.shown() == after == await running.shown(running.http_port)
-            for _ in range(3):
-                assert await stream.read() == b"x"
-            running.public.renew()
-            assert await first(running.channel(certificate=True)) == b"ssl"
-            with pytest.raises(aio.AioRpcError):  # clients are checked as before
-                await first(running.channel())
-
-    asyncio.run(test())
+                await first(connection)
+        with pytest.raises(aio.AioRpcError):  # past the proxy
+            await first(aio.insecure_channel(f"127.0.0.1:{running.router_port}"))
+        assert await running.shown(running.http_port) == await running.shown()
+        modes = {path.stat().st_mode & 0o777 for path in running.folder.glob("*.pem")}
+        assert modes == {0o600}
 
 
-def test_the_one_beside_the_proxy_ends_with_it(tmp_path):
-    async def test():
-        async with proxy(tmp_path) as running:
-            keeper = int((running.folder / "tls-keeper").read_text())
-            os.kill(keeper, 0)
-        return keeper
+async def test_the_proxy_shows_routers_its_certificate_where_clients_are_in_the_clear(tmp_path):
+    async with proxy(tmp_path, uses=("internal",)) as running:
+        assert await first(aio.insecure_channel(f"127.0.0.1:{running.port}")) == b"ssl"
+        with pytest.raises(aio.AioRpcError):  # past the proxy: a router's port asks for a certificate
+            await first(aio.insecure_channel(f"127.0.0.1:{running.router_port}"))
 
-    keeper = asyncio.run(test())
+
+async def test_clients_show_a_certificate_where_it_is_asked_for(tmp_path):
+    async with proxy(tmp_path, client_ca=True) as running:
+        assert await first(running.channel(certificate=True)) == b"ssl"
+        with pytest.raises(aio.AioRpcError):
+            await first(running.channel())
+
+
+async def test_a_renewal_under_a_running_stream(tmp_path):
+    async with (
+        proxy(tmp_path, client_ca=True) as running,
+        running.channel(certificate=True) as channel,
+        asyncio.timeout(120),
+    ):
+        stream = channel.unary_stream(METHOD)(b"")
+        assert await stream.read() == b"ssl"
+        before = await running.shown()
+        issued = running.public.renew()
+        running.internal.renew()
+
+        async def renewed():
+            new = ssl.PEM_cert_to_DER_cert(issued.cert_chain_pems[0].bytes().decode())
+            return await running.shown() == new == await running.shown(running.http_port)
+
+        await running.until(renewed)
+        after = await running.shown()
+        assert after != before
+        write(running.public.key, b"broken")
+
+        async def noticed():
+            return "stays as it was: server.tls.key is" in (running.folder / "stderr").read_text()
+
+        await running.until(noticed)
+        assert await running.shown() == after == await running.shown(running.http_port)
+        for _ in range(3):
+            assert await stream.read() == b"x"
+        running.public.renew()
+        assert await first(running.channel(certificate=True)) == b"ssl"
+        with pytest.raises(aio.AioRpcError):  # clients are checked as before
+            await first(running.channel())
+
+
+async def test_the_one_beside_the_proxy_ends_with_it(tmp_path):
+    async with proxy(tmp_path) as running:
+        keeper = int((running.folder / "tls-keeper").read_text())
+        os.kill(keeper, 0)
     end_s = time.monotonic() + 60
     while time.monotonic() < end_s:
         if read_process(keeper) is None:

@@ -219,30 +219,27 @@ async def _until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_a_full_queue_refuses_and_a_short_input_does_not_wait_for_long_ones() -> None:
-    async def test() -> None:
-        preparation, go, begun = Preparation(max_short=1, max_long=1), threading.Event(), threading.Event()
+async def test_a_full_queue_refuses_and_a_short_input_does_not_wait_for_long_ones() -> None:
+    preparation, go, begun = Preparation(max_short=1, max_long=1), threading.Event(), threading.Event()
 
-        def slow() -> bool:
-            begun.set()
-            return go.wait(30)
+    def slow() -> bool:
+        begun.set()
+        return go.wait(30)
 
-        long = [asyncio.create_task(preparation.run(LONG_BYTES + 1, slow)) for _ in range(2)]
-        await _until(begun.is_set)
-        with pytest.raises(ResourceExhaustedError, match="2 prompts are to be tokenized: at most 1 may wait") as full:
-            await preparation.run(LONG_BYTES + 1, slow)
-        assert full.value.retry_after_s > 0
-        assert await preparation.run(LONG_BYTES, threading.current_thread) is not threading.current_thread()
-        long[1].cancel()  # it leaves the queue
-        await asyncio.wait([long[1]])
-        third = asyncio.create_task(preparation.run(LONG_BYTES + 1, slow))
-        await asyncio.sleep(0)
-        assert not third.done()
-        go.set()
-        assert [await long[0], await third] == [True, True]
-        assert not preparation.is_busy
-
-    asyncio.run(asyncio.wait_for(test(), 30))
+    long = [asyncio.create_task(preparation.run(LONG_BYTES + 1, slow)) for _ in range(2)]
+    await _until(begun.is_set)
+    with pytest.raises(ResourceExhaustedError, match="2 prompts are to be tokenized: at most 1 may wait") as full:
+        await preparation.run(LONG_BYTES + 1, slow)
+    assert full.value.retry_after_s > 0
+    assert await preparation.run(LONG_BYTES, threading.current_thread) is not threading.current_thread()
+    long[1].cancel()  # it leaves the queue
+    await asyncio.wait([long[1]])
+    third = asyncio.create_task(preparation.run(LONG_BYTES + 1, slow))
+    await asyncio.sleep(0)
+    assert not third.done()
+    go.set()
+    assert [await long[0], await third] == [True, True]
+    assert not preparation.is_busy
 
 
 def test_a_full_queue_is_status_429(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,32 +250,29 @@ def test_a_full_queue_is_status_429(chat: Any, monkeypatch: pytest.MonkeyPatch) 
     assert int(headers["retry-after"]) >= 1
 
 
-def test_bodies_on_their_way_are_bounded_together() -> None:
-    async def test() -> None:
-        bodies = receiving.Bodies(receiving.BodyBounds(max_bytes=100, max_values=10))
-        bodies._most_bytes = 150
-        held = asyncio.Event()
+async def test_bodies_on_their_way_are_bounded_together() -> None:
+    bodies = receiving.Bodies(receiving.BodyBounds(max_bytes=100, max_values=10))
+    bodies._most_bytes = 150
+    held = asyncio.Event()
 
-        class Arriving:
-            headers: ClassVar[dict[str, str]] = {}
+    class Arriving:
+        headers: ClassVar[dict[str, str]] = {}
 
-            def __init__(self, waits: bool) -> None:
-                self._waits = waits
+        def __init__(self, waits: bool) -> None:
+            self._waits = waits
 
-            async def stream(self) -> Any:
-                yield b"a" * 90
-                if self._waits:
-                    await held.wait()
+        async def stream(self) -> Any:
+            yield b"a" * 90
+            if self._waits:
+                await held.wait()
 
-        first = asyncio.create_task(bodies.receive(Arriving(waits=True)))  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        with pytest.raises(ResourceExhaustedError, match="bodies of more than 150 bytes are on their way"):
-            await bodies.receive(Arriving(waits=False))  # type: ignore[arg-type]
-        held.set()
-        assert len(await first) == 90
-        assert len(await bodies.receive(Arriving(waits=False))) == 90  # type: ignore[arg-type]
-
-    asyncio.run(asyncio.wait_for(test(), 30))
+    first = asyncio.create_task(bodies.receive(Arriving(waits=True)))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    with pytest.raises(ResourceExhaustedError, match="bodies of more than 150 bytes are on their way"):
+        await bodies.receive(Arriving(waits=False))  # type: ignore[arg-type]
+    held.set()
+    assert len(await first) == 90
+    assert len(await bodies.receive(Arriving(waits=False))) == 90  # type: ignore[arg-type]
 
 
 # -- pages of other origins --

@@ -74,7 +74,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("with_keys", [False, True])
-def test_one_request_with_all_places_and_the_whole_queue_shuts_nobody_out(held, tmp_path, with_keys) -> None:
+async def test_one_request_with_all_places_and_the_whole_queue_shuts_nobody_out(held, tmp_path, with_keys) -> None:
     pipeline, target = held
     keys = (
         KeyRing(write_keys(tmp_path / "keys.yaml", *({"name": name, "sha256": digest(name)} for name in ("ka", "kb"))))
@@ -82,41 +82,37 @@ def test_one_request_with_all_places_and_the_whole_queue_shuts_nobody_out(held, 
         else None
     )
     app = make_app(edge_over(pipeline, keys=keys, playground=False))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
 
-    async def test() -> None:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async def ask(key: str, n: int) -> Any:
+            body = {"prompt": "abc", "max_tokens": 4, "n": n}
+            return await client.post("/v1/completions", json=body, headers=bearer(key))
 
-            async def ask(key: str, n: int) -> Any:
-                body = {"prompt": "abc", "max_tokens": 4, "n": n}
-                return await client.post("/v1/completions", json=body, headers=bearer(key))
+        refused = await ask("ka", PLACES + LIMIT + 1)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["message"] == "n is 67: at most 66 sequences can run or wait here at once"
+        assert error["param"] == "n"
 
-            refused = await ask("ka", PLACES + LIMIT + 1)
-            assert refused.status_code == 400
-            error = refused.json()["error"]
-            assert error["message"] == "n is 67: at most 66 sequences can run or wait here at once"
-            assert error["param"] == "n"
-
-            many = asyncio.create_task(ask("ka", PLACES + LIMIT))
-            while len(pipeline._active) < PLACES or len(pipeline._waiting) < LIMIT:
-                await asyncio.sleep(0.01)
-            other = asyncio.create_task(ask("kb", 1))
-            while len(pipeline._waiting) <= LIMIT:
-                assert not other.done()
-                await asyncio.sleep(0.01)
-            if with_keys:
-                again = await ask("ka", 1)
-                assert again.status_code == 429
-                assert int(again.headers["retry-after"]) >= 1
-            num_ended = 0
-            while not other.done():
-                num_ended += target.end_one()
-                await asyncio.sleep(0.01)
-            assert (await other).status_code == 200
-            assert num_ended <= 2 * PLACES, "it waited for more than the next place"
-            while not many.done():
-                target.end_one()
-                await asyncio.sleep(0)
-            assert len((await many).json()["choices"]) == PLACES + LIMIT
-
-    asyncio.run(test())
+        many = asyncio.create_task(ask("ka", PLACES + LIMIT))
+        while len(pipeline._active) < PLACES or len(pipeline._waiting) < LIMIT:
+            await asyncio.sleep(0.01)
+        other = asyncio.create_task(ask("kb", 1))
+        while len(pipeline._waiting) <= LIMIT:
+            assert not other.done()
+            await asyncio.sleep(0.01)
+        if with_keys:
+            again = await ask("ka", 1)
+            assert again.status_code == 429
+            assert int(again.headers["retry-after"]) >= 1
+        num_ended = 0
+        while not other.done():
+            num_ended += target.end_one()
+            await asyncio.sleep(0.01)
+        assert (await other).status_code == 200
+        assert num_ended <= 2 * PLACES, "it waited for more than the next place"
+        while not many.done():
+            target.end_one()
+            await asyncio.sleep(0)
+        assert len((await many).json()["choices"]) == PLACES + LIMIT
