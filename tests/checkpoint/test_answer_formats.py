@@ -7,6 +7,7 @@ import re
 from typing import get_args
 
 import pytest
+from tests.support.mutants import mutant
 from tests.web.chats import told
 
 from paceline.checkpoint import answers, call_readers
@@ -389,15 +390,11 @@ def _decides_at_once(monkeypatch):
     monkeypatch.setattr(answers.AnswerParser, "feed", lambda self, text, ended=False: feed(self, text, ended=True))
 
 
-def _says_the_prompt(monkeypatch):
+@mutant(answers.AnswerParser, "__init__")
+def _says_the_prompt(init, self, *args, **more):
     """What the prompt has begun is a part of the answer."""
-    init = answers.AnswerParser.__init__
-
-    def wrong(self, *args, **more):
-        init(self, *args, **more)
-        self._own = 0
-
-    monkeypatch.setattr(answers.AnswerParser, "__init__", wrong)
+    init(self, *args, **more)
+    self._own = 0
 
 
 MUTANTS = [

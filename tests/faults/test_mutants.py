@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.faults.pump import FaultyPump
 from tests.faults.runs import LOSSES, _at_outcome, _draft_refuses, one_fault, run
+from tests.support.mutants import mutant
 
 from paceline.core.tree import SpeculationTree
 from paceline.draft.engine import DraftEngine
@@ -19,49 +20,34 @@ from paceline.target.engine import TargetEngine
 from paceline.types import Result
 
 
-def _mutant(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, change: Callable[[Any, Any], Any]) -> None:
-    """Changes the first argument of a method, before the guard inside can see it."""
-    original = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda self, event, *rest: original(self, change(self, event), *rest))
-
-
-def _repeated_outcomes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(Session, "on_target")
+def _repeated_outcomes_count(on_target: Any, session: Session, event: Any, *rest: Any) -> Any:
     """The relay takes an outcome whose context has been passed."""
-
-    def change(session: Session, event: Any) -> Any:
-        late = isinstance(event, Outcome) and event.context_len < len(session._history)
-        return replace(event, context_len=len(session._history)) if late else event
-
-    _mutant(monkeypatch, Session, "on_target", change)
+    late = isinstance(event, Outcome) and event.context_len < len(session._history)
+    return on_target(session, replace(event, context_len=len(session._history)) if late else event, *rest)
 
 
-def _gaps_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(Session, "on_target")
+def _gaps_are_closed(on_target: Any, session: Session, event: Any, *rest: Any) -> Any:
     """The relay takes an outcome although the one before is missing."""
-
-    def change(session: Session, event: Any) -> Any:
-        early = isinstance(event, Outcome) and event.context_len > len(session._history)
-        return replace(event, context_len=len(session._history)) if early else event
-
-    _mutant(monkeypatch, Session, "on_target", change)
+    early = isinstance(event, Outcome) and event.context_len > len(session._history)
+    return on_target(session, replace(event, context_len=len(session._history)) if early else event, *rest)
 
 
-def _old_targets_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(Session, "on_target")
+def _old_targets_are_heard(on_target: Any, session: Session, event: Any, *rest: Any) -> Any:
     """The relay does not look at the epoch of the target's events."""
-    _mutant(monkeypatch, Session, "on_target", lambda session, event: replace(event, epoch=session.target_epoch))
+    return on_target(session, replace(event, epoch=session.target_epoch), *rest)
 
 
-def _old_drafts_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(Session, "on_draft")
+def _old_drafts_are_heard(on_draft: Any, session: Session, event: Any, *rest: Any) -> Actions:
     """The relay does not look at the epoch of nodes."""
-    on_draft = Session.on_draft
-
-    def deaf(session: Session, event: Any, *rest: Any) -> Actions:
-        epoch, session._draft_epoch = session._draft_epoch, event.epoch
-        try:
-            return on_draft(session, event, *rest)
-        finally:
-            session._draft_epoch = epoch
-
-    monkeypatch.setattr(Session, "on_draft", deaf)
+    epoch, session._draft_epoch = session._draft_epoch, event.epoch
+    try:
+        return on_draft(session, event, *rest)
+    finally:
+        session._draft_epoch = epoch
 
 
 def _lost_trees_stay_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,78 +60,54 @@ def _malformed_outcomes_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "_malformed", lambda outcome: False)
 
 
-def _history_is_what_was_digested(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(Session, "reopen_target")
+def _history_is_what_was_digested(reopen_target: Any, session: Session) -> Actions:
     """A target is re-opened from the text instead of from the outcomes."""
-    reopen_target = Session.reopen_target
-
-    def reopen(session: Session) -> Actions:
-        history = session._history
-        session._history = [*session._prompt, *session._emitted]
-        try:
-            return reopen_target(session)
-        finally:
-            session._history = history
-
-    monkeypatch.setattr(Session, "reopen_target", reopen)
-
-
-def _epochs_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A target is re-opened under the epoch of the old one."""
-    reopen_target = Session.reopen_target
-
-    def reopen(session: Session) -> Actions:
-        session._epoch -= 1
+    history = session._history
+    session._history = [*session._prompt, *session._emitted]
+    try:
         return reopen_target(session)
+    finally:
+        session._history = history
 
-    monkeypatch.setattr(Session, "reopen_target", reopen)
+
+@mutant(Session, "reopen_target")
+def _epochs_stand_still(reopen_target: Any, session: Session) -> Actions:
+    """A target is re-opened under the epoch of the old one."""
+    session._epoch -= 1
+    return reopen_target(session)
 
 
-def _repeated_commits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(DraftEngine, "_commit")
+def _repeated_commits_count(commit: Any, engine: DraftEngine, session: Any, message: Commit) -> None:
     """The draft takes a commit whose context has been passed."""
-    commit = DraftEngine._commit
-
-    def deaf(engine: DraftEngine, session: Any, message: Commit) -> None:
-        late = message.context_len < session.tree.context_len
-        commit(engine, session, replace(message, context_len=session.tree.context_len) if late else message)
-
-    monkeypatch.setattr(DraftEngine, "_commit", deaf)
+    late = message.context_len < session.tree.context_len
+    commit(engine, session, replace(message, context_len=session.tree.context_len) if late else message)
 
 
-def _commits_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(DraftEngine, "_commit")
+def _commits_may_be_missing(commit: Any, engine: DraftEngine, session: Any, message: Commit) -> None:
     """The draft takes a commit although the one before is missing."""
-    commit = DraftEngine._commit
-
-    def deaf(engine: DraftEngine, session: Any, message: Commit) -> None:
-        early = message.context_len > session.tree.context_len
-        commit(engine, session, replace(message, context_len=session.tree.context_len) if early else message)
-
-    monkeypatch.setattr(DraftEngine, "_commit", deaf)
+    early = message.context_len > session.tree.context_len
+    commit(engine, session, replace(message, context_len=session.tree.context_len) if early else message)
 
 
-def _drafts_ignore_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(DraftEngine, "receive")
+def _drafts_ignore_epochs(receive: Any, engine: DraftEngine, messages: Sequence[Any]) -> None:
     """The draft takes commits and closes of any epoch."""
-    receive = DraftEngine.receive
-
-    def deaf(engine: DraftEngine, messages: Sequence[Any]) -> None:
-        for message in messages:
-            session = engine._sessions.get(message.session_id)
-            known = session is not None and not isinstance(message, OpenSession)
-            receive(engine, [replace(message, epoch=session.epoch) if known else message])
-
-    monkeypatch.setattr(DraftEngine, "receive", deaf)
+    for message in messages:
+        session = engine._sessions.get(message.session_id)
+        known = session is not None and not isinstance(message, OpenSession)
+        receive(engine, [replace(message, epoch=session.epoch) if known else message])
 
 
-def _targets_ignore_the_epoch_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(TargetEngine, "receive")
+def _targets_ignore_the_epoch_of_nodes(receive: Any, engine: TargetEngine, messages: Sequence[Any]) -> None:
     """The target hangs up nodes of an old draft."""
-    receive = TargetEngine.receive
-
-    def deaf(engine: TargetEngine, messages: Sequence[Any]) -> None:
-        for message in messages:
-            session = engine._sessions.get(message.session_id)
-            known = session is not None and isinstance(message, Nodes)
-            receive(engine, [replace(message, epoch=session.draft_epoch) if known else message])
-
-    monkeypatch.setattr(TargetEngine, "receive", deaf)
+    for message in messages:
+        session = engine._sessions.get(message.session_id)
+        known = session is not None and isinstance(message, Nodes)
+        receive(engine, [replace(message, epoch=session.draft_epoch) if known else message])
 
 
 def _any_node_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests.faults.pump import LONGEST, RATES, FaultyPump
 from tests.faults.runs import requests
 from tests.support.models import pair
+from tests.support.mutants import mutant
 from tests.support.pump import Request, assert_same
 
 from paceline.messages import Outcome
@@ -171,29 +172,21 @@ def test_the_same_in_many_orders(reference: dict[str, Result]) -> None:
     _check(redeployed(reference, range(5, 100)))
 
 
-def _every_outcome_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(Session, "on_target")
+def _every_outcome_counts(on_target: Any, session: Session, event: Any, *rest: Any) -> Any:
     """Rounds count when they arrive, repetitions and those of lost targets included."""
-    on_target = Session.on_target
-
-    def counting(session: Session, event: Any, *rest: Any) -> Any:
-        rounds = len(session._undigested)
-        actions = on_target(session, event, *rest)
-        if isinstance(event, Outcome) and len(session._undigested) == rounds:
-            session.stats.add(event.round)
-        return actions
-
-    monkeypatch.setattr(Session, "on_target", counting)
+    rounds = len(session._undigested)
+    actions = on_target(session, event, *rest)
+    if isinstance(event, Outcome) and len(session._undigested) == rounds:
+        session.stats.add(event.round)
+    return actions
 
 
-def _reopening_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(Session, "reopen_target")
+def _reopening_forgets(reopen_target: Any, session: Session) -> Any:
     """A session that is re-opened begins its totals again."""
-    reopen_target = Session.reopen_target
-
-    def reopen(session: Session) -> Any:
-        session.stats = SpeculationStats()
-        return reopen_target(session)
-
-    monkeypatch.setattr(Session, "reopen_target", reopen)
+    session.stats = SpeculationStats()
+    return reopen_target(session)
 
 
 def _lookups_pass_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

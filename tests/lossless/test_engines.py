@@ -19,6 +19,7 @@ from scipy import stats
 from tests.lossless.power import detectable_tv
 from tests.lossless.test_reference import accepts_one_more, model_of
 from tests.support.models import EOS, LOSSLESS_FAMILIES, VOCAB, noisy_copy, pair, prompt, random_model
+from tests.support.mutants import mutant
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
 from tests.support.rings import nightly, pairs_first, slow
 from transformers import LlamaConfig
@@ -292,14 +293,10 @@ def _frozen_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduled, "rows", lambda part: [Row(row.state, ()) for row in rows(part)])
 
 
-def _skips_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(TargetSession, "commit_rows")
+def _skips_a_row(commit, self, cache, num_computed):
     """Every prefill chunk claims the KV of one token more than it computed."""
-    commit = TargetSession.commit_rows
-
-    def wrong(self, cache, num_computed):
-        commit(self, cache, min(num_computed + 1, len(self.tokens) - 1, len(self.pages) * PAGE_SIZE))
-
-    monkeypatch.setattr(TargetSession, "commit_rows", wrong)
+    commit(self, cache, min(num_computed + 1, len(self.tokens) - 1, len(self.pages) * PAGE_SIZE))
 
 
 def _noise_forgets_the_history(monkeypatch: pytest.MonkeyPatch) -> None:

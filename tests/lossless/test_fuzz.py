@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.lossless import fuzz
 from tests.lossless.fuzz import COMPILED, EAGER, RANKS, Ask, Case, Found, check, search
+from tests.support.mutants import mutant
 from tests.support.rings import slow
 
 from paceline.router.session import Session
@@ -48,36 +49,28 @@ def test_many_random_sessions_have_the_tokens_of_plain_decoding(part: str) -> No
     assert all(totals.by_target[target] for target in targets)
 
 
-def _accepts_anything(patch: pytest.MonkeyPatch) -> None:
+@mutant(target_engine, "decide")
+def _accepts_anything(decide: Any, logits: Any, rows: Any, proposals: Any, rules: Any) -> Any:
     """The first token of a proposal is accepted as it is."""
-    decide = target_engine.decide
-
-    def mutant(logits: Any, rows: Any, proposals: Any, rules: Any) -> Any:
-        return [
-            dataclasses.replace(
-                verdict,
-                num_accepted=1,
-                token_ids=(proposal.token_ids[0], verdict.token_ids[0]),
-                logprobs=verdict.logprobs[:1] * 2,
-            )
-            if len(proposal) and not verdict.num_accepted
-            else verdict
-            for verdict, proposal in zip(decide(logits, rows, proposals, rules), proposals, strict=True)
-        ]
-
-    patch.setattr(target_engine, "decide", mutant)
+    return [
+        dataclasses.replace(
+            verdict,
+            num_accepted=1,
+            token_ids=(proposal.token_ids[0], verdict.token_ids[0]),
+            logprobs=verdict.logprobs[:1] * 2,
+        )
+        if len(proposal) and not verdict.num_accepted
+        else verdict
+        for verdict, proposal in zip(decide(logits, rows, proposals, rules), proposals, strict=True)
+    ]
 
 
-def _migrates_without_its_last_token(patch: pytest.MonkeyPatch) -> None:
+@mutant(Session, "reopen_target")
+def _migrates_without_its_last_token(reopen_target: Any, session: Session) -> Any:
     """A session that moves to another target loses a token on the way."""
-    reopen_target = Session.reopen_target
-
-    def reopen(session: Session) -> Any:
-        if len(session._history) > len(session._prompt):
-            session._history.pop()
-        return reopen_target(session)
-
-    patch.setattr(Session, "reopen_target", reopen)
+    if len(session._history) > len(session._prompt):
+        session._history.pop()
+    return reopen_target(session)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.lossless.power import detectable_tv
 from tests.lossless.test_engines import _TINY_VOCAB, FALSE_ALARM, _cells, _law, _p_value, tiny_pair
+from tests.support.mutants import mutant
 from tests.support.pump import Pump, Request
 from tests.support.rings import nightly, slow
 
@@ -101,45 +102,31 @@ def test_the_rejection_rule_keeps_the_law(tiny_pair, num: int, tv: float, adapti
     assert _p_value(counts, law) > FALSE_ALARM
 
 
-def _wrong_q(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(Asking, "_offer")
+def _wrong_q(offer, self, mounted, followed):
     """A q that is valid in itself but not what the token was drawn from."""
-    offer = Asking._offer
-
-    def mutant(self, mounted, followed):
-        offer(self, mounted, followed)
-        proposal = followed.session.headed
-        flat = tuple(
-            q and SparseDistribution.of(q.token_ids, (1 / len(q.token_ids),) * len(q.token_ids)) for q in proposal.qs
-        )
-        followed.session.headed = replace(proposal, qs=flat)
-
-    monkeypatch.setattr(Asking, "_offer", mutant)
+    offer(self, mounted, followed)
+    proposal = followed.session.headed
+    flat = tuple(
+        q and SparseDistribution.of(q.token_ids, (1 / len(q.token_ids),) * len(q.token_ids)) for q in proposal.qs
+    )
+    followed.session.headed = replace(proposal, qs=flat)
 
 
-def _likeliest_token(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(grower, "rank")
+def _likeliest_token(rank, candidates, rows):
     """Under the rejection rule, too, the token is the likeliest one, as if it had been drawn from q."""
-    rank = grower.rank
-
-    def mutant(candidates, rows):
-        rankings = rank(candidates, rows)
-        return [
-            replace(r, token_ids=(max(zip(r.q.probs, r.q.token_ids, strict=True))[1],)) if r.q else r for r in rankings
-        ]
-
-    monkeypatch.setattr(grower, "rank", mutant)
+    rankings = rank(candidates, rows)
+    return [replace(r, token_ids=(max(zip(r.q.probs, r.q.token_ids, strict=True))[1],)) if r.q else r for r in rankings]
 
 
-def _dropped_by_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(Asking, "_offer")
+def _dropped_by_what_was_drawn(offer, self, mounted, followed):
     """A proposal is withheld where its first token is a likely one."""
-    offer = Asking._offer
-
-    def mutant(self, mounted, followed):
-        offer(self, mounted, followed)
-        proposal = followed.session.headed
-        if len(proposal) and proposal.token_ids[0] in (0, 1):
-            followed.session.headed = Proposal()
-
-    monkeypatch.setattr(Asking, "_offer", mutant)
+    offer(self, mounted, followed)
+    proposal = followed.session.headed
+    if len(proposal) and proposal.token_ids[0] in (0, 1):
+        followed.session.headed = Proposal()
 
 
 @pytest.mark.parametrize("mutate", [_likeliest_token, *slow([_wrong_q, _dropped_by_what_was_drawn])])

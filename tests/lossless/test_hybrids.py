@@ -13,6 +13,7 @@ import torch
 from tests.lossless.test_trees import any_subtrees
 from tests.support.hybrids import FAMILIES, KnowingDrafter, hybrid, poison
 from tests.support.models import prompt
+from tests.support.mutants import mutant
 from tests.support.pump import Pump, Request, assert_continued, assert_same, in_mode, plain_reference
 from tests.support.rings import nightly, slow
 from tests.target.test_leaks import Storm
@@ -270,19 +271,15 @@ def _matches_without_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LinearSlots, "_base", lambda self, pages, first, start: 0 if start % 64 == 0 else first)
 
 
-def _slots_by_row_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(LinearSlots, "plan")
+def _slots_by_row_of_the_step(plan: Any, self: LinearSlots, steps: Any) -> Any:
     """States belong to places in a step instead of sessions."""
-    plan = LinearSlots.plan
-
-    def wrong(self: LinearSlots, steps: Any) -> Any:
-        made = plan(self, steps)
-        states = [part.state for part in made.sequences]
-        if len(states) > 1 and min(states) >= 0:
-            for part, state in zip(made.sequences, [*states[1:], states[0]], strict=True):
-                part.state = state
-        return made
-
-    monkeypatch.setattr(LinearSlots, "plan", wrong)
+    made = plan(self, steps)
+    states = [part.state for part in made.sequences]
+    if len(states) > 1 and min(states) >= 0:
+        for part, state in zip(made.sequences, [*states[1:], states[0]], strict=True):
+            part.state = state
+    return made
 
 
 MUTANTS = [_matches_without_states, _slots_by_row_of_the_step]

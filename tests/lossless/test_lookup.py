@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tests.support.models import pair, prompt
+from tests.support.mutants import mutant
 from tests.support.pump import Pump, Request, assert_same, plain_reference
 
 from paceline.target import engine as target_engine
@@ -69,35 +70,27 @@ def test_not_where_it_has_no_place(temperature: float, speculation: dict) -> Non
 # -- mutants --------------------------------------------------------------------------------------------------------
 
 
-def _takes_it_at_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(target_engine, "decide")
+def _takes_it_at_its_word(decide, logits, rows, proposals, rules):
     """The first token of a proposal from the text is accepted without verification."""
-    decide = target_engine.decide
-
-    def wrong(logits, rows, proposals, rules):
-        verdicts = decide(logits, rows, proposals, rules)
-        return [
-            replace(v, num_accepted=1, token_ids=(p.token_ids[0], v.token_ids[0]), logprobs=v.logprobs[:1] * 2)
-            if len(p) and not p.node_ids and not v.num_accepted
-            else v
-            for v, p in zip(verdicts, proposals, strict=True)
-        ]
-
-    monkeypatch.setattr(target_engine, "decide", wrong)
+    verdicts = decide(logits, rows, proposals, rules)
+    return [
+        replace(v, num_accepted=1, token_ids=(p.token_ids[0], v.token_ids[0]), logprobs=v.logprobs[:1] * 2)
+        if len(p) and not p.node_ids and not v.num_accepted
+        else v
+        for v, p in zip(verdicts, proposals, strict=True)
+    ]
 
 
-def _verifies_another(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(Scheduled, "sequence_steps")
+def _verifies_another(sequence_steps, part):
     """The forward gets other tokens than those that are compared."""
-    sequence_steps = Scheduled.sequence_steps
-
-    def wrong(part):
-        steps, drafted = sequence_steps(part), part.proposal.token_ids
-        if drafted and not part.proposal.node_ids:
-            start = len(steps[0].token_ids) - len(drafted)
-            token_ids = [*steps[0].token_ids[:start], *((t + 1) % 64 for t in drafted)]
-            return [replace(steps[0], token_ids=token_ids)]
-        return steps
-
-    monkeypatch.setattr(Scheduled, "sequence_steps", wrong)
+    steps, drafted = sequence_steps(part), part.proposal.token_ids
+    if drafted and not part.proposal.node_ids:
+        start = len(steps[0].token_ids) - len(drafted)
+        token_ids = [*steps[0].token_ids[:start], *((t + 1) % 64 for t in drafted)]
+        return [replace(steps[0], token_ids=token_ids)]
+    return steps
 
 
 @pytest.mark.parametrize("mutant", [_takes_it_at_its_word, _verifies_another], ids=lambda m: m.__name__.strip("_"))

@@ -24,6 +24,7 @@ from tests.lossless.methods import CASES, ROWS, Column, methods_page, refusal, r
 from tests.lossless.test_engines import PROCESSORS
 from tests.lossless.test_trees import any_subtrees
 from tests.support.models import letters_tokenizer
+from tests.support.mutants import mutant
 from tests.support.pump import Pump, Request, assert_same
 from tests.support.rings import nightly, slow
 from tests.support.vocabularies import other_vocabulary
@@ -370,40 +371,29 @@ def test_every_method_has_a_row_and_every_kind_of_the_configuration_is_a_method(
 # -- mutants: what a row would look like that has stopped working ----------------------------------------------------
 
 
-def _wrong_tokens(patch: pytest.MonkeyPatch) -> None:
+@mutant(HeadDrafter, "expand")
+def _wrong_tokens(expand: Any, self: HeadDrafter, leaves: Any) -> Candidates:
     """The head's candidates are those of another token."""
-    expand = HeadDrafter.expand
-
-    def mutant(self: HeadDrafter, leaves: Any) -> Candidates:
-        found = expand(self, leaves)
-        return replace(found, token_ids=(found.token_ids + 1777) % self.vocab_size)
-
-    patch.setattr(HeadDrafter, "expand", mutant)
+    found = expand(self, leaves)
+    return replace(found, token_ids=(found.token_ids + 1777) % self.vocab_size)
 
 
-def _raises(patch: pytest.MonkeyPatch) -> None:
+@mutant(HeadDrafter, "expand")
+def _raises(_: Any, self: HeadDrafter, leaves: Any) -> Candidates:
     """The head fails and is switched off; the text stays right."""
-
-    def mutant(self: HeadDrafter, leaves: Any) -> Candidates:
-        raise RuntimeError("broken")
-
-    patch.setattr(HeadDrafter, "expand", mutant)
+    raise RuntimeError("broken")
 
 
-def _accepts_anything(patch: pytest.MonkeyPatch) -> None:
+@mutant(target_engine, "decide")
+def _accepts_anything(decide: Any, logits: Any, rows: Any, proposals: Any, rules: Any) -> Any:
     """The first token of each proposal is accepted as it is."""
-    decide = target_engine.decide
-
-    def mutant(logits: Any, rows: Any, proposals: Any, rules: Any) -> Any:
-        verdicts = decide(logits, rows, proposals, rules)
-        return [
-            replace(v, num_accepted=1, token_ids=(p.token_ids[0], v.token_ids[0]), logprobs=v.logprobs[:1] * 2)
-            if len(p) and not v.num_accepted
-            else v
-            for v, p in zip(verdicts, proposals, strict=True)
-        ]
-
-    patch.setattr(target_engine, "decide", mutant)
+    verdicts = decide(logits, rows, proposals, rules)
+    return [
+        replace(v, num_accepted=1, token_ids=(p.token_ids[0], v.token_ids[0]), logprobs=v.logprobs[:1] * 2)
+        if len(p) and not v.num_accepted
+        else v
+        for v, p in zip(verdicts, proposals, strict=True)
+    ]
 
 
 def _one_position_late(patch: pytest.MonkeyPatch, drafter: Any) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.support.models import EOS, VOCAB, noisy_copy, prompt, random_model
+from tests.support.mutants import mutant
 from tests.support.pump import Pump, Request
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -135,18 +136,14 @@ def _noise_of_another_position(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Row, "position", property(lambda row: position(row) - 1))
 
 
-def accepts_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(target_engine, "decide")
+def accepts_one_more(decide, logits, rows, proposals, rules):
     """The first draft token that the target would not have drawn is emitted."""
-    decide = target_engine.decide
-
-    def wrong(logits, rows, proposals, rules):
-        verdicts = decide(logits, rows, proposals, rules)
-        return [
-            replace(v, token_ids=(*v.token_ids[:-1], p.token_ids[v.num_accepted])) if v.num_accepted < len(p) else v
-            for v, p in zip(verdicts, proposals, strict=True)
-        ]
-
-    monkeypatch.setattr(target_engine, "decide", wrong)
+    verdicts = decide(logits, rows, proposals, rules)
+    return [
+        replace(v, token_ids=(*v.token_ids[:-1], p.token_ids[v.num_accepted])) if v.num_accepted < len(p) else v
+        for v, p in zip(verdicts, proposals, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(

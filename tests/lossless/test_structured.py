@@ -23,6 +23,7 @@ from tests.lossless.test_reference import loaded, model_of
 from tests.lossless.test_reference import random_model as reference_model
 from tests.lossless.test_trees import any_subtrees
 from tests.support.models import EOS, VOCAB, noisy_copy, pair, prompt
+from tests.support.mutants import mutant
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
 from tests.support.rings import nightly, slow
 from tests.support.schemas import json_grammars, json_tokenizer, schema
@@ -341,15 +342,11 @@ def _forgets_what_was_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Matcher, "append", lambda self, token_ids: append(self, token_ids[:-1]))
 
 
-def _always_allows_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    masks = Matcher.masks
-
-    def wrong(self: Matcher, suffixes: Any) -> Any:
-        found = masks(self, suffixes)
-        found[:, EOS // 8] |= np.uint8(1 << EOS % 8)
-        return found
-
-    monkeypatch.setattr(Matcher, "masks", wrong)
+@mutant(Matcher, "masks")
+def _always_allows_the_end(masks: Any, self: Matcher, suffixes: Any) -> Any:
+    found = masks(self, suffixes)
+    found[:, EOS // 8] |= np.uint8(1 << EOS % 8)
+    return found
 
 
 def _takes_siblings_for_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 from tests.support.heads import Oracle, signatures
 from tests.support.models import noisy_copy, prompt, random_model
+from tests.support.mutants import mutant
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
 from tests.support.rings import slow
 
@@ -125,15 +126,11 @@ def test_a_session_ends_as_it_began(mode: Mode, options: dict) -> None:
     tokens_of_both(mode, **options)
 
 
-def _swaps_in_the_middle(patch: pytest.MonkeyPatch) -> None:
+@mutant(runners.Runners, "advance")
+def _swaps_in_the_middle(advance, self) -> None:
     """The compiled model steps whatever session there is."""
-    advance = runners.Runners.advance
-
-    def at_once(self) -> None:
-        advance(self)
-        self._by_generation = dict.fromkeys(self._by_generation, self.current)
-
-    patch.setattr(runners.Runners, "advance", at_once)
+    advance(self)
+    self._by_generation = dict.fromkeys(self._by_generation, self.current)
 
 
 def _shares_pages(patch: pytest.MonkeyPatch) -> None:

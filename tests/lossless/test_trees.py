@@ -10,6 +10,7 @@ import pytest
 from tests.lossless.test_engines import mixed_batch, mixed_reference
 from tests.lossless.test_reference import CASES, loaded, plain_tokens, request_of
 from tests.support.models import noisy_copy, pair, prompt, random_model
+from tests.support.mutants import mutant
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
 from tests.support.rings import nightly, slow
 
@@ -126,17 +127,13 @@ def _keeps_the_first_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target_engine, "accepted_table", lambda proposal, path, tables: tables[0])
 
 
-def _forgets_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(target_scheduler, "sequence_steps")
+def _forgets_what_is_shared(make, *args: Any) -> list[SequenceStep]:
     """Tokens that branches share are written to one of them only."""
-    make = target_scheduler.sequence_steps
-
-    def wrong(*args: Any) -> list[SequenceStep]:
-        steps = make(*args)
-        for step in steps:
-            step.also = ()
-        return steps
-
-    monkeypatch.setattr(target_scheduler, "sequence_steps", wrong)
+    steps = make(*args)
+    for step in steps:
+        step.also = ()
+    return steps
 
 
 def _takes_siblings_for_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:

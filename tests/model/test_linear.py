@@ -16,6 +16,7 @@ from tests.model.conformance import FP32_LIMIT, transformers_logits
 from tests.model.families import checkpoint
 from tests.support.hybrids import FAMILIES, hybrid, hybrid_config, hybrid_model, poison
 from tests.support.models import prompt
+from tests.support.mutants import mutant
 from tests.support.rings import nightly, slow
 from tests.target.test_branches import random_subtree
 from torch import Tensor
@@ -275,26 +276,24 @@ def _one_token_by_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
     _from_the_first_token(monkeypatch, count=1)
 
 
-def _one_token_by_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(operator, "_scanned")
+def _one_token_by_sums(
+    scanned: Any, tile: list[Tensor], of: Chunk, state: Tensor, tail: Tensor, spec: LinearSpec, gates: Any, at: int
+) -> Any:
     """Decoding of Mamba sums over the chunk's rows in place of going from its beginning row by row."""
-    scanned = operator._scanned
-
-    def wrong(tile: list[Tensor], of: Chunk, state: Tensor, tail: Tensor, spec: LinearSpec, gates: Any, at: int) -> Any:
-        if of.count != 1:
-            return scanned(tile, of, state, tail, spec, gates, at)
-        _, keys, updates, steps = before = [part[: of.first].clone() for part in tile]
-        total = state * (gates.decay * steps.sum(0)).exp()[..., None]
-        for row in range(of.first):
-            fade = (gates.decay * steps[row + 1 :].sum(0)).exp()[..., None]
-            total = total + fade * keys[row][..., None] * updates[row][:, None]
-        for part in tile[1:]:
-            part[: of.first] = 0
-        out = scanned(tile, of, total, tail, spec, gates, at)
-        for part, own in zip(tile, before, strict=True):
-            part[: of.first] = own
-        return out
-
-    monkeypatch.setattr(operator, "_scanned", wrong)
+    if of.count != 1:
+        return scanned(tile, of, state, tail, spec, gates, at)
+    _, keys, updates, steps = before = [part[: of.first].clone() for part in tile]
+    total = state * (gates.decay * steps.sum(0)).exp()[..., None]
+    for row in range(of.first):
+        fade = (gates.decay * steps[row + 1 :].sum(0)).exp()[..., None]
+        total = total + fade * keys[row][..., None] * updates[row][:, None]
+    for part in tile[1:]:
+        part[: of.first] = 0
+    out = scanned(tile, of, total, tail, spec, gates, at)
+    for part, own in zip(tile, before, strict=True):
+        part[: of.first] = own
+    return out
 
 
 def _cumulative_sums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,42 +302,30 @@ def _cumulative_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator, "_summed", lambda before, rates: before + rates.cumsum(0))
 
 
-def _no_state_for_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(LinearSlots, "_copy")
+def _no_state_for_siblings(copy: Any, self: LinearSlots, source: int, target: int) -> list[tuple[int, int]]:
     """A private page does not get the states of the page that it is a copy of."""
-    copy = LinearSlots._copy
-
-    def wrong(self: LinearSlots, source: int, target: int) -> list[tuple[int, int]]:
-        pairs = [*copy(self, source, target)]
-        for key in range(target * CHUNKS_OF_PAGE, (target + 1) * CHUNKS_OF_PAGE):
-            self._drop_state(key)
-        return pairs
-
-    monkeypatch.setattr(LinearSlots, "_copy", wrong)
+    pairs = [*copy(self, source, target)]
+    for key in range(target * CHUNKS_OF_PAGE, (target + 1) * CHUNKS_OF_PAGE):
+        self._drop_state(key)
+    return pairs
 
 
-def _also_writes_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(LinearSlots, "_write_also")
+def _also_writes_one_place(write: Any, self: LinearSlots, of: Chunk, *rest: Any, **options: Any) -> None:
     """Rows that branches share are written to the first one alone."""
-    write = LinearSlots._write_also
-
-    def wrong(self: LinearSlots, of: Chunk, *rest: Any, **options: Any) -> None:
-        write(self, of, *rest, **options)
-        of.also.clear()
-
-    monkeypatch.setattr(LinearSlots, "_write_also", wrong)
+    write(self, of, *rest, **options)
+    of.also.clear()
 
 
-def _rows_of_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
+@mutant(LinearSlots, "plan")
+def _rows_of_siblings(plan: Any, self: LinearSlots, steps: Sequence[SequenceStep]) -> LinearStep:
     """A branch has its rows where the one has them that it leaves, and so reads those of siblings."""
-    plan = LinearSlots.plan
-
-    def wrong(self: LinearSlots, steps: Sequence[SequenceStep]) -> LinearStep:
-        made = plan(self, steps)
-        shared = dict(zip([to for _, to in made.copies], [of for of, _ in made.copies], strict=True))
-        for of in [of for part in made.sequences for of in part.chunks]:
-            of.rows = shared.get(of.rows, of.rows)
-        return made
-
-    monkeypatch.setattr(LinearSlots, "plan", wrong)
+    made = plan(self, steps)
+    shared = dict(zip([to for _, to in made.copies], [of for of, _ in made.copies], strict=True))
+    for of in [of for part in made.sequences for of in part.chunks]:
+        of.rows = shared.get(of.rows, of.rows)
+    return made
 
 
 def _states_of_speculated_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 from tests.lossless.test_trees import any_subtrees
 from tests.support.heads import Oracle, signatures
 from tests.support.models import pair, prompt, random_model
+from tests.support.mutants import mutant
 from tests.support.pump import Pump, Request, assert_same, plain_reference
 from tests.support.rings import slow
 
@@ -104,49 +105,33 @@ def test_everything_that_a_head_is_fed_with_is_right(features: Features, budget:
     assert not head.sessions
 
 
-def _shifted_token(each) -> None:
+@mutant(Feeding, "_fed")
+def _shifted_token(fed, self, mounted, computed, states):
     """The token at P instead of the one at P + 1."""
-    fed = Feeding._fed
-
-    def mutant(self, mounted, computed, states):
-        item = fed(self, mounted, computed, states)
-        tokens = computed.session.tokens[item.position : item.position + len(item.token_ids)]
-        return replace(item, token_ids=tuple(tokens))
-
-    each.setattr(Feeding, "_fed", mutant)
+    item = fed(self, mounted, computed, states)
+    tokens = computed.session.tokens[item.position : item.position + len(item.token_ids)]
+    return replace(item, token_ids=tuple(tokens))
 
 
-def _own_guess_at_chunks(each) -> None:
+@mutant(Feeding, "_fed")
+def _own_guess_at_chunks(fed, self, mounted, computed, states):
     """The last row of a chunk gets another token than the prompt's next one."""
-    fed = Feeding._fed
-
-    def mutant(self, mounted, computed, states):
-        item = fed(self, mounted, computed, states)
-        if item is None or computed.logits_row >= 0:
-            return item
-        return replace(item, token_ids=(*item.token_ids[:-1], 11))
-
-    each.setattr(Feeding, "_fed", mutant)
+    item = fed(self, mounted, computed, states)
+    if item is None or computed.logits_row >= 0:
+        return item
+    return replace(item, token_ids=(*item.token_ids[:-1], 11))
 
 
-def _state_of_another_row(each) -> None:
+@mutant(Feeding, "_fed")
+def _state_of_another_row(fed, self, mounted, computed, states):
     """Draft tokens that were rejected before it are not left out: the wrong row of a verification."""
-    fed = Feeding._fed
-
-    def mutant(self, mounted, computed, states):
-        return fed(self, mounted, replace(computed, row=max(0, computed.row - 1)), states)
-
-    each.setattr(Feeding, "_fed", mutant)
+    return fed(self, mounted, replace(computed, row=max(0, computed.row - 1)), states)
 
 
-def _first_logits_row(each) -> None:
+@mutant(Feeding, "_fed")
+def _first_logits_row(fed, self, mounted, computed, states):
     """The state of the first verified row instead of the last accepted one."""
-    fed = Feeding._fed
-
-    def mutant(self, mounted, computed, states):
-        return fed(self, mounted, replace(computed, num_accepted=0), states)
-
-    each.setattr(Feeding, "_fed", mutant)
+    return fed(self, mounted, replace(computed, num_accepted=0), states)
 
 
 def _no_page_states(each) -> None:
@@ -154,24 +139,16 @@ def _no_page_states(each) -> None:
     each.setattr(Feeding, "keep_page_states", lambda self, computed, states: None)
 
 
-def _page_states_of_the_next_row(each) -> None:
-    keep = Feeding.keep_page_states
-
-    def mutant(self, computed, states):
-        keep(self, [replace(c, row=c.row - 1) for c in computed], states)
-
-    each.setattr(Feeding, "keep_page_states", mutant)
+@mutant(Feeding, "keep_page_states")
+def _page_states_of_the_next_row(keep, self, computed, states):
+    keep(self, [replace(c, row=c.row - 1) for c in computed], states)
 
 
-def _preemption_unnoticed(each) -> None:
-    attach = TargetSession.attach_prefix
-
-    def mutant(self, cache):
-        before = self.attachment
-        attach(self, cache)
-        self.attachment = max(1, before)
-
-    each.setattr(TargetSession, "attach_prefix", mutant)
+@mutant(TargetSession, "attach_prefix")
+def _preemption_unnoticed(attach, self, cache):
+    before = self.attachment
+    attach(self, cache)
+    self.attachment = max(1, before)
 
 
 def _no_row_ahead(each) -> None:
@@ -286,9 +263,9 @@ def test_a_head_is_fed_with_the_accepted_path_of_a_subtree(features: Features, m
     """On the pages of the branch that was accepted, what lies behind it included."""
     requests, reference, texts = known(1.0)
     any_subtrees(monkeypatch)
-    for mutant in (False, True):
+    for broken in (False, True):
         mounted, head = oracle(features, texts)
-        if mutant:
+        if broken:
             monkeypatch.setattr(TargetEngine, "_accepted_first", lambda self, step, states: states)
         pump = Pump(
             target_with(features),
@@ -303,7 +280,7 @@ def test_a_head_is_fed_with_the_accepted_path_of_a_subtree(features: Features, m
         assert_same(pump.run(requests), reference)
         assert pump.target.stats.branches_used > 0
         assert mounted.stats.rows > 10
-        assert bool(head.wrong) == mutant
+        assert bool(head.wrong) == broken
 
 
 def test_a_session_that_outgrows_a_head_goes_on_without_it() -> None:
