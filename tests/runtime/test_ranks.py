@@ -310,6 +310,7 @@ def test_a_rank_is_not_left_when_its_leader_is_killed(checkpoints: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_model_that_cannot_be_split_so_is_refused_with_the_degrees_that_can(tmp_path: Path) -> None:
     """Before anything is left behind."""
     config = LlamaConfig(
