@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -12,14 +11,13 @@ import pytest
 import torch
 from scipy import stats
 from tests.router.sessions import decode, outcome
-from tests.support.models import VOCAB, noisy_copy, prompt, random_model
+from tests.support.models import VOCAB, pair, prompt, random_model
 from tests.support.pump import Pump, Request, in_mode
 from torch import Tensor
 
 from paceline.core import reference
 from paceline.core.reference import speculative_decode
 from paceline.messages import OpenSession
-from paceline.model.loading import LoadedModel, prepare
 from paceline.router import session as router_session
 from paceline.router.session import Session
 from paceline.types import Acceptance, Mode, SamplingParams, SeedScope, SpeculationParams, noise_key
@@ -147,12 +145,6 @@ def test_a_key_of_the_whole_history_is_caught(monkeypatch: pytest.MonkeyPatch) -
 # -- one seed through both engines ---------------------------------------------------------------------------------
 
 
-@functools.cache
-def _models() -> tuple[LoadedModel, LoadedModel]:
-    target = random_model("llama")
-    return prepare(target, compile=False), prepare(noisy_copy(target, 0.05), compile=False)
-
-
 def _requests(seed: int, rule: Acceptance, **sampling: object) -> dict[str, Request]:
     """Eight prompts of one length, every one with the same seed."""
     params = SamplingParams(temperature=1.0, max_tokens=16, seed=seed, **sampling)
@@ -164,7 +156,7 @@ def _requests(seed: int, rule: Acceptance, **sampling: object) -> dict[str, Requ
 
 def _tokens(requests: dict[str, Request], mode: Mode, timing: int) -> dict[str, tuple[int, ...]]:
     """What the engines answer; ``timing`` decides how late drafts are."""
-    pump = Pump(*_models(), seed=timing, late=0.5)
+    pump = Pump(*pair("llama"), seed=timing, late=0.5)
     return {name: result.token_ids for name, result in pump.run(in_mode(requests, mode)).items()}
 
 

@@ -3,7 +3,6 @@ servers expect."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import pytest
@@ -12,25 +11,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.lossless.test_reference import model_of
 from tests.router.sessions import PROMPT, decode, feed, make
-from tests.support.models import EOS, VOCAB, noisy_copy, prompt, random_model
+from tests.support.models import EOS, VOCAB, pair, prompt, random_model
 from tests.support.pump import Pump, Request, in_mode
 
 from paceline.core import verification
 from paceline.messages import OpenSession
-from paceline.model.loading import LoadedModel, prepare
 from paceline.router.session import Session
 from paceline.target.session import TargetSession
 from paceline.types import FinishReason, LogprobsMode, Mode, Result, SamplingParams, SpeculationParams
 
 
-@functools.cache
-def _models() -> tuple[LoadedModel, LoadedModel]:
-    target = random_model("llama")
-    return prepare(target, compile=False), prepare(noisy_copy(target, 0.05), compile=False)
-
-
 def _run(requests: dict[str, Request], mode: Mode, seed: int = 1) -> dict[str, Result]:
-    return Pump(*_models(), seed=seed).run(in_mode(requests, mode))
+    return Pump(*pair("llama"), seed=seed).run(in_mode(requests, mode))
 
 
 # -- min_tokens and stop strings -------------------------------------------------------------------------------

@@ -150,15 +150,6 @@ def _assert_plain(steps: list[SequenceStep], shapes: Shapes) -> None:
     assert plan.copies == tuple(pair for step in steps for pair in step.copies)
 
 
-@pytest.fixture(params=[pytest.param("native", marks=pytest.mark.compiler), "numpy"])
-def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of laying out and masking."""
-    if request.param == "numpy":
-        monkeypatch.setattr(layout, "_library", lambda: None)
-    else:
-        assert layout.usable()
-
-
 @pytest.mark.usefixtures("passes")
 def test_a_step_is_laid_out_as_it_would_be_token_by_token() -> None:
     for seed in range(48):

@@ -115,6 +115,7 @@ class Scripted:
         self.says, self.requests = "", []
         self.finish_reason = FinishReason.STOP
         self.step = 3
+        self.error = self.matched_stop = None
 
     async def run(self, request, owner="", on_usage=None):
         self.requests.append(request)
@@ -128,7 +129,11 @@ class Scripted:
             yield Chunk(some, (-0.5,) * len(some), drafted, ((text, True),), Round(2, 1, Cause.HIT), usage, last=last)
         text = Bytes().decode(ids, skip_special_tokens=True)
         stats, usage = SpeculationStats(rounds=1, drafted=2, accepted=1), Usage(len(request.prompt), len(ids), 0)
-        yield Result(text, tuple(ids), (), self.finish_reason, usage, stats, Timing(0.1, 0.1, 1.0), 5)
+        if self.error is not None:
+            raise self.error
+        yield Result(
+            text, tuple(ids), (), self.finish_reason, usage, stats, Timing(0.1, 0.1, 1.0), 5, self.matched_stop
+        )
 
 
 def called(**arguments):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.support.models import save_pair
-from tests.web.chats import save_speaking_pair
+from tests.web.chats import Scripted, save_chat, save_speaking_pair
 from tests.web.support import edge_over, served
 
 from paceline.checkpoint.chat import load_chat
@@ -40,6 +40,30 @@ def speaking(tmp_path_factory):
     folder = save_speaking_pair(tmp_path_factory.mktemp("speaking"))
     with started(folder) as running:
         yield running, load_chat(str(folder / "target"))
+
+
+@pytest.fixture(scope="session")
+def at(speaking):
+    """Its application."""
+    pipeline, chat = speaking
+    with served(edge_over(pipeline, chat=chat)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory):
+    """(a service that says what it is told, its application)"""
+    service = Scripted()
+    with served(edge_over(service, chat=load_chat(str(save_chat(tmp_path_factory.mktemp("chat")))))) as at:
+        yield service, at
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from tests.web.browser import chromium
+
+    with chromium() as driver:
+        yield driver
 
 
 @pytest.fixture(scope="session")

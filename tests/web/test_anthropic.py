@@ -27,28 +27,6 @@ ASKED = {"model": MODEL, "max_tokens": 2000, "messages": USER}
 SAYS = f"<4>hmm<5>so{called(city='Rome')}{called(city='Oslo')}<7>"
 
 
-class Failing(Scripted):
-    """Says what it is told, or fails behind it."""
-
-    error = None
-    matched_stop = None
-
-    async def run(self, request, owner="", on_usage=None):
-        async for item in super().run(request, owner, on_usage):
-            if hasattr(item, "finish_reason"):
-                if self.error is not None:
-                    raise self.error
-                object.__setattr__(item, "matched_stop", self.matched_stop)
-            yield item
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory):
-    service = Failing()
-    with served(edge_over(service, chat=load_chat(str(save_chat(tmp_path_factory.mktemp("chat")))))) as at:
-        yield service, at
-
-
 @pytest.fixture
 def model(scripted):
     """(the script, Anthropic's client of it)"""
@@ -343,13 +321,6 @@ def test_a_mutant_whose_blocks_stay_open_is_noticed(model, scripted, monkeypatch
     assert found.count("content_block_start") != found.count("content_block_stop")
 
 
-@pytest.fixture(scope="module")
-def real(speaking):
-    pipeline, chat = speaking
-    with served(edge_over(pipeline, chat=chat)) as at:
-        yield at
-
-
 class Place(BaseModel):
     city: str
     days: int
@@ -358,28 +329,28 @@ class Place(BaseModel):
 DRAWN = {"temperature": 1.0, "seed": 5, "logit_bias": {"4": -100}}
 
 
-def test_the_tokens_are_those_of_a_chat(real):
+def test_the_tokens_are_those_of_a_chat(at):
     """The same chat, tools and seed, asked three ways."""
     body = DRAWN | {"max_tokens": 40, "messages": USER, "ignore_eos": True, "return_token_ids": True}
-    answer = call(f"{real}/v1/messages", body | {"tools": [WEATHER]})[2]
+    answer = call(f"{at}/v1/messages", body | {"tools": [WEATHER]})[2]
     function = {"type": "function", "function": {"name": "weather", "parameters": WEATHER["input_schema"]}}
     function["function"]["description"] = WEATHER["description"]
-    chat = call(f"{real}/v1/chat/completions", body | {"tools": [function]})[2]
+    chat = call(f"{at}/v1/chat/completions", body | {"tools": [function]})[2]
     (choice,) = chat["choices"]
     assert (answer["token_ids"], answer["prompt_token_ids"]) == (choice["token_ids"], chat["prompt_token_ids"])
     flat = {"type": "function", **function["function"]}
     asked = {name: value for name, value in body.items() if name not in ("messages", "max_tokens")}
     asked |= {"input": "hello", "max_output_tokens": 40, "tools": [flat]}
-    assert call(f"{real}/v1/responses", asked)[2]["token_ids"] == choice["token_ids"]
+    assert call(f"{at}/v1/responses", asked)[2]["token_ids"] == choice["token_ids"]
     assert len(choice["token_ids"]) == 40
 
 
-def test_a_tool_that_must_be_called_and_an_answer_that_is_parsed(real):
+def test_a_tool_that_must_be_called_and_an_answer_that_is_parsed(at):
     schema = Place.model_json_schema() | {"additionalProperties": False}
     tool = {"name": "place", "input_schema": schema}
     choice = {"type": "tool", "name": "place", "disable_parallel_tool_use": True}
     short = {"extra_body": {"logit_bias": SHORT, "seed": 3, "temperature": 1.0}}
-    with anthropic.Anthropic(base_url=real, api_key="none", max_retries=0) as client:
+    with anthropic.Anthropic(base_url=at, api_key="none", max_retries=0) as client:
         message = client.messages.create(**ASKED | {"max_tokens": 300}, tools=[tool], tool_choice=choice, **short)
         (block,) = message.content
         Place.model_validate(block.input, strict=True)

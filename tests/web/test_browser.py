@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 from tests.security.conftest import digest, write_keys
-from tests.web.browser import chromium, complaints, prefer, resize
+from tests.web.browser import complaints, prefer, resize
 from tests.web.support import edge_over, served
 
 from paceline.cluster.ports import free_ports
@@ -78,12 +78,6 @@ window.fetch = async (path, options) => {
 };
 """
 """Changes the stream of plain decoding on its way: one token more of the vocabulary."""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as driver:
-        yield driver
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 
 import pytest
-from tests.web.browser import chromium, complaints, prefer, resize
+from tests.web.browser import complaints, prefer, resize
 from tests.web.chats import save_chat
 from tests.web.support import edge_over, served
 from tests.web.test_browser import CHANGED, CONTRAST, fill, have_names, text, until
@@ -154,12 +154,6 @@ import("/playground/markdown.js").then(({ blocksOf, elementOf }) => {
   done("fine");
 }).catch((error) => done(String(error)));
 """
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as driver:
-        yield driver
 
 
 @pytest.fixture(scope="module")

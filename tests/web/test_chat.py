@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import openai
@@ -30,13 +29,6 @@ WEATHER = {
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
     return load_chat(str(save_chat(tmp_path_factory.mktemp("chat"))))
-
-
-@pytest.fixture(scope="module")
-def scripted(chat):
-    service = Scripted()
-    with served(edge_over(service, chat=chat)) as at:
-        yield service, at
 
 
 @pytest.fixture
@@ -323,17 +315,13 @@ def test_the_model_types_of_transformers_server_have_its_response_templates(tmp_
     assert load_chat(str(tmp_path)).format.regions == ()
 
 
-def test_the_asynchronous_client_streams_calls(scripted):
+async def test_the_asynchronous_client_streams_calls(scripted):
     service, at = scripted
     service.says, service.step = f"{called(city='Rome')}<7>", 2
-
-    async def test():
-        async with openai.AsyncOpenAI(base_url=f"{at}/v1", api_key="none") as client:
-            asked = {"model": MODEL, "messages": USER, "tools": [WEATHER]}
-            stream = await client.chat.completions.create(**asked, stream=True)
-            return said([part async for part in stream])
-
-    assert asyncio.run(test()) == ("", "", [(0, "weather", '{"city": "Rome"}')], "tool_calls")
+    async with openai.AsyncOpenAI(base_url=f"{at}/v1", api_key="none") as client:
+        asked = {"model": MODEL, "messages": USER, "tools": [WEATHER]}
+        stream = await client.chat.completions.create(**asked, stream=True)
+        assert said([part async for part in stream]) == ("", "", [(0, "weather", '{"city": "Rome"}')], "tool_calls")
 
 
 def test_reading_an_answer_without_its_prompt_is_noticed(model, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 from openai import pydantic_function_tool
 from pydantic import BaseModel, Field
 from tests.web.chats import SHORT
-from tests.web.support import MODEL, call, edge_over, events, served
+from tests.web.support import MODEL, call, events
 
 USER = [{"role": "user", "content": "hi"}]
 OPTIONS = {"temperature": 1.0, "extra_body": {"logit_bias": SHORT, "seed": 3}}
@@ -19,13 +19,6 @@ OPTIONS = {"temperature": 1.0, "extra_body": {"logit_bias": SHORT, "seed": 3}}
 class Place(BaseModel):
     city: Literal["rome", "oslo"]
     days: int = Field(ge=0, le=9)
-
-
-@pytest.fixture(scope="module")
-def at(speaking):
-    pipeline, chat = speaking
-    with served(edge_over(pipeline, chat=chat)) as url:
-        yield url
 
 
 @pytest.fixture(scope="module")

@@ -68,16 +68,15 @@ def test_a_stream_says_the_same_in_parts(client, pipeline):
     assert len({part.id for part in parts}) == 1
 
 
-def test_the_asynchronous_client_reads_several_streams_at_once(url, pipeline):
+async def test_the_asynchronous_client_reads_several_streams_at_once(url, pipeline):
     async def one(client, text):
         stream = await client.completions.create(prompt=text, stream=True, **ASKED)
         return "".join([part.choices[0].text async for part in stream])
 
-    async def test():
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            return await asyncio.gather(*(one(client, text) for text in ("lazy", "dog", "jumps")))
-
-    assert asyncio.run(test()) == [expected(pipeline, text).text for text in ("lazy", "dog", "jumps")]
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        assert await asyncio.gather(*(one(client, text) for text in ("lazy", "dog", "jumps"))) == [
+            expected(pipeline, text).text for text in ("lazy", "dog", "jumps")
+        ]
 
 
 def test_choices_have_the_seeds_from_the_requests_on(client, pipeline):

@@ -6,10 +6,8 @@ import json
 import re
 
 import pytest
-from tests.web.chats import Scripted, save_chat
-from tests.web.support import MODEL, call, edge_over, served
+from tests.web.support import MODEL, call
 
-from paceline.checkpoint.chat import load_chat
 from paceline.types import StructuredOutput
 
 USER = [{"role": "user", "content": "hello"}]
@@ -44,13 +42,6 @@ FORMS = [
     ({"structured_output": {"regex": "a"}}, StructuredOutput(regex="a")),
     ({}, None),
 ]
-
-
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory):
-    service = Scripted()
-    with served(edge_over(service, chat=load_chat(str(save_chat(tmp_path_factory.mktemp("chat")))))) as at:
-        yield service, at
 
 
 @pytest.mark.parametrize(("body", "form"), FORMS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Literal
 
 import pytest
@@ -11,7 +10,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 from tests.web.chats import SHORT
-from tests.web.support import MODEL, edge_over, served
+from tests.web.support import MODEL
 
 from paceline.web import chat as chats
 
@@ -31,13 +30,6 @@ def wait(seconds: Literal[1, 20, 300]) -> str:
 
 EIGHT = {"max_tokens": 8, "extra_body": {"logit_bias": {"4": -100}, "ignore_eos": True}}
 """An answer of eight tokens, and no thought."""
-
-
-@pytest.fixture(scope="module")
-def at(speaking):
-    pipeline, chat = speaking
-    with served(edge_over(pipeline, chat=chat)) as url:
-        yield url
 
 
 @pytest.fixture
@@ -72,13 +64,9 @@ def test_a_stream_and_a_call_say_the_same(model):
         assert message.usage_metadata["total_tokens"] == message.usage_metadata["input_tokens"] + 8
 
 
-def test_the_asynchronous_calls_and_a_batch_say_the_same(model):
+async def test_the_asynchronous_calls_and_a_batch_say_the_same(model):
     chat = model(**EIGHT)
-
-    async def test():
-        return await chat.ainvoke("hi"), [part.content async for part in chat.astream("hi")]
-
-    whole, parts = asyncio.run(test())
+    whole, parts = await chat.ainvoke("hi"), [part.content async for part in chat.astream("hi")]
     assert "".join(parts) == whole.content
     assert [one.content for one in chat.batch(["hi", "hi"])] == [whole.content] * 2
 

@@ -23,13 +23,6 @@ from paceline.web.speech import Speech
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
 
 
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory):
-    service = Scripted()
-    with served(edge_over(service, chat=load_chat(str(save_chat(tmp_path_factory.mktemp("chat")))))) as at:
-        yield service, at
-
-
 @pytest.fixture
 def model(scripted):
     service, at = scripted

@@ -43,13 +43,6 @@ def tools(**more):
     ]
 
 
-@pytest.fixture
-def at(speaking):
-    pipeline, chat = speaking
-    with served(edge_over(pipeline, chat=chat)) as url:
-        yield url
-
-
 def calls_of(answer):
     """The calls, once they are known to be those of the tools."""
     found = [(one.function.name, json.loads(one.function.arguments)) for one in answer.choices[0].message.tool_calls]

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 from tests.support.models import EOS
 from tests.web.chats import SHORT
-from tests.web.support import call, edge_over, served
+from tests.web.support import call
 from tests.web.test_call_forms import grammars, template, tokenizer
 
 from paceline.errors import InvalidRequestError
@@ -32,13 +32,6 @@ PARAMETERS = {
 FUNCTION = {"name": "weather", "parameters": PARAMETERS, "strict": True}
 CALL, CONTENT = {"6": 60}, {"6": -100}
 """Biases of a model of random weights for and against the mark that begins a call."""
-
-
-@pytest.fixture(scope="module")
-def at(speaking):
-    pipeline, chat = speaking
-    with served(edge_over(pipeline, chat=chat)) as url:
-        yield url
 
 
 def chats(answer):

@@ -107,15 +107,6 @@ def packed(plan: StepPlan, shape: StepShape) -> StepArrays:
 # -- packing -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[pytest.param("native", marks=pytest.mark.compiler), "numpy"])
-def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of packing."""
-    if request.param == "numpy":
-        monkeypatch.setattr(layout, "_library", lambda: None)
-    else:
-        assert layout.usable()
-
-
 @pytest.mark.usefixtures("passes")
 @pytest.mark.parametrize("kind", [chain, tree])
 def test_a_plan_packed_into_its_own_shape_is_the_plan(kind) -> None:

@@ -92,14 +92,19 @@ def test_a_worker_that_cannot_be_started_is_a_compilation_that_fails(
     assert "no process can be started" in caplog.text
 
 
-def test_the_worker_ends_with_the_engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Also in the middle of a compilation, without a word; and one that never began needs none."""
-    made = compilation(monkeypatch, "import time; time.sleep(600)")
+def begin(made: Compilation) -> None:
+    """Returns when the worker runs."""
     made.start()
     deadline = time.monotonic() + 60
     while made._process is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_the_worker_ends_with_the_engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Also in the middle of a compilation, without a word; and one that never began needs none."""
+    made = compilation(monkeypatch, "import time; time.sleep(600)")
+    begin(made)
     made.close()
     made.close()
     assert made._process.returncode == -9
@@ -160,11 +165,7 @@ def test_an_engine_leaves_its_detached_worker_alone(monkeypatch: pytest.MonkeyPa
     """``close`` returns at once, and the worker runs on."""
     made = compilation(monkeypatch, "import sys; sys.stdin.read()")
     made._job = DETACHED
-    made.start()
-    deadline = time.monotonic() + 60
-    while made._process is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    begin(made)
     made.close()
     assert made._process.poll() is None
     background._kill(made._process)

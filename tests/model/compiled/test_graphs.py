@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +87,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake
 
 
+def in_threads(call: Callable[[], None], count: int) -> None:
+    """Runs ``call`` in so many threads at once."""
+    with ThreadPoolExecutor(count) as threads:
+        for _ in range(count):
+            threads.submit(call)
+
+
 def test_engines_of_one_process_record_one_after_the_other(cuda: FakeCuda) -> None:
     failures: list[BaseException] = []
 
@@ -97,11 +105,7 @@ def test_engines_of_one_process_record_one_after_the_other(cuda: FakeCuda) -> No
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=record) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(record, 3)
     assert failures == []
     assert cuda.log == ["captured"] * 15
 
@@ -125,11 +129,7 @@ def test_without_turns_two_captures_would_meet(cuda: FakeCuda, monkeypatch: pyte
             errors.append(str(error))
             both.abort()
 
-    threads = [threading.Thread(target=record) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(record, 2)
     assert len(errors) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -115,6 +116,12 @@ def test_without_adaptive_it_is_never_paused() -> None:
     assert run(HeadGate(adaptive=False), 60.0, accepted=0.0, cost_s=0.02) == 1.0
 
 
+def heads_by(allocation: Allocation, clock: Callable[[], float]) -> tuple[Heads, MountedHead]:
+    """A target's heads, of which there is one."""
+    mounted, cache = MountedHead("oracle", ORACLE, num_tokens=4), cast(Any, SimpleNamespace(num_pages=1))
+    return Heads([mounted], cache, allocation=allocation, clock=clock), mounted
+
+
 @pytest.mark.parametrize(("drafted", "is_paused"), [(0.0, False), (50.0, False), (90.0, False), (200.0, True)])
 def test_beside_a_draft_a_head_is_booked_against_what_the_draft_makes(drafted: float, is_paused: bool) -> None:
     """A token of the head in 8 ms: more than plain decoding's 100 tokens/s, and less than 200 tokens/s with a draft. By
@@ -125,13 +132,7 @@ def test_beside_a_draft_a_head_is_booked_against_what_the_draft_makes(drafted: f
         allocation.observe_step(2, 1 / PLAIN)
     if drafted:
         allocation.tokens_per_s.add(drafted)
-    mounted = MountedHead(
-        "oracle",
-        ORACLE,
-        num_tokens=4,
-    )
-    cache = cast(Any, SimpleNamespace(num_pages=1))
-    heads = Heads([mounted], cache, allocation=allocation, clock=lambda: now)
+    heads, mounted = heads_by(allocation, lambda: now)
     for _ in range(64):
         now += 0.02
         mounted.accepted, mounted.spent_s = 1, 0.008
@@ -145,13 +146,7 @@ def test_a_pause_counts_seconds_of_steps() -> None:
     allocation, now = Allocation(), 0.0
     for size in (1, 2):
         allocation.observe_step(size, 1 / PLAIN)
-    mounted = MountedHead(
-        "oracle",
-        ORACLE,
-        num_tokens=4,
-    )
-    cache = cast(Any, SimpleNamespace(num_pages=1))
-    heads = Heads([mounted], cache, allocation=allocation, clock=lambda: now)
+    heads, mounted = heads_by(allocation, lambda: now)
     for _ in range(16):
         now += 0.02
         mounted.spent_s = 0.02
