@@ -22,7 +22,7 @@ from torch import Tensor
 from paceline.model.parallel import collectives
 
 SOURCE = Path(collectives.__file__).with_name("one_shot.py")
-SLOT, BLOCK = 8192, 1024
+SLOT, BLOCK, TWICE = 8192, 1024, 3000
 COUNTS = (1500, 17, 1025, 256)
 NEVER = 1 << 40
 context = multiprocessing.get_context("fork")
@@ -61,7 +61,8 @@ def on_ranks(module: Any, degree: int, use: Callable[..., None], dtype: torch.dt
     def run(rank: int) -> None:
         torch.set_num_threads(1)
         told = torch.zeros(1, dtype=torch.int32)
-        end = module.OneShot(rank, memory, told, limit=NEVER, timed=False, slot_bytes=SLOT, block_bytes=BLOCK)
+        sizes = {"slot_bytes": SLOT, "block_bytes": BLOCK, "twice_bytes": TWICE}
+        end = module.OneShot(rank, memory, told, limit=NEVER, timed=False, **sizes)
         end._calls.fill_(start)
         use(end, rank, results[rank])
 

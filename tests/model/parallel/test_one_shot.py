@@ -17,10 +17,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from paceline.model.parallel.one_shot import _exchange
 
-for degree, (name, dtype), sums in ((2, ("bf16", tl.bfloat16), True), (8, ("fp32", tl.float32), True),
-                                    (4, ("i16", tl.int16), False)):
+for degree, (name, dtype), sums, twice in (
+    (2, ("bf16", tl.bfloat16), True, False), (8, ("fp32", tl.float32), True, False),
+    (4, ("i16", tl.int16), False, False), (4, ("bf16", tl.bfloat16), True, True),
+):
     sizes = dict(RANK=1, DEGREE=degree, BLOCK=1024, BLOCK_BYTES=4096, NUM_BLOCKS=2048, DTYPE=dtype, SUMS=sums,
-                 TIMED=True)
+                 TWICE=twice, TIMED=True)
     types = dict(addresses="*i64", calls="*i32", broken="*i32", told="*i32", given="*" + name, result="*" + name,
                  count="i32", limit="i64")
     names = [p.name for p in _exchange.params]
@@ -32,7 +34,7 @@ for degree, (name, dtype), sums in ((2, ("bf16", tl.bfloat16), True), (8, ("fp32
     looks = [i for i, line in enumerate(lines) if re.search(r"acquire.*sys|sys.*acquire", line)]
     read = [i for i, line in enumerate(lines) if "ld.volatile" in line]
     barriers = [i for i, line in enumerate(lines) if "bar.sync" in line]
-    assert len(raised) == degree, len(raised)
+    assert len(raised) == degree + twice, len(raised)
     assert len(looks) >= 2 * degree, "one before the loop, one in it"
     assert len(read) >= degree, "the terms are not read from memory"
     assert any(i < raised[0] for i in barriers), "a counter is raised before all threads have written"
@@ -51,11 +53,14 @@ def said(case: str, *changes: str) -> str:
 
 
 def test_ranks_out_of_step_have_the_bits_of_a_sum_in_their_order() -> None:
-    """Of two, three and four ranks; past the last number of a counter; of gathers; when a rank reads late, or dies."""
+    """Of two, three and four ranks, one- and two-shot; past the last number of a counter; of gathers; when a rank reads
+    late, or dies."""
     assert said("all") == "holds"
 
 
 OWN_FIRST = (
+    *("inner, DEGREE, DTYPE)", "inner, DEGREE, DTYPE, RANK)"),
+    *("DTYPE: tl.constexpr):", "DTYPE: tl.constexpr, RANK: tl.constexpr):"),
     *("first = (tl.load(addresses) + slot)", "first = (tl.load(addresses + RANK) + slot)"),
     *("tl.load(addresses + other) + slot", "tl.load(addresses + (RANK + other) % DEGREE) + slot"),
 )
@@ -65,11 +70,11 @@ OWN_FIRST = (
     ("case", "changes", "answer"),
     [
         ("overtaken", ("(call & 1)", "(call & 0)"), "rank 1 reads in call 0 what rank 0 wrote for the next"),
-        ("3 float32", OWN_FIRST, "call 0 of rank 1 of 3 in torch.float32 is another sum"),
+        ("3 float32", OWN_FIRST, "call 0 of rank 0 of 3 in torch.float32 is another sum"),
         ("3 float16", ("volatile=True).to(tl.float32)", "volatile=True)"), "call 0 of rank 0 of 3 in torch.float16 is"),
         (
             "deaths",
-            ("if late == 0:\n        own", "if late < 2:\n        own"),
+            ("if late == 0:", "if late < 2:"),
             "((False, True), [True, True, True], [5",
         ),
         ("deaths", ('float("nan")', "0.0"), "((False, True), [False, False, True]"),

@@ -6,7 +6,8 @@
 One-shot all-reduce (as in TensorRT-LLM and vLLM), but with the terms added from the first rank to the last, in float32,
 rounded once: the bits of ``sum_in_order``. Each program exchanges one block of the tensor and counts its calls on the
 device, so that nothing in a launch changes from call to call. Slots are taken in turn: who writes to a slot for call
-k + 2 has seen that all have come to call k + 1, so all have read what it wrote for call k.
+k + 2 has seen that all have come to call k + 1, so all have read what it wrote for call k. Large sums are two-shot: the
+owner of a block waits for all terms, puts the sum in the place of its own term, and only then raises its counters.
 
 A rank that waits longer than the limit is *broken*: it says so to its host, gives NaN in place of every result from
 then on, and neither writes nor raises a counter any more, so that the others, which may still read from it, end in
@@ -30,11 +31,31 @@ from triton.language.extra.cuda import globaltimer
 _BLOCK_BYTES = 4096
 """Bytes that one program exchanges: 32 for each of its threads."""
 SLOT_BYTES = 8 << 20
-"""Bytes of the largest tensor that is exchanged so: 512 tokens of 8,192 numbers in 16 bits. Beyond that a gather in two
-steps moves less, and few steps are so large."""
+"""Bytes of the largest tensor that is exchanged so: 512 tokens of 8,192 numbers in 16 bits."""
+_TWICE_BYTES = 1 << 20
+"""Sums of more bytes are two-shot: a rank takes those of its blocks for all, which moves 2 tensors in place of
+``degree``."""
 _SUMMED = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _COPIED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORDS = {torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _raise(addresses, rank, place, call):  # type: ignore[no-untyped-def]
+    """Sets a counter in the memory of a rank, after all that the program has written."""
+    counters = tl.load(addresses + rank).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(counters + place, call, sem="release", scope="sys")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum(addresses, slot, inner, DEGREE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The terms of a block, from the first rank to the last, in float32."""
+    first = (tl.load(addresses) + slot).to(tl.pointer_type(DTYPE))
+    total = tl.load(first + inner, volatile=True).to(tl.float32)
+    for other in tl.static_range(1, DEGREE):
+        theirs = (tl.load(addresses + other) + slot).to(tl.pointer_type(DTYPE))
+        total += tl.load(theirs + inner, volatile=True).to(tl.float32)
+    return total
 
 
 @triton.jit(do_not_specialize=["count", "limit"])  # type: ignore[untyped-decorator]
@@ -54,9 +75,11 @@ def _exchange(  # type: ignore[no-untyped-def]
     NUM_BLOCKS: tl.constexpr,
     DTYPE: tl.constexpr,
     SUMS: tl.constexpr,
+    TWICE: tl.constexpr,
     TIMED: tl.constexpr,
 ):
-    """One block of ``given`` [count]: ``result`` [count] is the sum, or [DEGREE, count] all ranks' tensors.
+    """One block of ``given`` [count]: ``result`` [count] is the sum, or [DEGREE, count] all ranks' tensors. TWICE: the
+    block's owner takes the sum for all, and raises its counters when it is there.
 
     ``addresses``: [DEGREE] int64, of the ranks' memory: NUM_BLOCKS x DEGREE int32 counters and two slots. ``calls``:
     [NUM_BLOCKS] int32, of this rank. ``broken``, ``told``: int32, on the device and for the host. ``limit``: of a
@@ -68,34 +91,46 @@ def _exchange(  # type: ignore[no-untyped-def]
     exists = place < count
     call = tl.load(calls + block) + 1  # wraps around, as the counters do
     slot = NUM_BLOCKS * DEGREE * 4 + ((call & 1) * NUM_BLOCKS + block) * BLOCK_BYTES
+    owner = block % DEGREE if TWICE else block * 0 + RANK
+    own = (tl.load(addresses + RANK) + slot).to(tl.pointer_type(DTYPE))
     late = tl.load(broken)
     if late == 0:
-        own = (tl.load(addresses + RANK) + slot).to(tl.pointer_type(DTYPE))
         tl.store(own + inner, tl.load(given + place, mask=exists, other=0))
         tl.debug_barrier()  # every thread has written before the counter says so
-        for other in tl.static_range(DEGREE):
-            theirs = tl.load(addresses + other).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(theirs + block * DEGREE + RANK, call, sem="release", scope="sys")
+        if TWICE:
+            _raise(addresses, owner, block * DEGREE + RANK, call)
+        else:
+            for other in tl.static_range(DEGREE):
+                _raise(addresses, other, block * DEGREE + RANK, call)
         counters = tl.load(addresses + RANK).to(tl.pointer_type(tl.int32)) + block * DEGREE
         waited = tl.zeros((), tl.int64)
         began = globaltimer() if TIMED else waited
         for other in tl.static_range(DEGREE):
             behind = tl.atomic_add(counters + other, 0, sem="acquire", scope="sys") - call
-            while (behind < 0) & (waited < limit):
+            awaited = (owner == RANK) | (owner == other)
+            while awaited & (behind < 0) & (waited < limit):
                 waited = globaltimer() - began if TIMED else waited + 1
                 behind = tl.atomic_add(counters + other, 0, sem="acquire", scope="sys") - call
-            late |= (behind < 0).to(tl.int32)
+            late |= (awaited & (behind < 0)).to(tl.int32)
         tl.debug_barrier()  # no thread reads before
         if late != 0:
             tl.store(broken, 1)
             tl.store(told, 1)
+        elif TWICE:  # noqa: SIM102 - the other condition is known at run time
+            if owner == RANK:
+                total = _sum(addresses, slot, inner, DEGREE, DTYPE).to(DTYPE)
+                tl.debug_barrier()  # every thread has read its terms
+                tl.store(own + inner, total)
+                tl.debug_barrier()
+                for other in tl.static_range(DEGREE):
+                    _raise(addresses, other, block * DEGREE + RANK, call)
     tl.store(calls + block, call)
     if SUMS:
-        first = (tl.load(addresses) + slot).to(tl.pointer_type(DTYPE))
-        total = tl.load(first + inner, volatile=True).to(tl.float32)
-        for other in tl.static_range(1, DEGREE):
-            theirs = (tl.load(addresses + other) + slot).to(tl.pointer_type(DTYPE))
-            total += tl.load(theirs + inner, volatile=True).to(tl.float32)
+        if TWICE:
+            theirs = (tl.load(addresses + owner) + slot).to(tl.pointer_type(DTYPE))
+            total = tl.load(theirs + inner, volatile=True).to(tl.float32)
+        else:
+            total = _sum(addresses, slot, inner, DEGREE, DTYPE)
         total = tl.where(late == 0, total, float("nan"))
         tl.store(result + place, total.to(DTYPE), mask=exists)
     else:
@@ -118,6 +153,7 @@ class OneShot:
         timed: bool = True,
         slot_bytes: int = SLOT_BYTES,
         block_bytes: int = _BLOCK_BYTES,
+        twice_bytes: int = _TWICE_BYTES,
         owner: Any = None,
     ) -> None:
         """
@@ -129,10 +165,12 @@ class OneShot:
             timed: the device has a clock, as the interpreter has not.
             slot_bytes: most bytes of a tensor.
             block_bytes: bytes that a program exchanges, a power of two.
+            twice_bytes: sums of more bytes are two-shot.
             owner: what the other ranks' memory is mapped by, for as long as this object is.
         """
         self._rank, self._memory, self._told = rank, memory, told
         self._limit, self._timed, self._owner = limit, timed, owner
+        self._twice_bytes = twice_bytes
         self.slot_bytes, self._block_bytes = slot_bytes, block_bytes
         device = memory[rank].device
         self._addresses = torch.tensor([each.data_ptr() for each in memory], device=device)
@@ -187,5 +225,6 @@ class OneShot:
             NUM_BLOCKS=len(self._calls),
             DTYPE=dtype,
             SUMS=sums,
+            TWICE=sums and given.nbytes > self._twice_bytes,
             TIMED=self._timed,
         )
