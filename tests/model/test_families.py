@@ -8,12 +8,22 @@ from pathlib import Path
 import pytest
 import transformers
 from tests.model.conformance import DOCS, Result, count, examine
-from tests.model.families import EXCLUDED, MAX_PARAMETERS, WHOLE_ONLY, Case, cases, family_names, small_config
+from tests.model.families import (
+    EXCLUDED,
+    MAX_PARAMETERS,
+    WHOLE_ONLY,
+    Case,
+    cases,
+    checkpoint,
+    family_names,
+    small_config,
+)
 from tests.model.parallel.ranks import Ranks
 from tests.support.rings import nightly, slow
 
 from paceline.checkpoint.size import size_of
 from paceline.errors import ConfigError
+from paceline.model.loading import prepare
 from paceline.model.parallel.plan import plan_shards
 
 FAST = {"llama", "doge"}
@@ -74,6 +84,33 @@ def test_what_every_family_keeps_per_token_is_known_by_its_configuration() -> No
     """``paceline check`` counts with it."""
     served = [case for case in cases() if case.name not in EXCLUDED]
     assert [case.name for case in served if not size_of(case.config().to_dict(), 0, 2).kv_values] == []
+
+
+def test_layers_of_several_sizes_are_counted() -> None:
+    """Gemma 4 as it is published: of six layers one has no window, and fewer and wider heads."""
+    gemma = {"model_type": "gemma4_text", "num_hidden_layers": 6, "hidden_size": 5376, "num_attention_heads": 32}
+    gemma |= {"num_key_value_heads": 16, "head_dim": 256, "global_head_dim": 512}
+    gemma |= {"num_global_key_value_heads": 4, "attention_k_eq_v": True}
+    assert size_of(gemma, 0, 2).kv_values == 5 * 2 * 16 * 256 + 2 * 4 * 512
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("gemma4_text", "gemma4_unified_text", "mimo_v2_flash", "dots3_note_text"),
+        *nightly([(tuple(case.name for case in cases() if case.name not in EXCLUDED),)]),
+    ],
+    ids=["several sizes", "all"],
+)
+def test_the_configuration_says_what_the_loaded_model_keeps_per_token(names: tuple[str, ...]) -> None:
+    found = {}
+    for case in cases():
+        if case.name in names:
+            config = case.config()
+            loaded = prepare(checkpoint(config), compile=False)
+            found[case.name] = size_of(config.to_dict(), 0, 2).kv_values, loaded.size.kv_values
+    assert len(found) == len(names)
+    assert {name: both for name, both in found.items() if both[0] != both[1]} == {}
 
 
 def test_the_tables_name_families_and_variants_only() -> None:

@@ -22,6 +22,9 @@ from paceline.types import PAGE_SIZE
 _PLAIN = ("F64", "F32", "F16", "BF16")
 """Number formats of safetensors that are cast to the dtype that a model runs with."""
 
+_GEMMA4 = ("gemma4_text", "gemma4_unified_text")
+_MIMO = "mimo_v2_flash"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
@@ -234,6 +237,8 @@ def _kv_values(config: Mapping[str, Any], layers: int, hidden: int) -> int | Non
     heads = _first(config, "num_attention_heads", "n_head")
     if not (layers and heads and hidden) or "kv_lora_rank" in config:
         return None
+    if config.get("model_type") in (*_GEMMA4, _MIMO):
+        return sum(_values_of_layer(config, index, layers) for index in range(layers))
     return 2 * layers * _kv_heads(config) * _head_dim(config, hidden)
 
 
@@ -241,6 +246,26 @@ def _head_dim(config: Mapping[str, Any], hidden: int) -> int:
     """Numbers of one head; 0: unknown."""
     heads = _first(config, "num_attention_heads", "n_head")
     return _first(config, "head_dim", "attention_head_dim") or (hidden // heads if heads else 0)
+
+
+def _values_of_layer(config: Mapping[str, Any], index: int, layers: int) -> int:
+    """Numbers that a layer of Gemma 4 or MiMo keeps per token: those with a window have another size than the others.
+
+    Published configurations of Gemma 4 name the sizes of layers without one ``global``, saved ones list what differs by
+    layer.
+    """
+    is_gemma, kinds = config["model_type"] in _GEMMA4, config.get("layer_types")
+    every_sixth = not (index + 1) % 6 or index == (layers - 1 if is_gemma else 0)
+    is_full = kinds[index] == "full_attention" if kinds else every_sixth
+    if not is_gemma:
+        dims = _first(config, "head_dim") + _first(config, "v_head_dim")
+        return _kv_heads(config) * (1 if is_full else 2) * (dims or 192 + 128)
+    if (saved := config.get("per_layer_config")) is not None:
+        config = {**config, **saved.get(str(index), saved.get(index, {}))}
+    elif is_full:
+        heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v", True) else None
+        return 2 * (heads or _kv_heads(config)) * int(config.get("global_head_dim", 512))
+    return 2 * _kv_heads(config) * int(config.get("head_dim", 256))
 
 
 def _kv_heads(config: Mapping[str, Any]) -> int:
