@@ -89,6 +89,23 @@ def test_a_mistake_is_noticed_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> Non
     assert fuzz.main(["--case", command.partition("--case ")[2].strip("'")]) == 0
 
 
+def test_a_session_that_is_opened_again_after_its_end_changes_no_text() -> None:
+    """The repeated message arrives when the target has ended the session and its last outcomes are on their way."""
+    long = Ask(3, 106, 40, 1.0, 49, 2, "top_k", mode=Mode.PLAIN, acceptance=Acceptance.REJECTION, resumed=4)
+    others = (
+        Ask(0, 18, resumed=13),
+        Ask(0, 4, 45, seed=11, mode=Mode.SEQUENTIAL, resumed=13),
+        Ask(0, 84, 2, seed=48),
+        Ask(0, 90, 15, 1.6, 47, processor="min_p", mode=Mode.SEQUENTIAL, acceptance=Acceptance.REJECTION),
+        Ask(0, 10, 1, max_draft_tokens=1),
+    )
+    faults = (("to_target", "replay"), ("to_draft", "reorder"))
+    case = Case(
+        "llama", (long, *others), seed=5896, max_step_tokens=48, adaptive=False, faults=faults, draft_dies=(45,)
+    )
+    assert check(case) == 4
+
+
 def test_a_token_that_is_lost_in_a_migration_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One ask is several sessions; those without one text are left aside."""
     rejected = Ask(1, 20, 8, 1.0, acceptance=Acceptance.REJECTION)
