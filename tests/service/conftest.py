@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.loops import run_test
 from tests.support.models import save_pair
 
 from paceline.local import LocalPipeline
 from paceline.types import Mode, SamplingParams, SpeculationParams
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Tests of this folder run in one loop, in which the replicas that they share live."""
+    from tests.service.support import run
+
+    return run_test(pyfuncitem, run)
 
 
 @pytest.fixture(scope="session")

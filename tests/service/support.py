@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from tests.support.loops import bounded
 from tests.support.processes import context
 
 from paceline.checkpoint.tokenizer import load_tokenizer
@@ -186,11 +187,6 @@ async def collect(router, prompt, *, sampling=None, speculation=None, stop=(), o
 _runner = asyncio.Runner()  # one loop for all tests: grpc.aio complains of each that has been closed
 
 
-def run(test, timeout_s=90):
-    """Runs ``test()`` to its end."""
-
-    async def bounded():
-        async with asyncio.timeout(timeout_s):
-            await test()
-
-    _runner.run(bounded())
+def run(coroutine):
+    """Its result, in that loop."""
+    return _runner.run(bounded(coroutine))

@@ -7,7 +7,7 @@ import contextlib
 
 import grpc
 import pytest
-from tests.service.support import replicas, routed, run, tiny_pair
+from tests.service.support import replicas, routed, tiny_pair
 
 from paceline.client import AsyncClient, Client
 from paceline.errors import DeadlineExceededError, InvalidRequestError
@@ -53,21 +53,18 @@ def engines(checkpoints):
         yield started
 
 
-def served(checkpoints, engines, test):
-    """Runs ``test(address, router)`` against a router behind a service."""
-
-    async def main():
-        async with routed(tiny_pair(checkpoints), *engines) as (router, *_):
-            server = grpc.aio.server()
-            add_GenerationServiceServicer_to_server(_Host(router), server)
-            port = server.add_insecure_port("127.0.0.1:0")
-            await server.start()
-            try:
-                await test(f"127.0.0.1:{port}", router)
-            finally:
-                await server.stop(None)
-
-    run(main)
+@contextlib.asynccontextmanager
+async def served(checkpoints, engines):
+    """The address of a service over a router, and the router."""
+    async with routed(tiny_pair(checkpoints), *engines) as (router, *_):
+        server = grpc.aio.server()
+        add_GenerationServiceServicer_to_server(_Host(router), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            yield f"127.0.0.1:{port}", router
+        finally:
+            await server.stop(None)
 
 
 async def _idle(router):
@@ -78,7 +75,7 @@ async def _idle(router):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_tokens_are_those_of_one_process(checkpoints, engines, plain, temperature):
+async def test_the_tokens_are_those_of_one_process(checkpoints, engines, plain, temperature):
     sampling = SamplingParams(max_tokens=60, temperature=temperature, seed=11, ignore_eos=True)
 
     def blocking(address):
@@ -86,7 +83,7 @@ def test_the_tokens_are_those_of_one_process(checkpoints, engines, plain, temper
             stream = client.generate(PROMPT, sampling, logprobs=True)
             return "".join(chunk.text for chunk in stream), stream.result
 
-    async def test(address, router):
+    async with served(checkpoints, engines) as (address, _):
         text, result = await asyncio.to_thread(blocking, address)
         async with AsyncClient(address) as client:
             other = await client.generate(PROMPT, sampling).result
@@ -98,37 +95,28 @@ def test_the_tokens_are_those_of_one_process(checkpoints, engines, plain, temper
         assert result.speculation.rounds > 0
         assert result.timing.decode_s > 0
 
-    served(checkpoints, engines, test)
 
-
-def test_a_request_that_is_left_is_freed(checkpoints, engines):
+async def test_a_request_that_is_left_is_freed(checkpoints, engines):
     long = {"max_tokens": 1500, "ignore_eos": True}
-
-    async def test(address, router):
-        async with AsyncClient(address) as client:
-            async for _ in client.generate(PROMPT, **long):
-                assert router.num_running == 1
-                break
-            await _idle(router)
-            stream = client.generate(PROMPT, **long)
-            await anext(stream)
-            assert await client.cancel(stream.request_id)
-            result = await stream.result
-            assert result.finish_reason is FinishReason.ABORT
-            assert 0 < len(result.token_ids) < 1500
-            await _idle(router)
-            with pytest.raises(DeadlineExceededError):
-                await client.generate(PROMPT, **long, timeout_s=0.5).result
-            await _idle(router)
-
-    served(checkpoints, engines, test)
+    async with served(checkpoints, engines) as (address, router), AsyncClient(address) as client:
+        async for _ in client.generate(PROMPT, **long):
+            assert router.num_running == 1
+            break
+        await _idle(router)
+        stream = client.generate(PROMPT, **long)
+        await anext(stream)
+        assert await client.cancel(stream.request_id)
+        result = await stream.result
+        assert result.finish_reason is FinishReason.ABORT
+        assert 0 < len(result.token_ids) < 1500
+        await _idle(router)
+        with pytest.raises(DeadlineExceededError):
+            await client.generate(PROMPT, **long, timeout_s=0.5).result
+        await _idle(router)
 
 
-def test_what_the_service_refuses(checkpoints, engines):
-    async def test(address, router):
-        async with AsyncClient(address) as client:
-            for prompt, part in (("", "text is empty"), ([], "input_ids is empty"), ([10**6], "1000000")):
-                with pytest.raises(InvalidRequestError, match=part):
-                    await client.generate(prompt).result
-
-    served(checkpoints, engines, test)
+async def test_what_the_service_refuses(checkpoints, engines):
+    async with served(checkpoints, engines) as (address, _), AsyncClient(address) as client:
+        for prompt, part in (("", "text is empty"), ([], "input_ids is empty"), ([10**6], "1000000")):
+            with pytest.raises(InvalidRequestError, match=part):
+                await client.generate(prompt).result

@@ -10,7 +10,7 @@ import signal
 
 import pytest
 from tests.router.test_link import delay
-from tests.service.support import Replica, collect, replicas, routed, run, tiny_pair, until
+from tests.service.support import Replica, collect, replicas, routed, tiny_pair, until
 from tests.support.rings import nightly, slow
 
 from paceline.errors import DeadlineExceededError, EngineError, ResourceExhaustedError
@@ -52,19 +52,15 @@ def at(count, action):
         *nightly([(Mode.SEQUENTIAL, SAMPLINGS[0]), (Mode.PLAIN, SAMPLINGS[1])]),
     ],
 )
-def test_the_service_gives_the_tokens_of_plain_decoding_in_one_process(checkpoints, plain, sampling, mode):
+async def test_the_service_gives_the_tokens_of_plain_decoding_in_one_process(checkpoints, plain, sampling, mode):
     config = tiny_pair(checkpoints)
-
-    async def test():
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         async with routed(config, targets, drafts) as (router, _, _):
             chunks, result = await collect(router, PROMPT, sampling=sampling, speculation=SpeculationParams(mode=mode))
             assert result.token_ids == plain(PROMPT, sampling)
             assert [t for chunk in chunks for t in chunk.token_ids] == list(result.token_ids)
             assert "".join(chunk.text for chunk in chunks) == result.text
             assert (result.speculation.accepted > 0) == (mode is not Mode.PLAIN)
-
-    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
-        run(test)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +72,12 @@ def test_the_service_gives_the_tokens_of_plain_decoding_in_one_process(checkpoin
         pytest.param(signal.SIGSTOP, SAMPLINGS[1], id="hung-sampled", marks=pytest.mark.nightly),
     ],
 )
-def test_a_lost_draft_costs_neither_a_token_nor_a_pause_and_its_successor_speculates_again(
+async def test_a_lost_draft_costs_neither_a_token_nor_a_pause_and_its_successor_speculates_again(
     checkpoints, plain, sampling, number
 ):
     """A stream that paused would never come to the chunk with which the successor is let in; it is left after that."""
     config = tiny_pair(checkpoints)
-
-    async def test():
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         async with routed(config, targets, drafts, draft_timeout_s=DRAFT_TIMEOUT_S) as (router, _, pool):
             back = Replica("draft", config, "draft-new")
             lost_at, back_at = [], []
@@ -111,16 +106,12 @@ def test_a_lost_draft_costs_neither_a_token_nor_a_pause_and_its_successor_specul
             assert back_at, "the stream was too short to see the draft come back"
             assert Cause.HIT in causes(chunks[back_at[0] :])
 
-    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
-        run(test)
-
 
 @pytest.mark.slow
-def test_all_streams_of_a_lost_target_end_at_another_one_that_is_full(checkpoints, plain):
+async def test_all_streams_of_a_lost_target_end_at_another_one_that_is_full(checkpoints, plain):
     """Two targets with 16 sessions each, whose streams last longer than the router waits without any target."""
     config = tiny_pair(checkpoints, max_sessions=16)
-
-    async def test():
+    with replicas(config, targets=2, target_pause_s=STEP_S) as (targets, drafts):
         async with routed(config, targets, drafts, recovery_timeout_s=0.5) as (router, _, _):
             await until(lambda: len(router._targets.open_links()) == 2)
             samplings = [ONE.model_copy(update={"seed": seed, "max_tokens": 90}) for seed in range(32)]
@@ -133,30 +124,22 @@ def test_all_streams_of_a_lost_target_end_at_another_one_that_is_full(checkpoint
             for sampling, (_, result) in zip(samplings, await asyncio.gather(*tasks), strict=True):
                 assert result.token_ids == plain(PROMPT, sampling)
 
-    with replicas(config, targets=2, target_pause_s=STEP_S) as (targets, drafts):
-        run(test)
-
 
 @pytest.mark.slow
-def test_a_slow_draft_does_not_hold_the_stream_up(checkpoints, plain):
+async def test_a_slow_draft_does_not_hold_the_stream_up(checkpoints, plain):
     """A stream that waited for a step of the draft in each round would take far longer than any test may."""
     config = tiny_pair(checkpoints)
-
-    async def test():
+    with replicas(config, target_pause_s=STEP_S, draft_pause_s=2.0) as (targets, drafts):
         async with routed(config, targets, drafts) as (router, _, _):
             await collect(router, PROMPT, sampling=SamplingParams(max_tokens=4))
             _, result = await collect(router, PROMPT, sampling=ONE)
             assert result.token_ids == plain(PROMPT, ONE)
 
-    with replicas(config, target_pause_s=STEP_S, draft_pause_s=2.0) as (targets, drafts):
-        run(test)
-
 
 @pytest.mark.slow
-def test_a_draft_pool_scaled_to_zero_and_back(checkpoints, plain):
+async def test_a_draft_pool_scaled_to_zero_and_back(checkpoints, plain):
     config = tiny_pair(checkpoints)
-
-    async def test():
+    with replicas(config, drafts=2, target_pause_s=STEP_S) as (targets, drafts):
         async with routed(config, targets, drafts[:1]) as (router, _, pool):
             endless = ONE.model_copy(update={"max_tokens": 1500})
             marks = [0]  # how many chunks had come when it drained, died and had a successor
@@ -180,9 +163,6 @@ def test_a_draft_pool_scaled_to_zero_and_back(checkpoints, plain):
             assert {Cause.DRAFT_DOWN, Cause.DISABLED} & set(causes(chunks[marks[2] : marks[3]]))
             assert Cause.HIT in causes(chunks[marks[3] :])
 
-    with replicas(config, drafts=2, target_pause_s=STEP_S) as (targets, drafts):
-        run(test)
-
 
 @pytest.mark.parametrize(
     ("loss", "sampling"),
@@ -192,11 +172,10 @@ def test_a_draft_pool_scaled_to_zero_and_back(checkpoints, plain):
         *nightly([("killed", SAMPLINGS[0]), ("hung", SAMPLINGS[1]), ("engine", SAMPLINGS[0])]),
     ],
 )
-def test_a_lost_target_costs_no_token(checkpoints, plain, sampling, loss):
+async def test_a_lost_target_costs_no_token(checkpoints, plain, sampling, loss):
     number = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP, "engine": signal.SIGUSR1}[loss]
     config = tiny_pair(checkpoints)
-
-    async def test():
+    with replicas(config, targets=2, target_pause_s=STEP_S) as (targets, drafts):
         async with routed(config, targets, drafts, target_timeout_s=1.0) as (router, _, _):
             await until(lambda: len(router._targets.open_links()) == 2)
 
@@ -215,15 +194,11 @@ def test_a_lost_target_costs_no_token(checkpoints, plain, sampling, loss):
             assert router._active == {}
             assert len(router._targets.open_links()) == 1
 
-    with replicas(config, targets=2, target_pause_s=STEP_S) as (targets, drafts):
-        run(test)
-
 
 @pytest.mark.slow
-def test_without_any_target_left_a_request_ends_as_unavailable_and_says_after_what_time(checkpoints):
+async def test_without_any_target_left_a_request_ends_as_unavailable_and_says_after_what_time(checkpoints):
     config = tiny_pair(checkpoints)
-
-    async def test():
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         async with routed(config, targets, drafts, recovery_timeout_s=1.0) as (router, _, _):
             with pytest.raises(EngineError, match="no target replica was up for 1 s"):
                 await collect(router, PROMPT, sampling=ONE, on_chunk=at(5, targets[0].kill))
@@ -231,23 +206,16 @@ def test_without_any_target_left_a_request_ends_as_unavailable_and_says_after_wh
                 await collect(router, PROMPT, sampling=ONE)
             assert router._active == {}
 
-    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
-        run(test)
-
 
 @pytest.mark.slow
-def test_a_request_that_takes_too_long_ends_and_frees_what_it_held(checkpoints):
+async def test_a_request_that_takes_too_long_ends_and_frees_what_it_held(checkpoints):
     config = tiny_pair(checkpoints)
-
-    async def test():
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         async with routed(config, targets, drafts, request_timeout_s=0.5) as (router, _, _):
             with pytest.raises(DeadlineExceededError, match=r"longer than 0\.5 s"):
                 await collect(router, PROMPT, sampling=ONE.model_copy(update={"max_tokens": 1500}))
             assert router._active == {}
             await until(lambda: open_sessions(router) == [0, 0])
-
-    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
-        run(test)
 
 
 def open_sessions(router):
@@ -256,10 +224,9 @@ def open_sessions(router):
 
 
 @pytest.mark.slow
-def test_leaving_a_stream_frees_it_on_both_replicas(checkpoints):
+async def test_leaving_a_stream_frees_it_on_both_replicas(checkpoints):
     config = tiny_pair(checkpoints)
-
-    async def test():
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         async with routed(config, targets, drafts) as (router, _, _):
             endless = ONE.model_copy(update={"max_tokens": 1500})
 
@@ -275,15 +242,11 @@ def test_leaving_a_stream_frees_it_on_both_replicas(checkpoints):
             await until(lambda: open_sessions(router) == [0, 0])
             await until(lambda: [status.kv_pages_used for status in router.statuses()["target"]] == [0])
 
-    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
-        run(test)
-
 
 @pytest.mark.slow
-def test_a_router_that_goes_away_leaves_nothing_behind(checkpoints):
+async def test_a_router_that_goes_away_leaves_nothing_behind(checkpoints):
     config = tiny_pair(checkpoints)
-
-    async def test():
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         two = (routed(config, targets, drafts), routed(config, targets, drafts))
         async with two[0] as (witness, _, _), two[1] as (router, _, _):
             endless = ONE.model_copy(update={"max_tokens": 1500})
@@ -296,15 +259,11 @@ def test_a_router_that_goes_away_leaves_nothing_behind(checkpoints):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
-        run(test)
-
 
 @pytest.mark.slow
-def test_a_full_queue_refuses_at_once_with_a_hint_and_serves_what_it_took(checkpoints, plain):
+async def test_a_full_queue_refuses_at_once_with_a_hint_and_serves_what_it_took(checkpoints, plain):
     config = tiny_pair(checkpoints, max_sessions=2)
-
-    async def test():
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         async with routed(config, targets, drafts, max_queued_requests=2) as (router, _, _):
             await until(lambda: router.ready)
             short = ONE.model_copy(update={"max_tokens": 160})
@@ -318,16 +277,12 @@ def test_a_full_queue_refuses_at_once_with_a_hint_and_serves_what_it_took(checkp
                 assert result.token_ids == plain(PROMPT, short)
             assert router.num_queued == 0
 
-    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
-        run(test)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["target", "draft"])
-def test_the_sessions_of_a_draining_replica_move_and_none_is_cut(checkpoints, plain, kind):
+async def test_the_sessions_of_a_draining_replica_move_and_none_is_cut(checkpoints, plain, kind):
     config = tiny_pair(checkpoints)
-
-    async def test():
+    with replicas(config, targets=2, drafts=2, target_pause_s=STEP_S) as (targets, drafts):
         async with routed(config, targets, drafts) as (router, target_pool, draft_pool):
             pool, group = (target_pool, targets) if kind == "target" else (draft_pool, drafts)
             side = router._targets if kind == "target" else router._drafts
@@ -345,31 +300,23 @@ def test_the_sessions_of_a_draining_replica_move_and_none_is_cut(checkpoints, pl
                 assert (await task)[1].token_ids == plain(prompt, long)
             assert list(side.links) == [group[1].replica_id]
 
-    with replicas(config, targets=2, drafts=2, target_pause_s=STEP_S) as (targets, drafts):
-        run(test)
-
 
 @pytest.mark.slow
-def test_a_draining_target_without_another_finishes_what_it_serves(checkpoints, plain):
+async def test_a_draining_target_without_another_finishes_what_it_serves(checkpoints, plain):
     config = tiny_pair(checkpoints)
-
-    async def test():
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         async with routed(config, targets, drafts, recovery_timeout_s=1.0) as (router, pool, _):
             _, result = await collect(router, PROMPT, sampling=ONE, on_chunk=at(8, lambda: pool.set_members([])))
             assert result.token_ids == plain(PROMPT, ONE)
             with pytest.raises(EngineError, match="no target replica was up"):
                 await collect(router, PROMPT, sampling=ONE)
 
-    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
-        run(test)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [0.0, 0.05])
-def test_a_slow_link_to_the_draft_is_measured_and_changes_no_token(checkpoints, plain, delay_s):
+async def test_a_slow_link_to_the_draft_is_measured_and_changes_no_token(checkpoints, plain, delay_s):
     config = tiny_pair(checkpoints)
-
-    async def test():
+    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         async with routed(config, targets, drafts) as (router, _, _):
             measured = []
             (link,) = router._drafts.links.values()
@@ -380,6 +327,3 @@ def test_a_slow_link_to_the_draft_is_measured_and_changes_no_token(checkpoints, 
             assert result.speculation.accepted > 0
             await until(lambda: measured)
             assert 2 * delay_s < min(measured) < 60.0
-
-    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
-        run(test)

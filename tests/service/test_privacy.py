@@ -8,7 +8,7 @@ import logging
 import re
 
 import pytest
-from tests.service.support import EOS_IDS, run, tiny_pair, until
+from tests.service.support import EOS_IDS, tiny_pair, until
 
 from paceline import logs
 from paceline.checkpoint.tokenizer import load_tokenizer
@@ -106,7 +106,7 @@ async def service(config):
         yield GenerationService(router), page, info.tokenizer
 
 
-def test_neither_prompt_nor_output_is_in_logs_or_metrics(checkpoints, everything, capfd):
+async def test_neither_prompt_nor_output_is_in_logs_or_metrics(checkpoints, everything, capfd):
     secret: list[int] = []
     pages: list[str] = []
 
@@ -117,39 +117,36 @@ def test_neither_prompt_nor_output_is_in_logs_or_metrics(checkpoints, everything
                 found += response.chunk.token_ids
         return found
 
-    async def scenario():
-        async with service(tiny_pair(checkpoints)) as (generation, page, tokenizer):
-            await until(lambda: generation._router.ready)
-            ids = list(tokenizer.encode(CANARY))
-            secret.extend(ids)
-            sampling = types_pb2.SamplingParams(max_tokens=40, ignore_eos=True, stop=[STOP], temperature=1.0, seed=5)
-            asked = [pb.GenerateRequest(request_id="a", text=CANARY, sampling_params=sampling)]
-            tokens = pb.TokenizedInput(input_ids=ids)
-            for mode in ("plain", "sequential", "overlapped"):
-                message = pb.GenerateRequest(tokenized=tokens, sampling_params=sampling, logprobs=True)
-                message.speculation.mode = mode
-                asked.append(message)
-            for output in await asyncio.gather(*(ask(generation, message) for message in asked)):
-                assert len(output) > 10
-                secret.extend(output)
-            refused = [
-                pb.GenerateRequest(text=CANARY * 2000),
-                pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[*ids, 10**6])),
-                pb.GenerateRequest(text=CANARY, sampling_params=types_pb2.SamplingParams(temperature=-1, stop=[STOP])),
-                pb.GenerateRequest(text=CANARY, sampling_params=types_pb2.SamplingParams(stop=["", STOP])),
-            ]
-            for message in refused:
-                with pytest.raises(PacelineError) as refusal:
-                    await ask(generation, message)
-                to_status(refusal.value)
-            try:  # what fails in a way that was not foreseen
-                generation._router = None
-                await ask(generation, asked[0])
-            except AttributeError as error:
-                logs.unexpected(logging.getLogger("paceline.router"), error)
-            pages.append(page())
-
-    run(scenario)
+    async with service(tiny_pair(checkpoints)) as (generation, page, tokenizer):
+        await until(lambda: generation._router.ready)
+        ids = list(tokenizer.encode(CANARY))
+        secret.extend(ids)
+        sampling = types_pb2.SamplingParams(max_tokens=40, ignore_eos=True, stop=[STOP], temperature=1.0, seed=5)
+        asked = [pb.GenerateRequest(request_id="a", text=CANARY, sampling_params=sampling)]
+        tokens = pb.TokenizedInput(input_ids=ids)
+        for mode in ("plain", "sequential", "overlapped"):
+            message = pb.GenerateRequest(tokenized=tokens, sampling_params=sampling, logprobs=True)
+            message.speculation.mode = mode
+            asked.append(message)
+        for output in await asyncio.gather(*(ask(generation, message) for message in asked)):
+            assert len(output) > 10
+            secret.extend(output)
+        refused = [
+            pb.GenerateRequest(text=CANARY * 2000),
+            pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[*ids, 10**6])),
+            pb.GenerateRequest(text=CANARY, sampling_params=types_pb2.SamplingParams(temperature=-1, stop=[STOP])),
+            pb.GenerateRequest(text=CANARY, sampling_params=types_pb2.SamplingParams(stop=["", STOP])),
+        ]
+        for message in refused:
+            with pytest.raises(PacelineError) as refusal:
+                await ask(generation, message)
+            to_status(refusal.value)
+        try:  # what fails in a way that was not foreseen
+            generation._router = None
+            await ask(generation, asked[0])
+        except AttributeError as error:
+            logs.unexpected(logging.getLogger("paceline.router"), error)
+        pages.append(page())
     captured = capfd.readouterr()
     assert len(everything.lines) > 30
     assert "AttributeError" in "".join(everything.lines)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,6 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from tests.config.support import needs_ray
-from tests.service.support import run
 from tests.support.door import opened
 from tests.support.letters import Letters
 
@@ -35,22 +34,19 @@ pytestmark = needs_ray
 GENERATE = f"/{GENERATION.full_name}/Generate"
 
 
-def served(test: Callable[[aio.Channel, str], Awaitable[None]], **options: Any) -> None:
-    """Runs a test against the port of a router without replicas."""
-
-    async def main() -> None:
-        pool = StaticPool("target", [Member("target-0", "127.0.0.1:1")])
-        metrics = RouterMetrics(Registry("router"), "none")
-        info = TargetInfo(Letters(), 4096, ())  # type: ignore[arg-type]
-        router = Router(info, pool, None, RouterConfig(), metrics=metrics)
-        await router.start()
-        try:
-            async with opened(router, **options) as address, aio.insecure_channel(address) as channel:
-                await test(channel, address)
-        finally:
-            await router.stop()
-
-    run(main)
+@contextlib.asynccontextmanager
+async def served(**options: Any) -> AsyncIterator[tuple[aio.Channel, str]]:
+    """A channel to the port of a router without replicas, and its address."""
+    pool = StaticPool("target", [Member("target-0", "127.0.0.1:1")])
+    metrics = RouterMetrics(Registry("router"), "none")
+    info = TargetInfo(Letters(), 4096, ())  # type: ignore[arg-type]
+    router = Router(info, pool, None, RouterConfig(), metrics=metrics)
+    await router.start()
+    try:
+        async with opened(router, **options) as address, aio.insecure_channel(address) as channel:
+            yield channel, address
+    finally:
+        await router.stop()
 
 
 async def refusal(channel: aio.Channel, path: str, data: bytes) -> tuple[grpc.StatusCode, str]:
@@ -61,18 +57,16 @@ async def refusal(channel: aio.Channel, path: str, data: bytes) -> tuple[grpc.St
     return caught.value.code(), caught.value.details() or ""
 
 
-def test_bytes_that_are_not_protobuf_are_the_caller_s_mistake() -> None:
-    async def test(channel: aio.Channel, _: str) -> None:
+async def test_bytes_that_are_not_protobuf_are_the_caller_s_mistake() -> None:
+    async with served() as (channel, _):
         for method in ("Generate", "Cancel"):
             code, details = await refusal(channel, f"/{GENERATION.full_name}/{method}", b"\x0a\xff\xff")
             assert code is grpc.StatusCode.INVALID_ARGUMENT
             assert f"3 bytes that are not a valid paceline.v1.{method}Request" in details
 
-    served(test)
 
-
-def test_a_text_that_cannot_fit_is_refused_with_its_size_and_the_bound() -> None:
-    async def test(channel: aio.Channel, address: str) -> None:
+async def test_a_text_that_cannot_fit_is_refused_with_its_size_and_the_bound() -> None:
+    async with served() as (channel, address):
         data = pb.GenerateRequest(text="x" * 2_000_000).SerializeToString()
         code, details = await refusal(channel, GENERATE, data)
         assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -82,13 +76,10 @@ def test_a_text_that_cannot_fit_is_refused_with_its_size_and_the_bound() -> None
             with pytest.raises(InvalidRequestError, match="text has 200000"):
                 await client.generate("x" * 2_000_000).result
 
-    served(test)
 
-
-def test_a_message_beyond_the_limit_is_not_even_read() -> None:
+async def test_a_message_beyond_the_limit_is_not_even_read() -> None:
     """gRPC refuses it by its length; our clients know that trying again is no use."""
-
-    async def test(channel: aio.Channel, address: str) -> None:
+    async with served(max_message_bytes=1000000) as (channel, address):
         data = pb.GenerateRequest(text="x" * 2_000_000).SerializeToString()
         code, details = await refusal(channel, GENERATE, data)
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -97,11 +88,10 @@ def test_a_message_beyond_the_limit_is_not_even_read() -> None:
             with pytest.raises(InvalidRequestError, match=r"longer than the service accepts: .* vs\. 1000000"):
                 await client.generate("x" * 2_000_000).result
 
-    served(test, max_message_bytes=1_000_000)
 
+async def test_reflection_answers_under_its_present_name() -> None:
+    async with served() as (channel, _):
 
-def test_reflection_answers_under_its_present_name() -> None:
-    async def test(channel: aio.Channel, _: str) -> None:
         async def requests() -> Any:
             yield reflection_pb2.ServerReflectionRequest(list_services="")
             yield reflection_pb2.ServerReflectionRequest(file_containing_symbol=GENERATION.full_name)
@@ -116,15 +106,11 @@ def test_reflection_answers_under_its_present_name() -> None:
         assert {GENERATION.full_name, HEALTH.full_name, REFLECTION} <= names
         assert file.file_descriptor_response.file_descriptor_proto
 
-    served(test)
 
-
-def test_an_unknown_method_is_unimplemented() -> None:
-    async def test(channel: aio.Channel, _: str) -> None:
+async def test_an_unknown_method_is_unimplemented() -> None:
+    async with served() as (channel, _):
         code, _details = await refusal(channel, f"/{GENERATION.full_name}/Nothing", b"")
         assert code is grpc.StatusCode.UNIMPLEMENTED
-
-    served(test)
 
 
 # -- the ingress's own methods -----------------------------------------------------------------------------------------
@@ -164,42 +150,38 @@ def test_the_ingress_serves_every_method_of_the_services() -> None:
             assert callable(getattr(Ingress, method.name))
 
 
-def test_health_of_the_ingress() -> None:
+async def test_health_of_the_ingress() -> None:
     from paceline.cluster.ingress import Ingress
 
     ingress = object.__new__(Ingress)
     ingress._service = SimpleNamespace(ready=True)  # type: ignore[assignment]
     ingress._access = SimpleNamespace(identify=lambda _: "")  # type: ignore[assignment]
-
-    async def test() -> None:
-        listed = await ingress.List(b"", Context())
-        assert set(listed.statuses) == {"", GENERATION.full_name}
-        good = health_pb2.HealthCheckRequest(service=GENERATION.full_name).SerializeToString()
-        assert (await ingress.Check(good, Context())).status == health_pb2.HealthCheckResponse.SERVING
-        for data, code in (
-            (b"\xff", grpc.StatusCode.INVALID_ARGUMENT),
-            (health_pb2.HealthCheckRequest(service="no" * 1000).SerializeToString(), grpc.StatusCode.NOT_FOUND),
-        ):
-            context = Context()
-            await ingress.Check(data, context)
-            assert context.code is code
-            assert len(context.details) < 200
+    listed = await ingress.List(b"", Context())
+    assert set(listed.statuses) == {"", GENERATION.full_name}
+    good = health_pb2.HealthCheckRequest(service=GENERATION.full_name).SerializeToString()
+    assert (await ingress.Check(good, Context())).status == health_pb2.HealthCheckResponse.SERVING
+    for data, code in (
+        (b"\xff", grpc.StatusCode.INVALID_ARGUMENT),
+        (health_pb2.HealthCheckRequest(service="no" * 1000).SerializeToString(), grpc.StatusCode.NOT_FOUND),
+    ):
         context = Context()
-        assert [answer async for answer in ingress.Watch(b"\xff", context)] == []
-        assert context.code is grpc.StatusCode.INVALID_ARGUMENT
-        context = Context()
-        await ingress.Cancel(b"\xff", context)
-        assert context.code is grpc.StatusCode.INVALID_ARGUMENT
-        watching = ingress.Watch(good, context := Context())
-        assert (await anext(watching)).status == health_pb2.HealthCheckResponse.SERVING
-        ingress._leaving = True  # what has no end of its own would hold a router that is stopped
-        assert [answer async for answer in watching] == []
-        assert context.code is grpc.StatusCode.UNAVAILABLE
+        await ingress.Check(data, context)
+        assert context.code is code
+        assert len(context.details) < 200
+    context = Context()
+    assert [answer async for answer in ingress.Watch(b"\xff", context)] == []
+    assert context.code is grpc.StatusCode.INVALID_ARGUMENT
+    context = Context()
+    await ingress.Cancel(b"\xff", context)
+    assert context.code is grpc.StatusCode.INVALID_ARGUMENT
+    watching = ingress.Watch(good, context := Context())
+    assert (await anext(watching)).status == health_pb2.HealthCheckResponse.SERVING
+    ingress._leaving = True  # what has no end of its own would hold a router that is stopped
+    assert [answer async for answer in watching] == []
+    assert context.code is grpc.StatusCode.UNAVAILABLE
 
-    asyncio.run(test())
 
-
-def test_whether_a_call_is_encrypted_is_what_its_connection_says() -> None:
+async def test_whether_a_call_is_encrypted_is_what_its_connection_says() -> None:
     """Serve's own proxy, which passes calls on in clear text, would pass on this header, too."""
     from paceline.cluster.ingress import Ingress
 
@@ -207,11 +189,9 @@ def test_whether_a_call_is_encrypted_is_what_its_connection_says() -> None:
     ingress._access = Access(None, AccessMetrics(Registry()), require_tls=True)
     ingress._service = SimpleNamespace(cancel=lambda request_id, name: True)  # type: ignore[assignment]
 
-    async def code(context: Context) -> grpc.StatusCode | None:
-        await ingress.Cancel(pb.CancelRequest(request_id="x").SerializeToString(), context)
-        return context.code
-
     refused = grpc.StatusCode.FAILED_PRECONDITION
     for security, status in ((b"insecure", refused), (b"ssl", None)):
         for headers in ([], [(TLS_HEADER, "1")], [(TLS_HEADER, "0")]):
-            assert asyncio.run(code(Context(*headers, security=security))) is status
+            context = Context(*headers, security=security)
+            await ingress.Cancel(pb.CancelRequest(request_id="x").SerializeToString(), context)
+            assert context.code is status

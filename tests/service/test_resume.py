@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
-from tests.service.support import replicas, routed, run, tiny_pair
+from tests.service.support import replicas, routed, tiny_pair
 from tests.service.test_clients import _Host
 from tests.support.processes import context
 
@@ -127,11 +127,10 @@ def same(name, result, expected):
 
 
 @pytest.mark.slow
-def test_killed_routers_break_no_stream_of_either_client(checkpoints, unbroken):
+async def test_killed_routers_break_no_stream_of_either_client(checkpoints, unbroken):
     requests, expected = unbroken
     config = tiny_pair(checkpoints, max_sessions=16)
-
-    async def test():
+    with replicas(config, target_pause_s=0.02) as engines, Routers(config, engines, 3) as routers:
         counts, kills = {}, iter(KILLED_AFTER)
         due = next(kills)
 
@@ -166,6 +165,3 @@ def test_killed_routers_break_no_stream_of_either_client(checkpoints, unbroken):
             same(name, result, expected[name])
             assert num_resumes >= 1, name
         assert max(num_resumes for _, num_resumes, _ in found) >= 2
-
-    with replicas(config, target_pause_s=0.02) as engines, Routers(config, engines, 3) as routers:
-        run(test)

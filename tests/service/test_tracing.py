@@ -118,23 +118,9 @@ def recording():
     return recorded, lambda model: Tracing(recorded.provider, model, first_rounds=FIRST, round_every=EVERY)
 
 
-def test_a_request_has_its_spans_on_target_and_draft_below_its_own(checkpoints, plain):
+async def test_a_request_has_its_spans_on_target_and_draft_below_its_own(checkpoints, plain):
     recorded, tracing_of = recording()
     config = tiny_pair(checkpoints)
-
-    async def test():
-        theirs = recorded.provider.get_tracer("theirs")
-        async with (
-            service(config, tracing_of) as (router, _, _),
-            opened(router, tracing=recorded.tracing) as address,
-            AsyncClient(address) as client,
-        ):
-            with theirs.start_as_current_span("theirs"):
-                stream = client.generate(PROMPT, SAMPLING, SpeculationParams(mode=Mode.SEQUENTIAL))  # no draft is late
-            result = await stream.result
-            assert result.token_ids == plain(PROMPT, SAMPLING)
-            await until(lambda: recorded.named("draft"), what="the draft has heard of the end")
-            check(result)
 
     def check(result):
         spans, children = recorded.spans, below(recorded.spans)
@@ -168,35 +154,24 @@ def test_a_request_has_its_spans_on_target_and_draft_below_its_own(checkpoints, 
         ), "there are no others"
         assert not {PROMPT, result.text} & set(map(str, values(spans)))
 
-    run(test)
+    theirs = recorded.provider.get_tracer("theirs")
+    async with (
+        service(config, tracing_of) as (router, _, _),
+        opened(router, tracing=recorded.tracing) as address,
+        AsyncClient(address) as client,
+    ):
+        with theirs.start_as_current_span("theirs"):
+            stream = client.generate(PROMPT, SAMPLING, SpeculationParams(mode=Mode.SEQUENTIAL))  # no draft is late
+        result = await stream.result
+        assert result.token_ids == plain(PROMPT, SAMPLING)
+        await until(lambda: recorded.named("draft"), what="the draft has heard of the end")
+        check(result)
 
 
 @pytest.mark.parametrize("how", ["failover", *slow(["drain"])])
-def test_a_session_that_goes_to_another_target_has_spans_on_both_in_one_trace(checkpoints, plain, how):
+async def test_a_session_that_goes_to_another_target_has_spans_on_both_in_one_trace(checkpoints, plain, how):
     recorded, tracing_of = recording()
     config = tiny_pair(checkpoints)
-
-    async def test():
-        async with service(config, tracing_of, targets=2) as (router, replicas, pool):
-            door, tokens = GenerationService(router, recorded.tracing), []
-            moved = []
-            async with contextlib.aclosing(door.run(Request("moved", PROMPT, SAMPLING))) as items:
-                async for item in items:
-                    if isinstance(item, Result):
-                        continue
-                    tokens += item.token_ids
-                    if len(tokens) >= 8 and not moved:
-                        moved += [link.member.replica_id for link in router._targets.links.values() if link.sessions]
-                        (old,) = [replica for replica in replicas if replica.replica_id in moved]
-                        if how == "failover":
-                            old.dies = True
-                        else:
-                            pool.set_members([r.member for r in replicas[:2] if r is not old])
-                        for replica in replicas:
-                            replica.goes_on.set()
-            assert tuple(tokens) == plain(PROMPT, SAMPLING)
-            await until(lambda: len(recorded.named("target")) == 2, what="the old target has heard of the end")
-            check(moved[0])
 
     def check(old):
         new = {"target-0": "target-1", "target-1": "target-0"}[old]
@@ -216,7 +191,26 @@ def test_a_session_that_goes_to_another_target_has_spans_on_both_in_one_trace(ch
         assert dict(moved.attributes) == {"paceline.migration.reason": how, "paceline.target": new}
         assert moved.start_time <= second.start_time
 
-    run(test)
+    async with service(config, tracing_of, targets=2) as (router, replicas, pool):
+        door, tokens = GenerationService(router, recorded.tracing), []
+        moved = []
+        async with contextlib.aclosing(door.run(Request("moved", PROMPT, SAMPLING))) as items:
+            async for item in items:
+                if isinstance(item, Result):
+                    continue
+                tokens += item.token_ids
+                if len(tokens) >= 8 and not moved:
+                    moved += [link.member.replica_id for link in router._targets.links.values() if link.sessions]
+                    (old,) = [replica for replica in replicas if replica.replica_id in moved]
+                    if how == "failover":
+                        old.dies = True
+                    else:
+                        pool.set_members([r.member for r in replicas[:2] if r is not old])
+                    for replica in replicas:
+                        replica.goes_on.set()
+        assert tuple(tokens) == plain(PROMPT, SAMPLING)
+        await until(lambda: len(recorded.named("target")) == 2, what="the old target has heard of the end")
+        check(moved[0])
 
 
 class Stuck(SpanExporter):
@@ -271,7 +265,7 @@ def test_exporters_that_fail_or_hang_hold_no_stream_up(monkeypatch, checkpoints,
             assert not any(each.released.is_set() for each in exporters)
 
     try:
-        run(test)
+        run(test())
     finally:
         for each in exporters:
             each.released.set()

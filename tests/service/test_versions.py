@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.rpc.test_protocol import OLD
-from tests.service.support import collect, routed, run, tiny_pair, until
+from tests.service.support import collect, routed, tiny_pair, until
 
 from paceline.errors import EngineError
 from paceline.router import link as link_module
@@ -90,7 +90,7 @@ def members(*servers):
     return [Member(server.host.status().replica_id, server.address) for server in servers]
 
 
-def test_streams_go_on_while_targets_of_two_versions_take_turns(checkpoints, plain, monkeypatch):
+async def test_streams_go_on_while_targets_of_two_versions_take_turns(checkpoints, plain, monkeypatch):
     """Old and new routers with drafts of the other version; each stream is moved to a new target, and back."""
     config = tiny_pair(checkpoints, max_sessions=16)
     expected = [plain(prompt, sampling) for prompt, sampling in zip(PROMPTS, SAMPLING, strict=True)]
@@ -116,93 +116,84 @@ def test_streams_go_on_while_targets_of_two_versions_take_turns(checkpoints, pla
                 )
                 return [result for _, result in found], moves
 
-    async def test():
-        async with contextlib.AsyncExitStack() as stack:
-            made = {}
-            for kind in ("target", "draft"):
-                for version in (BEFORE, CURRENT):
-                    server = await stack.enter_async_context(replica(config, kind, version, monkeypatch))
-                    made[kind, version] = server
-            for router, first, second, draft in (
-                (BEFORE, BEFORE, CURRENT, CURRENT),
-                (CURRENT, BEFORE, CURRENT, BEFORE),
-                (CURRENT, CURRENT, BEFORE, BEFORE),
-            ):
-                parts = made["target", first], made["target", second], made["draft", draft]
-                results, moves = await streams(router, *parts)
-                assert [result.token_ids for result in results] == expected, (router, first, second, draft)
-                assert sum(result.speculation.accepted for result in results) > 0, (router, first, second, draft)
-                assert moves.count("drain") >= 2  # three chunks are at most 27 of 48 tokens
-
-    run(test)
+    async with contextlib.AsyncExitStack() as stack:
+        made = {}
+        for kind in ("target", "draft"):
+            for version in (BEFORE, CURRENT):
+                server = await stack.enter_async_context(replica(config, kind, version, monkeypatch))
+                made[kind, version] = server
+        for router, first, second, draft in (
+            (BEFORE, BEFORE, CURRENT, CURRENT),
+            (CURRENT, BEFORE, CURRENT, BEFORE),
+            (CURRENT, CURRENT, BEFORE, BEFORE),
+        ):
+            parts = made["target", first], made["target", second], made["draft", draft]
+            results, moves = await streams(router, *parts)
+            assert [result.token_ids for result in results] == expected, (router, first, second, draft)
+            assert sum(result.speculation.accepted for result in results) > 0, (router, first, second, draft)
+            assert moves.count("drain") >= 2  # three chunks are at most 27 of 48 tokens
 
 
 @pytest.mark.parametrize(("side", "version"), [("router", CURRENT + 2), ("router", 0), ("replica", CURRENT + 2)])
-def test_a_peer_two_versions_away_is_refused_with_both_versions(checkpoints, monkeypatch, caplog, side, version):
+async def test_a_peer_two_versions_away_is_refused_with_both_versions(checkpoints, monkeypatch, caplog, side, version):
     config = tiny_pair(checkpoints)
-
-    async def test():
-        router_version, target_version = (version, CURRENT) if side == "router" else (CURRENT, version)
-        async with replica(config, "target", target_version, monkeypatch) as server:
-            with routers_of(router_version, monkeypatch), caplog.at_level(logging.WARNING):
-                async with routed(config, [], [], recovery_timeout_s=0.5) as (router, targets, _):
-                    targets.set_members(members(server))
-                    link = router._targets.links[server.host.status().replica_id]
-                    await until(lambda: "paceline-protocol is" in link.reason)
-                    with pytest.raises(EngineError, match=f"paceline-protocol is {version}: 2 is spoken here"):
-                        await collect(router, "a")
-                    assert not router.ready
-        told = [record for record in caplog.records if "paceline-protocol is" in record.getMessage()]
-        assert len(told) == 1, "once, not with each try"
-
-    run(test)
+    router_version, target_version = (version, CURRENT) if side == "router" else (CURRENT, version)
+    async with replica(config, "target", target_version, monkeypatch) as server:
+        with routers_of(router_version, monkeypatch), caplog.at_level(logging.WARNING):
+            async with routed(config, [], [], recovery_timeout_s=0.5) as (router, targets, _):
+                targets.set_members(members(server))
+                link = router._targets.links[server.host.status().replica_id]
+                await until(lambda: "paceline-protocol is" in link.reason)
+                with pytest.raises(EngineError, match=f"paceline-protocol is {version}: 2 is spoken here"):
+                    await collect(router, "a")
+                assert not router.ready
+    told = [record for record in caplog.records if "paceline-protocol is" in record.getMessage()]
+    assert len(told) == 1, "once, not with each try"
 
 
-def test_what_only_new_targets_know_goes_to_them_and_is_refused_while_there_is_none(checkpoints, plain, monkeypatch):
+async def test_what_only_new_targets_know_goes_to_them_and_is_refused_while_there_is_none(
+    checkpoints, plain, monkeypatch
+):
     config = tiny_pair(checkpoints).model_copy(update={"draft": None})
     sampling = SamplingParams(max_tokens=6, seed=1, ignore_eos=True, logprob_token_ids=(5, 6))
+    async with contextlib.AsyncExitStack() as stack:
+        old, new = [
+            await stack.enter_async_context(replica(config, "target", version, monkeypatch))
+            for version in (BEFORE, CURRENT)
+        ]
+        router, targets, _ = await stack.enter_async_context(routed(config, [], []))
+        targets.set_members(members(old))
+        await until(lambda: router.ready)
+        with pytest.raises(EngineError, match="logprob_token_ids is set: targets with room are of an old") as told:
+            await collect(router, "a", sampling=sampling)
+        assert told.value.retry_after_s > 0
+        assert (await collect(router, "a"))[1].token_ids
+        targets.set_members(members(old, new))
+        await until(lambda: len(router.statuses()["target"]) == 2)
 
-    async def test():
-        async with contextlib.AsyncExitStack() as stack:
-            old, new = [
-                await stack.enter_async_context(replica(config, "target", version, monkeypatch))
-                for version in (BEFORE, CURRENT)
-            ]
-            router, targets, _ = await stack.enter_async_context(routed(config, [], []))
-            targets.set_members(members(old))
-            await until(lambda: router.ready)
-            with pytest.raises(EngineError, match="logprob_token_ids is set: targets with room are of an old") as told:
-                await collect(router, "a", sampling=sampling)
-            assert told.value.retry_after_s > 0
-            assert (await collect(router, "a"))[1].token_ids
-            targets.set_members(members(old, new))
-            await until(lambda: len(router.statuses()["target"]) == 2)
+        def turn(chunks):
+            if len(chunks) == 2:  # the new one leaves: the old one may not go on with it
+                targets.set_members(members(old))
 
-            def turn(chunks):
-                if len(chunks) == 2:  # the new one leaves: the old one may not go on with it
-                    targets.set_members(members(old))
-
-            for _ in range(3):
-                chunks, result = await collect(router, "a", sampling=sampling)
-                assert result.token_ids == plain("a", sampling)
-                assert all(len(place) == 3 for chunk in chunks for place in chunk.top_logprobs)
-            chunks, result = await collect(router, "a", sampling=sampling, on_chunk=turn)
-            assert all(len(place) == 3 for chunk in chunks for place in chunk.top_logprobs)
+        for _ in range(3):
+            chunks, result = await collect(router, "a", sampling=sampling)
             assert result.token_ids == plain("a", sampling)
-            targets.set_members(members(old, new))
-            await until(lambda: len(router.statuses()["target"]) == 2)
-            ends = []
-            with pytest.raises(EngineError, match="logprob_token_ids is set: targets with room"):  # it has been lost
-                await collect(
-                    router, "a", sampling=sampling.model_copy(update={"max_tokens": 500}),
-                    on_chunk=lambda chunks: ends or ends.append(asyncio.ensure_future(new.stop())),
-                )  # fmt: skip
-            assert ends
+            assert all(len(place) == 3 for chunk in chunks for place in chunk.top_logprobs)
+        chunks, result = await collect(router, "a", sampling=sampling, on_chunk=turn)
+        assert all(len(place) == 3 for chunk in chunks for place in chunk.top_logprobs)
+        assert result.token_ids == plain("a", sampling)
+        targets.set_members(members(old, new))
+        await until(lambda: len(router.statuses()["target"]) == 2)
+        ends = []
+        with pytest.raises(EngineError, match="logprob_token_ids is set: targets with room"):  # it has been lost
+            await collect(
+                router, "a", sampling=sampling.model_copy(update={"max_tokens": 500}),
+                on_chunk=lambda chunks: ends or ends.append(asyncio.ensure_future(new.stop())),
+            )  # fmt: skip
+        assert ends
 
-    run(test)
 
-
-def test_an_opening_that_a_target_does_not_know_in_full_ends_by_its_reason(checkpoints, monkeypatch):
+async def test_an_opening_that_a_target_does_not_know_in_full_ends_by_its_reason(checkpoints, monkeypatch):
     """A router of the version after, which has asked for more than it may."""
     config = tiny_pair(checkpoints).model_copy(update={"draft": None})
     encode = TARGET.encode
@@ -214,12 +205,9 @@ def test_an_opening_that_a_target_does_not_know_in_full_ends_by_its_reason(check
                 command.open_session.sampling.MergeFromString(b"\xd2\x09\x03abc")
         return batch
 
-    async def test():
-        monkeypatch.setattr(router_module, "TARGET", replace(TARGET, encode=newer))
-        server_of = replica(config, "target", CURRENT, monkeypatch)
-        async with server_of as server, routed(config, [], []) as (router, targets, _):
-            targets.set_members(members(server))
-            with pytest.raises(EngineError, match=r"sampling.154 is set: this version of Paceline does not"):
-                await collect(router, "a")
-
-    run(test)
+    monkeypatch.setattr(router_module, "TARGET", replace(TARGET, encode=newer))
+    server_of = replica(config, "target", CURRENT, monkeypatch)
+    async with server_of as server, routed(config, [], []) as (router, targets, _):
+        targets.set_members(members(server))
+        with pytest.raises(EngineError, match=r"sampling.154 is set: this version of Paceline does not"):
+            await collect(router, "a")

@@ -23,6 +23,6 @@ def shared(config):
     async def start():
         started.extend(await stack.enter_async_context(both(config)))
 
-    run(start)
+    run(start())
     yield started
-    run(stack.aclose)
+    run(stack.aclose())

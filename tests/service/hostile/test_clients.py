@@ -14,7 +14,8 @@ import pytest
 from grpc import aio
 from tests.service.hostile.raw import ATTACKS, Raw, foreign, malformed, opened, stale
 from tests.service.hostile.replicas import INF, PROMPT, VICTIM, assert_free, both, served
-from tests.service.support import collect, routed, run, until
+from tests.service.support import collect, routed, until
+from tests.support.mutants import mutant
 
 from paceline.messages import CloseSession, OpenSession
 from paceline.rpc import streams as wire
@@ -69,22 +70,19 @@ async def attacked(config, replicas, kind, attack, plain, patience_s=60.0):
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 @pytest.mark.parametrize("kind", ["target", "draft"])
-def test_what_makes_no_sense_is_dropped_and_counted_and_harms_nobody(config, shared, plain, kind, attack):
-    run(lambda: attacked(config, shared, kind, attack, plain), 40)
+async def test_what_makes_no_sense_is_dropped_and_counted_and_harms_nobody(config, shared, plain, kind, attack):
+    await attacked(config, shared, kind, attack, plain)
 
 
-def _anybody_may_end_a_session(monkeypatch):
+@mutant(EngineHost, "_admit")
+def _anybody_may_end_a_session(_, self, stream, message):
     """The host does not look at who opened a session."""
-
-    def admit(self, stream, message):
-        owner = self._owners.get(message.session_id)
-        if owner is None and isinstance(message, OpenSession):
-            self._owners[message.session_id] = (stream, message.epoch)
-        elif owner is not None and isinstance(message, CloseSession) and message.epoch == owner[1]:
-            del self._owners[message.session_id]
-        return True
-
-    monkeypatch.setattr(EngineHost, "_admit", admit)
+    owner = self._owners.get(message.session_id)
+    if owner is None and isinstance(message, OpenSession):
+        self._owners[message.session_id] = (stream, message.epoch)
+    elif owner is not None and isinstance(message, CloseSession) and message.epoch == owner[1]:
+        del self._owners[message.session_id]
+    return True
 
 
 def _not_a_number_is_a_probability(monkeypatch):
@@ -99,19 +97,15 @@ def _not_a_number_is_a_probability(monkeypatch):
         pytest.param(_not_a_number_is_a_probability, malformed, marks=pytest.mark.slow),
     ],
 )
-def test_a_host_without_the_guard_is_caught(config, plain, monkeypatch, mutant, attack):
+async def test_a_host_without_the_guard_is_caught(config, plain, monkeypatch, mutant, attack):
     mutant(monkeypatch)
-
-    async def test():
-        async with both(config) as replicas:
-            with pytest.raises((AssertionError, TimeoutError)):
-                await attacked(config, replicas, "target", attack, plain, patience_s=5.0)
-
-    run(test)
+    async with both(config) as replicas:
+        with pytest.raises((AssertionError, TimeoutError)):
+            await attacked(config, replicas, "target", attack, plain, patience_s=5.0)
 
 
 @pytest.mark.parametrize("kind", ["target", "draft"])
-def test_bytes_that_are_no_message_end_their_own_stream_only(config, shared, plain, kind):
+async def test_bytes_that_are_no_message_end_their_own_stream_only(config, shared, plain, kind):
     service = {"target": "Target", "draft": "Draft"}[kind]
 
     async def noise(raw, victim):
@@ -123,7 +117,7 @@ def test_bytes_that_are_no_message_end_their_own_stream_only(config, shared, pla
                     pass
         return {}
 
-    run(lambda: attacked(config, shared, kind, noise, plain))
+    await attacked(config, shared, kind, noise, plain)
 
 
 # -- the token --------------------------------------------------------------------------------------------------------
@@ -143,21 +137,17 @@ async def assert_only_the_token_opens(config, kind, patience_s=60.0):
 
 
 @pytest.mark.parametrize("kind", ["target", "draft"])
-def test_a_stream_without_the_token_is_refused(config, kind):
-    run(lambda: assert_only_the_token_opens(config, kind))
+async def test_a_stream_without_the_token_is_refused(config, kind):
+    await assert_only_the_token_opens(config, kind)
 
 
-def test_a_door_that_takes_every_token_is_caught(config, monkeypatch):
+async def test_a_door_that_takes_every_token_is_caught(config, monkeypatch):
     async def intercept(self, continuation, details):
         return await continuation(details)
 
     monkeypatch.setattr(transport._TokenCheck, "intercept_service", intercept)
-
-    async def test():
-        with pytest.raises((AssertionError, TimeoutError)):
-            await assert_only_the_token_opens(config, "target", patience_s=5.0)
-
-    run(test)
+    with pytest.raises((AssertionError, TimeoutError)):
+        await assert_only_the_token_opens(config, "target", patience_s=5.0)
 
 
 # -- a stream that is never read --------------------------------------------------------------------------------------
@@ -188,17 +178,13 @@ async def _flood(raw, echoes):
 
 
 @pytest.mark.slow
-def test_a_stream_that_takes_nothing_is_ended_and_its_sessions_are_freed(config, plain, monkeypatch):
+async def test_a_stream_that_takes_nothing_is_ended_and_its_sessions_are_freed(config, plain, monkeypatch):
     monkeypatch.setattr(replica, "_WRITE_TIMEOUT_S", 0.7)
-    run(lambda: assert_a_deaf_stream_is_ended(config, plain))
+    await assert_a_deaf_stream_is_ended(config, plain)
 
 
 @pytest.mark.slow
-def test_a_host_that_waits_for_ever_is_caught(config, plain, monkeypatch):
+async def test_a_host_that_waits_for_ever_is_caught(config, plain, monkeypatch):
     monkeypatch.setattr(replica, "_WRITE_TIMEOUT_S", 60.0)
-
-    async def test():
-        with pytest.raises(TimeoutError):
-            await assert_a_deaf_stream_is_ended(config, plain, patience_s=2.0)
-
-    run(test)
+    with pytest.raises(TimeoutError):
+        await assert_a_deaf_stream_is_ended(config, plain, patience_s=2.0)

@@ -21,8 +21,9 @@ from tests.service.hostile.garbage import (
     unknown_parents,
 )
 from tests.service.hostile.replicas import PROMPT, VICTIM, assert_free, served
-from tests.service.support import collect, routed, run, until
+from tests.service.support import collect, routed, until
 from tests.support.models import VOCAB
+from tests.support.mutants import mutant
 from tests.support.rings import slow
 
 from paceline.core.tree import SpeculationTree
@@ -92,11 +93,11 @@ _FAST = {"outside_the_vocabulary", "confident_and_wrong", "not_a_number", "impos
     ],
     ids=lambda value: value.__name__.replace("<lambda>", ""),
 )
-def test_a_draft_that_answers_with_garbage_changes_nothing(config, shared, plain, garbage, counted):
-    run(lambda: answered_with(garbage, counted, config, shared[0], plain))
+async def test_a_draft_that_answers_with_garbage_changes_nothing(config, shared, plain, garbage, counted):
+    await answered_with(garbage, counted, config, shared[0], plain)
 
 
-def test_a_fault_of_our_own_on_a_link_hangs_no_session(config, shared, plain, monkeypatch):
+async def test_a_fault_of_our_own_on_a_link_hangs_no_session(config, shared, plain, monkeypatch):
     """The link goes down and comes back; before, it stayed up without anybody reading it."""
     on_target, on_draft, calls = Session.on_target, Session.on_draft, Counter()
 
@@ -111,31 +112,23 @@ def test_a_fault_of_our_own_on_a_link_hangs_no_session(config, shared, plain, mo
 
     monkeypatch.setattr(Session, "on_draft", failing("draft", on_draft))
     monkeypatch.setattr(Session, "on_target", failing("target", on_target))
-
-    async def test():
-        async with routed(config, *([one] for one in shared)) as (router, _, _):
-            _, result = await collect(router, PROMPT, sampling=VICTIM)
-            assert result.token_ids == plain(PROMPT, VICTIM)
-            assert min(calls.values()) > 5
-            assert router._active == {}
-        await assert_free(*shared)
-
-    run(test, 40)
+    async with routed(config, *([one] for one in shared)) as (router, _, _):
+        _, result = await collect(router, PROMPT, sampling=VICTIM)
+        assert result.token_ids == plain(PROMPT, VICTIM)
+        assert min(calls.values()) > 5
+        assert router._active == {}
+    await assert_free(*shared)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("garbage", [confident_and_wrong, unknown_parents], ids=lambda garbage: garbage.__name__)
-def test_a_draft_that_never_stops_talking_does_not_hold_a_session_up(config, plain, garbage):
+async def test_a_draft_that_never_stops_talking_does_not_hold_a_session_up(config, plain, garbage):
     """It sends the same every few milliseconds, asked or not."""
-
-    async def test():
-        target = await served(config, "target")
-        try:
-            await answered_with(garbage, lambda c: 1, config, target, plain, every_s=0.005, patience_s=10.0)
-        finally:
-            await target.server.stop()
-
-    run(test, 40)
+    target = await served(config, "target")
+    try:
+        await answered_with(garbage, lambda c: 1, config, target, plain, every_s=0.005, patience_s=10.0)
+    finally:
+        await target.server.stop()
 
 
 def _any_node_fits(monkeypatch):
@@ -143,13 +136,9 @@ def _any_node_fits(monkeypatch):
     monkeypatch.setattr(SpeculationTree, "_valid", lambda self, node, parent: True)
 
 
-def _trees_have_no_end(monkeypatch):
-    make = SpeculationTree.__init__
-
-    def boundless(self, *args, **options):
-        make(self, *args, **options | {"max_nodes": 10**9})
-
-    monkeypatch.setattr(SpeculationTree, "__init__", boundless)
+@mutant(SpeculationTree, "__init__")
+def _trees_have_no_end(make, self, *args, **options):
+    make(self, *args, **options | {"max_nodes": 10**9})
 
 
 @pytest.mark.parametrize(
@@ -159,15 +148,11 @@ def _trees_have_no_end(monkeypatch):
         pytest.param(_trees_have_no_end, thousands, marks=pytest.mark.slow),
     ],
 )
-def test_a_tree_without_the_guard_is_caught(config, plain, monkeypatch, mutant, garbage):
+async def test_a_tree_without_the_guard_is_caught(config, plain, monkeypatch, mutant, garbage):
     mutant(monkeypatch)
-
-    async def test():
-        target = await served(config, "target")
-        try:
-            with pytest.raises(Exception):  # noqa: B017 - an engine that breaks is as good as a count that is missing
-                await answered_with(garbage, dict(GARBAGE)[garbage], config, target, plain, patience_s=10.0, attempts=3)
-        finally:
-            await target.server.stop()
-
-    run(test)
+    target = await served(config, "target")
+    try:
+        with pytest.raises(Exception):  # noqa: B017 - an engine that breaks is as good as a count that is missing
+            await answered_with(garbage, dict(GARBAGE)[garbage], config, target, plain, patience_s=10.0, attempts=3)
+    finally:
+        await target.server.stop()
