@@ -18,6 +18,12 @@ from tests.support.spans import collector
 from paceline.cluster.environment import serve_environment
 from paceline.cluster.ports import free_ports
 
+ON_RAY = [
+    pytest.mark.ray,
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+"""The marks of tests that start a cluster, whose packages warn."""
 START_S = 150
 """Generous: on a loaded machine of two cores every process needs seconds to import torch."""
 

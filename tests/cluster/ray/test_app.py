@@ -13,7 +13,7 @@ import grpc
 import openai
 import pytest
 import ray
-from tests.cluster.ray.conftest import config_for, letters, until
+from tests.cluster.ray.conftest import ON_RAY, config_for, letters, until
 from tests.support.rings import nightly
 
 from paceline.config import LocalConfig
@@ -23,25 +23,10 @@ from paceline.types import Mode, SamplingParams, SpeculationParams
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc, types_pb2
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = ON_RAY
 
-LIMIT_S = 90
 LONG = 1500
 """Tokens of a stream that outlives what is done to it."""
-
-
-def finish(coroutine):
-    """Its result; a test that hangs says where."""
-
-    async def run():
-        async with asyncio.timeout(LIMIT_S):
-            return await coroutine
-
-    return asyncio.run(run())
 
 
 def request(text, max_tokens=32, *, seed=None, temperature=0.0, mode=None, request_id=""):
@@ -125,28 +110,21 @@ def test_build_names_the_deployments_and_passes_options_through(pair):
         build({"target_confg": {}})
 
 
-def test_streams_equal_plain_decoding_in_one_process(app):
+async def test_streams_equal_plain_decoding_in_one_process(app):
     prompts = [letters(20 + i, i) for i in range(4)]
-
-    async def run():
-        async with stub_of(app) as stub:
-            return await asyncio.gather(*(collect(stub.Generate(request(p, 64))) for p in prompts))
-
-    results = finish(run())
+    async with stub_of(app) as stub:
+        results = await asyncio.gather(*(collect(stub.Generate(request(p, 64))) for p in prompts))
     assert [ids for ids, _, _ in results] == plain(app, prompts, 64)
     assert all(c.finish_reason == "length" and c.completion_tokens == 64 for _, _, c in results)
-    finish(assert_all_free(app))
+    await assert_all_free(app)
 
 
-def test_errors_come_with_status_details_and_trailers(app):
-    async def run():
-        async with stub_of(app) as stub:
-            call = stub.Generate(request("hello", 10**6))
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await collect(call)
-            return caught.value
-
-    error = finish(run())
+async def test_errors_come_with_status_details_and_trailers(app):
+    async with stub_of(app) as stub:
+        call = stub.Generate(request("hello", 10**6))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(call)
+        error = caught.value
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "max_tokens is 1000000" in error.details()
     assert dict(error.trailing_metadata())["paceline-error"] == "PromptTooLongError"
@@ -172,24 +150,20 @@ async def _cancel(app, stub, how):
 @pytest.mark.parametrize(
     "how", ["connection is dropped", *nightly(["reader is cancelled", "on a message", "slow reader"])]
 )
-def test_every_cancel_frees_the_session_everywhere(app, how):
+async def test_every_cancel_frees_the_session_everywhere(app, how):
     """50 of each kind, ten at a time."""
-
-    async def run():
-        finished = await ended(app)
-        for _ in range(5):
-            if how == "connection is dropped":
-                async with contextlib.AsyncExitStack() as stack:
-                    stubs = [await stack.enter_async_context(stub_of(app)) for _ in range(10)]
-                    calls = [stub.Generate(request(letters(12), LONG)) for stub in stubs]
-                    await asyncio.gather(*(call.read() for call in calls))
-            else:
-                async with stub_of(app) as stub:
-                    await asyncio.gather(*(_cancel(app, stub, how) for _ in range(10)))
-        await assert_all_free(app)
-        assert await ended(app) == finished, "a cancelled request ran to its end"
-
-    finish(run())
+    finished = await ended(app)
+    for _ in range(5):
+        if how == "connection is dropped":
+            async with contextlib.AsyncExitStack() as stack:
+                stubs = [await stack.enter_async_context(stub_of(app)) for _ in range(10)]
+                calls = [stub.Generate(request(letters(12), LONG)) for stub in stubs]
+                await asyncio.gather(*(call.read() for call in calls))
+        else:
+            async with stub_of(app) as stub:
+                await asyncio.gather(*(_cancel(app, stub, how) for _ in range(10)))
+    await assert_all_free(app)
+    assert await ended(app) == finished, "a cancelled request ran to its end"
     logs = Path(ray._private.worker._global_node.get_logs_dir_path()) / "serve"
     texts = [file.read_text(errors="replace") for file in logs.glob("replica_paceline_Router*")]
     assert len(texts) >= 2
@@ -204,33 +178,27 @@ async def ended(app):
     return sum(float(line.rpartition(" ")[2]) for line in lines if 'finished_reason="length"' in line)
 
 
-def test_a_deadline_frees_the_session(app):
-    async def run():
-        async with stub_of(app) as stub:
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await collect(stub.Generate(request(letters(9), LONG), timeout=0.3))
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await assert_all_free(app)
-
-    finish(run())
+async def test_a_deadline_frees_the_session(app):
+    async with stub_of(app) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(stub.Generate(request(letters(9), LONG), timeout=0.3))
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await assert_all_free(app)
 
 
-def test_cancel_reaches_the_router_that_has_the_request(app):
-    async def run():
-        async with stub_of(app) as stub:
-            reply = await stub.Cancel(pb.CancelRequest(request_id="nobody"))
-            assert not reply.cancelled
-            for i in range(6):  # routers are chosen by the proxy: one of the two unary calls meets the other one
-                reader = asyncio.create_task(collect(stub.Generate(request(letters(9), LONG, request_id=f"c{i}"))))
-                await asyncio.sleep(0.2)
-                assert (await stub.Cancel(pb.CancelRequest(request_id=f"c{i}"))).cancelled
-                _, _, complete = await reader
-                assert complete.finish_reason == "abort"
-
-    finish(run())
+async def test_cancel_reaches_the_router_that_has_the_request(app):
+    async with stub_of(app) as stub:
+        reply = await stub.Cancel(pb.CancelRequest(request_id="nobody"))
+        assert not reply.cancelled
+        for i in range(6):  # routers are chosen by the proxy: one of the two unary calls meets the other one
+            reader = asyncio.create_task(collect(stub.Generate(request(letters(9), LONG, request_id=f"c{i}"))))
+            await asyncio.sleep(0.2)
+            assert (await stub.Cancel(pb.CancelRequest(request_id=f"c{i}"))).cancelled
+            _, _, complete = await reader
+            assert complete.finish_reason == "abort"
 
 
-def test_reflection_health_model_and_server_info(app):
+async def test_reflection_health_model_and_server_info(app):
     from grpc_health.v1 import health_pb2, health_pb2_grpc
     from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
@@ -256,7 +224,7 @@ def test_reflection_health_model_and_server_info(app):
             fleet = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60)
             return {pool.name: len(pool.replicas) for pool in fleet.pools} == {"target": 1, "draft": 1, "router": 2}
 
-        finish(until(reported))
+        await until(reported)
 
 
 def page(app, path):
@@ -264,27 +232,24 @@ def page(app, path):
         return reply.read().decode()
 
 
-def test_the_acceptance_length_is_that_of_the_metrics(app):
+async def test_the_acceptance_length_is_that_of_the_metrics(app):
     def total(name):
         lines = page(app, "/metrics").splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}_total"))
 
-    async def run():
-        async with stub_of(app) as stub:
-            for mode in ("sequential", "plain"):
-                await collect(stub.Generate(request("def read", mode=mode)))
+    async with stub_of(app) as stub:
+        for mode in ("sequential", "plain"):
+            await collect(stub.Generate(request("def read", mode=mode)))
 
-            async def agrees():
-                info = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60)
-                drafts, accepted = (total(f"vllm:spec_decode_num_{name}") for name in ("drafts", "accepted_tokens"))
-                return total("paceline_rounds") and info.acceptance_length == 1 + (accepted / drafts if drafts else 0)
+        async def agrees():
+            info = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60)
+            drafts, accepted = (total(f"vllm:spec_decode_num_{name}") for name in ("drafts", "accepted_tokens"))
+            return total("paceline_rounds") and info.acceptance_length == 1 + (accepted / drafts if drafts else 0)
 
-            await until(agrees)
-
-    finish(run())
+        await until(agrees)
 
 
-def test_what_replicas_log_is_in_the_files_of_ray_at_once(app):
+async def test_what_replicas_log_is_in_the_files_of_ray_at_once(app):
     """A failed request is named there, what it said is not."""
     request_id, prompt = "find-me-in-the-log", "nobody else's business"
     folder = Path(ray._private.worker._global_node.get_logs_dir_path())
@@ -292,30 +257,27 @@ def test_what_replicas_log_is_in_the_files_of_ray_at_once(app):
     def lines():
         return [line for file in folder.glob("worker-*.err") for line in file.read_text(errors="replace").splitlines()]
 
-    async def run():
-        async with stub_of(app) as stub:
-            with pytest.raises(grpc.aio.AioRpcError):
-                await collect(stub.Generate(request(prompt, 10**6, request_id=request_id)))
-        await until(lambda: any(request_id in line for line in lines()), what="the request is named")
-
-    finish(run())
+    async with stub_of(app) as stub:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await collect(stub.Generate(request(prompt, 10**6, request_id=request_id)))
+    await until(lambda: any(request_id in line for line in lines()), what="the request is named")
     assert sum("is ready after" in line for line in lines()) >= 2
     assert not any(prompt in line for line in lines())
 
 
-def test_metrics_are_one_page_for_all_replicas(app):
+async def test_metrics_are_one_page_for_all_replicas(app):
     def both_routers_reported():
         text = page(app, "/metrics")
         return text if 'paceline_replicas_up{kind="router"} 2.0' in text else ""
 
-    text = finish(until(both_routers_reported))
+    text = await until(both_routers_reported)
     assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tests/target.v1"}' in text
     assert page(app, "/health") == "serving\n"
     with pytest.raises(urllib.error.HTTPError, match="404"):
         page(app, "/nothing")
 
 
-def test_http_gives_the_tokens_of_grpc_and_a_client_that_leaves_ends_its_request(app):
+async def test_http_gives_the_tokens_of_grpc_and_a_client_that_leaves_ends_its_request(app):
     asked = [(seed, mode) for seed in range(6) for mode in ("plain", "overlapped")]
 
     async def by_grpc():
@@ -337,29 +299,26 @@ def test_http_gives_the_tokens_of_grpc_and_a_client_that_leaves_ends_its_request
                 found.append(answer.choices[0].token_ids)
         return found
 
-    async def run():
-        async with openai.AsyncOpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0) as client:
-            assert (await client.models.list()).data[0].id == "tests/target.v1"
-            assert await by_http(client) == await by_grpc()
-            with pytest.raises(openai.BadRequestError, match="max_tokens is 1000000"):
-                await client.completions.create(model="tests/target.v1", prompt="a", max_tokens=10**6)
-            stream = await client.completions.create(
-                model="tests/target.v1", prompt="a", max_tokens=LONG, stream=True, extra_body={"ignore_eos": True}
-            )
-            async for _ in stream:
-                break
-            assert sum(await app.ask("Router", "num_requests")) >= 1
-            await stream.close()
+    async with openai.AsyncOpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0) as client:
+        assert (await client.models.list()).data[0].id == "tests/target.v1"
+        assert await by_http(client) == await by_grpc()
+        with pytest.raises(openai.BadRequestError, match="max_tokens is 1000000"):
+            await client.completions.create(model="tests/target.v1", prompt="a", max_tokens=10**6)
+        stream = await client.completions.create(
+            model="tests/target.v1", prompt="a", max_tokens=LONG, stream=True, extra_body={"ignore_eos": True}
+        )
+        async for _ in stream:
+            break
+        assert sum(await app.ask("Router", "num_requests")) >= 1
+        await stream.close()
 
-            async def gone():
-                return sum(await app.ask("Router", "num_requests")) == 0
+        async def gone():
+            return sum(await app.ask("Router", "num_requests")) == 0
 
-            await until(gone, what="the request has ended")
-
-    finish(run())
+        await until(gone, what="the request has ended")
 
 
-def test_requests_leave_traces_below_their_callers(app):
+async def test_requests_leave_traces_below_their_callers(app):
     callers = {f"{i:032x}": f"{i:016x}" for i in (0xA1, 0xA2)}  # trace -> span
 
     def sent():
@@ -367,24 +326,19 @@ def test_requests_leave_traces_below_their_callers(app):
             span for message in app.exported for r in message.resource_spans for s in r.scope_spans for span in s.spans
         ]
 
-    async def run():
-        by_grpc, by_http = ({"traceparent": f"00-{trace}-{span}-01"} for trace, span in callers.items())
-        async with stub_of(app) as stub:
-            await collect(stub.Generate(request("thequick", 8), metadata=[*by_grpc.items()]))
-            await collect(stub.Generate(request("thequick", 8)))
-        async with openai.AsyncOpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0) as client:
-            await client.completions.create(
-                model="tests/target.v1", prompt="thequick", max_tokens=8, extra_headers=by_http
-            )
+    by_grpc, by_http = ({"traceparent": f"00-{trace}-{span}-01"} for trace, span in callers.items())
+    async with stub_of(app) as stub:
+        await collect(stub.Generate(request("thequick", 8), metadata=[*by_grpc.items()]))
+        await collect(stub.Generate(request("thequick", 8)))
+    async with openai.AsyncOpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0) as client:
+        await client.completions.create(model="tests/target.v1", prompt="thequick", max_tokens=8, extra_headers=by_http)
 
-        wanted = {(trace, name) for trace in callers for name in ("text_completion tests/target.v1", "target", "draft")}
+    wanted = {(trace, name) for trace in callers for name in ("text_completion tests/target.v1", "target", "draft")}
 
-        def arrived():
-            return {(span.trace_id.hex(), span.name) for span in sent()}
+    def arrived():
+        return {(span.trace_id.hex(), span.name) for span in sent()}
 
-        await until(lambda: arrived() >= wanted, what="routers and replicas have told the traces of both requests")
-
-    finish(run())
+    await until(lambda: arrived() >= wanted, what="routers and replicas have told the traces of both requests")
     spans = sent()
     requests = {span.span_id: span for span in spans if span.name == "text_completion tests/target.v1"}
     assert {span.trace_id.hex(): span.parent_span_id.hex() for span in requests.values()} == callers
@@ -404,42 +358,24 @@ def _instance(resource_spans):
     return next(entry.value.string_value for entry in attributes if entry.key == "service.instance.id")
 
 
-def test_a_session_holds_one_lease_on_its_target_and_at_most_one_on_a_draft(app):
-    async def run():
-        async with stub_of(app) as stub:
-            calls = [stub.Generate(request(letters(9, i), LONG)) for i in range(3)]
-            for call in calls:
-                await call.read()
-            await until(lambda: held(), 10, "3 leases on the targets")
-            assert await leases(app, app.DRAFT) <= 3  # a target gives a draft back that does not pay
-            for call in calls:
-                call.cancel()
-        await assert_all_free(app)
-
+async def test_a_session_holds_one_lease_on_its_target_and_at_most_one_on_a_draft(app):
     async def held():
         return await leases(app, app.TARGET) == 3
 
-    finish(run())
+    async with stub_of(app) as stub:
+        calls = [stub.Generate(request(letters(9, i), LONG)) for i in range(3)]
+        for call in calls:
+            await call.read()
+        await until(lambda: held(), 10, "3 leases on the targets")
+        assert await leases(app, app.DRAFT) <= 3  # a target gives a draft back that does not pay
+        for call in calls:
+            call.cancel()
+    await assert_all_free(app)
 
 
 @pytest.mark.nightly
-def test_draft_pool_to_zero_and_back_while_streams_run(app):
+async def test_draft_pool_to_zero_and_back_while_streams_run(app):
     prompts = [letters(15, i) for i in range(3)]
-
-    async def run():
-        async with stub_of(app) as stub:
-
-            async def stream(prompt):
-                return await collect(stub.Generate(request(prompt, 200)))
-
-            await app.scale(app.DRAFT, 0)
-            first = await asyncio.gather(*(stream(p) for p in prompts))
-            await until(lambda: gone(), 20, "no draft runs")
-            without = await asyncio.gather(*(stream(p) for p in prompts))
-            await app.scale(app.DRAFT, 1)
-            await until(lambda: back(), 60, "a draft runs")
-            again = await asyncio.gather(*(stream(p) for p in prompts))
-            return first, without, again
 
     async def gone():
         return await app.running(app.DRAFT) == 0 and not await replicas(app, "draft")
@@ -448,31 +384,26 @@ def test_draft_pool_to_zero_and_back_while_streams_run(app):
         return await app.running(app.DRAFT) == 1 and all(r.get("draft") for r in await app.ask("Router", "statuses"))
 
     expected = plain(app, prompts, 200)
-    first, without, again = finish(run())
+    async with stub_of(app) as stub:
+
+        async def stream(prompt):
+            return await collect(stub.Generate(request(prompt, 200)))
+
+        await app.scale(app.DRAFT, 0)
+        first = await asyncio.gather(*(stream(p) for p in prompts))
+        await until(lambda: gone(), 20, "no draft runs")
+        without = await asyncio.gather(*(stream(p) for p in prompts))
+        await app.scale(app.DRAFT, 1)
+        await until(lambda: back(), 60, "a draft runs")
+        again = await asyncio.gather(*(stream(p) for p in prompts))
     for results in (first, without, again):
         assert [ids for ids, _, _ in results] == expected
     assert sum(c.speculation.drafted for _, _, c in without) == 0
 
 
 @pytest.mark.nightly
-def test_a_target_that_drains_or_dies_takes_no_stream_with_it(app):
+async def test_a_target_that_drains_or_dies_takes_no_stream_with_it(app):
     prompts = [letters(15, i) for i in range(4)]
-
-    async def run():
-        await app.scale(app.TARGET, 2)
-        await until(lambda: both(), 60, "two targets run")
-        async with stub_of(app) as stub:
-            streams = [asyncio.create_task(collect(stub.Generate(request(p, LONG)))) for p in prompts]
-            await asyncio.sleep(0.5)
-            await app.scale(app.TARGET, 1)
-            await until(lambda: one(), 40, "one target has drained and ended")
-            drained = await asyncio.gather(*streams)
-            streams = [asyncio.create_task(collect(stub.Generate(request(p, LONG)))) for p in prompts]
-            await asyncio.sleep(0.5)
-            (pid,) = [status.pid for status in await replicas(app, "target")]
-            os.kill(pid, signal.SIGKILL)
-            killed = await asyncio.gather(*streams)
-        return drained, killed
 
     async def both():
         seen = await app.ask("Router", "statuses")
@@ -482,8 +413,20 @@ def test_a_target_that_drains_or_dies_takes_no_stream_with_it(app):
         states = await app.states(app.TARGET)
         return states == {"RUNNING": 1}
 
-    drained, killed = finish(run())
+    await app.scale(app.TARGET, 2)
+    await until(lambda: both(), 60, "two targets run")
+    async with stub_of(app) as stub:
+        streams = [asyncio.create_task(collect(stub.Generate(request(p, LONG)))) for p in prompts]
+        await asyncio.sleep(0.5)
+        await app.scale(app.TARGET, 1)
+        await until(lambda: one(), 40, "one target has drained and ended")
+        drained = await asyncio.gather(*streams)
+        streams = [asyncio.create_task(collect(stub.Generate(request(p, LONG)))) for p in prompts]
+        await asyncio.sleep(0.5)
+        (pid,) = [status.pid for status in await replicas(app, "target")]
+        os.kill(pid, signal.SIGKILL)
+        killed = await asyncio.gather(*streams)
     expected = plain(app, prompts, LONG)
     assert [ids for ids, _, _ in drained] == expected
     assert [ids for ids, _, _ in killed] == expected
-    finish(assert_all_free(app))
+    await assert_all_free(app)

@@ -7,11 +7,9 @@ import logging
 
 import grpc
 import pytest
+from tests.cluster.ray.conftest import ON_RAY
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
-]
+pytestmark = ON_RAY
 
 
 @pytest.mark.parametrize("error", [GeneratorExit(), asyncio.CancelledError()], ids=["while written", "while awaited"])

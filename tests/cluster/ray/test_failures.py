@@ -17,20 +17,15 @@ from dataclasses import dataclass, field
 
 import grpc
 import pytest
-from tests.cluster.ray.conftest import START_S, config_for, letters, until
+from tests.cluster.ray.conftest import ON_RAY, START_S, config_for, letters, until
 from tests.cluster.ray.test_app import assert_all_free, collect, plain, request, stub_of
+from tests.support.loops import LIMIT_S, finish
 
 from paceline.client import AsyncClient
 from paceline.config import ServiceConfig
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [*ON_RAY, pytest.mark.slow]
 
-LIMIT_S = 120
 NUM_TOKENS = 400
 PROMPTS = [letters(14), letters(31, 5)]
 DRAFT_TIMEOUT_S, TARGET_TIMEOUT_S = 1.0, 5.0
@@ -40,14 +35,6 @@ STEP_S = 0.1
 SLACK_S = 60.0
 """Far longer than any pause on a busy machine: a stream that stands still for so long was lost."""
 MAX_QUEUED = 3
-
-
-def finish(coroutine):
-    async def bounded():
-        async with asyncio.timeout(LIMIT_S):
-            return await coroutine
-
-    return asyncio.run(bounded())
 
 
 # -- the application of these tests -----------------------------------------------------------------------------------
@@ -311,35 +298,21 @@ async def strangers(app, num):
         await asyncio.gather(*tasks)
 
 
-def test_a_killed_router_breaks_no_stream_of_the_client_and_is_unavailable_to_others(two, expected):
+async def test_a_killed_router_breaks_no_stream_of_the_client_and_is_unavailable_to_others(two, expected):
     """Of which router a connection is, its proxy decides: the busiest one is killed until that has hit both kinds."""
-
-    async def run():
-        async with strangers(two, 4) as errors, Traffic(two, expected, resuming=True) as traffic:
-            while not (traffic.num_resumes and errors):
-                pid = await busiest(two, "router")
-                os.kill(pid, signal.SIGKILL)
-                await replaced(two, "router", pid)
-                await settled(two, target=2)
-        report(f"router killed, {traffic.num_resumes} streams resumed, {len(errors)} of others broken", traffic)
-        assert {error.code() for error in errors} == {grpc.StatusCode.UNAVAILABLE}, errors
-        await assert_all_free(two)
-
-    finish(run())
+    async with strangers(two, 4) as errors, Traffic(two, expected, resuming=True) as traffic:
+        while not (traffic.num_resumes and errors):
+            pid = await busiest(two, "router")
+            os.kill(pid, signal.SIGKILL)
+            await replaced(two, "router", pid)
+            await settled(two, target=2)
+    report(f"router killed, {traffic.num_resumes} streams resumed, {len(errors)} of others broken", traffic)
+    assert {error.code() for error in errors} == {grpc.StatusCode.UNAVAILABLE}, errors
+    await assert_all_free(two)
 
 
-def test_a_router_that_is_stopped_sends_its_clients_to_the_other_while_their_streams_go_on(two, expected):
+async def test_a_router_that_is_stopped_sends_its_clients_to_the_other_while_their_streams_go_on(two, expected):
     """Each connection has a stream at all times, so that a router which kept its connections would never be idle."""
-
-    async def run():
-        async with contextlib.AsyncExitStack() as stack:
-            errors = [await stack.enter_async_context(strangers(two, 2)) for _ in range(2)]
-            await until(lambda: busy(two), 30, "both routers have streams")
-            await two.scale("Router", 1)
-            await until(lambda: only_one(two), LIMIT_S / 3, "the router that is stopped has ended")
-        assert errors == [[], []]
-        await two.scale("Router", 2)
-        await settled(two, target=2)
 
     async def busy(app):
         return all(await app.ask("Router", "num_requests"))
@@ -347,85 +320,79 @@ def test_a_router_that_is_stopped_sends_its_clients_to_the_other_while_their_str
     async def only_one(app):
         return await app.states("Router") == {"RUNNING": 1}
 
-    finish(run())
+    async with contextlib.AsyncExitStack() as stack:
+        errors = [await stack.enter_async_context(strangers(two, 2)) for _ in range(2)]
+        await until(lambda: busy(two), 30, "both routers have streams")
+        await two.scale("Router", 1)
+        await until(lambda: only_one(two), LIMIT_S / 6, "the router that is stopped has ended")
+    assert errors == [[], []]
+    await two.scale("Router", 2)
+    await settled(two, target=2)
 
 
 @pytest.mark.nightly
-def test_a_rolling_update_of_the_draft_replaces_the_draft_only(two, expected):
-    async def run():
-        before = {kind: await pids(two, kind) for kind in ("target", "draft", "router")}
-        (draft,) = before["draft"]
-        config = changed(two)
-        config["draft_config"] = config["draft_config"] | {
-            "engine_kwargs": config["draft_config"]["engine_kwargs"] | {"tree_budget": 64}
-        }
-        async with Traffic(two, expected) as traffic:
-            await asyncio.to_thread(deploy, application(config, {"draft": "2"}))
-            await replaced(two, "draft", draft)
-            await settled(two, target=2)
-        report("rolling update of the draft", traffic)
-        assert await pids(two, "target") == before["target"]
-        assert await pids(two, "router") == before["router"]
-        assert traffic.longest_s < STEP_S + DRAFT_TIMEOUT_S + SLACK_S
-        await speculates(two)
-
-    finish(run())
+async def test_a_rolling_update_of_the_draft_replaces_the_draft_only(two, expected):
+    before = {kind: await pids(two, kind) for kind in ("target", "draft", "router")}
+    (draft,) = before["draft"]
+    config = changed(two)
+    config["draft_config"] = config["draft_config"] | {
+        "engine_kwargs": config["draft_config"]["engine_kwargs"] | {"tree_budget": 64}
+    }
+    async with Traffic(two, expected) as traffic:
+        await asyncio.to_thread(deploy, application(config, {"draft": "2"}))
+        await replaced(two, "draft", draft)
+        await settled(two, target=2)
+    report("rolling update of the draft", traffic)
+    assert await pids(two, "target") == before["target"]
+    assert await pids(two, "router") == before["router"]
+    assert traffic.longest_s < STEP_S + DRAFT_TIMEOUT_S + SLACK_S
+    await speculates(two)
 
 
 # -- drafts -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_draft_is_not_missed_and_its_successor_speculates(two, expected):
-    async def run():
-        (pid,) = await pids(two, "draft")
-        async with Traffic(two, expected) as traffic:
-            os.kill(pid, signal.SIGKILL)
-            await replaced(two, "draft", pid)
-            await settled(two, target=2)
-        report("draft killed", traffic)
-        assert traffic.longest_s < STEP_S + DRAFT_TIMEOUT_S + SLACK_S
-        await speculates(two)
-
-    finish(run())
+async def test_a_killed_draft_is_not_missed_and_its_successor_speculates(two, expected):
+    (pid,) = await pids(two, "draft")
+    async with Traffic(two, expected) as traffic:
+        os.kill(pid, signal.SIGKILL)
+        await replaced(two, "draft", pid)
+        await settled(two, target=2)
+    report("draft killed", traffic)
+    assert traffic.longest_s < STEP_S + DRAFT_TIMEOUT_S + SLACK_S
+    await speculates(two)
 
 
 @pytest.mark.nightly
-def test_a_draft_that_hangs_or_crawls_does_not_hold_streams_up(two, expected):
-    async def run():
-        (pid,) = await pids(two, "draft")
-        async with Traffic(two, expected) as traffic:
+async def test_a_draft_that_hangs_or_crawls_does_not_hold_streams_up(two, expected):
+    (pid,) = await pids(two, "draft")
+    async with Traffic(two, expected) as traffic:
+        with stopped(pid):
+            await asyncio.sleep(2.5)
+    report("draft hung", traffic)
+    assert traffic.longest_s < STEP_S + DRAFT_TIMEOUT_S + SLACK_S
+    async with Traffic(two, expected) as traffic:
+        for _ in range(12):
             with stopped(pid):
-                await asyncio.sleep(2.5)
-        report("draft hung", traffic)
-        assert traffic.longest_s < STEP_S + DRAFT_TIMEOUT_S + SLACK_S
-        async with Traffic(two, expected) as traffic:
-            for _ in range(12):
-                with stopped(pid):
-                    await asyncio.sleep(0.25)
-                await asyncio.sleep(0.05)
-        report("draft slow", traffic)
-        assert traffic.longest_s < STEP_S + DRAFT_TIMEOUT_S + SLACK_S
-        assert await pids(two, "draft") == {pid}, "short hangs are no reason to replace it"
-        await speculates(two)
-
-    finish(run())
+                await asyncio.sleep(0.25)
+            await asyncio.sleep(0.05)
+    report("draft slow", traffic)
+    assert traffic.longest_s < STEP_S + DRAFT_TIMEOUT_S + SLACK_S
+    assert await pids(two, "draft") == {pid}, "short hangs are no reason to replace it"
+    await speculates(two)
 
 
 @pytest.mark.nightly
-def test_a_draft_that_hangs_for_long_is_replaced(two, expected):
+async def test_a_draft_that_hangs_for_long_is_replaced(two, expected):
     """By Serve, when its health checks have failed; streams speculate again with the new one."""
-
-    async def run():
-        (pid,) = await pids(two, "draft")
-        async with Traffic(two, expected) as traffic:
-            with stopped(pid):
-                await replaced(two, "draft", pid, timeout_s=120)
-                await speculates(two)
-            await settled(two, target=2)
-        report("draft hung for long", traffic)
-        assert traffic.longest_s < STEP_S + DRAFT_TIMEOUT_S + SLACK_S
-
-    finish(run())
+    (pid,) = await pids(two, "draft")
+    async with Traffic(two, expected) as traffic:
+        with stopped(pid):
+            await replaced(two, "draft", pid, timeout_s=120)
+            await speculates(two)
+        await settled(two, target=2)
+    report("draft hung for long", traffic)
+    assert traffic.longest_s < STEP_S + DRAFT_TIMEOUT_S + SLACK_S
 
 
 # -- targets ----------------------------------------------------------------------------------------------------------
@@ -443,56 +410,47 @@ async def busiest(app, kind="target"):
     return await until(serving, 10, f"a {kind} serves")
 
 
-def test_streams_of_a_killed_target_go_on_at_the_other(two, expected):
-    async def run():
-        async with Traffic(two, expected) as traffic:
-            pid = await busiest(two)
-            os.kill(pid, signal.SIGKILL)
-            await replaced(two, "target", pid)
-            await settled(two, target=2)
-        report("target killed", traffic)
-        assert traffic.longest_s < STEP_S + SLACK_S  # its connection breaks at once
-        await assert_all_free(two)
-
-    finish(run())
+async def test_streams_of_a_killed_target_go_on_at_the_other(two, expected):
+    async with Traffic(two, expected) as traffic:
+        pid = await busiest(two)
+        os.kill(pid, signal.SIGKILL)
+        await replaced(two, "target", pid)
+        await settled(two, target=2)
+    report("target killed", traffic)
+    assert traffic.longest_s < STEP_S + SLACK_S  # its connection breaks at once
+    await assert_all_free(two)
 
 
 @pytest.mark.nightly
-def test_streams_of_a_target_that_hangs_go_on_at_the_other(two, expected):
-    async def run():
-        async with Traffic(two, expected) as traffic:
-            pid = await busiest(two)
-            with stopped(pid):
-                await asyncio.sleep(TARGET_TIMEOUT_S + 3)
-            await settled(two, target=2)
-        report("target hung", traffic)
-        assert traffic.longest_s < STEP_S + TARGET_TIMEOUT_S + SLACK_S
-        await assert_all_free(two)
-
-    finish(run())
+async def test_streams_of_a_target_that_hangs_go_on_at_the_other(two, expected):
+    async with Traffic(two, expected) as traffic:
+        pid = await busiest(two)
+        with stopped(pid):
+            await asyncio.sleep(TARGET_TIMEOUT_S + 3)
+        await settled(two, target=2)
+    report("target hung", traffic)
+    assert traffic.longest_s < STEP_S + TARGET_TIMEOUT_S + SLACK_S
+    await assert_all_free(two)
 
 
 @pytest.mark.nightly
-def test_a_target_whose_engine_dies_is_replaced_and_its_streams_go_on(two, expected):
+async def test_a_target_whose_engine_dies_is_replaced_and_its_streams_go_on(two, expected):
     from ray import serve
 
-    async def run():
-        before = await pids(two, "target")
-        handle = serve.get_deployment_handle(two.TARGET, "paceline")
-        async with Traffic(two, expected) as traffic:
-            await handle.break_engine.remote()
+    before = await pids(two, "target")
+    handle = serve.get_deployment_handle(two.TARGET, "paceline")
+    async with Traffic(two, expected) as traffic:
+        await handle.break_engine.remote()
 
-            async def one_is_new():
-                now = await pids(two, "target")
-                return len(now) == 2 and len(now & before) == 1
+        async def one_is_new():
+            now = await pids(two, "target")
+            return len(now) == 2 and len(now & before) == 1
 
-            await until(one_is_new, 60, "Serve replaces the replica")
-            await settled(two, target=2)
-        report("target's engine dead", traffic)
-        assert traffic.longest_s < STEP_S + SLACK_S
-        await assert_all_free(two)
-
-    finish(run())
+        await until(one_is_new, 60, "Serve replaces the replica")
+        await settled(two, target=2)
+    report("target's engine dead", traffic)
+    assert traffic.longest_s < STEP_S + SLACK_S
+    await assert_all_free(two)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -507,69 +465,62 @@ async def refusal(call):
 
 
 @pytest.mark.nightly
-def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(two):
+async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(two):
     """2 x 24 sessions run, 2 x 3 wait, the others are refused."""
+    async with stub_of(two) as stub, stub_of(two) as other:
 
-    async def run():
-        async with stub_of(two) as stub, stub_of(two) as other:
+        def start(i):
+            message = request(letters(9, i % 20), 1900, temperature=1.0, seed=i)
+            call = (stub, other)[i % 2].Generate(message)
+            calls.append(call)
+            return asyncio.create_task(refusal(call))
 
-            def start(i):
-                message = request(letters(9, i % 20), 1900, temperature=1.0, seed=i)
-                call = (stub, other)[i % 2].Generate(message)
-                calls.append(call)
-                return asyncio.create_task(refusal(call))
-
-            calls = []
-            crowd = [start(i) for i in range(90)]
-            await asyncio.wait(crowd, timeout=60, return_when=asyncio.FIRST_COMPLETED)
-            late = [start(i) for i in range(8)]  # both routers are full, or nearly so
-            done, _ = await asyncio.wait(late, timeout=60, return_when=asyncio.FIRST_COMPLETED)
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*crowd, *late, return_exceptions=True)
-            errors = [task.result() for task in done]
-        assert errors
-        for error, _ in errors:
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert f"at most {MAX_QUEUED} may wait" in error.details()
-            trailers = dict(error.trailing_metadata())
-            assert trailers["paceline-error"] == "ResourceExhaustedError"
-            assert int(trailers["grpc-retry-pushback-ms"]) > 0
-        took_s = min(took_s for _, took_s in errors)
-        print(f"queue full: refused after {took_s:.3f} s")
-        assert took_s < SLACK_S
-        await assert_all_free(two)
-
-    finish(run())
+        calls = []
+        crowd = [start(i) for i in range(90)]
+        await asyncio.wait(crowd, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        late = [start(i) for i in range(8)]  # both routers are full, or nearly so
+        done, _ = await asyncio.wait(late, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*crowd, *late, return_exceptions=True)
+        errors = [task.result() for task in done]
+    assert errors
+    for error, _ in errors:
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert f"at most {MAX_QUEUED} may wait" in error.details()
+        trailers = dict(error.trailing_metadata())
+        assert trailers["paceline-error"] == "ResourceExhaustedError"
+        assert int(trailers["grpc-retry-pushback-ms"]) > 0
+    took_s = min(took_s for _, took_s in errors)
+    print(f"queue full: refused after {took_s:.3f} s")
+    assert took_s < SLACK_S
+    await assert_all_free(two)
 
 
 @pytest.mark.nightly
-def test_without_a_target_requests_end_as_unavailable_in_time_and_are_served_again_later(two, expected):
-    async def run():
-        async with stub_of(two) as stub:
-            lost = asyncio.create_task(refusal(stub.Generate(request(PROMPTS[0], 1900))))
-            await busiest(two)
-            known = await pids(two, "target")
-            await two.scale(two.TARGET, 0)
-            for pid in known:
-                os.kill(pid, signal.SIGKILL)
-            started = time.monotonic()
-            late, (new, new_s), (error, _) = await asyncio.gather(
-                refusal(stub.Generate(request(PROMPTS[1], 9), timeout=2.0)),
-                refusal(stub.Generate(request(PROMPTS[1], 9))),
-                lost,
-            )
-            lost_s = time.monotonic() - started
-            print(f"no target: UNAVAILABLE after {lost_s:.2f} s in progress, {new_s:.2f} s new, late {late[1]:.2f} s")
-            assert error.code() is new.code() is grpc.StatusCode.UNAVAILABLE
-            assert "no target replica was up" in error.details()
-            assert max(lost_s, new_s) < RECOVERY_S + SLACK_S
-            assert late[0].code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert late[1] < 2.0 + SLACK_S
-            await two.scale(two.TARGET, 2)
-            await settled(two, target=2)
-            token_ids, _, _ = await collect(stub.Generate(request(PROMPTS[0], NUM_TOKENS)))
-            assert token_ids == expected[PROMPTS[0]]
-        await assert_all_free(two)
-
-    finish(run())
+async def test_without_a_target_requests_end_as_unavailable_in_time_and_are_served_again_later(two, expected):
+    async with stub_of(two) as stub:
+        lost = asyncio.create_task(refusal(stub.Generate(request(PROMPTS[0], 1900))))
+        await busiest(two)
+        known = await pids(two, "target")
+        await two.scale(two.TARGET, 0)
+        for pid in known:
+            os.kill(pid, signal.SIGKILL)
+        started = time.monotonic()
+        late, (new, new_s), (error, _) = await asyncio.gather(
+            refusal(stub.Generate(request(PROMPTS[1], 9), timeout=2.0)),
+            refusal(stub.Generate(request(PROMPTS[1], 9))),
+            lost,
+        )
+        lost_s = time.monotonic() - started
+        print(f"no target: UNAVAILABLE after {lost_s:.2f} s in progress, {new_s:.2f} s new, late {late[1]:.2f} s")
+        assert error.code() is new.code() is grpc.StatusCode.UNAVAILABLE
+        assert "no target replica was up" in error.details()
+        assert max(lost_s, new_s) < RECOVERY_S + SLACK_S
+        assert late[0].code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert late[1] < 2.0 + SLACK_S
+        await two.scale(two.TARGET, 2)
+        await settled(two, target=2)
+        token_ids, _, _ = await collect(stub.Generate(request(PROMPTS[0], NUM_TOKENS)))
+        assert token_ids == expected[PROMPTS[0]]
+    await assert_all_free(two)

@@ -12,13 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.cluster.ray.conftest import START_S, until
+from tests.cluster.ray.conftest import ON_RAY, START_S, until
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = ON_RAY
 
 SERVE = Path(__file__).parents[3] / "cluster/serve-gpu.yaml"
 NUM_GPUS = 4

@@ -9,19 +9,16 @@ import asyncio
 import random
 
 import pytest
-from tests.cluster.ray.conftest import letters, until
-from tests.cluster.ray.test_app import assert_all_free, finish, replicas
+from tests.cluster.ray.conftest import ON_RAY, letters, until
+from tests.cluster.ray.test_app import assert_all_free, replicas
+from tests.support.loops import finish
 
 from paceline.client import AsyncClient
 from paceline.config import LocalConfig
 from paceline.local import LocalPipeline
 from paceline.types import Acceptance, FinishReason, Mode, Request, SamplingParams, SpeculationParams
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = ON_RAY
 
 NUM_REQUESTS = 64
 MODES = [

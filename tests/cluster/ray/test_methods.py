@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.cluster.ray.conftest import ON_RAY
 
 from paceline.client import Client
 from paceline.config import LocalConfig
@@ -15,10 +16,7 @@ from paceline.local import LocalPipeline
 from paceline.types import Mode, Result, SamplingParams, SpeculationParams
 from paceline_bench.processes import ServiceProcess
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
-]
+pytestmark = ON_RAY
 
 MODEL = {"dtype": "float32", "device": "cpu", "compile": False}
 PROMPTS = ("def read_file(path):", "import os\n\nclass Reader:\n    def __init__(self, path):\n        self.path = ")

@@ -8,8 +8,8 @@ import signal
 import time
 
 import pytest
-from tests.cluster.ray.conftest import letters
-from tests.cluster.ray.test_app import assert_all_free, finish
+from tests.cluster.ray.conftest import ON_RAY, letters
+from tests.cluster.ray.test_app import assert_all_free
 from tests.web.browser import chromium, complaints, resize
 
 from paceline.config import LocalConfig
@@ -20,13 +20,10 @@ from paceline_bench.processes import family
 pytest.importorskip("selenium")
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
+from tests.support.loops import finish
 from tests.web.test_browser import origins, run, text, until, verdict
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = ON_RAY
 
 PROMPT, SEED, NUM_TOKENS = letters(14), 7, 300
 """A text that has no end before its last token."""

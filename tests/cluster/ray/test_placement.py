@@ -82,101 +82,86 @@ def pool_of(handle):
     return ServePool("target", handle, registry), registry
 
 
-def test_members_follow_the_registry_from_any_thread():
-    async def run():
-        pool, registry = pool_of(Handle())
-        seen = []
-        pool.watch(lambda: seen.append(set(pool.members())))
-        await asyncio.to_thread(registry.publish, KEY, {"a": A})
-        await asyncio.sleep(0.01)
-        registry.publish(("app", "Draft:m"), {"b": B})
-        registry.publish(KEY, {"a": A})
-        registry.publish(KEY, {"a": A, "b": B})
-        await asyncio.sleep(0.01)
-        await pool.stop()
-        registry.publish(KEY, {})
-        await asyncio.sleep(0.01)
-        assert seen == [{"a"}, {"a", "b"}]
-
-    asyncio.run(run())
+async def test_members_follow_the_registry_from_any_thread():
+    pool, registry = pool_of(Handle())
+    seen = []
+    pool.watch(lambda: seen.append(set(pool.members())))
+    await asyncio.to_thread(registry.publish, KEY, {"a": A})
+    await asyncio.sleep(0.01)
+    registry.publish(("app", "Draft:m"), {"b": B})
+    registry.publish(KEY, {"a": A})
+    registry.publish(KEY, {"a": A, "b": B})
+    await asyncio.sleep(0.01)
+    await pool.stop()
+    registry.publish(KEY, {})
+    await asyncio.sleep(0.01)
+    assert seen == [{"a"}, {"a", "b"}]
 
 
-def test_a_lease_is_pinned_and_closed():
-    async def run():
-        handle = Handle()
-        pool, registry = pool_of(handle)
-        registry.publish(KEY, {"a": A})
-        await asyncio.sleep(0)
-        lease, demand = pool.lease("s", "a"), pool.lease("d", None)
-        await asyncio.sleep(0.01)
-        assert handle.pins == ["pin:a", "d"]
-        assert pool.num_leases == 2
-        for _ in range(2):
-            lease.close()
-            demand.close()
-        await asyncio.sleep(0.01)
-        assert (sorted(handle.cancelled), pool.num_leases) == (["d", "s"], 0)
-
-    asyncio.run(run())
-
-
-def test_a_lease_that_is_on_its_way_is_cancelled_only_when_it_has_been_answered():
-    async def run():
-        handle = Handle()
-        pool, registry = pool_of(handle)
-        registry.publish(KEY, {"a": A})
-        await asyncio.sleep(0)
-        lease = pool.lease("s", "a")
-        handle.assigns = False
-        await asyncio.sleep(0.01)
+async def test_a_lease_is_pinned_and_closed():
+    handle = Handle()
+    pool, registry = pool_of(handle)
+    registry.publish(KEY, {"a": A})
+    await asyncio.sleep(0)
+    lease, demand = pool.lease("s", "a"), pool.lease("d", None)
+    await asyncio.sleep(0.01)
+    assert handle.pins == ["pin:a", "d"]
+    assert pool.num_leases == 2
+    for _ in range(2):
         lease.close()
-        await asyncio.sleep(0.05)
-        assert (handle.cancelled, pool.num_leases) == ([], 1)
-        handle.answer.set()
-        await asyncio.sleep(0.01)
-        assert (handle.cancelled, pool.num_leases) == (["s"], 0)
-
-    asyncio.run(run())
+        demand.close()
+    await asyncio.sleep(0.01)
+    assert (sorted(handle.cancelled), pool.num_leases) == (["d", "s"], 0)
 
 
-def test_a_lease_that_breaks_is_taken_again_while_its_replica_is_there():
-    async def run():
-        handle = Handle(failures=1)
-        pool, registry = pool_of(handle)
-        registry.publish(KEY, {"a": A})
-        await asyncio.sleep(0)
-        pool.lease("s", "a")
-        await asyncio.sleep(0.4)
-        assert len(handle.pins) == 2
-        handle.failures = 1
-        await pool.stop()
-        assert pool.num_leases == 0
+async def test_a_lease_that_is_on_its_way_is_cancelled_only_when_it_has_been_answered():
+    handle = Handle()
+    pool, registry = pool_of(handle)
+    registry.publish(KEY, {"a": A})
+    await asyncio.sleep(0)
+    lease = pool.lease("s", "a")
+    handle.assigns = False
+    await asyncio.sleep(0.01)
+    lease.close()
+    await asyncio.sleep(0.05)
+    assert (handle.cancelled, pool.num_leases) == ([], 1)
+    handle.answer.set()
+    await asyncio.sleep(0.01)
+    assert (handle.cancelled, pool.num_leases) == (["s"], 0)
 
-    asyncio.run(run())
+
+async def test_a_lease_that_breaks_is_taken_again_while_its_replica_is_there():
+    handle = Handle(failures=1)
+    pool, registry = pool_of(handle)
+    registry.publish(KEY, {"a": A})
+    await asyncio.sleep(0)
+    pool.lease("s", "a")
+    await asyncio.sleep(0.4)
+    assert len(handle.pins) == 2
+    handle.failures = 1
+    await pool.stop()
+    assert pool.num_leases == 0
 
 
-def test_a_lease_to_a_replica_that_has_gone_ends_quietly(monkeypatch):
-    async def run():
-        handle = Handle(assigns=False)
-        pool, registry = pool_of(handle)
-        pool.lease("nowhere", "x")
-        registry.publish(KEY, {"a": A, "b": B})
-        await asyncio.sleep(0.01)
-        assert (handle.pins, pool.num_leases) == ([], 0)
-        pool.lease("waits", "a")
-        await asyncio.sleep(0.01)
-        handle.assigns = True
-        pool.lease("held", "a")
-        pool.lease("other", "b")
-        await asyncio.sleep(0.01)
-        monkeypatch.setattr("paceline.cluster.placement._ANSWER_S", 0.05)
-        registry.publish(KEY, {"b": B})  # a drains: what is held there stays until its session has moved
-        await asyncio.sleep(0.1)
-        assert handle.cancelled == ["waits"]
-        await pool.stop()
-        assert pool.num_leases == 0
-
-    asyncio.run(run())
+async def test_a_lease_to_a_replica_that_has_gone_ends_quietly(monkeypatch):
+    handle = Handle(assigns=False)
+    pool, registry = pool_of(handle)
+    pool.lease("nowhere", "x")
+    registry.publish(KEY, {"a": A, "b": B})
+    await asyncio.sleep(0.01)
+    assert (handle.pins, pool.num_leases) == ([], 0)
+    pool.lease("waits", "a")
+    await asyncio.sleep(0.01)
+    handle.assigns = True
+    pool.lease("held", "a")
+    pool.lease("other", "b")
+    await asyncio.sleep(0.01)
+    monkeypatch.setattr("paceline.cluster.placement._ANSWER_S", 0.05)
+    registry.publish(KEY, {"b": B})  # a drains: what is held there stays until its session has moved
+    await asyncio.sleep(0.1)
+    assert handle.cancelled == ["waits"]
+    await pool.stop()
+    assert pool.num_leases == 0
 
 
 def test_a_core_belongs_to_one_engine_until_it_dies(tmp_path, monkeypatch):

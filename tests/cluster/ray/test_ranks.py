@@ -13,16 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.cluster.ray.conftest import config_for, until
-from tests.cluster.ray.test_failures import Traffic, deploy, expected, finish, pids, replaced, report, settled, stopped
+from tests.cluster.ray.conftest import ON_RAY, config_for, until
+from tests.cluster.ray.test_failures import Traffic, deploy, expected, pids, replaced, report, settled, stopped
 from tests.cluster.ray.test_lossless import check_lossless
+from tests.support.loops import finish
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.nightly,
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [*ON_RAY, pytest.mark.nightly]
 
 RANK_TIMEOUT_S, RECOVERY_S, TARGET_TIMEOUT_S = 6.0, 20.0, 5.0
 __all__ = ["expected"]  # a fixture
@@ -83,35 +79,31 @@ def test_the_service_is_lossless_at_every_degree(degree, draft_degree, restored)
     check_lossless(restored)
 
 
-def test_a_lost_rank_costs_a_pause_and_nothing_else(restored, expected):
+async def test_a_lost_rank_costs_a_pause_and_nothing_else(restored, expected):
     """One is killed, one hangs, one replica's first rank is killed: each time another replica takes over."""
     app = restored
     bring(app, sharded(app, 2, num_replicas=2), 2)
     first = set(rank_pids())
     assert len(first) == 2
-
-    async def run():
-        for harm in ("kill a rank", "stop a rank", "kill a first rank"):
-            before = set(rank_pids())
-            targets = await pids(app, "target")
-            async with Traffic(app, expected) as traffic:
-                started = time.monotonic()
-                if harm == "kill a first rank":
-                    lost = next(iter(targets))
-                    os.kill(lost, signal.SIGKILL)
-                    await replaced(app, "target", lost, 90)
+    for harm in ("kill a rank", "stop a rank", "kill a first rank"):
+        before = set(rank_pids())
+        targets = await pids(app, "target")
+        async with Traffic(app, expected) as traffic:
+            started = time.monotonic()
+            if harm == "kill a first rank":
+                lost = next(iter(targets))
+                os.kill(lost, signal.SIGKILL)
+                await replaced(app, "target", lost, 90)
+            else:
+                rank = next(iter(before))
+                if harm == "kill a rank":
+                    os.kill(rank, signal.SIGKILL)
                 else:
-                    rank = next(iter(before))
-                    if harm == "kill a rank":
-                        os.kill(rank, signal.SIGKILL)
-                    else:
-                        with stopped(rank):
-                            await until(lambda rank=rank: rank not in rank_pids(), 60, "the hung rank is gone")
-                    await until(lambda before=before: len(set(rank_pids()) - before) == 1, 90, "a new rank")
-                await settled(app, target=2)
-                took = time.monotonic() - started
-            report(f"{harm}: {took:.1f} s until all is as before", traffic)
-            assert len(rank_pids()) == 2
-            assert traffic.longest_s < TARGET_TIMEOUT_S + RECOVERY_S
-
-    asyncio.run(run())
+                    with stopped(rank):
+                        await until(lambda rank=rank: rank not in rank_pids(), 60, "the hung rank is gone")
+                await until(lambda before=before: len(set(rank_pids()) - before) == 1, 90, "a new rank")
+            await settled(app, target=2)
+            took = time.monotonic() - started
+        report(f"{harm}: {took:.1f} s until all is as before", traffic)
+        assert len(rank_pids()) == 2
+        assert traffic.longest_s < TARGET_TIMEOUT_S + RECOVERY_S

@@ -9,30 +9,17 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from tests.cluster.ray.conftest import START_S, until
+from tests.cluster.ray.conftest import ON_RAY, START_S, until
 from tests.cluster.ray.test_app import collect, leases, plain, request, stub_of
 from tests.cluster.ray.test_failures import NUM_TOKENS, PROMPTS, SLACK_S, Traffic, pids
+from tests.support.loops import finish
 
 from paceline.cli.status import report
 from paceline.client import AsyncClient
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.nightly,
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [*ON_RAY, pytest.mark.nightly]
 
-LIMIT_S = 240
 KINDS = ("target", "draft", "router")
-
-
-def finish(coroutine):
-    async def bounded():
-        async with asyncio.timeout(LIMIT_S):
-            return await coroutine
-
-    return asyncio.run(bounded())
 
 
 @pytest.fixture(scope="module")
@@ -84,22 +71,17 @@ def restored(app):
     finish(restore())
 
 
-def test_sizes_change_in_place_while_streams_run(restored, expected):
+async def test_sizes_change_in_place_while_streams_run(restored, expected):
     app = restored
-
-    async def run():
-        before = {kind: await pids(app, kind) for kind in KINDS}
-        async with Traffic(app, expected) as traffic:
-            await asyncio.to_thread(sized, app, True, target={"num_replicas": 2}, draft={"num_replicas": 2})
-            await runs(app, target=2, draft=2)
-            more = {kind: await pids(app, kind) for kind in KINDS}
-            # bounds instead of a number: the pool stays, and is cut to its new most
-            bounds = {"min_replicas": 1, "max_replicas": 1}
-            await asyncio.to_thread(sized, app, target={"autoscaling_config": bounds}, draft={"num_replicas": 1})
-            await runs(app, target=1, draft=1)
-        return before, more, traffic
-
-    before, more, traffic = finish(run())
+    before = {kind: await pids(app, kind) for kind in KINDS}
+    async with Traffic(app, expected) as traffic:
+        await asyncio.to_thread(sized, app, True, target={"num_replicas": 2}, draft={"num_replicas": 2})
+        await runs(app, target=2, draft=2)
+        more = {kind: await pids(app, kind) for kind in KINDS}
+        # bounds instead of a number: the pool stays, and is cut to its new most
+        bounds = {"min_replicas": 1, "max_replicas": 1}
+        await asyncio.to_thread(sized, app, target={"autoscaling_config": bounds}, draft={"num_replicas": 1})
+        await runs(app, target=1, draft=1)
     print(f"sizes changed in place: {traffic.num_streams} streams, longest gap {traffic.longest_s:.3f} s")
     assert all(before[kind] < more[kind] for kind in ("target", "draft")), "nobody was replaced"
     assert before["router"] == more["router"]
@@ -128,7 +110,7 @@ class Load:
                 await collect(stub.Generate(request(PROMPTS[number % 2], NUM_TOKENS, mode=self._mode)))
 
 
-def test_pools_size_themselves_apart(restored):
+async def test_pools_size_themselves_apart(restored):
     """Plain sessions raise the targets alone, speculating ones wake the drafts alone; both go back."""
     app = restored
     pace = {"upscale_delay_s": 2.0, "downscale_delay_s": 6.0}
@@ -140,40 +122,35 @@ def test_pools_size_themselves_apart(restored):
             info = await client.server_info()
         return {pool.name: pool for pool in info.scaling}, info
 
-    async def run():
-        await asyncio.to_thread(
-            sized, app, target={"autoscaling_config": targets}, draft={"autoscaling_config": drafts}
-        )
-        await runs(app, target=1, draft=0)
+    await asyncio.to_thread(sized, app, target={"autoscaling_config": targets}, draft={"autoscaling_config": drafts})
+    await runs(app, target=1, draft=0)
 
-        async def only():
-            found = await pids(app, "target")  # those that have just ended are heard of for a while
-            return found if len(found) == 1 else None
+    async def only():
+        found = await pids(app, "target")  # those that have just ended are heard of for a while
+        return found if len(found) == 1 else None
 
-        known = await until(only, 30, "one target reports")
-        async with Load(app, "plain", 4):
-            await runs(app, target=2, draft=0)
-            pools, info = await scaling()
-            assert (pools["target"].wanted, pools["draft"].wanted) == (2, 0)
-            assert pools["target"].reason.endswith("2.4 are enough for a target")
-            assert any(line.startswith("target: changed") for line in report(info))
-        assert known < await pids(app, "target")
-        await runs(app, target=1, draft=0)
-        async with Load(app, "overlapped", 1):
-            await runs(app, target=1, draft=1)
-            async with stub_of(app) as stub:
+    known = await until(only, 30, "one target reports")
+    async with Load(app, "plain", 4):
+        await runs(app, target=2, draft=0)
+        pools, info = await scaling()
+        assert (pools["target"].wanted, pools["draft"].wanted) == (2, 0)
+        assert pools["target"].reason.endswith("2.4 are enough for a target")
+        assert any(line.startswith("target: changed") for line in report(info))
+    assert known < await pids(app, "target")
+    await runs(app, target=1, draft=0)
+    async with Load(app, "overlapped", 1):
+        await runs(app, target=1, draft=1)
+        async with stub_of(app) as stub:
 
-                async def accepted():
-                    _, _, complete = await collect(stub.Generate(request(PROMPTS[0], 40)))
-                    return complete.speculation.accepted > 0
+            async def accepted():
+                _, _, complete = await collect(stub.Generate(request(PROMPTS[0], 40)))
+                return complete.speculation.accepted > 0
 
-                await until(accepted, 30, "it speculates with the draft that came")
-            pools, _ = await scaling()
-            assert (pools["target"].wanted, pools["draft"].wanted) == (1, 1)
-            assert pools["draft"].reason.endswith("sessions may have a draft")
-        await runs(app, target=1, draft=0)
+            await until(accepted, 30, "it speculates with the draft that came")
         pools, _ = await scaling()
-        assert pools["draft"].reason == "no session speculates"
-        assert await leases(app, app.TARGET) == 0
-
-    finish(run())
+        assert (pools["target"].wanted, pools["draft"].wanted) == (1, 1)
+        assert pools["draft"].reason.endswith("sessions may have a draft")
+    await runs(app, target=1, draft=0)
+    pools, _ = await scaling()
+    assert pools["draft"].reason == "no session speculates"
+    assert await leases(app, app.TARGET) == 0
