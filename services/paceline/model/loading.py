@@ -118,7 +118,8 @@ class LoadedModel:
     @property
     def records(self) -> bool:
         """True if its steps are recorded as CUDA graphs."""
-        return self.device.type == "cuda" and self.share is None and self.cuda_graphs is not False
+        eager = self.group is not None and self.group.why_not_recorded() is not None
+        return self.device.type == "cuda" and not eager and self.cuda_graphs is not False
 
     def runner(
         self, num_pages: int, *, promised: bool = True, max_sessions: int = 8, state_slots: int | None = None
@@ -147,7 +148,7 @@ class LoadedModel:
             self.kernel,
             False if eager else self.cuda_graphs,
             self.max_cuda_graphs,
-            lambda value: agreed(value, self.group),
+            int if self.group is None else partial(agreed, group=self.group),
         )
         options: dict[str, Any] = {
             "dtype": self.dtype,

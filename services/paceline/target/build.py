@@ -25,7 +25,7 @@ from paceline.model.compiled.graphs import record_steps, recordings_bytes
 from paceline.model.device import occupy, resolve
 from paceline.model.loading import LoadedModel, load_model
 from paceline.model.parallel.collectives import Collectives
-from paceline.model.parallel.runner import Follower, ranked
+from paceline.model.parallel.runner import Follower, lead, ranked
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import InvarianceReport, check_invariance
 from paceline.preflight.device import begins_eagerly, left_bytes, require_target
@@ -163,8 +163,12 @@ def _recordings_bytes(options: TargetOptions, model: LoadedModel, max_len: int) 
         return 0
     stages.info("measuring the memory of recorded steps")
     limits = _limits(options, session_pages(max_len))
+
+    def record(runner: ModelRunner) -> None:
+        lead(runner, lambda runner: record_steps(runner, limits, model.max_len, "auto"))
+
     new_runner = partial(model.runner, 1, max_sessions=options.max_sessions)
-    return recordings_bytes(new_runner, limits, partial(left_bytes, model.device))
+    return recordings_bytes(new_runner, record, partial(left_bytes, model.device, model.group))
 
 
 def _limits(options: TargetOptions, num_pages: int) -> Limits:

@@ -21,7 +21,7 @@ from tests.support.rings import slow
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import ModelOptions, ServiceConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, EngineError
 from paceline.model import layout, loading
 from paceline.model.compiled.backend import DeviceBackend, HostBackend
 from paceline.model.compiled.buckets import Fits, Limits, best_fit, pack, shapes_to_record
@@ -439,11 +439,22 @@ def test_the_memory_of_recordings_is_measured_by_a_trial() -> None:
         made.append(weakref.ref(runner := on_device(model, 1, recorder)))
         return runner
 
-    taken = recordings_bytes(new_runner, LIMITS, lambda: recorder.free)
+    def record(runner: ModelRunner) -> None:
+        record_steps(runner, LIMITS, 512, "auto")
+
+    taken = recordings_bytes(new_runner, record, lambda: recorder.free)
     assert taken == (1 << 30) - recorder.free > 10 << 20
     assert [one() for one in made] == [None]
     broken = FakeRecorder(error=RuntimeError("it waits"))
-    assert recordings_bytes(lambda: on_device(model, 1, broken), LIMITS, lambda: 7) == 0
+    assert recordings_bytes(lambda: on_device(model, 1, broken), record, lambda: 7) == 0
+
+
+def test_a_rank_without_memory_for_a_shape_that_others_are_in_ends() -> None:
+    """It could not exchange with them again. The mutant: it goes on to the next shape."""
+    runner = on_device(prepare(random_model("llama"), compile=False), 9, SmallRecorder(most=16))
+    runner.backend.least = lambda value: value
+    with pytest.raises(EngineError, match="no memory to record a step that other ranks are in: CUDA out of memory"):
+        record_steps(runner, LIMITS, 512, "auto")
 
 
 def test_a_replay_that_differs_in_one_bit_is_not_used(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,13 +26,13 @@ from paceline.core.sampling import process, sample_coupled
 from paceline.model import loading
 from paceline.model.compiled.backend import DeviceBackend, Outputs
 from paceline.model.compiled.buckets import Limits
-from paceline.model.compiled.graphs import record_steps
+from paceline.model.compiled.graphs import record_steps, recordings_bytes
 from paceline.model.features import OUT, Features
 from paceline.model.kv_cache import KVCache
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.parallel.collectives import Collectives, DeviceCollectives, TorchCollectives
 from paceline.model.parallel.model import load_shard
-from paceline.model.parallel.runner import Follower, LeadingRunner
+from paceline.model.parallel.runner import Follower, LeadingRunner, agreed, lead
 from paceline.model.parallel.shared_memory import SharedMemoryCollectives, connect
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
@@ -417,3 +417,23 @@ def run_recorded(
             at += count
         runner.end()
     return logits, runner.backend.recorded, runner.backend.replayed
+
+
+def run_trial(group: Collectives, path: str) -> tuple[int, int]:
+    """The memory that a trial of recordings takes, of which this rank's take ``1 + rank`` each, and their number."""
+    backends: list[Recording] = []
+
+    def backend(cache: KVCache, dtype: torch.dtype, window: int | None, kernel: Any, *options: Any) -> Recording:
+        backends.append(Recording(cache, dtype, window, kernel=kernel, room=1000, max_shapes=100, least=options[-1]))
+        return backends[-1]
+
+    def record(runner: ModelRunner) -> None:
+        limits = Limits(max_rows=4, max_tokens=96, max_pages=4)
+        lead(runner, lambda runner: record_steps(runner, limits, 2048, "auto"))
+
+    def free_bytes() -> int:
+        return agreed(1000 - (1 + group.rank) * sum(len(each.recorded) for each in backends), group)
+
+    model = load(group, path, torch.float32)
+    with patch.object(loading, "make_backend", backend):
+        return recordings_bytes(lambda: model.runner(4), record, free_bytes), len(backends[0].recorded)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.model.parallel.ranks import Ranks, run_recorded
+from tests.model.parallel.ranks import Ranks, run_recorded, run_trial
 from tests.support.models import save_pair
 
 from paceline.core import cuda
@@ -70,6 +70,14 @@ def test_a_mutant_that_replays_its_own_last_shape_is_told_of(two: Ranks, path: s
     error, other = run(two, path, [1000, 1000], late=True)
     assert isinstance(error, RanksLostError)
     assert isinstance(other, RanksLostError)
+
+
+@pytest.mark.compiler
+def test_ranks_agree_on_the_memory_of_recordings(two: Ranks, path: str) -> None:
+    """That of the rank whose recordings take most. The mutant: ranks that size their pages differently."""
+    (taken, made), (others_taken, others_made) = two.run(run_trial, path, transport="shared")
+    assert made == others_made > 1
+    assert taken == others_taken == 2 * made
 
 
 def test_an_exchange_that_failed_on_the_device_ends_the_step() -> None:

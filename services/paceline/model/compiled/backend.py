@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
+from paceline.errors import EngineError
 from paceline.model.attention.kernels import Kernel
 from paceline.model.attention.schedule import SPLIT, num_splits
 from paceline.model.compiled.buckets import Fits, Limits, pack, shapes_to_record, token_shapes
@@ -225,8 +226,8 @@ class DeviceBackend:
 
         The largest first: the smaller ones then find their working memory among what is there.
 
-        A shape that the device has no memory for runs eagerly. Raises what else ``step`` raises while it is recorded,
-        with no recording left.
+        A shape that the device has no memory for runs eagerly; one that other ranks are in the middle of ends this one
+        (EngineError). Raises what else ``step`` raises while it is recorded, with no recording left.
         """
         shapes_of = token_shapes if self._in_place and not limits.is_tree else shapes_to_record
         self._shapes = shapes_of(limits, self._max_shapes)
@@ -249,6 +250,8 @@ class DeviceBackend:
                 self._record(step, shape, self._recorder)
             except torch.OutOfMemoryError as error:
                 reason = str(error).partition("\n")[0]
+                if self.least is not int:
+                    raise EngineError(f"no memory to record a step that other ranks are in: {reason}") from error
                 log.warning("no memory to record a step of %d tokens, which runs eagerly: %s", shape.tokens, reason)
             except BaseException:
                 self._replays.clear()

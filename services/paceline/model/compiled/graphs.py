@@ -148,26 +148,24 @@ def make_backend(
     )
 
 
-def recordings_bytes(new_runner: Callable[[], ModelRunner], limits: Limits, free_bytes: Callable[[], int]) -> int:
-    """Bytes of the device that recordings of an engine's steps take, by a trial; 0 if they cannot be recorded.
+def recordings_bytes(
+    new_runner: Callable[[], ModelRunner], record: Callable[[ModelRunner], None], free_bytes: Callable[[], int]
+) -> int:
+    """Bytes of the device that recordings of an engine's steps take, by a trial; of several ranks all must ask.
 
     They hold the addresses of KV pages, so that pages which fill what they leave can only be made after a trial.
 
     Args:
         new_runner: makes a runner over few KV pages, which is given up again.
-        limits: as for ``record_steps``.
-        free_bytes: of the device.
+        record: records the steps (``record_steps``).
+        free_bytes: of the device, the fewest of all ranks.
     """
     runner = new_runner()
     release_cached()
     before = free_bytes()
-    try:
-        runner.record(limits)
-    except RuntimeError:  # ``record_steps`` tells
-        taken = 0
-    else:
-        release_cached()
-        taken = before - free_bytes()
+    record(runner)
+    release_cached()
+    taken = before - free_bytes()
     del runner
     release_cached()
     return max(0, taken)
