@@ -1,0 +1,69 @@
+"""Predicts tokens/s of large targets on H100s from counted launches and bytes: `python benchmarks/predicted.py`.
+
+No step of these models was measured on several GPUs. What is measured is in results/gpu-nvidia-h100-80gb-hbm3.txt: the
+host's time of a step, the attention of a layer, an eager layer, and how fast the weights of an 8 B are read. Launches
+of a layer are those that tests/model/parallel/test_launches.py counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.cli.table import table
+
+READ_BYTES_PER_S, FLOPS = 2.72e12, 6e14
+"""Of products: 16.06 GB of the 8 B in 5.9 ms; what large products reach in bfloat16."""
+HOST_MS = {1: 0.37, 16: 0.63, 64: 1.27, 256: 3.85}
+"""Of plain decoding, by sessions; that of 256 is extrapolated."""
+ATTENTION_US = {1: 14, 16: 52, 64: 177, 256: 708}
+"""Of a layer of 32 query heads and a context of 1,000, by sessions; that of 256 is four times that of 64."""
+EAGER_LAYER_MS, REPLAYED_LAUNCH_US = 1.39, 1.5
+"""A layer of 40 launches, one by one; and what a launch in a graph takes beside the work of the kernel."""
+LAUNCHES, LAUNCHES_BEFORE = 20, {1: 40, 4: 60}
+"""Of a layer, now at any degree, and before by degree."""
+SUM_US = 8
+"""A sum of four ranks by one launch, as other engines measure such kernels; none of ours has run."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model on so many GPUs."""
+
+    name: str
+    parameters: float
+    layers: int
+    degree: int
+
+    def device_ms(self, sessions: int) -> float:
+        """Of a recorded step."""
+        read = 2 * self.parameters / self.degree / READ_BYTES_PER_S
+        products = max(read, 2 * self.parameters * sessions / self.degree / FLOPS)
+        attention = self.layers * ATTENTION_US[sessions] / self.degree * (2 if self.layers > 32 else 1) / 1e6
+        launches = self.layers * LAUNCHES * REPLAYED_LAUNCH_US / 1e6
+        sums = 0 if self.degree == 1 else 2 * self.layers * SUM_US / 1e6
+        return 1e3 * (products + attention + launches + sums)
+
+    def eager_ms(self, sessions: int) -> float:
+        """Of a step that launches one kernel after the other."""
+        host = self.layers * EAGER_LAYER_MS * LAUNCHES_BEFORE[self.degree] / LAUNCHES_BEFORE[1]
+        return max(host, self.device_ms(sessions)) + HOST_MS[sessions]
+
+
+def main() -> int:
+    """One table."""
+    rows = [("target", "sessions", "floor ms", "before ms", "tokens/s", "recorded ms", "tokens/s", "of floor")]
+    for target in (Target("8 B", 8.03e9, 32, 1), Target("70 B, 4 GPUs", 70.6e9, 80, 4)):
+        for sessions in HOST_MS:
+            floor = 2e3 * target.parameters / target.degree / 3.35e12
+            recorded = target.device_ms(sessions) + HOST_MS[sessions]
+            before = recorded if target.degree == 1 and sessions < 64 else target.eager_ms(sessions)
+            rates = (f"{1e3 * sessions / ms:.0f}" for ms in (before, recorded))
+            times = (f"{ms:.1f}" for ms in (floor, before, recorded))
+            (f, b, r), (rb, rr) = times, rates
+            rows.append((target.name, str(sessions), f, b, rb, r, rr, f"{floor / recorded:.0%}"))
+    print("\n".join(table(rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
