@@ -40,7 +40,7 @@ _COPIED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORDS = {torch.int8: tl.int8, torch.int16: tl.int16, torch.int32: tl.int32, torch.int64: tl.int64}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _raise(addresses, rank, place, call):  # type: ignore[no-untyped-def]
     """Sets a counter in the memory of a rank, after all that the program has written."""
     counters = tl.load(addresses + rank).to(tl.pointer_type(tl.int32))
