@@ -178,7 +178,7 @@ def test_its_setup_and_its_memory_are_those_of_its_parts() -> None:
 def test_a_pipeline_serves_it() -> None:
     run = {"dtype": "float32", "compile": False}
     options = CascadeOptions.model_validate({"drafters": [EMBEDDED, {"kind": "ngram"}], "tree_step_tokens": 8})
-    target = TargetModel(path=str(TARGET_DIR), batch_invariant="off", **run)
+    target = TargetModel(path=str(TARGET_DIR), batch_invariant="off", adaptive=False, **run)
     sampling = SamplingParams(max_tokens=16, ignore_eos=True)
     with LocalPipeline(LocalConfig(target=target, draft=options, worker="thread", pin_cores=False)) as pipeline:
         plain = pipeline.submit("import os\n\ndef ", sampling, SpeculationParams(mode=Mode.PLAIN)).result

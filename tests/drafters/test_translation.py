@@ -167,7 +167,7 @@ def test_a_context_that_the_draft_cannot_hold_is_refused(folder: str) -> None:
 def config_of(folder: str, **options: object) -> LocalConfig:
     run = {"dtype": "float32", "compile": False}
     draft = DraftModel(path=folder, tree_step_tokens=8, **run, **options)
-    target = TargetModel(path=str(TARGET_DIR), batch_invariant="off", **run)
+    target = TargetModel(path=str(TARGET_DIR), batch_invariant="off", adaptive=False, **run)
     return LocalConfig(target=target, draft=draft, worker="thread", pin_cores=False)
 
 
