@@ -228,15 +228,18 @@ def test_blocks_of_a_file_run_as_they_are_stored(
     assert load_model(checkpoint, options).quantization is None
 
 
-def test_what_a_file_does_not_hold_in_blocks_can_be_rounded(tmp_path: Path) -> None:
-    """Blocks of 256 are dequantized; ``quantization`` rounds those layers, and leaves the stored blocks alone."""
+def test_what_a_file_does_not_hold_in_blocks_can_be_rounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks of 256 are dequantized; ``quantization`` rounds those layers, and leaves the stored blocks alone. If it
+    rounds nothing, a warning says so."""
     path = write_gguf(tmp_path / "m.gguf", "llama", random_model(MODELS["llama"][1]()), Kind.BF16)
     model = load_model(Checkpoint.open(str(path)), ModelOptions(dtype="bfloat16", device="cpu", compile=False))
     assert model.quantization is None
     options = ModelOptions(dtype="bfloat16", device="cpu", compile=False, quantization="int4")
     assert load_model(Checkpoint.open(str(path)), options).quantization == "int4 and int8"
+    assert "rounds nothing" not in caplog.text
     path = write_gguf(tmp_path / "q.gguf", "llama", random_model(MODELS["llama"][1]()), Kind.Q8_0)
     assert load_model(Checkpoint.open(str(path)), options).quantization == "int8"
+    assert "quantization is 'int4' and rounds nothing: the file stores all linear layers in blocks" in caplog.text
 
 
 def test_quantization_without_a_compiler_or_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 from tests.support.models import letters_tokenizer
-from tests.web.chats import TEMPLATE, Scripted, called, save_chat
+from tests.web.chats import RESPONSE, TEMPLATE, Scripted, called, save_chat
 from tests.web.support import MODEL, call, edge_over, events, served
 
 from paceline.checkpoint.chat import ChatTemplate, load_chat
@@ -287,6 +287,20 @@ def test_without_a_response_template_tools_are_refused_and_all_is_content(tmp_pa
         assert (status, "no form is known" in answer["error"]["message"]) == (400, True)
         _, _, answer = call(f"{at}/v1/chat/completions", {"messages": USER, "stop": ["zz"]})
         assert answer["choices"][0]["message"]["content"] == "xy"
+
+
+def test_tools_are_refused_where_the_template_reads_none(tmp_path):
+    """The model would not see them, and a call that is bound to their form would be nonsense."""
+    tokenizer = letters_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.response_template = RESPONSE
+    tokenizer.save_pretrained(tmp_path)
+    with served(edge_over(Scripted(), chat=load_chat(str(tmp_path)))) as at:
+        for choice in ("auto", "required"):
+            body = {"messages": USER, "tools": [WEATHER], "tool_choice": choice}
+            status, _, answer = call(f"{at}/v1/chat/completions", body)
+            assert (status, "reads no tools" in answer["error"]["message"]) == (400, True)
+        assert call(f"{at}/v1/chat/completions", {"messages": USER})[0] == 200
 
 
 def test_a_template_may_come_from_a_file(tmp_path):

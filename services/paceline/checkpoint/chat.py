@@ -74,6 +74,11 @@ class ChatTemplate:
         """Variables that the chat template reads."""
         return _variables(self._tokenizer.get_chat_template(self._given))
 
+    @cached_property
+    def variables_with_tools(self) -> frozenset[str]:
+        """Variables that the template reads that is taken where tools are given."""
+        return _variables(self._tokenizer.get_chat_template(self._given, [{}]))
+
     @property
     def calls_tools(self) -> bool:
         """True if an answer's tool calls can be told from its text."""

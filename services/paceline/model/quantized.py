@@ -97,6 +97,7 @@ def pack_quantized(model: PreTrainedModel, weights: GgufWeights | None, quantiza
     output_layer = model.get_output_embeddings()
     embedding = next((name for name, part in model.named_modules() if part is model.get_input_embeddings()), "")
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    rounded: list[str] = []
 
     def make(path: str, layer: torch.nn.Linear) -> PackedLinear | None:
         if layer.out_features < OUTPUTS:
@@ -108,9 +109,12 @@ def pack_quantized(model: PreTrainedModel, weights: GgufWeights | None, quantiza
         if stored is None and quantization is not None:
             bits = _OUTPUT_LAYER_BITS if quantization == "int8" or layer is output_layer else 4
             stored = quantize(layer.weight, bits)
+            rounded.append(path)
         return None if stored is None else PackedLinear(layer, stored)
 
     replace_layers(model, make)
+    if quantization is not None and not rounded:
+        log.warning("quantization is %r and rounds nothing: the file stores all linear layers in blocks", quantization)
     if layers := quantized_layers(model):
         packed = sum(layer.num_weights for layer in layers)
         num_bytes = sum(layer.packed.nbytes for layer in layers)

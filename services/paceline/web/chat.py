@@ -52,6 +52,11 @@ class Asked:
                 "tools are given, but no form is known in which this model calls them: start the service with "
                 "--tool-call-parser NAME"
             )
+        if self.tools and "tools" not in chat.variables_with_tools:
+            raise InvalidRequestError(
+                f"tools are given, but the chat template of {edge.model_id!r} reads no tools: start the service with "
+                "--chat-template FILE, a template that does, or describe them in a message"
+            )
         ignored = body.ignored
         messages = for_template(messages, lambda name: chat.reads_field(name, self.tools), ignored)
         options = variables(body.chat_template_kwargs, options, chat.variables, ignored)

@@ -68,6 +68,8 @@ def read_header(files: Sequence[Path]) -> Header:
             raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
         except (struct.error, IndexError, OverflowError, MemoryError) as error:
             raise ConfigError(f"{str(path)!r} is cut short: its header does not end") from error
+        except ConfigError:  # a ValueError, too
+            raise
         except ValueError as error:  # an empty file cannot be mapped; text that is not UTF-8
             reason = "is cut short: it is empty" if "empty" in str(error) else f"has a damaged header: {error}"
             raise ConfigError(f"{str(path)!r} {reason}") from error
