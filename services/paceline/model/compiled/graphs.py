@@ -172,9 +172,9 @@ def recordings_bytes(
 
 
 def release_cached() -> None:
-    """Returns memory to the device that nothing uses any more."""
-    gc.collect()
+    """Returns memory to a GPU that nothing uses any more."""
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 
