@@ -67,7 +67,8 @@ def test_a_target_alone_drafts_by_suffixes_and_says_so(folder, capsys, how):
 
 
 def test_a_target_with_mtp_modules_drafts_by_them(with_mtp, capsys):
-    assert mtp_modules(weight_names(with_mtp), 2) == {0}
+    written = json.loads((with_mtp / "config.json").read_text())
+    assert mtp_modules(weight_names(with_mtp), written, 2) == {0}
     config = served(str(with_mtp))
     assert config.draft_config is None
     assert config.target_config.engine_kwargs.heads == []  # mtp_modules: auto

@@ -94,7 +94,7 @@ def test_what_does_not_run_with_linear_layers_is_refused(folder: Path, options: 
 
 
 def test_other_devices_and_quantized_weights_are_refused() -> None:
-    config, quantized = hybrid_config("qwen3_next").to_dict(), {"quant_method": "fp8"}
+    config, quantized = hybrid_config("qwen3_next").to_dict(), {"quant_method": "quanto"}
     options = {"quantization": None}
     assert why_not_runnable(config, None, device="cpu", **options) is None
     for stored, device, option in ((None, "cuda", "device"), (quantized, "cpu", "model")):
@@ -114,14 +114,15 @@ def test_state_slots_are_those_of_a_model_with_linear_layers_and_enough_for_its_
 
 
 def test_the_engine_has_the_states_of_its_option(pipeline: LocalPipeline) -> None:
-    """Its status says how many, and how many of them hold a state: after a session, those of its prefix."""
+    """Its status says how many, and how many of them hold a state: after a session, one of its prefix at least."""
     pipeline.generate(prompt(5, 70), max_tokens=4, temperature=0.0, ignore_eos=True).result  # noqa: B018
     target: Any = pipeline._target
     target = target._engine
     linear = target.runner.cache.linear
     assert linear.slots.states == 7
     found = measures(target)
-    assert (found["state_slots"], found["state_slots_used"], found["prefix_states"]) == (7, linear.num_used, 1)
+    assert (found["state_slots"], found["state_slots_used"]) == (7, linear.num_used)
+    assert 1 <= found["prefix_states"] <= linear.num_used
 
 
 def test_a_draft_with_linear_layers_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def test_what_does_not_run_with_indexers_is_refused_and_auto_is_eager(
     plain = {"quantization": None}
     found = [
         why_not_runnable(checkpoint.config, None, device="cuda", **plain),
-        why_not_runnable(checkpoint.config, {"quant_method": "fp8"}, device="cpu", **plain),
+        why_not_runnable(checkpoint.config, {"quant_method": "quanto"}, device="cpu", **plain),
         why_not_runnable(checkpoint.config, None, device="cpu", compile=True, **plain),
         why_not_runnable({"text_config": {"model_type": "llama4_text"}}, None, device="cpu", compile=True, **plain),
     ]

@@ -334,7 +334,7 @@ def attend_in_place(
     totals = torch.empty_like(maxima)
     result = query.new_empty(1, num_tokens, num_heads, value_dim)
     (key_tile, rest_tile), value_tile = _tiles(key_dim), _tile(value_dim)
-    in_keys = value_pages.data_ptr() == key_pages.data_ptr() and key_tile == value_dim
+    in_keys = value_pages.stride(2) == key_dim and key_tile == value_dim < key_dim  # the beginning of the keys
     key_bytes = (key_tile + (key_dim > key_tile) * rest_tile + (not in_keys) * value_tile) * query.element_size()
     keys = page_size
     while keys > BLOCK and keys * key_bytes > _TILE_BYTES:
