@@ -32,6 +32,7 @@ accepted     drafted tokens that the target takes, per round of {depths}
 T=1          drawn at temperature 1; the head draws with the target's noise, as in the service"""
 _AS_IS = "as-is"
 _PROMPT_TOKENS = 64
+_NUM_TOKENS = 262_144
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -123,9 +124,8 @@ def add_data_flags(parser: argparse.ArgumentParser, what: str) -> None:
         "--tokens",
         dest="num_tokens",
         type=int,
-        default=262_144,
         metavar="N",
-        help="tokens to train on (default 262144)",
+        help="tokens to train on (default 262144; of chats one row for each of them and each temperature)",
     )
     group.add_argument("--length", type=int, default=256, metavar="N", help="tokens of a row (default 256)")
     group.add_argument(
@@ -192,13 +192,15 @@ def options_of(args: argparse.Namespace) -> TrainingOptions:
         from paceline.checkpoint.files import embedded_paths
 
         args.target = str(embedded_paths()[0])
+    temperatures = _temperatures(args.temperatures)
     return _of_flags(
         TrainingOptions,
         args,
+        num_tokens=_num_tokens(args, len(temperatures)),
         form=_of_flags(HeadForm, args),
         schedule=_of_flags(Schedule, args),
         prompt_tokens=_prompt_tokens(args),
-        temperatures=_temperatures(args.temperatures),
+        temperatures=temperatures,
     )
 
 
@@ -206,6 +208,13 @@ def _of_flags(kind: Callable[..., Made], args: argparse.Namespace, **own: Any) -
     """An object of ``own`` fields and of flags; it keeps the default of a field that is no flag of the command."""
     given = {field.name: getattr(args, field.name) for field in fields(cast("Any", kind)) if hasattr(args, field.name)}
     return kind(**{name: tuple(x) if isinstance(x, list) else x for name, x in given.items()} | own)
+
+
+def _num_tokens(args: argparse.Namespace, num_temperatures: int) -> int:
+    """More rows of a few chats would be copies of them, at temperature 0 to the token."""
+    if args.num_tokens is not None:
+        return int(args.num_tokens)
+    return args.chats * max(1, num_temperatures) * args.length if args.chats > 0 else _NUM_TOKENS
 
 
 def _prompt_tokens(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.cli.main import main
+from paceline.cli.train_head import add_flags, options_of
 from paceline.drafters.heads.early_exit import open_exit
 from paceline.drafters.heads.exit_adapter import ExitAdapter
 from paceline.drafters.heads.load import open_head
@@ -265,3 +267,21 @@ def test_what_was_trained_is_better_than_what_was_not(kind: str, options: Make, 
 
     train_head(options(kind, tmp_path, schedule=Schedule(60, 4, 1e-2)), progress)
     assert sum(losses[-5:]) < sum(losses[:5]) - 2.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_tokens"),
+    [
+        (["--chats", "8", "--length", "96", "--temperatures", "0,1"], 8 * 2 * 96),
+        (["--chats", "8", "--tokens", "50"], 50),
+        (["--data", "texts"], 262_144),
+    ],
+)
+def test_a_few_chats_are_no_more_rows_than_they_are(flags: list[str], num_tokens: int) -> None:
+    """More would be copies of them."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    args = parser.parse_args(
+        ["mtp", "--target", "t", "--out", "head", *flags], argparse.Namespace(command="train-head")
+    )
+    assert options_of(args).num_tokens == num_tokens
