@@ -22,7 +22,8 @@ from paceline.types import Cause, FinishReason, Round
 USER = [{"role": "user", "content": "what does <think> mean? <tool_call>"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
-TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+READS_TOOLS = "{% if tools %}{% endif %}"
+TURNS = READS_TOOLS + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 TEMPLATES = {
     "plain": TURNS + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     "no newline": TURNS + "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}",
@@ -31,9 +32,9 @@ TEMPLATES = {
     "tools with marks": "{% if tools %}call as <tool_call>\n{<name>}\n</tool_call>{% endif %}"
     + TURNS
     + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "users alone": "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+    "users alone": READS_TOOLS + "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
     "{{ raise_exception('users alone') }}{% endif %}{% endfor %}",
-    "nothing": "{{ '' }}x",
+    "nothing": READS_TOOLS + "{{ '' }}x",
 }
 
 
@@ -197,7 +198,7 @@ def test_of_gpt_oss_the_final_channel_alone_is_content(tmp_path, monkeypatch):
     """A checkpoint without a response template; its ends are marks, too."""
     monkeypatch.setitem(zoo._MAKERS, "harmony", lambda: zoo._byte_level(specials=HARMONY))
     monkeypatch.setattr(zoo, "MADE", (*zoo.MADE, "harmony"))
-    template = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    template = READS_TOOLS + "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
     template += "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
     zoo.copy_tokenizer("harmony", tmp_path, chat_template=template)
     service = Speaking(tmp_path)
