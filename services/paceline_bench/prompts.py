@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import paceline
-from paceline.checkpoint.chat import load_chat
 from paceline.checkpoint.tokenizer import Tokenizer
 from paceline.embedded import held_out_files
 from paceline.errors import ConfigError
@@ -115,6 +114,8 @@ def chat_prompts(target: str, path: Path) -> list[Prompt]:
     Raises:
         ConfigError: the checkpoint has no chat template, or a line is wrong.
     """
+    from paceline.checkpoint.chat import load_chat  # with packages that a client of endpoints has not
+
     chat = load_chat(target)
     if chat is None:
         raise ConfigError(f"{target} has no chat template, which is needed to render {path}")
