@@ -165,7 +165,7 @@ class Cause(enum.StrEnum):
     DRAFT_DOWN = "draft_down"
     """Miss: no draft serves the session now."""
     DISABLED = "disabled"
-    """Drafting is off, by the request, its mode or the controller."""
+    """Drafting is off, by the request, its mode or the controller, or no draft is configured."""
     SEQUENTIAL = "sequential"
     """Neither hit nor miss: drafted after the last outcome, as sequential mode does."""
     START = "start"

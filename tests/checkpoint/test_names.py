@@ -7,6 +7,7 @@ Mutants: no rule for the hub's own paths, for a directory's owner, for endings; 
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from paceline.checkpoint.chat import load_chat
 from paceline.checkpoint.files import Checkpoint, context_length
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.config import ModelOptions
+from paceline.embedded import TARGET_DIR
 from paceline.errors import ConfigError
 from paceline.model.loading import load_model
 
@@ -74,6 +76,25 @@ def test_an_id_that_cannot_be_fetched_is_refused_after_one_question(asked, name)
             "not answer (no route to host); name a directory, or fetch it where there is a network"
         )
         assert len(asked) == num_asked
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("smolm2", "smollm2"),
+        ("SmolLM2", "smollm2"),
+        ("paceline/embeded-target", "paceline/embedded-target"),
+        ("embedded-target", "paceline/embedded-target"),
+    ],
+)
+def test_a_mistyped_name_of_the_package_is_refused_with_the_right_one(asked, name, near):
+    with pytest.raises(ConfigError, match=re.escape(f"; did you mean {near!r}?")):
+        Checkpoint.open(name)
+    assert len(asked) == 1
+
+
+def test_an_id_of_the_package_is_its_directory():
+    assert Checkpoint.open("paceline/embedded-target").folder == TARGET_DIR
 
 
 @pytest.mark.parametrize("name", ["a b", "a?b", "a--b/.."])

@@ -96,6 +96,7 @@ def test_a_run_of_threads_gives_times_acceptance_and_cpu_threads(
     assert of["plain"]["predicted"]["tokens_per_s"] == pytest.approx(1 / 0.012)
     assert main(["advise", *arguments]) == 0
     assert "cpu_threads: 2" in (printed := capsys.readouterr().out)
+    assert "assumed: an H100" not in printed
     assert "not forecast: targets" not in printed
     assert main(["advise", "--from", str(RUN), "--devices", "2"]) == 0
     assert (
@@ -129,6 +130,15 @@ def test_a_head_in_the_pool_is_forecast_ahead_only_with_what_was_measured(capsys
     assert main(["advise", "--devices", "2", *STEP]) == 0
     printed = capsys.readouterr().out
     assert "heads in the draft pool take turns with the target; --kept R is the measured acceptance" in printed
+
+
+def test_the_target_may_be_named_first_and_an_assumed_device_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "paceline/embedded-target"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "assumed: an H100, 3,350 GB/s; name yours by --bandwidth-gb-s or --target-step-ms\n1 device,"
+    )
+    assert "model_id: paceline/embedded-target" in printed
 
 
 def test_a_plugin_is_forecast_by_what_was_measured_of_it(capsys: pytest.CaptureFixture[str]) -> None:

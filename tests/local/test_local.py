@@ -354,7 +354,10 @@ def test_without_a_draft_model(checkpoints, threaded):
     for draft in (NgramOptions(), None):
         config = config_of(checkpoints).model_copy(update={"draft": draft})
         with LocalPipeline(config) as pipeline:
-            assert run(pipeline, prompt(10, 20), sampled()).token_ids == expected.token_ids
+            result = run(pipeline, prompt(10, 20), sampled())
+            assert result.token_ids == expected.token_ids
+            assert draft is not None or Cause.DISABLED in result.speculation.causes
+            assert draft is not None or Cause.DRAFT_DOWN not in result.speculation.causes, "none that is configured is missing"
 
 
 @pytest.mark.parametrize("beside_a_draft", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import openai
@@ -293,12 +294,14 @@ def test_tools_are_refused_where_the_template_reads_none(tmp_path):
     """The model would not see them, and a call that is bound to their form would be nonsense."""
     tokenizer = letters_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    tokenizer.response_template = RESPONSE
-    tokenizer.save_pretrained(tmp_path)
-    with served(edge_over(Scripted(), chat=load_chat(str(tmp_path)))) as at:
-        for choice in ("auto", "required"):
+    for response in (RESPONSE, None):  # a form of calls would not help
+        tokenizer.response_template = response
+        tokenizer.save_pretrained(tmp_path / str(response is None))
+    edges = [edge_over(Scripted(), chat=load_chat(str(folder))) for folder in tmp_path.iterdir()]
+    with served(edges[0]) as at, served(edges[1]) as formless:
+        for url, choice in itertools.product((at, formless), ("auto", "required")):
             body = {"messages": USER, "tools": [WEATHER], "tool_choice": choice}
-            status, _, answer = call(f"{at}/v1/chat/completions", body)
+            status, _, answer = call(f"{url}/v1/chat/completions", body)
             assert (status, "reads no tools" in answer["error"]["message"]) == (400, True)
         assert call(f"{at}/v1/chat/completions", {"messages": USER})[0] == 200
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from paceline.checkpoint.folder import folder_of, gguf_on_hub, local_folder, tagged
 from paceline.checkpoint.gguf.header import SHARD
+from paceline.config.loading import nearest_name
 from paceline.errors import ConfigError
 
 _PATIENCE_S = 5.0
@@ -35,10 +36,15 @@ def require_fetchable(source: str) -> None:
     if local_folder(source, *_ANY) is not None:
         return
     if (reason := why_not_fetched()) is not None:
-        raise ConfigError(
-            f"{source!r} is neither a directory nor in the Hugging Face cache, and cannot be fetched: {reason}; name a "
-            "directory, or fetch it where there is a network"
-        )
+        raise ConfigError(absent(source, reason))
+
+
+def absent(source: str, reason: str | None = None) -> str:
+    """Says that a checkpoint is not on this machine, and with a ``reason`` that it cannot be fetched and what to do."""
+    near = nearest_name(source)
+    found = f"{source!r} is neither a directory nor in the Hugging Face cache"
+    remedy = "name a directory, or fetch it where there is a network" if near is None else f"did you mean {near!r}?"
+    return found if reason is None else f"{found}, and cannot be fetched: {reason}; {remedy}"
 
 
 def fetch_gguf(source: str) -> None:

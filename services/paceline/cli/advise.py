@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from paceline.cli.exit import EXIT_DONE
-from paceline.cli.flags import heads_of
+from paceline.cli.flags import add_model_argument, heads_of, take_model_argument
 from paceline.cli.plan_report import how_to_measure
 from paceline.cli.table import table, working
 from paceline.config import ServiceConfig
@@ -50,6 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "Reports which drafting methods can serve a target with the available checkpoints, the expected speedup of "
         "each over plain decoding on the devices, and the configuration of the best one."
     )
+    add_model_argument(parser)
     group = parser.add_argument_group("available")
     group.add_argument("--target", metavar="ID_OR_PATH", help="target model (default: the embedded one, with its own)")
     group.add_argument("--draft", metavar="ID_OR_PATH", help="a smaller model with the target's tokenizer")
@@ -181,6 +182,7 @@ def run_advise(args: argparse.Namespace) -> int:
     from paceline.config.loading import EMBEDDED_DRAFT, EMBEDDED_TARGET, resolve
     from paceline.drafters.at_hand import methods_at_hand
 
+    take_model_argument(args)
     _check(args)
     target, draft, heads = args.target, args.draft, heads_of(args.head)
     if target is None:
@@ -206,6 +208,8 @@ def run_advise(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(site, ranked, acceptances, found, tree), indent=2))
     else:
+        if run is None and args.target_step_ms is None and args.bandwidth_gb_s is None:
+            print(f"assumed: an H100, {_BANDWIDTH_GB_S:,.0f} GB/s; name yours by --bandwidth-gb-s or --target-step-ms")
         print("\n".join(report(site, ranked, acceptances, found, args.kept)))
         if run is not None and site.devices > 1 and site.devices not in site.shared:
             print(f"not forecast: targets of {site.devices} cores. {how_to_measure([site.devices])}")
@@ -429,8 +433,11 @@ def report(
     kept: float | None,
 ) -> Iterator[str]:
     """The lines that are printed before the configuration."""
+    devices, sessions = (
+        f"{n} {what}" + "s" * (n > 1) for n, what in ((site.devices, "device"), (site.sessions, "session"))
+    )
     yield (
-        f"{site.devices} devices, {site.target_devices} for a target, {site.sessions} sessions at once; "
+        f"{devices}, {site.target_devices} for a target, {sessions} at once; "
         f"a target's step of one token takes {site.target.seconds(1) * 1e3:.3g} ms"
     )
     yield ""

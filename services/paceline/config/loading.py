@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,11 +71,23 @@ class ModelLoadingConfig(Strict):
         return self.source if self.tokenizer_source is None else resolve(self.tokenizer_source)
 
 
+_PLACES = (
+    {EMBEDDED_TARGET: str(TARGET_DIR), EMBEDDED_DRAFT: str(DRAFT_DIR)}
+    | {f"paceline/embedded-{method}": str(folder) for method, folder in HEAD_DIRS.items()}
+    | {f"paceline/{model}-texts": str(file) for model, file in CORPORA.items()}
+)
+"""Directories of the embedded pair and its heads, and files of texts, by id."""
+
+
 def resolve(name: str) -> str:
-    """An id as a place: the directories of the embedded pair and its heads, files of texts, or the name itself."""
-    heads = {f"paceline/embedded-{method}": str(folder) for method, folder in HEAD_DIRS.items()}
-    texts = {f"paceline/{model}-texts": str(file) for model, file in CORPORA.items()}
-    return {EMBEDDED_TARGET: str(TARGET_DIR), EMBEDDED_DRAFT: str(DRAFT_DIR), **heads, **texts}.get(name, name)
+    """An id of the package as a place; another name as it is."""
+    return _PLACES.get(name, name)
+
+
+def nearest_name(name: str) -> str | None:
+    """The model of the package whose name is most like ``name``; None: none is like it."""
+    models = (*PACKAGED, *(known for known in _PLACES if not known.endswith("-texts")))
+    return next(iter(difflib.get_close_matches(name.lower(), models, 1)), None)
 
 
 def packaged_sampling(file: Path) -> Mapping[str, float]:
@@ -84,7 +97,7 @@ def packaged_sampling(file: Path) -> Mapping[str, float]:
 
 def place_of(source: str) -> Path:
     """The path that a source names on this machine, where it may be missing: a short name of ``PACKAGED`` stands for
-    its file, unless there is such a path, so that it means the same on every node.
+    its file, unless there is such a path, so that it means the same on every node. So does an id of ``resolve``.
     """
-    path = Path(source).expanduser()
+    path = Path(resolve(source)).expanduser()
     return path if source not in PACKAGED or path.exists() else PACKAGED[source].file or path

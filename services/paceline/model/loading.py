@@ -283,7 +283,7 @@ def _share(num_threads: int, loaded: LoadedModel) -> None:
     if cpu_linear.usable():
         cpu_linear.share_products(1)  # those of a model before this one, whose threads have their cores
     if (reason := why_not_shared(num_threads, loaded)) is not None:
-        raise ConfigError(f"cpu_threads is {num_threads}: {reason}; 1 is allowed")
+        raise ConfigError(f"cpu_threads is {num_threads}: {reason}")
     cpu_linear.share_products(num_threads)
 
 
@@ -291,7 +291,7 @@ def why_not_shared(num_threads: int, loaded: LoadedModel) -> str | None:
     """Says why ``num_threads`` threads cannot share the products and attention of a loaded model; None if they can."""
     reason = cpu_linear.why_not_shared(num_threads, loaded.device, loaded.dtype)
     if reason is None and loaded.load_compiled is None and isinstance(loaded.step, Step):
-        return "the model is not compiled, and only compiled steps are shared"
+        return "the model is not compiled, and only compiled steps are shared; 1 is allowed"
     return reason
 
 

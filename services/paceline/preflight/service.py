@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder
-from paceline.checkpoint.hub import why_not_fetched
+from paceline.checkpoint.hub import absent, why_not_fetched
 from paceline.checkpoint.linear import require_draft_model, why_not_runnable
 from paceline.checkpoint.packing import why_whole
 from paceline.checkpoint.pard import parallel_draft
@@ -234,14 +234,11 @@ def _read_model(
         checkpoint = Checkpoint.find(loading.source, options.trust_remote_code)
         size = None if checkpoint is None else checkpoint.size(options.dtype, options.quantization)
         if checkpoint is None or size is None:
-            absent = f"{loading.source!r} is neither a directory nor in the Hugging Face cache"
             if here and (reason := why_not_fetched()) is not None:
-                remedy = "name a directory, or fetch it where there is a network"
-                findings.append(Finding.error(key, f"{absent}, and cannot be fetched: {reason}; {remedy}"))
+                findings.append(Finding.error(key, absent(loading.source, reason)))
             else:
-                findings.append(
-                    Finding.warning(key, f"{absent}: it is fetched when a replica starts, and was not checked")
-                )
+                missing = f"{absent(loading.source)}: it is fetched when a replica starts, and was not checked"
+                findings.append(Finding.warning(key, missing))
             return None
     except ConfigError as error:
         findings.append(Finding.error(key, f"cannot be used: {error}"))
@@ -287,7 +284,7 @@ def _check_threads(pool: str, options: ModelOptions) -> list[Finding]:
 
     if (reason := why_not_shared(options)) is None:
         return []
-    return [Finding.error(f"{pool}.engine_kwargs.cpu_threads", f"is {options.cpu_threads}: {reason}; 1 is allowed")]
+    return [Finding.error(f"{pool}.engine_kwargs.cpu_threads", f"is {options.cpu_threads}: {reason}")]
 
 
 def _read_cascade(

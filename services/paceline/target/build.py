@@ -223,6 +223,7 @@ def _engine(
         compilation=compilation,
         cores=TargetCores.of(options.cpu_threads, setup.shared_cores, model),
         holds_outcomes=holds_outcomes,
+        drafted=setup.tree_budget > 0,
     )
     engine.calibrate()
     if compilation is not None:

@@ -94,6 +94,7 @@ class TargetEngine:
         compilation: Compilation | None = None,
         cores: TargetCores | None = None,
         holds_outcomes: bool = False,
+        drafted: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Creates an engine without sessions.
@@ -113,8 +114,10 @@ class TargetEngine:
             compilation: of an eager ``runner``'s model: sessions that are opened after its end are compiled.
             cores: cores that share its products, some of a draft's among them; None: their number never changes.
             holds_outcomes: outcomes leave when the next forward begins, or there is none to begin; False: at once.
+            drafted: the configuration names drafts; False: a round without any is not one that misses them.
             clock: seconds.
         """
+        self._drafted = drafted
         self.runners = Runners(runner, compilation)
         self._grammars = grammars
         self.batch_invariant = batch_invariant
@@ -499,7 +502,7 @@ class TargetEngine:
             if not part.verifies:
                 continue
             if session.cause is not Cause.START:
-                session.cause = _cause(part)
+                session.cause = _cause(part, drafted=self._drafted)
             if session.draft_available:
                 node_ids = part.proposal.draft_ids
                 in_flight.append(InFlight(session.session_id, session.epoch, part.stop, node_ids))
@@ -702,15 +705,15 @@ class TargetEngine:
             self._send_held()
 
 
-def _cause(part: Scheduled) -> Cause:
-    """The reason for the proposal that a part has, or for having none."""
+def _cause(part: Scheduled, *, drafted: bool) -> Cause:
+    """The reason for the proposal that a part has, or for having none. ``drafted``: the target has drafts at all."""
     session = part.session
     if session.mode is Mode.PLAIN or session.paused or session.max_draft() == 0:
         return Cause.DISABLED
     if session.mode is Mode.SEQUENTIAL and session.draft_available:
         return Cause.SEQUENTIAL
     if not session.draft_available and not part.proposal.draft_ids:
-        return Cause.DRAFT_DOWN
+        return Cause.DRAFT_DOWN if drafted else Cause.DISABLED
     return session.cause
 
 

@@ -47,15 +47,15 @@ class Asked:
         self._chat, self._tokenizer = chat, edge.service.info.tokenizer
         self.tools, choice = offered(tools, body.tool_choice)
         stop, speculation = body.stop_strings(edge.service.limits), body.speculation.params()
-        if self.tools and not chat.calls_tools:
-            raise InvalidRequestError(
-                "tools are given, but no form is known in which this model calls them: start the service with "
-                "--tool-call-parser NAME"
-            )
         if self.tools and "tools" not in chat.variables_with_tools:
             raise InvalidRequestError(
                 f"tools are given, but the chat template of {edge.model_id!r} reads no tools: start the service with "
                 "--chat-template FILE, a template that does, or describe them in a message"
+            )
+        if self.tools and not chat.calls_tools:
+            raise InvalidRequestError(
+                "tools are given, but no form is known in which this model calls them: start the service with "
+                "--tool-call-parser NAME"
             )
         ignored = body.ignored
         messages = for_template(messages, lambda name: chat.reads_field(name, self.tools), ignored)

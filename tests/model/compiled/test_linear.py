@@ -263,6 +263,7 @@ def test_what_cannot_be_shared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 core" in cpu_linear.why_not_shared(2, cpu, torch.bfloat16)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 4})
     assert cpu_linear.why_not_shared(2, cpu, torch.bfloat16) is None
+    assert cpu_linear.why_not_shared(3, cpu, torch.bfloat16) == "this process may run on 2 cores; 1 to 2 are allowed"
     monkeypatch.setattr(cpu_linear, "usable", lambda: False)
     assert "AVX512-BF16" in cpu_linear.why_not_shared(2, cpu, torch.bfloat16)
 

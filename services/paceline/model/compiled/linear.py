@@ -237,16 +237,19 @@ def gate(library: ctypes.CDLL, x: Tensor) -> Tensor:
 
 
 def why_not_shared(num_threads: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Says why ``num_threads`` threads of this process cannot share the products of a model; None: they can."""
+    """Says why ``num_threads`` threads of this process cannot share the products of a model, and how many can; None:
+    they can."""
     if device.type != "cpu":
-        return f"the model is on device {device.type!r}, and products are shared on the CPU alone"
+        return f"the model is on device {device.type!r}, and products are shared on the CPU alone; 1 is allowed"
     if dtype != torch.bfloat16:
-        return f"the model is in {str(dtype).removeprefix('torch.')}, and products are shared in bfloat16 alone"
+        name = str(dtype).removeprefix("torch.")
+        return f"the model is in {name}, and products are shared in bfloat16 alone; 1 is allowed"
     if not usable():
-        return "the native products, which are shared, need AVX512-BF16 and a C++ compiler"
+        return "the native products, which are shared, need AVX512-BF16 and a C++ compiler; 1 is allowed"
     num_cores = len(os.sched_getaffinity(0))  # the instructions are those of Linux's machines
     if num_threads > num_cores:
-        return f"this process may run on {num_cores} {'core' if num_cores == 1 else 'cores'}"
+        cores, allowed = ("1 core", "1 is") if num_cores == 1 else (f"{num_cores} cores", f"1 to {num_cores} are")
+        return f"this process may run on {cores}; {allowed} allowed"
     return None
 
 

@@ -11,7 +11,7 @@ const CAUSES = {
   k: "miss: the draft had not grown where the proposal was cut",
   late: "miss: the continuation came too late",
   draft_down: "no draft serves the session: the text goes on without",
-  own: "no draft is served: the target drafts by itself",
+  own: "the target drafts by itself",
   disabled: "the draft is not used in this round",
   sequential: "drafted after the previous outcome",
   start: "the first round",

@@ -19,7 +19,7 @@ export class Run {
   take(choice) {
     const now = performance.now();
     const told = choice.speculation?.round;
-    if (told?.cause === "draft_down" && document.body.dataset.drafts === "none") told.cause = "own"; // none is missing
+    if (told?.cause === "disabled" && told.drafted) told.cause = "own"; // the target drafts by itself
     const pieces = this.rounds.take(choice);
     const round = this.rounds.list.at(-1)?.number ?? null;
     for (const { text, origin } of pieces) {
