@@ -10,7 +10,7 @@ from tests.support.compilers import needs_attention, needs_products
 from paceline.core import native_tree, rows
 from paceline.draft import publish
 from paceline.drafters import calibration, parts
-from paceline.model import columns, layer_callback, layout
+from paceline.model import layer_callback, layout
 from paceline.model.attention import native as attention
 from paceline.model.compiled import linear, package
 from paceline.model.parallel import shared_memory
@@ -18,14 +18,14 @@ from paceline.model.parallel import shared_memory
 pytestmark = pytest.mark.compiler
 
 
-@pytest.mark.parametrize("module", [columns, native_tree, parts, publish])
+@pytest.mark.parametrize("module", [layout, native_tree, parts, publish])
 def test_extensions_compile(module: ModuleType) -> None:
     assert module._passes() is not None
 
 
 @pytest.mark.parametrize(
     "module",
-    [calibration, layout, layer_callback, package, rows, shared_memory, pytest.param(linear, marks=needs_products)],
+    [calibration, layer_callback, package, rows, shared_memory, pytest.param(linear, marks=needs_products)],
 )
 def test_libraries_compile(module: ModuleType) -> None:
     assert module._library() is not None

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.model import columns, layout, step_plan
+from paceline.model import layout, step_plan
 from paceline.model.attention.chunks import Chunks
 from paceline.model.kv_cache import flat_rows
 from paceline.model.shapes import QUERY_ROW_LEN, Shapes
@@ -158,23 +158,21 @@ def test_a_step_is_laid_out_as_it_would_be_token_by_token() -> None:
 
 @pytest.mark.compiler
 def test_sequences_are_gathered_as_by_python() -> None:
-    """Whatever holds their numbers; trees that say token by token what they see are left to Python."""
+    """Whatever holds their numbers, and whichever way trees say what their tokens see."""
     num_trees = 0
     for seed in range(96):
         steps, shapes = _batch(seed), SHAPES[seed % len(SHAPES)]
-        if seed % 2:
-            steps = [step for step in steps if step.visible is None or step.own_rows]
         if seed % 2:
             for step in steps:
                 step.token_ids, step.pages = tuple(step.token_ids), array("q", step.pages)
         if seed % 4 == 1:
             steps[-1].positions = [*steps[-1].positions]
-        assert (columns.gather(steps) is None) == any(step.visible is not None and not step.own_rows for step in steps)
-        num_trees += columns.gather(steps) is not None and any(step.own_rows for step in steps)
+        assert layout.gather(steps) is not None
+        num_trees += any(step.visible is not None for step in steps)
         plan, twin = StepPlan.of(steps, SCRATCH_ROW, shapes), StepPlan._by_python(steps, SCRATCH_ROW, shapes)
         assert torch.equal(plan.buffer, twin.buffer)
         assert (plan.num_logits, plan.shape, plan.copies) == (twin.num_logits, twin.shape, twin.copies)
-    assert num_trees > 8
+    assert num_trees > 16
 
 
 @pytest.mark.parametrize(
@@ -190,7 +188,9 @@ def test_sequences_are_gathered_as_by_python() -> None:
         {"also": [(0, 1, 2)]},
         {"num_logits": None},
         {"own_rows": [[0], [1]]},
-        {"visible": torch.ones(2, 2, dtype=torch.bool)},
+        {"visible": torch.ones(3, 2, dtype=torch.bool)},
+        {"visible": torch.ones(2, 4, dtype=torch.bool)[:, ::2]},
+        {"visible": torch.ones(2, 2, dtype=torch.bool), "key_positions": torch.arange(3)},
         {"visible": torch.ones(2, dtype=torch.bool)},
         {"visible": torch.ones(2, dtype=torch.bool), "own_rows": [[0]]},
         {"visible": torch.ones(2, dtype=torch.bool), "own_rows": [[0], 1]},
@@ -203,22 +203,22 @@ def test_sequences_are_gathered_as_by_python() -> None:
 def test_what_engines_do_not_make_is_left_to_python(change: dict[str, object]) -> None:
     span = range(2)
     right = SequenceStep([1, 2], span, span, [0], num_logits=2)
-    assert (columns.gather([right]) is None) == (columns._passes() is None)
-    assert columns.gather([right, replace(right, **change)]) is None
-    assert columns.gather([]) is None
+    assert (layout.gather([right]) is None) == (layout._passes() is None)
+    assert layout.gather([right, replace(right, **change)]) is None
+    assert layout.gather([]) is None
 
 
 def test_python_gathers_where_its_headers_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     expected = StepPlan.of(_batch(1), SCRATCH_ROW)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(columns, "_passes", columns._passes.__wrapped__)
-    assert columns.gather(_batch(1)) is None
+    monkeypatch.setattr(layout, "_passes", layout._passes.__wrapped__)
+    assert layout.gather(_batch(1)) is None
     assert torch.equal(StepPlan.of(_batch(1), SCRATCH_ROW).buffer, expected.buffer)
 
 
 def test_a_layout_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = step_plan._ragged
-    monkeypatch.setattr(layout, "_library", lambda: None)
+    monkeypatch.setattr(layout, "_passes", lambda: None)
     monkeypatch.setattr(step_plan, "_ragged", lambda starts, counts: right(starts, counts) + (counts[-1] > 1))
     for seed in (1, 2, 3):
         with pytest.raises(AssertionError):
@@ -246,8 +246,8 @@ def test_a_native_layout_that_is_wrong_is_noticed(
     changed = tmp_path / "layout.cpp"
     changed.write_text(text.replace(right, wrong), encoding="utf-8")
     monkeypatch.setattr(layout, "_SOURCE", changed)
-    library = layout._library.__wrapped__()
-    monkeypatch.setattr(layout, "_library", lambda: library)
+    passes = layout._passes.__wrapped__()
+    monkeypatch.setattr(layout, "_passes", lambda: passes)
     assert not all(_is_plain(_batch(seed), Shapes(spare_tokens=3)) for seed in range(48))
 
 

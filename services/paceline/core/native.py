@@ -49,8 +49,14 @@ def compiled(source: Path, digest: str, options: Sequence[str], purpose: str) ->
     return path
 
 
-def extension(source: Path, name: str, purpose: str) -> ModuleType:
-    """The extension module ``name`` that ``source`` defines, which may include the headers here; compiled as above.
+def extension(
+    source: Path, name: str, purpose: str, headers: Sequence[Path] = (), options: Sequence[str] = ()
+) -> ModuleType:
+    """The extension module ``name`` that ``source`` defines, compiled as above.
+
+    Args:
+        headers: that it includes, beside those here.
+        options: of the compiler, beside those of all extensions.
 
     Raises:
         EngineError: there are no headers of Python or no compiler, or it fails; with its first error.
@@ -59,9 +65,10 @@ def extension(source: Path, name: str, purpose: str) -> ModuleType:
     include = sysconfig.get_path("include")
     if not Path(include, "Python.h").exists():
         raise EngineError(f"there is no Python.h in {include}")
-    options = (f"-I{include}", f"-I{_HEADERS[0].parent}", "-ffp-contract=off")
+    folders = dict.fromkeys(path.parent for path in (*_HEADERS, *headers))
+    options = (f"-I{include}", *[f"-I{folder}" for folder in folders], "-ffp-contract=off", *options)
     facts = f"{machine()} {sysconfig.get_config_var('SOABI')} {options}"
-    sources = b"".join(path.read_bytes() for path in (source, *_HEADERS))
+    sources = b"".join(path.read_bytes() for path in (source, *_HEADERS, *headers))
     digest = hashlib.blake2b(sources + facts.encode(), digest_size=8).hexdigest()
     loader = ExtensionFileLoader(name, str(compiled(source, digest, options, purpose)))
     spec = spec_from_loader(name, loader)

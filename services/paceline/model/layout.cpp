@@ -1,14 +1,221 @@
-// The integers of a step, laid out in one pass each. See layout.py.
+// The integers of a step: its sequences are read from their Python objects as columns, and laid out in the step's buffer,
+// each in one pass. See layout.py.
+
+#include "layout.h"
+
+#include "objects.h"
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-
-#include "layout.h"
+#include <memory>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 namespace {
 
-using paceline::Fields, paceline::kPage, paceline::Shape;
+using paceline::Fields, paceline::find, paceline::intern, paceline::kPage, paceline::method, paceline::Ref, paceline::Shape,
+    paceline::slot;
+
+using Column = std::vector<int64_t>;
+
+// Where SequenceStep keeps its attributes.
+struct StepLayout {
+  PyTypeObject* type = nullptr;
+  Py_ssize_t token_ids, positions, rows, pages, num_logits, visible, key_positions, own_rows, also, copies;
+} layout;
+
+// Finds the attributes of a class of sequences, once. False after an error.
+bool known(PyTypeObject* type) {
+  if (type == layout.type) return true;
+  StepLayout found;
+  if (!find({
+        {type, "token_ids", found.token_ids},
+        {type, "positions", found.positions},
+        {type, "rows", found.rows},
+        {type, "pages", found.pages},
+        {type, "num_logits", found.num_logits},
+        {type, "visible", found.visible},
+        {type, "key_positions", found.key_positions},
+        {type, "own_rows", found.own_rows},
+        {type, "also", found.also},
+        {type, "copies", found.copies},
+      }))
+    return false;
+  layout = found;
+  layout.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(reinterpret_cast<PyObject*>(type)));
+  return true;
+}
+
+// The readers below return false after an error, and where there is something else than they expect.
+
+bool read_int(PyObject* object, int64_t& value) {
+  if (object == nullptr) return false;
+  value = PyLong_AsLongLong(object);
+  return value != -1 || !PyErr_Occurred();
+}
+
+// Adds the numbers of a range that counts up by one.
+bool add_range(PyObject* range, Column& column) {
+  const Py_ssize_t size = PyObject_Size(range);
+  if (size <= 0) return size == 0;
+  Ref ends[] = {Ref(PySequence_GetItem(range, 0)), Ref(PySequence_GetItem(range, size - 1))};
+  int64_t first = 0, last = 0;
+  if (!read_int(ends[0].get(), first) || !read_int(ends[1].get(), last) || last - first != size - 1) return false;
+  for (int64_t value = first; value <= last; ++value) column.push_back(value);
+  return true;
+}
+
+// Adds the numbers of an array("q").
+bool add_array(PyObject* array, Column& column) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(array, &view, PyBUF_ND | PyBUF_FORMAT) < 0) return false;
+  const bool fits = view.ndim == 1 && view.format != nullptr && view.format[0] == 'q' && view.format[1] == 0;
+  const auto* values = static_cast<const int64_t*>(view.buf);
+  if (fits) column.insert(column.end(), values, values + view.len / 8);
+  PyBuffer_Release(&view);
+  return fits;
+}
+
+bool add(PyObject* values, Column& column) {
+  if (values == nullptr) return false;
+  if (PyRange_Check(values)) return add_range(values, column);
+  if (PyObject_CheckBuffer(values)) return add_array(values, column);
+  if (!PyList_CheckExact(values) && !PyTuple_CheckExact(values)) return false;
+  const Py_ssize_t size = PySequence_Fast_GET_SIZE(values);
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    int64_t value = 0;
+    if (!read_int(PySequence_Fast_GET_ITEM(values, i), value)) return false;
+    column.push_back(value);
+  }
+  return true;
+}
+
+// Adds the further writes of a sequence whose first token is `first` of the step.
+bool add_also(PyObject* also, int64_t first, Column& column) {
+  if (also == nullptr || (!PyList_CheckExact(also) && !PyTuple_CheckExact(also))) return false;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(also); ++i) {
+    PyObject* pair = PySequence_Fast_GET_ITEM(also, i);
+    const size_t at = column.size();
+    if (!PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2 || !add(pair, column)) return false;
+    column[at] += first;
+  }
+  return true;
+}
+
+struct Names {
+  PyObject *data_ptr, *dim, *is_contiguous, *numel;
+} names;
+
+// A number that a method of a tensor gives; -1 after an error.
+int64_t ask(PyObject* tensor, PyObject* name) {
+  Ref value(PyObject_CallMethodNoArgs(tensor, name));
+  return value ? PyLong_AsLongLong(value.get()) : -1;
+}
+
+// Adds the place of the values of a tensor [rows, num_values], or [num_values] if `rows` is 0; of any num_values if that is
+// -1 before.
+bool add_values(PyObject* tensor, int64_t rows, int64_t& num_values, Column& column) {
+  if (tensor == nullptr || ask(tensor, names.dim) != (rows ? 2 : 1) || ask(tensor, names.is_contiguous) != 1) return false;
+  const int64_t size = ask(tensor, names.numel), at = ask(tensor, names.data_ptr), width = size / (rows ? rows : 1);
+  if (size < 0 || PyErr_Occurred() || (rows && PyObject_Size(tensor) != rows) || (num_values >= 0 && width != num_values)) return false;
+  num_values = width;
+  column.push_back(at);
+  return true;
+}
+
+// Adds the rows that tokens see beside the others: of each how many, and which.
+bool add_own(PyObject* own_rows, int64_t num_tokens, Column& column) {
+  if (own_rows == nullptr || !PyList_CheckExact(own_rows) || PyList_GET_SIZE(own_rows) != num_tokens) return false;
+  for (Py_ssize_t i = 0; i < num_tokens; ++i) {
+    const size_t at = column.size();
+    column.push_back(0);
+    if (!add(PyList_GET_ITEM(own_rows, i), column)) return false;
+    column[at] = static_cast<int64_t>(column.size() - at - 1);
+  }
+  return true;
+}
+
+bool is_empty(PyObject* values) { return values != nullptr && PyObject_Size(values) == 0; }
+
+// The columns of a step.
+struct Columns {
+  // Of each sequence: tokens, pages and logits, keys that its tree sees, 0 if it is none, and tokens with rows of their own.
+  Column counts;
+  Column ids, rows, positions, pages, also, own;
+  Column visible, key_positions;  // addresses, 0 where there is none
+  bool apart = false;  // positions differ from rows
+  int64_t num_logits = 0, shortest = INT64_MAX, longest = 0, most_keys = 0;
+
+  bool add_step(PyObject* step, PyObject* copies) {
+    if (!known(Py_TYPE(step))) return false;
+    const size_t first = ids.size(), first_page = pages.size();
+    int64_t logits = 0;
+    if (!add_also(slot(step, layout.also), static_cast<int64_t>(first), also) || !add(slot(step, layout.token_ids), ids) ||
+        !add(slot(step, layout.rows), rows) || !add(slot(step, layout.pages), pages) ||
+        !read_int(slot(step, layout.num_logits), logits) || rows.size() != ids.size() || ids.size() == first)
+      return false;
+    if (slot(step, layout.positions) != slot(step, layout.rows) && !apart) {
+      apart = true;
+      positions.assign(rows.begin(), rows.begin() + static_cast<int64_t>(first));
+    }
+    if (apart && (!add(slot(step, layout.positions), positions) || positions.size() != ids.size())) return false;
+    const auto tokens = static_cast<int64_t>(ids.size() - first), tables = static_cast<int64_t>(pages.size() - first_page);
+    int64_t keys = 0, owners = 0;
+    if (!add_tree(step, tokens, keys, owners)) return false;
+    counts.insert(counts.end(), {tokens, tables, logits, keys, owners});
+    num_logits += logits, shortest = std::min(shortest, tokens), longest = std::max(longest, tokens);
+    PyObject* copied = slot(step, layout.copies);
+    return is_empty(copied) || PyList_SetSlice(copies, PY_SSIZE_T_MAX, PY_SSIZE_T_MAX, copied) == 0;
+  }
+
+  // What the tokens of a sequence see, where that is not all rows up to their own: each some rows, or all the same ones and
+  // each its own beside.
+  bool add_tree(PyObject* step, int64_t num_tokens, int64_t& keys, int64_t& owners) {
+    PyObject *seen = slot(step, layout.visible), *at = slot(step, layout.key_positions);
+    if (seen == Py_None) {
+      visible.push_back(0), key_positions.push_back(0);
+      return is_empty(slot(step, layout.own_rows));
+    }
+    keys = -1;
+    const bool apiece = is_empty(slot(step, layout.own_rows));  // each token says all that it sees
+    if (!add_values(seen, apiece ? num_tokens : 0, keys, visible) || keys == 0) return false;
+    if (!apiece && !add_own(slot(step, layout.own_rows), num_tokens, own)) return false;
+    owners = apiece ? 0 : num_tokens;
+    if (at == Py_None) key_positions.push_back(0);
+    else if (!add_values(at, 0, keys, key_positions)) return false;
+    most_keys = std::max(most_keys, keys);
+    return true;
+  }
+};
+
+// gather(steps) -> tokens, writes, logits, tokens of the shortest and of the longest sequence, KV rows that the page
+// tables must cover, if a step has a tree, the copies, and the columns for lay_out, which are good as long as the steps live;
+// None if this is no list of SequenceStep as the engines make them.
+PyObject* gather(PyObject*, PyObject* steps) {
+  if (!PyList_CheckExact(steps) || PyList_GET_SIZE(steps) == 0) Py_RETURN_NONE;
+  auto held = std::make_unique<Columns>();
+  Columns& columns = *held;
+  Ref copied(PyList_New(0));
+  for (Py_ssize_t i = 0; copied && i < PyList_GET_SIZE(steps); ++i) {
+    if (columns.add_step(PyList_GET_ITEM(steps, i), copied.get())) continue;
+    PyErr_Clear();  // Python finds it, too, and says what is wrong
+    Py_RETURN_NONE;
+  }
+  const auto num_tokens = static_cast<Py_ssize_t>(columns.ids.size());
+  const auto num_writes = num_tokens + static_cast<Py_ssize_t>(columns.also.size()) / 2;
+  const int64_t num_rows = std::max(*std::max_element(columns.rows.begin(), columns.rows.end()) + 1, columns.most_keys);
+  Ref copies(copied ? PyList_AsTuple(copied.get()) : nullptr);
+  Ref capsule(PyCapsule_New(held.get(), nullptr, [](PyObject* of) {
+    delete static_cast<Columns*>(PyCapsule_GetPointer(of, nullptr));
+  }));
+  if (capsule) held.release();
+  if (!copies || !capsule) return nullptr;
+  return Py_BuildValue("nnLLLLOOO", num_tokens, num_writes, columns.num_logits, columns.shortest, columns.longest,
+                       num_rows, columns.most_keys ? Py_True : Py_False, copies.get(), capsule.get());
+}
 
 void pad(int64_t* field, int64_t from, int64_t to) { std::fill(field + from, field + to, int64_t{0}); }
 
@@ -27,19 +234,16 @@ void widen(const T* from, int64_t m, int64_t other, T* to, int64_t n, int64_t wi
   }
 }
 
-}  // namespace
-
-extern "C" {
-
-// step_plan._lay_out. `counts` [n, 5]: tokens, pages and logits of each sequence, keys that its tree sees, 0 if it is
-// none, and tokens with rows of their own; `also` [num_also, 2]: the token and row of further writes; `visible`,
-// `key_positions`: of each sequence, or null; `own`: of each token with rows of its own how many, and which.
-void paceline_lay_out(int64_t n, const int64_t* counts, const int64_t* ids, const int64_t* rows, const int64_t* positions,
-                      const int64_t* pages, int64_t num_also, const int64_t* also, const uint8_t* const* visible,
-                      const int64_t* own, const int64_t* const* key_positions, int64_t scratch_row, const int64_t* sizes,
-                      int64_t* to) {
+// step_plan._lay_out: fills the buffer `to` of a step.
+void fill(const Columns& columns, int64_t scratch_row, const int64_t* sizes, int64_t* to) {
   const Shape s(sizes);
   const Fields f(to, s);
+  const int64_t *counts = columns.counts.data(), *ids = columns.ids.data(), *rows = columns.rows.data();
+  const int64_t *positions = columns.apart ? columns.positions.data() : rows, *pages = columns.pages.data();
+  const int64_t *also = columns.also.data(), *own = columns.own.data();
+  const auto* visible = reinterpret_cast<const uint8_t* const*>(columns.visible.data());
+  const auto* key_positions = reinterpret_cast<const int64_t* const*>(columns.key_positions.data());
+  const auto n = static_cast<int64_t>(columns.visible.size()), num_also = static_cast<int64_t>(columns.also.size()) / 2;
   int64_t first = 0, logits = 0, row = 0;  // of the sequence, among all
   for (int64_t i = 0; i < n; ++i, counts += 5) {
     const int64_t tokens = counts[0], tables = counts[1], seen = counts[3], owners = counts[4];
@@ -85,7 +289,7 @@ void paceline_lay_out(int64_t n, const int64_t* counts, const int64_t* ids, cons
 }
 
 // buckets.pack: from the buffer of one shape to that of one that covers it.
-void paceline_pack(const int64_t* own_sizes, int64_t* from, const int64_t* sizes, int64_t* to, int64_t scratch_row) {
+void pack(const int64_t* own_sizes, int64_t* from, const int64_t* sizes, int64_t* to, int64_t scratch_row) {
   const Shape own(own_sizes), s(sizes);
   const Fields x(from, own), f(to, s);
   const auto copy = [](const int64_t* values, int64_t count, int64_t* field, int64_t size) {
@@ -125,13 +329,13 @@ void paceline_pack(const int64_t* own_sizes, int64_t* from, const int64_t* sizes
 }
 
 // step_plan.attention_masks, of values of two or four bytes; `near` only with a window.
-void paceline_masks(const int64_t* sizes, int64_t* from, int64_t window, int64_t bytes, void* whole, void* near) {
+void masks(const int64_t* sizes, int64_t* from, int64_t window, int64_t bytes, void* whole, void* near) {
   const Shape s(sizes);
   paceline::make_masks(s, Fields(from, s), window, bytes, whole, near);
 }
 
 // KVCache.copy and KVCache.clear. `pools` [n]: each a page of `bytes` behind the other; `pairs` [count, 2]: from, to.
-void paceline_copy_pages(int64_t n, uint8_t* const* pools, const int64_t* bytes, int64_t count, const int64_t* pairs) {
+void copy_pages(int64_t n, uint8_t* const* pools, const int64_t* bytes, int64_t count, const int64_t* pairs) {
   for (int64_t i = 0; i < n; ++i) {
     for (int64_t j = 0; j < count; ++j) {
       std::memcpy(pools[i] + pairs[2 * j + 1] * bytes[i], pools[i] + pairs[2 * j] * bytes[i], bytes[i]);
@@ -139,10 +343,71 @@ void paceline_copy_pages(int64_t n, uint8_t* const* pools, const int64_t* bytes,
   }
 }
 
-void paceline_clear_pages(int64_t n, uint8_t* const* pools, const int64_t* bytes, int64_t count, const int64_t* pages) {
+void clear_pages(int64_t n, uint8_t* const* pools, const int64_t* bytes, int64_t count, const int64_t* pages) {
   for (int64_t i = 0; i < n; ++i) {
     for (int64_t j = 0; j < count; ++j) std::memset(pools[i] + pages[j] * bytes[i], 0, bytes[i]);
   }
 }
 
-}  // extern "C"
+// Calls a function of integers and addresses, both of which Python gives as ints.
+template <class T>
+T number_of(PyObject* object) {
+  if constexpr (std::is_pointer_v<T>) return static_cast<T>(PyLong_AsVoidPtr(object));
+  else return PyLong_AsLongLong(object);
+}
+
+template <class... T, size_t... i>
+PyObject* call(void (*function)(T...), PyObject* const* arguments, Py_ssize_t count, std::index_sequence<i...>) {
+  if (count != sizeof...(T)) return PyErr_Format(PyExc_TypeError, "%zu numbers are needed", sizeof...(T));
+  const std::tuple<T...> numbers{number_of<T>(arguments[i])...};
+  if (PyErr_Occurred()) return nullptr;
+  std::apply(function, numbers);
+  Py_RETURN_NONE;
+}
+
+template <class... T>
+PyObject* call(void (*function)(T...), PyObject* const* arguments, Py_ssize_t count) {
+  return call(function, arguments, count, std::index_sequence_for<T...>());
+}
+
+// lay_out(columns, scratch_row, sizes, to): fills the buffer of a step by columns of gather. `sizes`: the address of those
+// of a StepShape.
+PyObject* lay_out(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  const void* columns = count == 4 ? PyCapsule_GetPointer(arguments[0], nullptr) : nullptr;
+  if (columns == nullptr) return PyErr_Format(PyExc_TypeError, "lay_out takes columns, a row and two addresses");
+  const auto scratch_row = number_of<int64_t>(arguments[1]);
+  const auto* sizes = number_of<const int64_t*>(arguments[2]);
+  auto* to = number_of<int64_t*>(arguments[3]);
+  if (PyErr_Occurred()) return nullptr;
+  fill(*static_cast<const Columns*>(columns), scratch_row, sizes, to);
+  Py_RETURN_NONE;
+}
+
+template <auto function>
+PyMethodDef calls(const char* name) {
+  return method(name, [](PyObject*, PyObject* const* arguments, Py_ssize_t count) { return call(function, arguments, count); });
+}
+
+PyMethodDef methods[] = {
+    {"gather", gather, METH_O, nullptr},
+    method("lay_out", lay_out),
+    calls<pack>("pack"),
+    calls<masks>("masks"),
+    calls<copy_pages>("copy_pages"),
+    calls<clear_pages>("clear_pages"),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "paceline_layout", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_paceline_layout() {
+  if (!intern({{names.data_ptr, "data_ptr"},
+               {names.dim, "dim"},
+               {names.is_contiguous, "is_contiguous"},
+               {names.numel, "numel"}}))
+    return nullptr;
+  return PyModule_Create(&module);
+}

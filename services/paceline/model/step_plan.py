@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.model import columns, layout
+from paceline.model import layout
 from paceline.model.attention.chunks import first_seen
 from paceline.model.attention.schedule import SPLIT, Seen
 from paceline.model.kv_cache import KVCache
@@ -217,10 +217,10 @@ class StepPlan(NamedTuple):
     @classmethod
     def of(cls, steps: Sequence[SequenceStep], scratch_row: int, shapes: Shapes = _ALL_RULES) -> Self:
         """Lays the new tokens of sessions out, padded to ``shapes``."""
-        found = columns.gather(steps)
+        found = layout.gather(steps)
         if found is None:
             return cls._by_python(steps, scratch_row, shapes)
-        num_tokens, num_writes, num_logits, shortest, longest, num_rows, is_tree, copies, packed = found
+        num_tokens, num_writes, num_logits, shortest, longest, num_rows, is_tree, copies, columns = found
         row_len = _row_len(len(steps), shortest, longest, shapes)
         shape = _shape(
             shapes.tokens(num_tokens),
@@ -232,12 +232,12 @@ class StepPlan(NamedTuple):
             is_tree,
         )
         buffer = torch.empty(shape.num_bytes, dtype=torch.uint8)
-        columns.lay_out(packed, scratch_row, shape.numbers, buffer)
+        layout.lay_out(columns, scratch_row, shape.numbers, buffer)
         return cls(num_logits, shape, buffer, copies)
 
     @classmethod
     def _by_python(cls, steps: Sequence[SequenceStep], scratch_row: int, shapes: Shapes) -> Self:
-        """Reference implementation of ``columns.py``. It also serves the steps that ``columns.py`` does not."""
+        """Reference implementation of ``layout.py``. It says what is wrong with steps that ``layout.py`` refuses."""
         lengths = [len(step.token_ids) for step in steps]
         num_tokens, row_len = sum(lengths), _row_len(len(lengths), min(lengths), max(lengths), shapes)
         ids, rows, pages, also = array("q"), array("q"), array("q"), array("q")
@@ -264,17 +264,7 @@ class StepPlan(NamedTuple):
             is_tree,
         )
         buffer = torch.empty(shape.num_bytes, dtype=torch.uint8)
-        if layout.usable():
-            counts, own_rows = array("q"), array("q")
-            for step, length, num_keys in zip(steps, lengths, keys, strict=True):
-                counts.extend((length, len(step.pages), step.num_logits, num_keys, len(step.own_rows)))
-                for own in step.own_rows:
-                    own_rows.append(len(own))
-                    own_rows.extend(own)
-            trees = [step.visible for step in steps], own_rows, [step.key_positions for step in steps]
-            layout.lay_out(counts, (ids, rows, positions, pages), also, trees, scratch_row, shape.numbers, buffer)
-        else:
-            _lay_out(steps, (ids, rows, positions, pages), also, scratch_row, shape, arrays_of(shape, buffer))
+        _lay_out(steps, (ids, rows, positions, pages), also, scratch_row, shape, arrays_of(shape, buffer))
         return cls(num_logits, shape, buffer, tuple([pair for step in steps for pair in step.copies]))
 
     @property

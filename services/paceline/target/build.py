@@ -18,7 +18,7 @@ from paceline.config import TargetOptions, TargetSetup
 from paceline.core import cuda, native_tree
 from paceline.errors import ConfigError
 from paceline.messages import FromTarget
-from paceline.model import columns
+from paceline.model import layout
 from paceline.model.compiled.background import Compilation, CompileJob, SelfTest
 from paceline.model.compiled.buckets import Limits
 from paceline.model.compiled.graphs import record_steps, recordings_bytes
@@ -191,7 +191,7 @@ def _engine(
 ) -> TargetEngine:
     options = setup.options
     native_tree.prepare()
-    columns.prepare()
+    layout.usable()  # compiled now, so that no step waits for it
     cuda.prepare(runner.vocab_size, model.dtype, model.device)
     limits = _limits(options, min(session_pages(max_len), runner.cache.num_pages))
     record_steps(runner, limits, model.max_len, options.cuda_graphs)
