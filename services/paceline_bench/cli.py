@@ -87,7 +87,7 @@ def add_parser(subparsers: Any) -> None:
     parts = kinds.add_parser(
         "parts",
         help="what single parts of a step cost",
-        description="Measures one part of a step, beside another way to do the same. NAME --help shows its flags.",
+        description="Measures one part of a step and an alternative to it. NAME --help shows its flags.",
     )
     parts.add_argument("name", choices=PARTS_OF_A_STEP, help=", ".join(PARTS_OF_A_STEP))
     parts.add_argument("arguments", nargs=argparse.REMAINDER, help="its own flags")
@@ -145,7 +145,7 @@ def run_local(args: argparse.Namespace) -> int:
     title = (
         f"{len({r.prompt for r in records})} prompts x {settings.repeats}, {settings.max_tokens} tokens each, "
         f"{settings.sessions} at once; {settings.acceptance.value} acceptance, "
-        f"{settings.tree_step_tokens or 'as many as cost little more than one'} nodes per draft step; "
+        f"{settings.tree_step_tokens or 'the number that costs little more than one'} nodes per draft step; "
         f"drafter {settings.drafter}" + "".join(f", head {head}" for head in settings.heads)
     )
     print(local_text(labels, settings.dtype, records, title, floor))

@@ -1,7 +1,7 @@
 """Any server that speaks the OpenAI API, measured like our own: streamed completions over HTTP, real tokens counted.
 
 A chunk's tokens come from its ``usage`` if the server sends it with every chunk (``continuous_usage_stats``). They are
-one if there are as many chunks as tokens. Otherwise they are unknown, and there is no ITL.
+one if each chunk has one token. Otherwise they are unknown, and there is no ITL.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def add_local_flags(parser: argparse.ArgumentParser, one: Sequence[str], several
     group.add_argument("--sequential-draft-tokens", type=several(k), default=(2, 3, 4, 6), metavar="K,...", help=help_)
     group.add_argument("--acceptance", choices=[a.value for a in Acceptance], default=Acceptance.COUPLED.value)
     group.add_argument("--tree-step-tokens", type=positive(1024), metavar="N")
-    help_ = "also measure targets whose products so many cores share, and 1, for paceline plan --cpu-cores"
+    help_ = "also measure targets whose products this many cores share, and 1 core, for paceline plan --cpu-cores"
     group.add_argument("--cpu-threads", type=several(threads), default=(), metavar="N,...", help=help_)
     help_ = f"also measure {' or '.join(ENGINES)}, by the Python of the environment that has it (repeatable)"
     group.add_argument(

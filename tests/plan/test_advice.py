@@ -21,10 +21,10 @@ def site(devices: int, target_devices: int = 1, sessions: int = 8) -> Site:
     return Site(TARGET, devices, target_devices, sessions)
 
 
-def draft(acceptance: float = 0.8, *, share: float = 0.1, apart: bool = False, **options: object) -> Candidate:
+def draft(acceptance: float = 0.8, *, share: float = 0.1, in_pool: bool = False, **options: object) -> Candidate:
     """A drafter whose forward takes a share of the target's."""
     step = TARGET.times(share)
-    return Candidate("apart" if apart else "inside", acceptance, step, apart, int(apart), **options)  # type: ignore[arg-type]
+    return Candidate("in_pool" if in_pool else "inside", acceptance, step, in_pool, int(in_pool), **options)  # type: ignore[arg-type]
 
 
 def best(where: Site, candidate: Candidate) -> Forecast:
@@ -32,11 +32,11 @@ def best(where: Site, candidate: Candidate) -> Forecast:
 
 
 def test_plain_decoding_is_the_measure_and_the_best_comes_first() -> None:
-    found = forecasts(site(4), [draft(0.02, share=0.5), draft(0.9, share=0.02, apart=True)])
+    found = forecasts(site(4), [draft(0.02, share=0.5), draft(0.9, share=0.02, in_pool=True)])
     assert [f.predicted.tokens_per_s for f in found] == sorted((f.predicted.tokens_per_s for f in found), reverse=True)
     by_name = {f.name: f for f in found}
     assert by_name["plain"].times_plain == 1.0
-    assert by_name["inside"].times_plain < 1.0 < by_name["apart"].times_plain
+    assert by_name["inside"].times_plain < 1.0 < by_name["in_pool"].times_plain
     assert by_name["plain"].predicted == plain(
         System(TARGET, TARGET, Outcomes.derived(0.0)), Load(sessions=8, targets=4)
     )
@@ -47,17 +47,17 @@ def test_plain_decoding_is_the_measure_and_the_best_comes_first() -> None:
 def test_no_division_of_the_devices_and_no_k_is_better(devices: int, target_devices: int) -> None:
     """Against every number of drafts and every K, by the closed form itself."""
     where, options = site(devices, target_devices), {"max_step_tokens": 256}
-    inside, apart = draft(0.7), draft(0.7, apart=True)
+    inside, in_pool = draft(0.7), draft(0.7, in_pool=True)
     system = System(TARGET, inside.step, Outcomes.derived(0.7), colocated=True, **options)
     load = Load(8, devices // target_devices)
     most = max(colocated(system, load, k).tokens_per_s for k in range(1, 9))
     assert best(where, inside).predicted.tokens_per_s >= 0.999 * most
     if devices == target_devices:
         return
-    system = System(TARGET, apart.step, Outcomes.derived(0.7), link_s=where.link_s, **options)
+    system = System(TARGET, in_pool.step, Outcomes.derived(0.7), link_s=where.link_s, **options)
     loads = [Load(8, (devices - n) // target_devices, n) for n in range(1, devices - target_devices + 1)]
     most = max(overlapped(system, each, k).tokens_per_s for each in loads for k in range(1, 9))
-    found = best(where, apart)
+    found = best(where, in_pool)
     assert found.predicted.tokens_per_s >= 0.999 * most
     assert found.targets * target_devices + found.drafts <= devices
 
@@ -66,7 +66,7 @@ def test_a_heavy_draft_belongs_on_a_device_of_its_own_and_a_light_one_beside_its
     where = site(17, 4, sessions=4)
     for share, apart_wins in ((0.25, True), (0.01, False)):
         ratio = (
-            best(where, draft(share=share, apart=True)).predicted.tokens_per_s
+            best(where, draft(share=share, in_pool=True)).predicted.tokens_per_s
             / best(where, draft(share=share)).predicted.tokens_per_s
         )
         assert (ratio > 1.05) == apart_wins
@@ -76,11 +76,11 @@ def test_a_heavy_draft_belongs_on_a_device_of_its_own_and_a_light_one_beside_its
 def test_cores_share_a_target_where_that_was_measured_to_bring_more(gain: float, cores: int) -> None:
     """Two sessions: two targets of a core each, or one target of two cores that steps for both."""
     where = replace(site(2, sessions=2), shared={2: TARGET.times(1 / gain), 4: TARGET.times(0.01)})
-    found = {f.name: f for f in forecasts(where, [draft(0.8), draft(0.8, apart=True)])}
+    found = {f.name: f for f in forecasts(where, [draft(0.8), draft(0.8, in_pool=True)])}
     for name in ("plain", "inside"):
         assert found[name].target_devices == cores
         assert found[name].targets * cores == 2
-    assert (found["apart"].target_devices, found["apart"].targets, found["apart"].drafts) == (1, 1, 1)
+    assert (found["in_pool"].target_devices, found["in_pool"].targets, found["in_pool"].drafts) == (1, 1, 1)
 
 
 def test_the_forward_of_a_drafter_inside_is_that_of_the_cores_that_share_it() -> None:
@@ -112,8 +112,8 @@ def test_a_target_that_no_session_needs_is_left_out() -> None:
 
 
 def test_a_drafter_that_needs_a_device_is_left_out_where_there_is_none() -> None:
-    assert [f.name for f in forecasts(site(4, 4), [draft(apart=True)])] == ["plain"]
-    lookup = Candidate("n-grams", 0.5, StepTable.affine(1e-4, 1e-5), apart=True)
+    assert [f.name for f in forecasts(site(4, 4), [draft(in_pool=True)])] == ["plain"]
+    lookup = Candidate("n-grams", 0.5, StepTable.affine(1e-4, 1e-5), in_pool=True)
     assert best(site(4, 4), lookup).targets == 1
 
 
@@ -144,7 +144,7 @@ def test_guesses_that_are_right_save_forwards_and_wrong_ones_cost_rows() -> None
 
 
 def test_rows_that_ride_make_the_steps_of_the_target_longer() -> None:
-    rider = Candidate("lookahead", 0.3, StepTable.affine(1e-4, 1e-5), apart=False, riding_rows=14)
+    rider = Candidate("lookahead", 0.3, StepTable.affine(1e-4, 1e-5), in_pool=False, riding_rows=14)
     system = advice._system(site(1), rider, 3)
     assert system.target.seconds(8 * 4) == pytest.approx(TARGET.seconds(8 * 18))
     measured = StepTable(((1, 1.0), (10, 1.5), (40, 9.0)))
@@ -164,7 +164,7 @@ def test_every_method_has_an_assumption_with_its_source() -> None:
 
 
 def test_a_head_apart_is_drafted_with_in_turn_and_its_states_take_their_time() -> None:
-    head = draft(0.7, apart=True, state_bytes=1 << 20)
+    head = draft(0.7, in_pool=True, state_bytes=1 << 20)
     where = site(2, sessions=4)
     system, load = advice._system(where, head, 3), Load(4, 1, 1)
     found, without = advice._predict(where, head, load, 3), sequential(system, load, 3)
@@ -184,7 +184,7 @@ def test_a_head_apart_drafts_ahead_only_where_enough_of_it_is_left(share: float,
     load, where = Load(1, 1, 1), site(2, sessions=1)
 
     def predicted(kept: float) -> str:
-        head = draft(0.7, share=share, apart=True, state_bytes=8192, kept=kept)
+        head = draft(0.7, share=share, in_pool=True, state_bytes=8192, kept=kept)
         return advice._predict(where, head, load, 3).mode
 
     assert predicted(limit - 0.02) == "sequential"
@@ -193,7 +193,7 @@ def test_a_head_apart_drafts_ahead_only_where_enough_of_it_is_left(share: float,
 
 def test_what_is_left_of_a_head_ahead_is_its_acceptance_there() -> None:
     load, where = Load(1, 1, 1), site(2, sessions=1)
-    whole = draft(0.7, apart=True, state_bytes=1, kept=1.0)
+    whole = draft(0.7, in_pool=True, state_bytes=1, kept=1.0)
     most, less = (advice._predict(where, replace(whole, kept=kept), load, 3) for kept in (1.0, 0.9))
     assert most.tokens_per_round > less.tokens_per_round
     other = advice._predict(where, replace(whole, state_bytes=0), load, 3)

@@ -151,3 +151,21 @@ def test_what_torch_was_built_for_is_known_without_loading_it():
     import torch
 
     assert gpus.torch_has_gpus() is (torch.version.cuda is not None or torch.version.hip is not None)
+
+
+@pytest.mark.parametrize(
+    ("method", "said"), [("eagle3", "hidden_size"), ("medusa", "by config.json and the target it must be [64]")]
+)
+def test_a_head_of_another_target(pair, method, said):
+    """What loading would refuse is known from the headers of its files."""
+    head = f"[{{method: {method}, model: paceline/embedded-{method}}}]"
+    given = config(pair, f"target_config.engine_kwargs.heads={head}")
+    found = checks.examine(given, cores=False, ports=False, forms=True).findings
+    (message,) = [finding.message for finding in found if finding.severity is Severity.ERROR]
+    assert message.startswith(
+        f"target_config.engine_kwargs.heads[0] is {method} paceline/embedded-{method}, which does"
+    )
+    assert said in message
+    fitting = ServiceConfig.parse({}).with_overrides([f"target_config.engine_kwargs.heads={head}"])
+    found = checks.examine(fitting, cores=False, ports=False, forms=True).findings
+    assert not [finding for finding in found if finding.severity is Severity.ERROR]

@@ -51,7 +51,7 @@ KEYWORDS = _SCHEMA | _SCHEMAS | _NAMED_SCHEMAS | _VALUES | _IDENTITY
 
 
 def is_comment(keyword: str) -> bool:
-    """True for a keyword without effect: it describes, as many of pydantic and OpenAPI do, or is not enforced."""
+    """True for a keyword without effect: it describes, as in schemas of pydantic and OpenAPI, or is not enforced."""
     return keyword in _COMMENTS | _UNENFORCED or (keyword.startswith(_EXTENSION) and keyword != _OWN_EXTENSION)
 
 

@@ -46,7 +46,7 @@ def num_attentions(config: Mapping[str, Any]) -> int:
 
 
 def num_plain_weights(config: Mapping[str, Any], num_layers: int) -> int:
-    """Weights of ``num_layers`` layers that are never quantized: those that are multiplied head by head."""
+    """Weights of ``num_layers`` layers that are never quantized: the ones multiplied head by head."""
     sizes = _sizes(config, "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
     if not sizes:
         return 0

@@ -100,7 +100,7 @@ class Slots:
 
     @classmethod
     def of(cls, max_sessions: int, states: int | None = None) -> Slots:
-        """Returns the slots for ``max_sessions`` sessions. ``states``: those for states; None: as many as usual.
+        """Returns the slots for ``max_sessions`` sessions. ``states``: those for states; None: the default number.
 
         Free slots keep states for prefix hits. A session's rows are in two chunks, and in four where a long proposal
         crosses a boundary; each further branch of a tree needs the same number.
@@ -115,9 +115,9 @@ class LinearLayers:
     num: int
     spec: LinearSpec
     num_others: int = 0
-    """Further layers that keep no keys and values, such as those that are nothing but an MLP."""
+    """Further layers that keep no keys and values, such as an MLP alone."""
     num_both: int = 0
-    """Of the linear layers, those that keep keys and values, too."""
+    """Linear layers that also keep keys and values."""
 
     @property
     def num_without_kv(self) -> int:

@@ -299,10 +299,10 @@ def _candidate(
     """The device in numbers: a forward reads its weights once, on one device."""
     from paceline.drafters.catalogue import Place
 
-    apart = each.method.place is Place.POOL
+    in_pool = each.method.place is Place.POOL
     step = _steps(each.forward_bytes, bytes_per_s) if each.forward_bytes else _LOOKUP
-    devices, most = int(apart and each.forward_bytes > 0), min(_MOST_TOKENS, each.most_tokens)
-    found = Candidate(each.method.name, acceptance.value, step, apart, devices, each.one_pass, most)
+    devices, most = int(in_pool and each.forward_bytes > 0), min(_MOST_TOKENS, each.most_tokens)
+    found = Candidate(each.method.name, acceptance.value, step, in_pool, devices, each.one_pass, most)
     if each.method.name.endswith(_ON_HOSTS):
         step_s = args.host_draft_step_ms / 1e3
         return replace(found, step=StepTable.affine(step_s, step_s / 8), devices=0, on_target_nodes=True)

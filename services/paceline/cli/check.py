@@ -51,7 +51,7 @@ def run_check(args: argparse.Namespace) -> int:
     against = None if args.against is None else _comparison(args.against, config)
     with working("reading the checkpoints"):
         # As ``serve`` does: its Ray is told of all the cores that it needs.
-        examination = examine(config, cores=False, surge=True)
+        examination = examine(config, cores=False, surge=True, forms=True)
     if args.json:
         found = as_json(examination) | ({} if against is None else {"against": asdict(against)})
         print(json.dumps(found, indent=2))

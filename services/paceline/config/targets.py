@@ -50,7 +50,7 @@ class TargetOptions(ModelOptions):
     ``require``: and refuse to start then; ``off``: start sooner, and promise nothing."""
     adaptive: bool = True
     """Verify the draft tokens per step with positive expected gain by measured times, and use no draft where none
-    have. False: always as many as a request allows."""
+    have. False: always the most that a request allows."""
     tree_verification: Literal["auto", "off"] = "auto"
     """Verify alternative tokens in addition to the likeliest one of a position. ``auto``: with ``adaptive``, where
     they have positive expected gain; ``off``: chains only. Sessions under the rejection rule always have chains."""

@@ -278,14 +278,14 @@ struct Best {
   int64_t token = 0;
 };
 
-// The `wanted` largest of weight + noise over tokens [first, first + n) into `best`, largest first, of equal ones the
+// The `num_best` largest of weight + noise over tokens [first, first + n) into `best`, largest first, of equal ones the
 // lower token first; weight(i) of token first + i as what the score is the sum with. Where there are fewer, the rest has
-// the score -inf. `floor`: a score that so many reach for certain. Weights of a block go through `load(begin, count,
+// the score -inf. `floor`: a score that at least `num_best` tokens reach. Weights of a block go through `load(begin, count,
 // out)`, which returns false where all are -inf.
 template <typename Load, typename Weight>
-void gumbel_best(int64_t n, int64_t first, const Key& key, double floor, int64_t wanted, Best* best, Load load,
+void gumbel_best(int64_t n, int64_t first, const Key& key, double floor, int64_t num_best, Best* best, Load load,
                  Weight weight) {
-  std::fill(best, best + wanted, Best{});
+  std::fill(best, best + num_best, Best{});
   best->token = first;
   float reached = offset(floor);
   double least = floor;
@@ -311,12 +311,12 @@ void gumbel_best(int64_t n, int64_t first, const Key& key, double floor, int64_t
       const int64_t token = base + i;
       if (token < first || token >= first + n) continue;
       const double score = static_cast<double>(gumbel(words[i])) + weight(token - first);
-      int64_t at = wanted;
+      int64_t at = num_best;
       while (at > 0 && score > best[at - 1].score) --at;
-      if (at == wanted) continue;
-      std::copy_backward(best + at, best + wanted - 1, best + wanted);
+      if (at == num_best) continue;
+      std::copy_backward(best + at, best + num_best - 1, best + num_best);
       best[at].score = score, best[at].token = token;
-      if (best[wanted - 1].score > least) least = best[wanted - 1].score, reached = offset(least);
+      if (best[num_best - 1].score > least) least = best[num_best - 1].score, reached = offset(least);
     }
   }
 }
@@ -491,16 +491,16 @@ constexpr int64_t kNone = -1, kSkipped = -2;
 
 template <typename T>
 void pick_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const Cuts& cuts, const Drafted& drafted,
-               const float* temperatures, const int64_t* keys, int stream, int64_t wanted, int64_t* tokens,
+               const float* temperatures, const int64_t* keys, int stream, int64_t num_best, int64_t* tokens,
                float* logprobs) {
   std::vector<uint64_t> kept;
-  std::vector<Best> best(wanted);
+  std::vector<Best> best(num_best);
   const int64_t* const all = tokens;
-  for (int64_t row = 0; row < rows; ++row, x += stride, tokens += wanted, logprobs += wanted) {
-    std::fill(tokens, tokens + wanted, kNone);
-    std::fill(logprobs, logprobs + wanted, -kInfinity);
+  for (int64_t row = 0; row < rows; ++row, x += stride, tokens += num_best, logprobs += num_best) {
+    std::fill(tokens, tokens + num_best, kNone);
+    std::fill(logprobs, logprobs + num_best, -kInfinity);
     const int64_t parent = drafted.parents ? drafted.parents[row] : -1;
-    if (parent >= 0 && all[parent * wanted] != drafted.tokens[row]) {
+    if (parent >= 0 && all[parent * num_best] != drafted.tokens[row]) {
       tokens[0] = kSkipped;
       continue;
     }
@@ -535,26 +535,26 @@ void pick_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const Cuts& 
       best[0].score = 0;
     } else {
       const Key key{keys[3 * row], keys[3 * row + 1], keys[3 * row + 2], stream};
-      const double floor = wanted == 1 ? kMinGumbel - 0.01 : -std::numeric_limits<double>::infinity();
-      gumbel_best(n, 0, key, floor, wanted, best.data(), load,
+      const double floor = num_best == 1 ? kMinGumbel - 0.01 : -std::numeric_limits<double>::infinity();
+      gumbel_best(n, 0, key, floor, num_best, best.data(), load,
                   [&](int64_t i) { return static_cast<double>(scaled(i)); });
     }
     const float log_total = static_cast<float>(std::log(total));
-    for (int64_t i = 0; i < wanted && best[i].score > -std::numeric_limits<double>::infinity(); ++i)
+    for (int64_t i = 0; i < num_best && best[i].score > -std::numeric_limits<double>::infinity(); ++i)
       tokens[i] = best[i].token, logprobs[i] = scaled(best[i].token) - log_total;
   }
 }
 
 template <typename T>
 void unlisted_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const Cuts& cuts, const float* temperatures,
-                   const int64_t* keys, int stream, const int64_t* listed, int64_t m, int64_t wanted, int64_t* tokens,
+                   const int64_t* keys, int stream, const int64_t* listed, int64_t m, int64_t num_best, int64_t* tokens,
                    float* weights) {
   const int64_t num_bytes = (n + 7) / 8;
   std::vector<uint8_t> mask(num_bytes);
-  std::vector<Best> best(wanted);
-  for (int64_t row = 0; row < rows; ++row, x += stride, listed += m, tokens += wanted, weights += wanted) {
-    std::fill(tokens, tokens + wanted, 0);
-    std::fill(weights, weights + wanted, -kInfinity);
+  std::vector<Best> best(num_best);
+  for (int64_t row = 0; row < rows; ++row, x += stride, listed += m, tokens += num_best, weights += num_best) {
+    std::fill(tokens, tokens + num_best, 0);
+    std::fill(weights, weights + num_best, -kInfinity);
     const float top = value(x[listed[0]]), temperature = temperatures[row], floor = cuts.floors[row];
     if (!(std::fabs(top) < kInfinity)) continue;
     if (cuts.masks) std::memcpy(mask.data(), cuts.masks + row * cuts.mask_stride, num_bytes);
@@ -572,9 +572,9 @@ void unlisted_rows(const T* x, int64_t rows, int64_t n, int64_t stride, const Cu
       return true;
     };
     const Key key{keys[3 * row], keys[3 * row + 1], keys[3 * row + 2], stream};
-    gumbel_best(n, 0, key, -std::numeric_limits<double>::infinity(), wanted, best.data(), load,
+    gumbel_best(n, 0, key, -std::numeric_limits<double>::infinity(), num_best, best.data(), load,
                 [&](int64_t i) { return static_cast<double>(scaled(i)); });
-    for (int64_t i = 0; i < wanted && best[i].score > -std::numeric_limits<double>::infinity(); ++i)
+    for (int64_t i = 0; i < num_best && best[i].score > -std::numeric_limits<double>::infinity(); ++i)
       tokens[i] = best[i].token, weights[i] = scaled(best[i].token);
   }
 }
@@ -637,15 +637,15 @@ void paceline_gumbel_max(const void* x, int kind, int64_t rows, int64_t n, int64
   if (kind == 2) raw_rows(static_cast<const Bf16*>(x), rows, n, stride, keys, stream, first, tokens, scores);
 }
 
-// The `wanted` tokens with the largest (x - max) / temperature + noise of each row after its cuts (see Cuts), and their
+// The `num_best` tokens with the largest (x - max) / temperature + noise of each row after its cuts (see Cuts), and their
 // log-probabilities among those that are left; temperature 0: the largest x alone. Where there are fewer, and in a row
-// with NaN, +inf or nothing but -inf where its mask has bits, tokens are -1. Returns [rows, wanted].
+// with NaN, +inf or nothing but -inf where its mask has bits, tokens are -1. Returns [rows, num_best].
 void paceline_pick(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const uint8_t* masks,
                    int64_t mask_stride, const int64_t* top_k, const float* floors, const float* temperatures,
-                   const int64_t* keys, int stream, int64_t wanted, int64_t* tokens, float* logprobs) {
+                   const int64_t* keys, int stream, int64_t num_best, int64_t* tokens, float* logprobs) {
   const Cuts cuts{masks, mask_stride, top_k, floors};
   const auto pick = [&](const auto* of) {
-    pick_rows(of, rows, n, stride, cuts, Drafted{}, temperatures, keys, stream, wanted, tokens, logprobs);
+    pick_rows(of, rows, n, stride, cuts, Drafted{}, temperatures, keys, stream, num_best, tokens, logprobs);
   };
   if (kind == 0) pick(static_cast<const float*>(x));
   if (kind == 2) pick(static_cast<const Bf16*>(x));
@@ -666,14 +666,14 @@ void paceline_follow(const void* x, int kind, int64_t rows, int64_t n, int64_t s
   if (kind == 2) follow(static_cast<const Bf16*>(x));
 }
 
-// The `wanted` tokens with the largest weight (x - x of the first listed token) / temperature + noise of each row after
-// its cuts, but for the m tokens `listed`, and their weights, -inf where there are fewer. Returns [rows, wanted].
+// The `num_best` tokens with the largest weight (x - x of the first listed token) / temperature + noise of each row after
+// its cuts, but for the m tokens `listed`, and their weights, -inf where there are fewer. Returns [rows, num_best].
 void paceline_unlisted(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const uint8_t* masks,
                        int64_t mask_stride, const float* floors, const float* temperatures, const int64_t* keys,
-                       int stream, const int64_t* listed, int64_t m, int64_t wanted, int64_t* tokens, float* weights) {
+                       int stream, const int64_t* listed, int64_t m, int64_t num_best, int64_t* tokens, float* weights) {
   const Cuts cuts{masks, mask_stride, nullptr, floors};
   const auto find = [&](const auto* of) {
-    unlisted_rows(of, rows, n, stride, cuts, temperatures, keys, stream, listed, m, wanted, tokens, weights);
+    unlisted_rows(of, rows, n, stride, cuts, temperatures, keys, stream, listed, m, num_best, tokens, weights);
   };
   if (kind == 0) find(static_cast<const float*>(x));
   if (kind == 2) find(static_cast<const Bf16*>(x));
@@ -687,14 +687,14 @@ void paceline_largest(const void* x, int kind, int64_t rows, int64_t n, int64_t 
   if (kind == 2) largest_rows(static_cast<const Bf16*>(x), rows, n, stride, masks, mask_stride, m, values, ids);
 }
 
-// Ranks candidates: the `wanted` best of log_q + noise of each row (greedy: no noise), best first, equal ones by id.
-// What is not finite counts as -inf. Returns ids and scores [rows, wanted].
+// Ranks candidates: the `num_best` best of log_q + noise of each row (greedy: no noise), best first, equal ones by id.
+// What is not finite counts as -inf. Returns ids and scores [rows, num_best].
 void paceline_rank(const int64_t* ids, const float* log_q, int64_t rows, int64_t m, const int64_t* keys,
-                   const uint8_t* greedy, int stream, int64_t wanted, int64_t* best_ids, double* best_scores) {
+                   const uint8_t* greedy, int stream, int64_t num_best, int64_t* best_ids, double* best_scores) {
   for (int64_t row = 0; row < rows; ++row, ids += m, log_q += m) {
     const Key key{keys[3 * row], keys[3 * row + 1], keys[3 * row + 2], stream};
-    int64_t* tokens = best_ids + row * wanted;
-    double* scores = best_scores + row * wanted;
+    int64_t* tokens = best_ids + row * num_best;
+    double* scores = best_scores + row * num_best;
     int64_t size = 0;
     float reached = kInfinity;
     uint32_t words[kCounters];
@@ -704,42 +704,42 @@ void paceline_rank(const int64_t* ids, const float* log_q, int64_t rows, int64_t
       double score = q;
       if (!greedy[row] && q > -kInfinity) {
         const uint32_t word = words[i % kCounters];
-        if (size == wanted && !(log2_below(word) <= q * kLog2e + reached)) continue;
+        if (size == num_best && !(log2_below(word) <= q * kLog2e + reached)) continue;
         score += static_cast<double>(gumbel(word));
       }
       int64_t at = size;
       while (at > 0 && (score > scores[at - 1] || (score == scores[at - 1] && ids[i] < tokens[at - 1]))) --at;
-      if (at == wanted) continue;
-      size = std::min(size + 1, wanted);
+      if (at == num_best) continue;
+      size = std::min(size + 1, num_best);
       for (int64_t j = size - 1; j > at; --j) tokens[j] = tokens[j - 1], scores[j] = scores[j - 1];
       tokens[at] = ids[i], scores[at] = score;
-      if (size == wanted) reached = std::isfinite(scores[size - 1]) ? offset(scores[size - 1]) : kInfinity;
+      if (size == num_best) reached = std::isfinite(scores[size - 1]) ? offset(scores[size - 1]) : kInfinity;
     }
   }
 }
 
 // paceline_rank of what paceline_pick picks, and in a row of temperature 0 of the largest x, whose scores are x. What
-// there is no token for, and a row with NaN, +inf or nothing but -inf, has the score -inf. Returns [rows, wanted].
+// there is no token for, and a row with NaN, +inf or nothing but -inf, has the score -inf. Returns [rows, num_best].
 void paceline_best(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const uint8_t* masks,
                    int64_t mask_stride, const int64_t* top_k, const float* floors, const float* temperatures,
-                   const int64_t* keys, int stream, int64_t wanted, int64_t* ids, double* scores) {
-  std::vector<float> values(wanted);
+                   const int64_t* keys, int stream, int64_t num_best, int64_t* ids, double* scores) {
+  std::vector<float> values(num_best);
   const auto best = [&](const auto* of) {
-    for (int64_t row = 0; row < rows; ++row, of += stride, ids += wanted, scores += wanted) {
+    for (int64_t row = 0; row < rows; ++row, of += stride, ids += num_best, scores += num_best) {
       const uint8_t* mask = masks ? masks + row * mask_stride : nullptr;
       if (temperatures[row] == 0) {
-        largest_rows(of, 1, n, stride, mask, mask_stride, wanted, values.data(), ids);
+        largest_rows(of, 1, n, stride, mask, mask_stride, num_best, values.data(), ids);
         const bool is_number = std::fabs(values[0]) < kInfinity;
-        for (int64_t i = 0; i < wanted; ++i) scores[i] = is_number ? values[i] : -kInfinity;
+        for (int64_t i = 0; i < num_best; ++i) scores[i] = is_number ? values[i] : -kInfinity;
         continue;
       }
       const Cuts cuts{mask, mask_stride, top_k + row, floors + row};
       const int64_t* key = keys + 3 * row;
-      pick_rows(of, 1, n, stride, cuts, Drafted{}, temperatures + row, key, stream, wanted, ids, values.data());
-      std::vector<int64_t> picked(ids, ids + wanted);
+      pick_rows(of, 1, n, stride, cuts, Drafted{}, temperatures + row, key, stream, num_best, ids, values.data());
+      std::vector<int64_t> picked(ids, ids + num_best);
       for (int64_t& token : picked) token = std::max<int64_t>(token, 0);
       const uint8_t greedy = 0;
-      paceline_rank(picked.data(), values.data(), 1, wanted, key, &greedy, stream, wanted, ids, scores);
+      paceline_rank(picked.data(), values.data(), 1, num_best, key, &greedy, stream, num_best, ids, scores);
     }
   };
   if (kind == 0) best(static_cast<const float*>(x));
@@ -855,12 +855,12 @@ void paceline_guess(const int64_t* ids, const float* log_q, int64_t rows, int64_
 void paceline_draft(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const uint8_t* masks,
                     int64_t mask_stride, const int64_t* top_k, const float* floors, const float* temperatures,
                     const int64_t* drawing, int draft_stream, const int64_t* guessing, int guess_stream, int64_t m,
-                    const uint8_t* unlisted, int64_t wanted, float shift, const double* scale,
+                    const uint8_t* unlisted, int64_t num_best, float shift, const double* scale,
                     const int64_t* fan_out, const uint8_t* likeliest, int64_t width, int64_t* tokens, int32_t* q_ids,
                     double* q_probs, int64_t* sizes, double* gaps, int64_t* found, int64_t* counts, double* behind,
                     double* behind_bonus) {
-  std::vector<int64_t> ids(m + wanted);
-  std::vector<float> log_q(m + wanted);
+  std::vector<int64_t> ids(m + num_best);
+  std::vector<float> log_q(m + num_best);
   for (int64_t row = 0; row < rows; ++row) {
     const auto* at = static_cast<const uint8_t*>(x) + row * stride * (kind == 0 ? 4 : 2);
     const uint8_t* mask = masks ? masks + row * mask_stride : nullptr;
@@ -879,9 +879,9 @@ void paceline_draft(const void* x, int kind, int64_t rows, int64_t n, int64_t st
     gaps[row] = m > 1 ? static_cast<double>(log_q[0]) - log_q[1] : kInfinity;
     int64_t num = m;
     if (unlisted[row]) {
-      num += wanted;
+      num += num_best;
       paceline_unlisted(at, kind, 1, n, stride, mask, mask_stride, floors + row, temperatures + row, guessing + 3 * row,
-                        guess_stream, ids.data(), m, wanted, ids.data() + m, log_q.data() + m);
+                        guess_stream, ids.data(), m, num_best, ids.data() + m, log_q.data() + m);
       for (int64_t i = m; i < num; ++i) log_q[i] += log_q[0];
     }
     paceline_sample(ids.data(), log_q.data(), 1, m, drawing + 3 * row, draft_stream, scale + row, fan_out + row,

@@ -79,7 +79,7 @@ def pick(
     masks: Masks | None = None,
     top_k: Sequence[int] | None = None,
     floors: Sequence[float] | None = None,
-    wanted: int = 1,
+    num_best: int = 1,
     behind: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The tokens of each row with the largest (x - max x) / temperature + noise, and their log-probabilities.
@@ -96,19 +96,19 @@ def pick(
             elsewhere do not matter.
         top_k: keeps the k largest and all that equal the k-th; None: all.
         floors: drops tokens below them after the temperature; None: none.
-        wanted: number of tokens to return for each row; 1 with ``behind``.
+        num_best: number of tokens to return for each row; 1 with ``behind``.
         behind: the draft token that each row follows, and the earlier row that this one follows, -1 for a row that
             follows a context. A row is reached if the row before its draft token picks that token. None: all are.
 
     Returns:
-        [rows, wanted] int64 and float32, the largest sum first.
+        [rows, num_best] int64 and float32, the largest sum first.
     """
     rows = len(x)
-    ids, logprobs = torch.empty(rows, wanted, dtype=torch.int64), torch.empty(rows, wanted, dtype=torch.float32)
+    ids, logprobs = torch.empty(rows, num_best, dtype=torch.int64), torch.empty(rows, num_best, dtype=torch.float32)
     _call(
         "paceline_pick" if behind is None else "paceline_follow",
         *_drawn(x, temperatures, keys, stream, masks, top_k, floors),
-        *((_size(wanted),) if behind is None else map(_int64s, behind)),
+        *((_size(num_best),) if behind is None else map(_int64s, behind)),
         _at(ids),
         _at(logprobs),
     )
@@ -124,7 +124,7 @@ def unlisted(
     *,
     masks: Masks | None = None,
     floors: Sequence[float] | None = None,
-    wanted: int,
+    num_best: int,
 ) -> tuple[Tensor, Tensor]:
     """The tokens of each row with the largest weight + noise, except ``listed``, and their weights.
 
@@ -134,17 +134,17 @@ def unlisted(
         x: [rows, tokens].
         temperatures, keys, stream, masks, floors: as for ``pick``.
         listed: [rows, m] int64.
-        wanted: tokens of each row.
+        num_best: tokens of each row.
 
     Returns:
-        [rows, wanted] int64 and float32, the largest sum first; -inf: there are fewer.
+        [rows, num_best] int64 and float32, the largest sum first; -inf: there are fewer.
     """
     rows = len(x)
     listed = listed.contiguous()
-    ids, weights = torch.empty(rows, wanted, dtype=torch.int64), torch.empty(rows, wanted, dtype=torch.float32)
+    ids, weights = torch.empty(rows, num_best, dtype=torch.int64), torch.empty(rows, num_best, dtype=torch.float32)
     given = ctypes.c_float * rows
     cuts = *_masks(masks, x), given(*(floors or (-math.inf,) * rows)), given(*temperatures)
-    within = _at(listed), _size(listed.shape[1]), _size(wanted)
+    within = _at(listed), _size(listed.shape[1]), _size(num_best)
     _call("paceline_unlisted", *_rows(x), *cuts, _int64s(keys), stream, *within, _at(ids), _at(weights))
     return ids, weights
 
@@ -161,15 +161,15 @@ def largest(x: Tensor, m: int, masks: Masks | None = None) -> tuple[Tensor, Tens
 
 
 def rank(
-    token_ids: Tensor, log_q: Tensor, keys: Sequence[int], greedy: Sequence[bool], stream: int, wanted: int
+    token_ids: Tensor, log_q: Tensor, keys: Sequence[int], greedy: Sequence[bool], stream: int, num_best: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """The first ``wanted`` of ``sampling.rank_coupled`` in each row, with the exact noise: ids and scores.
+    """The first ``num_best`` of ``sampling.rank_coupled`` in each row, with the exact noise: ids and scores.
 
     Candidates whose log q is not finite have the score -inf.
     """
     rows, m = token_ids.shape
     token_ids, log_q = token_ids.contiguous(), log_q.contiguous()
-    ids, scores = (ctypes.c_int64 * (rows * wanted))(), (ctypes.c_double * (rows * wanted))()
+    ids, scores = (ctypes.c_int64 * (rows * num_best))(), (ctypes.c_double * (rows * num_best))()
     flags = (ctypes.c_uint8 * rows)(*greedy)
     _call(
         "paceline_rank",
@@ -180,11 +180,11 @@ def rank(
         _int64s(keys),
         flags,
         stream,
-        _size(wanted),
+        _size(num_best),
         ids,
         scores,
     )
-    return _listed(ids, rows, wanted), _listed(scores, rows, wanted)
+    return _listed(ids, rows, num_best), _listed(scores, rows, num_best)
 
 
 def best(
@@ -196,17 +196,17 @@ def best(
     masks: Masks | None = None,
     top_k: Sequence[int] | None = None,
     floors: Sequence[float] | None = None,
-    wanted: int,
+    num_best: int,
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """``rank`` of the ``wanted`` tokens that ``pick`` picks, at temperature 0 of the largest x: ids and scores.
+    """``rank`` of the ``num_best`` tokens that ``pick`` picks, at temperature 0 of the largest x: ids and scores.
 
     At temperature 0 the scores are x. Score -inf: there are fewer tokens, or the row has +inf or nothing but -inf (with
     noise also NaN).
     """
     rows = len(x)
-    ids, scores = (ctypes.c_int64 * (rows * wanted))(), (ctypes.c_double * (rows * wanted))()
-    _call("paceline_best", *_drawn(x, temperatures, keys, stream, masks, top_k, floors), _size(wanted), ids, scores)
-    return _listed(ids, rows, wanted), _listed(scores, rows, wanted)
+    ids, scores = (ctypes.c_int64 * (rows * num_best))(), (ctypes.c_double * (rows * num_best))()
+    _call("paceline_best", *_drawn(x, temperatures, keys, stream, masks, top_k, floors), _size(num_best), ids, scores)
+    return _listed(ids, rows, num_best), _listed(scores, rows, num_best)
 
 
 def sample(
@@ -276,7 +276,7 @@ def draft(
     floors: Sequence[float],
     m: int,
     unlisted: Sequence[bool],
-    wanted: int,
+    num_best: int,
     shift: float,
     scales: Sequence[float],
     fan_outs: Sequence[int],
@@ -291,7 +291,7 @@ def draft(
         temperatures, masks, top_k, floors: as of ``pick``; top-k and floors act within the ``m`` likeliest.
         drawing, guessing: keys of the noise for the one and for the other, three numbers per row, flat.
         m: candidates of each row, all that it may draw.
-        unlisted: True for a row whose guesses may be other tokens, ``wanted`` of them.
+        unlisted: True for a row whose guesses may be other tokens, ``num_best`` of them.
         shift: of the weight of candidates as recovered tokens, in nats.
         scales, fan_outs: as of ``sample`` and ``guess``: a row whose scale is not 1 guesses the likeliest.
         streams: of the noise for drawing and for guessing.
@@ -311,7 +311,7 @@ def draft(
         *_drawn(x, temperatures, drawing, streams[0], masks, top_k, floors),
         _int64s(guessing),
         streams[1],
-        *(_size(m), flags, _size(wanted), ctypes.c_float(shift)),
+        *(_size(m), flags, _size(num_best), ctypes.c_float(shift)),
         *((ctypes.c_double * rows)(*scales), _int64s(fan_outs), likeliest, _size(width)),
         *(tokens, _place(q_ids), _place(q_probs), sizes, gaps, found, counts, behind, bonus),
     )

@@ -174,7 +174,7 @@ def picked_on_cuda(logits: Tensor, rows: Sequence[Row]) -> Tensor | None:
 
 
 def _picked(
-    logits: Tensor, rows: Sequence[Row], wanted: int, proposals: Sequence[Proposal] = ()
+    logits: Tensor, rows: Sequence[Row], num_best: int, proposals: Sequence[Proposal] = ()
 ) -> tuple[Tensor, Tensor] | None:
     """``native.pick`` of raw logits, with the cuts of each row's session; None: one has a processor that it lacks."""
     if (drawn := _drawn(rows)) is None:
@@ -188,7 +188,7 @@ def _picked(
         masks=masks_of(rows, logits.shape[1]),
         top_k=top_k,
         floors=floors,
-        wanted=wanted,
+        num_best=num_best,
         behind=_behind(proposals) if len(rows) > len(proposals) > 0 else None,
     )
 
@@ -296,7 +296,7 @@ def unlisted(logits: Tensor, rows: Sequence[Row], token_ids: Tensor, log_q: Tens
         listed,
         masks=masks_of(of_rows, raw.shape[1]),
         floors=[row.state.log_min_p for row in of_rows],
-        wanted=max(row.state.num_guessed for row in of_rows),
+        num_best=max(row.state.num_guessed for row in of_rows),
     )
     values += listed_q[:, :1]
     if whole:
@@ -375,20 +375,20 @@ def rank_coupled(
 
 
 def best_coupled(
-    token_ids: Tensor, log_q: Tensor, rows: Sequence[Row], wanted: int
+    token_ids: Tensor, log_q: Tensor, rows: Sequence[Row], num_best: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """The first ``wanted`` candidates of each row in the order of ``rank_coupled``, on the host: ids and scores.
+    """The first ``num_best`` candidates of each row in the order of ``rank_coupled``, on the host: ids and scores.
 
     Candidates whose log q is not finite have the score -inf.
     """
-    wanted = min(wanted, token_ids.shape[-1])
+    num_best = min(num_best, token_ids.shape[-1])
     if native.usable(log_q, torch.float32) and native.usable(token_ids, torch.int64):
         keys = [part for row in rows for part in (row.state.seed_bits, row.position, 0)]
-        return native.rank(token_ids, log_q, keys, [row.state.greedy for row in rows], Stream.COUPLED, wanted)
+        return native.rank(token_ids, log_q, keys, [row.state.greedy for row in rows], Stream.COUPLED, num_best)
     on_device = row_keys(rows, log_q.device)
     finite = log_q.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
     token_ids, scores = rank_coupled(token_ids, finite, on_device.seeds, on_device.positions, on_device.greedy)
-    return token_ids[:, :wanted].tolist(), scores[:, :wanted].tolist()
+    return token_ids[:, :num_best].tolist(), scores[:, :num_best].tolist()
 
 
 def best_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[list[int]], list[list[float]]] | None:
@@ -417,7 +417,7 @@ def best_unprocessed(logits: Tensor, rows: Sequence[Row]) -> tuple[list[list[int
         masks=masks_of(rows, vocab_size),
         top_k=top_k,
         floors=floors,
-        wanted=min(max(state.num_ranked for state in states), vocab_size),
+        num_best=min(max(state.num_ranked for state in states), vocab_size),
     )
 
 
@@ -430,9 +430,9 @@ def draws_at_once(logits: Tensor, rows: Sequence[Row]) -> bool:
 
 
 def best_recovered(
-    token_ids: Tensor, log_q: Tensor, rows: Sequence[Row], wanted: int
+    token_ids: Tensor, log_q: Tensor, rows: Sequence[Row], num_best: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """The first ``wanted`` candidates of each row by log q + g, with the noise g by which the target draws a recovered
+    """The first ``num_best`` candidates of each row by log q + g. With the noise g the target draws a recovered
     or a bonus token (``Stream.RECOVER``), on the host: ids and scores.
 
     The guess improves as q approaches the distribution that the target draws from.
@@ -440,14 +440,14 @@ def best_recovered(
     Args:
         token_ids, log_q: [rows, m], on the CPU; candidates whose log q is not finite have the score -inf.
     """
-    wanted = min(wanted, token_ids.shape[-1])
+    num_best = min(num_best, token_ids.shape[-1])
     keys = [(row.state.seed_bits, row.position, row.text_key) for row in rows]
     if native.usable(log_q, torch.float32) and native.usable(token_ids, torch.int64):
         flat = [part for key in keys for part in key]
-        return native.rank(token_ids, log_q, flat, [False] * len(rows), Stream.RECOVER, wanted)
+        return native.rank(token_ids, log_q, flat, [False] * len(rows), Stream.RECOVER, num_best)
     seeds, positions, texts = torch.tensor(keys, dtype=torch.int64).view(-1, 3).unbind(-1)
     finite = log_q.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
-    scores, order = fast_gumbel_at(seeds, positions, Stream.RECOVER, token_ids, texts).add_(finite).topk(wanted)
+    scores, order = fast_gumbel_at(seeds, positions, Stream.RECOVER, token_ids, texts).add_(finite).topk(num_best)
     return token_ids.gather(-1, order).tolist(), scores.tolist()
 
 

@@ -100,7 +100,7 @@ extern "C" {
 
 // calibration.expect. `sizes` [rows]: candidates of each row; `tables` [rows]: its calibration; `gaps`: those of all rows,
 // one behind the other. The last three are null where no row has bonus gaps, and else of each row the calibration of
-// bonus tokens, null for a row without, the share, and as many bonus gaps as gaps. Returns the probabilities, as `gaps`,
+// bonus tokens, null for a row without, the share, and one bonus gap for each gap. Returns the probabilities, as `gaps`,
 // and how many of each row are worth a node.
 void paceline_expect(int64_t rows, double least, const int64_t* sizes, const Table* const* tables, const double* gaps,
                      double* probs, int64_t* kept, const Table* const* of_bonus, const double* shares,

@@ -171,7 +171,7 @@ def _drawn(logits: Tensor, m: int, rows: Sequence[RankingRow]) -> list[Ranking]:
         floors=[state.log_min_p for state in states],
         m=m,
         unlisted=[state.num_guessed > 0 and m < state.top_k for state in states],
-        wanted=max(state.num_guessed for state in states),
+        num_best=max(state.num_guessed for state in states),
         shift=_SHIFT,
         scales=[row.saguaro for row in rows],
         fan_outs=[row.fan_out for row in rows],

@@ -229,7 +229,7 @@ class Pays:
     for ``probe_s``
 
     - ``probe_interval_s`` later, then after 2, 4 and 8 times as long, while sessions speculate;
-    - when a target has at most half as many speculating sessions as when speculation was given up.
+    - when a target has at most half of the speculating sessions that it had when speculation was given up.
     """
 
     trial: str | None = None

@@ -133,7 +133,7 @@ class LoadedModel:
             promised: True: verification must have the bits of decoding. False for a draft: nothing depends on its bits,
                 so its steps on the CPU are not padded (``shapes.py``).
             max_sessions: sessions for which the cache holds states of linear layers.
-            state_slots: the number of these states; None: as many as usual.
+            state_slots: the number of these states; None: the default number.
         """
         num_pages = agreed(num_pages, self.group)
         leads = self.share is not None and self.share.group.rank == 0

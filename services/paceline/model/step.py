@@ -22,9 +22,9 @@ from paceline.model.kv_cache import NO_KV, LayerSpec
 from paceline.model.layer_callback import LayerCallback
 from paceline.model.linear.layers import linear_indices, replace_linear_layers
 from paceline.model.linear.operator import LinearInputs
+from paceline.model.logit_rows import LogitRows
 from paceline.model.states import StateTaps
 from paceline.model.tails import SpareTokens
-from paceline.model.wanted_rows import WantedRows
 
 _PROBE = "paceline_probe"
 _PROBED_TOKENS = 2
@@ -49,7 +49,7 @@ class Step(torch.nn.Module):
         kernel: Kernel = "sdpa",
         taps: StateTaps | None = None,
         callback: LayerCallback | None = None,
-        rows: WantedRows | None = None,
+        rows: LogitRows | None = None,
     ) -> None:
         """``rows``: what computes the last layer for the tokens at ``logits_index`` alone; None: all are computed."""
         super().__init__()

@@ -61,7 +61,7 @@ class Candidate:
     """Probability that a draft token is accepted, given those before it."""
     step: StepTable
     """Seconds of its forward by its tokens."""
-    apart: bool
+    in_pool: bool
     """True: it runs in draft replicas. False: inside the targets."""
     devices: int = 0
     """Devices of one of its replicas; 0: they run on cores that are there anyway."""
@@ -132,8 +132,8 @@ def _options(site: Site, candidate: Candidate) -> Iterator[tuple[Load, Predictio
 
 def _loads(site: Site, candidate: Candidate) -> Iterator[Load]:
     """The ways to divide the devices among targets and drafts."""
-    if not candidate.apart or candidate.devices == 0:
-        yield Load(site.sessions, site.targets, site.targets if candidate.on_target_nodes else int(candidate.apart))
+    if not candidate.in_pool or candidate.devices == 0:
+        yield Load(site.sessions, site.targets, site.targets if candidate.on_target_nodes else int(candidate.in_pool))
         return
     for targets, drafts in divisions(site.devices, site.target_devices, candidate.devices):
         yield Load(site.sessions, min(targets, site.sessions), drafts)
@@ -143,7 +143,7 @@ def _predict(site: Site, candidate: Candidate, load: Load, k: int) -> Prediction
     system = _system(site, candidate, k)
     if candidate.state_bytes:
         return _of_states(site, candidate, system, load, k)
-    return overlapped(system, load, k) if candidate.apart else colocated(system, load, k)
+    return overlapped(system, load, k) if candidate.in_pool else colocated(system, load, k)
 
 
 def _of_states(site: Site, candidate: Candidate, system: System, load: Load, k: int) -> Prediction:
@@ -164,7 +164,7 @@ def _system(site: Site, candidate: Candidate | None, k: int = 1) -> System:
     if candidate is None:
         return System(site.target, site.target, Outcomes.derived(0.0), max_step_tokens=max(256, tokens))
     step, path = candidate.step, candidate.path
-    if not candidate.apart and site.target_devices in candidate.shared:
+    if not candidate.in_pool and site.target_devices in candidate.shared:
         step, path = candidate.shared[site.target_devices], None
     forwards = 1.0 if candidate.one_pass else float(k)
     if candidate.guesses is not None:
@@ -175,10 +175,10 @@ def _system(site: Site, candidate: Candidate | None, k: int = 1) -> System:
         step.times(forwards / k),
         Outcomes.derived(candidate.acceptance),
         path=path,
-        link_s=site.link_s if candidate.apart else 0.0,
+        link_s=site.link_s if candidate.in_pool else 0.0,
         max_step_tokens=max(256, tokens),
     )
-    return replace(system, colocated=not candidate.apart)
+    return replace(system, colocated=not candidate.in_pool)
 
 
 def expected(acceptance: float, n: int) -> float:

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from paceline.checkpoint.files import Checkpoint
@@ -142,14 +143,20 @@ def check_service(
 
 
 def examine(
-    config: ServiceConfig, *, memory: bool = True, cores: bool = True, ports: bool = True, surge: bool = False
+    config: ServiceConfig,
+    *,
+    memory: bool = True,
+    cores: bool = True,
+    ports: bool = True,
+    surge: bool = False,
+    forms: bool = False,
 ) -> Examination:
     """Examines the pools that would be started, and finds everything that is wrong with them.
 
     ``memory`` and ``cores``: also whether this machine has enough, which is moot where others run the replicas, or
     where Ray is told of more cores than there are. ``ports``: also whether they are free, which they are not where
     the service runs already. ``surge``: also whether a change in place leaves a target, which is moot for a service
-    that ends with its command.
+    that ends with its command. ``forms``: also whether heads have the target's sizes, which takes torch and seconds.
     """
     findings: list[Finding] = []
     target_setup, draft_setup, draft_config = config.target_setup(), config.draft_setup(), config.draft_config
@@ -165,7 +172,7 @@ def examine(
     )
     if target is not None:
         findings += _check_lengths(target_setup.options, target.limit)
-        findings += _check_heads(target_setup, target)
+        findings += _check_heads(target_setup, target, forms=forms)
         findings += _check_hints(target_setup, target)
         findings += _check_link(target_setup, target)
         if draft is not None:
@@ -340,8 +347,9 @@ def _check_lengths(options: TargetOptions, limit: int) -> list[Finding]:
     return []
 
 
-def _check_heads(setup: TargetSetup, target: _Model) -> list[Finding]:
-    """Checks that the heads of a target are on this machine, and that a draft model has its tokens."""
+def _check_heads(setup: TargetSetup, target: _Model, *, forms: bool) -> list[Finding]:
+    """Checks that the heads of a target are on this machine, that a draft model has its tokens, and with ``forms`` that
+    the others have its sizes."""
     findings: list[Finding] = []
     max_len, options = target.max_len(setup.options.max_model_len), setup.options
     for i, head in enumerate(options.heads):
@@ -351,6 +359,8 @@ def _check_heads(setup: TargetSetup, target: _Model) -> list[Finding]:
             heads_size(replace(setup, options=alone), target.size, max_len)
             if head.method == "draft_model" and head.source is not None and local_folder(head.source) is not None:
                 require_same_tokens(target.tokenizer, load_tokenizer(head.source, options.trust_remote_code))
+            elif forms and head.entry.open is not None and find_spec("torch") is not None:
+                function(head.entry.open)(head, target.checkpoint)
         except ConfigError as error:
             findings.append(Finding.error(key, f"is {head}, which does not fit: {error}"))
     return findings

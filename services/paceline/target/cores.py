@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class TargetCores:
-    """The cores of the creating thread, which steps the target: its own, then those that it shares with drafts."""
+    """The cores of the creating thread, which steps the target: its own, then the ones that it shares with drafts."""
 
     def __init__(self, num_own: int, num_shared: int) -> None:
         self._cores = sorted(os.sched_getaffinity(0))[: num_own + num_shared]

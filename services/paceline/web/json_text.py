@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 MAX_DEPTH = 128
 """Most levels of lists and objects within each other."""
 MAX_CONTAINERS = 16384
-"""Maximum lists and objects in a text with bounded values. Each takes as much memory as many numbers."""
+"""Maximum lists and objects in a text with bounded values. Each takes the memory of many numbers."""
 
 _TOO_DEEP = f"is nested too deeply: at most {MAX_DEPTH} levels are allowed"
 

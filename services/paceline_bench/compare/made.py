@@ -48,7 +48,7 @@ _PAGE = Path(paceline.__file__).parents[2] / "docs" / "own-drafters.md"
 
 
 def with_models(tree: Any, folder: Path) -> Any:
-    """A configuration whose models are there. ``folder`` keeps those that are made.
+    """A configuration whose models are there. ``folder`` keeps the ones made here.
 
     Raises:
         ConfigError: a model cannot be made.
@@ -171,7 +171,7 @@ def made_head(kind: str, folder: Path, num_steps: int) -> str:
 
 
 def install_example(folder: Path) -> None:
-    """The package of docs/own-drafters.md, installed for this process and those that it starts."""
+    """The package of docs/own-drafters.md, installed for this process and its children."""
     page = _PAGE.read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (entry,) = re.findall(r"^bigrams = \"(.*)\"$", page, re.MULTILINE)

@@ -42,7 +42,7 @@ class Methods(Config):
     heads: str | None = None
     """Folder of trained heads, one for each kind. Without it methods that read such a head are left out."""
     training_steps: int = Field(default=0, ge=0)
-    """Heads that are not in ``heads`` are made by so many steps; 0: they are not made."""
+    """Training steps of heads that are not in ``heads``; 0: they are not made."""
     pard_steps: int = Field(default=400, ge=0)
 
 

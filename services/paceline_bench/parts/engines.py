@@ -1,6 +1,6 @@
 """Both engines in one thread, with the messages that a router would relay: what measures them builds on this.
 
-A step's time is divided by what it was spent on, exclusive of what is named beside it:
+A step's time is divided by what it was spent on, exclusive of the other parts:
 
     forward    the model: the compiled graph, or the eager one
     inputs     from sessions to its arguments: tokens, rows, page tables, masks
@@ -197,7 +197,7 @@ def run(target: Side, draft: Side | None, router: Router, num_steps: int) -> Non
 
 
 def _draft(draft: Side, router: Router) -> bool:
-    """As many of the draft's turns as fit beside one step of the target. True: it has more to do."""
+    """Runs the draft's turns that fit into one step of the target. True: it has more to do."""
     batch, drafted = router.to_draft(), True
     for _ in range(4):
         drafted, sent = draft.step(batch)

@@ -1,4 +1,4 @@
-"""What hidden states and the heads that read them cost beside a step: `paceline bench parts head-cost`.
+"""What hidden states and the heads that read them add to a step: `paceline bench parts head-cost`.
 
 One session of a compiled target, steps of all ways in turn:
 

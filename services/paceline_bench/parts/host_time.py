@@ -8,10 +8,10 @@ an accelerator would wait for:
     scheduling, trees   all else in the engine: the choice of sessions, trees, verdicts' bookkeeping
     messages            protobuf and back at the engine's side of the wire
     sum                 of the three
-    sampling            beside it: from logits to tokens; an accelerator does most of it itself
+    sampling            separately: from logits to tokens; an accelerator does most of it itself
 
 The relay is what the router does for one step of the target, messages included, and in this thread the loop around it.
-Every K is 8 (adaptive off). The clock is the thread's CPU time, so other processes hardly matter; the slowest tenth of
+Every K is 8 (adaptive off). The clock is the thread's CPU time, so other processes rarely matter; the slowest tenth of
 the steps is left out.
 
 In turns, each part finds the caches full of what the others have touched; in a service it has a process and a core of
@@ -25,7 +25,7 @@ new part, and the table has the least of every row.
     paceline bench parts host-time --weights 150M [--sessions 1 4 16] [--temperatures 1]
 
 ``--weights SIZE``: the compiled models themselves, the target grown to that size, and the wall clock: all parts of a
-step, and the floor beside them, which is the time to read all weights and the sessions' KV once at the bandwidth of one
+step, and the floor, which is the time to read all weights and the sessions' KV once at the bandwidth of one
 core that the same run has measured.
 """
 
@@ -293,7 +293,7 @@ def overhead(side: Side, floor_s: float) -> Row:
 
 
 def least(part: str, max_sessions: int, recording: Recording, repeats: int) -> list[Row]:
-    """The rows of one part, each the one of the least sum of so many times; see ``apart``."""
+    """The rows of one part, each the one with the least sum of the repeats; see ``apart``."""
     torch.set_num_threads(1)
     at = _COLUMNS.index("sum")
     tables = [apart(part, max_sessions, recording) for _ in range(repeats)]

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Clock:
-    """Seconds, as an engine asks for them; those that it was given are kept."""
+    """Seconds, as an engine asks for them; each answer is kept."""
 
     def __init__(self) -> None:
         self._source: Callable[[], float] = time.perf_counter

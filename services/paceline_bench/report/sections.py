@@ -155,7 +155,7 @@ def latency(runs: Sequence[LocalRun]) -> Section:
                 drawn.append((f"{run.label}, {run.sessions} at once: {s.method}", values))
     text = (
         "Milliseconds. TTFT: to the first tokens. E2EL: to the last. TPOT: per request, (E2EL - TTFT) / (tokens - 1). "
-        "gap: between two chunks. ITL: per token, the gap for a chunk's first token and 0 for those that come with it; "
+        "gap: between two chunks. ITL: per token, the gap for a chunk's first token and 0 for the others in it; "
         "speculation emits bursts, so its median goes to 0 and its 99 % to the time of a round.\n"
         "The plot has the lowest temperature and each mode at its best K."
     )

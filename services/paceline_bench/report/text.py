@@ -32,7 +32,7 @@ _LOCAL_NOTES = (
     "interval\n"
     "over prompts x repeats and [min..max] of single ones; e2e: with prefill. tok/step: decode tokens per target step, "
     "next token included.\n"
-    "gap: between two chunks; ITL: per token, 0 for those that come with another; TPOT: per request, decode time per "
+    "gap: between two chunks; ITL: per token, 0 after the first of a chunk; TPOT: per request, decode time per "
     "token.\n"
     "hit: the tree held a continuation of the outcome when the step ended. same: requests whose tokens equal plain "
     "decoding's."

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.model.test_wanted_rows import config, logits_of
+from tests.model.test_logit_rows import config, logits_of
 from tests.support.models import FAMILIES, noisy_copy, prompt, random_model
 
 from paceline.errors import ConfigError

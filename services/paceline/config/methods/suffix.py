@@ -35,7 +35,7 @@ class SuffixMatching(Strict):
     sessions then learn nothing of one another."""
     corpus: list[str] = Field(default_factory=list)
     """Text files (``.jsonl``: one text or one list of token ids per line), read at start-up, that all sessions may be
-    continued from, whatever their salt. ``paceline/smollm2-texts``: those that come with the package."""
+    continued from, whatever their salt. ``paceline/smollm2-texts``: the ones in the package."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

@@ -51,7 +51,7 @@ class Grower(Generic[Session]):
         return self.drafter.expand(leaves)
 
     def expand(self, nodes: list[tuple[Session, TreeNode]]) -> list[tuple[Session, TreeNode]]:
-        """Expands nodes, at most ``max_leaves``, and publishes their children; returns those that could be expanded."""
+        """Expands nodes, at most ``max_leaves``, and publishes their children; returns the expanded ones."""
         done = call_for_each(
             lambda at: self.candidates([session.leaf(node) for session, node in at]),
             nodes,

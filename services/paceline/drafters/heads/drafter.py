@@ -118,7 +118,7 @@ class HeadDrafter(OfSessions[_Session]):
         """Computes the rows of new committed tokens from the target's states.
 
         Raises:
-            DrafterSessionError: states of a session do not continue those that came before; nothing was changed.
+            DrafterSessionError: states of a session do not continue its earlier ones; nothing was changed.
         """
         for each in fed:
             session = self._session(each.session_id)

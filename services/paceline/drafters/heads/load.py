@@ -38,7 +38,7 @@ class HeadPlan:
     layers: tuple[LayerSpec, ...]
     """KV that it keeps per token on the target's pages."""
     num_parameters: int
-    """Parameters of the head itself, without those that it borrows from the target."""
+    """Parameters of the head itself, without the target's that it shares."""
     _source: str
     _files: WeightFiles
     _form: HeadForm

@@ -45,6 +45,7 @@ from paceline.model.layer_callback import LayerCallback
 from paceline.model.linear import native as linear_attention
 from paceline.model.linear.layers import linear_indices
 from paceline.model.linear.plan import LinearSlots
+from paceline.model.logit_rows import LogitRows
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.model import share_of
 from paceline.model.quantized import parameter_counts, plain_tensors
@@ -52,7 +53,6 @@ from paceline.model.selftest import num_different_rows
 from paceline.model.states import StateTaps
 from paceline.model.step import Step, name_of
 from paceline.model.step_plan import SequenceStep, StepPlan
-from paceline.model.wanted_rows import WantedRows
 from paceline.types import PAGE_SIZE
 
 _VERSION = 4  # raise when the traced signature or its lowering changes
@@ -112,7 +112,7 @@ def artifact_key(
         facts["linear"] = cpu_linear.key()
     if (key := cpu_linear.blocks_key(model)) is not None:
         facts["blocks"] = key
-    if _wanted_rows(model, kernel, features) is not None:
+    if _logit_rows(model, kernel, features) is not None:
         facts["rows"] = "wanted"
     if linear_indices(model):
         facts["linear attention"] = linear_attention.key()
@@ -294,7 +294,7 @@ def _compile(
         [{0: pool} for _ in layers],
         *([_linear_shapes(len(linear))] if linear else []),
     )
-    wanted = _wanted_rows(model, kernel, None if taps is None else taps.features)
+    wanted = _logit_rows(model, kernel, None if taps is None else taps.features)
     with torch.no_grad(), warnings.catch_warnings(), _int8_lowering(model):
         warnings.simplefilter("ignore")  # exporter and inductor deprecations of their own
         with contextlib.nullcontext() if wanted is None else wanted.in_place():
@@ -322,7 +322,7 @@ def _linear_shapes(num_layers: int) -> list[dict[int, Any]]:
     return [*[{0: states}, {0: states}, *[{0: rows}] * 4] * num_layers, {0: Dim("numbers", min=2, max=1 << 24)}]
 
 
-def _wanted_rows(model: PreTrainedModel, kernel: Kernel, features: Features | None) -> WantedRows | None:
+def _logit_rows(model: PreTrainedModel, kernel: Kernel, features: Features | None) -> LogitRows | None:
     """Returns a forward of the last layer's MLP that computes only the tokens whose logits are requested.
 
     None where other libraries' operators are called: their bits may depend on the number of tokens.
@@ -330,7 +330,7 @@ def _wanted_rows(model: PreTrainedModel, kernel: Kernel, features: Features | No
     alone = model.dtype == torch.bfloat16 and share_of(model) is None and not getattr(model, "is_quantized", False)
     if kernel != "native" or not alone or not cpu_linear.usable():
         return None
-    return WantedRows.of(model, features)
+    return LogitRows.of(model, features)
 
 
 def _int8_lowering(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:

@@ -1,6 +1,6 @@
 """Moves a step to its device and runs it there: the one place where CPU and accelerator differ.
 
-``HostBackend``: the plan's own tensors, masks made beside them; eager or compiled. What the CPU has always done.
+``HostBackend``: the plan's own tensors and masks made from them; eager or compiled. What the CPU has always done.
 
 ``DeviceBackend``: the plan is packed into one page-locked buffer (``buckets.py``), which crosses in one copy that
 nothing waits for; masks are made on the device. Decoding and verification take one of few shapes, which can be

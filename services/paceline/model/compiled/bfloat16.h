@@ -1,4 +1,4 @@
-// Weights in bfloat16, for processors with AVX512-BF16, and for those that have AMX too.
+// Weights in bfloat16, for processors with AVX512-BF16, with and without AMX.
 //
 // Weights are packed into blocks of 32 outputs; within a block the pairs of inputs follow each other, each with the
 // 32 x 2 weights that vdpbf16ps wants, in two cache lines. Sixteen pairs are two tiles of AMX:
@@ -27,9 +27,9 @@ struct BFloat16 {
 
   struct Rows {
     const uint16_t* x;
-    int64_t apart;  // values from row to row
+    int64_t stride;  // values from row to row
 
-    Rows at(int64_t row, int64_t step) const { return {x + row * apart + kInputs * step, apart}; }
+    Rows at(int64_t row, int64_t step) const { return {x + row * stride + kInputs * step, stride}; }
   };
 
   template <int R>
@@ -60,7 +60,7 @@ struct BFloat16 {
       const __m512bh high = (__m512bh)_mm512_loadu_si512(it.w + k * kStepBytes + 64);
 #pragma GCC unroll 14
       for (int r = 0; r < R; ++r) {
-        const __m512bh x = pair_of(it.x.x + r * it.x.apart + kInputs * k);
+        const __m512bh x = pair_of(it.x.x + r * it.x.stride + kInputs * k);
         sums[r][0] = (Floats)_mm512_dpbf16_ps((__m512)sums[r][0], low, x);
         sums[r][1] = (Floats)_mm512_dpbf16_ps((__m512)sums[r][1], high, x);
       }
@@ -94,18 +94,18 @@ struct Tiles : BFloat16 {
     _tile_loadd(1, &sums[0][1], kRowBytes);
     if (kTwo) _tile_loadd(2, &sums[kSecond][0], kRowBytes);
     if (kTwo) _tile_loadd(3, &sums[kSecond][1], kRowBytes);
-    const int64_t apart = it.x.apart * sizeof(uint16_t);
+    const int64_t stride = it.x.stride * sizeof(uint16_t);
     for (int64_t k = 0; k < it.steps; k += kWhole) {
       for (int64_t i = 0; i < it.halves * kWhole; ++i) _mm_prefetch(it.ahead + 64 * (it.halves * k + i), _MM_HINT_T1);
       const uint8_t* w = it.w + k * kStepBytes;
       const uint16_t* x = it.x.x + kInputs * k;
       _tile_loadd(6, w, kStepBytes);
-      _tile_loadd(4, x, apart);
+      _tile_loadd(4, x, stride);
       _tile_loadd(7, w + 64, kStepBytes);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
       if (kTwo) {
-        _tile_loadd(5, x + kSecond * it.x.apart, apart);
+        _tile_loadd(5, x + kSecond * it.x.stride, stride);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
       }
@@ -134,19 +134,19 @@ struct Tiles : BFloat16 {
 };
 #endif
 
-// Some number of rows of k values each, `given_apart` values from one to the next, as the product takes them: whole
+// Some number of rows of k values each, `given_stride` values from one to the next, as the product takes them: whole
 // tiles of values, which do not compete for the cache.
 struct BFloat16Rows {
   BFloat16::Rows rows;
   std::vector<uint16_t> copy;
 
-  BFloat16Rows(const uint16_t* given, int64_t m, int64_t k, int64_t given_apart) : rows{given, given_apart} {
+  BFloat16Rows(const uint16_t* given, int64_t m, int64_t k, int64_t given_stride) : rows{given, given_stride} {
     constexpr int64_t kValues = BFloat16::kInputs * BFloat16::kWhole;
-    const bool competes = m > 2 && given_apart * 2 % kAliasing == 0;
+    const bool competes = m > 2 && given_stride * 2 % kAliasing == 0;
     if (k % kValues == 0 && !competes) return;
-    rows.apart = (k + kValues - 1) / kValues * kValues + (competes ? 32 : 0);
-    copy.assign(m * rows.apart, 0);
-    for (int64_t row = 0; row < m; ++row) std::memcpy(&copy[row * rows.apart], given + row * given_apart, 2 * k);
+    rows.stride = (k + kValues - 1) / kValues * kValues + (competes ? 32 : 0);
+    copy.assign(m * rows.stride, 0);
+    for (int64_t row = 0; row < m; ++row) std::memcpy(&copy[row * rows.stride], given + row * given_stride, 2 * k);
     rows.x = copy.data();
   }
 };

@@ -73,12 +73,12 @@ struct Blocks {
 
   struct Rows {
     const int8_t* x;
-    int64_t apart;  // values from row to row
+    int64_t stride;  // values from row to row
     const BlockScale* scales;
     int64_t steps;  // scales from row to row
 
     Rows at(int64_t row, int64_t step) const {
-      return {x + row * apart + kInputs * step, apart, scales + row * steps + step, steps};
+      return {x + row * stride + kInputs * step, stride, scales + row * steps + step, steps};
     }
   };
 
@@ -89,7 +89,7 @@ struct Blocks {
       const int64_t fetched = kStepBytes / 2 * it.halves;
       for (int64_t line = 0; line < fetched; line += 64) __builtin_prefetch(it.ahead + fetched * k + line, 0, 2);
       Floats dots[R];
-      multiply_tile<R>(w, it.x.x + kInputs * k, it.x.apart, it.x.scales + k, it.x.steps, dots);
+      multiply_tile<R>(w, it.x.x + kInputs * k, it.x.stride, it.x.scales + k, it.x.steps, dots);
       const Floats scales = load_halves(w + kWeightBytes);
 #pragma GCC unroll 14
       for (int r = 0; r < R; ++r) {
@@ -132,7 +132,7 @@ struct Blocks {
  private:
   // Whole sums of products of a tile for R rows.
   template <int R>
-  static void multiply_tile(const uint8_t* w, const int8_t* x, int64_t apart, const BlockScale* scales, int64_t steps,
+  static void multiply_tile(const uint8_t* w, const int8_t* x, int64_t stride, const BlockScale* scales, int64_t steps,
                             Floats (&dots)[R]) {
 #ifdef PACELINE_VNNI
     __m512i sums[R];
@@ -142,7 +142,7 @@ struct Blocks {
 #pragma GCC unroll 14
       for (int r = 0; r < R; ++r) {
         int32_t four;
-        std::memcpy(&four, x + r * apart + 4 * group, 4);
+        std::memcpy(&four, x + r * stride + 4 * group, 4);
         sums[r] = _mm512_dpbusd_epi32(sums[r], weights, _mm512_set1_epi32(four));
       }
     };
@@ -171,7 +171,7 @@ struct Blocks {
       for (int64_t group = 0; group < kInputs / 4; ++group) {
         for (int64_t i = 0; i < kLanes; ++i) {
           for (int64_t j = 0; j < 4; ++j) {
-            sums[i] += wide[(group * kLanes + i) * 4 + j] * x[r * apart + 4 * group + j];
+            sums[i] += wide[(group * kLanes + i) * 4 + j] * x[r * stride + 4 * group + j];
           }
         }
       }
@@ -186,17 +186,17 @@ struct Blocks {
 struct BlockRows {
   std::vector<int8_t> values;
   std::vector<BlockScale> scales;
-  int64_t apart, steps;
+  int64_t stride, steps;
 
   template <class Value>
-  BlockRows(const Value* given, int64_t m, int64_t k, int64_t given_apart)
-      : apart((k + kBlockInputs - 1) / kBlockInputs * kBlockInputs), steps(apart / kBlockInputs) {
-    if (m > 2 && apart % kAliasing == 0) apart += 64;
-    values.resize(m * apart), scales.resize(m * steps);
+  BlockRows(const Value* given, int64_t m, int64_t k, int64_t given_stride)
+      : stride((k + kBlockInputs - 1) / kBlockInputs * kBlockInputs), steps(stride / kBlockInputs) {
+    if (m > 2 && stride % kAliasing == 0) stride += 64;
+    values.resize(m * stride), scales.resize(m * steps);
     for (int64_t row = 0; row < m; ++row) {
       for (int64_t step = 0; step < steps; ++step) {
         const int64_t count = std::min(kBlockInputs, k - step * kBlockInputs);
-        round(given + row * given_apart + step * kBlockInputs, count, &values[row * apart + step * kBlockInputs],
+        round(given + row * given_stride + step * kBlockInputs, count, &values[row * stride + step * kBlockInputs],
               scales[row * steps + step]);
       }
     }
@@ -204,7 +204,7 @@ struct BlockRows {
 
   template <class Format>
   typename Format::Rows rows() const {
-    return {values.data(), apart, scales.data(), steps};
+    return {values.data(), stride, scales.data(), steps};
   }
 
  private:

@@ -158,7 +158,7 @@ def token_shapes(limits: Limits, most: int) -> list[StepShape]:
 
     Such a step costs what its tokens see (``attention/schedule.py``), so its number of tokens is its shape: it has room
     for all ways to spread them over sessions, and for the longest context. A step whose tokens are mostly of prompts
-    has few rows of logits, so each number of tokens is there with a quarter as many, too.
+    has few rows of logits, so each number of tokens also has a shape with a quarter of the rows of logits.
     """
     pages, last = padded_pages(limits.max_pages), max(_MIN_TOKENS, padded_tokens(limits.max_tokens))
     shapes = []

@@ -30,10 +30,10 @@ int64_t bfloat16_steps(int64_t k) {
   return (k + kValues - 1) / kValues * kWhole;
 }
 
-// y [m, n] = x [m, k], rows `apart` values apart, by `packed`, + bias unless it is null.
-void multiply_bfloat16(const uint16_t* x, int64_t apart, const uint8_t* packed, const float* bias, char* y, int64_t m,
+// y [m, n] = x [m, k], rows `stride` values apart, by `packed`, + bias unless it is null.
+void multiply_bfloat16(const uint16_t* x, int64_t stride, const uint8_t* packed, const float* bias, char* y, int64_t m,
                        int64_t n, int64_t k, bool alone = false) {
-  const paceline::BFloat16Rows rows(x, m, k, apart);
+  const paceline::BFloat16Rows rows(x, m, k, stride);
   const int64_t steps = bfloat16_steps(k);
 #ifdef __AMX_BF16__
   if (paceline::Tiles::usable()) {
@@ -44,7 +44,7 @@ void multiply_bfloat16(const uint16_t* x, int64_t apart, const uint8_t* packed, 
   paceline::multiply_all<paceline::BFloat16>({rows.rows, packed, bias, y, 2, m, n, steps}, alone);
 }
 
-// silu(x[:n]) * x[n:] in float32, rounded once; value by value, whatever is computed beside it.
+// silu(x[:n]) * x[n:] in float32, rounded once; value by value, whatever else is computed.
 void gate(const uint16_t* x, int64_t n, uint16_t* y) {
   const auto widen = [](__mmask16 mask, const uint16_t* from) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
@@ -79,23 +79,23 @@ bool paceline_share(int64_t pieces, void (*work)(const void* it, int64_t piece),
   return true;
 }
 
-// y [m, n] = x [m, k], rows `apart` values apart, by `packed`, + bias [n] float32 unless it is null. Values of x and y
+// y [m, n] = x [m, k], rows `stride` values apart, by `packed`, + bias [n] float32 unless it is null. Values of x and y
 // take `value_bytes`: 2 in bfloat16, 4 in float32. `step_bytes` tells the format of the weights: bytes of a block's for one
 // step. False: there is no such format here.
-bool paceline_linear(const void* x, int64_t value_bytes, int64_t apart, const uint8_t* packed, int64_t step_bytes,
+bool paceline_linear(const void* x, int64_t value_bytes, int64_t stride, const uint8_t* packed, int64_t step_bytes,
                      const float* bias, void* y, int64_t m, int64_t n, int64_t k) {
   if (m <= 0 || n <= 0) return true;
   char* to = static_cast<char*>(y);
 #ifdef __AVX512BF16__
   if (step_bytes == paceline::BFloat16::kStepBytes && value_bytes == 2) {
-    multiply_bfloat16(static_cast<const uint16_t*>(x), apart, packed, bias, to, m, n, k);
+    multiply_bfloat16(static_cast<const uint16_t*>(x), stride, packed, bias, to, m, n, k);
     return true;
   }
 #endif
   const auto multiply = [&](auto multiply_format) {
     const paceline::BlockRows rows = value_bytes == 4
-                                         ? paceline::BlockRows(static_cast<const float*>(x), m, k, apart)
-                                         : paceline::BlockRows(static_cast<const uint16_t*>(x), m, k, apart);
+                                         ? paceline::BlockRows(static_cast<const float*>(x), m, k, stride)
+                                         : paceline::BlockRows(static_cast<const uint16_t*>(x), m, k, stride);
     multiply_format(rows, packed, bias, to, value_bytes, m, n);
     return true;
   };
@@ -132,7 +132,7 @@ AOTITorchError aoti_torch_cpu_packed_heads(AtenTensorHandle x, AtenTensorHandle 
       aoti_torch_get_data_ptr(x, &from) || aoti_torch_get_data_ptr(packed, &weights)) {
     return AOTI_TORCH_FAILURE;
   }
-  const int64_t heads = sizes[0], m = sizes[1], k = sizes[2], apart = strides[1], between = strides[0];
+  const int64_t heads = sizes[0], m = sizes[1], k = sizes[2], stride = strides[1], between = strides[0];
   const int64_t blocks = (outputs + paceline::BFloat16::kOutputs - 1) / paceline::BFloat16::kOutputs;
   const int64_t bytes = blocks * bfloat16_steps(k) * paceline::BFloat16::kStepBytes;  // of a head's weights
   const int64_t shape[] = {heads, m, outputs}, order[] = {m * outputs, outputs, 1};
@@ -142,7 +142,7 @@ AOTITorchError aoti_torch_cpu_packed_heads(AtenTensorHandle x, AtenTensorHandle 
     return AOTI_TORCH_FAILURE;
   }
   const auto multiply_head = [&](int64_t head) {
-    multiply_bfloat16(static_cast<const uint16_t*>(from) + head * between, apart,
+    multiply_bfloat16(static_cast<const uint16_t*>(from) + head * between, stride,
                       static_cast<const uint8_t*>(weights) + head * bytes, nullptr,
                       static_cast<char*>(to) + head * m * outputs * 2, m, outputs, k, true);
   };
@@ -169,10 +169,10 @@ AOTITorchError aoti_torch_cpu_gated_silu(AtenTensorHandle x, AtenTensorHandle* o
     return AOTI_TORCH_FAILURE;
   }
   try {
-    std::vector<int64_t> shape(sizes, sizes + dim), apart(dim, 1);
+    std::vector<int64_t> shape(sizes, sizes + dim), stride(dim, 1);
     const int64_t n = shape.back() /= 2;
-    for (int64_t i = dim - 1; i > 0; --i) apart[i - 1] = apart[i] * shape[i];
-    if (aoti_torch_empty_strided(dim, shape.data(), apart.data(), aoti_torch_dtype_bfloat16(),
+    for (int64_t i = dim - 1; i > 0; --i) stride[i - 1] = stride[i] * shape[i];
+    if (aoti_torch_empty_strided(dim, shape.data(), stride.data(), aoti_torch_dtype_bfloat16(),
                                  aoti_torch_device_type_cpu(), 0, out) ||
         aoti_torch_get_data_ptr(*out, &to)) {
       return AOTI_TORCH_FAILURE;
@@ -199,17 +199,17 @@ AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x, AtenTensorHandle
     return AOTI_TORCH_FAILURE;
   }
   try {
-    std::vector<int64_t> shape(sizes, sizes + dim), apart(dim, 1);
+    std::vector<int64_t> shape(sizes, sizes + dim), stride(dim, 1);
     const int64_t k = shape.back();
     shape.back() = outputs;
     int64_t rows = 1, expected = k;
-    for (int64_t i = dim - 1; i > 0; --i) apart[i - 1] = apart[i] * shape[i];
+    for (int64_t i = dim - 1; i > 0; --i) stride[i - 1] = stride[i] * shape[i];
     if (strides[dim - 1] != 1 && k > 1) return AOTI_TORCH_FAILURE;
     for (int64_t i = dim - 2; i >= 0; --i) {
       if (shape[i] != 1 && strides[i] != expected) return AOTI_TORCH_FAILURE;
       rows *= shape[i], expected *= shape[i];
     }
-    if (aoti_torch_empty_strided(dim, shape.data(), apart.data(), dtype, aoti_torch_device_type_cpu(), 0, out) ||
+    if (aoti_torch_empty_strided(dim, shape.data(), stride.data(), dtype, aoti_torch_device_type_cpu(), 0, out) ||
         aoti_torch_get_data_ptr(*out, &to)) {
       return AOTI_TORCH_FAILURE;
     }

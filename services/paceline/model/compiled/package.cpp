@@ -65,8 +65,8 @@ class Inputs {
  private:
   static std::array<int64_t, kDimensions> contiguous(std::initializer_list<int64_t> sizes) {
     std::array<int64_t, kDimensions> strides{};
-    int64_t apart = 1;
-    for (size_t i = sizes.size(); i-- > 0; apart *= sizes.begin()[i]) strides[i] = apart;
+    int64_t stride = 1;
+    for (size_t i = sizes.size(); i-- > 0; stride *= sizes.begin()[i]) strides[i] = stride;
     return strides;
   }
 

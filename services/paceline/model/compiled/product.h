@@ -12,7 +12,7 @@
 //     multiply<R>    adds the products of a tile to the sums of R rows, step by step
 //     store          writes up to 16 outputs
 //
-// An output is one float32 sum to which the steps are added from the first to the last, whatever is computed beside it:
+// An output is one float32 sum to which the steps are added from the first to the last, whatever else is computed:
 // rows are taken together so that a weight is loaded once for them, and long sums are laid aside in float32 in between,
 // which rounds nothing. So the bits of a row depend on nothing but the row.
 

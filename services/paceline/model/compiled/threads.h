@@ -2,7 +2,7 @@
 //
 // Helpers that have nothing to do look for work for some microseconds, as the next product of a step is that far away,
 // and then sleep. One that comes too late for a piece of work finds it done by the caller, who waits for those alone that
-// have begun: a helper without a core, beside another process, costs nothing but its help.
+// have begun: a helper whose core another process uses costs nothing but its help.
 
 #pragma once
 

@@ -154,7 +154,7 @@ void fold_columns(const float* state, float* to, int64_t rows, int64_t stride, _
   }
 }
 
-// function(columns, mask of the last vector) with as many vectors as registers hold.
+// function(columns, mask of the last vector), for groups of vectors that fit into registers.
 template <class Function>
 void over_columns(int64_t size, const Function& function) {
   int64_t at = 0;

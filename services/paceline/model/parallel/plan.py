@@ -140,7 +140,7 @@ class _Planner:
 
     def plan(self) -> ShardPlan:
         values = values_of(self.config)
-        # A single KV head cannot be made fewer: as many as there are heads is valid too.
+        # A single KV head cannot be split: one for each attention head is valid, too.
         other = {key: smaller(value) if value > 1 else values.get(HEADS, 1) for key, value in values.items()}
         follows = {key: self._followers({key: other[key]}) for key, value in values.items() if other[key] != value}
         chosen = {key for key, names in follows.items() if self._is_planned(names)}

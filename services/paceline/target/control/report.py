@@ -44,7 +44,7 @@ def explain(engine: TargetEngine) -> str:
     """Sentences about drafting at this load, lengths of proposals, seconds of steps, and paused sessions."""
     allocation, gate = engine.allocation, engine.gate
     if not allocation.adaptive:
-        fixed = "fixed: every session has as many draft tokens as its request allows (adaptive is false)"
+        fixed = "fixed: every session has the most draft tokens that its request allows (adaptive is false)"
         return "; ".join([fixed, *_inside(engine)])
     num_sessions = engine.num_running
     if num_sessions == 0:

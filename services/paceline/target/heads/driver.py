@@ -5,7 +5,7 @@
     follow outcomes ─▶ choose who steps ─▶ expand, expand, .. ─▶ allocate ─▶ forward
 
 A session's head has a tree of its own, as a draft's engine has, so the ranking by the target's noise, the calibration
-and what a drafter may rely on are the same. Its best path, and the tokens beside it, are offered when the session is
+and what a drafter may rely on are the same. Its best path and its other tokens are offered when the session is
 about to step and its draft has sent nothing for this place; it needs no message and no wait. Only the target decides
 what becomes text.
 

@@ -154,7 +154,7 @@ class MountedHead:
         return self.max_len is not None and session.num_tokens >= self.max_len
 
     def follow(self, *, on: bool) -> None:
-        """Sets whether the head is given committed tokens. When it goes on, it first gets those that it has missed."""
+        """Sets whether the head is given committed tokens. Going on, it first gets what it has missed."""
         if on and not self.follows:
             for followed in [*self.sessions.values()]:
                 self.catch_up(followed.session)

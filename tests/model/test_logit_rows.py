@@ -8,15 +8,15 @@ from tests.support.models import FAMILIES, prompt, random_model
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from paceline.model import wanted_rows
+from paceline.model import logit_rows
 from paceline.model.compiled import aot
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.features import OUT, Features
 from paceline.model.loading import LoadedModel, prepare
+from paceline.model.logit_rows import LogitRows
 from paceline.model.runner import ModelRunner
 from paceline.model.step import Step
 from paceline.model.step_plan import SequenceStep
-from paceline.model.wanted_rows import WantedRows
 from paceline.types import pages_for
 
 
@@ -46,9 +46,9 @@ def logits_of(runner: ModelRunner, *, length: int = 90) -> list[Tensor]:
     return found[1:]
 
 
-def with_rows(model: PreTrainedModel) -> tuple[LoadedModel, WantedRows]:
+def with_rows(model: PreTrainedModel) -> tuple[LoadedModel, LogitRows]:
     loaded = prepare(model, compile=False)
-    rows = WantedRows.of(model, None)
+    rows = LogitRows.of(model, None)
     assert rows is not None
     assert isinstance(loaded.step, Step)
     loaded.step.rows = rows
@@ -64,8 +64,8 @@ def test_the_logits_are_those_of_all_rows(mutant: bool, monkeypatch: pytest.Monk
     seen: list[int] = []
     model.model.layers[-1].mlp.gate_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
     if mutant:
-        expect = WantedRows.expect
-        monkeypatch.setattr(WantedRows, "expect", lambda self, index: expect(self, (index - 1).clamp(min=0)))
+        expect = LogitRows.expect
+        monkeypatch.setattr(LogitRows, "expect", lambda self, index: expect(self, (index - 1).clamp(min=0)))
     with rows.in_place():
         got = logits_of(loaded.runner(8))
     assert len(want) == len(got) == 2
@@ -99,21 +99,21 @@ def test_the_model_is_left_as_it_was() -> None:
     ],
 )
 def test_states_behind_the_last_layer_need_all_rows(features: Features | None, some: bool) -> None:
-    assert (WantedRows.of(random_model(config()), features) is not None) is some
+    assert (LogitRows.of(random_model(config()), features) is not None) is some
 
 
 def test_which_layers_have_such_an_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
     """No experts, which choose by token; and none whose outputs could end in the middle of a vector."""
-    assert WantedRows.of(random_model(config(intermediate_size=96)), None) is None
-    monkeypatch.setattr(wanted_rows, "_LANES", 1)
-    families = {name for name in FAMILIES if WantedRows.of(random_model(name), None) is not None}
+    assert LogitRows.of(random_model(config(intermediate_size=96)), None) is None
+    monkeypatch.setattr(logit_rows, "_LANES", 1)
+    families = {name for name in FAMILIES if LogitRows.of(random_model(name), None) is not None}
     assert {"llama", "qwen3", "gemma2", "gemma3", "mistral", "phi3"} <= families
     assert not {"qwen3_moe", "gpt2"} & families
 
 
 def test_only_native_products_are_computed_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def some(model: PreTrainedModel, kernel: str = "native") -> bool:
-        return aot._wanted_rows(model, kernel, None) is not None  # type: ignore[arg-type]
+        return aot._logit_rows(model, kernel, None) is not None  # type: ignore[arg-type]
 
     monkeypatch.setattr(cpu_linear, "usable", lambda: True)
     model = random_model(config(), dtype=torch.bfloat16)

@@ -24,7 +24,7 @@ _LANES = 64
 """Numbers that elementwise kernels take at a time (``tails.py``): of outputs in multiples of it no token is a tail."""
 
 
-class WantedRows:
+class LogitRows:
     """Replaces the forward of one MLP while a step is traced."""
 
     def __init__(self, mlp: nn.Module) -> None:
@@ -33,7 +33,7 @@ class WantedRows:
         self._index: Tensor | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel, features: Features | None) -> WantedRows | None:
+    def of(cls, model: PreTrainedModel, features: Features | None) -> LogitRows | None:
         """Finds the MLP of a model's last layer; None if it must compute all rows.
 
         ``features``: the states that the model returns; None: none. If they include all positions after the last layer,
