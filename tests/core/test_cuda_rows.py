@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from paceline.core import cuda, noise, verification
-from paceline.core.deferred import DeferredChecks, download
+from paceline.core.deferred import DeferredChecks, Download
 from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_max, seed_bits
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import picked_on_cuda, process, sample_coupled
 from paceline.core.tree import Proposal
-from paceline.core.verification import decide_at_once
+from paceline.core.verification import Drawn, decide_at_once
 from paceline.types import SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -209,8 +209,9 @@ def test_rows_without_a_distribution_are_told_from_others(bad: float, monkeypatc
     void = {whole} if bad == -math.inf else {whole, part}
     assert {row for row, token in enumerate(token_ids) if token == -1} == void
     assert all(0 <= token < 2500 for row, token in enumerate(token_ids) if row not in void)
-    proposals = [Proposal()] * len(rows)
-    assert decide_at_once(x.to(DEVICE), rows, proposals) is None
+    drawn = Drawn(x.to(DEVICE), rows)
+    assert drawn.verdicts([Proposal()] * len(rows)) is None
+    assert drawn.token_ids.tolist() == [max(0, token) for token in token_ids], "a step ahead computes some token"
 
 
 @needs_triton
@@ -218,12 +219,14 @@ def test_a_step_on_cuda_is_decided_by_one_download(monkeypatch: pytest.MonkeyPat
     """Of sessions with the temperature alone; a cut of one of them takes all the other way, to the same tokens."""
     counts = []
     monkeypatch.setattr(noise.cuda, "usable", lambda x: True)
-    monkeypatch.setattr(verification, "download", lambda *found: (counts.append(len(found)), download(*found))[1])
+    monkeypatch.setattr(verification, "Download", lambda *found: (counts.append(len(found)), Download(*found))[1])
     rows = sampled_rows(700)
     x = torch.randn(len(rows), 700, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     proposals = [Proposal((5, 6)), *[Proposal()] * (len(rows) - 3)]
     at_once = decide_at_once(x, rows, proposals)
     assert counts == [1]
+    assert Drawn(x, rows).token_ids.tolist()[3:] == [verdict.token_ids[0] for verdict in at_once[1:]]
+    counts.pop()
     own = [verdict.token_ids[0] for verdict in at_once]
     state = SamplerState(SamplingParams(temperature=1.0, top_k=700), 9, (1,), vocab_size=700, device=DEVICE)
     assert state.only_scales

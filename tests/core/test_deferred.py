@@ -19,7 +19,7 @@ from paceline.core.deferred import DeferredChecks, check_now, download, upload
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates, process
 from paceline.core.tree import Proposal
-from paceline.core.verification import decide, decide_at_once, verify
+from paceline.core.verification import Drawn, decide, decide_at_once, verify
 from paceline.errors import EngineError
 from paceline.model.compiled.backend import DeviceBackend
 from paceline.model.kv_cache import KVCache
@@ -129,19 +129,24 @@ def test_on_the_cpu_nothing_is_copied() -> None:
 
 @pytest.fixture
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of tensors in each download; they come back as zeros. No other way leads to a device or back."""
+    """The number of tensors in each download that was waited for; they come back as zeros. No other way leads to a
+    device or back."""
     counts: list[int] = []
     make = torch.tensor
 
-    def fake_download(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        counts.append(len(tensors))
-        return tuple(torch.zeros(t.shape, dtype=t.dtype) for t in tensors)
+    class FakeDownload:
+        def __init__(self, *tensors: torch.Tensor) -> None:
+            self.tensors = tensors
+
+        def wait(self) -> tuple[torch.Tensor, ...]:
+            counts.append(len(self.tensors))
+            return tuple(torch.zeros(t.shape, dtype=t.dtype) for t in self.tensors)
 
     def host_tensor(*args, **kwargs):
         assert torch.device(kwargs.get("device") or "cpu").type == "cpu", "a copy that waits"
         return make(*args, **kwargs)
 
-    monkeypatch.setattr(verification, "download", fake_download)
+    monkeypatch.setattr(verification, "Download", FakeDownload)
     monkeypatch.setattr(torch, "tensor", host_tensor)
     return counts
 
@@ -187,4 +192,9 @@ def test_a_forward_waits_for_nothing(family: str, downloads: list[int]) -> None:
         assert logits.shape == (sum(s.num_logits for s in steps), 300)
         state = SamplerState(SamplingParams(temperature=1.0), 1, (1,), vocab_size=300, device="meta")
         draft_candidates(logits, [Row(state)] * len(logits), 8)
+    drawn = Drawn(logits, [Row(state)] * len(logits))
+    ahead = runner.forward_drawn([SequenceStep([0], range(73, 74), range(73, 74), pages, 1)], drawn.token_ids[:1])
+    Drawn(ahead, [Row(state, (0,))])
     assert downloads == []
+    assert [len(verdict.token_ids) for verdict in drawn.verdicts([Proposal()] * len(logits))] == [1] * len(logits)
+    assert downloads == [3]

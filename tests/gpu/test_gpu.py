@@ -124,15 +124,16 @@ def test_a_step_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> No
     """The driver itself complains of every other wait: replayed, eager, greedy, sampled, drafting."""
     waits = []
 
-    def download(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        waits.append(len(tensors))
-        torch.cuda.set_sync_debug_mode("default")
-        try:
-            return transfers.download(*tensors)
-        finally:
-            torch.cuda.set_sync_debug_mode("error")
+    class Download(transfers.Download):
+        def wait(self) -> tuple[torch.Tensor, ...]:
+            waits.append(len(self._host))
+            torch.cuda.set_sync_debug_mode("default")
+            try:
+                return super().wait()
+            finally:
+                torch.cuda.set_sync_debug_mode("error")
 
-    monkeypatch.setattr(verification, "download", download)
+    monkeypatch.setattr(verification, "Download", Download)
     model = loaded("gemma3")
     for runner in (model.runner(9), eager_twin(model, 9)):
         runner.record(LIMITS)

@@ -52,6 +52,7 @@ class SyntheticRunner:
     """In the place of a model runner."""
 
     features = None
+    is_asynchronous = False
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Transfers between host and accelerator within a step: uploads that wait for nothing, one download that waits.
 
 A copy from pageable memory waits for everything that was queued before it, and so does every answer that
-the host needs (``bool(tensor)``, ``nonzero``). A step has one such wait: where its outcomes are read. On the CPU all
-of this costs what it would without this module.
+the host needs (``bool(tensor)``, ``nonzero``). A step has one such wait: where its outcomes are read. It waits for that
+step alone, whatever has been queued since. On the CPU all of this costs what it would without this module.
 """
 
 from __future__ import annotations
@@ -49,10 +49,27 @@ def upload(values: Sequence[Any] | Tensor, device: torch.device | str, dtype: to
     return host.pin_memory().to(device, non_blocking=True)
 
 
+class Download:
+    """Tensors on their way to the host, queued when it is made."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._done: torch.cuda.Event | None = None
+        if not any(tensor.is_cuda for tensor in tensors):
+            self._host = tuple(tensor.cpu() for tensor in tensors)
+            return
+        self._host = tuple(
+            torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors
+        )
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done.record(torch.cuda.current_stream(tensors[0].device))
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The tensors on the host, with a single wait for all of them and for nothing that was queued after them."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._host
+
+
 def download(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Copies the tensors to the host, with a single wait for all of them."""
-    if not any(tensor.is_cuda for tensor in tensors):
-        return tuple(tensor.cpu() for tensor in tensors)
-    host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors)
-    torch.cuda.current_stream(tensors[0].device).synchronize()
-    return host
+    return Download(*tensors).wait()

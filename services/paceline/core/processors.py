@@ -234,6 +234,12 @@ class SamplerState:
         """True if log probabilities are asked for that the processed distribution does not have."""
         return self.raw_logprobs and not (self.only_scales and self.temperature == 1)
 
+    @cached_property
+    def reads_tokens(self) -> bool:
+        """True if the next token's distribution depends on the output by another processor than ``min_tokens``, which
+        only counts it."""
+        return bool(self.grammar is not None or self.params.bad_words or self._repeats or self._counts)
+
     @property
     def raw_logprobs(self) -> bool:
         """True if log probabilities are taken before all processors."""

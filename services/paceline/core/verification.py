@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from paceline.core import rows as native
-from paceline.core.deferred import Check, DeferredChecks, download, upload
+from paceline.core.deferred import Check, DeferredChecks, Download, upload
 from paceline.core.logprobs import logprobs_at
 from paceline.core.noise import Stream, gumbel_argmax, uniform
 from paceline.core.processors import Row, digest
@@ -265,17 +265,41 @@ def with_logprobs(
     return found
 
 
+class Drawn:
+    """The target's own tokens by the coupled rule, one for each row, which the device draws while the host goes on."""
+
+    def __init__(self, logits: Tensor, rows: Sequence[Row]) -> None:
+        """Queues the draws, and their way to the host. Waits for nothing. ``logits``: [rows, vocab]."""
+        self._picked = picked_on_cuda(logits, rows)
+        if self._picked is not None:
+            self._download = Download(self._picked)
+            return
+        checks = DeferredChecks()
+        self._token_ids, logprobs = _sampled(process(logits, rows, checks), checks)
+        self._download = Download(self._token_ids, logprobs, checks.any_failed(logits.device))
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[rows] int64 on the device, all inside the vocabulary. They mean nothing where ``verdicts`` has none."""
+        return self._token_ids if self._picked is None else self._picked[:, 0].clamp(min=0).long()
+
+    def wait(self) -> None:
+        """Waits until the step is done."""
+        self._download.wait()
+
+    def verdicts(self, proposals: Sequence[Proposal]) -> list[Verdict] | None:
+        """Waits for the draws, and verifies the proposals by them; None in a rare case, which ``decide`` handles."""
+        found = self._download.wait()
+        if self._picked is not None:
+            token_ids, logprobs = found[0].unbind(-1)
+            return None if (token_ids < 0).any() else _matches(proposals, token_ids.long().tolist(), logprobs.tolist())
+        token_ids, logprobs, any_failed = found
+        return None if any_failed else _matches(proposals, token_ids.tolist(), logprobs.tolist())
+
+
 def decide_at_once(logits: Tensor, rows: Sequence[Row], proposals: Sequence[Proposal]) -> list[Verdict] | None:
     """Decides by the coupled rule with a single wait for the device; None in a rare case, which ``decide`` handles."""
-    if (picked := picked_on_cuda(logits, rows)) is not None:
-        token_ids, logprobs = download(picked)[0].unbind(-1)
-        return None if (token_ids < 0).any() else _matches(proposals, token_ids.long().tolist(), logprobs.tolist())
-    checks = DeferredChecks()
-    token_ids, logprobs = _sampled(process(logits, rows, checks), checks)
-    own, values, any_failed = download(token_ids, logprobs, checks.any_failed(logits.device))
-    if any_failed:
-        return None
-    return _matches(proposals, own.tolist(), values.tolist())
+    return Drawn(logits, rows).verdicts(proposals)
 
 
 def verify(

@@ -52,6 +52,7 @@ ENGINE_COUNTERS: dict[tuple[str, str], Metric] = {
 
 for _engine, _field, _unit, _help in (
     ("target", "steps", "steps", "Forwards of targets."),
+    ("target", "steps_ahead", "steps", "Forwards of targets that were launched before the one in front was done."),
     ("target", "steps_unrecorded", "steps", "Forwards of targets that no CUDA graph covered, though there are some."),
     ("target", "tokens_computed", "tokens", "Rows computed by targets: prompt, context and draft tokens."),
     ("target", "rounds", "rounds", "Rounds of targets, including abandoned epochs."),

@@ -94,9 +94,19 @@ class ModelRunner:
         self._compilation, self._on_swap = compilation, on_swap
         compilation.start()
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """True if ``forward`` only queues a step, so that ``forward_drawn`` saves time."""
+        return self.backend.is_asynchronous and self.cache.linear is None
+
     def forward(self, steps: Sequence[SequenceStep]) -> Tensor:
         """Writes the KV of all new tokens and returns logits ``[sum(num_logits), vocab_size]``, steps in order."""
         return self.run(self.plan(steps))
+
+    def forward_drawn(self, steps: Sequence[SequenceStep], token_ids: Tensor) -> Tensor:
+        """``forward`` where the step's first tokens are ``token_ids`` [n] int64, which an earlier step draws on the
+        device; ``steps`` has any numbers in their place."""
+        return self.run(self.plan(steps)._replace(drawn=token_ids))
 
     def forward_with_states(self, steps: Sequence[SequenceStep]) -> tuple[Tensor, Tensor]:
         """``forward``, and the states that ``features`` name: ``[n, len(boundaries) * hidden]`` of all tokens of the

@@ -213,6 +213,8 @@ class StepPlan(NamedTuple):
     """Pages that are copied before the step, on every rank: (from, to) each."""
     linear: LinearStep | None = None
     """The work of linear layers; None: the model has none."""
+    drawn: Tensor | None = None
+    """[n] int64 on an accelerator: the step's first tokens, in place of those in ``buffer``; None: these are right."""
 
     @classmethod
     def of(cls, steps: Sequence[SequenceStep], scratch_row: int, shapes: Shapes = _ALL_RULES) -> Self:

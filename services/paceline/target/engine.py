@@ -1,10 +1,11 @@
 """The target engine: continuous batching at step granularity, every step verifying proposals of any length.
 
-One thread owns it. ``receive`` takes messages between steps, ``step`` does one forward; outcomes leave before the
-next forward begins, and what is in flight is announced before the forward that verifies it. Where what sends them
-shares the engine's interpreter (``holds_outcomes``), both leave together, right before that forward, or once no session
-is ready for one: a forward runs without the interpreter, the choice of its sessions and proposals does not, and routers
-and drafts have one message to take instead of two.
+One thread owns it. ``receive`` takes messages between steps, ``step`` finishes one step, and may have launched the next
+one by then (``flight.py``). Outcomes leave before the next forward begins, and what is in flight is announced before
+the forward that verifies it; on an asynchronous device right after its launch. Where what sends them shares the
+engine's interpreter (``holds_outcomes``), both leave together, at that time, or once no session is ready for a step: a
+forward runs without the interpreter, the choice of its sessions and proposals does not, and routers and drafts have one
+message to take instead of two.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from paceline.checkpoint.grammar import Grammars
@@ -21,7 +24,7 @@ from paceline.core.logprobs import score
 from paceline.core.native_tree import add_each
 from paceline.core.processors import Row, SamplerState
 from paceline.core.tree import FIRST, GREW, LOST, OFFERS, Producer, Proposal
-from paceline.core.verification import Verdict, decide, verify_picked
+from paceline.core.verification import Drawn, Verdict, decide, verify_picked
 from paceline.errors import EngineError, InvalidRequestError, PacelineError
 from paceline.messages import (
     CloseSession,
@@ -45,6 +48,7 @@ from paceline.target.control.session_gate import SessionGate
 from paceline.target.control.step_meter import DecidedRound, MeasuredStep, StepMeter
 from paceline.target.control.waiting import WaitPolicy
 from paceline.target.cores import TargetCores
+from paceline.target.flight import Flight
 from paceline.target.heads.driver import Heads
 from paceline.target.heads.feeding import Computed
 from paceline.target.heads.mounted import MountedHead
@@ -74,7 +78,7 @@ _TIMED_BRANCHES = 5
 
 
 class TargetEngine:
-    """Steps ``follow -> schedule -> announce -> forward -> verify -> commit -> send`` over all sessions of a target."""
+    """Steps ``follow -> schedule -> announce -> launch -> verify -> commit -> send`` over all sessions of a target."""
 
     def __init__(
         self,
@@ -144,6 +148,8 @@ class TargetEngine:
         self._holds_outcomes = holds_outcomes
         self._held: list[FromTarget] = []
         """Messages that are sent together with the next ones."""
+        self._flight: Flight | None = None
+        """The step that was launched ahead of its turn; between two calls of ``step``, the only one in flight."""
         self._clock = clock
         self._max_model_len = max_model_len
         self._scheduler = Scheduler(
@@ -225,6 +231,27 @@ class TargetEngine:
 
     def step(self) -> bool:
         """Does one step. False: no session is ready until a message comes or ``wait_s`` has passed."""
+        flight = self._flight
+        if flight is None:
+            started, parts = self._schedule()
+            if not parts:
+                self._send_held()
+                self._meter.idle(waiting=bool(self._scheduler.running))
+                return self._send_states()
+            flight = self._launch(parts, started)
+            if flight is None:
+                return True
+        self._flight = self._launch_ahead(flight)
+        if flight.is_ahead:
+            self._follow_outcomes()
+            self._held += self._in_flight([part for part in flight.parts if self._is_open(part.session)])
+            self._meter.begin_ahead()
+        self._send_held()
+        self._finish(flight)
+        return True
+
+    def _schedule(self) -> tuple[float, list[Scheduled]]:
+        """Chooses the parts of a step before which none is in flight; returns them after the time before that."""
         self._follow_outcomes()
         if self.heads or self.cores is not None:
             self._follow_drafts()
@@ -232,24 +259,73 @@ class TargetEngine:
         started = self._clock()
         if self._grammars is not None:
             self._grammars.begin_step()
-        parts = self.runners.in_order(self._scheduler.schedule(started))
-        if not parts:
-            self._send_held()
-            self._meter.idle(waiting=bool(self._scheduler.running))
-            return self._send_states()
+        return started, self.runners.in_order(self._scheduler.schedule(started))
+
+    def _launch(self, parts: Sequence[Scheduled], started: float) -> Flight | None:
+        """Announces and launches a step; None: it had no memory."""
         self._held += self._in_flight(parts)
         self._meter.begin(parts, started, self.heads.take_s())
         wants_states = self.link is not None or (bool(self.heads) and self.heads.wants_states())
         on_states = None if self.hints is None else self._send_hints
-        self._send_held()
+        if not self.runners.is_asynchronous:  # the forward ends when the step is done
+            self._send_held()
         try:
             forwarded = self.runners.forward(parts, wants_states=wants_states, on_states=on_states)
         except NoMemoryError as error:
             self._abandon(parts, error)
-            return True
-        verdicts = self._verify(parts, forwarded)
-        step = self._meter.decided(parts)
-        self.heads.charge_guesses([part.session for part in parts if part.guess_tables], step.guess_s)
+            return None
+        return self._launched(parts, forwarded, is_ahead=False)
+
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
+        """Launches the step after ``flight`` from the tokens that the device samples; None: it has to wait."""
+        if flight.drawn is None or not self._overlaps:
+            return None
+        verifying = [part for part in flight.parts if part.verifies]
+        parts = self._scheduler.schedule_ahead([part for part in flight.parts if self._is_open(part.session)])
+        if not parts:
+            return None
+        chosen = {id(part.session) for part in parts if part.is_ahead}
+        token_ids = flight.drawn.token_ids
+        if len(chosen) < len(verifying):
+            index = [row for row, part in enumerate(verifying) if id(part.session) in chosen]
+            token_ids = token_ids[upload(index, token_ids.device, torch.int64)]
+        forwarded = self.runners.forward_ahead(parts, token_ids)
+        return None if forwarded is None else self._launched(parts, forwarded, is_ahead=True)
+
+    def _launched(self, parts: Sequence[Scheduled], forwarded: Forwarded, *, is_ahead: bool) -> Flight:
+        """Commits the prefill chunks of a launched step, which decide nothing, and has the device sample its tokens
+        where no others must be known for that."""
+        for part in parts:
+            if not part.verifies:
+                part.session.commit_rows(self.runner.cache, part.stop)
+        verifying = [part for part in parts if part.verifies]
+        drawn = None
+        if self._overlaps and verifying and all(not p.num_drafted and p.session.samples_ahead for p in verifying):
+            try:
+                drawn = Drawn(forwarded.logits, [row for part in verifying for row in part.rows()])
+            except (RuntimeError, MemoryError) as error:
+                without_memory(error)  # it is decided in parts, later
+        return Flight(parts, forwarded, drawn, is_ahead)
+
+    @property
+    def _overlaps(self) -> bool:
+        """True if steps may be launched ahead, as far as the engine is concerned (``flight.py``)."""
+        others = self.heads or self.link is not None or self.hints is not None or self.cores is not None
+        return self.runners.is_asynchronous and not others
+
+    def _is_open(self, session: TargetSession) -> bool:
+        return self._sessions.get(session.session_id) is session
+
+    def _finish(self, flight: Flight) -> None:
+        """Waits for a step, commits its verdicts and sends the outcomes."""
+        forwarded, verdicts = flight.forwarded, self._verdicts(flight)
+        flight.release_pages(self.runner.cache)
+        step = self._meter.decided(flight.parts)
+        if flight.is_ahead:  # sessions may have ended since
+            verdicts = [v for v, part in zip(verdicts, step.verifying, strict=True) if self._is_open(part.session)]
+            parts = [part for part in step.parts if self._is_open(part.session)]
+            step = replace(step, parts=parts, verifying=[part for part in parts if part.verifies])
+        self.heads.charge_guesses([part.session for part in step.parts if part.guess_tables], step.guess_s)
         self._held += self._commit(step, verdicts)
         if not self._holds_outcomes or forwarded.scored is not None:  # no outcome waits for what follows
             self._send_held()
@@ -262,7 +338,21 @@ class TargetEngine:
             self._send_states()
         self._adapt(step)
         self._meter.end(step)
-        return True
+
+    def _verdicts(self, flight: Flight) -> list[Verdict | PacelineError]:
+        """Verdicts of the parts that verify, in order. Drops the step ahead where the device could not decide."""
+        if flight.drawn is not None:
+            found = flight.drawn.verdicts([part.proposal for part in flight.parts if part.verifies])
+            if found is not None:
+                return [*found]
+            self._drop_ahead()
+        return self._verify(flight.parts, flight.forwarded)
+
+    def _drop_ahead(self) -> None:
+        """Gives up the step that was launched ahead: its tokens were no verdicts. Its prefill chunks are valid."""
+        ahead, self._flight = self._flight, None
+        if ahead is not None and ahead.drawn is not None:
+            ahead.drawn.wait()
 
     def _abandon(self, parts: Sequence[Scheduled], error: NoMemoryError) -> None:
         """Ends the session that a step had no memory for; the others are in the next step."""
@@ -367,7 +457,8 @@ class TargetEngine:
 
     def check_integrity(self) -> None:
         """Asserts the invariants of sessions, scheduler and pages."""
-        self._scheduler.check_integrity(list(self._sessions.values()))
+        kept = [] if self._flight is None else self._flight.pages
+        self._scheduler.check_integrity(list(self._sessions.values()), kept)
         for session in self._sessions.values():
             session.check_integrity()
         self.heads.check_integrity(list(self._sessions.values()))
@@ -432,6 +523,8 @@ class TargetEngine:
             )
 
     def _close(self, session: TargetSession) -> None:
+        if self._flight is not None:
+            self._flight.keep_pages(session)
         del self._sessions[session.session_id]
         self.heads.close(session)
         if self.link is not None:
@@ -530,12 +623,9 @@ class TargetEngine:
         return verdicts
 
     def _commit(self, step: MeasuredStep, verdicts: Sequence[Verdict | PacelineError]) -> list[FromTarget]:
-        """Commits the computed rows and the verdicts of a step. A session whose verdict is an error ends."""
+        """Commits the verdicts of a step and the rows that it computed for them. A session whose verdict is an error
+        ends."""
         self.stats.preemptions = self._scheduler.num_preemptions
-        if len(step.verifying) < len(step.parts):
-            for part in step.parts:
-                if not part.verifies:  # a prefill chunk
-                    part.session.commit_rows(self.runner.cache, part.stop)
         decided: list[DecidedRound] = []
         for part, verdict in zip(step.verifying, verdicts, strict=True):
             if isinstance(verdict, Verdict):

@@ -136,6 +136,23 @@ class Runners:
             scored=torch.cat(scored) if scored else None,
         )
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """True if ``forward`` only queues a step: there is one runner, on one accelerator."""
+        return len(self._by_generation) == 1 and self.current.is_asynchronous
+
+    def forward_ahead(self, parts: Sequence[Scheduled], token_ids: Tensor) -> Forwarded | None:
+        """``forward`` of parts that are scheduled ahead: ``token_ids`` [n] on the device are the tokens of the first n.
+        None: the device has no memory for them in addition to the step in flight."""
+        steps = [step for part in parts for step in part.sequence_steps()]
+        try:
+            return Forwarded(self.current.forward_drawn(steps, token_ids))
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+        release_cached()
+        return None
+
     def close(self) -> None:
         """Ends the compilation and releases the other ranks of the model, if there are any. Idempotent."""
         if self._compilation is not None:

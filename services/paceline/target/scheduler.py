@@ -32,13 +32,16 @@ from paceline.types import Mode, pages_for
 _MOST_VAIN, _LONGEST_REST, _RESTING_SESSIONS = 4, 7, 8
 """Back-off of prompt lookups, which cost time per session. After 4 consecutive steps without a lookup they pause for
 one step, after the next for two, ..: at most 7, and at most one step per 8 sessions."""
+_UNKNOWN = 0
+"""Stands for a token that is still being sampled on the device."""
 
 
 @dataclass(slots=True, eq=False)
 class Scheduled:
     """One session's part in a step: context tokens [start, stop), then the proposal, whose tokens follow at stop.
 
-    Never changed once it is made; not frozen because freezing triples the time to make one.
+    Never changed once it is made; not frozen because freezing triples the time to make one. Of a part that is scheduled
+    ahead, the token at ``start`` is still being sampled on the device.
     """
 
     session: TargetSession
@@ -63,12 +66,17 @@ class Scheduled:
 
     def __post_init__(self) -> None:
         self.num_drafted = len(self.proposal.token_ids)
-        self.verifies = self.stop == len(self.session.tokens)
+        self.verifies = self.stop >= len(self.session.tokens)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes for the session."""
         return self.stop - self.start + self.num_drafted
+
+    @property
+    def is_ahead(self) -> bool:
+        """True until the host knows the token that the part computes."""
+        return self.stop > len(self.session.tokens)
 
     @property
     def num_logits(self) -> int:
@@ -88,7 +96,7 @@ class Scheduled:
         Their tokens are the context's and then the proposal's, in order. If the part verifies, they have logits after
         the context and after each draft token.
         """
-        context, proposal = self.session.tokens[self.start : self.stop], self.proposal
+        context, proposal = self.session.tokens[self.start : self.stop] or [_UNKNOWN], self.proposal
         if self.tables:
             return sequence_steps(context, self.start, proposal, self.tables)
         context += proposal.token_ids
@@ -104,6 +112,8 @@ class Scheduled:
 
     def rows(self) -> list[Row]:
         """The positions to decide: after the context, and after each token of the proposal."""
+        if self.is_ahead:
+            return [Row(self.session.sampler, (_UNKNOWN,))]
         return rows_of(self.session.sampler, self.proposal)
 
 
@@ -194,6 +204,45 @@ class Scheduler:
                     scored_budget -= num_taken if scores else 0
         parts.sort(key=_scores)
         return self._with_guesses(parts, budget) if self._heads and parts else parts
+
+    def schedule_ahead(self, in_flight: Sequence[Scheduled]) -> list[Scheduled]:
+        """Chooses the parts of the step after the one ``in_flight``, which verifies no draft tokens, as if no session
+        ended with that; none if more than the sampled tokens must be known first (``flight.py``).
+
+        First come parts for the next token of sessions in flight, then prefill chunks. No session is preempted.
+        """
+        self._admit()
+        running = self.running
+        if not all(s.samples_ahead and not s.draft_available and not s.scores_prompt for s in running):
+            return []
+        if self._may_look_up():
+            return []
+        budget, parts, verifying = self._max_step_tokens, [], set()
+        try:
+            with self._cache.clearing_at_once:
+                for part in in_flight:
+                    session, stop = part.session, part.stop + 1
+                    if not part.verifies:
+                        continue
+                    verifying.add(session)
+                    if stop < session.max_tokens and budget > 0:
+                        session.reserve(self._cache, stop)
+                        parts.append(Scheduled(session, part.stop, stop, NO_PROPOSAL))
+                        budget -= 1
+                for session in running:
+                    if budget > 0 and session not in verifying:
+                        stop, _ = session.next_chunk(budget, 0)
+                        session.reserve(self._cache, stop)
+                        parts.append(Scheduled(session, session.num_computed, stop, NO_PROPOSAL))
+                        budget -= stop - session.num_computed
+        except ResourceExhaustedError:
+            return []
+        return parts
+
+    def _may_look_up(self) -> bool:
+        """True if the next step may verify the proposal of a prompt lookup."""
+        most = max([session.k for session in self.running if session.lookup is not None], default=0)
+        return most > 0 and not self._allocation.none_pays(len(self.running), most)
 
     def _not_waiting(self, decoding: list[TargetSession], now: float, *, others_ready: bool) -> list[TargetSession]:
         """The sessions that step now; sets ``wait_until`` for the others. ``others_ready``: others step in any case."""
@@ -434,15 +483,18 @@ class Scheduler:
             session.cached_tokens = 0 if session.scores_prompt else session.num_computed
             self.running.append(self.waiting.popleft())
 
-    def check_integrity(self, sessions: Sequence[TargetSession]) -> None:
-        """Asserts that every session is queued or running exactly once, and the pages add up."""
+    def check_integrity(self, sessions: Sequence[TargetSession], kept: Sequence[int] = ()) -> None:
+        """Asserts that every session is queued or running exactly once, and the pages add up.
+
+        ``kept``: pages that no session holds any more and a step in flight may write to.
+        """
         assert len(self.running) <= self._max_sessions
         known = [*self.waiting, *self.running]
         assert {id(s) for s in known} == {id(s) for s in sessions}
         assert len(known) == len(sessions)
         assert not any(s.pages for s in self.waiting), "a waiting session holds no pages"
         states = [s.held_state for s in known if s.held_state != NONE]
-        self._cache.check_integrity([[*s.pages, *s.private_pages] for s in known], states)
+        self._cache.check_integrity([kept, *([*s.pages, *s.private_pages] for s in known)], states)
 
 
 def _scores(part: Scheduled) -> bool:

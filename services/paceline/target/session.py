@@ -95,6 +95,7 @@ class TargetSession:
         "resumed_at",
         "resumed_by_load",
         "sampler",
+        "samples_ahead",
         "scored_end",
         "scored_top",
         "session_id",
@@ -172,6 +173,8 @@ class TargetSession:
             self.lookup = Lookup(self.tokens, lookups)
         self.picks = self.sampler.only_scales and not self.rejection and not self.sampler.wants_rows
         """True if its tokens can be drawn from parts of the vocabulary, without whole rows of logits."""
+        self.samples_ahead = not (self.rejection or self.sampler.reads_tokens or self.sampler.wants_rows)
+        """True if its next token but one can be sampled before the host knows the next one (``flight.py``)."""
         self._vocab_size = vocab_size
         self.draft_epoch = message.epoch
         self.tree = new_tree(vocab_size, len(self.tokens), rejection=self.rejection)

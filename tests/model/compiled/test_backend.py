@@ -341,6 +341,27 @@ def test_logits_stay_what_they_were_when_another_step_runs() -> None:
     assert torch.equal(first, kept)
 
 
+def test_first_tokens_of_a_step_may_lie_on_the_device() -> None:
+    """The same bits and the same rows as if the host had known them, replayed or not."""
+    model = prepare(random_model("llama"), compile=False)
+    recorder = FakeRecorder()
+    for runner in (model.runner(8), on_device(model, 8), on_device(model, 8, recorder)):
+        runner.record(LIMITS)
+        pages = [runner.cache.allocate(1) for _ in range(3)]
+
+        def steps(tokens: list[int], pages: list[list[int]] = pages) -> list[SequenceStep]:
+            spans = [range(4, 5), range(7, 8), range(5)]
+            texts = [tokens[:1], tokens[1:2], [31, 32, 33, 34, 35]]
+            return [SequenceStep(text, span, span, own, 1) for text, span, own in zip(texts, spans, pages, strict=True)]
+
+        want = runner.forward(steps([21, 22]))
+        keys = [pool[:-1].clone() for pool in runner.cache.keys]
+        assert torch.equal(runner.forward_drawn(steps([0, 0]), torch.tensor([21, 22])), want)
+        assert all(torch.equal(pool[:-1], was) for pool, was in zip(runner.cache.keys, keys, strict=True))
+        assert not torch.equal(runner.forward_drawn(steps([0, 0]), torch.tensor([22, 21])), want)
+    assert recorder.num_replays == 3
+
+
 def test_steps_that_no_recording_fits_are_counted() -> None:
     model = prepare(random_model("llama"), compile=False)
     with_recordings, without = on_device(model, 8, FakeRecorder()), on_device(model, 8)

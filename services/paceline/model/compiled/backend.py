@@ -25,7 +25,16 @@ from paceline.model.attention.schedule import SPLIT, num_splits
 from paceline.model.compiled.buckets import Fits, Limits, pack, shapes_to_record, token_shapes
 from paceline.model.kv_cache import KVCache
 from paceline.model.shapes import QUERY_ROW_LEN, UNBOUNDED
-from paceline.model.step_plan import StepArrays, StepShape, arrays_of, attention_masks, attention_seen, sizes_of, unpack
+from paceline.model.step_plan import (
+    INTEGER_BYTES,
+    StepArrays,
+    StepShape,
+    arrays_of,
+    attention_masks,
+    attention_seen,
+    sizes_of,
+    unpack,
+)
 from paceline.types import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -51,6 +60,8 @@ class Backend(Protocol):
     """Steps that ran without a recording although there are recordings."""
     longest_row: int
     """Tokens of a query row at most (``Shapes.longest_row``)."""
+    is_asynchronous: bool
+    """True if ``run`` only queues a step."""
 
     def run(self, step: StepFunction, plan: StepPlan) -> Outputs:
         """Logits ``[plan.num_logits, vocab]``, and states, on the device, which the caller may keep. Does not wait for
@@ -69,12 +80,16 @@ class HostBackend:
     """None is recorded (``Backend.num_unrecorded``)."""
     longest_row = UNBOUNDED
     """Rows are not cut (``Backend.longest_row``)."""
+    is_asynchronous = False
+    """``run`` returns when the step is done (``Backend.is_asynchronous``)."""
 
     def __init__(self, cache: KVCache, dtype: torch.dtype, window: int | None) -> None:
         self._cache, self._dtype, self._window = cache, dtype, window
 
     def run(self, step: StepFunction, plan: StepPlan) -> Outputs:
         """Runs the step from the host's own memory (``Backend.run``)."""
+        if plan.drawn is not None:
+            plan.arrays.tokens[: plan.drawn.shape[0]] = plan.drawn
         logits, states = _outputs(run_plan(step, plan, self._cache, self._dtype, self._window))
         return logits[: plan.num_logits], states
 
@@ -91,6 +106,12 @@ def run_plan(step: StepFunction, plan: StepPlan, cache: KVCache, dtype: torch.dt
 def _outputs(result: Tensor | tuple[Tensor, Tensor]) -> Outputs:
     """Logits and states that a step returned, without the batch dimension of one."""
     return (result[0], None) if isinstance(result, Tensor) else (result[0][0], result[1][0])
+
+
+def _set_tokens(buffer: Tensor, token_ids: Tensor | None) -> None:
+    """Overwrites the first tokens of a packed step, with which its buffer begins."""
+    if token_ids is not None:
+        buffer[: INTEGER_BYTES * token_ids.shape[0]].view(torch.int64).copy_(token_ids)
 
 
 Replay = Callable[[], None]
@@ -147,6 +168,8 @@ class DeviceBackend:
             least: the smallest of what all ranks pass, so that they replay the same steps.
         """
         self.device = cache.keys[0].device
+        self.is_asynchronous = self.device.type == "cuda"
+        """True on an accelerator (``Backend.is_asynchronous``)."""
         self._in_place = kernel == "triton"
         self.longest_row = QUERY_ROW_LEN if self._in_place else UNBOUNDED
         """Tokens of a query row at most (``Backend.longest_row``)."""
@@ -205,12 +228,14 @@ class DeviceBackend:
             pack(plan, shape, self._cache.scratch_row, packed)
         else:
             room.buffer.copy_(packed, non_blocking=True)
+        _set_tokens(room.buffer, plan.drawn)
         logits, states = self._call(step, room, self._inputs(room, shape, packed))
         return logits[: plan.num_logits], None if states is None else states[: plan.shape.tokens]
 
     def replay(self, plan: StepPlan, shape: StepShape) -> Outputs:
         """Runs ``plan`` by the recording of ``shape``. Steps of one stream follow each other, so they share memory."""
         self._buffer[: shape.num_bytes].copy_(self._packed(plan, shape), non_blocking=True)
+        _set_tokens(self._buffer, plan.drawn)
         self._replays[shape]()
         states = (
             None if self._states is None else self._states[: min(self._num_states[shape], plan.shape.tokens)].clone()

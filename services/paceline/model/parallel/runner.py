@@ -103,6 +103,11 @@ class RankRunner(ModelRunner):
         local, states = super()._run(plan)
         return self._join(local), states
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """False: its ranks meet in every step."""
+        return False
+
     def run_and_pick(self, plan: StepPlan, picks: Picks) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Logits ``[rows that are not picked, vocab_size]``, of the picked ones tokens and log-probabilities ``[n]``,
         int64 and float32 (see ``sample_sharded``), and states."""

@@ -16,6 +16,9 @@ A sibling of another token begins a branch, which makes the step longer by b bey
 Such a token ranks by its path probability less b times the tokens per second. So a step has siblings where they have
 positive expected gain, chains elsewhere, and D counts every branch.
 
+On an asynchronous device plain steps follow each other without h (``target/flight.py``): D(0) is less by the share of h
+that they hide, which draft tokens have to earn first.
+
 Under the rejection rule the decision to propose at a position must not depend on drawn values, nor on anything that
 does: node probabilities and the length of the proposal. Such a session offers the averages of its earlier rounds,
 whatever its proposal, as soon as there is a first token (``blind_offer``).
@@ -180,6 +183,7 @@ def allocate_draft_tokens(
     branch_s: float = 0.0,
     tokens_per_s: float = 0.0,
     least_gain: float = 1.0,
+    hidden_s: float = 0.0,
 ) -> list[int]:
     """Chooses how many draft tokens of each session to verify, as the head of this module derives it.
 
@@ -192,6 +196,7 @@ def allocate_draft_tokens(
         branch_s: b, the seconds that a branch costs beyond its rows.
         tokens_per_s: tokens that a second yields, by which branches are ranked.
         least_gain: minimum speedup E / D over n / D(0); below it no draft token is chosen.
+        hidden_s: the part of h that a plain step does not take.
 
     Returns:
         The number of draft tokens of each session; a subtree's first ones in the order of its ranking. Before any step
@@ -212,7 +217,7 @@ def allocate_draft_tokens(
     num_best = 0
     base_s = overhead_s + cost.seconds(num_sessions) - cost.seconds(num_context)  # D(m) = base_s + C(t + m)
     tokens = float(num_sessions)  # E(m)
-    best = plain = tokens / (base_s + cost.seconds(num_context))
+    best = plain = tokens / (base_s - hidden_s + cost.seconds(num_context))
     at, next_floor_s = num_context, cost.floor(num_context)
     while heap and len(order) < limit:
         negative, i, path, begins = heap[0]
@@ -240,17 +245,21 @@ def allocate_draft_tokens(
     return counts
 
 
-def ideal_gain(cost: StepTimes, num_sessions: int, acceptance: float, k: int, overhead_s: float = 0.0) -> float:
+def ideal_gain(
+    cost: StepTimes, num_sessions: int, acceptance: float, k: int, overhead_s: float = 0.0, hidden_s: float = 0.0
+) -> float:
     """Speedup over plain decoding that an ideal draft would bring with ``num_sessions``, at least 1.
 
     Ideal: every session always has a proposal of k tokens, each accepted with probability a given those before it.
     Of n sessions, m = q n + r draft tokens then yield n (1 + a + .. + a^q) + r a^(q+1) tokens, and the gain is
 
-        max over 0 <= m <= n k of  (n (1 + a + .. + a^q) + r a^(q+1)) / n * (h + C(n)) / (h + C(n + m)).
+        max over 0 <= m <= n k of  (n (1 + a + .. + a^q) + r a^(q+1)) / n * (h + C(n)) / (h + C(n + m)),
+
+    where the first h is ``hidden_s`` less.
     """
     if not cost.known or num_sessions == 0:
         return 1.0
-    plain_s = overhead_s + cost.seconds(num_sessions)
+    plain_s = overhead_s - hidden_s + cost.seconds(num_sessions)
     tokens, path, best = float(num_sessions), acceptance, 1.0
     at = num_sessions
     for _ in range(k):
@@ -286,7 +295,9 @@ class Allocation:
     cost: StepCost = field(default_factory=StepCost)
     """Seconds of a step on the cores that take it now."""
     overhead_s: Ewma = field(default_factory=lambda: Ewma(0.05))
-    """Seconds between two steps while there is something to do."""
+    """Seconds from a step's verdicts to the next forward while there is something to do, if that waits for them."""
+    hidden: Ewma = field(default_factory=lambda: Ewma(0.05))
+    """Share of plain steps, 0 to 1, that do not wait for the one before, so that nothing lies between them."""
     lengths: DecayingHistogram = field(default_factory=DecayingHistogram)
     """Lengths of the proposals that were verified."""
     coupled: AcceptanceHistory = field(default_factory=AcceptanceHistory)
@@ -338,7 +349,12 @@ class Allocation:
 
     def plain_s(self, num_sessions: int) -> float:
         """Seconds of a plain step of ``num_sessions``, start to start."""
-        return self.overhead_s.get(0.0) + self.cost.seconds(num_sessions)
+        return self.overhead_s.get(0.0) - self.hidden_s + self.cost.seconds(num_sessions)
+
+    @property
+    def hidden_s(self) -> float:
+        """The part of ``overhead_s`` that a plain step does not take."""
+        return self.overhead_s.get(0.0) * self.hidden.get(0.0)
 
     def ideal_rate(self, num_sessions: int, acceptance: float, k: int) -> float:
         """Tokens per second with an ideal draft, see ``ideal_gain``, on the cores that are left to its target; 0.0
@@ -346,9 +362,9 @@ class Allocation:
         cost = self._costs[min(self._costs)] if self._costs else self.cost
         if not cost.known:
             return 0.0
-        overhead_s = self.overhead_s.get(0.0)
-        plain_s = overhead_s + cost.seconds(num_sessions)
-        return ideal_gain(cost, num_sessions, acceptance, k, overhead_s) * num_sessions / plain_s
+        overhead_s, hidden_s = self.overhead_s.get(0.0), self.hidden_s
+        plain_s = overhead_s - hidden_s + cost.seconds(num_sessions)
+        return ideal_gain(cost, num_sessions, acceptance, k, overhead_s, hidden_s) * num_sessions / plain_s
 
     def could_pay(self, num_sessions: int, acceptance: float, k: int) -> bool:
         """True if draft tokens that are accepted with this probability, k for each session, would be verified: by the
@@ -366,7 +382,7 @@ class Allocation:
 
     def gain(self, num_sessions: int, acceptance: float, k: int) -> float:
         """Speedup that an ideal draft would bring by the measured cost of steps, see ``ideal_gain``."""
-        return ideal_gain(self.cost, num_sessions, acceptance, k, self.overhead_s.get(0.0))
+        return ideal_gain(self.cost, num_sessions, acceptance, k, self.overhead_s.get(0.0), self.hidden_s)
 
     def allocate_draft_tokens(
         self,
@@ -391,4 +407,5 @@ class Allocation:
             branch_s=self.branch_s,
             tokens_per_s=self.tokens_per_s.get(0.0),
             least_gain=least_gain(num_sessions),
+            hidden_s=self.hidden_s,
         )

@@ -253,7 +253,7 @@ class LoadTrials:
         if not self.only_plain:
             return True
         most = 1 << load_class(num_sessions)  # the most sessions of this load, for which rates are kept
-        plain_s = self.allocation.overhead_s.get(0.0) + self.allocation.cost.least(most)
+        plain_s = self.allocation.overhead_s.get(0.0) - self.allocation.hidden_s + self.allocation.cost.least(most)
         return load.rates[True].per_s() < _CLEAR * most / plain_s
 
     def scale(self, num_sessions: int) -> float:

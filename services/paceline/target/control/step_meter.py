@@ -90,6 +90,8 @@ class TargetStats:
     drafts_paused: int = 0
     """Times that drafting was paused for a session."""
     drafts_resumed: int = 0
+    steps_ahead: int = 0
+    """Steps that were launched before the step in front of them was done."""
 
 
 STEP_SIZES = (1, *(2**n for n in range(3, 15)))
@@ -145,7 +147,7 @@ reason if the session ends here."""
 
 
 class StepMeter:
-    """Measures the steps of one engine: ``begin``, ``decided``, ``rounds``, ``compare``, ``end``."""
+    """Measures the steps of one engine: ``begin`` or ``begin_ahead``, ``decided``, ``rounds``, ``compare``, ``end``."""
 
     def __init__(
         self, clock: Callable[[], float], allocation: Allocation, wait_policy: WaitPolicy, gate: SessionGate
@@ -158,6 +160,7 @@ class StepMeter:
         self._wait_policy = wait_policy
         self._gate = gate
         self._started = self._forward_at = 0.0  # of the step in progress
+        self._is_ahead = False  # it was launched before the one in front of it was done
         self._ahead_s = Ewma(0.1)  # from the one to the other in steps without branches
         self._emitted_before = 0  # tokens emitted by all steps before it
         self._ended_at: float | None = None  # of the last step; None: there was nothing to do since
@@ -178,7 +181,7 @@ class StepMeter:
         """
         self._started, self._forward_at = started + head_s, self._clock()
         self.stats.head_s += head_s
-        self._emitted_before = self.stats.tokens_emitted
+        self._emitted_before, self._is_ahead = self.stats.tokens_emitted, False
         if self._ended_at is None:
             return
         gap_s, stats = max(0.0, self._forward_at - self._ended_at - head_s), self.stats
@@ -188,10 +191,17 @@ class StepMeter:
             return
         stats.bubble_s += gap_s
         stats.bubble_steps += 1
-        self._allocation.overhead_s.add(gap_s)
+        self._allocation.overhead_s.add(max(0.0, self._forward_at - self._decided_at - head_s))
         if all(p.verifies and p.session.cause is Cause.HIT for p in parts):
             stats.hit_bubble_s += gap_s
             stats.hit_bubble_steps += 1
+
+    def begin_ahead(self) -> None:
+        """Records that a step which was launched ahead is the next to be done: the device began it when the last one
+        was decided, so that there is no gap."""
+        self._started = self._forward_at = self._decided_at
+        self._emitted_before, self._is_ahead = self.stats.tokens_emitted, True
+        self.stats.steps_ahead += 1
 
     def decided(self, parts: Sequence[Scheduled]) -> MeasuredStep:
         """Records the time at which the verdicts of the step are known."""
@@ -228,7 +238,10 @@ class StepMeter:
                 seconds = now - self._forward_at + max(0.0, ahead_s - self._ahead_s.get(ahead_s))
                 self._allocation.observe_branches(num_branches + num_guessed, num_tokens, seconds)
             else:
-                self._ahead_s.add(ahead_s)
+                if not self._is_ahead:
+                    self._ahead_s.add(ahead_s)
+                if not num_drafted:
+                    self._allocation.hidden.add(float(self._is_ahead))
                 self._allocation.observe_step(num_tokens, now - self._forward_at)
         self.stats.steps += 1
         self.stats.step_s += now - self._started

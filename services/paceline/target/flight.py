@@ -1,0 +1,59 @@
+"""Steps in flight: queued on the device, their verdicts not known to the host yet.
+
+The engine launches a step, does what does not depend on its verdicts, and finishes it: waits, commits and sends. On an
+asynchronous device it launches the next step before it finishes this one, from the tokens that the device has sampled::
+
+    device   | step n          | step n + 1      | step n + 2
+    host       launch n + 1, finish n ..   launch n + 2, finish n + 1 ..
+
+So the host's work takes time only where it is longer than the device's. At most two steps are in flight, and the
+second is launched under one rule: nothing of it depends on what the first decides, except for the values of tokens.
+
+- The target runs on one accelerator, has no head, sends no hidden states or hints, and shares no cores with a draft.
+- The step in flight verifies no draft tokens, and no running session may have any in the next one: it has no draft, and
+  a prompt lookup has no expected gain.
+- No running session's next token needs earlier ones on the host, as those of structured output, penalties and bad words
+  do, and of the rejection rule, nor rows of logits (log probabilities of other tokens or of the prompt).
+- There are pages without a preemption.
+
+Otherwise the step is finished first. A session that has ended meanwhile (stop token, cancellation) still has a row in
+the step ahead. That row's verdict is dropped, and the session's pages are kept until the step is done. Where the device
+cannot decide a step (``Drawn.verdicts``), the step ahead is dropped as a whole.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.core.verification import Drawn
+from paceline.model.kv_cache import KVCache
+from paceline.target.runners import Forwarded
+from paceline.target.scheduler import Scheduled
+from paceline.target.session import TargetSession
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step in flight."""
+
+    parts: Sequence[Scheduled]
+    forwarded: Forwarded
+    drawn: Drawn | None
+    """The tokens that the device samples; None: the host decides."""
+    is_ahead: bool = False
+    """It was launched before the step in front of it was finished."""
+    pages: list[int] = field(default_factory=list)
+    """Pages of sessions that have ended since it was launched: it may still write to them."""
+
+    def keep_pages(self, session: TargetSession) -> None:
+        """Holds the pages of a session that ends, if the step computes tokens of it."""
+        if any(part.session is session for part in self.parts):
+            self.pages += session.pages
+            session.pages = array("q")
+
+    def release_pages(self, cache: KVCache) -> None:
+        """Releases the pages of sessions that ended. Only once the step is done."""
+        cache.release(self.pages)
+        self.pages = []
