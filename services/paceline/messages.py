@@ -166,6 +166,10 @@ class OpenSession:
     suspected_s: float = 0.0
     """Targets were lost under the session: for this long, or until its next token, a target takes no second such
     session. 0: none were."""
+    pages_from: str = ""
+    """Address of a target that lives and has computed the context: its KV pages are there. Empty: there is none."""
+    pages_timeout_s: float = 0.0
+    """Seconds that the session waits for them at most."""
 
 
 @record

@@ -101,6 +101,7 @@ def opens(draw):
         draw(st.text(max_size=9)),
         draw(st.sampled_from(["", TRACEPARENT])),
         draw(probs),
+        *draw(st.sampled_from([("", 0.0), ("10.0.0.1:9", 30.0)])),
     )
 
 
@@ -330,6 +331,13 @@ def outcome_with(**changes):
 def without(event, name):
     event.outcome.ClearField(name)
     return event
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, NAN, INF, 3600.1])
+def test_a_session_does_not_wait_for_pages_without_end(timeout_s):
+    command = open_with(pages_from="10.0.0.1:9", pages_timeout_s=timeout_s)
+    (opened,), dropped = wire.decode_to_target(target_pb2.ToTarget(commands=[command]))
+    assert (opened.pages_from, opened.pages_timeout_s, dropped) == ("", 0.0, 0)
 
 
 MALFORMED_TO_TARGET = {

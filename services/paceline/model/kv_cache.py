@@ -115,6 +115,11 @@ class KVCache:
         return self.values[: self.num_layers]
 
     @property
+    def pools(self) -> tuple[torch.Tensor, ...]:
+        """All memory of pages, of the heads' layers too: ``pool[page]`` is a page's part of each."""
+        return (*self.keys, *self.values)
+
+    @property
     def scratch_row(self) -> int:
         """Flat row that padded tokens may overwrite."""
         return self.num_pages * PAGE_SIZE
@@ -161,7 +166,7 @@ class KVCache:
         """Zeroes pages for a new owner: masked rows weigh exactly zero, but 0 * NaN is NaN."""
         if not pages:
             return
-        pools = (*self.keys, *self.values)
+        pools = self.pools
         if self._native:
             layout.clear_pages(pools, pages)
             return
@@ -173,7 +178,7 @@ class KVCache:
         """Copies pages, (from, to) each, in all layers. No page is both copied from and copied to."""
         if not pairs:
             return
-        pools = (*self.keys, *self.values)
+        pools = self.pools
         if self._native:
             layout.copy_pages(pools, pairs)
             return
@@ -220,6 +225,15 @@ class KVCache:
             self.release(pages[count:])
             return pages[:count], hashes[:count]
         return pages, hashes
+
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        """The pages of the first hashes, up to the first that is not here. Takes no reference."""
+        pages = []
+        for digest in hashes:
+            if (page := self._page_of.get(digest)) is None:
+                break
+            pages.append(page)
+        return pages
 
     def hold(self, pages: Sequence[int], num_computed: int, held: int) -> int:
         """Moves a session's hold on a state of linear layers (``LinearSlots.hold``), where there are any."""

@@ -128,6 +128,8 @@ class ActiveRequest:
     """Time when it was opened on its first target."""
     target: TargetLink | None = None
     target_lease: Lease | None = None
+    pages_lease: Lease | None = None
+    """On the target that it has left, while its KV pages may still be needed."""
     losses: Losses = field(default_factory=Losses)
     orphaned_since: float | None = None
     """Time when its target was lost; None while it has one, or waits in the queue for its first."""

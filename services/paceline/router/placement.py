@@ -207,6 +207,20 @@ class Placement:
             active.target_lease.close()
         active.target = active.target_lease = None
 
+    def keep_pages(self, active: ActiveRequest, timeout_s: float) -> None:
+        """Keeps a draining target, which a session is about to leave, until its KV pages are elsewhere: until its next
+        token, or for ``timeout_s``."""
+        self.release_pages(active)
+        lease, active.pages_lease, active.target_lease = active.target_lease, active.target_lease, None
+        if lease is not None:
+            asyncio.get_running_loop().call_later(timeout_s, lease.close)
+
+    def release_pages(self, active: ActiveRequest) -> None:
+        """Records that a session no longer needs the pages at the target that it has left. Idempotent."""
+        if active.pages_lease is not None:
+            active.pages_lease.close()
+            active.pages_lease = None
+
     def release_draft(self, active: ActiveRequest) -> None:
         """Records that a session has left its draft. Idempotent."""
         if active.draft is not None:

@@ -365,6 +365,10 @@ class Router:
         if link is None:
             return False
         session, old = active.session, active.target
+        timeout_s = self._config.page_move_timeout_s
+        pages_from = old.member.address if timeout_s and reason == "drain" and old is not None and old.up else ""
+        if pages_from:
+            self._placement.keep_pages(active, timeout_s)
         self._placement.release_target(active)
         if active in self._orphaned:
             self._orphaned.remove(active)
@@ -377,7 +381,11 @@ class Router:
             active.spans.moved(reason, link.member.replica_id)
         extra = {"request_id": active.request.request_id}
         log.info("session continues on target %s (%s)", link.member.replica_id, reason, extra=extra)
-        self._apply(active, session.reopen_target(suspected_s=self._placement.suspected_s(active)))
+        suspected_s = self._placement.suspected_s(active)
+        self._apply(
+            active,
+            session.reopen_target(suspected_s=suspected_s, pages_from=pages_from, pages_timeout_s=timeout_s),
+        )
         return True
 
     def _give_drafts(self) -> None:
@@ -417,6 +425,7 @@ class Router:
 
     def _release(self, active: ActiveRequest) -> None:
         self._placement.release_target(active)
+        self._placement.release_pages(active)
         self._placement.release_draft(active)
         if active in self._orphaned:
             self._orphaned.remove(active)
@@ -589,6 +598,7 @@ class Router:
                 if active.spans is not None:
                     active.spans.round(chunk.round, len(chunk.token_ids))
                 active.last_chunk_s = now
+                self._placement.release_pages(active)
             active.chunks.append(chunk)
         if actions.result is not None:
             active.result = actions.result

@@ -483,13 +483,14 @@ class Session:
             self._leave_draft(actions)
         return actions
 
-    def reopen_target(self, *, suspected_s: float = 0.0) -> Actions:
+    def reopen_target(self, *, suspected_s: float = 0.0, pages_from: str = "", pages_timeout_s: float = 0.0) -> Actions:
         """Moves the session to another or restarted target, from the token history, under a new epoch.
 
         The old target may still send outcomes. They are stale, so nothing is lost or emitted twice. The session stays
         at its draft and is re-opened there. The preference of the old target's controller is forgotten.
 
-        ``suspected_s``: passed on in ``OpenSession``, if targets were lost under the session; 0: none.
+        ``suspected_s``: passed on in ``OpenSession``, if targets were lost under the session; 0: none. So are
+        ``pages_from`` and ``pages_timeout_s``, if the old target lives.
         """
         actions = Actions()
         if not self._opened or self._target_done:
@@ -502,7 +503,9 @@ class Session:
             actions.to_draft.append(self._open_message())
         self._target_epoch = self._draft_epoch = self._epoch
         self._relayed = False
-        actions.to_target.append(replace(self._open_message(), suspected_s=suspected_s))
+        opened = self._open_message()
+        opened = replace(opened, suspected_s=suspected_s, pages_from=pages_from, pages_timeout_s=pages_timeout_s)
+        actions.to_target.append(opened)
         if self.speculates and not self.draft_available:
             self._tell_no_draft(actions)
         return actions

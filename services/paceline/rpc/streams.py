@@ -248,6 +248,8 @@ def _write_open(message: OpenSession, proto: types_pb2.OpenSession) -> None:
     if message.traceparent:
         proto.traceparent = message.traceparent
     proto.suspected_s = message.suspected_s
+    if message.pages_from:
+        proto.pages_from, proto.pages_timeout_s = message.pages_from, message.pages_timeout_s
 
 
 def _read_open_at_target(proto: types_pb2.OpenSession) -> OpenSession | SessionFailed | None:
@@ -269,6 +271,7 @@ def _read_open(proto: types_pb2.OpenSession) -> OpenSession | SessionFailed | No
     except ValidationError as error:
         model = SamplingParams if error.title == SamplingParams.__name__ else SpeculationParams
         return SessionFailed(proto.session_id, proto.epoch, explain_parameter(error, model))
+    pages_from = proto.pages_from if 0 < proto.pages_timeout_s <= MAX_STEP_S else ""
     return OpenSession(
         session_id=proto.session_id,
         epoch=proto.epoch,
@@ -281,6 +284,8 @@ def _read_open(proto: types_pb2.OpenSession) -> OpenSession | SessionFailed | No
         cache_salt=proto.cache_salt,
         traceparent=proto.traceparent,
         suspected_s=proto.suspected_s,
+        pages_from=pages_from,
+        pages_timeout_s=proto.pages_timeout_s if pages_from else 0.0,
     )
 
 

@@ -14,8 +14,9 @@ import asyncio
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from paceline.config.installed import installed_version
@@ -32,6 +33,7 @@ from paceline.messages import (
     ToTarget,
 )
 from paceline.runtime.handover import Handover
+from paceline.runtime.page_mover import Arrivals, PageMover
 from paceline.runtime.ranks import MakeFollower, ranked_worker
 from paceline.runtime.workers import Emit, Engine, EngineFactory, ThreadWorker
 from paceline.types import PROTOCOL_VERSION, ReplicaStatus
@@ -49,6 +51,7 @@ ToEngine = ToTarget | ToDraft
 Out = TypeVar("Out", bound=FromTarget | FromDraft)
 Batch = TypeVar("Batch")
 Reply = TypeVar("Reply")
+T = TypeVar("T")
 Decode = Callable[[Batch], tuple[Sequence[ToEngine | Echo | SessionFailed], int]]
 """Reads a batch off the wire: its messages, SessionFailed for an opening that cannot be followed, and how many were
 dropped because they are malformed."""
@@ -138,6 +141,8 @@ class _Watched:
     engine: Engine[ToEngine]
     observer: Observer | None
     busy_since: float | None = None
+    calls: deque[Callable[[Any], None]] = field(default_factory=deque)
+    """Work of others with the engine, one before each step. They never raise."""
 
     def receive(self, messages: Sequence[ToEngine]) -> None:
         self.busy_since = time.monotonic()
@@ -147,9 +152,11 @@ class _Watched:
 
     def step(self) -> bool:
         self.busy_since = time.monotonic()
+        if self.calls:
+            self.calls.popleft()(self.engine)
         if self.observer is not None:
             self.observer.stepping(self.engine)
-        worked = self.engine.step()
+        worked = self.engine.step() or bool(self.calls)
         if not worked:
             self.busy_since = None
         return worked
@@ -161,6 +168,16 @@ class _Watched:
         if self.observer is not None:
             self.observer.closed()
         self.engine.close()
+
+
+def _settle(called: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    """Ends a call, unless nobody waits for it any more."""
+    if called.done():
+        return
+    if error is None:
+        called.set_result(result)
+    else:
+        called.set_exception(error)
 
 
 def _log_end(error: Exception) -> None:
@@ -204,6 +221,9 @@ class EngineHost(Generic[Out]):
             self._on_death,
         )
         self._handover: Handover | None = None
+        self._calling = asyncio.Lock()
+        self._called: asyncio.Future[Any] | None = None
+        self._arrivals: Arrivals | None = None
         self._streams: set[Stream[Out]] = set()
         self._owners: dict[str, tuple[Stream[Out], int]] = {}  # session id -> who opened it, and its newest epoch
         self._failure: str | None = None
@@ -235,6 +255,8 @@ class EngineHost(Generic[Out]):
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Ends all streams and the engine. Idempotent."""
         self._fail("the replica has been stopped")
+        if self._arrivals is not None:
+            self._arrivals.stop()
         if self._beating is not None:
             self._beating.cancel()
         await asyncio.to_thread(self._worker.stop, timeout_s)
@@ -253,12 +275,47 @@ class EngineHost(Generic[Out]):
         facts = dict(self._describe(self._engine.engine)) if self._engine is not None else {}
         counters = {**facts.pop("counters", {}), "messages_foreign": self.num_foreign}
         counters["messages_malformed"] = self.num_malformed
+        if self._arrivals is not None:
+            moves = self._arrivals.moves
+            counters |= {"pages_moved": moves.pages, "page_bytes_moved": moves.bytes, "moves_failed": moves.failures}
+            for key in ("num_sessions", "num_waiting"):
+                facts[key] = facts.get(key, 0) + len(self._arrivals)
         return replace(self._status, busy_s=self._busy_s(), counters=counters, **facts)
 
     @property
     def num_sessions(self) -> int:
         """Sessions that are open here."""
         return len(self._owners)
+
+    def take_pages(self, mover: PageMover) -> None:
+        """From now on sessions that move here bring their KV pages, by ``mover``."""
+        self._arrivals = Arrivals(mover, self._worker.send)
+
+    async def call(self, work: Callable[[Any], T]) -> T:
+        """Calls ``work`` with the engine, in its thread and between two steps; one call at a time.
+
+        Raises EngineError if the engine dies, and what ``work`` raises.
+        """
+        async with self._calling:
+            if self._failure is not None or self._engine is None:
+                raise EngineError(self._failure or "the engine is not built yet")
+            called = self._called = asyncio.get_running_loop().create_future()
+            self._engine.calls.append(lambda engine: self._answer(called, work, engine))
+            self._worker.send(())
+            result: T = await called
+            return result
+
+    def _answer(self, called: asyncio.Future[T], work: Callable[[Any], T], engine: Any) -> None:
+        """Called in the engine's thread."""
+        assert self._handover is not None
+        if called.cancelled():
+            return
+        try:
+            result = work(engine)
+        except Exception as error:
+            self._handover.call(_settle, called, None, error)
+        else:
+            self._handover.call(_settle, called, result, None)
 
     # -- streams -------------------------------------------------------------------------------------------
 
@@ -301,8 +358,7 @@ class EngineHost(Generic[Out]):
                     stream.push(message)
                 elif self._admit(stream, message):
                     mine.append(message)
-            if mine:
-                self._worker.send(mine)
+            self._deliver(mine)
 
     async def _write(
         self, stream: Stream[Out], write: Callable[[Reply], Awaitable[None]], encode: Encode[Out, Reply]
@@ -333,7 +389,14 @@ class EngineHost(Generic[Out]):
         for session_id, _ in ended:
             del self._owners[session_id]
         if ended:
-            self._worker.send([CloseSession(session_id, epoch) for session_id, epoch in ended])
+            self._deliver([CloseSession(session_id, epoch) for session_id, epoch in ended])
+
+    def _deliver(self, messages: Sequence[ToEngine]) -> None:
+        """Gives messages to the engine, but for those of sessions that wait for their pages."""
+        if self._arrivals is not None and not self._arrivals.idle(messages):
+            messages = [message for message in messages if not self._arrivals.keeps(message)]
+        if messages:
+            self._worker.send(messages)
 
     # -- the engine ----------------------------------------------------------------------------------------
 
@@ -372,6 +435,8 @@ class EngineHost(Generic[Out]):
         self._failure = self._failure or reason
         for stream in self._streams:
             stream.fail(self._failure)
+        if self._called is not None:
+            _settle(self._called, None, EngineError(self._failure))
 
     def _busy_s(self) -> float:
         since = self._engine.busy_since if self._engine is not None else None

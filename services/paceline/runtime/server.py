@@ -17,11 +17,12 @@ from paceline.rpc import protocol, streams
 from paceline.rpc.transport import start_server
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.host import Decode, Describe, Encode, EngineHost, Observer
+from paceline.runtime.page_mover import HostMemoryMover, serve_pages
 from paceline.runtime.ranks import MakeFollower, process_ranks
 from paceline.security.certificates import Certificates
 from paceline.target.control.report import ControlReport
 from paceline.types import Rendezvous
-from paceline.v1 import draft_pb2_grpc, target_pb2_grpc
+from paceline.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 if TYPE_CHECKING:
     from paceline.draft.engine import DraftEngine
@@ -63,6 +64,13 @@ class _RoundsService:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
         try:
             await self._host.serve(request_iterator, context.write, self._protocol.decode, self._protocol.encode)
+        except EngineError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+    async def Pages(self, request: target_pb2.PagesRequest, context: aio.ServicerContext[Any, Any]) -> None:
+        """Serves another target, to which a session moves (target.proto)."""
+        try:
+            await serve_pages(self._host.call, request, context.write)
         except EngineError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
@@ -133,6 +141,8 @@ def engine_server(
         followers=followers,
         observer=observer,
     )
+    if spec.kind == "target":
+        host.take_pages(HostMemoryMover(host.call, token, certificates))
     return EngineServer(host, bind=bind, token=token, certificates=certificates)
 
 

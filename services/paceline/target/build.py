@@ -49,6 +49,7 @@ from paceline.target.mount import (
     require_hints,
     with_own_mtp,
 )
+from paceline.target.pages import origin_of
 from paceline.types import PAGE_SIZE, Rendezvous
 
 _LEAST_BRANCHES = 16
@@ -216,6 +217,7 @@ def _engine(
         adaptive=options.adaptive,
         trees=options.tree_verification == "auto",
         batch_invariant="untested" if report is None else "yes" if report.holds else "no",
+        origin=origin_of(checkpoint, model),
         heads=heads,
         link=link,
         hints=hints,

@@ -55,6 +55,7 @@ from paceline.target.heads.mounted import MountedHead
 from paceline.target.hints import Hints
 from paceline.target.link import StatesLink
 from paceline.target.lookup import new_shares
+from paceline.target.pages import PageStore
 from paceline.target.runners import Forwarded, NoMemoryError, Runners, without_memory
 from paceline.target.scheduler import Scheduled, Scheduler
 from paceline.target.session import TargetSession
@@ -91,6 +92,7 @@ class TargetEngine:
         adaptive: bool = True,
         trees: bool = True,
         batch_invariant: BatchInvariant = "untested",
+        origin: bytes = b"",
         heads: Sequence[MountedHead] = (),
         link: StatesLink | None = None,
         hints: Hints | None = None,
@@ -111,6 +113,7 @@ class TargetEngine:
             adaptive: verify draft tokens with positive expected gain, pause drafting without any; False: always K.
             trees: with ``adaptive``, verify siblings with positive expected gain; False: chains.
             batch_invariant: result of the test that bits do not depend on the batch.
+            origin: what computes KV pages (``pages.origin_of``).
             heads: propose tokens where a session's draft has none; the first that is ready is asked.
             link: sends hidden states to drafts that read them; None: they read none.
             hints: sends drafts the likely tokens in the middle of a step; None: no hints.
@@ -125,6 +128,8 @@ class TargetEngine:
         self.runners = Runners(runner, compilation)
         self._grammars = grammars
         self.batch_invariant = batch_invariant
+        self.pages = PageStore(self.runners, batch_invariant, origin)
+        """The KV pages, for targets that take over sessions and for sessions that come."""
         self.wait_policy = WaitPolicy()
         self.allocation = Allocation(adaptive, trees)
         self._lookups = new_shares() if adaptive else None
@@ -365,8 +370,10 @@ class TargetEngine:
 
     def calibrate(self) -> None:
         """Times steps of 1 to 64 tokens, up to the number that all sessions may verify, so that the first sessions meet
-        measured costs. Without sessions only."""
+        measured costs, and prepares moves of pages. Without sessions only."""
         assert not self._sessions
+        if self._max_model_len > PAGE_SIZE:
+            self.pages.prepare()
         if self.cores is None:
             self._calibrate()
             return

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -77,6 +77,11 @@ class Runners:
     @current.setter
     def current(self, runner: ModelRunner) -> None:
         self._by_generation[self.generation] = runner
+
+    @property
+    def generations(self) -> Mapping[int, ModelRunner]:
+        """The runners that sessions have, by their numbers."""
+        return self._by_generation
 
     @property
     def execution(self) -> Execution:

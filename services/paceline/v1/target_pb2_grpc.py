@@ -39,6 +39,11 @@ class TargetServiceStub:
                 request_serializer=paceline_dot_v1_dot_target__pb2.ToTarget.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_target__pb2.FromTarget.FromString,
                 _registered_method=True)
+        self.Pages = channel.unary_stream(
+                '/paceline.v1.TargetService/Pages',
+                request_serializer=paceline_dot_v1_dot_target__pb2.PagesRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_target__pb2.PagesPart.FromString,
+                _registered_method=True)
 
 
 class TargetServiceServicer:
@@ -52,6 +57,14 @@ class TargetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pages(self, request, context):
+        """To another target, to which a session moves: the KV pages of its context, as far as they are here. A target that
+        computes other bits gets none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TargetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +72,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.Rounds,
                     request_deserializer=paceline_dot_v1_dot_target__pb2.ToTarget.FromString,
                     response_serializer=paceline_dot_v1_dot_target__pb2.FromTarget.SerializeToString,
+            ),
+            'Pages': grpc.unary_stream_rpc_method_handler(
+                    servicer.Pages,
+                    request_deserializer=paceline_dot_v1_dot_target__pb2.PagesRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_target__pb2.PagesPart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +106,33 @@ class TargetService:
             '/paceline.v1.TargetService/Rounds',
             paceline_dot_v1_dot_target__pb2.ToTarget.SerializeToString,
             paceline_dot_v1_dot_target__pb2.FromTarget.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.TargetService/Pages',
+            paceline_dot_v1_dot_target__pb2.PagesRequest.SerializeToString,
+            paceline_dot_v1_dot_target__pb2.PagesPart.FromString,
             options,
             channel_credentials,
             insecure,

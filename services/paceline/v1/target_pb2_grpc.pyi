@@ -35,6 +35,10 @@ class TargetServiceStub:
     """The router's metadata paceline-protocol and the status that the replica sends first hold the versions of this protocol
     that both speak; either ends a stream to a peer that is more than one version older or newer. When the stream breaks, the sessions that were opened on it are closed.
     """
+    Pages: _grpc.UnaryStreamMultiCallable[_target_pb2.PagesRequest, _target_pb2.PagesPart]
+    """To another target, to which a session moves: the KV pages of its context, as far as they are here. A target that
+    computes other bits gets none.
+    """
 
 @_typing.type_check_only
 class TargetServiceAsyncStub(TargetServiceStub):
@@ -42,6 +46,10 @@ class TargetServiceAsyncStub(TargetServiceStub):
     Rounds: _aio.StreamStreamMultiCallable[_target_pb2.ToTarget, _target_pb2.FromTarget]  # type: ignore[assignment]
     """The router's metadata paceline-protocol and the status that the replica sends first hold the versions of this protocol
     that both speak; either ends a stream to a peer that is more than one version older or newer. When the stream breaks, the sessions that were opened on it are closed.
+    """
+    Pages: _aio.UnaryStreamMultiCallable[_target_pb2.PagesRequest, _target_pb2.PagesPart]  # type: ignore[assignment]
+    """To another target, to which a session moves: the KV pages of its context, as far as they are here. A target that
+    computes other bits gets none.
     """
 
 class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -53,6 +61,16 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_target_pb2.FromTarget], _abc.AsyncIterator[_target_pb2.FromTarget]]:
         """The router's metadata paceline-protocol and the status that the replica sends first hold the versions of this protocol
         that both speak; either ends a stream to a peer that is more than one version older or newer. When the stream breaks, the sessions that were opened on it are closed.
+        """
+
+    @_abc_1.abstractmethod
+    def Pages(
+        self,
+        request: _target_pb2.PagesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_target_pb2.PagesPart], _abc.AsyncIterator[_target_pb2.PagesPart]]:
+        """To another target, to which a session moves: the KV pages of its context, as far as they are here. A target that
+        computes other bits gets none.
         """
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -775,6 +775,8 @@ class OpenSession(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SUSPECTED_S_FIELD_NUMBER: _builtins.int
+    PAGES_FROM_FIELD_NUMBER: _builtins.int
+    PAGES_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     epoch: _builtins.int
     num_prompt_tokens: _builtins.int
@@ -791,6 +793,12 @@ class OpenSession(_message.Message):
     """To a target, if targets were lost under the session: seconds for which it is suspected, or until its next token. A
     target takes one suspected session at a time, so that one that is at fault is known.
     """
+    pages_from: _builtins.str
+    """To a target, if the session moves from another one that lives: where its KV pages are, HOST:PORT of TargetService.
+    Empty: they are computed again, as by a target that does not know of this.
+    """
+    pages_timeout_s: _builtins.float
+    """Seconds that the session waits for them at most."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The context: the prompt, and when re-opened what has been emitted since. At least one token."""
@@ -817,10 +825,12 @@ class OpenSession(_message.Message):
         cache_salt: _builtins.str = ...,
         traceparent: _builtins.str | None = ...,
         suspected_s: _builtins.float = ...,
+        pages_from: _builtins.str = ...,
+        pages_timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent", "sampling", b"sampling", "speculation", b"speculation", "traceparent", b"traceparent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "speculation", b"speculation", "suspected_s", b"suspected_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "num_prompt_tokens", b"num_prompt_tokens", "pages_from", b"pages_from", "pages_timeout_s", b"pages_timeout_s", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "speculation", b"speculation", "suspected_s", b"suspected_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__traceparent: _TypeAlias = _typing.Literal["traceparent"]  # noqa: Y015
     _WhichOneofArgType__traceparent: _TypeAlias = _typing.Literal["_traceparent", b"_traceparent"]  # noqa: Y015

@@ -1,0 +1,211 @@
+"""KV pages that another target takes over: what a session leaves behind here, and what it finds where it goes on.
+
+    old target   held ─▶ read ─▶ bytes ──▶ write ─▶ cached prefix ─▶ match_prefix   new target
+
+Pages enter the new target's prefix cache, and the session shares them as those of an earlier session. What is missing
+is computed. A page is given to targets of the same *identity* alone: the bits of a probe that both have
+computed, and what computed them. Only whole pages of committed tokens move, under the salt of their session.
+
+Not moved, so computed again: pages of models with linear layers (which need a state, too), of several ranks, with
+layers of heads or of states for drafts, and of targets whose self-test is off or has failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.config.installed import installed_version
+from paceline.errors import ResourceExhaustedError
+from paceline.model.kv_cache import KVCache, page_hash, root_hash
+from paceline.model.loading import LoadedModel
+from paceline.model.parallel.runner import RankRunner
+from paceline.model.runner import ModelRunner
+from paceline.model.step_plan import SequenceStep
+from paceline.target.runners import Runners
+from paceline.types import PAGE_SIZE, BatchInvariant
+
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+"""Parts of each file of weights that tell two checkpoints apart."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class WantedPages:
+    """Pages that a target would take over for a session."""
+
+    identity: bytes
+    token_ids: tuple[int, ...]
+    root: bytes
+    """First hash of the chain (``root_hash``), of this target: another one may have another generation."""
+    hashes: tuple[bytes, ...]
+    """Of the whole pages of the context."""
+    first: int
+    """Pages [0, first) are here already."""
+    page_bytes: int
+
+
+class PageStore:
+    """The pages of one target as bytes. The engine's thread owns it, and calls it between steps."""
+
+    def __init__(self, runners: Runners, batch_invariant: BatchInvariant, origin: bytes = b"") -> None:
+        """``origin``: what computes the pages (``origin_of``)."""
+        self._runners, self._origin = runners, origin
+        self._proven = batch_invariant == "yes"
+        self._identities: dict[int, bytes] = {}  # by generation
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, of all layers."""
+        return sum(pool[0].numel() * pool.dtype.itemsize for pool in self._cache.pools)
+
+    def prepare(self) -> None:
+        """Computes the probe now, so that no session waits for it."""
+        self._identity(self._runners.generation)
+
+    def wanted(self, token_ids: Sequence[int], salt: str) -> WantedPages | None:
+        """The pages of a context that are not here; None: there are none, or pages are not moved."""
+        generation, cache = self._runners.generation, self._cache
+        if (identity := self._identity(generation)) is None:
+            return None
+        root = root_hash(salt, generation)
+        known, _ = cache.match_prefix(token_ids, root)
+        cache.release(known)  # as the newest: what comes for the others does not replace them
+        most = max(len(known), cache.num_available)
+        hashes = _chain(root, token_ids)[:most]
+        if len(known) >= len(hashes):
+            return None
+        return WantedPages(identity, tuple(token_ids), root, tuple(hashes), len(known), self.page_bytes)
+
+    def held(self, token_ids: Sequence[int], salt: str, identity: bytes, first: int) -> list[bytes]:
+        """The hashes of a context's pages from ``first`` on that are here; none for a target of another identity."""
+        for generation in {self._runners.generation, *self._runners.generations, *self._identities}:
+            if self._identity(generation) == identity:
+                hashes = _chain(root_hash(salt, generation), token_ids)
+                return hashes[first : len(self._cache.find(hashes))]
+        return []
+
+    def read(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """The contents of pages, up to the first that is no longer here."""
+        return [_bytes(self._cache, page) for page in self._cache.find(hashes)]
+
+    def write(self, wanted: WantedPages, index: int, contents: Sequence[bytes]) -> int:
+        """Adds pages from ``index`` of the context on to the prefix cache; returns how many, which is 0 once the
+        pages before them had to make room.
+
+        Raises ValueError if they are not whole pages of this target, or more than are wanted.
+        """
+        hashes, cache = wanted.hashes[index : index + len(contents)], self._cache
+        if len(hashes) < len(contents) or any(len(content) != self.page_bytes for content in contents):
+            raise ValueError(f"pages are of {self.page_bytes} bytes each, and {len(wanted.hashes)} are wanted")
+        if len(cache.find(wanted.hashes[:index])) < index:
+            return 0
+        try:
+            pages = cache.allocate(len(contents))
+        except ResourceExhaustedError:
+            return 0
+        for page, digest, content in zip(pages, hashes, contents, strict=True):
+            _fill(cache, page, content)
+            cache.publish(page, digest)
+        cache.release(pages)
+        return len(pages)
+
+    def settle(self, wanted: WantedPages) -> None:
+        """Makes the end of the context leave the cache before its beginning, as that of any prefix."""
+        pages, _ = self._cache.match_prefix(wanted.token_ids, wanted.root)
+        self._cache.release(pages)
+
+    @property
+    def _cache(self) -> KVCache:
+        return self._runners.current.cache
+
+    def _identity(self, generation: int) -> bytes | None:
+        """What has to be equal at two targets whose pages are exchanged; None: this one exchanges none."""
+        if generation in self._identities:
+            return self._identities[generation]
+        runner, cache = self._runners.generations.get(generation), self._cache
+        whole = cache.linear is None and len(cache.keys) == cache.num_layers and not isinstance(runner, RankRunner)
+        if runner is None or not self._proven or not whole:
+            return None
+        try:
+            digest = hashlib.blake2b(_probe(runner) + self._origin, digest_size=16)
+        except ResourceExhaustedError:  # later, perhaps
+            return None
+        layout = [(tuple(pool.shape[1:]), str(pool.dtype)) for pool in cache.pools]
+        digest.update(repr((PAGE_SIZE, layout)).encode())
+        return self._identities.setdefault(generation, digest.digest())
+
+
+def origin_of(checkpoint: Checkpoint, model: LoadedModel) -> bytes:
+    """A digest of what computes pages beside what a probe shows: the code, the device, and the files of the weights."""
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine()
+    code = installed_version(), torch.__version__, torch.backends.cpu.get_cpu_capability(), device
+    how = model.kernel, str(model.dtype), model.quantization, checkpoint.quantization
+    digest = hashlib.blake2b(repr((code, how)).encode(), digest_size=16)
+    for path in _weights(checkpoint.folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for i in range(_SAMPLES):
+                file.seek(max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.digest()
+
+
+def _weights(folder: Path | None) -> list[Path]:
+    if folder is None:
+        return []
+    found = [folder] if folder.is_file() else sorted(folder.iterdir())
+    return [path for path in found if path.suffix in _WEIGHTS and path.is_file()]
+
+
+def _chain(root: bytes, token_ids: Sequence[int]) -> list[bytes]:
+    """The hashes of whole pages, as ``match_prefix`` looks for them: at least one token is left over."""
+    hashes = []
+    for start in range(0, len(token_ids) - PAGE_SIZE, PAGE_SIZE):
+        root = page_hash(root, token_ids[start : start + PAGE_SIZE])
+        hashes.append(root)
+    return hashes
+
+
+def _probe(runner: ModelRunner) -> bytes:
+    """The bits of the logits and the KV of a page of tokens. Raises ResourceExhaustedError without a free page."""
+    cache = runner.cache
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(0, runner.vocab_size, (PAGE_SIZE - 1,), generator=generator).tolist()
+    pages = cache.allocate(1)
+    try:
+        rows = range(len(token_ids))
+        logits = runner.forward([SequenceStep(token_ids, rows, rows, pages, num_logits=len(rows))])
+        digest = hashlib.blake2b(_packed([logits]))
+        digest.update(_bytes(cache, pages[0]))
+        return digest.digest()
+    finally:
+        cache.release(pages)
+
+
+def _bytes(cache: KVCache, page: int) -> bytes:
+    return _packed([pool[page] for pool in cache.pools])
+
+
+def _packed(tensors: Sequence[Tensor]) -> bytes:
+    """All bytes of tensors of one device, one behind the other: one copy to the host."""
+    parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    packed: bytes = torch.cat(parts).cpu().numpy().tobytes()
+    return packed
+
+
+def _fill(cache: KVCache, page: int, content: bytes) -> None:
+    """Overwrites a page."""
+    parts = [pool[page] for pool in cache.pools]
+    flat = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(parts[0].device)
+    sizes = [part.numel() * part.dtype.itemsize for part in parts]
+    for part, content_part in zip(parts, flat.split_with_sizes(sizes), strict=True):
+        part.copy_(content_part.view(part.dtype).view(part.shape))
