@@ -1,13 +1,14 @@
-"""The native passes over a tree equal their Python twins, whatever arrives."""
+"""Native trees equal their Python twins, whatever arrives."""
 
 from __future__ import annotations
 
-import gc
 import math
 import struct
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,9 +16,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core import native_tree
-from paceline.core.native_tree import NativeTree, new_tree, rows_of
+from paceline.core.native_tree import new_tree, rows_of
 from paceline.core.processors import Row, SamplerState
-from paceline.core.tree import FIRST, GREW, LOST, OFFERS, Added, Producer, Proposal, SpeculationTree, TreeNode, add_each
+from paceline.core.tree import (
+    FIRST,
+    GREW,
+    LOST,
+    OFFERS,
+    Added,
+    Producer,
+    Proposal,
+    Refusal,
+    SpeculationTree,
+    TreeNode,
+    add_each,
+)
 from paceline.messages import Node, NodeColumns, Nodes, SparseDistribution
 from paceline.rpc.streams import _packed, _read_tree, decode_to_target
 from paceline.types import SamplingParams
@@ -29,19 +42,15 @@ VOCAB = 4
 def state(tree: SpeculationTree) -> object:
     """All that a tree holds, in its order, with nodes by their ids."""
 
-    def value(slot: str, found: object) -> object:
-        if isinstance(found, TreeNode):
-            return f"node {found.node_id}"
+    def value(slot: str, found: Any) -> object:
+        if slot in ("parent", "best"):
+            return found and f"node {found.node_id}"
         if slot == "children":
-            assert isinstance(found, dict)
             return [(token_id, child.node_id) for token_id, child in found.items()]
         return type(found), found
 
-    nodes = [
-        (node_id, [(slot, value(slot, getattr(node, slot))) for slot in TreeNode.__slots__])
-        for node_id, node in tree._nodes.items()
-    ]
-    return nodes, tree.suffix, tree.anchor.node_id, tree.context_len
+    nodes = [[(slot, value(slot, getattr(node, slot))) for slot in TreeNode.__slots__] for node in tree.nodes()]
+    return nodes, tree.suffix, tree.anchor.node_id, tree.context_len, len(tree)
 
 
 EVEN = SparseDistribution.of((0, 1, 2, 3), (0.25, 0.25, 0.25, 0.25))
@@ -92,7 +101,7 @@ def below(tree: SpeculationTree, parent: int, nodes: list[tuple[object, ...]]) -
     nodes_there = [*tree.nodes()]
     at = nodes_there[parent % len(nodes_there)]
     made = [Node(node_id, at.node_id, *rest) for node_id, _, *rest in nodes]  # type: ignore[arg-type]
-    placed = tree.attach_below(at, made)
+    placed = [node for each in made if not isinstance(node := tree.attach(each), Refusal)]
     assert all(tree.get(node.node_id) is node for node in placed)
     return [node.node_id for node in placed]
 
@@ -105,11 +114,11 @@ def below(tree: SpeculationTree, parent: int, nodes: list[tuple[object, ...]]) -
     st.sampled_from([Producer.DRAFT, Producer.DRAFT, Producer.HEAD]),
 )
 @settings(max_examples=600, deadline=None)
-def test_native_passes_equal_their_twins(
+def test_native_trees_equal_their_twins(
     operations: list[object], rejection: bool, max_nodes: int, producer: Producer
 ) -> None:
     twin = SpeculationTree(VOCAB, 5, rejection=rejection, max_nodes=max_nodes, producer=producer)
-    tree = NativeTree(VOCAB, 5, rejection=rejection, max_nodes=max_nodes, producer=producer)
+    tree = new_tree(VOCAB, 5, rejection=rejection, max_nodes=max_nodes, producer=producer)
     for operation in operations:
         if isinstance(operation, int):
             assert repr(tree.proposal(operation)) == repr(twin.proposal(operation))
@@ -128,11 +137,11 @@ def test_native_passes_equal_their_twins(
 @pytest.mark.compiler
 @given(st.lists(BELOW | BELOW | WALKED, max_size=12), st.booleans(), st.integers(4, 16))
 @settings(max_examples=200, deadline=None)
-def test_a_draft_grows_its_tree_as_without_native_passes(
+def test_a_draft_grows_its_tree_as_without_native_ones(
     operations: list[object], rejection: bool, max_nodes: int
 ) -> None:
     twin = SpeculationTree(VOCAB, 5, rejection=rejection, max_nodes=max_nodes)
-    tree = NativeTree(VOCAB, 5, rejection=rejection, max_nodes=max_nodes)
+    tree = new_tree(VOCAB, 5, rejection=rejection, max_nodes=max_nodes)
     for operation in operations:
         if isinstance(operation, dict):
             assert below(tree, **operation) == below(twin, **operation)
@@ -146,7 +155,7 @@ def test_a_draft_grows_its_tree_as_without_native_passes(
 @settings(max_examples=300, deadline=None)
 def test_messages_for_several_trees_are_taken_as_by_their_twins(batches: list[object], rejection: bool) -> None:
     twins = [SpeculationTree(VOCAB, 5, rejection=rejection, max_nodes=8) for _ in range(3)]
-    trees: list[SpeculationTree] = [NativeTree(VOCAB, 5, rejection=rejection, max_nodes=8) for _ in range(3)]
+    trees: list[SpeculationTree] = [new_tree(VOCAB, 5, rejection=rejection, max_nodes=8) for _ in range(3)]
     for batch in batches:
         if isinstance(batch, tuple):
             for tree, twin in zip(trees, twins, strict=True):
@@ -164,7 +173,7 @@ def test_messages_for_several_trees_are_taken_as_by_their_twins(batches: list[ob
 
 @pytest.mark.compiler
 def test_what_a_message_changes_is_told() -> None:
-    tree = NativeTree(VOCAB, 5)
+    tree = new_tree(VOCAB, 5)
     first, other, stale = (NodeColumns([i], [p], [i], [0.5]) for i, p in ((1, 0), (2, 0), (3, 9)))
     added, effects = native_tree.add_each([tree] * 3, [first, other, stale])
     assert (added, [*effects]) == (Added(2, 1), [GREW + OFFERS + FIRST, GREW + OFFERS, OFFERS])
@@ -175,7 +184,7 @@ def test_what_a_message_changes_is_told() -> None:
 
 @pytest.mark.compiler
 def test_what_is_no_native_tree_takes_no_messages() -> None:
-    with pytest.raises(TypeError, match="no tree of native passes"):
+    with pytest.raises(TypeError, match="no native tree"):
         native_tree.add_each([SpeculationTree(VOCAB, 5)], [NodeColumns((), (), (), ())])
 
 
@@ -197,7 +206,7 @@ def growths(draw: st.DrawFn) -> Iterator[tuple[NodeColumns, tuple[int, ...]]]:
 @given(growths())
 @settings(max_examples=300, deadline=None)
 def test_a_growing_tree_is_followed_as_its_twin_is(messages: Iterator[tuple[NodeColumns, tuple[int, ...]]]) -> None:
-    twin, tree, follower = SpeculationTree(VOCAB, 5), NativeTree(VOCAB, 5), NativeTree(VOCAB, 5)
+    twin, tree, follower = SpeculationTree(VOCAB, 5), new_tree(VOCAB, 5), new_tree(VOCAB, 5)
     for nodes, token_ids in messages:
         assert tree.add(nodes) == twin.add(nodes) == follower.add(nodes)
         assert repr(tree.proposal(3)) == repr(twin.proposal(3))
@@ -339,7 +348,7 @@ def test_what_protobuf_would_not_take_is_not_written_natively(place: int, value:
 def test_columns_of_nodes_are_those_of_their_twin(
     operations: list[dict[str, object]], rejection: bool, draws_all: bool
 ) -> None:
-    tree = NativeTree(VOCAB, 5, rejection=rejection)
+    tree = new_tree(VOCAB, 5, rejection=rejection)
     for operation in operations:
         below(tree, **operation)  # type: ignore[arg-type]
     nodes = [node for node in tree.nodes() if node.sampled or not draws_all]
@@ -367,27 +376,43 @@ def test_rows_are_those_of_the_suffixes(native: bool, proposal: Proposal, monkey
     assert [row.position for row in rows] == [2 + len(suffix) for suffix in proposal.suffixes()]
 
 
-def num_nodes() -> int:
-    gc.collect()
-    return sum(type(each) is TreeNode for each in gc.get_objects())
+@pytest.mark.compiler
+def test_nodes_are_freed_with_their_tree() -> None:
+    q = SparseDistribution.of((0,), (1.0,))
+    before = sys.getrefcount(q)
+    tree = new_tree(VOCAB, 5)
+    tree.add(NodeColumns([1, 2, 3, 4], [0, 1, 0, 3], [0, 1, 1, 2], [0.5, 0.5, 0.4, 0.4], (), (q,) * 4))
+    tree.walk((0,))
+    assert len(tree) == 1
+    assert sys.getrefcount(q) == before + 2
+    held = tree.anchor
+    del tree
+    assert sys.getrefcount(q) == before + 1
+    assert (held.alive, held.parent, held.best, held.children, held.token_id) == (False, None, None, {}, 0)
+    del held
+    assert sys.getrefcount(q) == before
 
 
 @pytest.mark.compiler
-def test_nodes_are_freed_with_their_tree() -> None:
-    before = num_nodes()
-    tree = NativeTree(VOCAB, 5)
-    tree.add(NodeColumns([1, 2, 3, 4], [0, 1, 0, 3], [0, 1, 1, 2], [0.5, 0.5, 0.4, 0.4]))
-    tree.walk((0,))
-    assert len(tree) == 1
-    assert num_nodes() == before + 2
-    del tree
-    assert num_nodes() == before
+def test_a_node_that_was_pruned_stays_what_it_was() -> None:
+    tree = new_tree(VOCAB, 5)
+    tree.add(NodeColumns([1, 2, 3], [0, 1, 0], [0, 1, 1], [0.5, 0.5, 0.4]))
+    nodes = [*tree.nodes()]
+    tree.walk((1,))
+    assert [(node.node_id, node.parent_id, node.token_id, node.position, node.alive) for node in nodes] == [
+        (0, -1, 0, 4, False),
+        (1, 0, 0, 5, False),
+        (2, 1, 1, 6, False),
+        (3, 0, 1, 5, True),
+    ]
+    assert [(node.parent, node.best, node.children) for node in nodes] == [(None, None, {})] * 4
+    assert tree.anchor is nodes[3]
 
 
 @pytest.mark.compiler
 def test_columns_of_unequal_length_are_no_nodes() -> None:
     with pytest.raises(ValueError, match="unequal length"):
-        NativeTree(VOCAB, 5).add(NodeColumns([1, 2], [0], [1, 2], [0.5, 0.5]))
+        new_tree(VOCAB, 5).add(NodeColumns([1, 2], [0], [1, 2], [0.5, 0.5]))
 
 
 def test_python_serves_where_its_headers_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

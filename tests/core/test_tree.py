@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.tree import Added, Producer, Proposal, SpeculationTree, TreeNode
+from paceline.core.tree import Added, Producer, Proposal, SpeculationTree
 from paceline.messages import Node, SparseDistribution
 from paceline.types import Cause
 
@@ -224,45 +223,6 @@ def test_a_producer_has_ids_of_its_own_and_predicts_a_token_once(node: Node) -> 
     assert tree.add([node]) == Added(invalid=1)
     assert tree.proposal(2).producer is Producer.HEAD
     tree.check_integrity()
-
-
-@pytest.mark.parametrize("rejection", [False, True])
-def test_nodes_below_one_parent_are_attached_as_one_by_one(rejection: bool) -> None:
-    rng = random.Random(11)
-    q = SparseDistribution.of([0, 1, 2], [0.5, 0.25, 0.25])
-    num_refused = num_lost = 0
-    for _ in range(300):
-        together, apart = (SpeculationTree(VOCAB, 1, rejection=rejection, max_nodes=9) for _ in range(2))
-        next_id = 1
-        for _ in range(8):
-            parent = rng.choice([*together.nodes()])
-            nodes = []
-            for _ in range(rng.randrange(4)):
-                node_id = rng.choice([next_id, next_id, next_id, 1, parent.node_id, 2**28 + next_id])
-                prob = rng.choice([0.0, 0.3, 0.6, 1.0, 1.5, math.nan])
-                of_q = rng.choice([None, q])
-                nodes.append(
-                    Node(node_id, parent.node_id, rng.randrange(-1, VOCAB + 1), prob, rng.random() < 0.5, of_q)
-                )
-                next_id += 1
-            placed = together.attach_below(parent, nodes)
-            others = [child for node in nodes if isinstance(child := apart.attach(node), TreeNode)]
-            assert [child.node_id for child in placed] == [child.node_id for child in others]
-            num_refused += len(placed) < len(nodes)
-            num_lost += together.lost
-            if rng.random() < 0.3:
-                tokens = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 3))]
-                assert together.walk(tokens) == apart.walk(tokens)
-            for tree in (together, apart):
-                tree.check_integrity()
-            assert [*map(described, together.nodes())] == [*map(described, apart.nodes())]
-            assert together.proposal(4) == apart.proposal(4)
-    assert min(num_refused, num_lost) > 50
-
-
-def described(node: TreeNode) -> tuple[object, ...]:
-    best = None if node.best is None else node.best.node_id
-    return node.node_id, node.token_id, node.prob, node.log_path, node.rank, node.position, node.sampled, node.q, best
 
 
 SUBTREE = Proposal((5, 6, 7, 6, 8, 5), parents=(-1, 0, 1, -1, 3, 3))

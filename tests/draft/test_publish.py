@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.native_tree import NativeTree
+from paceline.core import native_tree
 from paceline.core.tree import TreeNode
 from paceline.draft import grower
 from paceline.draft import publish as publish_module
@@ -164,7 +164,7 @@ def test_leaves_of_the_common_case_are_left_to_nobody(kind: str) -> None:
         harness.open(open_session(temperature=0.0) if own else open_session(acceptance=kind))
         for _ in range(10):
             harness.round(3)
-        assert isinstance(harness.engine._sessions["s"].tree, NativeTree)
+        assert isinstance(harness.engine._sessions["s"].tree, native_tree._passes().SpeculationTree)
     assert sum(num_nodes for num_nodes, _ in counts) > 20
     assert not any(num_left for _, num_left in counts)
 

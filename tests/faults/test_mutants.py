@@ -11,6 +11,7 @@ from tests.faults.pump import FaultyPump
 from tests.faults.runs import LOSSES, _at_outcome, _draft_refuses, one_fault, run
 from tests.support.mutants import mutant
 
+from paceline.core import native_tree
 from paceline.core.tree import SpeculationTree
 from paceline.draft.engine import DraftEngine
 from paceline.messages import CloseSession, Commit, Nodes, OpenSession, Outcome
@@ -112,6 +113,7 @@ def _targets_ignore_the_epoch_of_nodes(receive: Any, engine: TargetEngine, messa
 
 def _any_node_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tree hangs up nodes that no draft can have meant."""
+    monkeypatch.setattr(native_tree, "_passes", lambda: None)
     monkeypatch.setattr(SpeculationTree, "_valid", lambda *_: True)
 
 

@@ -48,7 +48,8 @@ def attend_in_place(
     num_heads, groups = query.shape[1], query.shape[1] // key_pages.shape[2]
     mask = mask_of(seen, page_table.shape[1] * PAGE_SIZE)
     result = torch.full((query.shape[2], num_heads, value_pages.shape[3]), torch.nan)
-    for call, work in seen.calls(sum_bytes(num_heads, value_pages.shape[3])):
+    todo, _ = seen.work(sum_bytes(num_heads, value_pages.shape[3]), query.shape[2], 0)
+    for call, work in todo:
         first_split, places, ends, sums = work.long()
         splits = ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
         assert int(sums[-1]) <= call.num_sums, "sums beyond the scratch"

@@ -1,7 +1,5 @@
-// Passes over the Python objects of a SpeculationTree (tree.py), whose methods are their twins: see native_tree.py.
-//
-// A node is a TreeNode as Python makes it, so whoever looks at a tree finds the same objects. What is done here is the
-// common case of each pass; the rest, bad input included, is left to the twin, node by node.
+// The native SpeculationTree and TreeNode, which replace those of tree.py, and the wire form of their nodes: see
+// native_tree.py.
 
 #include "tree.h"
 
@@ -16,13 +14,7 @@ namespace {
 
 using namespace paceline;
 
-// Where messages.py keeps those of Node.
-struct NodeLayout {
-  PyTypeObject* type = nullptr;
-  Py_ssize_t node_id, token_id, prob, sampled, q;
-} of_node;
-
-// Where messages.py keeps those of Nodes, and NodeColumns its columns.
+// Where messages.py keeps the attributes of Nodes, and NodeColumns its columns.
 struct MessageLayout {
   PyTypeObject* type = nullptr;
   Py_ssize_t session_id, epoch, context_len, nodes, idle, step_s;
@@ -30,56 +22,40 @@ struct MessageLayout {
   Py_ssize_t columns[6];  // node_ids, parent_ids, token_ids, probs, sampled, qs
 } of_message;
 
-struct Names {
-  PyObject *add, *added, *append, *attach, *dropped, *invalid, *stale;
-} names;
-
-// What prepare was told besides.
-PyObject *refused_stale, *refused_invalid, *refused_dropped;
-double most_step_s;
-
-PyObject *distribution, *added_type;
-PyObject* all_added;  // of so many nodes that none was refused of, a tuple
-
-// What prepare_walks was told: the causes of a walk, and where Proposal keeps its attributes.
-struct {
-  PyObject *hit, *late, *token, *k;
-} causes;
-
+// Where tree.py keeps those of Proposal.
 struct {
   PyTypeObject* type;
   PyObject* none;  // NO_PROPOSAL
   Py_ssize_t token_ids, qs, probs, node_ids, parents, producer;
 } proposals;
 
-PyObject* empty_tuple;
+struct Names {
+  PyObject *first, *node_id, *parent_id, *token_id, *prob, *sampled, *q;
+} names;
 
-// prepare(prototype, tree_type, message_type, columns_type, stale, invalid, dropped, probability, tolerance,
-// most_step_s, distribution, added_type, all_added, node_type): a TreeNode without parent and children, as its
-// constructor makes it; NativeTree, Nodes and NodeColumns; the reasons why attach may refuse a node; the address of
-// paceline_probability in rows.cpp, 0 if there is none, and its tolerance; the longest step that a message may report;
-// SparseDistribution and Added; the Added of 0, 1, .. nodes of which none was refused; and Node.
-PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 14 || !PyType_Check(arguments[1]) || !PyType_Check(arguments[2]) || !PyType_Check(arguments[3]) ||
-      !PyTuple_CheckExact(arguments[12]) || !PyType_Check(arguments[13]))
-    return PyErr_Format(PyExc_TypeError, "prepare takes 14 arguments, four of them types and one a tuple");
-  of_message.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[2]));
-  of_message.columns_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[3]));
-  refused_stale = Py_NewRef(arguments[4]);
-  refused_invalid = Py_NewRef(arguments[5]);
-  refused_dropped = Py_NewRef(arguments[6]);
-  most_step_s = PyFloat_AsDouble(arguments[9]);
-  distribution = Py_NewRef(arguments[10]);
-  added_type = Py_NewRef(arguments[11]);
-  all_added = Py_NewRef(arguments[12]);
-  of_node.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[13]));
-  if (PyErr_Occurred() || !prepare_tree(arguments[0], arguments[1], arguments[7], arguments[8])) return nullptr;
-  if (!find({
-        {of_node.type, "node_id", of_node.node_id},
-        {of_node.type, "token_id", of_node.token_id},
-        {of_node.type, "prob", of_node.prob},
-        {of_node.type, "sampled", of_node.sampled},
-        {of_node.type, "q", of_node.q},
+// What prepare was told besides: the members of Refusal in their order, the causes of a walk, and Python's own types.
+PyObject *refusals[3], *added_type, *walk_type, *distribution, *check;
+struct {
+  PyObject *hit, *late, *token, *k;
+} causes;
+double most_step_s;
+
+// prepare(messages, proposals, refusals, causes, probability, limits, types, check): (Nodes, NodeColumns); NO_PROPOSAL;
+// (Refusal.STALE, INVALID, DROPPED); (Cause.HIT, LATE, TOKEN, K); the address of paceline_probability in rows.cpp; its
+// tolerance and the longest step that a message may report; (Added, Walk, SparseDistribution); and tree.check_integrity.
+PyObject* prepare(PyObject*, PyObject* arguments) {
+  PyObject *message, *columns, *address, *most;
+  if (!PyArg_ParseTuple(arguments, "(OO)O(OOO)(OOOO)O(Od)(OOO)O", &message, &columns, &proposals.none, &refusals[0],
+                        &refusals[1], &refusals[2], &causes.hit, &causes.late, &causes.token, &causes.k, &address, &most,
+                        &most_step_s, &added_type, &walk_type, &distribution, &check))
+    return nullptr;
+  for (PyObject* each : {message, columns, proposals.none, refusals[0], refusals[1], refusals[2], causes.hit, causes.late,
+                         causes.token, causes.k, added_type, walk_type, distribution, check})
+    Py_INCREF(each);
+  of_message.type = reinterpret_cast<PyTypeObject*>(message);
+  of_message.columns_type = reinterpret_cast<PyTypeObject*>(columns);
+  proposals.type = Py_TYPE(proposals.none);
+  if (!prepare_tree(reinterpret_cast<PyObject*>(node_type), reinterpret_cast<PyObject*>(tree_type), address, most) || !find({
         {of_message.type, "session_id", of_message.session_id},
         {of_message.type, "epoch", of_message.epoch},
         {of_message.type, "context_len", of_message.context_len},
@@ -92,16 +68,6 @@ PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
         {of_message.columns_type, "probs", of_message.columns[3]},
         {of_message.columns_type, "sampled", of_message.columns[4]},
         {of_message.columns_type, "qs", of_message.columns[5]},
-      }))
-    return nullptr;
-  Py_RETURN_NONE;
-}
-
-// prepare_walks(none, hit, late, token, k): NO_PROPOSAL, and the causes of a walk.
-PyObject* prepare_walks(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 5) return PyErr_Format(PyExc_TypeError, "prepare_walks takes 5 arguments, not %zd", count);
-  proposals.type = Py_TYPE(proposals.none = Py_NewRef(arguments[0]));
-  if (!find({
         {proposals.type, "token_ids", proposals.token_ids},
         {proposals.type, "qs", proposals.qs},
         {proposals.type, "probs", proposals.probs},
@@ -110,9 +76,100 @@ PyObject* prepare_walks(PyObject*, PyObject* const* arguments, Py_ssize_t count)
         {proposals.type, "producer", proposals.producer},
       }))
     return nullptr;
-  causes = {Py_NewRef(arguments[1]), Py_NewRef(arguments[2]), Py_NewRef(arguments[3]), Py_NewRef(arguments[4])};
   Py_RETURN_NONE;
 }
+
+// A tuple of values by their indices. Null after an error, and where there is no value.
+template <class Value>
+PyObject* tuple_of(size_t size, Value value) {
+  Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(size)));
+  for (size_t i = 0; tuple && i < size; ++i) {
+    PyObject* item = value(i);
+    if (item == nullptr) return nullptr;
+    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), item);
+  }
+  return tuple.release();
+}
+
+// Sets an attribute to a new value. False if there is none.
+bool set(PyObject* self, Py_ssize_t offset, PyObject* value) {
+  if (value != nullptr) put(self, offset, value);
+  return value != nullptr;
+}
+
+// -- nodes --------------------------------------------------------------------------------------------------------------
+
+Node* as_node(PyObject* self) { return reinterpret_cast<Node*>(self); }
+
+PyObject* or_none(Node* node) { return Py_NewRef(node == nullptr ? Py_None : object(node)); }
+
+PyObject* parent_of(PyObject* self, void*) { return or_none(as_node(self)->parent); }
+PyObject* best_of(PyObject* self, void*) { return or_none(as_node(self)->best); }
+
+PyObject* children_of(PyObject* self, void*) {
+  Ref children(PyDict_New());
+  for (Node* child = as_node(self)->first; children && child != nullptr; child = child->next) {
+    Ref token_id(PyLong_FromLongLong(child->token_id));
+    if (!token_id || PyDict_SetItem(children.get(), token_id.get(), object(child)) < 0) return nullptr;
+  }
+  return children.release();
+}
+
+PyObject* shift(PyObject* self, PyObject* by) {
+  const double value = PyFloat_AsDouble(by);
+  if (PyErr_Occurred()) return nullptr;
+  as_node(self)->log_path += value;
+  for (Node* node : below(as_node(self))) node->log_path += value;
+  Py_RETURN_NONE;
+}
+
+void free_node(PyObject* self) {
+  Node* node = as_node(self);
+  Py_XDECREF(node->q), Py_XDECREF(node->gaps), Py_XDECREF(node->bonus);
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyMemberDef node_members[] = {
+    {"node_id", T_LONGLONG, offsetof(Node, node_id), READONLY, nullptr},
+    {"parent_id", T_LONGLONG, offsetof(Node, parent_id), READONLY, nullptr},
+    {"token_id", T_LONGLONG, offsetof(Node, token_id), READONLY, nullptr},
+    {"position", T_LONGLONG, offsetof(Node, position), READONLY, nullptr},
+    {"rank", T_LONGLONG, offsetof(Node, rank), 0, nullptr},
+    {"prob", T_DOUBLE, offsetof(Node, prob), READONLY, nullptr},
+    {"log_path", T_DOUBLE, offsetof(Node, log_path), READONLY, nullptr},
+    {"sampled", T_BOOL, offsetof(Node, sampled), READONLY, nullptr},
+    {"alive", T_BOOL, offsetof(Node, alive), READONLY, nullptr},
+    {"expanded", T_BOOL, offsetof(Node, expanded), 0, nullptr},
+    {"q", T_OBJECT_EX, offsetof(Node, q), READONLY, nullptr},
+    {"gaps", T_OBJECT_EX, offsetof(Node, gaps), 0, nullptr},
+    {"bonus", T_OBJECT_EX, offsetof(Node, bonus), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyGetSetDef node_properties[] = {
+    {"parent", parent_of, nullptr, nullptr, nullptr},
+    {"best", best_of, nullptr, nullptr, nullptr},
+    {"children", children_of, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyMethodDef node_methods[] = {{"shift", shift, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot node_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(free_node)},
+    {Py_tp_members, node_members},
+    {Py_tp_getset, node_properties},
+    {Py_tp_methods, node_methods},
+    {0, nullptr},
+};
+PyType_Spec node_spec = {"paceline_tree.TreeNode", sizeof(Node), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, node_slots};
+
+// -- what trees do ------------------------------------------------------------------------------------------------------
+
+Tree* as_tree(PyObject* self) { return reinterpret_cast<Tree*>(self); }
 
 // A column as the list or tuple that it is, with an item for each of the nodes, or with none.
 struct Column {
@@ -136,94 +193,75 @@ struct Column {
 
 // Nodes by what became of them: see Added.
 struct Counts {
-  Py_ssize_t added = 0, stale = 0, invalid = 0, dropped = 0;
+  Py_ssize_t added = 0, refused[3] = {0, 0, 0};
 
-  // The Added of them; `size`: how many they are.
-  PyObject* object(Py_ssize_t size) const {
-    if (added == size && size < PyTuple_GET_SIZE(all_added)) return Py_NewRef(PyTuple_GET_ITEM(all_added, size));
-    return PyObject_CallFunction(added_type, "nnnn", added, stale, invalid, dropped);
-  }
+  void count(Refusal refusal) { ++(refusal == Refusal::kNone ? added : refused[static_cast<int>(refusal) - 1]); }
+  PyObject* object() const { return PyObject_CallFunction(added_type, "nnnn", added, refused[0], refused[1], refused[2]); }
 };
 
+// Attaches a node by its attributes; see attach. Null if it is refused, or after an error.
+Node* attach_object(Tree* tree, PyObject* node, Refusal& refusal) {
+  int64_t ids[3];
+  PyObject* of[] = {names.node_id, names.parent_id, names.token_id};
+  for (int i = 0; i < 3; ++i) {
+    Ref value(PyObject_GetAttr(node, of[i]));
+    if (!value || !read_int(value.get(), ids[i])) return nullptr;
+  }
+  Ref prob(PyObject_GetAttr(node, names.prob)), sampled(PyObject_GetAttr(node, names.sampled));
+  Ref q(PyObject_GetAttr(node, names.q));
+  if (!prob || !sampled || !q) return nullptr;
+  const double p = PyFloat_AsDouble(prob.get());
+  const int flag = PyObject_IsTrue(sampled.get());
+  return PyErr_Occurred() ? nullptr : attach(tree, ids[0], ids[1], ids[2], p, flag != 0, q.get(), refusal);
+}
+
+bool is_columns(PyObject* nodes) { return Py_TYPE(nodes) == of_message.columns_type; }
+
 // Attaches the nodes of NodeColumns and counts them. False after an error.
-bool add_columns(const Tree& tree, PyObject* columns, Counts& counts) {
-  int64_t vocab_size = 0, max_nodes = 0, rejection = 0, maker = 0;
-  if (!tree.valid() || !tree.number(of_tree.vocab_size, vocab_size) || !tree.number(of_tree.max_nodes, max_nodes) ||
-      !tree.number(of_tree.rejection, rejection) || !tree.number(of_tree.producer, maker))
-    return false;
+bool add_columns(Tree* tree, PyObject* columns, Counts& counts) {
   PyObject* ids = slot(columns, of_message.columns[0]);
   const Py_ssize_t size = PyObject_Size(ids == nullptr ? Py_None : ids);
-  Column node_ids, parent_ids, token_ids, probs, sampled, qs;
-  if (size < 0 || !node_ids.read(columns, 0, size, false) || !parent_ids.read(columns, 1, size, false) ||
-      !token_ids.read(columns, 2, size, false) || !probs.read(columns, 3, size, false) ||
-      !sampled.read(columns, 4, size, true) || !qs.read(columns, 5, size, true))
-    return false;
-  bool told = false;  // that nodes have changed
+  Column of[6];
+  if (size < 0) return false;
+  for (int i = 0; i < 6; ++i)
+    if (!of[i].read(columns, i, size, i > 3)) return false;
   for (Py_ssize_t i = 0; i < size; ++i) {
-    PyObject* flag = sampled.items == nullptr ? Py_True : sampled.items[i];
-    PyObject* q = qs.items == nullptr ? Py_None : qs.items[i];
-    PyObject* prob = probs.items[i];
     int64_t node_id = 0, parent_id = 0, token_id = 0;
-    if (!tree.lost() && read_int(node_ids.items[i], node_id) && read_int(parent_ids.items[i], parent_id) &&
-        read_int(token_ids.items[i], token_id) && PyFloat_CheckExact(prob) && PyBool_Check(flag) &&
-        node_id >> kProducerShift == maker && parent_id < node_id && token_id >= 0 && token_id < vocab_size &&
-        PyDict_GET_SIZE(tree.nodes) <= max_nodes) {
-      const double p = PyFloat_AS_DOUBLE(prob);
-      PyObject* parent = PyDict_GetItemWithError(tree.nodes, parent_ids.items[i]);
-      if (is_node(parent) && p >= 0.0 && p <= 1.0 &&
-          PyDict_Contains(slot(parent, layout.children), token_ids.items[i]) == 0 &&
-          PyDict_Contains(tree.nodes, node_ids.items[i]) == 0 &&
-          (!rejection || flag == Py_False ||
-           (slot(parent, layout.best) == Py_None && drawable(q, token_id, vocab_size)))) {
-        if (!told) {
-          tree.changed();
-          told = true;
-        }
-        if (!grow(tree, parent, node_ids.items[i], token_ids.items[i], prob, flag, q)) return false;
-        ++counts.added;
-        continue;
-      }
-      if (PyErr_Occurred()) return false;
-    }
-    Ref node(PySequence_GetItem(columns, i));
-    Ref result(node ? PyObject_CallMethodOneArg(tree.self, names.attach, node.get()) : nullptr);
-    if (!result) return false;
-    counts.added += is_node(result.get());
-    counts.stale += result.get() == refused_stale;
-    counts.invalid += result.get() == refused_invalid;
-    counts.dropped += result.get() == refused_dropped;
+    if (!read_int(of[0].items[i], node_id) || !read_int(of[1].items[i], parent_id) || !read_int(of[2].items[i], token_id))
+      return false;
+    const double prob = PyFloat_AsDouble(of[3].items[i]);
+    const int sampled = of[4].items == nullptr ? 1 : PyObject_IsTrue(of[4].items[i]);
+    if (PyErr_Occurred()) return false;
+    Refusal refusal = Refusal::kNone;
+    PyObject* q = of[5].items == nullptr ? Py_None : of[5].items[i];
+    if (!attach(tree, node_id, parent_id, token_id, prob, sampled != 0, q, refusal) && refusal == Refusal::kNone) return false;
+    counts.count(refusal);
   }
   return true;
 }
 
-bool is_columns(PyObject* nodes) { return PyObject_TypeCheck(nodes, of_message.columns_type); }
-
-// add(tree, columns) -> Added. SpeculationTree.add.
-PyObject* add(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 2 || !is_columns(arguments[1]))
-    return PyErr_Format(PyExc_TypeError, "add takes a tree and columns of nodes");
-  Counts counts;
-  if (!add_columns(Tree(arguments[0]), arguments[1], counts)) return nullptr;
-  return counts.object(counts.added + counts.stale + counts.invalid + counts.dropped);
+// Attaches the nodes of a message and counts them. False after an error.
+bool add_nodes(Tree* tree, PyObject* nodes, Counts& counts) {
+  if (is_columns(nodes)) return add_columns(tree, nodes, counts);
+  Ref all(PySequence_Fast(nodes, "nodes are no sequence"));
+  for (Py_ssize_t i = 0; all && i < PySequence_Fast_GET_SIZE(all.get()); ++i) {
+    Refusal refusal = Refusal::kNone;
+    if (!attach_object(tree, PySequence_Fast_GET_ITEM(all.get(), i), refusal) && refusal == Refusal::kNone) return false;
+    counts.count(refusal);
+  }
+  return static_cast<bool>(all);
 }
 
-// Attaches nodes that are no columns, by Python, and counts them. False after an error.
-bool add_others(const Tree& tree, PyObject* nodes, Counts& counts) {
-  Ref added(PyObject_CallMethodObjArgs(tree.self, names.add, nodes, nullptr));
-  if (!added) return false;
-  const struct {
-    PyObject* name;
-    Py_ssize_t* count;
-  } all[] = {{names.added, &counts.added},
-             {names.stale, &counts.stale},
-             {names.invalid, &counts.invalid},
-             {names.dropped, &counts.dropped}};
-  for (const auto& each : all) {
-    Ref value(PyObject_GetAttr(added.get(), each.name));
-    if (!value) return false;
-    *each.count += PyLong_AsSsize_t(value.get());
-  }
-  return !PyErr_Occurred();
+PyObject* add(PyObject* self, PyObject* nodes) {
+  Counts counts;
+  return add_nodes(as_tree(self), nodes, counts) ? counts.object() : nullptr;
+}
+
+PyObject* attach_one(PyObject* self, PyObject* node) {
+  Refusal refusal = Refusal::kNone;
+  Node* placed = attach_object(as_tree(self), node, refusal);
+  if (placed == nullptr && refusal == Refusal::kNone) return nullptr;
+  return Py_NewRef(placed == nullptr ? refusals[static_cast<int>(refusal) - 1] : object(placed));
 }
 
 // As in tree.py.
@@ -235,214 +273,202 @@ PyObject* add_each(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       PyList_GET_SIZE(arguments[0]) != PyList_GET_SIZE(arguments[1]))
     return PyErr_Format(PyExc_TypeError, "add_each takes two lists of equal length");
   const Py_ssize_t size = PyList_GET_SIZE(arguments[0]);
+  for (Py_ssize_t i = 0; i < size; ++i)
+    if (!is_tree(PyList_GET_ITEM(arguments[0], i))) return PyErr_Format(PyExc_TypeError, "this is no native tree");
   Ref effects(PyBytes_FromStringAndSize(nullptr, size));
   if (!effects) return nullptr;
   Counts counts;
   for (Py_ssize_t i = 0; i < size; ++i) {
-    const Tree tree(PyList_GET_ITEM(arguments[0], i));
-    PyObject* nodes = PyList_GET_ITEM(arguments[1], i);
-    if (!tree.valid()) return nullptr;
+    Tree* tree = as_tree(PyList_GET_ITEM(arguments[0], i));
     const Py_ssize_t before = counts.added;
-    const bool offered = tree.offers();
-    if (!(is_columns(nodes) ? add_columns(tree, nodes, counts) : add_others(tree, nodes, counts)))
-      return nullptr;
-    const bool offers = tree.offers();
+    const bool offered = tree->anchor->best != nullptr;
+    if (!add_nodes(tree, PyList_GET_ITEM(arguments[1], i), counts)) return nullptr;
+    const bool offers = tree->anchor->best != nullptr;
     PyBytes_AS_STRING(effects.get())[i] = static_cast<char>((counts.added > before ? kGrew : 0) | (offers ? kOffers : 0) |
-                                                            (offers && !offered ? kFirst : 0) | (tree.lost() ? kLost : 0));
+                                                            (offers && !offered ? kFirst : 0) | (tree->lost() ? kLost : 0));
   }
-  Ref added(counts.object(counts.added + counts.stale + counts.invalid + counts.dropped));
+  Ref added(counts.object());
   return added ? PyTuple_Pack(2, added.get(), effects.get()) : nullptr;
 }
 
-// True if Nodes can be attached below a node of the tree, in order, and nothing has to be asked about any.
-bool attachable(const Tree& tree, PyObject* parent, PyObject* nodes) {
-  int64_t vocab_size = 0, max_nodes = 0, rejection = 0, maker = 0, parent_id = 0;
-  if (!tree.number(of_tree.vocab_size, vocab_size) || !tree.number(of_tree.max_nodes, max_nodes) ||
-      !tree.number(of_tree.rejection, rejection) || !tree.number(of_tree.producer, maker) || !is_node(parent) ||
-      tree.lost() || !read_int(slot(parent, layout.node_id), parent_id))
-    return false;
-  const Py_ssize_t size = PySequence_Fast_GET_SIZE(nodes);
-  if (PyDict_GET_SIZE(tree.nodes) + size > max_nodes) return false;
-  bool proposed = slot(parent, layout.best) != Py_None;
-  std::vector<int64_t> ids, tokens;
-  const auto fresh = [](std::vector<int64_t>& known, int64_t value) {
-    if (std::find(known.begin(), known.end(), value) != known.end()) return false;
-    known.push_back(value);
-    return true;
-  };
-  for (Py_ssize_t i = 0; i < size; ++i) {
-    PyObject* node = PySequence_Fast_GET_ITEM(nodes, i);
-    if (Py_TYPE(node) != of_node.type) return false;
-    PyObject *prob = slot(node, of_node.prob), *flag = slot(node, of_node.sampled);
-    int64_t node_id = 0, token_id = 0;
-    if (!read_int(slot(node, of_node.node_id), node_id) || !read_int(slot(node, of_node.token_id), token_id) ||
-        !PyFloat_CheckExact(prob) || !PyBool_Check(flag) || node_id <= parent_id || node_id >> kProducerShift != maker ||
-        token_id < 0 || token_id >= vocab_size || !fresh(ids, node_id) || !fresh(tokens, token_id) ||
-        PyDict_Contains(tree.nodes, slot(node, of_node.node_id)) != 0 ||
-        PyDict_Contains(slot(parent, layout.children), slot(node, of_node.token_id)) != 0)
-      return false;
-    const double p = PyFloat_AS_DOUBLE(prob);
-    if (!(p >= 0.0 && p <= 1.0)) return false;
-    if (rejection && flag == Py_True && (proposed || !drawable(slot(node, of_node.q), token_id, vocab_size))) return false;
-    proposed = proposed || flag == Py_True;
+// Moves the anchor along tokens and forgets all that is not below it. Sets the nodes that it has passed and the cause; the
+// other tokens are the suffix. False after an error.
+bool walk_along(Tree* tree, PyObject* tokens, std::vector<int64_t>& passed, PyObject*& cause) {
+  std::vector<int64_t> token_ids(static_cast<size_t>(PySequence_Fast_GET_SIZE(tokens)));
+  for (size_t i = 0; i < token_ids.size(); ++i)
+    if (!read_int(PySequence_Fast_GET_ITEM(tokens, static_cast<Py_ssize_t>(i)), token_ids[i])) return false;
+  tree->best_limit = -1;
+  cause = causes.late;  // of a lost tree, below whose anchor there is nothing
+  if (!tree->lost()) {
+    Node* child = nullptr;
+    while (passed.size() < token_ids.size() && (child = tree->nodes->child(tree->anchor, token_ids[passed.size()]))) {
+      passed.push_back(child->node_id);
+      move(tree, child);
+    }
+    Node* anchor = tree->anchor;
+    if (passed.size() == token_ids.size()) {
+      cause = anchor->best ? causes.hit : causes.late;
+    } else {
+      cause = anchor->first ? causes.token : causes.k;
+      drop_below(tree, anchor);
+    }
   }
+  for (size_t i = passed.size(); i < token_ids.size(); ++i) tree->nodes->suffix.push_back(token_ids[i]);
   return true;
 }
 
-// attach_below(tree, parent, nodes) -> the nodes that Nodes become below one of the tree, in order;
-// None, and nothing is done, if there is more than the plain case. SpeculationTree.attach_below.
-PyObject* attach_below(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 3) return PyErr_Format(PyExc_TypeError, "attach_below takes 3 arguments, not %zd", count);
-  const Tree tree(arguments[0]);
-  PyObject* parent = arguments[1];
-  Ref nodes(PySequence_Fast(arguments[2], "nodes are no sequence"));
-  if (!nodes || !tree.valid()) return nullptr;
-  if (!attachable(tree, parent, nodes.get())) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
-  const Py_ssize_t size = PySequence_Fast_GET_SIZE(nodes.get());
-  Ref placed(PyList_New(size));
-  if (!placed) return nullptr;
-  if (size > 0) tree.changed();
-  for (Py_ssize_t i = 0; i < size; ++i) {
-    PyObject* node = PySequence_Fast_GET_ITEM(nodes.get(), i);
-    PyObject* child = grow(tree, parent, slot(node, of_node.node_id), slot(node, of_node.token_id),
-                           slot(node, of_node.prob), slot(node, of_node.sampled), slot(node, of_node.q));
-    if (child == nullptr) return nullptr;
-    PyList_SET_ITEM(placed.get(), i, Py_NewRef(child));
-  }
-  return placed.release();
+PyObject* walk(PyObject* self, PyObject* token_ids) {
+  Ref tokens(PySequence_Tuple(token_ids));
+  std::vector<int64_t> passed;
+  PyObject* cause = nullptr;
+  if (!tokens || !walk_along(as_tree(self), tokens.get(), passed, cause)) return nullptr;
+  Ref node_ids(tuple_of(passed.size(), [&](size_t i) { return PyLong_FromLongLong(passed[i]); }));
+  Ref rest(PyTuple_GetSlice(tokens.get(), static_cast<Py_ssize_t>(passed.size()), PY_SSIZE_T_MAX));
+  if (!node_ids || !rest) return nullptr;
+  return PyObject_CallFunctionObjArgs(walk_type, node_ids.get(), rest.get(), cause, nullptr);
 }
 
-// Takes a node that is no longer below the anchor out of the dict of nodes. False after an error.
-bool forget(const Tree& tree, PyObject* node) {
-  if (PyDict_DelItem(tree.nodes, slot(node, layout.node_id)) < 0) return false;
-  put(node, layout.alive, Py_NewRef(Py_False));
-  return true;
+PyObject* follow(PyObject* self, PyObject* token_ids) {
+  Ref tokens(PySequence_Fast(token_ids, "tokens are no sequence"));
+  std::vector<int64_t> passed;
+  PyObject* cause = nullptr;
+  return tokens && walk_along(as_tree(self), tokens.get(), passed, cause) ? Py_NewRef(cause) : nullptr;
 }
 
-// Forgets a node and all below it. False after an error.
-bool drop(const Tree& tree, PyObject* root) {
-  std::vector<PyObject*> stack{root};
-  while (!stack.empty()) {
-    PyObject *node = stack.back(), *token_id, *child;
-    stack.pop_back();
-    put(node, layout.parent, Py_NewRef(Py_None));
-    if (!forget(tree, node)) return false;
-    Py_ssize_t place = 0;
-    while (PyDict_Next(slot(node, layout.children), &place, &token_id, &child)) stack.push_back(child);
-  }
-  return true;
-}
-
-// The nodes that tokens lead to from an anchor, held by their tree, as far as there are any. False after an error.
-bool find_path(PyObject* anchor, PyObject* tokens, std::vector<PyObject*>& path) {
-  PyObject* at = anchor;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(tokens); ++i) {
-    at = PyDict_GetItemWithError(slot(at, layout.children), PySequence_Fast_GET_ITEM(tokens, i));
-    if (at == nullptr) return !PyErr_Occurred();
-    path.push_back(at);
-  }
-  return true;
-}
-
-// Moves the anchor along a path of at least one node, and forgets all that is beside it. False after an error.
-bool move(const Tree& tree, PyObject* anchor, const std::vector<PyObject*>& path) {
-  Ref last(Py_NewRef(path.back()));
-  PyObject* old = anchor;
-  for (PyObject* child : path) {
-    if (!forget(tree, old)) return false;
-    PyObject *token_id, *other;
-    Py_ssize_t place = 0;
-    while (PyDict_Next(slot(old, layout.children), &place, &token_id, &other))
-      if (other != child && !drop(tree, other)) return false;
-    put(child, layout.parent, Py_NewRef(Py_None));
-    old = child;
-  }
-  put(tree.self, of_tree.anchor, last.release());
-  return true;
-}
-
-// descend(tree, token_ids) -> ids of the nodes that the anchor has moved along, those of the first tokens; of none if
-// there is more than the plain case. What SpeculationTree.walk does for tokens that have nodes.
-PyObject* descend(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 2) return PyErr_Format(PyExc_TypeError, "descend takes 2 arguments, not %zd", count);
-  const Tree tree(arguments[0]);
-  Ref tokens(PySequence_Fast(arguments[1], "tokens are no sequence"));
-  if (!tokens || !tree.valid()) return nullptr;
-  Ref anchor(Py_NewRef(tree.anchor()));
-  if (tree.lost()) return Py_NewRef(empty_tuple);
-  std::vector<PyObject*> path;
-  if (!find_path(anchor.get(), tokens.get(), path)) return nullptr;
-  if (path.empty()) return Py_NewRef(empty_tuple);
-  Ref node_ids(PyTuple_New(static_cast<Py_ssize_t>(path.size())));
-  if (!node_ids) return nullptr;
-  tree.changed();
-  for (size_t i = 0; i < path.size(); ++i)
-    PyTuple_SET_ITEM(node_ids.get(), static_cast<Py_ssize_t>(i), Py_NewRef(slot(path[i], layout.node_id)));
-  if (!move(tree, anchor.get(), path)) return nullptr;
-  return node_ids.release();
-}
-
-// follow(tree, token_ids) -> the cause of SpeculationTree.walk, which is what it does; None, and nothing is done, if
-// there is more than the plain case.
-PyObject* follow(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 2) return PyErr_Format(PyExc_TypeError, "follow takes 2 arguments, not %zd", count);
-  const Tree tree(arguments[0]);
-  Ref tokens(PySequence_Fast(arguments[1], "tokens are no sequence"));
-  if (!tokens || !tree.valid()) return nullptr;
-  Ref anchor(Py_NewRef(tree.anchor()));
-  if (tree.lost()) Py_RETURN_NONE;
-  std::vector<PyObject*> path;
-  if (!find_path(anchor.get(), tokens.get(), path)) return nullptr;
-  tree.changed();
-  if (!path.empty() && !move(tree, anchor.get(), path)) return nullptr;
-  PyObject* last = path.empty() ? anchor.get() : path.back();
-  const Py_ssize_t size = PySequence_Fast_GET_SIZE(tokens.get()), num_found = static_cast<Py_ssize_t>(path.size());
-  if (num_found == size) return Py_NewRef(slot(last, layout.best) == Py_None ? causes.late : causes.hit);
-  PyObject *token_id, *child;
-  Py_ssize_t place = 0;
-  const bool ends = PyDict_GET_SIZE(slot(last, layout.children)) == 0;
-  while (PyDict_Next(slot(last, layout.children), &place, &token_id, &child))
-    if (!drop(tree, child)) return nullptr;
-  Ref children(PyDict_New());
-  if (!children) return nullptr;
-  put(last, layout.children, children.release());
-  put(last, layout.best, Py_NewRef(Py_None));
-  for (Py_ssize_t i = num_found; i < size; ++i) {
-    Ref done(PyObject_CallMethodOneArg(tree.suffix, names.append, PySequence_Fast_GET_ITEM(tokens.get(), i)));
-    if (!done) return nullptr;
-  }
-  return Py_NewRef(ends ? causes.k : causes.token);
-}
-
-// best_path(tree, k) -> the best path below the anchor. SpeculationTree._proposal.
-PyObject* best_path(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 2) return PyErr_Format(PyExc_TypeError, "best_path takes 2 arguments, not %zd", count);
-  const Py_ssize_t most = PyLong_AsSsize_t(arguments[1]);
-  const Tree tree(arguments[0]);
-  if (PyErr_Occurred() || !tree.valid()) return nullptr;
-  std::vector<PyObject*> path;
-  for (PyObject* node = slot(tree.anchor(), layout.best); is_node(node) && static_cast<Py_ssize_t>(path.size()) < most;
-       node = slot(node, layout.best))
+// SpeculationTree._proposal.
+PyObject* best_path(const Tree* tree, Py_ssize_t most) {
+  std::vector<Node*> path;
+  for (Node* node = tree->anchor->best; node != nullptr && static_cast<Py_ssize_t>(path.size()) < most; node = node->best)
     path.push_back(node);
   if (path.empty()) return Py_NewRef(proposals.none);
-  Ref proposal(PyType_GenericAlloc(proposals.type, 0));
-  if (!proposal) return nullptr;
-  put(proposal.get(), proposals.parents, Py_NewRef(empty_tuple));
-  put(proposal.get(), proposals.producer, Py_NewRef(slot(tree.self, of_tree.producer)));
-  const Py_ssize_t columns[][2] = {{proposals.token_ids, layout.token_id},
-                                   {proposals.qs, layout.q},
-                                   {proposals.probs, layout.prob},
-                                   {proposals.node_ids, layout.node_id}};
-  const Py_ssize_t size = static_cast<Py_ssize_t>(path.size());
-  for (const auto& column : columns) {
-    PyObject* values = PyTuple_New(size);
-    if (values == nullptr) return nullptr;
-    put(proposal.get(), column[0], values);
-    for (Py_ssize_t i = 0; i < size; ++i)
-      PyTuple_SET_ITEM(values, i, Py_NewRef(slot(path[static_cast<size_t>(i)], column[1])));
-  }
-  return proposal.release();
+  Ref made(PyType_GenericAlloc(proposals.type, 0));
+  const auto fill = [&](Py_ssize_t column, auto value) {
+    return set(made.get(), column, tuple_of(path.size(), [&](size_t i) { return value(*path[i]); }));
+  };
+  const bool done = made && set(made.get(), proposals.parents, Py_NewRef(empty_tuple)) &&
+                    set(made.get(), proposals.producer, Py_NewRef(tree->producer)) &&
+                    fill(proposals.token_ids, [](const Node& it) { return PyLong_FromLongLong(it.token_id); }) &&
+                    fill(proposals.qs, [](const Node& it) { return Py_NewRef(it.q); }) &&
+                    fill(proposals.probs, [](const Node& it) { return PyFloat_FromDouble(it.prob); }) &&
+                    fill(proposals.node_ids, [](const Node& it) { return PyLong_FromLongLong(it.node_id); });
+  return done ? made.release() : nullptr;
 }
+
+PyObject* proposal(PyObject* self, PyObject* k) {
+  Tree* tree = as_tree(self);
+  const Py_ssize_t most = PyLong_AsSsize_t(k);
+  if (PyErr_Occurred()) return nullptr;
+  if (most > tree->best_limit) {
+    PyObject* found = best_path(tree, most);
+    if (found == nullptr) return nullptr;
+    Py_XSETREF(tree->best_path, found);
+    tree->best_limit = most;
+  }
+  if (tree->best_path == nullptr) return Py_NewRef(proposals.none);
+  if (PyTuple_GET_SIZE(slot(tree->best_path, proposals.token_ids)) <= std::max<Py_ssize_t>(most, 0))
+    return Py_NewRef(tree->best_path);
+  return PyObject_CallMethodOneArg(tree->best_path, names.first, k);
+}
+
+PyObject* get(PyObject* self, PyObject* node_id) {
+  int64_t id = 0;
+  return read_int(node_id, id) ? or_none(as_tree(self)->nodes->get(id)) : nullptr;
+}
+
+// nodes() -> an iterator over all nodes, parents before children.
+PyObject* all_nodes(PyObject* self, PyObject*) {
+  Ref all(PyList_New(0));
+  for (Node* node = as_tree(self)->anchor; all && node != nullptr; node = node->newer)
+    if (PyList_Append(all.get(), object(node)) < 0) return nullptr;
+  return all ? PyObject_GetIter(all.get()) : nullptr;
+}
+
+PyObject* check_integrity(PyObject* self, PyObject*) { return PyObject_CallOneArg(check, self); }
+
+PyObject* anchor_of(PyObject* self, void*) { return or_none(as_tree(self)->anchor); }
+PyObject* is_lost(PyObject* self, void*) { return PyBool_FromLong(as_tree(self)->lost()); }
+PyObject* suffix_of(PyObject* self, void*) {
+  const auto& suffix = as_tree(self)->nodes->suffix;
+  return tuple_of(suffix.size(), [&](size_t i) { return PyLong_FromLongLong(suffix[i]); });
+}
+PyObject* context_len_of(PyObject* self, void*) {
+  const Tree* tree = as_tree(self);
+  return PyLong_FromLongLong(tree->anchor->position + 1 + static_cast<int64_t>(tree->nodes->suffix.size()));
+}
+Py_ssize_t num_below(PyObject* self) { return static_cast<Py_ssize_t>(as_tree(self)->nodes->by_id.size()) - 1; }
+
+// SpeculationTree(vocab_size, context_len, rejection, max_nodes, producer)
+PyObject* new_tree(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  long long vocab_size = 0, context_len = 0, max_nodes = 0;
+  int rejection = 0;
+  PyObject* producer = nullptr;
+  if (!PyArg_ParseTuple(arguments, "LLpLO", &vocab_size, &context_len, &rejection, &max_nodes, &producer)) return nullptr;
+  int64_t maker = 0;
+  if (!read_int(producer, maker)) return nullptr;
+  Ref self(PyType_GenericAlloc(type, 0));
+  Node* root = self ? make_node(0, -1, 0, context_len - 1, 1.0, false, Py_None) : nullptr;
+  if (root == nullptr) return nullptr;
+  Tree* tree = as_tree(self.get());
+  tree->nodes = new Nodes;
+  tree->producer = Py_NewRef(producer);
+  tree->vocab_size = vocab_size, tree->max_nodes = max_nodes, tree->first_id = maker << kProducerShift;
+  tree->rejection = rejection != 0, tree->best_limit = -1;
+  tree->anchor = root;
+  hold(tree, root);
+  return self.release();
+}
+
+void free_tree(PyObject* self) {
+  Tree* tree = as_tree(self);
+  if (tree->nodes != nullptr) {
+    drop_below(tree, tree->anchor);
+    forget(tree, tree->anchor);
+    delete tree->nodes;
+  }
+  Py_XDECREF(tree->producer), Py_XDECREF(tree->best_path);
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyMethodDef tree_methods[] = {
+    {"add", add, METH_O, nullptr},
+    {"attach", attach_one, METH_O, nullptr},
+    {"walk", walk, METH_O, nullptr},
+    {"follow", follow, METH_O, nullptr},
+    {"proposal", proposal, METH_O, nullptr},
+    {"get", get, METH_O, nullptr},
+    {"nodes", all_nodes, METH_NOARGS, nullptr},
+    {"check_integrity", check_integrity, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyGetSetDef tree_properties[] = {
+    {"anchor", anchor_of, nullptr, nullptr, nullptr},
+    {"context_len", context_len_of, nullptr, nullptr, nullptr},
+    {"lost", is_lost, nullptr, nullptr, nullptr},
+    {"suffix", suffix_of, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyMemberDef tree_members[] = {
+    {"max_nodes", T_LONGLONG, offsetof(Tree, max_nodes), READONLY, nullptr},
+    {"rejection", T_BOOL, offsetof(Tree, rejection), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyType_Slot tree_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(new_tree)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(free_tree)},
+    {Py_tp_methods, tree_methods},
+    {Py_tp_getset, tree_properties},
+    {Py_tp_members, tree_members},
+    {Py_sq_length, reinterpret_cast<void*>(num_below)},
+    {0, nullptr},
+};
+PyType_Spec tree_spec = {"paceline_tree.SpeculationTree", sizeof(Tree), 0, Py_TPFLAGS_DEFAULT, tree_slots};
+
+// -- rows of a step, and messages ---------------------------------------------------------------------------------------
 
 // rows(row_type, state, token_ids) -> [row_type(state, token_ids[:i]) for i in 0 .. len(token_ids)]; the type is a tuple of
 // two.
@@ -520,29 +546,21 @@ bool read_ids(Wire& wire, uint8_t tag, Py_ssize_t& size, Ref& column) {
   const Py_ssize_t found = std::count_if(inner.at, inner.end, [](uint8_t byte) { return byte < 0x80; });
   if (size < 0) size = found;
   if (found != size) return false;
-  column.reset(PyTuple_New(size));
-  if (!column) return false;
-  for (Py_ssize_t i = 0; i < size; ++i) {
+  column.reset(tuple_of(static_cast<size_t>(size), [&](size_t) -> PyObject* {
     uint32_t value = 0;
-    PyObject* item = inner.uint32(value) ? PyLong_FromUnsignedLong(value) : nullptr;
-    if (item == nullptr) return false;
-    PyTuple_SET_ITEM(column.get(), i, item);
-  }
-  return inner.at == inner.end;
+    return inner.uint32(value) ? PyLong_FromUnsignedLong(value) : nullptr;
+  }));
+  return column && inner.at == inner.end;
 }
 
 bool read_probs(Wire& wire, Py_ssize_t size, Ref& column) {
   Wire inner{nullptr, nullptr};
   if ((wire.has(kProbs) && !wire.part(inner)) || inner.end - inner.at != 8 * size) return false;
-  column.reset(PyTuple_New(size));
-  if (!column) return false;
-  for (Py_ssize_t i = 0; i < size; ++i) {
+  column.reset(tuple_of(static_cast<size_t>(size), [&](size_t) -> PyObject* {
     double value = 0;
-    PyObject* item = inner.real(value) && std::isfinite(value) ? PyFloat_FromDouble(value) : nullptr;
-    if (item == nullptr) return false;
-    PyTuple_SET_ITEM(column.get(), i, item);
-  }
-  return true;
+    return inner.real(value) && std::isfinite(value) ? PyFloat_FromDouble(value) : nullptr;
+  }));
+  return static_cast<bool>(column);
 }
 
 bool read_sampled(Wire& wire, Py_ssize_t size, Ref& column) {
@@ -550,11 +568,9 @@ bool read_sampled(Wire& wire, Py_ssize_t size, Ref& column) {
   if (wire.has(kSampled) && !wire.part(inner)) return false;
   const Py_ssize_t found = inner.end - inner.at;
   if (found != size && found != 0) return false;
-  column.reset(PyTuple_New(found));
-  for (Py_ssize_t i = 0; column && i < found; ++i) {
-    if (inner.at[i] > 1) return false;
-    PyTuple_SET_ITEM(column.get(), i, Py_NewRef(inner.at[i] ? Py_True : Py_False));
-  }
+  column.reset(tuple_of(static_cast<size_t>(found), [&](size_t i) -> PyObject* {
+    return inner.at[i] > 1 ? nullptr : PyBool_FromLong(inner.at[i]);
+  }));
   return static_cast<bool>(column);
 }
 
@@ -570,15 +586,12 @@ PyObject* read_q(Wire wire) {
 }
 
 bool read_qs(Wire& wire, Py_ssize_t size, Ref& column) {
-  column.reset(wire.has(kQs) ? PyTuple_New(size) : Py_NewRef(empty_tuple));
-  if (!column || !wire.has(kQs)) return static_cast<bool>(column);
-  for (Py_ssize_t i = 0; i < size; ++i) {
+  const bool any = wire.has(kQs);
+  column.reset(tuple_of(any ? static_cast<size_t>(size) : 0, [&](size_t) -> PyObject* {
     Wire inner{nullptr, nullptr};
-    PyObject* q = wire.has(kQs) && wire.part(inner) ? read_q(inner) : nullptr;
-    if (q == nullptr) return false;
-    PyTuple_SET_ITEM(column.get(), i, q);
-  }
-  return true;
+    return wire.has(kQs) && wire.part(inner) ? read_q(inner) : nullptr;
+  }));
+  return static_cast<bool>(column);
 }
 
 // The nodes of a message in wire form, of every field at most one and in order, with `idle` and `step_s`. False if it is
@@ -645,27 +658,26 @@ PyObject* read_each(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 // columns_of(nodes) -> NodeColumns of a list of TreeNodes, as messages take them. NodeColumns.of.
 PyObject* columns_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 1 || !PyList_CheckExact(arguments[0])) return PyErr_Format(PyExc_TypeError, "columns_of takes a list");
-  PyObject* nodes = arguments[0];
-  const Py_ssize_t size = PyList_GET_SIZE(nodes);
+  const Py_ssize_t size = PyList_GET_SIZE(arguments[0]);
+  const auto node = [&](Py_ssize_t i) { return reinterpret_cast<Node*>(PyList_GET_ITEM(arguments[0], i)); };
   bool all_sampled = true, any_q = false;
   for (Py_ssize_t i = 0; i < size; ++i) {
-    PyObject* node = PyList_GET_ITEM(nodes, i);
-    if (!is_node(node)) return PyErr_Format(PyExc_TypeError, "columns_of takes nodes of a tree");
-    all_sampled = all_sampled && slot(node, layout.sampled) == Py_True;
-    any_q = any_q || slot(node, layout.q) != Py_None;
+    if (!is_node(object(node(i)))) return PyErr_Format(PyExc_TypeError, "columns_of takes nodes of a tree");
+    all_sampled = all_sampled && node(i)->sampled;
+    any_q = any_q || node(i)->q != Py_None;
   }
-  const Py_ssize_t attributes[] = {layout.node_id, layout.parent_id, layout.token_id,
-                                   layout.prob,    layout.sampled,   layout.q};
-  const bool wanted[] = {true, true, true, true, !all_sampled, any_q};
   Ref columns(PyType_GenericAlloc(of_message.columns_type, 0));
-  for (int column = 0; columns && column < 6; ++column) {
-    PyObject* values = wanted[column] ? PyTuple_New(size) : Py_NewRef(empty_tuple);
-    if (values == nullptr) return nullptr;
-    put(columns.get(), of_message.columns[column], values);
-    for (Py_ssize_t i = 0; wanted[column] && i < size; ++i)
-      PyTuple_SET_ITEM(values, i, Py_NewRef(slot(PyList_GET_ITEM(nodes, i), attributes[column])));
-  }
-  return columns.release();
+  const auto fill = [&](int column, bool wanted, auto value) {
+    const auto at = [&](size_t i) { return value(*node(static_cast<Py_ssize_t>(i))); };
+    return set(columns.get(), of_message.columns[column], tuple_of(wanted ? static_cast<size_t>(size) : 0, at));
+  };
+  const bool done = columns && fill(0, true, [](const Node& it) { return PyLong_FromLongLong(it.node_id); }) &&
+                    fill(1, true, [](const Node& it) { return PyLong_FromLongLong(it.parent_id); }) &&
+                    fill(2, true, [](const Node& it) { return PyLong_FromLongLong(it.token_id); }) &&
+                    fill(3, true, [](const Node& it) { return PyFloat_FromDouble(it.prob); }) &&
+                    fill(4, !all_sampled, [](const Node& it) { return PyBool_FromLong(it.sampled); }) &&
+                    fill(5, any_q, [](const Node& it) { return Py_NewRef(it.q); });
+  return done ? columns.release() : nullptr;
 }
 
 // Bytes of a protobuf message. Writers return false where protobuf would not take the value, or after an error.
@@ -687,7 +699,8 @@ struct Written {
     Written inner;
     for (Py_ssize_t i = 0; i < size; ++i) {
       int64_t value = 0;
-      if (!read_int(column.items[i], value) || value < 0 || value > UINT32_MAX) return false;
+      if (!PyLong_CheckExact(column.items[i]) || !read_int(column.items[i], value) || value < 0 || value > UINT32_MAX)
+        return false;
       inner.varint(static_cast<uint64_t>(value));
     }
     part(tag, inner.bytes);
@@ -777,18 +790,12 @@ PyObject* write_each(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }
 
 PyMethodDef methods[] = {
-    method("columns_of", columns_of),
-    method("write_each", write_each),
-    method("read_each", read_each),
-    method("prepare", prepare),
-    method("add", add),
+    {"prepare", prepare, METH_VARARGS, nullptr},
     method("add_each", add_each),
-    method("attach_below", attach_below),
-    method("prepare_walks", prepare_walks),
+    method("columns_of", columns_of),
+    method("read_each", read_each),
+    method("write_each", write_each),
     method("rows", rows),
-    method("follow", follow),
-    method("descend", descend),
-    method("best_path", best_path),
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -797,14 +804,18 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "paceline_tree", nullptr, -1, metho
 }  // namespace
 
 PyMODINIT_FUNC PyInit_paceline_tree() {
-  if (!intern({{names.add, "add"},
-               {names.added, "added"},
-               {names.append, "append"},
-               {names.attach, "attach"},
-               {names.dropped, "dropped"},
-               {names.invalid, "invalid"},
-               {names.stale, "stale"}}))
+  if (!intern({{names.first, "first"},
+               {names.node_id, "node_id"},
+               {names.parent_id, "parent_id"},
+               {names.token_id, "token_id"},
+               {names.prob, "prob"},
+               {names.sampled, "sampled"},
+               {names.q, "q"}}))
     return nullptr;
-  if ((empty_tuple = PyTuple_New(0)) == nullptr) return nullptr;
-  return PyModule_Create(&module);
+  PyObject *nodes = PyType_FromSpec(&node_spec), *trees = PyType_FromSpec(&tree_spec), *made = PyModule_Create(&module);
+  if (nodes == nullptr || trees == nullptr || made == nullptr) return nullptr;
+  node_type = reinterpret_cast<PyTypeObject*>(nodes), tree_type = reinterpret_cast<PyTypeObject*>(trees);
+  if (PyModule_AddObjectRef(made, "TreeNode", nodes) < 0 || PyModule_AddObjectRef(made, "SpeculationTree", trees) < 0)
+    return nullptr;
+  return made;
 }

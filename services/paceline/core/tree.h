@@ -1,5 +1,5 @@
-// A SpeculationTree and its nodes (tree.py) for native passes: where they keep their attributes, and how a node is made.
-// Every extension that includes this has a copy of its own, which prepare_tree fills.
+// The memory of a speculation tree and of its nodes; tree.py has the reference implementation, with the same names. Every
+// extension that includes this has pointers of its own, which prepare_tree fills.
 
 #pragma once
 
@@ -7,6 +7,8 @@
 
 #include <cmath>
 #include <cstdint>
+#include <deque>
+#include <unordered_map>
 #include <vector>
 
 namespace paceline {
@@ -14,89 +16,81 @@ namespace {
 
 constexpr int kProducerShift = 28;
 constexpr double kLeastProb = 1e-9;
+constexpr int64_t kNoInteger = INT64_MIN;  // an int of more than 63 bits, which is no id of anything
 
-// Where TreeNode keeps its attributes, and a node whose attributes a new one begins with.
-struct Layout {
-  PyTypeObject* type = nullptr;
-  PyObject* prototype = nullptr;
-  std::vector<Py_ssize_t> slots;
-  Py_ssize_t alive, best, bonus, children, expanded, gaps, log_path, node_id, parent, parent_id, position, prob, q,
-      rank, sampled, token_id;
-} layout;
+// A TreeNode. Its tree holds it; who else holds it finds neighbors as long as it is alive. None of them is owned.
+struct Node {
+  PyObject_HEAD
+  int64_t node_id, parent_id, token_id, position, rank, num_children;
+  double prob, log_path;
+  char sampled, alive, expanded;
+  Node *parent, *best;
+  Node *first, *last, *next;       // its first and last child, its next sibling
+  Node *older, *newer;             // all nodes of the tree, in the order in which they came
+  PyObject *q, *gaps, *bonus;
+};
 
-// Where a tree keeps its attributes.
-struct TreeLayout {
-  PyTypeObject* type = nullptr;
-  Py_ssize_t anchor, best_limit, max_nodes, nodes, producer, rejection, suffix, vocab_size;
-} of_tree;
+PyObject* object(Node* node) { return reinterpret_cast<PyObject*>(node); }
 
-PyObject *minus_one, *packed_ids, *packed_probs;
+// The containers of a tree.
+struct Nodes {
+  std::unordered_map<int64_t, Node*> by_id;
+  std::unordered_map<uint64_t, Node*> children;  // by the parent's id and the token, of 32 bits each
+  std::deque<int64_t> suffix;
+
+  Node* get(int64_t node_id) const {
+    const auto found = by_id.find(node_id);
+    return found == by_id.end() ? nullptr : found->second;
+  }
+  static uint64_t key(const Node* parent, int64_t token_id) {
+    return static_cast<uint64_t>(parent->node_id) << 32 | static_cast<uint64_t>(token_id);
+  }
+  Node* child(const Node* parent, int64_t token_id) const {
+    if (parent->first == nullptr || token_id >> 32 != 0) return nullptr;
+    const auto found = children.find(key(parent, token_id));
+    return found == children.end() ? nullptr : found->second;
+  }
+};
+
+// A SpeculationTree.
+struct Tree {
+  PyObject_HEAD
+  Nodes* nodes;
+  Node *anchor, *newest;
+  PyObject *producer, *best_path;
+  int64_t vocab_size, max_nodes, first_id, best_limit;
+  bool rejection;
+
+  bool lost() const { return !nodes->suffix.empty(); }
+};
 
 // paceline_probability in rows.cpp, null if there is none, and its tolerance.
 using Probability = double (*)(const void*, const void*, int64_t, int64_t, int64_t, double);
 Probability probability;
 double tolerance;
 
-inline bool is_node(PyObject* object) { return object != nullptr && Py_TYPE(object) == layout.type; }
+PyTypeObject *node_type, *tree_type;
+PyObject *packed_ids, *packed_probs, *empty_tuple;
 
-// True if nodes may share the value: nobody can change it.
-bool is_constant(PyObject* value) {
-  return value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) || PyFloat_CheckExact(value) ||
-         PyTuple_CheckExact(value) || PyDict_CheckExact(value);  // the dict is that of children, which each node makes
-}
+bool is_node(PyObject* object) { return Py_TYPE(object) == node_type; }
+bool is_tree(PyObject* object) { return Py_TYPE(object) == tree_type; }
 
-// Finds the attributes of TreeNode, by a node without parent and children as its constructor makes it, and of NativeTree;
-// takes the address of paceline_probability and its tolerance. False after an error.
-bool prepare_tree(PyObject* prototype, PyObject* tree_type, PyObject* address, PyObject* most) {
+// Takes the types of nodes and trees, and the address of paceline_probability and its tolerance. False after an error.
+bool prepare_tree(PyObject* nodes, PyObject* trees, PyObject* address, PyObject* most) {
+  node_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(nodes));
+  tree_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(trees));
   probability = reinterpret_cast<Probability>(PyLong_AsVoidPtr(address));
   tolerance = PyFloat_AsDouble(most);
-  if (PyErr_Occurred() || !intern({{packed_ids, "packed_ids"}, {packed_probs, "packed_probs"}})) return false;
-  of_tree.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(tree_type));
-  layout.type = Py_TYPE(prototype);
-  layout.slots.clear();
-  Ref slots(PyObject_GetAttrString(reinterpret_cast<PyObject*>(layout.type), "__slots__"));
-  Ref all(slots ? PySequence_Fast(slots.get(), "TreeNode has no slots") : nullptr);
-  if (!all) return false;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(all.get()); ++i) {
-    Ref descriptor(PyObject_GetAttr(reinterpret_cast<PyObject*>(layout.type), PySequence_Fast_GET_ITEM(all.get(), i)));
-    if (!descriptor) return false;
-    const Py_ssize_t offset = offset_of(descriptor.get());
-    if (offset < 0) return false;
-    if (slot(prototype, offset) == nullptr || !is_constant(slot(prototype, offset))) {
-      PyErr_SetString(PyExc_TypeError, "a new TreeNode has an attribute that nodes cannot share");
-      return false;
-    }
-    layout.slots.push_back(offset);
-  }
-  if (!find({
-        {layout.type, "alive", layout.alive},
-        {layout.type, "best", layout.best},
-        {layout.type, "bonus", layout.bonus},
-        {layout.type, "children", layout.children},
-        {layout.type, "expanded", layout.expanded},
-        {layout.type, "gaps", layout.gaps},
-        {layout.type, "log_path", layout.log_path},
-        {layout.type, "node_id", layout.node_id},
-        {layout.type, "parent", layout.parent},
-        {layout.type, "parent_id", layout.parent_id},
-        {layout.type, "position", layout.position},
-        {layout.type, "prob", layout.prob},
-        {layout.type, "q", layout.q},
-        {layout.type, "rank", layout.rank},
-        {layout.type, "sampled", layout.sampled},
-        {layout.type, "token_id", layout.token_id},
-        {of_tree.type, "_anchor", of_tree.anchor},
-        {of_tree.type, "_best_limit", of_tree.best_limit},
-        {of_tree.type, "_max_nodes", of_tree.max_nodes},
-        {of_tree.type, "_nodes", of_tree.nodes},
-        {of_tree.type, "_producer", of_tree.producer},
-        {of_tree.type, "_rejection", of_tree.rejection},
-        {of_tree.type, "_suffix", of_tree.suffix},
-        {of_tree.type, "_vocab_size", of_tree.vocab_size},
-      }))
-    return false;
-  layout.prototype = Py_NewRef(prototype);
-  return (minus_one = PyLong_FromLong(-1)) != nullptr;
+  empty_tuple = PyTuple_New(0);
+  return !PyErr_Occurred() && intern({{packed_ids, "packed_ids"}, {packed_probs, "packed_probs"}});
+}
+
+// False, with an error, if the object is no int; kNoInteger for one of more than 63 bits.
+bool read_int(PyObject* object, int64_t& value) {
+  int overflow = 0;
+  value = PyLong_AsLongLongAndOverflow(object, &overflow);
+  if (overflow) value = kNoInteger;
+  return value != -1 || !PyErr_Occurred();
 }
 
 // True if q is a distribution that can yield the token.
@@ -113,79 +107,99 @@ bool drawable(PyObject* q, int64_t token_id, int64_t vocab_size) {
                      tolerance) > 0.0;
 }
 
-// False, without an error, if the object is no int of at most 63 bits.
-inline bool read_int(PyObject* object, int64_t& value) {
-  if (!PyLong_CheckExact(object)) return false;
-  int overflow = 0;
-  value = PyLong_AsLongLongAndOverflow(object, &overflow);
-  return overflow == 0;
+// A new node without neighbors. Null after an error.
+Node* make_node(int64_t node_id, int64_t parent_id, int64_t token_id, int64_t position, double prob, bool sampled,
+                PyObject* q) {
+  auto* node = reinterpret_cast<Node*>(PyType_GenericAlloc(node_type, 0));
+  if (node == nullptr) return nullptr;
+  node->node_id = node_id, node->parent_id = parent_id, node->token_id = token_id, node->position = position;
+  node->prob = prob, node->log_path = std::log(prob > kLeastProb ? prob : kLeastProb);
+  node->sampled = sampled, node->alive = true;
+  node->q = Py_NewRef(q), node->gaps = Py_NewRef(empty_tuple), node->bonus = Py_NewRef(empty_tuple);
+  return node;
 }
 
-// A NativeTree, whose dicts and whose suffix stay the same objects as long as it lives.
-struct Tree {
-  PyObject* self;
-  PyObject *nodes = nullptr, *suffix = nullptr;
+// Lets a tree hold a new node.
+void hold(Tree* tree, Node* node) {
+  tree->nodes->by_id[node->node_id] = node;
+  node->older = tree->newest;
+  if (tree->newest != nullptr) tree->newest->newer = node;
+  tree->newest = node;
+}
 
-  explicit Tree(PyObject* tree) : self(tree) {
-    if (!PyObject_TypeCheck(tree, of_tree.type)) return;
-    nodes = slot(tree, of_tree.nodes), suffix = slot(tree, of_tree.suffix);
-  }
-  // False, with an error, if it is none.
-  bool valid() const {
-    if (nodes != nullptr && suffix != nullptr && anchor() != nullptr && PyDict_CheckExact(nodes)) return true;
-    PyErr_SetString(PyExc_TypeError, "this is no tree of native passes");
-    return false;
-  }
-  bool number(Py_ssize_t offset, int64_t& value) const {
-    PyObject* found = slot(self, offset);
-    value = PyLong_AsLongLong(found == nullptr ? Py_None : found);
-    return !PyErr_Occurred();
-  }
-  PyObject* anchor() const {
-    PyObject* node = slot(self, of_tree.anchor);
-    return is_node(node) ? node : nullptr;
-  }
-  bool lost() const { return PyObject_Size(suffix) != 0; }
-  bool offers() const { return slot(anchor(), layout.best) != Py_None; }
-  // Forgets the best path, which was that of other nodes.
-  void changed() const { put(self, of_tree.best_limit, Py_NewRef(minus_one)); }
-};
+// Lets a tree hold a node no longer, which loses its neighbors.
+void forget(Tree* tree, Node* node) {
+  tree->nodes->by_id.erase(node->node_id);
+  if (node->parent != nullptr) tree->nodes->children.erase(Nodes::key(node->parent, node->token_id));
+  if (node->older != nullptr) node->older->newer = node->newer;
+  (node->newer == nullptr ? tree->newest : node->newer->older) = node->older;
+  node->alive = false;
+  node->parent = node->best = node->first = node->last = node->next = node->older = node->newer = nullptr;
+  Py_DECREF(object(node));
+}
 
-// Makes one node below its parent; the tree holds it. Null after an error.
-PyObject* grow(const Tree& tree, PyObject* parent, PyObject* node_id, PyObject* token_id, PyObject* prob,
-               PyObject* sampled, PyObject* q) {
-  Ref child(PyType_GenericAlloc(layout.type, 0));
-  Ref children(PyDict_New());
-  if (!child || !children) return nullptr;
-  const double p = PyFloat_AS_DOUBLE(prob);
-  PyObject* node = child.get();
-  PyObject* siblings = slot(parent, layout.children);
-  for (const Py_ssize_t offset : layout.slots) put(node, offset, Py_NewRef(slot(layout.prototype, offset)));
-  put(node, layout.node_id, Py_NewRef(node_id));
-  put(node, layout.token_id, Py_NewRef(token_id));
-  put(node, layout.prob, Py_NewRef(prob));
-  put(node, layout.sampled, Py_NewRef(sampled));
-  put(node, layout.q, Py_NewRef(q));
-  put(node, layout.parent, Py_NewRef(parent));
-  put(node, layout.parent_id, Py_NewRef(slot(parent, layout.node_id)));
-  put(node, layout.children, children.release());
-  const double above = PyFloat_AsDouble(slot(parent, layout.log_path));
-  const long position = PyLong_AsLong(slot(parent, layout.position));
-  if (PyErr_Occurred()) return nullptr;
-  Ref log_path(PyFloat_FromDouble(above + std::log(p > kLeastProb ? p : kLeastProb)));
-  Ref place(PyLong_FromLong(position + 1));
-  Ref rank(PyLong_FromSsize_t(PyDict_GET_SIZE(siblings)));
-  if (!log_path || !place || !rank) return nullptr;
-  put(node, layout.log_path, log_path.release());
-  put(node, layout.position, place.release());
-  put(node, layout.rank, rank.release());
-  if (PyDict_SetItem(tree.nodes, node_id, node) < 0 || PyDict_SetItem(siblings, token_id, node) < 0)
+// All nodes below one, parents before children, but `without` and what is below it.
+std::vector<Node*> below(const Node* top, const Node* without = nullptr) {
+  std::vector<Node*> found;
+  const auto add_children = [&](const Node* parent) {
+    for (Node* child = parent->first; child != nullptr; child = child->next)
+      if (child != without) found.push_back(child);
+  };
+  add_children(top);
+  for (size_t i = 0; i < found.size(); ++i) add_children(found[i]);
+  return found;
+}
+
+// Forgets all nodes below one, but `kept` and what is below it.
+void drop_below(Tree* tree, Node* parent, const Node* kept = nullptr) {
+  for (std::vector<Node*> nodes = below(parent, kept); !nodes.empty(); nodes.pop_back()) forget(tree, nodes.back());
+  parent->first = parent->last = parent->best = nullptr, parent->num_children = 0;
+}
+
+// SpeculationTree._move.
+void move(Tree* tree, Node* child) {
+  Node* old = tree->anchor;
+  drop_below(tree, old, child);
+  tree->nodes->children.erase(Nodes::key(old, child->token_id));
+  child->parent = child->next = nullptr;
+  forget(tree, old);
+  tree->anchor = child;
+}
+
+enum class Refusal { kNone, kStale, kInvalid, kDropped };
+
+// SpeculationTree.attach. Null if the tree refuses the node, or after an error.
+Node* attach(Tree* tree, int64_t node_id, int64_t parent_id, int64_t token_id, double prob, bool sampled, PyObject* q,
+             Refusal& refusal) {
+  Nodes& nodes = *tree->nodes;
+  Node* parent = nodes.get(parent_id);
+  const auto refuse = [&refusal](Refusal why) {
+    refusal = why;
     return nullptr;
-  if (sampled == Py_True) {
-    PyObject* best = slot(parent, layout.best);
-    if (best == Py_None || p > PyFloat_AsDouble(slot(best, layout.prob))) put(parent, layout.best, Py_NewRef(node));
+  };
+  if (parent == nullptr || (tree->lost() && token_id != nodes.suffix.front())) return refuse(Refusal::kStale);
+  if (node_id >> kProducerShift != tree->first_id >> kProducerShift || parent_id >= node_id || nodes.get(node_id) ||
+      token_id < 0 || token_id >= tree->vocab_size || !(prob >= 0.0 && prob <= 1.0) || nodes.child(parent, token_id) ||
+      (tree->rejection && sampled && (parent->best || !drawable(q, token_id, tree->vocab_size))))
+    return refuse(Refusal::kInvalid);
+  if (static_cast<int64_t>(nodes.by_id.size()) > tree->max_nodes) return refuse(Refusal::kDropped);
+  refusal = Refusal::kNone;
+  Node* child = make_node(node_id, parent_id, token_id, parent->position + 1, prob, sampled, q);
+  if (child == nullptr) return nullptr;
+  tree->best_limit = -1;
+  child->log_path += parent->log_path;
+  child->parent = parent;
+  child->rank = parent->num_children++;
+  (parent->last == nullptr ? parent->first : parent->last->next) = child;
+  parent->last = child;
+  nodes.children[Nodes::key(parent, token_id)] = child;
+  hold(tree, child);
+  if (sampled && (parent->best == nullptr || prob > parent->best->prob)) parent->best = child;
+  if (!nodes.suffix.empty()) {
+    nodes.suffix.pop_front();
+    move(tree, child);
   }
-  return PyErr_Occurred() ? nullptr : node;
+  return child;
 }
 
 }  // namespace

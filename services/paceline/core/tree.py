@@ -285,12 +285,12 @@ class SpeculationTree:
         "_anchor",
         "_best_limit",
         "_best_path",
-        "_max_nodes",
         "_nodes",
         "_producer",
-        "_rejection",
         "_suffix",
         "_vocab_size",
+        "max_nodes",
+        "rejection",
     )
 
     def __init__(
@@ -303,8 +303,8 @@ class SpeculationTree:
         producer: Producer = Producer.DRAFT,
     ) -> None:
         self._vocab_size = vocab_size
-        self._rejection = rejection
-        self._max_nodes = max_nodes
+        self.rejection = rejection
+        self.max_nodes = max_nodes
         self._producer = producer
         self._anchor = TreeNode(Node(0, -1, 0, 1.0, sampled=False), None, context_len - 1)
         self._nodes = {0: self._anchor}
@@ -366,7 +366,7 @@ class SpeculationTree:
             return Refusal.STALE
         if not self._valid(node, parent):
             return Refusal.INVALID
-        if len(self._nodes) > self._max_nodes:
+        if len(self._nodes) > self.max_nodes:
             return Refusal.DROPPED
         self._best_limit = -1
         child = TreeNode(node, parent, parent.position + 1)
@@ -377,35 +377,6 @@ class SpeculationTree:
             self._suffix.popleft()
             self._move(child)
         return child
-
-    def attach_below(self, parent: TreeNode, nodes: Sequence[Node]) -> list[TreeNode]:
-        """``attach`` of nodes below one node of the tree, in order; returns the attached nodes, in place."""
-        placed = []
-        held, siblings, vocab_size = self._nodes, parent.children, self._vocab_size
-        room = self._max_nodes - len(held)
-        plain = not self._suffix and len(nodes) <= room
-        for node in nodes:
-            node_id, token_id, prob = node.node_id, node.token_id, node.prob
-            if (
-                plain
-                and parent.node_id < node_id
-                and node_id >> _PRODUCER_SHIFT == self._producer
-                and node_id not in held
-                and token_id not in siblings
-                and 0 <= token_id < vocab_size
-                and 0.0 <= prob <= 1.0
-                and self._can_have_been_drawn(node, parent)
-            ):
-                child = TreeNode(node, parent, parent.position + 1)
-                held[node_id] = siblings[token_id] = child
-                if node.sampled and (parent.best is None or prob > parent.best.prob):
-                    parent.best = child
-                placed.append(child)
-            elif not isinstance(other := self.attach(node), Refusal):
-                placed.append(other)
-        if placed:
-            self._best_limit = -1
-        return placed
 
     def walk(self, token_ids: Sequence[int]) -> Walk:
         """Follows committed tokens and prunes all nodes that are not below the new anchor. Amortized O(1) per node."""
@@ -462,25 +433,7 @@ class SpeculationTree:
 
     def check_integrity(self) -> None:
         """Asserts what must hold between calls; O(nodes)."""
-        assert self._nodes[self._anchor.node_id] is self._anchor
-        assert self._anchor.parent is None
-        assert len(self) <= self._max_nodes
-        assert not self._suffix or not self._anchor.children, "a lost tree has nothing below its anchor"
-        reached, stack = 0, [self._anchor]
-        while stack:
-            node = stack.pop()
-            reached += 1
-            assert node.alive
-            assert self._nodes[node.node_id] is node
-            sampled = [c for c in node.children.values() if c.sampled]
-            assert node.best is (max(sampled, key=lambda c: c.prob) if sampled else None)
-            assert not self._rejection or len(sampled) <= 1
-            for token_id, child in node.children.items():
-                assert child.parent is node
-                assert child.token_id == token_id
-                assert child.position == node.position + 1
-                stack.append(child)
-        assert reached == len(self._nodes), "a node is not reachable from the anchor"
+        check_integrity(self)
 
     def _valid(self, node: Node, parent: TreeNode) -> bool:
         node_id = node.node_id
@@ -494,7 +447,7 @@ class SpeculationTree:
 
     def _can_have_been_drawn(self, node: Node, parent: TreeNode) -> bool:
         """Rejection rule: a sampled node is the only one below its parent, and has a q that can yield it."""
-        if not (self._rejection and node.sampled):
+        if not (self.rejection and node.sampled):
             return True
         from paceline.core.sparse import drawable  # engines have numpy; the planner is up without it
 
@@ -519,6 +472,31 @@ class SpeculationTree:
             node.parent = None
             self._forget(node)
             stack.extend(node.children.values())
+
+
+def check_integrity(tree: SpeculationTree) -> None:
+    """Asserts what must hold of a tree, native or not, between calls; O(nodes)."""
+    anchor = tree.anchor
+    assert tree.get(anchor.node_id) is anchor
+    assert anchor.parent is None
+    assert len(tree) <= tree.max_nodes
+    assert not tree.lost or not anchor.children, "a lost tree has nothing below its anchor"
+    reached, stack = 0, [anchor]
+    while stack:
+        node = stack.pop()
+        reached += 1
+        assert node.alive
+        assert tree.get(node.node_id) is node
+        children = node.children
+        sampled = [c for c in children.values() if c.sampled]
+        assert node.best is (max(sampled, key=lambda c: c.prob) if sampled else None)
+        assert not tree.rejection or len(sampled) <= 1
+        for token_id, child in children.items():
+            assert child.parent is node
+            assert child.token_id == token_id
+            assert child.position == node.position + 1
+            stack.append(child)
+    assert reached == len(tree) + 1 == len([*tree.nodes()]), "a node is not reachable from the anchor"
 
 
 GREW, OFFERS, FIRST, LOST = 1, 2, 4, 8

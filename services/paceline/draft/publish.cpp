@@ -1,6 +1,5 @@
-// The children of the leaves of a step, from ranked candidates to the frontier: see publish.py. What is done here is the
-// common case; another leaf is left to Python before anything of it is done, and with it all behind it, so that nodes get
-// their ids in one order.
+// The children of the leaves of a step, from ranked candidates to the frontier: see publish.py. A session with a hint is
+// left to Python before anything of its leaf is done, and with it all behind it, so that nodes get their ids in one order.
 
 #include "tree.h"
 
@@ -53,14 +52,14 @@ PyObject *push, *zero;
 Expect expect;
 double end_share;  // END_SHARE of session.py
 
-// prepare(prototype, tree_type, session_type, frontier_type, growth_type, ranking_type, expect, probability, tolerance,
-// end_share, heappush): a TreeNode without parent and children, as its constructor makes it; NativeTree,
-// DraftSession, Frontier, BestFirst and Ranking; the addresses of paceline_expect and paceline_probability, and the
-// tolerance of the latter; session.END_SHARE; and heapq.heappush.
+// prepare(node_type, tree_type, session_type, frontier_type, growth_type, ranking_type, expect, probability, tolerance,
+// end_share, heappush): the native TreeNode and SpeculationTree, DraftSession, Frontier, BestFirst and Ranking; the
+// addresses of paceline_expect and paceline_probability, and the tolerance of the latter; session.END_SHARE; and
+// heapq.heappush.
 PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   bool types_come = count == 11;
-  for (int i = 1; types_come && i <= 5; ++i) types_come = PyType_Check(arguments[i]);
-  if (!types_come) return PyErr_Format(PyExc_TypeError, "prepare takes 11 arguments, the second to the sixth of them types");
+  for (int i = 0; types_come && i <= 5; ++i) types_come = PyType_Check(arguments[i]);
+  if (!types_come) return PyErr_Format(PyExc_TypeError, "prepare takes 11 arguments, the first six of them types");
   types.session = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[2]));
   types.frontier = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[3]));
   of_growth.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[4]));
@@ -167,76 +166,42 @@ struct Row {
   }
 };
 
-// True if the children can be attached below a node of the tree, the first of them with `next_id`, and nothing has to be
-// asked about any.
-bool attachable(const Tree& tree, PyObject* parent, const Row& row, int64_t next_id) {
-  const std::vector<Child>& children = row.children;
-  int64_t vocab_size = 0, max_nodes = 0, parent_id = 0, rejection = 0;
-  PyObject* siblings = slot(parent, layout.children);
-  const int64_t size = static_cast<int64_t>(children.size());
-  if (!tree.number(of_tree.vocab_size, vocab_size) || !tree.number(of_tree.max_nodes, max_nodes) ||
-      !tree.number(of_tree.rejection, rejection) || !read_int(slot(parent, layout.node_id), parent_id) || next_id <= parent_id ||
-      (next_id + size - 1) >> kProducerShift != 0 || PyDict_GET_SIZE(tree.nodes) + size > max_nodes ||
-      PyDict_GetItemWithError(tree.nodes, slot(parent, layout.node_id)) != parent)
-    return false;
-  for (size_t i = 0; i < children.size(); ++i) {
-    int64_t token_id = 0, other = 0;
-    if (!read_int(children[i].token_id, token_id) || token_id < 0 || token_id >= vocab_size ||
-        PyDict_Contains(siblings, children[i].token_id) != 0 || !(children[i].prob >= 0.0 && children[i].prob <= 1.0))
-      return false;
-    for (size_t j = 0; j < i; ++j)
-      if (!read_int(children[j].token_id, other) || other == token_id) return false;
-    Ref node_id(PyLong_FromLongLong(next_id + static_cast<int64_t>(i)));
-    if (!node_id || PyDict_Contains(tree.nodes, node_id.get()) != 0) return false;
-    // The rejection rule: one child is drawn, from what can yield it.
-    if (rejection && i == 0 && (slot(parent, layout.best) != Py_None || !drawable(row.q, token_id, vocab_size))) return false;
-  }
-  return true;
-}
-
 // Frontier._ahead_of(node). -1 after an error.
-long ahead_of(PyObject* known, PyObject* node) {
-  std::vector<PyObject*> path;
-  PyObject* found;
-  while ((found = PyDict_GetItemWithError(known, slot(node, layout.node_id))) == nullptr) {
-    path.push_back(node);
-    node = slot(node, layout.parent);
-    if (PyErr_Occurred()) return -1;
-    if (!is_node(node)) return PyErr_SetString(PyExc_TypeError, "the anchor is not known"), -1;
-  }
-  long ahead = PyLong_AsLong(found);
-  while (!PyErr_Occurred() && !path.empty()) {
-    Ref behind(PyLong_FromLong(++ahead));
-    if (!behind || PyDict_SetItem(known, slot(path.back(), layout.node_id), behind.get()) < 0) return -1;
-    path.pop_back();
-  }
-  return PyErr_Occurred() ? -1 : ahead;
+long ahead_of(PyObject* known, const Node* node) {
+  Ref node_id(PyLong_FromLongLong(node->node_id));
+  PyObject* found = node_id ? PyDict_GetItemWithError(known, node_id.get()) : nullptr;
+  if (found != nullptr) return PyLong_AsLong(found);
+  if (PyErr_Occurred()) return -1;
+  if (node->parent == nullptr) return PyErr_SetString(PyExc_TypeError, "the anchor is not known"), -1;
+  const long ahead = ahead_of(known, node->parent) + 1;
+  Ref value(ahead > 0 ? PyLong_FromLong(ahead) : nullptr);
+  return value && PyDict_SetItem(known, node_id.get(), value.get()) == 0 ? ahead : -1;
 }
 
 // Frontier.push_below, by BestFirst.key where that is the policy: nothing is further ahead than its K. False after an
 // error.
-bool push_below(PyObject* frontier, PyObject* growth, const Tree& tree, PyObject* parent, PyObject* made) {
+bool push_below(PyObject* frontier, PyObject* growth, const Tree* tree, const Node* parent, PyObject* made) {
   if (Py_TYPE(growth) != of_growth.type || slot(frontier, of_frontier.committed) != Py_None) {
-    Ref done(PyObject_CallMethodObjArgs(frontier, names.push_below, parent, made, nullptr));
+    PyObject* of = reinterpret_cast<PyObject*>(const_cast<Node*>(parent));
+    Ref done(PyObject_CallMethodObjArgs(frontier, names.push_below, of, made, nullptr));
     return static_cast<bool>(done);
   }
   const long ahead = ahead_of(slot(frontier, of_frontier.ahead), parent) + 1;
   if (ahead == 0) return false;
   const double most_ahead = PyFloat_AsDouble(slot(frontier, of_frontier.most_ahead));
   const double min_log = PyFloat_AsDouble(slot(growth, of_growth.min_log));
-  const double above = PyFloat_AsDouble(slot(tree.anchor(), layout.log_path));
   if (PyErr_Occurred()) return false;
   PyObject *heap = slot(frontier, of_frontier.heap), *unwanted = slot(frontier, of_frontier.unwanted);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(made); ++i) {
-    PyObject* node = PyList_GET_ITEM(made, i);
-    const double log_path = PyFloat_AsDouble(slot(node, layout.log_path));
-    if (static_cast<double>(ahead) > most_ahead || log_path - above < min_log) {
-      if (PyList_Append(unwanted, node) < 0) return false;
+    PyObject* item = PyList_GET_ITEM(made, i);
+    const auto* node = reinterpret_cast<const Node*>(item);
+    if (static_cast<double>(ahead) > most_ahead || node->log_path - tree->anchor->log_path < min_log) {
+      if (PyList_Append(unwanted, item) < 0) return false;
       continue;
     }
-    Ref unlikely(PyFloat_FromDouble(-log_path));
+    Ref unlikely(PyFloat_FromDouble(-node->log_path)), node_id(PyLong_FromLongLong(node->node_id));
     Ref key(unlikely ? PyTuple_Pack(2, zero, unlikely.get()) : nullptr);
-    Ref entry(key ? PyTuple_Pack(3, key.get(), slot(node, layout.node_id), node) : nullptr);
+    Ref entry(key && node_id ? PyTuple_Pack(3, key.get(), node_id.get(), item) : nullptr);
     Ref done(entry ? PyObject_CallFunctionObjArgs(push, heap, entry.get(), nullptr) : nullptr);
     if (!done) return false;
   }
@@ -255,18 +220,19 @@ PyObject* tuple_of(const std::vector<double>& values) {
 
 enum class Done { kPublished, kLeft, kFailed };
 
-// DraftEngine._publish of one leaf and its candidates, ranked or a Ranking. kLeft: nothing is done, there is more than the
+// DraftGrower.publish of one leaf and its candidates, ranked or a Ranking. kLeft: nothing is done, there is more than the
 // plain case.
-Done publish_leaf(PyObject* session, PyObject* parent, PyObject* ranked, double least, Row& row, int64_t& published) {
+Done publish_leaf(PyObject* session, PyObject* leaf, PyObject* ranked, double least, Row& row, int64_t& published) {
   const Done left = Done::kLeft, failed = Done::kFailed;
   PyObject *hinted = slot(session, of_session.hinted), *frontier = slot(session, of_session.frontier);
-  const Tree tree(slot(session, of_session.tree));
+  PyObject* held = slot(session, of_session.tree);
   int64_t next_id = 0;
-  if (!is_node(parent) || tree.nodes == nullptr || !PyDict_CheckExact(hinted) || PyDict_GET_SIZE(hinted) > 0 ||
+  if (!is_node(leaf) || !is_tree(held) || !PyDict_CheckExact(hinted) || PyDict_GET_SIZE(hinted) > 0 ||
       Py_TYPE(frontier) != types.frontier)
     return left;
-  if (!tree.valid()) return failed;
-  if (tree.lost() || !read_int(slot(session, of_session.next_node_id), next_id)) return left;
+  auto* tree = reinterpret_cast<Tree*>(held);
+  auto* parent = reinterpret_cast<Node*>(leaf);
+  if (!read_int(slot(session, of_session.next_node_id), next_id)) return failed;
   PyObject* growth = slot(session, of_session.growth);
   if (Py_TYPE(ranked) == of_ranking.type) {
     if (!row.read(ranked)) return left;
@@ -278,36 +244,35 @@ Done publish_leaf(PyObject* session, PyObject* parent, PyObject* ranked, double 
     const Py_ssize_t most = fan_out ? PyLong_AsSsize_t(fan_out.get()) : -1;
     if (PyErr_Occurred() || !row.read(PyTuple_GET_ITEM(ranked, 0), PyTuple_GET_ITEM(ranked, 1), most)) return failed;
   }
-  if (!row.weigh(session, parent, least)) return failed;
-  if (!attachable(tree, parent, row, next_id)) return PyErr_Occurred() ? failed : left;
+  if (!row.weigh(session, leaf, least)) return failed;
 
-  const Py_ssize_t size = static_cast<Py_ssize_t>(row.children.size());
-  Ref gaps(tuple_of(row.gaps)), bonus(tuple_of(row.bonus)), made(PyList_New(size));
-  Ref following(PyLong_FromLongLong(next_id + size));
-  if (!gaps || !bonus || !made || !following) return failed;
-  put(parent, layout.expanded, Py_NewRef(Py_True));
-  put(parent, layout.gaps, gaps.release());
-  put(parent, layout.bonus, bonus.release());
+  const auto size = static_cast<int64_t>(row.children.size());
+  Ref made(PyList_New(0)), following(PyLong_FromLongLong(next_id + size));
+  PyObject *gaps = tuple_of(row.gaps), *bonus = tuple_of(row.bonus), *outbox = slot(session, of_session.outbox);
+  if (gaps == nullptr || bonus == nullptr || !made || !following) return failed;
+  parent->expanded = true;
+  Py_XSETREF(parent->gaps, gaps);
+  Py_XSETREF(parent->bonus, bonus);
   put(session, of_session.changed, Py_NewRef(Py_True));
   put(session, of_session.next_node_id, following.release());
-  if (size > 0) tree.changed();
-  PyObject* outbox = slot(session, of_session.outbox);
-  for (Py_ssize_t i = 0; i < size; ++i) {
+  for (int64_t i = 0; i < size; ++i) {
     const Child& child = row.children[static_cast<size_t>(i)];
-    Ref node_id(PyLong_FromLongLong(next_id + i)), prob(PyFloat_FromDouble(child.prob));
-    if (!node_id || !prob) return failed;
     const bool drawn = i == 0 || row.q == Py_None;
-    PyObject* node = grow(tree, parent, node_id.get(), child.token_id, prob.get(), drawn ? Py_True : Py_False,
-                          drawn ? row.q : Py_None);
-    if (node == nullptr || PyList_Append(outbox, node) < 0) return failed;
-    PyList_SET_ITEM(made.get(), i, Py_NewRef(node));
+    int64_t token_id = 0;
+    if (!read_int(child.token_id, token_id)) return failed;
+    Refusal refusal = Refusal::kNone;
+    Node* node = attach(tree, next_id + i, parent->node_id, token_id, child.prob, drawn, drawn ? row.q : Py_None, refusal);
+    if (node == nullptr && refusal == Refusal::kNone) return failed;
+    if (node == nullptr) continue;
+    if (PyList_Append(outbox, object(node)) < 0 || PyList_Append(made.get(), object(node)) < 0) return failed;
   }
-  published += size;
-  if (slot(session, of_session.end) == parent) {
-    Ref placed(PyObject_CallMethodObjArgs(session, names.place, parent, nullptr));
+  published += PyList_GET_SIZE(made.get());
+  if (slot(session, of_session.end) == leaf) {
+    Ref placed(PyObject_CallMethodObjArgs(session, names.place, leaf, nullptr));
     if (!placed) return failed;
   }
-  return size == 0 || push_below(frontier, growth, tree, parent, made.get()) ? Done::kPublished : failed;
+  const bool none = PyList_GET_SIZE(made.get()) == 0;
+  return none || push_below(frontier, growth, tree, parent, made.get()) ? Done::kPublished : failed;
 }
 
 // publish(leaves, ranked, least) -> number of nodes, and of the first leaves that were published: the next one is left.

@@ -1,8 +1,8 @@
 """The children of all leaves of a step by one native function, ``publish.cpp``: probabilities, nodes, their order.
 
 It does the work of ``DraftGrower.publish`` for ranked candidates. From the first leaf on that is not the common case
-(a hint, a node that a tree refuses), leaves are left to that; so are all leaves if the function cannot be
-compiled, which needs a C++ compiler and Python's headers.
+(a hint), leaves are left to that; so are all leaves if the function cannot be compiled, which needs a C++ compiler and
+Python's headers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.core import rows
+from paceline.core import native_tree, rows
 from paceline.core.native import extension
-from paceline.core.native_tree import NativeTree
 from paceline.core.sparse import TOLERANCE
 from paceline.core.tree import TreeNode
 from paceline.draft.growth import BestFirst, Frontier
@@ -25,7 +24,6 @@ from paceline.drafters import calibration
 from paceline.drafters.growing.session import END_SHARE
 from paceline.drafters.ranking import Ranking
 from paceline.errors import EngineError
-from paceline.messages import Node
 from paceline.model.chain import Ranked
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -57,14 +55,13 @@ def publish(
 @functools.cache
 def _passes() -> Any:
     """The compiled pass; None if it cannot be compiled or loaded here, for a reason that is logged once."""
-    if not (expect := calibration.expect_address()):
+    if not (expect := calibration.expect_address()) or (trees := native_tree._passes()) is None:
         return None
     try:
         passes = extension(_SOURCE, "paceline_publish", "the pass over the leaves of a step")
-        prototype = TreeNode(Node(0, -1, 0, 1.0), None, 0)
-        types = NativeTree, DraftSession, Frontier, BestFirst, Ranking
+        types = trees.TreeNode, trees.SpeculationTree, DraftSession, Frontier, BestFirst, Ranking
         probability = (rows.addresses("paceline_probability") or [0])[0]
-        passes.prepare(prototype, *types, expect, probability, TOLERANCE, END_SHARE, heapq.heappush)
+        passes.prepare(*types, expect, probability, TOLERANCE, END_SHARE, heapq.heappush)
     except (EngineError, ImportError, TypeError) as error:
         log.warning("nodes are published by Python, which is slower: %s", error)
         return None

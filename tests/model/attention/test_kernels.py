@@ -1,8 +1,8 @@
 """Which attention kernel runs, and that ours computes what torch's does: on a GPU, or in triton's interpreter.
 
 ``TRITON_INTERPRET=1 pytest tests/model/attention/test_kernels.py`` where triton is installed. The interpreter has no
-bfloat16 products: float16 stands in for it there. Its products are made row by row here, as numpy's bits depend on the
-place of a row.
+bfloat16 products, so its numbers are widened here; and it cuts bfloat16 off instead of rounding it. Its products are
+made row by row here, as numpy's bits depend on the place of a row.
 """
 
 from __future__ import annotations
@@ -126,11 +126,16 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.model.attention import triton as kernel
 
     def dot(self, a, b, d, *_):
-        rows = [np.matmul(row[None], b.data, dtype=d.data.dtype)[0] for row in a.data]
+        left, right = (_widened(each.data, each.dtype.scalar) for each in (a, b))
+        rows = [np.matmul(row[None], right, dtype=d.data.dtype)[0] for row in left]
         return interpreter.TensorHandle(np.stack(rows) + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
     monkeypatch.setattr(kernel, "_PROGRAMS", 3)
+
+
+def _widened(data: np.ndarray, dtype: object) -> np.ndarray:
+    return (data.astype(np.uint32) << 16).view(np.float32) if str(dtype) == "bf16" else data
 
 
 def attend(query, keys, values, table, gather, seen, *, sinks=None, scale=0.2, softcap=None):
@@ -242,7 +247,7 @@ def test_a_step_in_several_calls_has_the_bits_of_one(most: int, num_calls: int, 
     monkeypatch.setattr(schedule, "most_sums", lambda *_: most)
     seen = seen_through(given[-1])
     assert torch.equal(attend(*given[:-1], seen), want)
-    assert [len(made) for made in seen._made.values()] == [num_calls]
+    assert [len(made) for made, _ in seen._made.values()] == [num_calls]
 
 
 def bounded(row_lens: list[int], contexts: list[int], window: int | None) -> tuple[Seen, torch.Tensor]:
@@ -294,10 +299,105 @@ def test_a_token_has_the_same_bits_in_any_row(window: int | None, groups: int) -
     assert (found[0] - want).abs().max() < 1e-5
 
 
+LATENTS = (576, -512)
+
+
 @needs_triton
-def test_only_pages_that_are_seen_are_read() -> None:
+@pytest.mark.parametrize(
+    ("heads", "groups", "dims", "dtype", "blocks"),
+    [
+        (1, 4, (64, 64), torch.float32, [16]),
+        (1, 4, (64, 64), torch.bfloat16, [64, 16]),
+        (2, 4, (128, 128), torch.bfloat16, [64, 16]),
+        (1, 3, (24, 40), torch.float16, [64, 16]),
+        (1, 2, (256, 256), torch.bfloat16, [32, 16]),
+        (1, 4, LATENTS, torch.bfloat16, [32, 16]),
+        (1, 1, (64, 64), torch.bfloat16, [16]),
+    ],
+)
+def test_rows_that_are_walked_have_the_bits_of_splits(heads, groups, dims, dtype, blocks, monkeypatch) -> None:
+    """In tiles of any size, for each kind of head."""
+    from paceline.model.attention import triton as kernel
+
+    monkeypatch.setattr(kernel, "LEAST_WALKS", 1)
+    monkeypatch.setattr(schedule, "LEAST_WALKS", 1)
+    query = torch.empty(1, heads * groups, 1, dims[0], dtype=dtype, device=DEVICE)
+    assert kernel.walked_blocks(dtype, groups, dims[0]) == blocks
+    for block in {*blocks, 64} if dtype == torch.float32 else blocks:
+        assert kernel.blocks_agree(block, query, heads, dims[1], num_rows=2)
+
+
+@needs_triton
+@pytest.mark.parametrize("mistake", [None, "large tiles differ", "all walks differ"])
+def test_tiles_of_other_bits_are_not_used(mistake: str | None, monkeypatch, caplog) -> None:
+    """A device whose matrix units sum in another order for larger tiles. Mutant: large tiles are used unseen."""
+    from paceline.model.attention import triton as kernel
+
+    class Inexact:
+        def __getitem__(self, grid):
+            def launch(*given, BLOCK: int, **sizes):
+                walked[grid](*given, BLOCK=BLOCK, **sizes)
+                if mistake == "all walks differ" or (mistake == "large tiles differ" and BLOCK > 16):
+                    result = given[10]
+                    result[0, 5, 1] = torch.nextafter(result[0, 5, 1], result.new_tensor(9))
+
+            return launch
+
+    walked = kernel._walked
+    monkeypatch.setattr(kernel, "_walked", Inexact())
+    monkeypatch.setattr(kernel, "_BLOCKS", {})
+    monkeypatch.setattr(kernel, "LEAST_WALKS", 1)
+    monkeypatch.setattr(schedule, "LEAST_WALKS", 1)
+    monkeypatch.setattr(kernel, "_NUM_TRIED", 2)
+    monkeypatch.setattr(kernel, "_can_try", lambda _: True)
+    query = torch.empty(1, 4, 1, 32, dtype=torch.float16, device=DEVICE)
+    pool = torch.empty(1, PAGE_SIZE, 1, 32, dtype=torch.float16, device=DEVICE)
+    found = {None: 64, "large tiles differ": 16, "all walks differ": 0}[mistake]
+    with caplog.at_level(logging.WARNING, "paceline"):
+        assert kernel.walked_block(query, pool, pool) == found
+    assert ("other bits in tiles of 64 queries" in caplog.text) == (mistake is not None)
+
+
+@needs_triton
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("window", [None, 3 * PAGE_SIZE - 5])
+def test_a_prompt_is_walked_beside_tokens_that_are_decoded(window: int | None, recorded: bool, monkeypatch) -> None:
+    """Full rows are walked and others are not, each with the bits that it has alone; padding gets zeros."""
+    from paceline.model.attention import triton as kernel
+
+    monkeypatch.setattr(schedule, "LEAST_WALKS", 6)
+    generator = torch.Generator().manual_seed(1)
+    row_lens, contexts = [16, 3, 16, 1, 16], [400, 300, 416, 90, 432]
+    seen, scatter = bounded(row_lens, contexts, window)
+    pools = [torch.randn(8, PAGE_SIZE, 2, 32, generator=generator).to(DEVICE) for _ in "kv"]
+    query = torch.randn(1, 4, len(scatter) + 2, 32, generator=generator).to(DEVICE)
+    gather = torch.zeros(5, 16, dtype=torch.int64, device=DEVICE)
+    gather.view(-1)[scatter] = torch.arange(len(scatter), device=DEVICE)
+    scatter = F.pad(scatter, (0, 2))  # two tokens of padding
+    if recorded:
+        seen.sizes, seen.capacity = None, 300
+    table = torch.arange(7, device=DEVICE).repeat(5, 1)
+    sinks = torch.tensor([0.0, 1, 2, 3], device=DEVICE)
+    got, alone = (
+        kernel._attended(query, *pools, table, gather, scatter, seen, sinks, 0.2, None, block) for block in (32, 0)
+    )
+    (todo, walked), (_, none) = seen._made.values()
+    assert walked.tolist() == [1, 1, 2, 2, 3]
+    assert todo[0][1][1].tolist() == [0, 3, 0, 1, 0]
+    assert none is None
+    assert torch.equal(got[:, :-2], alone[:, :-2])
+    assert not got[:, -2:].any() or recorded
+
+
+@needs_triton
+@pytest.mark.parametrize("block", [0, 32])
+def test_only_pages_that_are_seen_are_read(block: int, monkeypatch) -> None:
     """What lies before a window and behind the last key may hold anything; a token that sees nothing gets zeros."""
-    query, keys, values, table, gather, mask = inputs(1, 2, 4, 8, 32, 32)
+    from paceline.model.attention import triton as kernel
+
+    monkeypatch.setattr(kernel, "walked_block", lambda *_: block)
+    monkeypatch.setattr(schedule, "LEAST_WALKS", 1)
+    query, keys, values, table, gather, mask = inputs(1, 2, 16, 8, 32, 32)
     table[:] = torch.arange(8)
     mask[..., : 2 * PAGE_SIZE] = mask[..., 5 * PAGE_SIZE :] = float("-inf")
     mask[:, :, 1] = float("-inf")

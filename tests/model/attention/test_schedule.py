@@ -92,7 +92,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
         return Stub
 
     language = ModuleType("triton.language")
-    language.constexpr = object  # type: ignore[attr-defined]
+    language.constexpr = int  # type: ignore[attr-defined]
     triton = ModuleType("triton")
     triton.__dict__.update(jit=jit, language=language, next_power_of_2=lambda n: 1 << (n - 1).bit_length())
     monkeypatch.setitem(sys.modules, "triton", triton)
@@ -118,6 +118,47 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_what_a_step_allocates_is_bounded(kernel: Any, rows: int, row_len: int, context: int) -> None:
     """A Llama 8B's heads; beside the result and its copies of nothing. Estimates of memory count no less."""
+    scratch, num_calls = scratch_of(kernel, [row_len] * rows, row_len, context)
+    pages, tokens = context // PAGE_SIZE, rows * row_len
+    counted = scratch_bytes(tokens, pages, sum_bytes(HEADS, DIM), MAX_SCRATCH_BYTES)
+    assert scratch <= counted <= max(MAX_SCRATCH_BYTES, num_splits(pages) * sum_bytes(HEADS, DIM))
+    assert scratch == counted or scratch > MAX_SCRATCH_BYTES // 2
+    assert kernel._partial.num_calls == kernel._combined.num_calls == num_calls >= 1
+
+
+@pytest.mark.parametrize("others", [0, 64])
+@pytest.mark.parametrize("tokens", [100, 256, 500, 2048, 8192])
+def test_a_prompt_of_any_chunk_takes_little_scratch(kernel: Any, tokens: int, others: int, monkeypatch: Any) -> None:
+    """At 128k, alone or beside ``others`` that decode. Full rows take none: the rest of a long chunk is one call.
+
+    Mutant: the places of walked rows count.
+    """
+    monkeypatch.setattr(kernel, "walked_block", lambda *_: 64)
+    row_lens = [16] * (tokens // 16) + [tokens % 16] * (tokens % 16 > 0) + [1] * others
+    scratch, num_calls = scratch_of(kernel, row_lens, 16, 128 << 10)
+    assert scratch <= 256 << 20
+    assert kernel._walked.num_calls == (tokens >= 256)
+    if tokens >= 256:
+        rest = tokens % 16 + others
+        assert num_calls == -(-rest * num_splits(2048) * sum_bytes(HEADS, DIM) // (256 << 20))
+        assert rest or not scratch
+
+
+def test_what_a_tile_of_a_prompt_reads(kernel: Any) -> None:
+    """Products for each byte of keys and values: four times those of tiles of 16 queries, if four heads share keys."""
+    for dtype, groups, dim, found in (
+        (torch.bfloat16, 4, 128, 64),
+        (torch.bfloat16, 8, 128, 64),
+        (torch.bfloat16, 2, 256, 32),
+        (torch.float32, 4, 128, 8),
+    ):
+        block = kernel.walked_blocks(dtype, groups, dim)[0]
+        products, read = 2 * 2 * block * dim, 2 * dim * dtype.itemsize  # of one key and its value
+        assert products / read == found
+
+
+def scratch_of(kernel: Any, row_lens: list[int], row_len: int, context: int) -> tuple[int, int]:
+    """Bytes that the attention of a step allocates beside its result, and its calls."""
     made: list[int] = []
 
     def spied(made_by: Any) -> Any:
@@ -128,21 +169,17 @@ def test_what_a_step_allocates_is_bounded(kernel: Any, rows: int, row_len: int, 
         return make
 
     with FakeTensorMode():
-        pages, tokens = context // PAGE_SIZE, rows * row_len
+        rows, pages, tokens = len(row_lens), context // PAGE_SIZE, sum(row_lens)
         query = torch.empty(1, HEADS, tokens, DIM, dtype=torch.bfloat16)
         pool = torch.empty(64, PAGE_SIZE, KV_HEADS, DIM, dtype=torch.bfloat16)
         table, gather = torch.zeros(rows, pages, dtype=torch.int64), torch.zeros(rows, row_len, dtype=torch.int64)
-        sizes = [row_len] * rows, [num_splits(pages)] * rows
+        sizes = row_lens, [num_splits(pages)] * rows
         bounds = torch.zeros(rows, row_len, dtype=torch.int32)
         seen = Seen(bounds, bounds, torch.zeros(rows, dtype=torch.int64), sizes=sizes)
         kernel.torch = SimpleNamespace(empty_like=spied(torch.empty_like), float32=torch.float32)
         query_like = _Spied(query, spied)
-        kernel.attend_in_place(query_like, pool, pool, table, gather, gather.flatten(), seen, None, 1.0, None)
-    scratch = sum(made) - tokens * HEADS * DIM * 2
-    counted = scratch_bytes(tokens, pages, sum_bytes(HEADS, DIM))
-    assert scratch <= counted <= max(MAX_SCRATCH_BYTES, num_splits(pages) * sum_bytes(HEADS, DIM))
-    assert scratch == counted or scratch > MAX_SCRATCH_BYTES // 2
-    assert kernel._partial.num_calls == kernel._combined.num_calls >= 1
+        kernel.attend_in_place(query_like, pool, pool, table, gather, gather.flatten()[:tokens], seen, None, 1.0, None)
+    return sum(made) - tokens * HEADS * DIM * 2, kernel._partial.num_calls
 
 
 class _Spied:
@@ -150,7 +187,7 @@ class _Spied:
 
     def __init__(self, tensor: torch.Tensor, spied: Any) -> None:
         self._tensor = tensor
-        self.new_empty = spied(tensor.new_empty)
+        self.new_empty, self.new_zeros = spied(tensor.new_empty), spied(tensor.new_zeros)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tensor, name)

@@ -17,7 +17,7 @@ from tests.support import in_place
 from tests.support.models import random_model
 
 from paceline.model.attention import schedule
-from paceline.model.attention.schedule import most_sums, num_splits, sum_bytes
+from paceline.model.attention.schedule import RECORDED_SCRATCH_BYTES, most_sums, num_splits, sum_bytes
 from paceline.model.compiled.buckets import Fits, Limits, shapes_to_record, token_shapes
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.selftest import check_replay
@@ -138,7 +138,7 @@ def test_steps_of_a_closed_loop_are_replayed(
 ) -> None:
     """Prompts beside decoding and verification: at least 99 % of the steps, of a Llama 8B's heads. By the shapes of
     query rows and page tables, which are the mutant, up to all of them run eagerly."""
-    most = most_sums(sum_bytes(32, 128))
+    most = most_sums(sum_bytes(32, 128), RECORDED_SCRATCH_BYTES)
     limits = Limits(max(sessions, 16), budget, pages_for(max_len + 32))
     fits = Fits(token_shapes(limits, 256))
     former = Fits(shapes_to_record(limits, 256))

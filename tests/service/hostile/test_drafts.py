@@ -26,10 +26,12 @@ from tests.support.models import VOCAB
 from tests.support.mutants import mutant
 from tests.support.rings import slow
 
+from paceline.core import native_tree
 from paceline.core.tree import SpeculationTree
 from paceline.router.pool import Member
 from paceline.router.session import Session
 from paceline.rpc.transport import start_server
+from paceline.target import session as target_session
 from paceline.types import Acceptance, Mode, SamplingParams, SpeculationParams
 from paceline.v1 import draft_pb2_grpc
 
@@ -133,12 +135,13 @@ async def test_a_draft_that_never_stops_talking_does_not_hold_a_session_up(confi
 
 def _any_node_fits(monkeypatch):
     """The tree believes ids, tokens and probabilities."""
+    monkeypatch.setattr(native_tree, "_passes", lambda: None)
     monkeypatch.setattr(SpeculationTree, "_valid", lambda self, node, parent: True)
 
 
-@mutant(SpeculationTree, "__init__")
-def _trees_have_no_end(make, self, *args, **options):
-    make(self, *args, **options | {"max_nodes": 10**9})
+@mutant(target_session, "new_tree")
+def _trees_have_no_end(make, *args, **options):
+    return make(*args, **options | {"max_nodes": 10**9})
 
 
 @pytest.mark.parametrize(

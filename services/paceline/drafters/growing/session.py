@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.core.processors import Row, SamplerState
-from paceline.core.tree import SpeculationTree, TreeNode
+from paceline.core.tree import Refusal, SpeculationTree, TreeNode
 from paceline.drafters.calibration import Calibration, Expansion, by_guess, guessed
 from paceline.drafters.protocol import Leaf
 from paceline.drafters.ranking import Ranking, RankingRow, Rule
@@ -110,7 +110,7 @@ class GrowingSession:
             Node(first + i, parent_id, token_id, prob, sampled and (q is None or i == 0), q if i == 0 else None)
             for i, (token_id, prob) in enumerate(zip(token_ids, probs, strict=True))
         ]
-        return self.tree.attach_below(parent, nodes)
+        return [placed for node in nodes if not isinstance(placed := self.tree.attach(node), Refusal)]
 
     def publish_children(self, parent: TreeNode, ranking: Ranking, probs: Sequence[float]) -> list[TreeNode]:
         """Attaches the children of an expanded node, one per entry of ``probs``; returns the accepted ones."""

@@ -6,7 +6,10 @@ and split, and not by a grid over rows and page tables: what a step costs, and t
 tokens and not on how they are spread over sessions or on the longest context.
 
 Partial sums take at most ``MAX_SCRATCH_BYTES``. A step that needs more is attended in several calls: for some of its
-rows, or for some places of one row. The sums of a place are its own, so its bits are the same in any call. No triton.
+rows, or for some places of one row. The sums of a place are its own, so its bits are the same in any call.
+
+Full rows, as the chunks of prompts consist of, are *walked* where they are many: one program takes all splits of a row,
+and there are no partial sums. No triton.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from paceline.model.shapes import QUERY_ROW_LEN
 from paceline.types import PAGE_SIZE
 
 if TYPE_CHECKING:  # importing it takes a second, and estimates of memory need it not
@@ -22,13 +26,16 @@ if TYPE_CHECKING:  # importing it takes a second, and estimates of memory need i
 
 MOST_KEY_DIM, MOST_VALUE_DIM = 576, 512
 """Numbers of a head's key and value that the kernel takes: those of DeepSeek's latents."""
-MAX_SCRATCH_BYTES = 512 << 20
+MAX_SCRATCH_BYTES = 256 << 20
 """Most bytes of partial results of one call. One place alone may need more."""
+RECORDED_SCRATCH_BYTES = 512 << 20
+"""The same of a recorded step, which is one call."""
 SPLIT = 2
 """Pages that one program attends to, in order. Few, so that a short context still occupies most of a device."""
 BLOCK = 16
-"""Places, times grouped heads, of one tile: the smallest that matrix units take. A larger one reads a long
-row's keys less often, but sums in another order: on an H100 bits differed with heads of 32 and 64 numbers."""
+"""Places, times grouped heads, of one tile: the smallest that matrix units take."""
+LEAST_WALKS = 128
+"""Programs that walk rows at least: about one for each multiprocessor. Fewer would leave most of a device idle."""
 _FLOAT32_BYTES = 4
 _SPLIT_KEYS = SPLIT * PAGE_SIZE
 
@@ -54,13 +61,21 @@ def sum_bytes(num_heads: int, value_dim: int) -> int:
     return num_heads * (value_dim + 2) * _FLOAT32_BYTES
 
 
+def walks(num_full: int, programs: int) -> bool:
+    """True if ``num_full`` full rows are walked, by ``programs`` programs each."""
+    return num_full * programs >= LEAST_WALKS
+
+
 def most_sums(bytes_per_sum: int, limit: int = MAX_SCRATCH_BYTES) -> int:
     """Partial sums of one call, at least one."""
     return max(1, limit // bytes_per_sum)
 
 
-def scratch_bytes(num_places: int, num_pages: int, bytes_per_sum: int, limit: int = MAX_SCRATCH_BYTES) -> int:
-    """Bytes of the largest call of a step: of ``num_places`` tokens that each see up to ``num_pages`` pages."""
+def scratch_bytes(num_places: int, num_pages: int, bytes_per_sum: int, limit: int = RECORDED_SCRATCH_BYTES) -> int:
+    """Bytes of the largest call of a step: of ``num_places`` tokens that each see up to ``num_pages`` pages.
+
+    As if no row was walked. ``limit``: ``MAX_SCRATCH_BYTES`` for steps that are not recorded.
+    """
     splits = num_splits(num_pages)
     return min(num_places * splits, max(most_sums(bytes_per_sum, limit), splits)) * bytes_per_sum
 
@@ -113,31 +128,56 @@ class Seen:
     """Places and splits of each row, if the host knows them; None while a step is recorded."""
     capacity: int = 0
     """While a step is recorded: the most partial sums that its tokens can need, and then those that it has room for."""
-    _made: dict[int, list[tuple[Call, Tensor]]] = field(default_factory=dict)
+    _made: dict[tuple[int, int, int], tuple[list[tuple[Call, Tensor]], Tensor | None]] = field(default_factory=dict)
 
-    def calls(self, bytes_per_sum: int) -> list[tuple[Call, Tensor]]:
-        """The calls of the step's attention and the ``work`` of each. Layers of one size share them.
+    def work(
+        self, bytes_per_sum: int, num_tokens: int, programs: int
+    ) -> tuple[list[tuple[Call, Tensor]], Tensor | None]:
+        """The work of the step's attention. Layers of one size share it.
 
         Args:
             bytes_per_sum: ``sum_bytes`` of the layer.
+            num_tokens: of the step.
+            programs: programs that walk one row; 0: none is walked.
+
+        Returns:
+            Calls with partial sums and the ``work`` of each; and int32 [B], the running number of walked rows, or None
+            if there are none.
         """
-        if bytes_per_sum not in self._made:
-            most = most_sums(bytes_per_sum)
+        key = bytes_per_sum, num_tokens, programs
+        if key not in self._made:
+            walked = self._walked(num_tokens, programs)
             if self.sizes is None:
-                self.capacity = min(self.capacity, most)
+                self.capacity = min(self.capacity, most_sums(bytes_per_sum, RECORDED_SCRATCH_BYTES))
                 num_rows, row_len = self.first.shape
                 todo = [Call(0, num_rows, 0, row_len, self.capacity)]
             else:
-                todo = calls(*self.sizes, most)
-            self._made[bytes_per_sum] = [(call, self._work(call)) for call in todo]
-        return self._made[bytes_per_sum]
+                places, splits = self.sizes
+                if walked is not None:
+                    places = [0 if count == self.first.shape[1] else count for count in places]
+                todo = [call for call in calls(places, splits, most_sums(bytes_per_sum)) if call.num_sums]
+            ends = None if walked is None else walked.cumsum(0).int()
+            self._made[key] = [(call, self._work(call, walked)) for call in todo], ends
+        return self._made[key]
 
-    def _work(self, call: Call) -> Tensor:
+    def _walked(self, num_tokens: int, programs: int) -> Tensor | None:
+        """bool [B]: the rows that are walked: all full ones, or none; None: the host knows that none are."""
+        row_len = self.first.shape[1]
+        if row_len < QUERY_ROW_LEN or not walks(num_tokens // row_len, programs):
+            return None
+        if self.sizes is not None and not walks(self.sizes[0].count(row_len), programs):
+            return None
+        full = self.places == row_len
+        return full & (full.sum() * programs >= LEAST_WALKS)
+
+    def _work(self, call: Call, walked: Tensor | None = None) -> Tensor:
         """int32 [4, rows]: first split and number of places of each row; splits, and partial sums, up to its end."""
         import torch
 
         rows = slice(call.first_row, call.stop_row)
         places = self.places[rows].clamp(max=call.stop_place).sub_(call.first_place).clamp_(min=0)
+        if walked is not None:
+            places.masked_fill_(walked[rows], 0)
         first = self.first[rows].amin(1) // _SPLIT_KEYS
         splits = ((self.stop[rows].amax(1) + _SPLIT_KEYS - 1) // _SPLIT_KEYS - first) * places.clamp(max=1)
         ends = [splits.cumsum(0), (splits * places).cumsum(0)]

@@ -8,20 +8,33 @@ not depend on the rest of the batch, on the length of the page table, or on whet
 step (``schedule.py``) in turn, so a launch depends on nothing but the number of tokens, and pages that nobody sees cost
 nothing.
 
+There are two launches. ``_partial`` computes partial results of few queries, which ``_combined`` adds up: for decoding
+and verification, whose keys must be spread over a device. ``_walked`` takes the many queries of full rows of a prompt,
+and walks all their keys: it reads them less often, and keeps the sums in registers. Both call the same functions for a
+tile and for a sum, which are compiled without fused multiplications and additions, and no order of summation depends on
+how a tile lies in the threads: weights are summed by a product. ``walked_block`` compares the bits of both on a device,
+whose matrix units might sum in another order for more rows, before it lets large tiles be used.
+
 Imports triton, so that it is imported only where this kernel was chosen (``kernels.py``).
 """
 
 from __future__ import annotations
+
+import logging
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.model.attention.schedule import BLOCK, SPLIT, Seen, sum_bytes
+from paceline.model.attention.schedule import BLOCK, LEAST_WALKS, SPLIT, Seen, num_splits, sum_bytes
+from paceline.model.shapes import QUERY_ROW_LEN
+from paceline.types import PAGE_SIZE
 
-_CHUNK = 16
-"""Partial results that one load fetches when they are added up."""
+_UNROLLED = tl.constexpr(8)
+"""Partial results that are fetched together when they are added up."""
+_ONES = tl.constexpr(16)
+"""Columns of the product that sums weights: the fewest that matrix units take."""
 _ROWS = 256
 """Rows that one load fetches when the row of a piece of work is looked up."""
 _PROGRAMS = 1024
@@ -34,6 +47,130 @@ _TILE_BYTES = 1 << 16
 """Most bytes of a tile of keys and values. Wider heads have tiles of fewer keys, but at least ``BLOCK``."""
 _WIDE = 256
 """Keys of more numbers are multiplied in two parts: the largest power of two, and the rest."""
+_TRIED_PAGES, _NUM_TRIED = 9, 64
+"""Pages of the contexts that tiles of different sizes are compared on, and rows: millions of numbers, as rounding hides
+most differences.
+"""
+_BLOCKS: dict[tuple[object, ...], int] = {}
+"""What ``walked_block`` has found, by device, dtype and sizes of heads."""
+log = logging.getLogger(__name__)
+
+
+# Without fused multiplications and additions, which a compiler places differently in each kernel.
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_of(ends, num_rows, piece, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row of a piece of work, by the running ends of the rows' pieces."""
+    offsets = tl.arange(0, ROWS)
+    at = tl.sum((tl.load(ends + offsets, offsets < num_rows, piece + 1) <= piece).to(tl.int32), 0)
+    for base in range(ROWS, num_rows, ROWS):
+        more = tl.load(ends + base + offsets, base + offsets < num_rows, piece + 1)
+        at += tl.sum((more <= piece).to(tl.int32), 0)
+    return at
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _shown(mask_rows, real, split, num_pages, end, PAGE: tl.constexpr, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The pages of a split that a mask shows to some query: one that nobody sees may hold anything."""
+    own = split * SPLIT * PAGE + tl.arange(0, SPLIT * PAGE)
+    inside = real[:, None] & (own < num_pages * PAGE)[None, :]
+    masked = tl.load(mask_rows[:, None] + own[None, :], inside, float("-inf"))
+    shown = tl.max(masked.to(tl.float32), 0) > float("-inf")
+    return tl.min(tl.where(shown, own // PAGE, end), 0), tl.max(tl.where(shown, own // PAGE + 1, 0), 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _with_keys(  # type: ignore[no-untyped-def]
+    top,
+    total,
+    out,
+    q,
+    q_rest,
+    index,
+    shown,
+    low,
+    high,
+    keys,
+    values,
+    pages,
+    mask_rows,
+    head,
+    scale,
+    softcap,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    REST_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+    HIDES: tl.constexpr,
+):
+    """Softmax sums with those of tile ``index`` of the keys, whose hidden keys add exact zeros.
+
+    With ``HIDES`` a tile that is not ``shown`` is not read.
+    """
+    places, key_dims, value_dims = tl.arange(0, KEYS), tl.arange(0, KEY_TILE), tl.arange(0, VALUE_TILE)
+    key = index * KEYS + places
+    seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+    if MASKED:
+        hidden = tl.load(mask_rows[:, None] + key[None, :], mask=seen, other=float("-inf"))
+        seen = hidden > float("-inf")
+    page = tl.load(pages + index * KEYS // PAGE).to(tl.int64)
+    kv_rows = (page * PAGE + index * KEYS % PAGE + places) * HEADS + head
+    own_keys = keys + kv_rows[None, :] * KEY_DIM
+    key_mask, value_mask = (key_dims < KEY_DIM)[:, None], (value_dims < VALUE_DIM)[None, :]
+    if HIDES:
+        key_mask, value_mask = key_mask & shown, value_mask & shown
+    k = tl.load(own_keys + key_dims[:, None], mask=key_mask, other=0.0)
+    scores = tl.dot(q, k, input_precision="ieee")
+    if KEY_DIM > KEY_TILE:
+        rest_dims = KEY_TILE + tl.arange(0, REST_TILE)
+        rest_mask = (rest_dims < KEY_DIM)[:, None]
+        if HIDES:
+            rest_mask = rest_mask & shown
+        k_rest = tl.load(own_keys + rest_dims[:, None], mask=rest_mask, other=0.0)
+        scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
+    scores *= scale
+    if CAPPED:
+        scores = (2 * tl.sigmoid(2 * scores / softcap) - 1) * softcap
+    scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: weights of zero, not NaN
+    weights, fade = tl.exp(scores - level[:, None]), tl.exp(top - level)
+    if VALUES_IN_KEYS:
+        v = tl.trans(k)
+    else:
+        own_values = values + kv_rows[:, None] * VALUE_STRIDE
+        v = tl.load(own_values + value_dims[None, :], mask=value_mask, other=0.0)
+    weights = weights.to(v.dtype)
+    sums = tl.dot(weights, tl.full([KEYS, _ONES], 1.0, tl.float32).to(v.dtype), input_precision="ieee")
+    total = total * fade + tl.max(sums, 1)  # of equal columns
+    out = out * fade[:, None] + tl.dot(weights, v, input_precision="ieee")
+    return higher, total, out
+
+
+@triton.jit
+def _merged(top, total, out, more_top, more_total, more_out):  # type: ignore[no-untyped-def]
+    """Softmax sums with those of the next split."""
+    higher = tl.maximum(top, more_top)
+    level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
+    fade, share = tl.exp(top - level), tl.exp(more_top - level)
+    return higher, total * fade + more_total * share, out * fade[:, None] + more_out * share[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _average(top, total, out, sink, SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Values weighted by the softmax, from its sums; zeros for a token that sees no key."""
+    if SINKS:
+        higher = tl.maximum(top, sink)
+        fade = tl.exp(top - higher)
+        total, out = total * fade + tl.exp(sink - higher), out * fade[:, None]
+    return out / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 # Triton compiles a variant for each kind of size (1, multiples of 16, others) and of address, which would happen in the
@@ -84,16 +221,12 @@ def _partial(  # type: ignore[no-untyped-def]
 ):
     """Softmax sums of all places of one row over one split's keys, for one KV head: piece after piece of the work."""
     ends, sum_ends = work + 2 * num_rows, work + 3 * num_rows
-    offsets = tl.arange(0, ROWS)
-    places, key_dims, value_dims = tl.arange(0, KEYS), tl.arange(0, KEY_TILE), tl.arange(0, VALUE_TILE)
+    key_dims, value_dims = tl.arange(0, KEY_TILE), tl.arange(0, VALUE_TILE)
     rest_dims = KEY_TILE + tl.arange(0, REST_TILE)
     num_items = tl.load(ends + num_rows - 1) * HEADS
     for item in range(tl.program_id(0), num_items, PROGRAMS):
         head, piece = item % HEADS, item // HEADS
-        at = tl.sum((tl.load(ends + offsets, offsets < num_rows, piece + 1) <= piece).to(tl.int32), 0)
-        for base in range(ROWS, num_rows, ROWS):
-            more = tl.load(ends + base + offsets, base + offsets < num_rows, piece + 1)
-            at += tl.sum((more <= piece).to(tl.int32), 0)
+        at = _row_of(ends, num_rows, piece, ROWS)
         start_piece = tl.load(ends + at - 1, at > 0, 0)
         splits = tl.load(ends + at) - start_piece
         num_places = tl.load(work + num_rows + at)
@@ -110,17 +243,13 @@ def _partial(  # type: ignore[no-untyped-def]
             start = tl.maximum(split * SPLIT, tl.min(low, 0) // PAGE)
             end = tl.minimum(split * SPLIT + SPLIT, (tl.max(high, 0) + PAGE - 1) // PAGE)
             mask_rows = mask + place * num_pages * PAGE
-            if MASKED:  # a page that nobody sees is not read: it may hold anything
-                own = split * SPLIT * PAGE + tl.arange(0, SPLIT * PAGE)
-                inside = real[:, None] & (own < num_pages * PAGE)[None, :]
-                masked = tl.load(mask_rows[:, None] + own[None, :], inside, float("-inf"))
-                shown = tl.max(masked.to(tl.float32), 0) > float("-inf")
-                start = tl.min(tl.where(shown, own // PAGE, end), 0)
-                end = tl.max(tl.where(shown, own // PAGE + 1, 0), 0)
+            if MASKED:
+                start, end = _shown(mask_rows, real, split, num_pages, end, PAGE, SPLIT)
             tokens = tl.load(gather + place, real, 0).to(tl.int64)
             heads = head * GROUPS + own_query % GROUPS
             own_heads = query + (heads * head_stride + tokens * token_stride)[:, None]
             q = tl.load(own_heads + key_dims[None, :], mask=real[:, None] & (key_dims < KEY_DIM)[None, :], other=0.0)
+            q_rest = q
             if KEY_DIM > KEY_TILE:
                 has_rest = real[:, None] & (rest_dims < KEY_DIM)[None, :]
                 q_rest = tl.load(own_heads + rest_dims[None, :], mask=has_rest, other=0.0)
@@ -128,34 +257,37 @@ def _partial(  # type: ignore[no-untyped-def]
             total = tl.zeros([BLOCK], tl.float32)
             out = tl.zeros([BLOCK, VALUE_TILE], tl.float32)
             for index in range(start * (PAGE // KEYS), end * (PAGE // KEYS)):
-                key = index * KEYS + places
-                seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
-                if MASKED:
-                    hidden = tl.load(mask_rows[:, None] + key[None, :], mask=seen, other=float("-inf"))
-                    seen = hidden > float("-inf")
-                page = tl.load(table + row * num_pages + index * KEYS // PAGE).to(tl.int64)
-                kv_rows = (page * PAGE + index * KEYS % PAGE + places) * HEADS + head
-                own_keys = keys + kv_rows[None, :] * KEY_DIM
-                k = tl.load(own_keys + key_dims[:, None], mask=(key_dims < KEY_DIM)[:, None], other=0.0)
-                scores = tl.dot(q, k, input_precision="ieee")
-                if KEY_DIM > KEY_TILE:
-                    k_rest = tl.load(own_keys + rest_dims[:, None], mask=(rest_dims < KEY_DIM)[:, None], other=0.0)
-                    scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
-                scores *= scale
-                if CAPPED:
-                    scores = (2 * tl.sigmoid(2 * scores / softcap) - 1) * softcap
-                scores = tl.where(seen, scores, float("-inf"))
-                higher = tl.maximum(top, tl.max(scores, 1))
-                level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: weights of zero, not NaN
-                weights, fade = tl.exp(scores - level[:, None]), tl.exp(top - level)
-                if VALUES_IN_KEYS:
-                    v = tl.trans(k)
-                else:
-                    own_values = values + kv_rows[:, None] * VALUE_STRIDE
-                    v = tl.load(own_values + value_dims[None, :], mask=(value_dims < VALUE_DIM)[None, :], other=0.0)
-                total = total * fade + tl.sum(weights, 1)
-                out = out * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-                top = higher
+                top, total, out = _with_keys(
+                    top,
+                    total,
+                    out,
+                    q,
+                    q_rest,
+                    index,
+                    True,
+                    low,
+                    high,
+                    keys,
+                    values,
+                    table + row * num_pages,
+                    mask_rows,
+                    head,
+                    scale,
+                    softcap,
+                    HEADS,
+                    KEY_DIM,
+                    VALUE_DIM,
+                    VALUE_STRIDE,
+                    KEY_TILE,
+                    REST_TILE,
+                    VALUE_TILE,
+                    VALUES_IN_KEYS,
+                    KEYS,
+                    PAGE,
+                    CAPPED,
+                    MASKED,
+                    False,
+                )
             partial = start_sum + own_query
             tl.store(maxima + partial, top, mask=real)
             tl.store(totals + partial, total, mask=real)
@@ -186,10 +318,9 @@ def _combined(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Adds up the partial results of one token's head, ``CHUNK`` splits after ``CHUNK`` splits, if they are there."""
+    """Adds up the partial results of one token's head, split after split, if they are there."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = tl.load(scatter + token).to(tl.int64)
     row, place = place // row_len - first_row, place % row_len - first_place
@@ -201,39 +332,147 @@ def _combined(  # type: ignore[no-untyped-def]
     num_queries = num_places * GROUPS
     first = tl.load(ends + num_rows, here, 0).to(tl.int64) - num_splits * num_places
     first = first * (HEADS * GROUPS) + head // GROUPS * num_splits * num_queries + place * GROUPS + head % GROUPS
-    dims = tl.arange(0, VALUE_TILE)
-    first_split = tl.load(work + row, here, 0)
-    aligned = first_split - first_split % CHUNK  # the same split is at the same slot, whatever else its row sees
-    slots = aligned - first_split + tl.arange(0, CHUNK)
-    tops = tl.full([CHUNK], float("-inf"), tl.float32)
-    for start in range(0, first_split + num_splits - aligned, CHUNK):
-        split = start + slots
-        known = (split >= 0) & (split < num_splits)
-        tops = tl.maximum(tops, tl.load(maxima + first + split * num_queries, known, float("-inf")))
-    top = tl.max(tops, 0)
-    if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32)
-        top = tl.maximum(top, sink)
-    level = tl.where(top == float("-inf"), 0.0, top)  # a token that sees no key: zeros, not NaN
-    shares, out = tl.zeros([CHUNK], tl.float32), tl.zeros([VALUE_TILE], tl.float32)
-    for start in range(0, first_split + num_splits - aligned, CHUNK):
-        split = start + slots
-        known = (split >= 0) & (split < num_splits)
-        partial = first + split * num_queries
-        maximum = tl.load(maxima + partial, known, float("-inf"))
-        weight = tl.exp(maximum - level)
-        shares += weight * tl.load(totals + partial, known, 0.0)
-        seen = (maximum > float("-inf"))[:, None] & (dims < VALUE_DIM)[None, :]
-        part = tl.load(sums + partial[:, None] * VALUE_DIM + dims[None, :], mask=seen, other=0.0)
-        out += tl.sum(weight[:, None] * part, 0)
-    total = tl.sum(shares, 0)
-    if SINKS:
-        total += tl.exp(sink - level)
+    dims = tl.arange(0, VALUE_TILE)[None, :]
+    top, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+    out = tl.zeros([1, VALUE_TILE], tl.float32)
+    one = tl.arange(0, 1)
+    for split in tl.range(num_splits, loop_unroll_factor=_UNROLLED):
+        partial = first + split * num_queries + one
+        more_top = tl.load(maxima + partial)
+        seen = (more_top > float("-inf"))[:, None] & (dims < VALUE_DIM)
+        more_out = tl.load(sums + partial[:, None] * VALUE_DIM + dims, mask=seen, other=0.0)
+        top, total, out = _merged(top, total, out, more_top, tl.load(totals + partial), more_out)
+    sink = tl.load(sinks + head + one).to(tl.float32) if SINKS else top
     tl.store(
         result + (token * HEADS * GROUPS + head) * VALUE_DIM + dims,
-        (out / tl.where(total == 0.0, 1.0, total)).to(result.dtype.element_ty),
+        _average(top, total, out, sink, SINKS).to(result.dtype.element_ty),
         mask=here & (dims < VALUE_DIM),
     )
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_rows", "row_len", "num_pages", "head_stride", "token_stride"],
+    do_not_specialize_on_alignment=["table", "gather", "first", "stop", "mask", "ends"],
+)
+def _walked(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    values,
+    table,
+    gather,
+    first,
+    stop,
+    mask,
+    sinks,
+    ends,
+    result,
+    scale,
+    softcap,
+    num_rows,
+    row_len,
+    num_pages,
+    head_stride,
+    token_stride,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    REST_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Attention of full rows for one KV head, ``TILES`` tiles of queries a row: each over all the keys that it sees."""
+    key_dims, value_dims = tl.arange(0, KEY_TILE), tl.arange(0, VALUE_TILE)
+    rest_dims = KEY_TILE + tl.arange(0, REST_TILE)
+    num_items = tl.load(ends + num_rows - 1) * (HEADS * TILES)
+    for item in range(tl.program_id(0), num_items, PROGRAMS):
+        head, tile = item % HEADS, item // HEADS % TILES
+        row = _row_of(ends, num_rows, item // (HEADS * TILES), ROWS).to(tl.int64)
+        own_query = tile * BLOCK + tl.arange(0, BLOCK)
+        real = own_query < row_len * GROUPS
+        place = row * row_len + own_query // GROUPS
+        low, high = tl.load(first + place, real, num_pages * PAGE), tl.load(stop + place, real, 0)
+        first_page, stop_page = tl.min(low, 0) // PAGE, (tl.max(high, 0) + PAGE - 1) // PAGE
+        mask_rows = mask + place * num_pages * PAGE
+        tokens = tl.load(gather + place, real, 0).to(tl.int64)
+        heads = head * GROUPS + own_query % GROUPS
+        own_heads = query + (heads * head_stride + tokens * token_stride)[:, None]
+        q = tl.load(own_heads + key_dims[None, :], mask=real[:, None] & (key_dims < KEY_DIM)[None, :], other=0.0)
+        q_rest = q
+        if KEY_DIM > KEY_TILE:
+            has_rest = real[:, None] & (rest_dims < KEY_DIM)[None, :]
+            q_rest = tl.load(own_heads + rest_dims[None, :], mask=has_rest, other=0.0)
+        top = tl.full([BLOCK], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        out = tl.zeros([BLOCK, VALUE_TILE], tl.float32)
+        if MASKED:
+            first_page = first_page // SPLIT * SPLIT
+        own_top = tl.full([BLOCK], float("-inf"), tl.float32)
+        own_total = tl.zeros([BLOCK], tl.float32)
+        own_out = tl.zeros([BLOCK, VALUE_TILE], tl.float32)
+        start, end = first_page, stop_page
+        for step in range((stop_page - first_page) * (PAGE // KEYS)):
+            index = first_page * (PAGE // KEYS) + step
+            if index % (SPLIT * PAGE // KEYS) == 0:  # a split begins
+                top, total, out = _merged(top, total, out, own_top, own_total, own_out)
+                own_top = tl.full([BLOCK], float("-inf"), tl.float32)
+                own_total = tl.zeros([BLOCK], tl.float32)
+                own_out = tl.zeros([BLOCK, VALUE_TILE], tl.float32)
+                if MASKED:
+                    start, end = _shown(
+                        mask_rows, real, index * KEYS // (SPLIT * PAGE), num_pages, stop_page, PAGE, SPLIT
+                    )
+            page = index * KEYS // PAGE
+            own_top, own_total, own_out = _with_keys(
+                own_top,
+                own_total,
+                own_out,
+                q,
+                q_rest,
+                index,
+                (page >= start) & (page < end),
+                low,
+                high,
+                keys,
+                values,
+                table + row * num_pages,
+                mask_rows,
+                head,
+                scale,
+                softcap,
+                HEADS,
+                KEY_DIM,
+                VALUE_DIM,
+                VALUE_STRIDE,
+                KEY_TILE,
+                REST_TILE,
+                VALUE_TILE,
+                VALUES_IN_KEYS,
+                KEYS,
+                PAGE,
+                CAPPED,
+                MASKED,
+                MASKED,
+            )
+        top, total, out = _merged(top, total, out, own_top, own_total, own_out)
+        sink = tl.load(sinks + heads).to(tl.float32) if SINKS else top
+        tl.store(
+            result + (tokens * (HEADS * GROUPS) + heads)[:, None] * VALUE_DIM + value_dims[None, :],
+            _average(top, total, out, sink, SINKS).to(result.dtype.element_ty),
+            mask=real[:, None] & (value_dims < VALUE_DIM)[None, :],
+        )
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -324,15 +563,35 @@ def attend_in_place(
         [1, T, num_heads, value_dim]; zeros for a token that sees no key.
     """
     query = _dense(query)
+    given = query, key_pages, value_pages, page_table, gather_index, scatter_index, seen, sinks, scale, softcap
+    return _attended(*given, walked_block(query, key_pages, value_pages))
+
+
+def _attended(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    page_table: Tensor,
+    gather_index: Tensor,
+    scatter_index: Tensor,
+    seen: Seen,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    block: int,
+) -> Tensor:
+    """``attend_in_place``. ``block``: queries of a tile of rows that are walked; 0: none are."""
     _, num_heads, num_tokens, key_dim = query.shape
     _, page_size, num_kv_heads, value_dim = value_pages.shape
     num_pages, row_len, groups = page_table.shape[1], gather_index.shape[1], num_heads // num_kv_heads
-    todo = seen.calls(sum_bytes(num_heads, value_dim))
-    most = max(call.num_sums for call, _ in todo) * num_heads
+    tiles = -(-row_len * groups // block) if block else 0
+    todo, walked = seen.work(sum_bytes(num_heads, value_dim), num_tokens, num_kv_heads * tiles)
+    most = max([call.num_sums for call, _ in todo], default=0) * num_heads
     sums = query.new_empty(most, value_dim, dtype=torch.float32)
     maxima = query.new_empty(most, dtype=torch.float32)
     totals = torch.empty_like(maxima)
-    result = query.new_empty(1, num_tokens, num_heads, value_dim)
+    made = query.new_empty if walked is None else query.new_zeros  # tokens of padding are in no row
+    result = made(1, num_tokens, num_heads, value_dim)
     (key_tile, rest_tile), value_tile = _tiles(key_dim), _tile(value_dim)
     in_keys = value_pages.stride(2) == key_dim and key_tile == value_dim < key_dim  # the beginning of the keys
     key_bytes = (key_tile + (key_dim > key_tile) * rest_tile + (not in_keys) * value_tile) * query.element_size()
@@ -341,70 +600,142 @@ def attend_in_place(
         keys //= 2
     page_table, gather_index = page_table.contiguous(), gather_index.contiguous()
     first, stop, mask = seen.first, seen.stop, seen.mask
+    strides, scales = (query.stride(1), query.stride(2)), (scale, softcap or 1.0)
+    tables = page_table, gather_index, first, stop, first if mask is None else mask.contiguous()
+    sizes = {
+        "HEADS": num_kv_heads,
+        "GROUPS": groups,
+        "VALUE_DIM": value_dim,
+        "VALUE_TILE": value_tile,
+        "SINKS": sinks is not None,
+    }
+    shape = sizes | {
+        "KEY_DIM": key_dim,
+        "VALUE_STRIDE": value_pages.stride(2),
+        "KEY_TILE": key_tile,
+        "REST_TILE": rest_tile,
+        "VALUES_IN_KEYS": in_keys,
+        "KEYS": keys,
+        "PAGE": page_size,
+        "SPLIT": SPLIT,
+        "ROWS": _ROWS,
+        "PROGRAMS": _PROGRAMS,
+        "CAPPED": softcap is not None,
+        "MASKED": mask is not None,
+        "enable_fp_fusion": False,
+    }
+    few = {"num_stages": 2 if keys * key_bytes <= _PREFETCHED_BYTES else 1, "num_warps": 4 if key_dim <= _WIDE else 8}
+    given_sinks = query if sinks is None else sinks
+    if walked is not None:
+        _walked[(_PROGRAMS,)](
+            query,
+            key_pages,
+            value_pages,
+            *tables,
+            given_sinks,
+            walked,
+            result,
+            *scales,
+            walked.shape[0],
+            row_len,
+            num_pages,
+            *strides,
+            BLOCK=block,
+            TILES=tiles,
+            **shape,
+            **(few if block == BLOCK else {"num_stages": 2, "num_warps": 8}),
+        )
     for call, work in todo:
         rows = call.stop_row - call.first_row
+        at = call.first_row, call.first_place, row_len
         _partial[(_PROGRAMS,)](
             query,
             key_pages,
             value_pages,
-            page_table,
-            gather_index,
-            first,
-            stop,
-            first if mask is None else mask.contiguous(),
+            *tables,
             work,
             sums,
             maxima,
             totals,
-            scale,
-            softcap or 1.0,
+            *scales,
             rows,
-            call.first_row,
-            call.first_place,
-            row_len,
+            *at,
             num_pages,
-            query.stride(1),
-            query.stride(2),
-            HEADS=num_kv_heads,
-            GROUPS=groups,
-            KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
-            VALUE_STRIDE=value_pages.stride(2),
-            KEY_TILE=key_tile,
-            REST_TILE=rest_tile,
-            VALUE_TILE=value_tile,
-            VALUES_IN_KEYS=in_keys,
-            KEYS=keys,
-            PAGE=page_size,
-            SPLIT=SPLIT,
+            *strides,
             BLOCK=BLOCK,
-            ROWS=_ROWS,
-            PROGRAMS=_PROGRAMS,
-            CAPPED=softcap is not None,
-            MASKED=mask is not None,
-            num_stages=2 if keys * key_bytes <= _PREFETCHED_BYTES else 1,
-            num_warps=4 if key_dim <= _WIDE else 8,
+            **{name: value for name, value in shape.items() if name != "SINKS"},
+            **few,
         )
         _combined[(num_tokens, num_heads)](
-            sums,
-            maxima,
-            totals,
-            maxima if sinks is None else sinks,
-            scatter_index,
-            work,
-            result,
-            rows,
-            call.first_row,
-            call.first_place,
-            row_len,
-            HEADS=num_kv_heads,
-            GROUPS=groups,
-            VALUE_DIM=value_dim,
-            VALUE_TILE=value_tile,
-            CHUNK=_CHUNK,
-            SINKS=sinks is not None,
+            sums, maxima, totals, given_sinks, scatter_index, work, result, rows, *at, enable_fp_fusion=False, **sizes
         )
     return result
+
+
+def walked_block(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> int:
+    """Queries of a tile of rows that are walked: the largest whose bits are those of ``_partial`` on this device.
+
+    The first call for each size of heads compares them, unless a step is being recorded.
+    """
+    (_, num_heads, _, key_dim), (*_, num_kv_heads, value_dim) = query.shape, value_pages.shape
+    key = str(query.device), query.dtype, num_heads, num_kv_heads, key_dim, value_dim
+    if key not in _BLOCKS:
+        if not _can_try(query):
+            return 0
+        candidates = walked_blocks(query.dtype, num_heads // num_kv_heads, key_dim)
+        in_keys = value_pages.stride(2) == key_dim
+        sizes = query, num_kv_heads, -value_dim if in_keys else value_dim
+        _BLOCKS[key] = next((b for b in candidates if blocks_agree(b, *sizes, num_rows=_NUM_TRIED)), 0)
+        if _BLOCKS[key] != candidates[0]:
+            log.warning(
+                "attention of heads of %d numbers has other bits in tiles of %d queries on %s: it has tiles of %d",
+                key_dim,
+                candidates[0],
+                query.device,
+                _BLOCKS[key] or BLOCK,
+            )
+    return _BLOCKS[key]
+
+
+def walked_blocks(dtype: torch.dtype, groups: int, key_dim: int) -> list[int]:
+    """Sizes of tiles to try, the largest first: no larger than the queries of a row, or than registers hold."""
+    most = BLOCK if dtype == torch.float32 else 64 if _tile(key_dim) <= _WIDE // 2 else 32
+    return sorted({BLOCK, min(most, _tile(QUERY_ROW_LEN * groups))}, reverse=True)
+
+
+def _can_try(query: Tensor) -> bool:
+    return query.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+def blocks_agree(block: int, like: Tensor, num_kv_heads: int, value_dim: int, *, num_rows: int) -> bool:
+    """True if random full rows have the same bits walked, in tiles of ``block``, as by splits.
+
+    Args:
+        block: queries of a tile.
+        like: queries, for their sizes, dtype and device.
+        num_kv_heads: heads of keys. value_dim: numbers of a value; below 0: it is the beginning of the key.
+        num_rows: rows that are compared, at least as many as are walked at all.
+    """
+    _, num_heads, _, key_dim = like.shape
+    generator = torch.Generator(like.device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=like.device).to(like.dtype)
+
+    programs = num_kv_heads * -(-QUERY_ROW_LEN * num_heads // num_kv_heads // block)
+    num_rows = max(num_rows, -(-LEAST_WALKS // programs))
+    places = torch.arange(num_rows * QUERY_ROW_LEN, device=like.device)
+    query = random(len(places), num_heads, key_dim).transpose(0, 1)[None]
+    keys = random(_TRIED_PAGES, PAGE_SIZE, num_kv_heads, key_dim)
+    values = keys[..., :-value_dim] if value_dim < 0 else random(_TRIED_PAGES, PAGE_SIZE, num_kv_heads, value_dim)
+    gather = places.view(num_rows, QUERY_ROW_LEN)
+    table = torch.arange(_TRIED_PAGES, device=like.device).repeat(num_rows, 1)
+    stop = (places * 7 % (_TRIED_PAGES * PAGE_SIZE - QUERY_ROW_LEN) + QUERY_ROW_LEN).int().view_as(gather)
+    full = torch.full((num_rows,), QUERY_ROW_LEN, device=like.device)
+    sizes = [QUERY_ROW_LEN] * num_rows, [num_splits(_TRIED_PAGES)] * num_rows
+    seen = Seen(stop // 3, stop, full, sizes=sizes)
+    given = query, keys, values, table, gather, places, seen, None, key_dim**-0.5, None
+    return torch.equal(_attended(*given, block), _attended(*given, 0))
 
 
 def _tiles(dim: int) -> tuple[int, int]:

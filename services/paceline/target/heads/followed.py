@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from paceline.core.native_tree import new_tree
 from paceline.core.tree import Producer, SpeculationTree, TreeNode
 from paceline.drafters.calibration import Calibration
 from paceline.drafters.growing.grower import Grower
@@ -59,7 +60,7 @@ class Followed(GrowingSession):
 
     def _new_tree(self) -> SpeculationTree:
         session, vocab_size = self.session, self.session.sampler.vocab_size
-        return SpeculationTree(vocab_size, session.num_tokens, rejection=session.rejection, producer=Producer.HEAD)
+        return new_tree(vocab_size, session.num_tokens, rejection=session.rejection, producer=Producer.HEAD)
 
     def nonce(self, leaf: Leaf) -> int:
         """Returns a nonce for the rejection rule that no node of a draft has at this length of the context."""
