@@ -656,7 +656,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path, targets: dict) -> None:
         with pytest.raises(ConfigError, match=message):
             open_head("medusa", str(source), target)
 
-    with pytest.raises(ConfigError, match=r"method is 'hydra': medusa, .* are allowed"):
+    with pytest.raises(ConfigError, match=r"method is 'hydra': dflash, .* are allowed"):
         open_head("hydra", str(tmp_path), target)
     refused("does not exist", tmp_path / "none")
     refused("holds no weights: model, pytorch_model, medusa_lm_head with")

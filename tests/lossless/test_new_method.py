@@ -116,7 +116,7 @@ def test_a_forgotten_field_is_noticed_by_its_name(name: str, field: str, tmp_pat
 
 
 def test_every_function_that_an_entry_names_is_there() -> None:
-    keys = ("build", "examine", "load", "memory", "open", "pool")
+    keys = ("build", "examine", "load", "make", "memory", "open", "pool", "read", "write")
     names = {name for entry in (*ENTRIES, IN_POOL) for key in keys if (name := getattr(entry, key, ""))}
     assert len(names) > 20
     assert all(callable(function(name)) for name in names)

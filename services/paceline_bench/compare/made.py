@@ -15,7 +15,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,7 +26,7 @@ import paceline
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.config.loading import resolve
 from paceline.drafters.catalogue import METHODS, Method, Place
-from paceline.drafters.training.options import HeadForm, Kind, Schedule, TrainingOptions
+from paceline.drafters.training.options import KINDS, HeadForm, Schedule, TrainingOptions
 from paceline.drafters.training.run import train_head
 from paceline.embedded import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
 from paceline.errors import ConfigError
@@ -157,7 +157,7 @@ def made_head(kind: str, folder: Path, num_steps: int) -> str:
     """A head of the embedded target that has seen two thousand tokens; one that is there already is taken."""
     if not (folder / "report.json").exists():
         options = TrainingOptions(
-            HeadForm(cast(Kind, kind), boundaries=_BOUNDARIES.get(kind, ())),
+            HeadForm(kind, boundaries=_BOUNDARIES.get(kind, ())),
             str(TARGET_DIR),
             [Path(paceline.__file__).parent / "core"],
             folder,
@@ -199,7 +199,7 @@ def model_of(method: Method, spec: Spec, folder: Path) -> str | None:
         return f"pard:{tokens_at_once}:{spec.methods.pard_steps}"
     if kind in ("model", "draft_model", "cascade"):
         return "paceline/embedded-draft"
-    if not method.needs_model or kind not in get_args(Kind):
+    if not method.needs_model or kind not in KINDS:
         return None
     if spec.methods.training_steps:
         return made_head(kind, Path(spec.methods.heads or folder) / kind, spec.methods.training_steps)

@@ -205,8 +205,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_bad_input_is_one_sentence(capsys, target: Path, data: Path, tmp_path: Path) -> None:
     out = ("--target", target, "--out", tmp_path / "out")
     assert refused(capsys, "medusae", *out) == (
-        "KIND is 'medusae': it must be one of medusa, mlp_speculator, mtp, eagle, eagle3, peagle, dflash, dspark, "
-        "jetspec, early_exit, speculative_streaming"
+        "KIND is 'medusae': it must be one of dflash, dspark, jetspec, eagle, eagle3, peagle, early_exit, medusa, "
+        "mlp_speculator, mtp, speculative_streaming"
     )
     assert refused(capsys, "mtp", *out).startswith("--data is missing")
     assert "cannot be read" in refused(capsys, "mtp", *out, "--data", tmp_path / "nowhere")

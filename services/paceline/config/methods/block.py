@@ -6,6 +6,9 @@ from paceline.config.methods.entry import HeadMethod, Row
 
 DFLASH = HeadMethod(
     method="dflash",
+    read="paceline.drafters.heads.block_formats:read_block",
+    make="paceline.drafters.training.kinds:make_block",
+    write="paceline.drafters.training.export:write_block",
     published=("dflash",),
     boundaries="many",
     remote=True,
@@ -25,6 +28,9 @@ DFLASH = HeadMethod(
 )
 DSPARK = HeadMethod(
     method="dspark",
+    read="paceline.drafters.heads.block_formats:read_block",
+    make="paceline.drafters.training.kinds:make_block",
+    write="paceline.drafters.training.export:write_block",
     published=("dspark",),
     boundaries="many",
     remote=True,
@@ -41,6 +47,9 @@ DSPARK = HeadMethod(
 )
 JETSPEC = HeadMethod(
     method="jetspec",
+    read="paceline.drafters.heads.block_formats:read_block",
+    make="paceline.drafters.training.kinds:make_block",
+    write="paceline.drafters.training.export:write_block",
     published=("jetspec",),
     boundaries="many",
     remote=True,

@@ -6,6 +6,9 @@ from paceline.config.methods.entry import HeadMethod, Row
 
 EAGLE = HeadMethod(
     method="eagle",
+    read="paceline.drafters.heads.formats:read_eagle",
+    make="paceline.drafters.training.kinds:make_eagle",
+    write="paceline.drafters.training.export:write_eagle",
     published=("eagle",),
     remote=True,
     page_states=1,
@@ -21,6 +24,9 @@ EAGLE = HeadMethod(
 )
 EAGLE3 = HeadMethod(
     method="eagle3",
+    read="paceline.drafters.heads.formats:read_eagle3",
+    make="paceline.drafters.training.kinds:make_eagle3",
+    write="paceline.drafters.training.export:write_eagle3",
     published=("eagle3",),
     boundaries="many",
     remote=True,
@@ -37,6 +43,9 @@ EAGLE3 = HeadMethod(
 )
 PEAGLE = HeadMethod(
     method="peagle",
+    read="paceline.drafters.heads.formats:read_eagle3",
+    make="paceline.drafters.training.kinds:make_eagle3",
+    write="paceline.drafters.training.export:write_eagle3",
     published=("peagle",),
     boundaries="many",
     remote=True,

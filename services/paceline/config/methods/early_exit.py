@@ -6,6 +6,9 @@ from paceline.config.methods.entry import HeadMethod, Row
 
 HEAD = HeadMethod(
     method="early_exit",
+    read="paceline.drafters.heads.exit_adapter:read_exit",
+    make="paceline.drafters.training.kinds:make_exit",
+    write="paceline.drafters.training.export:write_exit",
     model="optional",
     boundaries="one",
     target_kv=True,

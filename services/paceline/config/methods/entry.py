@@ -143,6 +143,12 @@ class HeadMethod(Entry):
     """Hidden states that it keeps with each page; None: one for each boundary in its configuration."""
     published: tuple[str, ...] = ()
     """Parts of architectures, types and names of directories of its checkpoints, in lower case."""
+    read: str = ""
+    """(``Reading``) -> ``HeadForm`` of its checkpoint; empty: it has none of its own format."""
+    make: str = ""
+    """(``HeadForm`` of a training, target, ``Fit``) -> ``HeadModule``; empty: no ``paceline train-head`` for it."""
+    write: str = ""
+    """(``TrainableHead``, the target's name) -> ``Written``: the files of a trained one."""
     open: str = "paceline.target.mount:open_states"
     """(HeadOptions, Checkpoint of the target) -> the plan of its checkpoint, or None."""
     load: str = "paceline.target.mount:load_states"

@@ -6,6 +6,7 @@ from paceline.config.methods.entry import HeadMethod, Row
 
 HEAD = HeadMethod(
     method="gemma4_assistant",
+    read="paceline.drafters.heads.gemma4:read_gemma4",
     published=(
         "gemma4_assistant",
         "gemma4_unified_assistant",

@@ -6,6 +6,9 @@ from paceline.config.methods.entry import HeadMethod, Row
 
 HEAD = HeadMethod(
     method="medusa",
+    read="paceline.drafters.heads.formats:read_medusa",
+    make="paceline.drafters.training.kinds:make_medusa",
+    write="paceline.drafters.training.export:write_medusa",
     published=("medusa",),
     acceptance={"chat": (0.5, "Spec-Bench, Vicuna-7B: 2.31 tokens a step, with trees")},
     rows=(

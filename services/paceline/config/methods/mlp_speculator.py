@@ -6,6 +6,9 @@ from paceline.config.methods.entry import HeadMethod, Row
 
 HEAD = HeadMethod(
     method="mlp_speculator",
+    read="paceline.drafters.heads.formats:read_mlp",
+    make="paceline.drafters.training.kinds:make_mlp",
+    write="paceline.drafters.training.export:write_mlp",
     published=(
         "mlpspeculator",
         "mlp_speculator",

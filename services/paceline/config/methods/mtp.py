@@ -6,6 +6,9 @@ from paceline.config.methods.entry import HeadMethod, Row
 
 HEAD = HeadMethod(
     method="mtp",
+    read="paceline.drafters.heads.formats:read_mtp",
+    make="paceline.drafters.training.kinds:make_mtp",
+    write="paceline.drafters.training.export:write_mtp",
     model="optional",
     remote=True,
     page_states=1,

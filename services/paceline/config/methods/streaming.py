@@ -6,6 +6,9 @@ from paceline.config.methods.entry import HeadMethod, Row
 
 HEAD = HeadMethod(
     method="speculative_streaming",
+    read="paceline.drafters.heads.stream_head:read_streams",
+    make="paceline.drafters.training.kinds:make_streams",
+    write="paceline.drafters.training.export:write_streams",
     target_kv=True,
     target_layers=True,
     probed=False,

@@ -26,10 +26,7 @@ import torch
 from transformers import PretrainedConfig
 
 from paceline.checkpoint.mtp import MTP_LAYER, mtp_modules, mtp_parts
-from paceline.drafters.heads.block_formats import read_block
 from paceline.drafters.heads.eagle import Eagle, Eagle3, Eagle3Form, PEagle
-from paceline.drafters.heads.exit_adapter import read_exit
-from paceline.drafters.heads.gemma4 import read_gemma4
 from paceline.drafters.heads.layers import FAMILIES, eagle_config
 from paceline.drafters.heads.medusa import Medusa
 from paceline.drafters.heads.mlp import MLPSpeculator
@@ -44,12 +41,11 @@ from paceline.drafters.heads.reading import (
     meta_model,
     named,
 )
-from paceline.drafters.heads.stream_head import read_streams
 from paceline.errors import ConfigError
 from paceline.model.features import OUT
 
 
-def _medusa(reading: Reading) -> HeadForm:
+def read_medusa(reading: Reading) -> HeadForm:
     """Counts heads and layers by the keys: published configurations say 2 of 5."""
     reading.require_config(
         {
@@ -102,7 +98,7 @@ def _medusa_name(key: str) -> str:
     return re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$", r"\1.\2.linear.\3", key)
 
 
-def _mlp(reading: Reading) -> HeadForm:
+def read_mlp(reading: Reading) -> HeadForm:
     config = reading.config
     reading.require_config(
         {
@@ -183,7 +179,7 @@ def _eagle_names(key: str) -> str:
     return re.sub(r"^midlayer\.", "layers.0.", key.removeprefix("model."))
 
 
-def _eagle(reading: Reading) -> HeadForm:
+def read_eagle(reading: Reading) -> HeadForm:
     config = _eagle_layers(reading)
     names = {_eagle_names(key) for key in reading.keys}
     reading.require_equal("hidden_size", int(config.hidden_size), reading.facts.hidden_size)
@@ -195,7 +191,7 @@ def _eagle(reading: Reading) -> HeadForm:
     return HeadForm(module, (OUT,), matched, experts)
 
 
-def _eagle3(reading: Reading) -> HeadForm:
+def read_eagle3(reading: Reading) -> HeadForm:
     config, own = _eagle_layers(reading), dict(reading.config)
     own |= reading.config.get("eagle_config") or {}
     facts, names = reading.facts, {_eagle_names(key): key for key in reading.keys}
@@ -255,7 +251,7 @@ def _eagle3(reading: Reading) -> HeadForm:
     return HeadForm(module, tuple(chosen), matched, experts)
 
 
-def _mtp(reading: Reading) -> HeadForm:
+def read_mtp(reading: Reading) -> HeadForm:
     target, facts = reading.facts.checkpoint, reading.facts
     names = reading.files.shapes
     parts = mtp_parts(target.config)
@@ -360,19 +356,3 @@ def _mtp_publish(num_layers: int, renamed: Mapping[str, str], num_parts: int = 0
         return f"model.layers.{num_layers + index}.{part}{rest}"
 
     return publish
-
-
-READ: dict[str, Callable[[Reading], HeadForm]] = {
-    "medusa": _medusa,
-    "mlp_speculator": _mlp,
-    "mtp": _mtp,
-    "eagle": _eagle,
-    "eagle3": _eagle3,
-    "peagle": _eagle3,
-    "dflash": read_block,
-    "dspark": read_block,
-    "jetspec": read_block,
-    "early_exit": read_exit,
-    "speculative_streaming": read_streams,
-    "gemma4_assistant": read_gemma4,
-}

@@ -16,9 +16,10 @@ from paceline.checkpoint.packing import packing_of
 from paceline.checkpoint.size import size_of
 from paceline.checkpoint.weights import WeightFiles
 from paceline.config import HeadDraftOptions
+from paceline.config.methods import HEADS
+from paceline.config.methods.entry import function
 from paceline.drafters.heads.block_formats import SINGLE
 from paceline.drafters.heads.drafter import TOP_M, HeadDrafter
-from paceline.drafters.heads.formats import READ
 from paceline.drafters.heads.module import Function, HeadModule
 from paceline.drafters.heads.reading import HeadForm, Reading, TargetFacts, meta_model
 from paceline.errors import ConfigError
@@ -177,7 +178,7 @@ def open_head(
     """Examines the checkpoint of a head: its configuration, and names and shapes of its tensors.
 
     Args:
-        method: one of ``READ``.
+        method: of a head whose entry in ``config/methods`` has ``read``.
         source: directory or id of the checkpoint; None: the target's own (``mtp``).
         target: the target that it drafts for.
         num_tokens: tokens that it will draft in a row; P-EAGLE and block heads compute all of them in one pass.
@@ -188,15 +189,16 @@ def open_head(
         ConfigError: with the reason in one sentence: an unknown key or tensor, one that is missing or of another shape,
             another vocabulary or width than the target's, a boundary outside the target.
     """
-    if method not in READ:
-        raise ConfigError(f"method is {method!r}: {', '.join(READ)} are allowed")
+    known = {name: entry.read for name, entry in HEADS.items() if entry.read}
+    if method not in known:
+        raise ConfigError(f"method is {method!r}: {', '.join(known)} are allowed")
     folder = _folder(target.path if source is None else source)
     facts = TargetFacts.of(target)
     what = f"{method} head {str(folder)!r}"
     files = WeightFiles.open(folder, single=SINGLE.get(method, ()))
     config = read_json(folder, "config.json")
     with torch.device("meta"):
-        head = READ[method](Reading(what, config, files, facts, num_tokens, boundaries))
+        head = function(known[method])(Reading(what, config, files, facts, num_tokens, boundaries))
     _require_boundaries(what, head.boundaries, facts)
     _require_shapes(what, head, files)
     count = sum(parameter.numel() for parameter in head.module.parameters())

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from paceline.config.methods import HEADS
+from paceline.config.methods.entry import function
 from paceline.drafters.heads.eagle import PEagle
 from paceline.drafters.heads.exit_adapter import MODEL_TYPE as EXIT_TYPE
 from paceline.drafters.heads.stream_head import MODEL_TYPE as STREAMS_TYPE
@@ -28,7 +30,7 @@ def write_head(head: TrainableHead, folder: Path, source: str) -> None:
     if isinstance(head.module, DraftModel):
         head.module.save(folder)
         return
-    config, tensors, name = _WRITE[head.form.kind](head, source)
+    config, tensors, name = function(HEADS[head.form.kind].write)(head, source)
     folder.mkdir(parents=True, exist_ok=True)
     kept = {
         key: (value.to(torch.bfloat16) if value.is_floating_point() else value).contiguous().cpu()
@@ -41,10 +43,10 @@ def write_head(head: TrainableHead, folder: Path, source: str) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-_Written = tuple[dict[str, Any], dict[str, Tensor], str]
+Written = tuple[dict[str, Any], dict[str, Tensor], str]
 
 
-def _medusa(head: TrainableHead, source: str) -> _Written:
+def write_medusa(head: TrainableHead, source: str) -> Written:
     """Medusa 1 with LM heads of their own, else Medusa 2."""
     config = {
         "model_type": "medusa",
@@ -55,7 +57,7 @@ def _medusa(head: TrainableHead, source: str) -> _Written:
     return config, head.module.state_dict(), "medusa_lm_head"
 
 
-def _mlp(head: TrainableHead, source: str) -> _Written:
+def write_mlp(head: TrainableHead, source: str) -> Written:
     """The file of fms-extras, tied tensors once."""
     size, vocab_size = _sizes(head.target)
     config = {
@@ -74,7 +76,7 @@ def _mlp(head: TrainableHead, source: str) -> _Written:
     return config, tensors, "model"
 
 
-def _mtp(head: TrainableHead, source: str) -> _Written:
+def write_mtp(head: TrainableHead, source: str) -> Written:
     """The keys of DeepSeek-V3: the module is layer N of a target of N layers."""
     config = head.target.config.get_text_config()
     prefix = f"model.layers.{config.num_hidden_layers}."
@@ -92,12 +94,12 @@ def _mtp(head: TrainableHead, source: str) -> _Written:
     return {**config.to_diff_dict(), "model_type": config.model_type, "num_nextn_predict_layers": 1}, tensors, "model"
 
 
-def _eagle(head: TrainableHead, source: str) -> _Written:
+def write_eagle(head: TrainableHead, source: str) -> Written:
     config = {**eagle_values(head.target), "architectures": ["LlamaForCausalLMEagle"], "bias": True}
     return config, head.module.state_dict(), "model"
 
 
-def _eagle3(head: TrainableHead, source: str) -> _Written:
+def write_eagle3(head: TrainableHead, source: str) -> Written:
     """Returns tensors by SafeAILab's keys; P-EAGLE by the speculators library's, whose layers are numbered."""
     module, (_, vocab_size) = head.module, _sizes(head.target)
     tensors = {key.replace("layers.0.", "midlayer."): value for key, value in module.state_dict().items()}
@@ -117,7 +119,7 @@ def _eagle3(head: TrainableHead, source: str) -> _Written:
     return config, tensors, "model"
 
 
-def _block(head: TrainableHead, source: str) -> _Written:
+def write_block(head: TrainableHead, source: str) -> Written:
     """Returns tensors by the keys of z-lab's DFlash, DSpark's of DeepSpec; a layer id names the layer read."""
     form, config = head.form, head.target.config.get_text_config()
     scale, cap = logits_form(head.target)
@@ -142,7 +144,7 @@ def _block(head: TrainableHead, source: str) -> _Written:
     return values, head.module.state_dict(), "model"
 
 
-def _exit(head: TrainableHead, source: str) -> _Written:
+def write_exit(head: TrainableHead, source: str) -> Written:
     """Our own format (``exit_adapter.py``)."""
     module: Any = head.module
     config = {
@@ -158,7 +160,7 @@ def _exit(head: TrainableHead, source: str) -> _Written:
     return config, module.state_dict(), "model"
 
 
-def _streams(head: TrainableHead, source: str) -> _Written:
+def write_streams(head: TrainableHead, source: str) -> Written:
     """Our own format (``stream_head.py``)."""
     module: Any = head.module
     config = {
@@ -173,21 +175,6 @@ def _streams(head: TrainableHead, source: str) -> _Written:
         "rank": module.rank,
     }
     return config, module.state_dict(), "model"
-
-
-_WRITE = {
-    "medusa": _medusa,
-    "mlp_speculator": _mlp,
-    "mtp": _mtp,
-    "eagle": _eagle,
-    "eagle3": _eagle3,
-    "peagle": _eagle3,
-    "dflash": _block,
-    "dspark": _block,
-    "jetspec": _block,
-    "early_exit": _exit,
-    "speculative_streaming": _streams,
-}
 
 
 def _sizes(target: PreTrainedModel) -> tuple[int, int]:

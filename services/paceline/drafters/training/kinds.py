@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paceline.checkpoint.tokenizer import Tokenizer
+from paceline.config.methods import HEADS
+from paceline.config.methods.entry import function
 from paceline.drafters.heads.block import BlockForm, BlockHead
 from paceline.drafters.heads.eagle import Eagle, Eagle3, Eagle3Form, PEagle
 from paceline.drafters.heads.exit_adapter import ExitAdapter
@@ -104,16 +106,16 @@ def make_head(
     boundaries = boundaries_of(form, config.num_hidden_layers)
     torch.manual_seed(0)
     with torch.no_grad():
-        fit = _Fit(target, cache, boundaries, num_fitted)
+        fit = Fit(target, cache, boundaries, num_fitted)
         if form.kind == DRAFT_MODEL:
             assert tokenizer is not None
             module: HeadModule = _draft_model(form, target, fit, tokenizer)
         else:
-            module = _MAKE[form.kind](form, target, fit)
+            module = function(HEADS[form.kind].make)(form, target, fit)
     return TrainableHead(form, module.float().to(target.device).train(), boundaries, target)
 
 
-class _Fit:
+class Fit:
     """Least squares on the first rows of the features."""
 
     def __init__(
@@ -183,7 +185,7 @@ def _copy(to: nn.Module, source: nn.Module) -> None:
     )
 
 
-def _medusa(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
+def make_medusa(form: HeadForm, target: PreTrainedModel, fit: Fit) -> HeadModule:
     lm_head = target.get_output_embeddings()
     size, vocab_size = lm_head.in_features, lm_head.out_features
     if not form.own_lm_head:
@@ -195,7 +197,7 @@ def _medusa(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
     return module
 
 
-def _mlp(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
+def make_mlp(form: HeadForm, target: PreTrainedModel, fit: Fit) -> HeadModule:
     lm_head, embedding = target.get_output_embeddings(), target.get_input_embeddings()
     size, vocab_size = lm_head.in_features, lm_head.out_features
     inner = form.inner_dim or size
@@ -209,7 +211,7 @@ def _mlp(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
     return made
 
 
-def _mtp(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
+def make_mtp(form: HeadForm, target: PreTrainedModel, fit: Fit) -> HeadModule:
     """Makes a projection that guesses the input of the target's last layer, then that layer and the final norm."""
     config = target.config.get_text_config()
     (embed, lm_head), (layer, norm) = _shared(target), _last_layer(target)
@@ -237,7 +239,7 @@ def _mtp(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
     return module
 
 
-def _eagle(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
+def make_eagle(form: HeadForm, target: PreTrainedModel, fit: Fit) -> HeadModule:
     """A projection that guesses the target's next state, and a layer that adds nothing yet."""
     (embed, lm_head), (layer, _) = _shared(target), _last_layer(target)
     module = Eagle(eagle_config(eagle_values(target)), embed=embed, lm_head=lm_head)
@@ -254,7 +256,7 @@ def _eagle(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
     return module
 
 
-def _eagle3(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
+def make_eagle3(form: HeadForm, target: PreTrainedModel, fit: Fit) -> HeadModule:
     """Makes a projection that guesses the last layer's input, then that layer, which also sees the next token."""
     config, lm_head = target.config.get_text_config(), target.get_output_embeddings()
     (embed, _), (layer, norm) = _shared(target), _last_layer(target)
@@ -287,7 +289,7 @@ def _eagle3(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
     return module
 
 
-def _block(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
+def make_block(form: HeadForm, target: PreTrainedModel, fit: Fit) -> HeadModule:
     """Copies of the target's last layers, over a context that is fitted to what the last one reads."""
     (embed, lm_head), (_, norm) = _shared(target), _last_layer(target)
     config, values = target.config.get_text_config(), block_values(form, target)
@@ -319,7 +321,7 @@ def _block(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
     return module
 
 
-def _exit(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
+def make_exit(form: HeadForm, target: PreTrainedModel, fit: Fit) -> HeadModule:
     """An adapter that changes nothing yet: the exit as it is without one."""
     size = target.get_output_embeddings().in_features
     norm, teacher = _last_layer(target)[1], teacher_of(target)
@@ -327,7 +329,7 @@ def _exit(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
     return ExitAdapter(size, form.inner_dim or size, eps, lambda state: teacher(norm(state.to(target.dtype))))
 
 
-def _streams(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
+def make_streams(form: HeadForm, target: PreTrainedModel, fit: Fit) -> HeadModule:
     """Streams that add nothing to the target's last layers yet, and of the anchor what its next state has of it."""
     own = Continued(borrow(partial(layers_from, fit.boundaries[0]), target))
     size = target.get_output_embeddings().in_features
@@ -342,7 +344,7 @@ def _streams(form: HeadForm, target: PreTrainedModel, fit: _Fit) -> HeadModule:
     return module
 
 
-def _draft_model(form: HeadForm, target: PreTrainedModel, fit: _Fit, tokenizer: Tokenizer) -> HeadModule:
+def _draft_model(form: HeadForm, target: PreTrainedModel, fit: Fit, tokenizer: Tokenizer) -> HeadModule:
     """The target's first layers; its LM head reads what least squares make of their state of the target's last one."""
     size = form.draft_vocab_size
     frequent = None if size is None else fit.frequent_tokens(size).tolist()
@@ -356,21 +358,6 @@ def _draft_model(form: HeadForm, target: PreTrainedModel, fit: _Fit, tokenizer: 
     lm_head = model.get_output_embeddings()
     lm_head.weight.copy_(lm_head.weight @ fit.to_boundary(features, OUT))
     return DraftModel(model, vocabulary)
-
-
-_MAKE: dict[str, Callable[[HeadForm, PreTrainedModel, _Fit], HeadModule]] = {
-    "medusa": _medusa,
-    "mlp_speculator": _mlp,
-    "mtp": _mtp,
-    "eagle": _eagle,
-    "eagle3": _eagle3,
-    "peagle": _eagle3,
-    "dflash": _block,
-    "dspark": _block,
-    "jetspec": _block,
-    "early_exit": _exit,
-    "speculative_streaming": _streams,
-}
 
 
 def logits_form(target: PreTrainedModel) -> tuple[float, float | None]:

@@ -6,34 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
+from paceline.config.methods import HEADS
 from paceline.errors import ConfigError
 
-Kind = Literal[
-    "medusa",
-    "mlp_speculator",
-    "mtp",
-    "eagle",
-    "eagle3",
-    "peagle",
-    "dflash",
-    "dspark",
-    "jetspec",
-    "early_exit",
-    "speculative_streaming",
-    "draft_model",
-    "suffix",
-]
-DRAFT_MODEL: Kind = "draft_model"
+DRAFT_MODEL = "draft_model"
 """Kind that ``paceline train-draft`` trains."""
-CORPUS: Kind = "suffix"
+CORPUS = "suffix"
 """Kind of ``paceline write-corpus``: texts for suffix decoding, which has no weights."""
-KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in (DRAFT_MODEL, CORPUS))
+KINDS = tuple(method for method, entry in HEADS.items() if entry.make)
 """Kinds that ``paceline train-head`` trains."""
-SMALLER: tuple[Kind, ...] = ("mtp", "eagle3", "peagle")
+SMALLER: tuple[str, ...] = ("mtp", "eagle3", "peagle")
 """Kinds whose vocabulary may be smaller than the target's."""
-BLOCKS: tuple[Kind, ...] = ("dflash", "dspark", "jetspec")
+BLOCKS: tuple[str, ...] = ("dflash", "dspark", "jetspec")
 """Kinds that draft a block of masks in one pass."""
 
 _WARM_UP = 0.03
@@ -44,7 +29,8 @@ _LEAST_PROMPT = 2
 class HeadForm:
     """Free choices in a head's form."""
 
-    kind: Kind
+    kind: str
+    """One of ``KINDS``, ``DRAFT_MODEL`` or ``CORPUS``."""
     depths: int = 4
     """Consecutive tokens that the head learns to draft. Medusa, MLP, P-EAGLE, block heads and streams: the maximum;
     an exit and a draft model: tokens in the report."""
