@@ -263,7 +263,9 @@ def _notes(case: Case, model: LoadedModel, path: str) -> str:
     if names & {"q_norm", "query_layernorm", "q_layernorm", "qk_norm", "query_norm", "key_layernorm"}:
         notes.append("QK norm")
     notes += sorted({spec.kind for spec in model.linear.values()})
-    if getattr(text, "index_topk", None):
+    if any(name.endswith(".compressor.position_bias") for name, _ in reference.named_parameters()):
+        notes.append("compressed layers")
+    elif getattr(text, "index_topk", None):
         notes.append("indexed layers")
     if any("expert" in name for name in names):
         notes.append("MoE, shared" if any("shared" in name for name in names) else "MoE")
@@ -298,8 +300,8 @@ in bfloat16: at most {BF16_LIMIT} at degree 1 and {RANKS_LIMIT} at degree 2. The
 rows of five stay below, since with experts a rounding can choose another expert.
 
 *Same bits* is the verdict of the self-test that a target runs when it starts (`batch_invariant`), eagerly on the CPU
-that wrote the row (one with AMX, of MLA one without): verification gives the bits of decoding, or how many of its rows
-differ.
+that wrote the row (one with AMX, of MLA and compressed layers one without): verification gives the bits of
+decoding, or how many of its rows differ.
 
 *MLA*: a layer keeps one latent and one rotated key of a token, whatever the number of its heads; every rank has them
 whole. No family keeps keys and values of each head instead.

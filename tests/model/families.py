@@ -49,10 +49,9 @@ _BY_NAME: list[tuple[re.Pattern[str], int]] = [
 _LAST_NORM = re.compile(r"^[a-z_.]*(norm|layernorm|layer_norm|ln_f)\.weight$")
 
 _BY_ITSELF = r"computes its attention by itself \(\w+Attention\), not through the attention interface"
-_SPARSE = "layers of type .*(indexed|compressed_sparse)_attention"
+_SPARSE = "layers of type .*indexed_attention"
 _LINEAR = "layers of type .*(linear_attention|conv|hybrid)"
 EXCLUDED = {
-    "deepseek_v4": _SPARSE,
     "doge": "gives its attention a mask of its own",
     "hrm_text": "attends to later tokens of a prompt too",
     "inkling2_text": _LINEAR,
@@ -87,6 +86,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "nemotron_h": {"n_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 32},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_v4": {
+        "num_key_value_heads": 1, "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "num_key_value_heads": 2},
     "bloom": {"n_layer": 2, "n_head": 4},
     "codegen": {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 16},
@@ -262,4 +266,10 @@ def checkpoint(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
             if _LAST_NORM.search(name):
                 parameter.sub_(torch.randint(0, 2, parameter.shape, generator=generator) * 2)
+            if name.endswith(".position_bias"):
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.5)
+        for name, table in model.named_buffers():
+            if name.endswith(".tid2eid"):  # the experts of each token
+                experts = torch.rand(len(table), config.n_routed_experts, generator=generator)
+                table.copy_(experts.topk(table.shape[1]).indices)
     return model

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.checkpoint.compressed import compressors
+
 INDEXED = "indexed_attention"
 """The name of layers with indexers in configurations."""
 DOTS = {"dots3_note", "dots3_note_text"}
@@ -47,6 +49,8 @@ def index_values(config: Mapping[str, Any]) -> int:
 
 def why_eager(config: Mapping[str, Any]) -> str | None:
     """Says why a model of a configuration is not compiled on the CPU, as a clause; None: nothing in it says so."""
+    if compressors(config):
+        return "layers with compressors are not compiled"
     if num_indexers(config):
         return "layers with indexers are not compiled"
     # torch.export does not find that their shapes hold for any number of tokens.

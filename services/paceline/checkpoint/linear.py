@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from paceline.checkpoint.compressed import compressors
 from paceline.checkpoint.indexed import num_indexers, why_eager
 from paceline.checkpoint.packing import packing_of
 from paceline.checkpoint.quantization import method_of
@@ -240,8 +241,8 @@ def why_not_runnable(
     compile: bool | str = "auto",
     state_slots: int | None = None,
 ) -> tuple[str, str] | None:
-    """The option with which a model with linear or indexed layers cannot run, and why not, which continues a sentence
-    that begins with the option; None: it has no such layers or can run.
+    """The option with which a model with linear, indexed or compressed layers cannot run, and why not, which continues
+    a sentence that begins with the option; None: it has no such layers or can run.
 
     Args:
         config: the model's.
@@ -258,7 +259,11 @@ def why_not_runnable(
         reason = f"{layers.spec.kind} layers run by torch alone"
     if compile is True and device == "cpu" and reason is not None:
         return "compile", f"is true, but {reason}: set compile to auto or false"
-    kind = "indexed attention" if layers is None and num_indexers(config) else layers and layers.spec.kind
+    kind: str | None = None if layers is None else layers.spec.kind
+    if layers is None and num_indexers(config):
+        kind = "indexed attention"
+    if is_compressed := bool(compressors(config)):
+        kind = "compressed attention"
     if kind is None:
         return None
     has = f"and the model has {kind} layers"
@@ -266,7 +271,7 @@ def why_not_runnable(
         return "device", f"is 'cuda' {has}, which run on the CPU alone: 'cpu' is allowed"
     if quantization is not None:
         return "quantization", f"is {quantization!r} {has}, which run with plain weights alone: null is allowed"
-    if stored is not None and packing_of(stored) is None:
+    if stored is not None and (is_compressed or packing_of(stored) is None):
         return "model", f"is quantized by {method_of(stored)!r} {has}, which run with plain weights alone"
     return None
 
@@ -278,15 +283,18 @@ def require_runnable(config: Mapping[str, Any], stored: Mapping[str, Any] | None
 
 
 def require_draft_model(config: Mapping[str, Any], key: str, name: str) -> None:
-    """Checks that a draft model has no linear layers, and is no drafter that needs its target's cache. Raises
-    ConfigError, which begins with ``key``."""
+    """Checks that a draft model has no linear or compressed layers, and is no drafter that needs its target's cache.
+    Raises ConfigError, which begins with ``key``."""
     if (kind := config.get("model_type")) in ("gemma4_assistant", "gemma4_unified_assistant"):
         raise ConfigError(
             f"{key} is {name!r}, a {kind}, which needs the target's keys and values: it drafts in the target, as a "
             "head of method 'gemma4_assistant'"
         )
+    kinds = ["compressed attention"] if compressors(config) else []
     if (layers := linear_layers(config)) is not None:
+        kinds.append(layers.spec.kind)
+    if kinds:
         raise ConfigError(
-            f"{key} is {name!r}, which has {layers.spec.kind} layers, and these run in a target alone: a model with "
-            "attention layers only, a head of the target or n-grams can draft"
+            f"{key} is {name!r}, which has {kinds[0]} layers, and these run in a target alone: a model with "
+            "other attention layers only, a head of the target or n-grams can draft"
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.checkpoint import indexed
+from paceline.checkpoint.compressed import compressed_values
 from paceline.checkpoint.folder import read_json
 from paceline.checkpoint.gguf.described import gguf_weights
 from paceline.checkpoint.latent import latent_values, num_attentions, num_plain_weights
@@ -56,7 +57,8 @@ class ModelSize:
     linear: LinearLayers | None = None
     """Linear layers of the model; None: it has none."""
     index_values: int = 0
-    """Of ``kv_values``, the numbers of index keys, which every rank keeps (``checkpoint/indexed.py``)."""
+    """Of ``kv_values``, the numbers of index keys, or of what compressors keep, which every rank has
+    (``checkpoint/indexed.py``, ``compressed.py``)."""
 
     def of_rank(self, tensor_parallel_size: int) -> ModelSize:
         """The size of one of ``tensor_parallel_size`` ranks: its share of every matrix, and at least one KV head.
@@ -148,6 +150,8 @@ def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num
     layers = layers or (num_attentions(text) if linear is None else len(layer_types(text)))
     num_kv_layers = layers - (0 if linear is None else linear.num_without_kv)
     latents, index_values = latent_values(text, num_kv_layers), indexed.index_values(config)
+    if (compressed := compressed_values(config)) is not None:  # keys are values, of one head
+        latents, index_values = num_kv_layers * _head_dim(text, hidden), compressed
     return ModelSize(
         num_parameters=num_parameters,
         kv_values=_kv_values(text, num_kv_layers, hidden) if latents is None else latents + index_values,
@@ -159,7 +163,9 @@ def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num
         num_whole=num_whole,
         num_kv_heads=_kv_heads(text) or 1 if latents is None else 1,
         num_heads=_first(text, "num_attention_heads", "n_head"),
-        value_dim=_head_dim(text, hidden) if latents is None else _first(text, "kv_lora_rank"),
+        value_dim=_head_dim(text, hidden)
+        if latents is None or compressed is not None
+        else _first(text, "kv_lora_rank"),
         num_tables=1 if config.get("tie_word_embeddings") else 2,
         linear=linear,
         index_values=index_values,

@@ -13,6 +13,7 @@ from paceline.checkpoint.indexed import INDEXED
 from paceline.checkpoint.linear import BOTH, CONV, LINEAR, PASSING, Kind, LinearSpec
 from paceline.errors import ConfigError
 from paceline.model.attention.chunks import CHUNKED, adopt_chunks
+from paceline.model.attention.compressed import COMPRESSED, replace_compressors, shares_keys
 from paceline.model.attention.indexed import PROBE, IndexedStep, indexers_of, replace_indexers
 from paceline.model.attention.kernels import Kernel
 from paceline.model.attention.latent import adopt_latents, keeps_latents, over_latents
@@ -112,7 +113,7 @@ class Probe(NamedTuple):
 
     layers: list[LayerSpec]
     """KV that each layer keeps per token, in order; NO_KV of one that does not attend. Then the index keys of each
-    indexer."""
+    indexer, and what each compressor keeps."""
     linear: dict[int, LinearSpec]
     """The linear layers, by index."""
     sliding_window: int | None
@@ -129,9 +130,9 @@ def name_of(model: PreTrainedModel) -> str:
 def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe:
     """Runs two tokens through ``model``. Finds what each layer keeps, and checks for the states that ``taps`` read.
 
-    Replaces the forward of linear layers by one over slots, and of indexers by one over pages; latent attention gives
-    latents to its attention function, and layers that drop arguments pass them on. The model runs only with these from
-    then on.
+    Replaces the forward of linear layers by one over slots, and of indexers and layers with compressors by one over
+    pages; latent attention gives latents to its attention function, and layers that drop arguments pass them on. The
+    model runs only with these from then on.
 
     Raises:
         ConfigError: a layer has no attention, the attention is not ``paged_attention`` (several window sizes, biases,
@@ -146,7 +147,9 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
     adopt_latents(model)
     num_layers = config.num_hidden_layers
     indexers = replace_indexers(model, num_layers)
+    compressors = replace_compressors(model, num_layers + len(indexers), name)
     adopted = {kind for kind, found in ((CHUNKED, chunks), (INDEXED, indexers)) if found}
+    adopted |= COMPRESSED if compressors else set()
     _check_layer_types(config, name, adopted | ({LINEAR, CONV, BOTH, *PASSING} if linear else set()))
     own = ({"linear": None} if linear else {}) | ({"attention_mask": PROBE.by_kind} if indexers else {})
     seen: dict[int, LayerSpec] = {}
@@ -168,7 +171,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
                 f"{name} gives its attention {' and '.join(given) or 'a mask of its own'}, "
                 "which the paged attention does not have"
             )
-        values = 0 if keeps_latents(module) else value.shape[3]
+        values = 0 if keeps_latents(module) or shares_keys(module) else value.shape[3]
         seen[int(module.layer_idx)] = LayerSpec(key.shape[1], key.shape[3], values)
         if kwargs.get("sliding_window") is not None:
             windows.add(int(kwargs["sliding_window"]))
@@ -213,7 +216,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
         raise ConfigError(f"{name} has sliding windows of {sorted(windows)} tokens; one size is supported")
     on_cpu = model.device.type == "cpu"
     layers, window = [seen.get(i, NO_KV) for i in range(num_layers)], windows.pop() if windows else None
-    return Probe([*layers, *indexers], linear, window, spare.count if on_cpu else 0)
+    return Probe([*layers, *indexers, *compressors], linear, window, spare.count if on_cpu else 0)
 
 
 def _check_layer_types(config: PretrainedConfig, name: str, adopted: set[str]) -> None:
@@ -222,5 +225,5 @@ def _check_layer_types(config: PretrainedConfig, name: str, adopted: set[str]) -
     if unknown:
         raise ConfigError(
             f"{name} has layers of type {', '.join(sorted(unknown))}; only full, sliding, Llama 4's chunked and "
-            f"DeepSeek's indexed attention works, and of linear layers: {', '.join(Kind)}"
+            f"DeepSeek's indexed and compressed attention works, and of linear layers: {', '.join(Kind)}"
         )

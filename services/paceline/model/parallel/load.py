@@ -231,6 +231,8 @@ def _sources(files: Files, model: PreTrainedModel, plan: ShardPlan) -> dict[str,
     found: dict[str, list[Source]] = defaultdict(list)
     for tensor in files:
         name, pattern = rename_source_key(tensor, renamings, converters, prefix, state)
+        if name not in state and tensor in state:  # a pattern of older names that the model's own one has, too
+            name, pattern = tensor, None
         name = plan.aliases.get(name, name)
         if name not in plan.parameters:
             continue
