@@ -31,6 +31,7 @@ from paceline.model.loading import LoadedModel, prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance, check_replay
 from paceline.model.step_plan import SequenceStep
+from paceline.target.scheduler import Scheduler
 from paceline.types import Mode, SamplingParams, SpeculationParams, pages_for
 
 pytestmark = [
@@ -249,6 +250,33 @@ def test_all_modes_say_the_same_and_preemption_changes_nothing() -> None:
             assert_same(pump.run(in_mode(asked, mode)), want)
             if pages == 8:
                 assert pump.target.stats.preemptions > 0
+
+
+def test_steps_that_are_launched_ahead_say_what_serial_ones_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded and eager steps, with every way to draw a token that the device can decide."""
+    target = loaded("llama")
+    options: list[dict] = [
+        {},
+        {"top_p": 0.9},
+        {"top_k": 20},
+        {"min_p": 0.05},
+        {"stop_token_ids": tuple(range(0, 300, 9))},
+    ]
+    asked = {
+        f"r{i}": Request(
+            prompt(i, 10 + 17 * i), SamplingParams(max_tokens=40, temperature=i % 2, seed=i, **options[i % 5])
+        )
+        for i in range(10)
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "schedule_ahead", lambda *_: [])
+        want = plain_reference(target, asked)
+    for record in (True, False):
+        pump = Pump(target, None, max_sessions=4, late=0.0)
+        if record:
+            pump.target.runner.record(LIMITS)
+        assert_same(pump.run(in_mode(asked, Mode.PLAIN)), want)
+        assert pump.target.stats.steps_ahead > pump.target.stats.steps / 2
 
 
 def test_the_local_pipeline_in_threads(tmp_path) -> None:

@@ -183,6 +183,17 @@ def test_a_step_ahead_without_memory_is_taken_later(always: bool, monkeypatch: p
     assert (pump.target.stats.steps_ahead == 0) is always
 
 
+@pytest.mark.parametrize("count", [1, 12])
+def test_lookups_without_result_pause_for_steps_ahead(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sessions that may have a draft and have none."""
+    asked = in_mode(requests(3, count), Mode.OVERLAPPED)
+    reference = plain_reference(pair("llama")[0], asked)
+    pump, results = run(asked, monkeypatch, seed=3)
+    assert_same(results, reference)
+    stats = pump.target.stats
+    assert 0 < stats.steps_ahead < stats.steps
+
+
 @mutant(ModelRunner, "forward_drawn")
 def _tokens_of_others(forward: Any, runner: ModelRunner, steps: Any, token_ids: Tensor) -> Tensor:
     return forward(runner, steps, token_ids.roll(1))

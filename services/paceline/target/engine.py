@@ -169,6 +169,8 @@ class TargetEngine:
         )
         self._sessions: dict[str, TargetSession] = {}
         self._max_sessions, self._max_step_tokens = max_sessions, max_step_tokens
+        if self._overlaps:
+            self.allocation.hidden.add(1.0)  # until plain steps tell
 
     @property
     def runner(self) -> ModelRunner:
@@ -264,7 +266,8 @@ class TargetEngine:
         started = self._clock()
         if self._grammars is not None:
             self._grammars.begin_step()
-        return started, self.runners.in_order(self._scheduler.schedule(started))
+        parts = self._scheduler.schedule(started, overlaps=self._overlaps)
+        return started, self.runners.in_order(parts)
 
     def _launch(self, parts: Sequence[Scheduled], started: float) -> Flight | None:
         """Announces and launches a step; None: it had no memory."""

@@ -11,7 +11,7 @@ second is launched under one rule: nothing of it depends on what the first decid
 
 - The target runs on one accelerator, has no head, sends no hidden states or hints, and shares no cores with a draft.
 - The step in flight verifies no draft tokens, and no running session may have any in the next one: it has no draft, and
-  a prompt lookup has no expected gain.
+  prompt lookups have no expected gain, or pause because they were without result.
 - No running session's next token needs earlier ones on the host, as those of structured output, penalties and bad words
   do, and of the rejection rule, nor rows of logits (log probabilities of other tokens or of the prompt).
 - There are pages without a preemption.

@@ -31,7 +31,8 @@ from paceline.types import Mode, pages_for
 
 _MOST_VAIN, _LONGEST_REST, _RESTING_SESSIONS = 4, 7, 8
 """Back-off of prompt lookups, which cost time per session. After 4 consecutive steps without a lookup they pause for
-one step, after the next for two, ..: at most 7, and at most one step per 8 sessions."""
+one step, after the next for two, ..: at most 7, and at most one step per 8 sessions, or any number of sessions where
+the steps without them are launched ahead."""
 _UNKNOWN = 0
 """Stands for a token that is still being sampled on the device."""
 
@@ -168,8 +169,11 @@ class Scheduler:
             self.waiting.remove(session)
         session.release(self._cache)
 
-    def schedule(self, now: float) -> list[Scheduled]:
-        """Chooses the parts of the next step; none if every session waits for a draft or there is no session."""
+    def schedule(self, now: float, *, overlaps: bool = False) -> list[Scheduled]:
+        """Chooses the parts of the next step; none if every session waits for a draft or there is no session.
+
+        ``overlaps``: the steps after it may be launched ahead.
+        """
         self.wait_until = None
         self._subtrees.clear()
         self._admit()
@@ -185,7 +189,7 @@ class Scheduler:
         if self._heads:
             self._heads.propose(ready, len(ready) + len(prefilling), trees=trees)
         budget, scored_budget = self._max_step_tokens, self._max_scored_rows
-        wanted = self._allocate(ready, prefilling, trees=trees) if adaptive else {}
+        wanted = self._allocate(ready, prefilling, trees=trees, overlaps=overlaps) if adaptive else {}
         parts: list[Scheduled] = []
         before = self.num_preemptions  # of a session that runs no longer there is nothing to take
         with self._cache.clearing_at_once:
@@ -216,7 +220,9 @@ class Scheduler:
         if not all(s.samples_ahead and not s.draft_available and not s.scores_prompt for s in running):
             return []
         if self._may_look_up():
-            return []
+            if not self._num_rests:
+                return []
+            self._num_rests -= 1
         budget, parts, verifying = self._max_step_tokens, [], set()
         try:
             with self._cache.clearing_at_once:
@@ -310,8 +316,11 @@ class Scheduler:
         headed, seconds = self._heads.expected(session, num_sessions) if self._heads else ([], 0.0)
         return (headed, seconds) if expected_tokens(headed) > expected_tokens(looked_up) else (looked_up, 0.0)
 
-    def _allocate(self, ready: list[TargetSession], prefilling: list[TargetSession], *, trees: bool) -> dict[int, int]:
-        """Draft tokens for a step of these sessions, by ``id`` of the session; ``trees``: siblings may be verified."""
+    def _allocate(
+        self, ready: list[TargetSession], prefilling: list[TargetSession], *, trees: bool, overlaps: bool
+    ) -> dict[int, int]:
+        """Draft tokens for a step of these sessions, by ``id`` of the session; ``trees``: siblings may be verified;
+        ``overlaps``: of ``schedule``."""
         spent_s = self._heads.took_s if self._heads else 0.0
         only_decodes = ready and not prefilling and not spent_s
         if only_decodes and self._allocation.none_pays(len(ready), max(session.k for session in ready)):
@@ -344,7 +353,7 @@ class Scheduler:
                 self._subtrees[id(session)] = offered
         if only_lookups:
             self._num_vain = 0 if any(counts) else self._num_vain + 1
-            longest = min(_LONGEST_REST, len(sessions) // _RESTING_SESSIONS)
+            longest = _LONGEST_REST if overlaps else min(_LONGEST_REST, len(sessions) // _RESTING_SESSIONS)
             self._num_rests = min(max(0, self._num_vain - _MOST_VAIN + 1), longest)
         return wanted
 

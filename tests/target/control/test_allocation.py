@@ -221,6 +221,23 @@ def test_what_many_sessions_hardly_gain_is_left_out(
     assert allocation.allocate_draft_tokens(offers, **at) == [wanted] * num_sessions
 
 
+def test_draft_tokens_have_to_earn_what_plain_steps_hide() -> None:
+    """On an asynchronous device a plain step takes no time between steps, and one with draft tokens does."""
+    allocation = Allocation()
+    for num_tokens in (1, 2, 3, 4, 5):
+        allocation.cost.observe(num_tokens, 0.008)
+    allocation.overhead_s.add(0.002)
+    at = {"num_sessions": 1, "num_context": 1, "limit": 4}
+    assert allocation.plain_s(1) == pytest.approx(0.01)
+    assert allocation.allocate_draft_tokens([[0.2]], **at) == [1]
+    allocation.hidden.add(1.0)
+    assert allocation.plain_s(1) == pytest.approx(0.008)
+    assert allocation.allocate_draft_tokens([[0.2]], **at) == [0], "1.2 tokens in 10 ms, not 1 in 8"
+    assert allocation.allocate_draft_tokens([[0.3]], **at) == [1]
+    assert allocation.gain(1, 0.2, 1) == 1.0
+    assert allocation.gain(1, 0.3, 1) == pytest.approx(1.3 * 8 / 10)
+
+
 def test_ideal_gain() -> None:
     """The same optimum as ``allot`` finds, as a ratio to plain decoding; 1 where nothing is to be won."""
     cost = learned(cpu_cost, range(1, 200))
