@@ -183,6 +183,30 @@ def test_a_step_ahead_without_memory_is_taken_later(always: bool, monkeypatch: p
     assert (pump.target.stats.steps_ahead == 0) is always
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_draft_leaves_and_comes_back_in_the_middle(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sessions go on in steps ahead; the new draft begins while one of these is in flight."""
+    target, draft = pair("llama")
+    sampling = [SamplingParams(temperature=i % 2, seed=i, max_tokens=90, ignore_eos=True) for i in range(4)]
+    asked = {f"s{i}": Request(prompt(i, 30 + seed), each) for i, each in enumerate(sampling)}
+    reference = plain_reference(target, asked)
+    pump = Pump(target, draft, seed=seed, draft_steps=(2, 6), late=0.1, adaptive=False)
+    late(pump, monkeypatch)
+    for name, request in asked.items():
+        pump.submit(name, request)
+    stats, accepted = pump.target.stats, []
+    for change, num_ticks in (("on_draft_down", 8), ("on_draft_up", 70)):
+        for _ in range(num_ticks):
+            pump.tick()
+        accepted.append(stats.nodes_used)
+        pump.draft_dead = change == "on_draft_down"
+        for session in pump.sessions.values():
+            pump._send(getattr(session, change)())
+    assert stats.steps_ahead > 10
+    assert_same(pump.run({}), reference)
+    assert stats.nodes_used > accepted[1]
+
+
 @pytest.mark.parametrize("count", [1, 12])
 def test_lookups_without_result_pause_for_steps_ahead(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sessions that may have a draft and have none."""

@@ -136,7 +136,7 @@ def test_it_says_why_drafting_is_off() -> None:
 def test_it_says_that_there_is_nothing_to_say() -> None:
     """Without sessions, and where nothing adapts."""
     assert explain(Simulation(load=lambda now: 0).target).startswith("no session is running")
-    assert explain(Simulation(k=3).run(1.0).target).startswith("fixed: every session has as many draft tokens")
+    assert explain(Simulation(k=3).run(1.0).target).startswith("fixed: every session has the most draft tokens")
 
 
 def test_a_status_explains_once_a_second() -> None:
