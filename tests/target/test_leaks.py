@@ -217,9 +217,9 @@ class Storm:
         """The runner of the engine."""
         return kind(self.clock, lambda n: 0.01, PAGES, self.rng, 0.0)
 
-    def checked(self, now: float) -> list[Scheduled]:
+    def checked(self, now: float, **options: bool) -> list[Scheduled]:
         """The parts of a step: each node of a proposal stands where its producer has it, no two are equal."""
-        parts = self.schedule(now)
+        parts = self.schedule(now, **options)
         for part in parts:
             session, proposal = part.session, part.proposal
             name = session.session_id
