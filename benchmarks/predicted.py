@@ -1,4 +1,4 @@
-"""Predicts tokens/s of large targets on H100s from counted launches and bytes: `python benchmarks/predicted.py`.
+"""Predicts tokens/s and first tokens on H100s from launches, products and bytes: `python benchmarks/predicted.py`.
 
 No step of these models was measured on several GPUs. What is measured is in results/gpu-nvidia-h100-80gb-hbm3.txt: the
 host's time of a step, the attention of a layer, an eager layer, and how fast the weights of an 8 B are read. Launches
@@ -23,6 +23,18 @@ LAUNCHES, LAUNCHES_BEFORE = 20, {1: 40, 4: 60}
 """Of a layer, now at any degree, and before by degree."""
 SUM_US = 8
 """A sum of four ranks by one launch, as other engines measure such kernels; none of ours has run."""
+TILE_16_FLOPS = 2.2e13
+"""Of attention in tiles of 16 queries: 2,048 tokens took 1,543 us a layer."""
+L2_BYTES_PER_S, TILE_64_PRODUCTS, L2_SHARE = 5e12, 64, 0.5
+"""What all multiprocessors read of the cache, by others' measurements; products for each byte that tiles of 64 queries
+read (tests/model/attention/test_schedule.py); and the share of that rate that they are taken to reach."""
+
+
+def first_token_s(prompt: int, attention_flops: float) -> float:
+    """Of an 8 B with 32 query heads of 128 numbers in 32 layers, all steps of whose prompt hide the host."""
+    products = 2 * 8.03e9 * prompt
+    attention = 4 * 32 * 128 * 32 * prompt**2 / 2
+    return products / FLOPS + attention / attention_flops
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,7 @@ class Target:
 
 
 def main() -> int:
-    """One table."""
+    """Two tables."""
     titles = ("target", "sessions", "floor ms", "before ms", "tokens/s", "recorded ms", "tokens/s", "ahead ms")
     rows = [(*titles, "tokens/s", "of floor")]
     for target in (Target("8 B", 8.03e9, 32, 1), Target("70 B, 4 GPUs", 70.6e9, 80, 4)):
@@ -67,7 +79,11 @@ def main() -> int:
             pairs = [(f"{ms:.1f}", f"{1e3 * sessions / ms:.0f}") for ms in (before, recorded, ahead)]
             (b, rb), (r, rr), (a, ra) = pairs
             rows.append((target.name, str(sessions), f"{floor:.1f}", b, rb, r, rr, a, ra, f"{floor / ahead:.0%}"))
-    print("\n".join(table(rows)))
+    print("\n".join(table(rows)), end="\n\n")
+    rates = TILE_16_FLOPS, L2_SHARE * TILE_64_PRODUCTS * L2_BYTES_PER_S, TILE_64_PRODUCTS * L2_BYTES_PER_S
+    prompts = [("prompt of an 8 B", "tiles of 16, s", "tiles of 64, s", "at most as fast, s")]
+    prompts += [(f"{k}k", *(f"{first_token_s(k << 10, rate):.1f}" for rate in rates)) for k in (8, 32, 128)]
+    print("\n".join(table(prompts)))
     return 0
 
 

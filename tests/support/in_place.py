@@ -11,6 +11,9 @@ from torch import Tensor
 from paceline.model.attention.schedule import SPLIT, Seen, num_splits, sum_bytes
 from paceline.types import PAGE_SIZE
 
+PROGRAMS = 0
+"""Programs that walk a row; 0: none is walked."""
+
 
 def seen_through(mask: Tensor) -> Seen:
     """``Seen`` of an additive mask [B, 1, n, keys] whose rows are full."""
@@ -48,7 +51,21 @@ def attend_in_place(
     num_heads, groups = query.shape[1], query.shape[1] // key_pages.shape[2]
     mask = mask_of(seen, page_table.shape[1] * PAGE_SIZE)
     result = torch.full((query.shape[2], num_heads, value_pages.shape[3]), torch.nan)
-    todo, _ = seen.work(sum_bytes(num_heads, value_pages.shape[3]), query.shape[2], 0)
+    todo, ends = seen.work(sum_bytes(num_heads, value_pages.shape[3]), query.shape[2], PROGRAMS)
+    walked = torch.zeros(1) if ends is None else ends.diff(prepend=torch.zeros(1, dtype=torch.int32))
+
+    def attended(token: int, row: int, used: Tensor) -> Tensor:
+        numbers = page_table[row]
+        keys, values = (pool[numbers].flatten(0, 1)[used].transpose(0, 1) for pool in (key_pages, value_pages))
+        keys, values = (each.repeat_interleave(groups, 0) for each in (keys, values))
+        return F.scaled_dot_product_attention(query[0, :, token, None], keys, values, scale=scale)[:, 0]
+
+    if walked.any():
+        for token, place in enumerate(scatter_index.tolist()):
+            if walked[place // row_len]:
+                result[token] = attended(
+                    token, place // row_len, mask[place // row_len, 0, place % row_len] > -math.inf
+                )
     for call, work in todo:
         first_split, places, ends, sums = work.long()
         splits = ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
@@ -61,11 +78,7 @@ def attend_in_place(
             known = (known >= first_split[row]) & (known < first_split[row] + splits[row])
             own = mask[row + call.first_row, 0, at + call.first_place]
             assert not (own[~known] == 0).any(), "a key that is seen is in no split"
-            used = own > -math.inf
-            numbers = page_table[row + call.first_row]
-            keys, values = (pool[numbers].flatten(0, 1)[used].transpose(0, 1) for pool in (key_pages, value_pages))
-            keys, values = (each.repeat_interleave(groups, 0) for each in (keys, values))
-            result[token] = F.scaled_dot_product_attention(query[0, :, token, None], keys, values, scale=scale)[:, 0]
+            result[token] = attended(token, row + call.first_row, own > -math.inf)
     assert not result.isnan().any(), "a token is in no call"
     return result[None]
 

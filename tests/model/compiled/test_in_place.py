@@ -101,6 +101,24 @@ def test_a_step_with_more_sums_than_a_recording_has_runs_in_several_calls(
     assert check_replay(device) == []
 
 
+def test_a_recording_needs_no_sums_of_rows_that_are_walked(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full rows of a prompt in a long context. Mutant: their sums are counted, and the step runs eagerly."""
+    monkeypatch.setattr(schedule, "most_sums", lambda *_: 64)
+    monkeypatch.setattr(in_place, "PROGRAMS", schedule.LEAST_WALKS)
+    recorder = FakeRecorder()
+    device = on_device(model, 60, recorder)
+    device.record(LIMITS)
+    rng = random.Random(0)
+    steps = [[chain(rng, count, 400, []), chain(rng, 1, 5, [])] for count in (32, 30, 15)]  # 15: no full row
+    agree(model, device, steps)
+    assert (recorder.num_replays, device.backend.num_unrecorded) == (3, 0)
+    monkeypatch.setattr(in_place, "PROGRAMS", 0)
+    other = on_device(model, 60, recorder)
+    other.record(LIMITS)
+    agree(model, other, steps)
+    assert (recorder.num_replays, other.backend.num_unrecorded) == (4, 2)
+
+
 def test_recorded_tokens_are_few_and_cover_every_spread() -> None:
     """Any sessions up to the limit with any numbers of tokens have a shape, at any length of the contexts."""
     rng = random.Random(0)

@@ -128,6 +128,8 @@ class Seen:
     """Places and splits of each row, if the host knows them; None while a step is recorded."""
     capacity: int = 0
     """While a step is recorded: the most partial sums that its tokens can need, and then those that it has room for."""
+    programs: int = 1 << 30
+    """While a step is recorded: the fewest programs that walk a row in any of its layers; 0: some walk none."""
     _made: dict[tuple[int, int, int], tuple[list[tuple[Call, Tensor]], Tensor | None]] = field(default_factory=dict)
 
     def work(
@@ -149,6 +151,7 @@ class Seen:
             walked = self._walked(num_tokens, programs)
             if self.sizes is None:
                 self.capacity = min(self.capacity, most_sums(bytes_per_sum, RECORDED_SCRATCH_BYTES))
+                self.programs = min(self.programs, 0 if walked is None else programs)
                 num_rows, row_len = self.first.shape
                 todo = [Call(0, num_rows, 0, row_len, self.capacity)]
             else:

@@ -47,9 +47,9 @@ _TILE_BYTES = 1 << 16
 """Most bytes of a tile of keys and values. Wider heads have tiles of fewer keys, but at least ``BLOCK``."""
 _WIDE = 256
 """Keys of more numbers are multiplied in two parts: the largest power of two, and the rest."""
-_TRIED_PAGES, _NUM_TRIED = 9, 64
-"""Pages of the contexts that tiles of different sizes are compared on, and rows: millions of numbers, as rounding hides
-most differences.
+_TRIED_PAGES, _NUM_TRIED = 9, 1 << 22
+"""Pages of the contexts that tiles of different sizes are compared on, and numbers of the queries: millions, since
+rounding hides most differences.
 """
 _BLOCKS: dict[tuple[object, ...], int] = {}
 """What ``walked_block`` has found, by device, dtype and sizes of heads."""
@@ -685,7 +685,7 @@ def walked_block(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> int:
         candidates = walked_blocks(query.dtype, num_heads // num_kv_heads, key_dim)
         in_keys = value_pages.stride(2) == key_dim
         sizes = query, num_kv_heads, -value_dim if in_keys else value_dim
-        _BLOCKS[key] = next((b for b in candidates if blocks_agree(b, *sizes, num_rows=_NUM_TRIED)), 0)
+        _BLOCKS[key] = next((b for b in candidates if blocks_agree(b, *sizes, most=_NUM_TRIED)), 0)
         if _BLOCKS[key] != candidates[0]:
             log.warning(
                 "attention of heads of %d numbers has other bits in tiles of %d queries on %s: it has tiles of %d",
@@ -707,14 +707,14 @@ def _can_try(query: Tensor) -> bool:
     return query.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
-def blocks_agree(block: int, like: Tensor, num_kv_heads: int, value_dim: int, *, num_rows: int) -> bool:
+def blocks_agree(block: int, like: Tensor, num_kv_heads: int, value_dim: int, *, most: int) -> bool:
     """True if random full rows have the same bits walked, in tiles of ``block``, as by splits.
 
     Args:
         block: queries of a tile.
         like: queries, for their sizes, dtype and device.
         num_kv_heads: heads of keys. value_dim: numbers of a value; below 0: it is the beginning of the key.
-        num_rows: rows that are compared, at least as many as are walked at all.
+        most: numbers of the queries; more, where fewer rows would not be walked.
     """
     _, num_heads, _, key_dim = like.shape
     generator = torch.Generator(like.device).manual_seed(0)
@@ -723,7 +723,7 @@ def blocks_agree(block: int, like: Tensor, num_kv_heads: int, value_dim: int, *,
         return torch.randn(*shape, generator=generator, device=like.device).to(like.dtype)
 
     programs = num_kv_heads * -(-QUERY_ROW_LEN * num_heads // num_kv_heads // block)
-    num_rows = max(num_rows, -(-LEAST_WALKS // programs))
+    num_rows = max(most // (QUERY_ROW_LEN * num_heads * key_dim), -(-LEAST_WALKS // programs))
     places = torch.arange(num_rows * QUERY_ROW_LEN, device=like.device)
     query = random(len(places), num_heads, key_dim).transpose(0, 1)[None]
     keys = random(_TRIED_PAGES, PAGE_SIZE, num_kv_heads, key_dim)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.errors import EngineError
 from paceline.model.attention.kernels import Kernel
-from paceline.model.attention.schedule import SPLIT, num_splits
+from paceline.model.attention.schedule import SPLIT, num_splits, walks
 from paceline.model.compiled.buckets import Fits, Limits, pack, shapes_to_record, token_shapes
 from paceline.model.kv_cache import KVCache
 from paceline.model.shapes import QUERY_ROW_LEN, UNBOUNDED
@@ -180,7 +180,8 @@ class DeviceBackend:
         self._fits = Fits()
         self._replays: dict[StepShape, Replay] = {}
         self._num_states: dict[StepShape, int] = {}
-        self._most_sums: dict[StepShape, int] = {}  # of each recording
+        self._most_sums: dict[StepShape, int] = {}  # of each recording, as the next
+        self._programs: dict[StepShape, int] = {}  # that walk a full row
         self._room = functools.lru_cache(_ROOMS)(self._new_room)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0)
@@ -209,6 +210,9 @@ class DeviceBackend:
             return True
         arrays = arrays_of(own, plan.buffer)
         places, splits = sizes_of(arrays.query_rows, arrays.scatter)
+        full = places == QUERY_ROW_LEN
+        if walks(int(full.sum()), self._programs[shape]):  # they need no sums
+            places[full] = 0
         return not own.is_tree and int(places @ splits) <= most
 
     def most_keys(self, shape: StepShape) -> int:
@@ -307,6 +311,7 @@ class DeviceBackend:
             logits, states = self._call(step, room, seen)
             if self._in_place:
                 self._most_sums[shape] = min(each.capacity for each in seen)
+                self._programs[shape] = min(each.programs for each in seen)
             self._logits[: shape.wanted].copy_(logits)
             if states is not None and self._states is not None:
                 self._states[: len(states)].copy_(states)
@@ -315,6 +320,7 @@ class DeviceBackend:
         replay = recorder.record(function)
         if self._in_place:
             self._most_sums[shape] = self.least(self._most_sums[shape])
+            self._programs[shape] = self.least(self._programs[shape])
         if self._most_sums.get(shape, shape.tokens) >= shape.tokens:
             self._replays[shape] = replay
 
