@@ -11,6 +11,8 @@ import random
 
 import pytest
 import torch
+from tests.model.families import checkpoint
+from tests.support.hybrids import hybrid_config, poison
 from tests.support.models import noisy_copy, prompt, random_model, save_pair
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
 
@@ -209,6 +211,18 @@ def test_steps_through_graphs_have_the_bits_of_steps_without() -> None:
             assert torch.equal(graphs.forward(steps), eager.forward(steps))
         done = [stops.get(i, d) for i, d in enumerate(done)]
     assert sum(done) > 600
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "minimax", "nemotron_h", "lfm2", "jamba"])
+def test_linear_layers_of_each_kind_are_recorded_and_have_the_bits_of_decoding(family: str) -> None:
+    """Prompts in chunks, and branches of a tree, replayed; slots that are free hold NaN."""
+    model = prepare(checkpoint(hybrid_config(family)).to(DEVICE, torch.bfloat16), compile=True)
+    runner = poison(model.runner(40, max_sessions=16))
+    record_steps(runner, LIMITS, 1024, True)
+    assert check_replay(runner, 1024) == []
+    report = check_invariance(runner, 300, 64)
+    assert report.holds
+    assert report.has_branches
 
 
 @pytest.mark.parametrize("compile", [False, True])

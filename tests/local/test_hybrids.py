@@ -93,14 +93,14 @@ def test_what_does_not_run_with_linear_layers_is_refused(folder: Path, options: 
         LocalPipeline(LocalConfig(target=target, draft=None)).load()
 
 
-def test_other_devices_and_quantized_weights_are_refused() -> None:
+def test_weights_that_stay_quantized_are_refused_on_every_device() -> None:
     config, quantized = hybrid_config("qwen3_next").to_dict(), {"quant_method": "quanto"}
-    options = {"quantization": None}
-    assert why_not_runnable(config, None, device="cpu", **options) is None
-    for stored, device, option in ((None, "cuda", "device"), (quantized, "cpu", "model")):
-        found = why_not_runnable(config, stored, device=device, **options)
-        assert found is not None
-        assert found[0] == option
+    for device in ("cpu", "cuda"):
+        assert why_not_runnable(config, None, device=device, quantization=None) is None
+        for stored, quantization, option in ((quantized, None, "model"), (None, "int8", "quantization")):
+            found = why_not_runnable(config, stored, device=device, quantization=quantization)
+            assert found is not None
+            assert found[0] == option
 
 
 def test_state_slots_are_those_of_a_model_with_linear_layers_and_enough_for_its_sessions(tmp_path: Path) -> None:

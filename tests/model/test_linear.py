@@ -234,6 +234,90 @@ def test_branches_take_no_states() -> None:
     assert [of.store != NONE for of in part.chunks] == [True, False]
 
 
+def conflicts(made: LinearStep) -> int:
+    """Slots that sequences of one group write and those of another read or write."""
+    touched = []
+    for group in made.groups():
+        slots = [made.sequences[i].slots for i in group]
+        reads, writes = ({slot for pair in slots for slot in pair[i]} for i in (0, 1))
+        touched.append((reads, writes))
+    return sum(
+        len(writes & (other_reads | other_writes))
+        for i, (_, writes) in enumerate(touched)
+        for j, (other_reads, other_writes) in enumerate(touched)
+        if i != j
+    )
+
+
+def _made(num_sessions: int) -> list[LinearStep]:
+    """Steps of sessions that pass ends of chunks, with few slots: of prompts, of trees, of single tokens."""
+    linear, made = LinearSlots(Slots(states=2 * num_sessions, rows=200)), []
+    sizes = [20 + 16 * i for i in range(num_sessions)]
+    tables = [[10 * i, 10 * i + 1] for i in range(num_sessions)]
+    held = [NONE] * num_sessions
+
+    def run(steps: Sequence[SequenceStep]) -> None:
+        made.append(linear.plan(steps))
+        linear.confirm()
+
+    run([chunk(_TEXT, 0, size, pages) for size, pages in zip(sizes, tables, strict=True)])
+    siblings = Proposal((1, 2, 3), parents=(-1, -1, -1))
+    for _ in range(20):
+        steps: list[SequenceStep] = []
+        for i, (size, pages) in enumerate(zip(sizes, tables, strict=True)):
+            held[i] = linear.hold(pages, size, held[i])
+            branches = branches_of(siblings)
+            private = [[10 * i + 2 + k] for k in range(len(branches) - 1)]
+            branch_pages = page_tables(pages, private, branches, size + 1)
+            steps += sequence_steps(_TEXT[size : size + 1], size, siblings, branch_pages)
+        run(steps)
+        for i in range(num_sessions):
+            linear.forget(range(10 * i + 2, 10 * i + 10))
+            sizes[i] += 1
+    for _ in range(20):  # all pass an end of a chunk in the same steps
+        held = [linear.hold(pages, size, key) for pages, size, key in zip(tables, sizes, held, strict=True)]
+        run([chunk(_TEXT, size, size + 1, pages) for size, pages in zip(sizes, tables, strict=True)])
+        sizes = [size + 1 for size in sizes]
+    return made
+
+
+def test_sequences_of_different_groups_share_no_slot() -> None:
+    """Groups are computed at the same time: a session's branches are one, and sessions do not wait for each other."""
+    for made in _made(3):
+        assert conflicts(made) == 0
+        assert len(made.groups()) == 3
+    assert [*chain.from_iterable(made.groups())] == [*range(len(made.sequences))]
+
+
+def _reused_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot of a state that one session reads is given to another one in the same step."""
+    monkeypatch.setattr(LinearSlots, "_use_state", lambda self, key: self._state_of[key])
+
+
+def _no_dependencies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LinearStep, "groups", lambda self: [range(i, i + 1) for i in range(len(self.sequences))])
+
+
+@pytest.mark.parametrize("mutant", [_reused_in_the_step, _no_dependencies])
+def test_wrong_groups_are_noticed(
+    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    assert any(conflicts(made) or len(made.groups()) != 3 for made in _made(3))
+
+
+def test_a_state_for_prefix_hits_takes_no_slot_that_a_session_needs() -> None:
+    """A prompt passes the end of a page, whose state is kept while there is room, and ends behind it."""
+    linear, pages = LinearSlots(Slots(states=2, rows=8)), [0, 1, 2]
+    linear.plan([chunk(_TEXT, 0, 32, pages)])
+    linear.confirm()
+    held = linear.hold(pages, 32, NONE)
+    (part,) = linear.plan([chunk(_TEXT, 32, 80, pages)]).sequences
+    assert [of.store != NONE for of in part.chunks] == [False, False, True]
+    linear.confirm()
+    assert linear.hold(pages, 80, held) != NONE
+
+
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs linear layers by the reference implementation, as on a machine without a compiler."""
     monkeypatch.setattr(native, "unavailable", lambda: "they are not to run")

@@ -267,7 +267,7 @@ def why_not_runnable(
     if kind is None:
         return None
     has = f"and the model has {kind} layers"
-    if device == "cuda":
+    if device == "cuda" and layers is None:
         return "device", f"is 'cuda' {has}, which run on the CPU alone: 'cpu' is allowed"
     if quantization is not None:
         return "quantization", f"is {quantization!r} {has}, which run with plain weights alone: null is allowed"

@@ -86,7 +86,9 @@ class KVCache:
         self.linear_pools: dict[int, LinearPools] = {}
         """Memory of the slots, by layer."""
         if self.linear is not None and linear:
-            self.linear_pools = {i: LinearPools.of(spec, self.linear.slots, dtype) for i, spec in linear.items()}
+            self.linear_pools = {
+                i: LinearPools.of(spec, self.linear.slots, dtype, device) for i, spec in linear.items()
+            }
 
     def _allocate(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device | str) -> None:
         shape = (self.num_pages + 1, PAGE_SIZE)
@@ -254,11 +256,14 @@ class KVCache:
             self.linear.promise(owner, num_chunks)
 
     def copy_rows(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies chunks of rows of linear layers, slots (from, to) each."""
+        """Copies chunks of rows of linear layers, slots (from, to) each. No slot is both copied from and copied to."""
+        if not pairs:
+            return
+        index = upload(pairs, self.keys[0].device)
+        source, target = index[:, 0], index[:, 1]
         for layer in self.linear_pools.values():
             for pool in layer.rows:
-                for source, target in pairs:
-                    pool[target] = pool[source]
+                pool.index_copy_(0, target, pool.index_select(0, source))
 
     def publish(self, page: int, digest: bytes) -> None:
         """Makes a full page of committed tokens shareable. An equal page published earlier stays the shared one."""

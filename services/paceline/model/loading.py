@@ -336,6 +336,8 @@ def prepare(
             depends on the batch.
     """
     model, on_cpu = model.eval(), model.device.type == "cpu"
+    if (without := linear_layers.why_not_on_cuda(model)) is not None:
+        raise ConfigError(f"{name_of(model)} has linear layers, whose kernel for CUDA {without}: use device 'cpu'")
     pad_experts(model)
     if on_cpu:
         widen_narrow_layers(model)

@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline.errors import ConfigError
 from paceline.model.compiled.backend import DeviceBackend, Outputs, StepFunction
 from paceline.model.kv_cache import KVCache, flat_rows
+from paceline.model.linear.plan import LinearSlots, LinearStep
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep, StepArrays, StepPlan, StepShape
 from paceline.types import PAGE_SIZE, pages_for
@@ -327,7 +328,7 @@ def check_replay(runner: ModelRunner, max_len: int | None = None) -> list[StepSh
     try:
         for shape in backend.recorded:
             farthest = min(max_len or shape.num_keys, backend.most_keys(shape))
-            plan = _full_plan(shape, pages, runner.vocab_size, farthest, generator)
+            plan = _full_plan(shape, pages, runner.vocab_size, farthest, generator, runner.cache.linear)
             with torch.no_grad():
                 eager, replayed = backend.compute(runner._step, plan, shape), backend.replay(plan, shape)
             if not backend.least(_equal(eager, replayed)):
@@ -352,10 +353,15 @@ def _equal(eager: Outputs, replayed: Outputs) -> bool:
 
 
 def _full_plan(
-    shape: StepShape, pages: list[int], vocab_size: int, farthest: int, generator: torch.Generator
+    shape: StepShape,
+    pages: list[int],
+    vocab_size: int,
+    farthest: int,
+    generator: torch.Generator,
+    slots: LinearSlots | None,
 ) -> StepPlan:
     """A step of as many tokens as there are, spread over all rows: random ones, each writing a row of its own, that see
-    random numbers of rows below ``farthest``."""
+    random numbers of rows below ``farthest``. ``slots``: of linear layers, whose states are read and not written."""
 
     def random(*size: int, end: int) -> Tensor:
         return torch.randint(0, end, size, generator=generator)
@@ -374,7 +380,8 @@ def _full_plan(
         visible[:, :, 0] = True
         key_positions = random(shape.rows, shape.num_keys, end=farthest)
         key_positions[:, 0] = farthest - 1
-    plan = StepPlan(shape.wanted, shape, torch.empty(shape.num_bytes, dtype=torch.uint8))
+    linear = None if slots is None else LinearStep.filled(shape.tokens, slots.slots.states)
+    plan = StepPlan(shape.wanted, shape, torch.empty(shape.num_bytes, dtype=torch.uint8), linear=linear)
     values = StepArrays(
         tokens=random(shape.tokens, end=vocab_size),
         positions=positions,

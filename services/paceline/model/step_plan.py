@@ -298,7 +298,7 @@ class StepPlan(NamedTuple):
             *(
                 ()
                 if self.linear is None
-                else (LinearInputs(cache.linear_pools, torch.tensor(self.linear.encode())).tensors,)
+                else (LinearInputs(cache.linear_pools, torch.tensor(self.linear.encode()).to(device)).tensors,)
             ),
         )
 

@@ -1,4 +1,7 @@
-"""The Triton kernels without a GPU: run by triton's interpreter, and compiled for devices that are not there."""
+"""The Triton kernels without a GPU: run by triton's interpreter, and compiled for devices that are not there.
+
+Of attention, and of linear layers.
+"""
 
 from __future__ import annotations
 
@@ -68,26 +71,75 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **changes}
 
 
+LINEAR = """
+import os, re, subprocess, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from paceline.model.linear import triton as kernels
+
+DELTA = dict(RULE=0, KEY_HEADS=16, VALUE_HEADS=32, KEY_DIM=128, VALUE_DIM=128, KEY_TILE=128,
+             COLUMNS=kernels._COLUMNS, CHANNELS=8192, HISTORY=3, QUERIES=0, KEYS=2048, VALUES=4096, BY_CHANNEL=False,
+             CONVOLVED=True, SHIFTED=False, SKIPS=False, IS_LOWEST=False, ROUNDS_RATES=False, ROUNDS_CONVOLUTION=True)
+KIMI = DELTA | dict(BY_CHANNEL=True, VALUE_HEADS=16, ROUNDS_RATES=True)
+MAMBA2 = DELTA | dict(RULE=2, KEY_HEADS=8, VALUE_HEADS=64, VALUE_DIM=64, SHIFTED=True, SKIPS=True)
+LIGHTNING = DELTA | dict(RULE=1, CONVOLVED=False, KEY_HEADS=32)
+CONVOLUTION = dict(CHANNELS=2048, COLUMNS=kernels._CHANNELS, HISTORY=2, SHIFTED=True, ROUNDS_CONVOLUTION=True,
+                   SILU=True)
+MAMBA = dict(CHANNELS=8192, COLUMNS=kernels._CHANNELS, KEY_DIM=16, KEY_TILE=16)
+TYPES = dict.fromkeys(["inputs", "a", "b", "tails", "rows", "out"], "*bf16") | {"numbers": "*i64"}
+TYPES |= dict.fromkeys(["weight", "shift", "decay", "bias", "skip"], "*fp32")
+TYPES |= dict.fromkeys(["states", "keys", "updates", "decays"], "*fp32")
+TYPES |= dict.fromkeys(["query_scale", "strength_scale", "lowest", "shortest", "longest"], "fp32")
+for kernel, sizes, warps in (
+    (kernels._recurrent, DELTA, 8), (kernels._recurrent, KIMI, 8), (kernels._recurrent, MAMBA2, 8),
+    (kernels._recurrent, LIGHTNING, 8), (kernels._convolution, CONVOLUTION, 8), (kernels._scanned, MAMBA, 4),
+):
+    names = [p.name for p in kernel.params]
+    signature = {n: "constexpr" if n.isupper() else TYPES.get(n, "i32") for n in names}
+    constants = {(i,): sizes[n] for i, n in enumerate(names) if n.isupper()}
+    kept = {"weight", "shift", "decay", "bias", "skip", "states", "tails", "rows", "keys", "updates", "decays"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in kept}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    made = compile(source, GPUTarget("cuda", int(sys.argv[1]), 32), options={"num_warps": warps})
+    assert made.metadata.shared <= 64 << 10, made.metadata.shared
+    target, path = re.search(r"[.]target (\\w+)", made.asm["ptx"]).group(1), sys.argv[2]
+    open(path, "w").write(made.asm["ptx"])
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/ptxas")
+    tool += "-blackwell" if sys.argv[1] == "100" and os.path.exists(tool + "-blackwell") else ""
+    command = [tool, "-v", "--gpu-name=" + target, path, "-o", os.devnull]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert " 0 bytes spill stores" in said, said
+"""
+
+
 @pytest.mark.slow
-def test_the_kernels_pass_their_tests_in_the_interpreter() -> None:
-    """Those of ``test_kernels.py`` that need triton: none is skipped there."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not variant"]
+@pytest.mark.parametrize(
+    ("path", "some"),
+    [
+        ("tests/model/attention/test_kernels.py", "not variant"),
+        ("tests/model/test_linear_triton.py", "numbers or mistakes"),
+        ("tests/model/test_linear_triton.py", "trees or any_tree"),
+    ],
+)
+def test_the_kernels_pass_their_tests_in_the_interpreter(path: str, some: str) -> None:
+    """Those that need triton: none is skipped there."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", some]
     given = environment(TRITON_INTERPRET="1")
-    run = subprocess.run(
-        [*command, "tests/model/attention/test_kernels.py"], cwd=ROOT, env=given, capture_output=True, text=True
-    )
+    run = subprocess.run([*command, path], cwd=ROOT, env=given, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:]
     assert "skipped" not in run.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "90", "100"])
-def test_the_kernels_compile_for_devices(capability: str, tmp_path: Path) -> None:
-    """An A100, an H100 and a B200: matrix units are used, what programs share fits any of them, registers suffice, and
-    nothing is fused that another kernel might not fuse."""
+@pytest.mark.parametrize("script_text", [COMPILE, LINEAR], ids=["attention", "linear layers"])
+def test_the_kernels_compile_for_devices(script_text: str, capability: str, tmp_path: Path) -> None:
+    """An A100, an H100 and a B200: attention uses matrix units and fuses nothing that another kernel might not fuse;
+    what programs share fits any of them, and registers suffice."""
     given = environment(TRITON_CACHE_DIR=str(tmp_path))
     script = tmp_path / "compile_kernels.py"
-    script.write_text(COMPILE)
+    script.write_text(script_text)
     command = [sys.executable, str(script), capability, str(tmp_path / "kernel.ptx")]
     run = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tests.model import test_linear
 from tests.model.families import checkpoint
 from tests.model.test_linear import chunk, differing
 from tests.support.compilers import needs_attention
-from tests.support.hybrids import BY_TORCH, GATED_DELTA, hybrid_config, poison
+from tests.support.hybrids import BY_TORCH, GATED_DELTA, hybrid_config, hybrid_model, poison
 from tests.support.models import prompt
 from tests.support.rings import nightly, slow
 from torch import Tensor
@@ -19,7 +21,7 @@ from paceline.errors import ConfigError
 from paceline.model.compiled import package
 from paceline.model.compiled.package import CompiledPackage
 from paceline.model.features import OUT, Features
-from paceline.model.linear import native
+from paceline.model.linear import layers, native
 from paceline.model.loading import prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
@@ -104,3 +106,15 @@ def test_float16_is_not_compiled() -> None:
     assert native.unavailable() is None
     with pytest.raises(ConfigError, match=r"in torch.float16, which are compiled in bfloat16 and float32 alone"):
         prepare(checkpoint(hybrid_config("qwen3_5_text")).to(torch.float16), compile=True)
+
+
+def test_gpus_whose_kernels_cannot_be_built_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = hybrid_model("qwen3_5_text").named_modules
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), named_modules=modules)
+    monkeypatch.setattr(layers, "triton_unavailable", lambda: "needs a C compiler")
+    assert layers.why_not_on_cuda(on_gpu) == "needs a C compiler"
+    monkeypatch.setattr(layers, "triton_unavailable", lambda: None)
+    for capability, reason in (((7, 5), "needs compute capability 8.0"), ((9, 0), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, of=capability: of)
+        assert layers.why_not_on_cuda(on_gpu) == reason
+    assert layers.why_not_on_cuda(SimpleNamespace(device=torch.device("cpu"))) is None  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,8 @@ from paceline.model.attention.kernels import Kernel
 from paceline.model.attention.schedule import SPLIT, num_splits, walks
 from paceline.model.compiled.buckets import Fits, Limits, pack, shapes_to_record, token_shapes
 from paceline.model.kv_cache import KVCache
+from paceline.model.linear.operator import LinearInputs, LinearPools
+from paceline.model.linear.plan import num_numbers
 from paceline.model.shapes import QUERY_ROW_LEN, UNBOUNDED
 from paceline.model.step_plan import (
     INTEGER_BYTES,
@@ -138,12 +141,16 @@ class _Room(NamedTuple):
     arrays: StepArrays
     inputs: tuple[Tensor, ...]
     """The first arguments of the traced signature, up to the masks."""
+    linear: tuple[list[Tensor], ...]
+    """Its last one, of a model with linear layers, whose numbers lie behind the step's in the buffer."""
 
     @classmethod
-    def of(cls, shape: StepShape, buffer: Tensor) -> Self:
+    def of(cls, shape: StepShape, buffer: Tensor, pools: dict[int, LinearPools]) -> Self:
         it = unpack(shape, buffer)
         index = (it.logits_index, it.write_rows, it.write_tokens, it.page_table, it.gather, it.scatter)
-        return cls(buffer, it, (it.tokens.unsqueeze(0), it.positions.unsqueeze(0), *index))
+        inputs = it.tokens.unsqueeze(0), it.positions.unsqueeze(0), *index
+        linear = (LinearInputs(pools, buffer[shape.num_bytes :].view(torch.int64)).tensors,) if pools else ()
+        return cls(buffer, it, inputs, linear)
 
 
 class DeviceBackend:
@@ -204,7 +211,10 @@ class DeviceBackend:
         return self.compute(step, plan, shape)
 
     def _has_room(self, shape: StepShape, plan: StepPlan) -> bool:
-        """True if the recording of ``shape`` has room for the partial sums of a plan's attention."""
+        """True if the recording of ``shape`` has room for the partial sums of a plan's attention, and for its numbers
+        of linear layers."""
+        if not self._has_numbers(shape, plan):
+            return False
         own, most = plan.shape, self._most_sums.get(shape)
         if most is None or own.tokens * num_splits(shape.pages if own.is_tree else own.pages) <= most:
             return True
@@ -226,11 +236,10 @@ class DeviceBackend:
         """Runs ``plan`` in ``shape``, call by call. Steps of one stream follow each other, so all steps of a shape
         share the memory of their inputs.
         """
-        room = self._room(shape)
-        packed = room.buffer if self.device.type == "cpu" else self._packed(plan, shape)
-        if packed is room.buffer:
-            pack(plan, shape, self._cache.scratch_row, packed)
-        else:
+        room = self._room(shape) if self._has_numbers(shape, plan) else self._new_room(shape, plan)
+        packed = room.buffer if self.device.type == "cpu" else self._new_buffer(len(room.buffer), pinned=True)
+        self._pack(plan, shape, packed)
+        if packed is not room.buffer:
             room.buffer.copy_(packed, non_blocking=True)
         _set_tokens(room.buffer, plan.drawn)
         logits, states = self._call(step, room, self._inputs(room, shape, packed))
@@ -238,7 +247,9 @@ class DeviceBackend:
 
     def replay(self, plan: StepPlan, shape: StepShape) -> Outputs:
         """Runs ``plan`` by the recording of ``shape``. Steps of one stream follow each other, so they share memory."""
-        self._buffer[: shape.num_bytes].copy_(self._packed(plan, shape), non_blocking=True)
+        packed = self._new_buffer(self._num_bytes(shape), pinned=True)
+        self._pack(plan, shape, packed)
+        self._buffer[: len(packed)].copy_(packed, non_blocking=True)
         _set_tokens(self._buffer, plan.drawn)
         self._replays[shape]()
         states = (
@@ -266,7 +277,7 @@ class DeviceBackend:
         if self._recorder is None:
             return
         started = told = time.perf_counter()
-        self._buffer = torch.zeros(max(s.num_bytes for s in self._shapes), dtype=torch.uint8, device=self.device)
+        self._buffer = self._new_buffer(max(self._num_bytes(s) for s in self._shapes)).zero_()
         for shape in sorted(self._shapes, key=lambda s: s.cost, reverse=True):
             if not self.least(self._recorder.has_room()):
                 log.warning(
@@ -298,7 +309,7 @@ class DeviceBackend:
 
     def _record(self, step: StepFunction, shape: StepShape, recorder: Recorder) -> None:
         self._fill_blank(shape)
-        room = _Room.of(shape, self._buffer)
+        room = _Room.of(shape, self._buffer[: self._num_bytes(shape)], self._cache.linear_pools)
         if not len(self._logits):  # of the largest shape that there is, in the dtype that the model gives
             most = max(s.wanted for s in self._shapes)
             logits, states = self._call(step, room, self._inputs(room, shape))
@@ -324,8 +335,35 @@ class DeviceBackend:
         if self._most_sums.get(shape, shape.tokens) >= shape.tokens:
             self._replays[shape] = replay
 
-    def _new_room(self, shape: StepShape) -> _Room:
-        return _Room.of(shape, torch.empty(shape.num_bytes, dtype=torch.uint8, device=self.device))
+    def _new_room(self, shape: StepShape, plan: StepPlan | None = None) -> _Room:
+        """``plan``: the step for whose numbers of linear layers there is room; None: those of most steps."""
+        return _Room.of(shape, self._new_buffer(self._num_bytes(shape, plan)), self._cache.linear_pools)
+
+    def _new_buffer(self, num_bytes: int, *, pinned: bool = False) -> Tensor:
+        """uint8 [num_bytes] on the device; ``pinned``: in page-locked memory of the host, which torch hands out again
+        only when the copy from it is done."""
+        if pinned:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def _num_bytes(self, shape: StepShape, plan: StepPlan | None = None) -> int:
+        """Bytes of a step of ``shape`` with the numbers of linear layers, if there are any."""
+        if not self._cache.linear_pools:
+            return shape.num_bytes
+        assert not shape.is_tree, "linear layers verify branches, no masked trees"
+        num = num_numbers(shape.tokens) if plan is None or plan.linear is None else plan.linear.most_numbers
+        return shape.num_bytes + num * INTEGER_BYTES
+
+    def _has_numbers(self, shape: StepShape, plan: StepPlan) -> bool:
+        """True if ``shape`` has room for a plan's numbers of linear layers."""
+        return plan.linear is None or plan.linear.most_numbers <= num_numbers(shape.tokens)
+
+    def _pack(self, plan: StepPlan, shape: StepShape, buffer: Tensor) -> None:
+        """Writes a plan into a buffer of the host."""
+        pack(plan, shape, self._cache.scratch_row, buffer)
+        if plan.linear is not None:
+            numbers = np.frombuffer(plan.linear.encode(), np.int64)
+            buffer.numpy()[shape.num_bytes :].view(np.int64)[: len(numbers)] = numbers
 
     def _fill_blank(self, shape: StepShape) -> None:
         """A step that touches nothing but the scratch page."""
@@ -334,12 +372,6 @@ class DeviceBackend:
         arrays.page_table.fill_(self._cache.scratch_row // PAGE_SIZE)
         if shape.is_tree:
             arrays.visible[..., 0] = True
-
-    def _packed(self, plan: StepPlan, shape: StepShape) -> Tensor:
-        """From page-locked memory, which torch hands out again only when the copy from it is done."""
-        buffer = torch.empty(shape.num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        pack(plan, shape, self._cache.scratch_row, buffer)
-        return buffer
 
     def _inputs(self, room: _Room, shape: StepShape, packed: Tensor | None = None) -> list[Any]:
         """What the step's attention sees (``paged_attention``): masks, or ``Seen`` of attention in place. ``packed``:
@@ -358,4 +390,4 @@ class DeviceBackend:
 
     def _call(self, step: StepFunction, room: _Room, seen: list[Any]) -> Outputs:
         """Runs ``step`` on the contents of the buffer; returns logits [shape.wanted, vocab], and states."""
-        return _outputs(step(*room.inputs, seen, self._cache.model_keys, self._cache.model_values))
+        return _outputs(step(*room.inputs, seen, self._cache.model_keys, self._cache.model_values, *room.linear))

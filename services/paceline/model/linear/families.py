@@ -250,7 +250,8 @@ def _of_falcon(layer: Any, x: Tensor) -> Projected:
     first = layer.mup_vector[0, 0, [0, inner, 2 * inner, 2 * inner + size, 2 * inner + 2 * size]]
     spec = _mamba2_sizes(layer)
     keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
-    factors = first.repeat_interleave(torch.tensor([values, values, keys, keys, spec.value_heads]))
+    sizes = values, values, keys, keys, spec.value_heads
+    factors = torch.cat([factor.expand(size) for factor, size in zip(first, sizes, strict=True)])
     return _mamba2_parts(layer, layer.in_proj(x * layer.ssm_in_multiplier)[0] * factors)
 
 

@@ -3,7 +3,7 @@
 transformers' own forward has another form for one token than for many, whose chunks begin where a call begins; so its
 bits depend on how a text is cut. Where its optional kernel packages or kernels from a hub are installed it has further
 ones. None of these runs: the module's projections, norm and weights are used (``families.py``). Between them runs
-``operator.py``, or for gated delta layers its native twin where that is available.
+``operator.py``, or for gated delta layers its native twin where that is available; on a GPU ``triton.py``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.checkpoint.linear import Kind, LinearSpec
+from paceline.core.cuda import LEAST_CAPABILITY, triton_unavailable
 from paceline.errors import ConfigError
 from paceline.model.linear import native
 from paceline.model.linear.families import FAMILIES, Family, spec_of
@@ -62,9 +63,10 @@ def linear_indices(model: PreTrainedModel) -> list[int]:
 
 
 def why_eager(model: PreTrainedModel) -> str | None:
-    """Says why a model's linear layers are not compiled, as a clause; None if they can be, or it has none."""
+    """Says why a model's linear layers are not compiled, as a clause; None if they can be, or it has none. On a GPU
+    parts of the model are compiled, none of which is a linear layer."""
     kinds = sorted({spec_of(module).kind for _, module in linear_modules(model)})
-    if not kinds:
+    if not kinds or model.device.type != "cpu":
         return None
     if others := [kind for kind in kinds if kind is not Kind.GATED_DELTA]:
         return f"it has {others[0]} layers, which run by torch alone"
@@ -76,11 +78,32 @@ def why_eager(model: PreTrainedModel) -> str | None:
 
 
 def run(inputs: LinearInputs, index: int, spec: LinearSpec, gates: Gates) -> Tensor:
-    """The step of the linear layer ``index``, by the native operator where there is one."""
+    """The step of the linear layer ``index``, by the operator of its device."""
     pools = inputs.pools[index]
+    if inputs.numbers.is_cuda:
+        return by_triton(inputs.numbers, pools, spec, gates)
     if spec.kind is Kind.GATED_DELTA and gates.inputs.dtype in native.DTYPES and native.unavailable() is None:
         return native.gated_delta(inputs.numbers, pools, gates, spec.key_heads)
     return by_torch(inputs.numbers, pools, spec, gates)
+
+
+def by_triton(numbers: Tensor, pools: LinearPools, spec: LinearSpec, gates: Gates) -> Tensor:
+    """The step of a linear layer by the kernels for CUDA. ``why_not_on_cuda`` comes first."""
+    from paceline.model.linear.triton import run_step as run_on_cuda
+
+    return run_on_cuda(numbers, pools, spec, gates)
+
+
+def why_not_on_cuda(model: PreTrainedModel) -> str | None:
+    """Says why a model's linear layers cannot run on its CUDA device, as a clause about their kernel; None if they can,
+    or it has none or is elsewhere."""
+    if model.device.type != "cuda" or not linear_modules(model):
+        return None
+    if (reason := triton_unavailable()) is not None:
+        return reason
+    if torch.cuda.get_device_capability(model.device) < LEAST_CAPABILITY:
+        return f"needs compute capability {'.'.join(map(str, LEAST_CAPABILITY))}"
+    return None
 
 
 def by_torch(numbers: Tensor, pools: LinearPools, spec: LinearSpec, gates: Gates) -> Tensor:

@@ -193,7 +193,7 @@ class Head {
 
   void run(int64_t number) {
     take(number);
-    const int64_t* next = it_.numbers;
+    const int64_t* next = it_.numbers + 1 + 3 * it_.numbers[0];  // behind the groups, which one thread needs not know
     int64_t at = 0;
     for (int64_t left = *next++; left > 0; --left) {
       const int64_t slot = *next++;
@@ -412,7 +412,8 @@ int64_t num_tokens(const Call& it) {
   const int64_t *next = it.numbers, *end = next + it.num_numbers;
   const auto in = [](int64_t x, int64_t stop, bool or_none) { return x < stop && (x >= 0 || (or_none && x == kNone)); };
   int64_t tokens = 0;
-  if (next == end) return -1;
+  if (end - next < 2 || *next < 0 || *next > (end - next - 2) / 3) return -1;
+  next += 1 + 3 * *next;
   for (int64_t left = *next++; left > 0; --left) {
     if (end - next < 2 || !in(*next++, it.state_slots, true)) return -1;
     for (int64_t chunks = *next++; chunks > 0; --chunks) {

@@ -54,8 +54,8 @@ class LinearPools(NamedTuple):
     decays: Tensor  # [slots, CHUNK, value heads, decay_dim] float32: G; of Mamba b
 
     @classmethod
-    def of(cls, spec: LinearSpec, slots: Slots, dtype: torch.dtype) -> LinearPools:
-        """Memory on the CPU, written to here and now, so that the process does not grow while it serves."""
+    def of(cls, spec: LinearSpec, slots: Slots, dtype: torch.dtype, device: torch.device | str = "cpu") -> LinearPools:
+        """Memory that is written to here and now, so that the process does not grow while it serves."""
         shapes = [
             (torch.float32, (slots.states, spec.state_heads, spec.key_dim, spec.value_dim)),
             (dtype, (slots.states, spec.width - 1, spec.conv_dim)),
@@ -64,7 +64,7 @@ class LinearPools(NamedTuple):
             (torch.float32, (slots.rows, CHUNK, spec.state_heads, spec.value_dim)),
             (torch.float32, (slots.rows, CHUNK, spec.state_heads, spec.decay_dim)),
         ]
-        return cls(*(torch.empty(shape, dtype=kind).zero_() for kind, shape in shapes))
+        return cls(*(torch.empty(shape, dtype=kind, device=device).zero_() for kind, shape in shapes))
 
     @property
     def rows(self) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Protocol, Self
 
 from paceline.checkpoint.linear import CHUNK, Slots
@@ -67,6 +67,26 @@ class SequencePart:
     """Slot of the state before its first chunk; NONE: zeros."""
     chunks: list[Chunk]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are computed."""
+        return sum([chunk.count for chunk in self.chunks])
+
+    @property
+    def slots(self) -> tuple[list[tuple[bool, int]], list[tuple[bool, int]]]:
+        """The slots that it reads and those that it writes: (True for states, slot) each."""
+        reads, writes = [] if self.state == NONE else [(True, self.state)], []
+        for chunk in self.chunks:
+            if chunk.store != NONE:
+                writes.append((True, chunk.store))
+            if chunk.rows != NONE:
+                if chunk.first:
+                    reads.append((False, chunk.rows))
+                if chunk.count:
+                    writes.append((False, chunk.rows))
+            writes += [(False, slot) for _, slot, _ in chunk.also]
+        return reads, writes
+
 
 @dataclass(slots=True)
 class LinearStep:
@@ -78,22 +98,73 @@ class LinearStep:
     copies: list[tuple[int, int]]
     """Slots of rows that are copied before the step, (from, to) each."""
 
+    def groups(self) -> list[range]:
+        """Runs of sequences of which none reads or writes a slot that one of another run writes.
+
+        Runs may be computed at the same time; the sequences of a run one after the other, as those of a session's
+        branches are.
+        """
+        first_touch: dict[tuple[bool, int], int] = {}
+        first_write: dict[tuple[bool, int], int] = {}
+        starts: list[int] = []
+        for index, part in enumerate(self.sequences):
+            reads, writes = part.slots
+            written = [first_write.get(slot, index) for slot in reads]
+            since = min([*written, *[first_touch.get(slot, index) for slot in writes]], default=index)
+            for slot in writes:
+                first_write.setdefault(slot, index)
+            for slot in (*reads, *writes):
+                first_touch.setdefault(slot, index)
+            starts.append(index)
+            while starts[-1] > since:
+                starts.pop()
+        return [range(*ends) for ends in pairwise([*starts, len(self.sequences)])]
+
+    @property
+    def most_numbers(self) -> int:
+        """Numbers that ``encode`` writes at most."""
+        chunks = [chunk for part in self.sequences for chunk in part.chunks]
+        further = 3 * sum([len(chunk.also) for chunk in chunks]) + 2 * len(self.copies)
+        return 3 + 5 * len(self.sequences) + 5 * len(chunks) + further
+
     def encode(self) -> array[int]:
-        """Writes all numbers to one array, which ``native.cpp`` and other ranks read; copies come last."""
-        numbers = array("q", (len(self.sequences),))
-        for part in self.sequences:
+        """Writes all numbers to one array, which operators and other ranks read: for each group its place in the array,
+        its first token and the number of its sequences; sequences; and copies.
+        """
+        groups = self.groups()
+        numbers, of_groups = array("q", (len(self.sequences),)), array("q", (len(groups),))
+        token, front = 0, 1 + 3 * len(groups)
+        firsts = {group.start: len(group) for group in groups}
+        for index, part in enumerate(self.sequences):
+            if index in firsts:
+                of_groups.extend((front + len(numbers), token, firsts[index]))
+            token += part.num_tokens
             numbers.extend((part.state, len(part.chunks)))
             for chunk in part.chunks:
                 numbers.extend((chunk.rows, chunk.first, chunk.count, chunk.store, len(chunk.also)))
                 numbers.extend(chain.from_iterable(chunk.also))
         numbers.append(len(self.copies))
         numbers.extend(chain.from_iterable(self.copies))
-        return numbers
+        return of_groups + numbers
+
+    @classmethod
+    def filled(cls, num_tokens: int, num_states: int) -> Self:
+        """A step of ``num_tokens`` tokens that reads any of the states and keeps nothing."""
+        starts = range(0, num_tokens, CHUNK)
+        return cls(
+            [
+                SequencePart(start // CHUNK % num_states, [Chunk(NONE, 0, min(CHUNK, num_tokens - start))])
+                for start in starts
+            ],
+            [],
+        )
 
     @classmethod
     def decode(cls, numbers: Iterable[int]) -> Self:
         """Reads the step that ``encode`` has written."""
         left = iter(numbers)
+        for _ in range(3 * next(left)):
+            next(left)
         sequences = []
         for _ in range(next(left)):
             part = SequencePart(next(left), [])
@@ -103,6 +174,12 @@ class LinearStep:
                 part.chunks.append(chunk)
             sequences.append(part)
         return cls(sequences, [(next(left), next(left)) for _ in range(next(left))])
+
+
+def num_numbers(num_tokens: int) -> int:
+    """Numbers for which recorded steps of ``num_tokens`` tokens have room: those of sequences of one token each, which
+    are in two chunks and are written to one further place. Only steps with many copies for branches have more."""
+    return 64 + 18 * num_tokens
 
 
 class LinearSlots:
@@ -119,13 +196,15 @@ class LinearSlots:
         self._held: Counter[int] = Counter()  # sessions that hold the state of a key
         self._in_step: set[int] = set()  # state slots that the step being planned reads or writes
         self._ended: list[int] = []  # slots of rows that are free after the step
+        self._ended_states: list[int] = []  # the same, of states: the step may read them after it has stored others
+        self._optional: list[tuple[Chunk, int]] = []  # chunks whose states, of these keys, are stored if slots are left
         self._unconfirmed: list[int] = []  # keys whose states are only there once the step has run
         self._promised: dict[object, int] = {}
 
     @property
     def num_used(self) -> int:
         """Slots that hold a state."""
-        return self.slots.states - len(self._free_states)
+        return self.slots.states - len(self._free_states) - len(self._ended_states)
 
     @property
     def num_prefixes(self) -> int:
@@ -221,9 +300,13 @@ class LinearSlots:
         self._promised.clear()
         self._in_step.clear()
         self._free_rows += self._ended
-        self._ended = []
+        self._free_states += self._ended_states
+        self._ended, self._ended_states, self._optional = [], [], []
         copies = [pair for step in steps for pages in step.copies for pair in self._copy(*pages)]
-        return LinearStep([self._sequence(step) for step in steps], copies)
+        sequences = [self._sequence(step) for step in steps]
+        for chunk, key in self._optional:
+            chunk.store = self._store(key, must=False)
+        return LinearStep(sequences, copies)
 
     def confirm(self) -> None:
         """Marks the states that the last planned step has stored as known. Call it once the step has run."""
@@ -265,8 +348,10 @@ class LinearSlots:
                 chunk.rows = self._take_rows(key)
             if number < boundary and step.committed < 0:  # nobody holds it, and the state at the boundary replaces them
                 self._drop_rows(key)
-            if start < committed and number + 1 in (boundary, last_end):  # not of a branch, which keeps the rows
-                chunk.store = self._store(key, must=number + 1 == boundary)
+            if start < committed and number + 1 == boundary:  # not of a branch, which keeps the rows
+                chunk.store = self._store(key, must=True)
+            elif start < committed and number + 1 == last_end:
+                self._optional.append((chunk, key))
             for at, row in further.get(number, ()):
                 self._write_also(chunk, at, row, kept=number >= boundary)
             chunks.append(chunk)
@@ -337,7 +422,7 @@ class LinearSlots:
         self._owners[slot] -= 1
         if not self._owners[slot]:
             del self._owners[slot]
-            self._free_states.append(slot)
+            (self._ended_states if slot in self._in_step else self._free_states).append(slot)
 
     def _take_rows(self, key: int) -> int:
         if key not in self._rows_of:
@@ -358,7 +443,7 @@ class LinearSlots:
         """
         rows = [*self._rows_of.values(), *self._free_rows, *self._ended]
         assert sorted(rows) == [*range(self.slots.rows)], "a slot of rows leaked"
-        states = [*{*self._state_of.values()}, *self._free_states]
+        states = [*{*self._state_of.values()}, *self._free_states, *self._ended_states]
         assert sorted(states) == [*range(self.slots.states)], "a state slot leaked"
         assert Counter(self._state_of.values()) == self._owners, "owners of states differ"
         assert all(key in self._state_of for key in held), "a held state is gone"
