@@ -152,10 +152,11 @@ MODELS: dict[str, Callable[[], LoadedModel]] = {
     "windows": lambda: pair("gemma3")[0],
     "near ties": lambda: near_ties("llama"),
     "latents": lambda: near_ties("deepseek_v3"),
+    "entries": lambda: near_ties("deepseek_v4"),
 }
 
 
-@pytest.mark.parametrize("name", ["float32", "latents", *slow(["bfloat16", "windows", "near ties"])])
+@pytest.mark.parametrize("name", ["float32", "latents", *slow(["bfloat16", "windows", "near ties", "entries"])])
 def test_texts_after_a_move_are_those_without(name: str) -> None:
     model = MODELS[name]()
     texts, num_moved = moved(model, model, cuts(1))
