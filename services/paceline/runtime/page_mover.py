@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-READ_BYTES = 4 << 20
+READ_BYTES = 16 << 20
 """Pages that an engine reads or writes between two steps, unless one page is more."""
 _SILENCE_S = 5.0
 """A target that sends no part for this long has hung."""
