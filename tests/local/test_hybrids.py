@@ -81,26 +81,18 @@ def test_a_published_layout_is_served_with_the_text_of_transformers(pipeline: Lo
         assert (result.speculation.head_drafted > 0) == (mode is not Mode.PLAIN)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"quantization": "int8"}, "quantization is 'int8' and the model has gated delta layers"),
-    ],
-)
-def test_what_does_not_run_with_linear_layers_is_refused(folder: Path, options: dict, message: str) -> None:
-    target = TargetModel(path=str(folder), **options)
-    with pytest.raises(ConfigError, match=message):
-        LocalPipeline(LocalConfig(target=target, draft=None)).load()
-
-
-def test_weights_that_stay_quantized_are_refused_on_every_device() -> None:
-    config, quantized = hybrid_config("qwen3_next").to_dict(), {"quant_method": "quanto"}
+def test_quantized_weights_that_do_not_run_with_linear_layers_are_refused() -> None:
+    delta, mamba = (hybrid_config(family).to_dict() for family in ("qwen3_next", "jamba"))
+    assert why_not_runnable(delta, None, device="cuda", quantization=None) is None
+    assert why_not_runnable(delta, None, device="cpu", quantization="int8") is None
     for device in ("cpu", "cuda"):
-        assert why_not_runnable(config, None, device=device, quantization=None) is None
-        for stored, quantization, option in ((quantized, None, "model"), (None, "int8", "quantization")):
-            found = why_not_runnable(config, stored, device=device, quantization=quantization)
-            assert found is not None
-            assert found[0] == option
+        found = why_not_runnable(delta, {"quant_method": "quanto"}, device=device, quantization=None)
+        assert found is not None
+        assert found[0] == "model"
+    allowed = "which run with plain weights alone{}: null is allowed"
+    for config, device, kind, where in ((delta, "cuda", "gated delta", " on GPUs"), (mamba, "cpu", "Mamba", "")):
+        found = why_not_runnable(config, None, device=device, quantization="int8")
+        assert found == ("quantization", f"is 'int8' and the model has {kind} layers, {allowed.format(where)}")
 
 
 def test_state_slots_are_those_of_a_model_with_linear_layers_and_enough_for_its_sessions(tmp_path: Path) -> None:

@@ -22,11 +22,13 @@ from tests.target.test_branches import random_subtree
 from torch import Tensor
 
 from paceline.checkpoint.linear import LinearSpec, Slots
+from paceline.config.engines import Quantization
 from paceline.core.tree import Proposal
 from paceline.errors import EngineError
 from paceline.model.linear import families, native, operator
 from paceline.model.linear.plan import CHUNKS_OF_PAGE, NONE, Chunk, LinearSlots, LinearStep
 from paceline.model.loading import prepare
+from paceline.model.quantized import pack_quantized, require_quantized
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
 from paceline.model.step_plan import SequenceStep
@@ -197,6 +199,24 @@ def differing_of(runner: ModelRunner, contexts: Sequence[int], seed: int = 0) ->
 def test_any_tree_has_the_bits_of_decoding(family: str, dtype: torch.dtype, contexts: Sequence[int]) -> None:
     """Trees at and across ends of chunks and pages, of up to 16 tokens, after prefill in random chunks."""
     assert differing(family, dtype, contexts) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantization"),
+    [("qwen3_5_text", BF16, "int8"), *slow([("nemotron_h", FP32, "int4"), ("kimi_linear", BF16, "int8")])],
+)
+def test_quantized_weights_have_the_bits_of_decoding(
+    family: str, dtype: torch.dtype, quantization: Quantization
+) -> None:
+    """And logits that are near those of plain weights."""
+    model, plain = checkpoint(hybrid_config(family)).to(dtype), hybrid(family, dtype).runner(4)
+    pack_quantized(model, None, quantization)
+    require_quantized(model, family, quantization)
+    runner = poison(prepare(model, compile=False).runner(40, max_sessions=16))
+    step = [chunk(_TEXT, 0, 40, [0], 40)]
+    rows, expected = runner.forward(step).float(), plain.forward(step).float()
+    assert 0 < float((rows - expected).norm() / expected.norm()) < 0.5
+    assert differing_of(runner, (63,), seed=14) == 0
 
 
 def test_what_a_failed_step_has_stored_is_not_used() -> None:
