@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 import torch
 from tests.model.families import checkpoint, small_config
+from tests.support.hybrids import hybrid
 from tests.support.models import noisy_copy, pair, prompt, random_model
 from tests.support.mutants import Mutant, mutant
 from tests.support.pump import Clock
 from tests.support.rings import slow
 
 from paceline.messages import OpenSession, Outcome
-from paceline.model.kv_cache import page_hash
+from paceline.model.kv_cache import LayerSpec, page_hash
 from paceline.model.loading import LoadedModel, prepare
+from paceline.model.runner import ModelRunner
 from paceline.target import pages as pages_module
 from paceline.target.engine import TargetEngine
 from paceline.target.pages import PageStore
@@ -91,11 +93,14 @@ def move(source: PageStore, target: PageStore, opened: OpenSession, group: int =
     if wanted is None:
         return 0
     hashes = source.held(opened.token_ids, opened.cache_salt, wanted.identity, wanted.first)
+    num_moved = 0
     for start in range(0, len(hashes), group):
         contents = source.read(hashes[start : start + group])
-        assert target.write(wanted, wanted.first + start, contents) == len(contents)
+        written = target.write(wanted, wanted.first + start, contents)
+        assert written in (0, len(contents))
+        num_moved += written
     target.settle(wanted)
-    return len(hashes)
+    return num_moved
 
 
 def texts_of(model: LoadedModel) -> dict[str, list[int]]:
@@ -108,10 +113,12 @@ def texts_of(model: LoadedModel) -> dict[str, list[int]]:
     return texts
 
 
-def moved(model: LoadedModel, other: LoadedModel, cuts: Iterator[int]) -> tuple[dict[str, list[int]], int]:
-    """The texts of sessions that leave an engine of ``other`` for one of ``model`` after some steps, and how many pages
-    came along. The context of each is what its router has: that of ``model``."""
-    source, target = Engine(other), Engine(model)
+def moved(model: LoadedModel, cuts: Iterator[int], target: Engine | None = None) -> tuple[dict[str, list[int]], int]:
+    """The texts of sessions that leave an engine for another one after some steps, and how many pages came along.
+
+    ``target``: the other one; None: one with room for all.
+    """
+    source, target = Engine(model), target or Engine(model)
     for name, asked in SESSIONS.items():
         source.open(asked.opened(name))
     num_moved = 0
@@ -159,8 +166,18 @@ MODELS: dict[str, Callable[[], LoadedModel]] = {
 @pytest.mark.parametrize("name", ["float32", "latents", *slow(["bfloat16", "windows", "near ties", "entries"])])
 def test_texts_after_a_move_are_those_without(name: str) -> None:
     model = MODELS[name]()
-    texts, num_moved = moved(model, model, cuts(1))
+    texts, num_moved = moved(model, cuts(1))
     assert num_moved >= 10
+    assert texts == texts_of(model)
+
+
+@pytest.mark.parametrize("seed", [2, *slow([3, 4, 5])])
+def test_texts_are_the_same_where_moved_sessions_are_preempted(seed: int) -> None:
+    model = pair("llama")[0]
+    target = Engine(model, pages=9)
+    texts, num_moved = moved(model, cuts(seed), target)
+    assert num_moved >= 2
+    assert target.engine.stats.preemptions >= 1
     assert texts == texts_of(model)
 
 
@@ -274,6 +291,24 @@ def test_pages_are_given_to_the_same_checkpoint_alone() -> None:
     assert held_by(served(model, asked, proven=False)[0], Engine(model), asked, text) == 0
 
 
+def test_what_is_more_than_pages_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States of linear layers, layers of heads on the pages, parts of other ranks: the context is computed again."""
+    asked, model = Asked(200, 1), pair("llama")[0]
+    context = prompt(1, 200)
+    assert Engine(hybrid()).engine.pages.wanted(context, "") is None
+    with_head = Engine(model)
+    with_head.engine.runner.cache.add_layers([LayerSpec(1, 8, 8)])
+    assert with_head.engine.pages.wanted(context, "") is None
+    source, text = served(model, asked)
+    target = Engine(model)
+    assert held_by(source, target, asked, text) == 4
+    monkeypatch.setattr(pages_module, "RankRunner", ModelRunner)
+    assert Engine(model).engine.pages.wanted(context, "") is None
+    wanted = target.engine.pages.wanted(context, "")
+    assert wanted is not None
+    assert Engine(model).engine.pages.held(context, "", wanted.identity, 0) == []
+
+
 def last_layer_changed() -> LoadedModel:
     """A checkpoint with one other number, which no key or value depends on."""
     model = copy.deepcopy(random_model("llama"))
@@ -340,7 +375,7 @@ def test_wrong_contents_change_texts(wrong: Mutant, monkeypatch: pytest.MonkeyPa
     """In layers with a window, since others attend to all rows of whole pages in any order."""
     model = MODELS["windows"]()
     wrong(monkeypatch)
-    texts, num_moved = moved(model, model, cuts(1))
+    texts, num_moved = moved(model, cuts(1))
     assert num_moved >= 10
     monkeypatch.undo()
     assert texts != texts_of(model)
