@@ -8,6 +8,7 @@ import pytest
 
 from paceline.cli.main import build_parser
 from paceline_bench.cli import PARTS_OF_A_STEP
+from paceline_bench.parts import overlap
 from paceline_bench.parts.turns import in_turn
 
 
@@ -27,3 +28,9 @@ def test_ways_take_turns_and_the_first_round_is_not_counted() -> None:
     found = in_turn(ways, rounds=2, before=lambda: calls.append("-"), clock=lambda: float(next(ticks)))
     assert "".join(calls) == "-a-b" * 3
     assert found == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+
+
+def test_steps_ahead_are_measured_on_a_stub_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """The benchmark itself asserts that steps were launched ahead, and that none ran without a recording."""
+    overlap.main(["--sessions", "1", "3", "--steps", "4", "--device-ms", "1"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["sessions", "1", "3"]

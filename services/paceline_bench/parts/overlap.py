@@ -76,7 +76,8 @@ class StubBackend(DeviceBackend):
 
     def run(self, step: StepFunction, plan: StepPlan) -> Outputs:
         """Packs the step, and has the stub run it."""
-        self._packed(plan, self._fits.best(plan.shape) or plan.shape)
+        shape = self._fits.best(plan.shape) or plan.shape
+        self._pack(plan, shape, self._new_buffer(self._num_bytes(shape)))
         self._stub.launch()
         return self._nothing[: plan.num_logits], None
 
