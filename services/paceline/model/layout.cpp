@@ -283,7 +283,7 @@ void fill(const Columns& columns, int64_t scratch_row, const int64_t* sizes, int
     if (owners) own += 1 + *own;
   }
   pad(f.tokens, first, s.tokens), pad(f.positions, first, s.tokens), pad(f.scatter, first, s.tokens);
-  pad(f.logits_index, logits, s.wanted);
+  pad(f.logits_index, logits, s.logit_rows);
   for (int64_t i = 0; i < num_also; ++i) f.write_tokens[first + i] = also[2 * i], f.write_rows[first + i] = also[2 * i + 1];
   scratch(f, first + num_also, s.writes, scratch_row);
 }
@@ -298,7 +298,7 @@ void pack(const int64_t* own_sizes, int64_t* from, const int64_t* sizes, int64_t
   };
   copy(x.tokens, own.tokens, f.tokens, s.tokens);
   copy(x.positions, own.tokens, f.positions, s.tokens);
-  copy(x.logits_index, own.wanted, f.logits_index, s.wanted);
+  copy(x.logits_index, own.logit_rows, f.logits_index, s.logit_rows);
   copy(x.write_rows, own.writes, f.write_rows, s.writes);
   copy(x.write_tokens, own.writes, f.write_tokens, s.writes);
   scratch(f, own.writes, s.writes, scratch_row);

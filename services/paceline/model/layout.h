@@ -14,10 +14,10 @@ constexpr int64_t kPage = 64;  // PAGE_SIZE
 
 // As in StepShape, in its order.
 struct Shape {
-  int64_t tokens, writes, wanted, rows, row_len, pages, is_tree;
+  int64_t tokens, writes, logit_rows, rows, row_len, pages, is_tree;
 
   explicit Shape(const int64_t* s)
-      : tokens(s[0]), writes(s[1]), wanted(s[2]), rows(s[3]), row_len(s[4]), pages(s[5]), is_tree(s[6]) {}
+      : tokens(s[0]), writes(s[1]), logit_rows(s[2]), rows(s[3]), row_len(s[4]), pages(s[5]), is_tree(s[6]) {}
   int64_t keys() const { return pages * kPage; }
 };
 
@@ -33,7 +33,7 @@ struct Fields {
       at += size;
       return field;
     };
-    tokens = next(s.tokens), positions = next(s.tokens), logits_index = next(s.wanted);
+    tokens = next(s.tokens), positions = next(s.tokens), logits_index = next(s.logit_rows);
     write_rows = next(s.writes), write_tokens = next(s.writes), page_table = next(s.rows * s.pages);
     gather = next(s.rows * s.row_len), scatter = next(s.tokens), query_rows = next(s.rows * s.row_len);
     if (!s.is_tree) return;

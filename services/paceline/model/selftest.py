@@ -163,13 +163,13 @@ def num_different_rows(
 
 def _forward(runner: ModelRunner, steps: list[SequenceStep]) -> list[_Rows]:
     """Rows with logits of each sequence of a step: its last ones."""
-    wanted = [step.num_logits for step in steps]
+    num_logits = [step.num_logits for step in steps]
     if runner.features is None:
-        return [(rows,) for rows in torch.split(runner.forward(steps), wanted)]
+        return [(rows,) for rows in torch.split(runner.forward(steps), num_logits)]
     logits, states = runner.forward_with_states(steps)
-    sizes = [len(step.token_ids) for step in steps] if runner.features.every_position else wanted
-    parts = [part[len(part) - num :] for part, num in zip(torch.split(states, sizes), wanted, strict=True)]
-    return [*zip(torch.split(logits, wanted), parts, strict=True)]
+    sizes = [len(step.token_ids) for step in steps] if runner.features.every_position else num_logits
+    parts = [part[len(part) - num :] for part, num in zip(torch.split(states, sizes), num_logits, strict=True)]
+    return [*zip(torch.split(logits, num_logits), parts, strict=True)]
 
 
 def _decode(runner: ModelRunner, steps: list[SequenceStep]) -> _Rows:
@@ -225,9 +225,9 @@ def _check_prefill(
     try:
         last = max(start, len(tokens) - _CHUNKS[2])
         for first, stop in pairwise(sorted({*range(0, last, max_step_tokens), last, len(tokens)})):
-            wanted = max(0, stop - max(first, start))
-            step = _chunk(tokens, first, stop, pages, num_logits=wanted)
-            if wanted:
+            num_logits = max(0, stop - max(first, start))
+            step = _chunk(tokens, first, stop, pages, num_logits=num_logits)
+            if num_logits:
                 _compare(report, runner, [step], 0, _from(decoded, max(first, start) - start))
             else:
                 runner.forward([step])
@@ -381,11 +381,11 @@ def _full_plan(
         key_positions = random(shape.rows, shape.num_keys, end=farthest)
         key_positions[:, 0] = farthest - 1
     linear = None if slots is None else LinearStep.filled(shape.tokens, slots.slots.states)
-    plan = StepPlan(shape.wanted, shape, torch.empty(shape.num_bytes, dtype=torch.uint8), linear=linear)
+    plan = StepPlan(shape.logit_rows, shape, torch.empty(shape.num_bytes, dtype=torch.uint8), linear=linear)
     values = StepArrays(
         tokens=random(shape.tokens, end=vocab_size),
         positions=positions,
-        logits_index=torch.arange(shape.wanted) % shape.tokens,
+        logits_index=torch.arange(shape.logit_rows) % shape.tokens,
         write_rows=owned[write // PAGE_SIZE] * PAGE_SIZE + write % PAGE_SIZE,
         write_tokens=write,
         page_table=owned[torch.arange(shape.pages) % len(pages)].repeat(shape.rows, 1),

@@ -79,7 +79,7 @@ class StepShape(NamedTuple):
     tokens: int
     writes: int
     """KV rows that are written."""
-    wanted: int
+    logit_rows: int
     """Rows of logits."""
     rows: int
     """Query rows."""
@@ -100,7 +100,7 @@ class StepShape(NamedTuple):
             self.is_tree == other.is_tree
             and self.tokens >= other.tokens
             and self.writes >= other.writes
-            and self.wanted >= other.wanted
+            and self.logit_rows >= other.logit_rows
             and self.rows >= other.rows
             and self.row_len >= other.row_len
             and self.pages >= other.pages
@@ -109,7 +109,7 @@ class StepShape(NamedTuple):
     @property
     def cost(self) -> tuple[int, int, int]:
         """Orders shapes by what they compute: keys times places first, which padding multiplies."""
-        return self.rows * self.row_len * self.num_keys, self.tokens, self.wanted
+        return self.rows * self.row_len * self.num_keys, self.tokens, self.logit_rows
 
     @property
     def num_integers(self) -> int:
@@ -129,7 +129,7 @@ class StepShape(NamedTuple):
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the integer fields, in the order of ``StepArrays``."""
         flat, writes, places = (self.tokens,), (self.writes,), (self.rows, self.row_len)
-        sizes = (flat, flat, (self.wanted,), writes, writes, (self.rows, self.pages), places, flat, places)
+        sizes = (flat, flat, (self.logit_rows,), writes, writes, (self.rows, self.pages), places, flat, places)
         return (*sizes, (self.rows, self.num_keys)) if self.is_tree else sizes
 
 
@@ -314,8 +314,8 @@ class StepPlan(NamedTuple):
     def decode(cls, frame: bytes) -> Self:
         """The plan that another rank has encoded."""
         sizes: list[int] = np.frombuffer(frame, np.int32, _NUM_SIZES).tolist()
-        num_logits, tokens, writes, wanted, rows, row_len, pages, is_tree, num_copies, num_linear = sizes
-        shape = StepShape(tokens, writes, wanted, rows, row_len, pages, bool(is_tree))
+        num_logits, tokens, writes, logit_rows, rows, row_len, pages, is_tree, num_copies, num_linear = sizes
+        shape = StepShape(tokens, writes, logit_rows, rows, row_len, pages, bool(is_tree))
         first = _NUM_SIZES + 2 * num_copies
         num = first + num_linear
         lists = np.frombuffer(frame, np.int32, num)

@@ -126,7 +126,13 @@ def test_both_ways_of_packing_give_the_same_bytes(monkeypatch: pytest.MonkeyPatc
         plan = StepPlan.of(batch(seed, (chain, tree)[seed % 2]), SCRATCH_ROW)
         own = plan.shape
         shape = StepShape(
-            own.tokens + 5, own.writes + 70, own.wanted + 3, own.rows + 2, own.row_len + 4, own.pages + 2, own.is_tree
+            own.tokens + 5,
+            own.writes + 70,
+            own.logit_rows + 3,
+            own.rows + 2,
+            own.row_len + 4,
+            own.pages + 2,
+            own.is_tree,
         )
         native = packed(plan, shape)
         with monkeypatch.context() as without:
@@ -143,7 +149,13 @@ def test_padding_reads_and_writes_nothing_that_matters(kind) -> None:
         plan = StepPlan.of(batch(seed, kind), SCRATCH_ROW)
         own = plan.shape
         shape = StepShape(
-            own.tokens + 70, own.writes + 80, own.wanted + 3, own.rows + 2, own.row_len + 4, own.pages + 2, own.is_tree
+            own.tokens + 70,
+            own.writes + 80,
+            own.logit_rows + 3,
+            own.rows + 2,
+            own.row_len + 4,
+            own.pages + 2,
+            own.is_tree,
         )
         arrays, num, plan = packed(plan, shape), own.tokens, plan.arrays
         assert set(arrays.write_rows[own.writes :].tolist()) <= set(range(SCRATCH_ROW, SCRATCH_ROW + PAGE_SIZE))
@@ -165,7 +177,7 @@ def test_padding_reads_and_writes_nothing_that_matters(kind) -> None:
 
 def test_a_shape_that_is_too_small_is_refused() -> None:
     plan = StepPlan.of(batch(0), SCRATCH_ROW)
-    for change in ({"tokens": 1}, {"wanted": 1}, {"row_len": 1}, {"pages": 0}, {"rows": 0}, {"is_tree": True}):
+    for change in ({"tokens": 1}, {"logit_rows": 1}, {"row_len": 1}, {"pages": 0}, {"rows": 0}, {"is_tree": True}):
         with pytest.raises(AssertionError, match="does not fit"):
             packed(plan, plan.shape._replace(**change))
 
@@ -184,7 +196,9 @@ def test_recorded_shapes_are_few_distinct_and_within_limits(rows, tokens, pages,
     assert 1 <= len(shapes) == len(set(shapes)) <= most
     assert all(s.is_tree == is_tree and s.rows <= rows and s.tokens <= max(16, padded_tokens(tokens)) for s in shapes)
     assert all(s.pages <= padded_pages(pages) and s.tokens <= s.rows * max(16, s.row_len) for s in shapes)
-    assert all(s.wanted == (s.tokens if s.row_len <= 32 else 16 * s.rows) for s in shapes), "a prompt wants its last"
+    assert all(s.logit_rows == (s.tokens if s.row_len <= 32 else 16 * s.rows) for s in shapes), (
+        "a prompt wants its last"
+    )
     assert shapes_to_record(limits, most + 7)[: len(shapes)] == shapes, "more never means other ones"
     every = shapes_to_record(limits, 10_000)
     longest = padded_pages(pages)

@@ -311,7 +311,7 @@ class DeviceBackend:
         self._fill_blank(shape)
         room = _Room.of(shape, self._buffer[: self._num_bytes(shape)], self._cache.linear_pools)
         if not len(self._logits):  # of the largest shape that there is, in the dtype that the model gives
-            most = max(s.wanted for s in self._shapes)
+            most = max(s.logit_rows for s in self._shapes)
             logits, states = self._call(step, room, self._inputs(room, shape))
             self._logits = logits.new_empty(most, logits.shape[1])
             if states is not None:
@@ -323,7 +323,7 @@ class DeviceBackend:
             if self._in_place:
                 self._most_sums[shape] = min(each.capacity for each in seen)
                 self._programs[shape] = min(each.programs for each in seen)
-            self._logits[: shape.wanted].copy_(logits)
+            self._logits[: shape.logit_rows].copy_(logits)
             if states is not None and self._states is not None:
                 self._states[: len(states)].copy_(states)
                 self._num_states[shape] = len(states)
@@ -389,5 +389,5 @@ class DeviceBackend:
         return list(attention_seen(room.arrays, self._dtype, self._window, sizes=sizes, capacity=capacity))
 
     def _call(self, step: StepFunction, room: _Room, seen: list[Any]) -> Outputs:
-        """Runs ``step`` on the contents of the buffer; returns logits [shape.wanted, vocab], and states."""
+        """Runs ``step`` on the contents of the buffer; returns logits [shape.logit_rows, vocab], and states."""
         return _outputs(step(*room.inputs, seen, self._cache.model_keys, self._cache.model_values, *room.linear))

@@ -36,7 +36,7 @@ _MIN_PAGES, _PAGES_GROWTH = 8, 4
 _FEW_TOKENS, _STEPS_OF_AN_OCTAVE = 128, 4
 """Numbers of tokens that are recorded for attention in place: multiples of 16 up to 128, then four for each
 doubling."""
-_MOST_WANTED = 512
+_MOST_LOGIT_ROWS = 512
 """Rows of logits of the largest recorded steps: more tokens than these are prompts, which want few."""
 _REMEMBERED = 4096
 
@@ -64,7 +64,7 @@ def _pack(own: StepShape, plan: StepArrays, shape: StepShape, into: StepArrays, 
     into.write_rows[: own.writes] = plan.write_rows
     into.write_rows[own.writes :] = scratch_row + np.arange(shape.writes - own.writes) % PAGE_SIZE
     into.write_tokens[: own.writes], into.write_tokens[own.writes :] = plan.write_tokens, 0
-    into.logits_index[: own.wanted], into.logits_index[own.wanted :] = plan.logits_index, 0
+    into.logits_index[: own.logit_rows], into.logits_index[own.logit_rows :] = plan.logits_index, 0
     into.scatter[:num_tokens] = plan.scatter + plan.scatter // row_len * (shape.row_len - row_len)
     into.scatter[num_tokens:] = 0
     into.page_table[:num_rows, :num_pages] = plan.page_table
@@ -112,7 +112,7 @@ class Fits:
 def _comparable(shape: StepShape) -> tuple[int, ...]:
     """Numbers none of which is larger in a shape that is covered."""
     kind = int(shape.is_tree)
-    return (shape.tokens, shape.writes, shape.wanted, shape.rows, shape.row_len, shape.pages, kind, -kind)
+    return (shape.tokens, shape.writes, shape.logit_rows, shape.rows, shape.row_len, shape.pages, kind, -kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +145,8 @@ def shapes_to_record(limits: Limits, most: int) -> list[StepShape]:
         if rows <= limits.max_rows and length <= max_tokens:
             sizes.append((min(rows * length, max_tokens), rows * _MIN_TOKENS, rows, length))
     shapes = {
-        StepShape(tokens, 2 * tokens, wanted, rows, length, pages, limits.is_tree)
-        for tokens, wanted, rows, length in sizes
+        StepShape(tokens, 2 * tokens, logit_rows, rows, length, pages, limits.is_tree)
+        for tokens, logit_rows, rows, length in sizes
         if tokens <= max_tokens
         for pages in _growing(min(_MIN_PAGES, max_pages), max_pages, _PAGES_GROWTH)
     }
@@ -164,9 +164,9 @@ def token_shapes(limits: Limits, most: int) -> list[StepShape]:
     shapes = []
     for tokens in _token_counts(last):
         rows = min(tokens, limits.max_rows + tokens // QUERY_ROW_LEN)
-        all_wanted = min(tokens, _MOST_WANTED)
-        for wanted in sorted({max(_MIN_TOKENS, padded_tokens(all_wanted // 4)), all_wanted}):
-            shapes.append(StepShape(tokens, 2 * tokens, wanted, rows, QUERY_ROW_LEN, pages))
+        most_rows = min(tokens, _MOST_LOGIT_ROWS)
+        for logit_rows in sorted({max(_MIN_TOKENS, padded_tokens(most_rows // 4)), most_rows}):
+            shapes.append(StepShape(tokens, 2 * tokens, logit_rows, rows, QUERY_ROW_LEN, pages))
     return shapes[:most]
 
 

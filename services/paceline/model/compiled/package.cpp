@@ -103,7 +103,7 @@ AOTITorchError run_step(const Model& it, const int64_t* sizes, int64_t* buffer, 
   Inputs inputs(11 + it.num_cache);
   inputs.add_integers(f.tokens, {1, s.tokens});
   inputs.add_integers(f.positions, {1, s.tokens});
-  inputs.add_integers(f.logits_index, {s.wanted});
+  inputs.add_integers(f.logits_index, {s.logit_rows});
   inputs.add_integers(f.write_rows, {s.writes});
   inputs.add_integers(f.write_tokens, {s.writes});
   inputs.add_integers(f.page_table, {s.rows, s.pages});
