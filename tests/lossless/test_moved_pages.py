@@ -6,9 +6,11 @@ The pages go from engine to engine as bytes, as ``HostMemoryMover`` sends them (
 from __future__ import annotations
 
 import copy
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,14 +21,16 @@ from tests.support.models import noisy_copy, pair, prompt, random_model
 from tests.support.mutants import Mutant, mutant
 from tests.support.pump import Clock
 from tests.support.rings import slow
+from transformers import AutoModelForCausalLM
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.messages import OpenSession, Outcome
 from paceline.model.kv_cache import LayerSpec, page_hash
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.runner import ModelRunner
 from paceline.target import pages as pages_module
 from paceline.target.engine import TargetEngine
-from paceline.target.pages import PageStore
+from paceline.target.pages import PageStore, origin_of
 from paceline.target.session import TargetSession
 from paceline.types import PAGE_SIZE, Mode, SamplingParams, SpeculationParams
 
@@ -36,7 +40,9 @@ OUTPUT = 80
 class Engine:
     """A target engine alone, and the texts of its sessions."""
 
-    def __init__(self, model: LoadedModel, *, pages: int = 40, proven: bool = True, budget: int = 100) -> None:
+    def __init__(
+        self, model: LoadedModel, *, pages: int = 40, proven: bool = True, budget: int = 100, origin: bytes = b""
+    ) -> None:
         self.texts: dict[str, list[int]] = {}
         self.engine = TargetEngine(
             model.runner(pages),
@@ -45,6 +51,7 @@ class Engine:
             max_step_tokens=budget,
             max_model_len=1024,
             batch_invariant="yes" if proven else "untested",
+            origin=origin,
             clock=Clock(),
         )
 
@@ -289,6 +296,25 @@ def test_pages_are_given_to_the_same_checkpoint_alone() -> None:
     assert held_by(source, Engine(model), asked, text) == 4
     assert held_by(source, Engine(model, proven=False), asked, text) == 0, "the bits were not tested"
     assert held_by(served(model, asked, proven=False)[0], Engine(model), asked, text) == 0
+
+
+def test_pages_are_given_to_the_same_configuration_alone(tmp_path: Path) -> None:
+    """A window that is longer than a page changes no bit of a probe, and the pages of longer contexts."""
+    asked = Asked(300, 1)
+    targets = []
+    for name, window in (("one", 100), ("same", 100), ("other", 200)):
+        random_model("llama").save_pretrained(tmp_path / name)
+        file = tmp_path / name / "config.json"
+        windowed = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+        file.write_text(json.dumps(json.loads(file.read_text()) | windowed))
+        model = prepare(AutoModelForCausalLM.from_pretrained(tmp_path / name), compile=False)
+        targets.append((model, origin_of(Checkpoint.open(str(tmp_path / name)), model)))
+    (one, origin), (same, as_before), (other, changed) = targets
+    source, text = served(one, asked, origin=origin)
+    assert text != served(other, asked)[1]
+    assert held_by(source, Engine(same, origin=as_before), asked, text) == 5
+    assert held_by(source, Engine(other, origin=changed), asked, text) == 0
+    assert held_by(source, Engine(other, origin=origin), asked, text) == 5, "a probe cannot tell"
 
 
 def test_what_is_more_than_pages_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:

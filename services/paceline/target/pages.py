@@ -13,6 +13,7 @@ layers of heads or of states for drafts, and of targets whose self-test is off o
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -144,11 +145,13 @@ class PageStore:
 
 
 def origin_of(checkpoint: Checkpoint, model: LoadedModel) -> bytes:
-    """A digest of what computes pages beside what a probe shows: the code, the device, and the files of the weights."""
+    """A digest of what computes pages beside what a probe shows: the code, the device, the configuration, of which a
+    window is longer than a probe, and the files of the weights."""
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine()
     code = installed_version(), torch.__version__, torch.backends.cpu.get_cpu_capability(), device
     how = model.kernel, str(model.dtype), model.quantization, checkpoint.quantization
-    digest = hashlib.blake2b(repr((code, how)).encode(), digest_size=16)
+    config = json.dumps(dict(checkpoint.config), sort_keys=True, default=str)
+    digest = hashlib.blake2b(repr((code, how, config)).encode(), digest_size=16)
     for path in _weights(checkpoint.folder):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
