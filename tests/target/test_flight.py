@@ -218,6 +218,15 @@ def test_lookups_without_result_pause_for_steps_ahead(count: int, monkeypatch: p
     assert 0 < stats.steps_ahead < stats.steps
 
 
+def test_all_sessions_of_a_step_ahead_end_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step ahead is of no session then; those that it is followed by may have a draft."""
+    asked = in_mode(requests(3), Mode.OVERLAPPED)
+    reference = plain_reference(pair("llama")[0], asked)
+    pump, results = run(asked, monkeypatch, seed=3, max_sessions=1)
+    assert_same(results, reference)
+    assert pump.target.stats.steps_ahead > 0
+
+
 @mutant(ModelRunner, "forward_drawn")
 def _tokens_of_others(forward: Any, runner: ModelRunner, steps: Any, token_ids: Tensor) -> Tensor:
     return forward(runner, steps, token_ids.roll(1))

@@ -310,10 +310,11 @@ class StepMeter:
     def compare(self, step: MeasuredStep, running: Sequence[TargetSession]) -> None:
         """Records the tokens per second of a step for the choice between drafting and plain decoding at its load.
 
-        Steps after a pause, of sessions that may not have a draft, or mostly of prefill do not count.
+        Steps after a pause, of sessions that have all ended, where none may have a draft, or mostly of prefill do not
+        count.
         """
         may = [s for s in running if s.k > 0]
-        if self._ended_at is None or not may or step.decoding < _LEAST_DECODING:
+        if self._ended_at is None or not may or not step.parts or step.decoding < _LEAST_DECODING:
             return
         num_tokens = self.stats.tokens_emitted - self._emitted_before
         seconds = step.decoding * (step.decided_at - self._decided_at)
