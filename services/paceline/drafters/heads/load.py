@@ -22,7 +22,7 @@ from paceline.drafters.heads.block_formats import SINGLE
 from paceline.drafters.heads.drafter import TOP_M, HeadDrafter
 from paceline.drafters.heads.module import Function, HeadModule
 from paceline.drafters.heads.reading import HeadForm, Reading, TargetFacts, meta_model
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.model.compiled.linear import pack_layers
 from paceline.model.dequantized import dequantized_files
 from paceline.model.features import OUT, Features
@@ -197,13 +197,25 @@ def open_head(
     what = f"{method} head {str(folder)!r}"
     files = WeightFiles.open(folder, single=SINGLE.get(method, ()))
     config = read_json(folder, "config.json")
-    with torch.device("meta"):
-        head = function(known[method])(Reading(what, config, files, facts, num_tokens, boundaries))
+    head = _read(known[method], Reading(what, config, files, facts, num_tokens, boundaries))
     _require_boundaries(what, head.boundaries, facts)
     _require_shapes(what, head, files)
     count = sum(parameter.numel() for parameter in head.module.parameters())
     features = Features(head.boundaries, every_position=bool(head.module.layers_kv))
     return HeadPlan(method, features, head.module.layers_kv, count, what, files, head, facts)
+
+
+def _read(read: str, reading: Reading) -> HeadForm:
+    """The head that a method's ``read`` finds in a source. Raises ConfigError."""
+    try:
+        with torch.device("meta"):
+            form: HeadForm = function(read)(reading)
+    except PacelineError:
+        raise
+    except Exception as error:  # torch and transformers raise whatever a value that is none leads to
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(f"config.json of {reading.what} is unfit: {type(error).__name__}: {reason}") from error
+    return form
 
 
 def remote_plan(options: HeadDraftOptions, target: Checkpoint) -> HeadPlan:
