@@ -189,8 +189,8 @@ class ModelStorm(Storm):
         text, at = self.reference[number], position - len(self.requests[number].prompt)
         return text[at] if at < len(text) else last
 
-    def checked(self, now: float) -> list[Scheduled]:
-        self.parts = super().checked(now)
+    def checked(self, now: float, **options: bool) -> list[Scheduled]:
+        self.parts = super().checked(now, **options)
         return self.parts
 
     def compare(self, logits: torch.Tensor) -> torch.Tensor:

@@ -163,7 +163,6 @@ def test_attention_sinks_that_are_kept_back_are_refused() -> None:
         ("hrm_text", {"prefix_lm": False}, "has 16 layers of which 2 keep a KV cache"),
         ("llama4_text", {"attention_chunk_size": None}, "has attention_chunk_size None: a number of tokens is needed"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attends to later tokens too"),
-        ("deepseek_v4", {}, "has layers of type compressed_sparse_attention, heavily_compressed_attention"),
     ],
 )
 def test_attention_that_means_something_else_is_refused(family: str, changes: dict[str, Any], said: str) -> None:

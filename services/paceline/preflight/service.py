@@ -359,7 +359,7 @@ def _check_heads(setup: TargetSetup, target: _Model, *, forms: bool) -> list[Fin
             heads_size(replace(setup, options=alone), target.size, max_len)
             if head.method == "draft_model" and head.source is not None and local_folder(head.source) is not None:
                 require_same_tokens(target.tokenizer, load_tokenizer(head.source, options.trust_remote_code))
-            elif forms and head.entry.open is not None and find_spec("torch") is not None:
+            elif forms and head.entry.open and find_spec("torch") is not None:
                 function(head.entry.open)(head, target.checkpoint)
         except ConfigError as error:
             findings.append(Finding.error(key, f"is {head}, which does not fit: {error}"))
