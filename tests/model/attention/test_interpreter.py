@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.rings import nightly
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "build" / "triton"
@@ -119,7 +120,8 @@ for kernel, sizes, warps in (
     [
         ("tests/model/attention/test_kernels.py", "not variant"),
         ("tests/model/test_linear_triton.py", "numbers or mistakes"),
-        ("tests/model/test_linear_triton.py", "trees or any_tree"),
+        ("tests/model/test_linear_triton.py", "trees and of_the_step or any_tree and dtype2"),
+        *nightly([("tests/model/test_linear_triton.py", "trees or any_tree")]),
     ],
 )
 def test_the_kernels_pass_their_tests_in_the_interpreter(path: str, some: str) -> None:
