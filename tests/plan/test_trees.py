@@ -6,16 +6,12 @@ from typing import Any
 
 import pytest
 
-from paceline.draft import grower
-from paceline.draft import session as draft_session
-from paceline.plan import trees
 from paceline.plan.closed_form import Load, Requests, System, plain
 from paceline.plan.outcomes import Outcomes, expected_tokens
 from paceline.plan.results import Result
 from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
 from paceline.plan.trees import Tree, TreeSimulation
-from paceline.target.control import waiting
 from paceline.types import Cause, Mode
 
 ONE, EIGHT = Load(1, 1, 1), Load(8, 1, 1)
@@ -34,13 +30,6 @@ def system(*, coupled: bool = True, acceptance: float = 0.8, draft_ms: float = 1
 
 def run(some: System, load: Load = ONE, k: int = 4, seconds: float = 20.0, **options: Any) -> Result:
     return simulate(some, load, Mode.OVERLAPPED, k, seconds=seconds, **options)
-
-
-def test_the_constants_are_the_engines() -> None:
-    assert trees.HOLD_ROUNDS == draft_session._HOLD_ROUNDS
-    assert trees._ROUND_WEIGHT == draft_session._ROUND_WEIGHT
-    assert trees.LEAST_PROB == grower._MIN_PROB
-    assert trees.GIVE_UP == waiting._GIVE_UP
 
 
 @pytest.mark.parametrize("coupled", [True, False])

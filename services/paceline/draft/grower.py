@@ -8,6 +8,7 @@ from itertools import chain
 
 from paceline.core.tree import TreeNode
 from paceline.draft import hints
+from paceline.draft.growth import MIN_PROB
 from paceline.draft.publish import publish
 from paceline.draft.session import DraftSession
 from paceline.draft.stats import DraftStats
@@ -17,8 +18,6 @@ from paceline.drafters.protocol import Candidates, Drafter, Leaf
 from paceline.drafters.ranking import Ranking, rank, rankings_of
 from paceline.model.chain import Ranked, Stop
 
-_MIN_PROB = 0.01
-"""Lowest probability of a predicted token that becomes a node. Never applied to a first choice."""
 _LEAST_CHAINED = 0.2
 """A path of one call ends where it is less likely than this: siblings further up may be the better nodes."""
 
@@ -26,7 +25,7 @@ _LEAST_CHAINED = 0.2
 class DraftGrower(Grower[DraftSession]):
     """Grows the trees of a draft's sessions within their budgets."""
 
-    least_prob = _MIN_PROB
+    least_prob = MIN_PROB
 
     def __init__(self, drafter: Drafter, stats: DraftStats, tree_budget: int, on_failure: OnFailure) -> None:
         """``tree_budget``: nodes of a session beyond the context. ``on_failure``: ends sessions."""
@@ -107,7 +106,7 @@ class DraftGrower(Grower[DraftSession]):
         ranked: Ranked | list[Ranking] | None = candidates.ranked
         if ranked is None:
             ranked = rankings = rank(candidates, [session.ranking_row(session.leaf(node)) for session, node in nodes])
-        num_nodes, num_done = publish(nodes, ranked, _MIN_PROB)
+        num_nodes, num_done = publish(nodes, ranked, MIN_PROB)
         self._stats.nodes_published += num_nodes
         if num_done == len(nodes):
             return
@@ -145,7 +144,7 @@ class DraftGrower(Grower[DraftSession]):
         """Ranks the children of an expanded node by the draft and the hint together, and adds tokens that only the hint
         has.
         """
-        new = hints.follow(session, parent, least_prob=_MIN_PROB, most=self._tree_budget - len(session.tree))
+        new = hints.follow(session, parent, least_prob=MIN_PROB, most=self._tree_budget - len(session.tree))
         self._stats.hints_nodes += len(new)
         self._stats.nodes_published += len(new)
         session.frontier.push_below(parent, new)

@@ -15,6 +15,14 @@ from typing import Protocol
 from paceline.core.statistics import DecayingMax
 from paceline.core.tree import SpeculationTree, TreeNode
 
+ROUND_WEIGHT = 0.2
+"""Weight of the last round in the average duration of a session's rounds."""
+HOLD_ROUNDS = 0.2
+"""Share of a round between two messages: each costs its peers a fraction of a millisecond, so a target that verifies
+gets about five."""
+MIN_PROB = 0.01
+"""Lowest probability of a predicted token that becomes a node. Never applied to a first choice."""
+
 
 class Growth(Protocol):
     """Order of expansion: the least key comes first; None: not before the next commit.

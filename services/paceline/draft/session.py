@@ -9,17 +9,13 @@ from paceline.core.native_tree import columns_of, new_tree
 from paceline.core.processors import SamplerState
 from paceline.core.statistics import Ewma
 from paceline.core.tree import TreeNode
-from paceline.draft.growth import Frontier, Growth
+from paceline.draft.growth import HOLD_ROUNDS, ROUND_WEIGHT, Frontier, Growth
 from paceline.drafters.calibration import Calibration, bonus_probs
 from paceline.drafters.growing.session import GrowingSession
 from paceline.drafters.protocol import Leaf
 from paceline.drafters.ranking import Rule
 from paceline.messages import NodeColumns, OpenSession, SparseDistribution
 
-_ROUND_WEIGHT = 0.2
-_HOLD_ROUNDS = 0.2
-"""Share of a round between two messages: each costs its peers a fraction of a millisecond, so a target that verifies
-gets about five."""
 LEAST_PROB = 1e-9
 """The least probability that an outcome is taken to have."""
 
@@ -81,7 +77,7 @@ class DraftSession(GrowingSession):
         self.idle = False
         """Idleness has been announced since the last commit."""
         self.committed_at: float | None = None
-        self.round_s = Ewma(_ROUND_WEIGHT)
+        self.round_s = Ewma(ROUND_WEIGHT)
         """Seconds between two commits."""
         self.announced_at: float | None = None
         """Time at which the proposal in flight was announced; None: there is none."""
@@ -114,7 +110,7 @@ class DraftSession(GrowingSession):
         if self.hold_until < math.inf:
             if now < self.hold_until:
                 return False
-            self.hold_until = now + _HOLD_ROUNDS * self.round_s.get(0.0)
+            self.hold_until = now + HOLD_ROUNDS * self.round_s.get(0.0)
         return True
 
     def take_outbox(self) -> NodeColumns:

@@ -18,40 +18,19 @@ import math
 from itertools import count, islice
 from typing import Any
 
-from paceline.draft.growth import Reach
+from paceline.core.statistics import Ewma
+from paceline.draft.growth import HOLD_ROUNDS, MIN_PROB, ROUND_WEIGHT, Reach
 from paceline.plan.closed_form import System
 from paceline.plan.outcomes import expected_tokens
 from paceline.plan.simulation import DRAFT_ENDS, DRAFT_WAKES, READY, Simulation
 from paceline.plan.states import Draft, Session, Target
 from paceline.target.control.allocation import allocate_draft_tokens
 from paceline.target.control.subtree import SubtreeOffer
-from paceline.target.control.waiting import worth_now, worth_waiting
+from paceline.target.control.waiting import GIVE_UP, worth_now, worth_waiting
 from paceline.types import Cause
 
-HOLD_ROUNDS = 0.2
-"""Share of a round for which a draft holds its nodes back after it has sent some (``draft/session.py``)."""
-LEAST_PROB = 0.01
-"""Lowest probability, given its parent, of a child after the first (``draft/grower.py``)."""
-GIVE_UP = 3.0
-"""A wait ends after this many times its expected duration (``target/control/waiting.py``)."""
-_ROUND_WEIGHT, _RATE_WEIGHT = 0.2, 0.05
+_RATE_WEIGHT = 0.05
 _NO_RANK = 1 << 30
-
-
-class Fading:
-    """A mean in which earlier values fade; the first one counts in full, and ``get`` is the default before it."""
-
-    __slots__ = ("_value", "_weight")
-
-    def __init__(self, weight: float) -> None:
-        self._weight = weight
-        self._value: float | None = None
-
-    def add(self, value: float) -> None:
-        self._value = value if self._value is None else self._value + self._weight * (value - self._value)
-
-    def get(self, default: float) -> float:
-        return default if self._value is None else self._value
 
 
 class Node:
@@ -98,10 +77,10 @@ class Tree:
     def __init__(self, system: System, k: int) -> None:
         """Makes a tree with only an anchor, which is not expanded yet."""
         outcomes = system.outcomes
-        usual = [p for p in outcomes.children(system.fan_out) if p >= LEAST_PROB]
+        usual = [p for p in outcomes.children(system.fan_out) if p >= MIN_PROB]
         bonus = outcomes.children(len(usual), bonus=True)
         self._k, self._budget, self._min_log = k, system.tree_budget, math.log(system.min_path_prob)
-        self._usual, self._bonus = ([math.log(max(p, LEAST_PROB)) for p in each] for each in (usual, bonus))
+        self._usual, self._bonus = ([math.log(max(p, MIN_PROB)) for p in each] for each in (usual, bonus))
         self._verified = usual if outcomes.bonus_power is None else usual[:1]
         self.anchor = Node()
         self.place: Node | None = self.anchor
@@ -116,7 +95,7 @@ class Tree:
         self._reach = Reach(k)
         self._unsent: list[Node] = []
         self._hold_until = 0.0
-        self._round_s, self._followed_at = Fading(_ROUND_WEIGHT), math.nan
+        self._round_s, self._followed_at = Ewma(ROUND_WEIGHT), math.nan
         self._heap: list[tuple[float, int, Node]] = []  # likely enough to expand, if ``_sorted``
         self._sorted = False
         self._serial, self._size = count(), 1
@@ -249,7 +228,7 @@ class TreeSimulation(Simulation):
         self._of: dict[Session, Tree] = {}
         self._rejection = self._system.outcomes.bonus_power is not None
         self._row_s = self._system.target.seconds(2) - self._system.target.seconds(1)
-        self._tokens, self._round_s, self._accepted, self._draft_s = (Fading(_RATE_WEIGHT) for _ in range(4))
+        self._tokens, self._round_s, self._accepted, self._draft_s = (Ewma(_RATE_WEIGHT) for _ in range(4))
 
     def _open(self, session: Session) -> None:
         self._of[session] = Tree(self._system, self._k)

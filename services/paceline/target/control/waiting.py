@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # sessions hold tensors, and the decision is also made withou
 
 DRAFT_TIMEOUT_S = 1.0
 """A draft that has sent nothing for so long while a session waited counts as silent until it sends again."""
-_GIVE_UP = 3.0
+GIVE_UP = 3.0
 """Waiting ends at this multiple of the expected delay."""
 
 
@@ -208,7 +208,7 @@ class WaitPolicy:
             gain = self.answered.get(1.0) * self.first_acceptance.get(0.7)
             expected, since = self._answer_s() + self.link_s.get(0.0), session.outcome_at
         elapsed = now - since
-        limit_s = _GIVE_UP * expected
+        limit_s = GIVE_UP * expected
         if elapsed >= limit_s:
             if not probs:
                 self.link_s.add(elapsed)  # a lower bound of what the answer takes
