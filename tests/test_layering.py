@@ -44,7 +44,7 @@ MAY = {
     "metrics": {"messages", *VALUES},
     "runtime": {"target", "draft", "rpc", "security", "messages", "config", "logs", "v1", *VALUES},
     "local": {"router", "runtime", "checkpoint", "messages", "config", *VALUES},
-    "plan": {"target", "draft", *VALUES},
+    "plan": {"target", "draft", "core", *VALUES},
     "fleet": {"plan", "metrics", "config", *VALUES},
     "cluster": {
         *(
