@@ -289,7 +289,7 @@ DOWN = "model.layers.1.mlp.down_proj."
         ("fp8, blocks", {"weight_scale_inv": None}, "stores {0}weight as F8_E4M3, which is not read in its format"),
         ("fp8, blocks", {"weight_scale_inv": torch.ones(2, 2)}, "{0}weight_scale_inv of shape (2, 2) does not fit"),
         ("fp8, blocks", {"weight_scale_inv": torch.ones(1, 3, dtype=torch.uint8)}, "{0}weight_scale_inv as U8"),
-        ("fp8, blocks", {"weight": torch.ones(128, 320, dtype=torch.int8)}, "{0}weight as I8"),
+        ("fp8, blocks", {"weight": torch.ones(128, 320, dtype=torch.int8)}, "{0}weight_scale_inv as F32"),
         ("gptq", {"qzeros": None}, "no weight file holds {0}qzeros"),
         ("gptq", {"g_idx": torch.full((320,), 9, dtype=torch.int32)}, "{0}g_idx of shape (320,) does not fit"),
         ("gptq", {"qzeros": torch.zeros(5, 9, dtype=torch.int32)}, "{0}qzeros of shape (5, 9) does not fit"),

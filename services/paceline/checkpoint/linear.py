@@ -262,7 +262,7 @@ def why_not_runnable(
     kind: str | None = None if layers is None else layers.spec.kind
     if layers is None and num_indexers(config):
         kind = "indexed attention"
-    if is_compressed := bool(compressors(config)):
+    if compressors(config):
         kind = "compressed attention"
     if kind is None:
         return None
@@ -273,7 +273,7 @@ def why_not_runnable(
     if quantization is not None and not rounds:
         where = "" if layers is None or layers.spec.kind is Kind.MAMBA else " on GPUs"
         return "quantization", f"is {quantization!r} {has}, which run with plain weights alone{where}: null is allowed"
-    if stored is not None and (is_compressed or packing_of(stored) is None):
+    if stored is not None and packing_of(stored) is None:
         return "model", f"is quantized by {method_of(stored)!r} {has}, which run with plain weights alone"
     return None
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from paceline.checkpoint.quantization import method_of
@@ -78,11 +78,21 @@ class Packing:
     """Ending of a scale of all scales."""
     divides: bool = False
     """True: the scales are divided by the second scale."""
+    beside: str = ""
+    """Name of the scales beside a parameter ``weight``, where no ending is: ``scale`` in DeepSeek V4."""
+    scale_types: tuple[str, ...] = ()
+    """Number formats of the scales; (): any float."""
+    other: Packing | None = None
+    """How the weights are stored whose codes have its number formats; None: all are stored alike."""
 
     @property
     def per_word(self) -> int:
         """Codes of one stored number."""
         return {"scaled": 1, "words": WORD_BITS // self.bits}.get(self.kind, 2)
+
+    def of_type(self, type: str) -> Packing:
+        """How a weight is stored by the number format of its codes."""
+        return self.other if self.other is not None and type in self.other.types else self
 
     def stems(self, names: Collection[str]) -> dict[str, str]:
         """The quantized weights among the tensors ``names``: the weight's name -> its stem."""
@@ -92,12 +102,24 @@ class Packing:
                 stem = name.removesuffix(scales)
                 if name.endswith(scales) and stem + self.codes in names:
                     found[stem + self.plain] = stem
+        if self.beside:
+            for name in names:
+                stem = name.removesuffix(self.beside) + "weight"
+                if name.endswith(f".{self.beside}") and stem in names:
+                    found[stem] = stem
         return found
+
+    def scale_names(self, stem: str) -> Iterator[str]:
+        """Names that the scales of a weight may have, of which the first that is there counts."""
+        yield from (stem + ending for ending in self.scales)
+        if self.beside and stem.endswith(".weight"):
+            yield stem.removesuffix("weight") + self.beside
 
     def parts(self, stem: str) -> Iterator[str]:
         """Names of the tensors that a weight may consist of."""
-        endings = (self.codes, *self.scales, self.zeros, self.groups, self.shape, self.second)
-        yield from (stem + ending for ending in dict.fromkeys(endings) if ending or ending == self.codes)
+        yield stem + self.codes
+        yield from self.scale_names(stem)
+        yield from (stem + ending for ending in (self.zeros, self.groups, self.shape, self.second) if ending)
 
     def plain_names(self, names: Collection[str]) -> list[str]:
         """Names of a checkpoint's tensors as if it were not quantized, without the scales of activations."""
@@ -126,15 +148,19 @@ class Packing:
         stems = self.stems(types)
         codes = {stem + self.codes for stem in stems.values()}
         others = {part for stem in stems.values() for part in self.parts(stem)} - codes
-        wrong = [n for n in sorted(codes) if types[n] not in self.types]
+        packings = {stem: self.of_type(types[stem + self.codes]) for stem in stems.values()}
+        scales = {name: packings[stem] for stem in packings for name in self.scale_names(stem) if name in types}
+        wrong = [
+            stem + self.codes for stem, one in sorted(packings.items()) if types[stem + self.codes] not in one.types
+        ]
         wrong += [n for n in sorted(types) if n not in codes | others and types[n] in _PACKED_TYPES]
-        scales = {stem + ending for stem in stems.values() for ending in self.scales} & types.keys()
+        wrong += [n for n, one in sorted(scales.items()) if one.scale_types and types[n] not in one.scale_types]
         if self.kind != "mxfp4":
             wrong += [n for n in sorted(scales) if types[n] == "U8"]
         if wrong:
             name = wrong[0]
             raise ConfigError(f"model {path!r} stores {name} as {types[name]}, which is not read in its format")
-        for name in sorted(types.keys() - scales):
+        for name in sorted(types.keys() - scales.keys()):
             if any(name.endswith(ending) for ending in self.scales if ending != _ANY_SCALE):  # AWQ scales activations
                 raise ConfigError(f"model {path!r} stores {name}, and no weight that it belongs to")
 
@@ -170,19 +196,22 @@ def why_whole(config: Mapping[str, Any] | None, quantization: str | None, name: 
     return f"{how}: one process runs quantized weights, so set it to 1"
 
 
-def count_packed(shapes: Mapping[str, tuple[int, ...]], packing: Packing | None) -> tuple[int, int]:
+def count_packed(tensors: Mapping[str, tuple[str, tuple[int, ...]]], packing: Packing | None) -> tuple[int, int]:
     """Numbers of all weights once they are plain, and those of them in no matrix.
 
     Args:
-        shapes: of the stored tensors by name.
+        tensors: number format and shape of the stored tensors by name.
         packing: how weights are quantized; None: they are plain.
     """
-    stems = {} if packing is None else packing.stems(shapes)
-    plain = shapes if packing is None else packing.plain_names(shapes)
+    stems = {} if packing is None else packing.stems(tensors)
+    plain = tensors if packing is None else packing.plain_names(tensors)
     total = vectors = 0
     for name in plain:
-        stem = stems.get(name)
-        shape = shapes[name] if packing is None or stem is None else packing.shape_of(shapes[stem + packing.codes])
+        if packing is None or (stem := stems.get(name)) is None:
+            shape = tensors[name][1]
+        else:
+            kind, codes = tensors[stem + packing.codes]
+            shape = packing.of_type(kind).shape_of(codes)
         total += math.prod(shape)
         vectors += math.prod(shape) if len(shape) < 2 else 0
     return total, vectors
@@ -206,9 +235,14 @@ _MXFP4 = Packing("mxfp4", "_blocks", "", ("_scales",), ("U8",), bits=4, transpos
 
 
 def _fp8(config: Mapping[str, Any]) -> Packing | str:
-    """DeepSeek's and transformers': one scale for a block, or for a tensor."""
+    """DeepSeek's and transformers': one scale for a block, or for a tensor.
+
+    Experts of DeepSeek V4 are floats of 4 bits, two in an ``I8``, with the exponent of each 32 inputs.
+    """
     rows, columns = config.get("weight_block_size") or (0, 0)
-    return Packing("scaled", "", "", ("_scale_inv", _ANY_SCALE), _FLOAT8, block=(rows, columns))
+    whole = Packing("scaled", "", "", ("_scale_inv", _ANY_SCALE), _FLOAT8, block=(rows, columns), beside="scale")
+    experts = replace(whole, kind="nvfp4", types=("I8",), bits=4, block=(1, MXFP4_GROUP), scale_types=("F8_E8M0",))
+    return replace(whole, other=experts)
 
 
 def _modelopt(config: Mapping[str, Any]) -> Packing | str:

@@ -226,7 +226,7 @@ def _entries(path: Path) -> dict[str, _Entry]:
 def _count(files: Sequence[Mapping[str, _Entry]], packing: Packing | None) -> WeightCounts:
     """Adds up the tensors of all files; a weight and its scales may be in two of them."""
     entries = {name: entry for file in files for name, entry in file.items()}
-    numbers, whole = count_packed({name: entry.shape for name, entry in entries.items()}, packing)
+    numbers, whole = count_packed({name: (entry.dtype, entry.shape) for name, entry in entries.items()}, packing)
     stored = [] if packing is not None else [entry for entry in entries.values() if entry.dtype not in _PLAIN]
     return WeightCounts(
         numbers, whole, sum(math.prod(entry.shape) for entry in stored), sum(entry.num_bytes for entry in stored)

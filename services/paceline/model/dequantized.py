@@ -36,11 +36,12 @@ class DequantizedFiles:
             files: the stored tensors.
             packing: how weights are quantized.
         """
-        self.path, self._files, self._packing = files.path, files, packing
+        self.path, self._files = files.path, files
         types = {name: files.type(name) for name in files}
         packing.require_types(types, files.path)
         self._stored = types.keys()
         self._stems = packing.stems(types)
+        self._packings = {stem: packing.of_type(types[stem + packing.codes]) for stem in self._stems.values()}
         self._names = packing.plain_names(types)
 
     def __iter__(self) -> Iterator[str]:
@@ -55,8 +56,9 @@ class DequantizedFiles:
         stem = self._stems.get(name)
         if stem is None:
             return self._files.shape(name)
-        codes = self._packing.shape_of(self._files.shape(stem + self._packing.codes))
-        if (part := stem + self._packing.shape) not in self._stored or not self._packing.shape:
+        packing = self._packings[stem]
+        codes = packing.shape_of(self._files.shape(stem + packing.codes))
+        if (part := stem + packing.shape) not in self._stored or not packing.shape:
             return codes
         (sizes,) = self._files.shape(part)
         stored = tuple(self._part(part, (slice(0, sizes),), torch.int64).tolist())
@@ -80,8 +82,9 @@ class DequantizedFiles:
             self._files.copy(name, box, target)
             return
         target = target.reshape([part.stop - part.start for part in box])  # a view: only ones are left out
-        numbers = self._experts if self._packing.kind == "mxfp4" else self._numbers
-        dim = len(box) - 1 if self._packing.transposed and self._packing.kind != "mxfp4" else 0
+        packing = self._packings[stem]
+        numbers = self._experts if packing.kind == "mxfp4" else self._numbers
+        dim = len(box) - 1 if packing.transposed and packing.kind != "mxfp4" else 0
         size = box[dim].stop - box[dim].start
         step = max(1, _NUM_AT_ONCE * size // max(1, target.numel()))
         for first in range(0, size, step):
@@ -91,10 +94,10 @@ class DequantizedFiles:
 
     def _numbers(self, stem: str, box: Box) -> Tensor:
         """A box of a weight in float32."""
-        packing = self._packing
+        packing = self._packings[stem]
         if packing.transposed:
             box = (*box[:-2], box[-1], box[-2])
-        numbers = self._codes(stem + packing.codes, box, packing.packed_dim)
+        numbers = self._codes(packing, stem + packing.codes, box, packing.packed_dim)
         if packing.kind == "nvfp4":
             numbers = torch.tensor(_FLOAT4)[numbers]
         else:
@@ -107,9 +110,8 @@ class DequantizedFiles:
             numbers = numbers / second if packing.divides else numbers * second
         return numbers.transpose(-1, -2) if packing.transposed else numbers
 
-    def _codes(self, name: str, box: Box, packed_dim: int) -> Tensor:
+    def _codes(self, packing: Packing, name: str, box: Box, packed_dim: int) -> Tensor:
         """A box of codes, unpacked: floats of 8 bits as float32, integers as int32."""
-        packing = self._packing
         if packing.kind == "scaled":
             return self._part(name, box, torch.float32)
         per_word = packing.per_word
@@ -126,7 +128,8 @@ class DequantizedFiles:
 
     def _zeros(self, stem: str, box: Box) -> Tensor | int:
         """The zero points of a box, which one for each scale is stored, or the one of all weights."""
-        packing, name = self._packing, stem + self._packing.zeros
+        packing = self._packings[stem]
+        name = stem + packing.zeros
         if not packing.zeros or name not in self._stored:
             if packing.needs_zeros:
                 raise ConfigError(f"model {self.path!r} is not whole: no weight file holds {name}")
@@ -145,21 +148,21 @@ class DequantizedFiles:
         return self._spread(self._scales_name(stem), box, stem)
 
     def _scales_name(self, stem: str) -> str:
-        return next(stem + ending for ending in self._packing.scales if stem + ending in self._stored)
+        return next(name for name in self._packings[stem].scale_names(stem) if name in self._stored)
 
     def _spread(self, name: str, box: Box, stem: str, unpacked: tuple[int, ...] | None = None) -> Tensor:
         """For each number of a box, as stored, the value of its block or group in a tensor of scales or zero points.
 
         Only the values that the box needs are read. ``unpacked``: the shape of zero points once they are unpacked.
         """
-        sizes = unpacked or self._files.shape(name)
+        packing, sizes = self._packings[stem], unpacked or self._files.shape(name)
         if math.prod(sizes) == 1:
             return (
                 self._whole(name)
                 if unpacked is None
-                else self._codes(name, (slice(0, 1),) * len(sizes), self._packing.zeros_dim)
+                else self._codes(packing, name, (slice(0, 1),) * len(sizes), packing.zeros_dim)
             )
-        whole = self._files.shape(stem + self._packing.codes)
+        whole = self._files.shape(stem + packing.codes)
         dims = len(whole)
         if len(sizes) == 1 and dims == 2:
             sizes = (*sizes, 1)
@@ -170,7 +173,7 @@ class DequantizedFiles:
         firsts = [int(index.min()) for index in indices]
         part = tuple(slice(f, int(index.max()) + 1) for f, index in zip(firsts, indices, strict=True))
         if unpacked is not None:
-            values = self._codes(name, part, self._packing.zeros_dim)
+            values = self._codes(packing, name, part, packing.zeros_dim)
         else:
             stored = part[: len(self._files.shape(name))]
             values = self._part(name, stored, torch.float32).reshape([p.stop - p.start for p in part])
@@ -180,7 +183,7 @@ class DequantizedFiles:
 
     def _index(self, name: str, stem: str, dim: int, size: int, length: int, part: slice) -> Tensor:
         """Along a dimension of ``length`` numbers with ``size`` scales, the scale of each number of a part."""
-        packing = self._packing
+        packing = self._packings[stem]
         groups = stem + packing.groups
         along_inputs = dim == (0 if packing.transposed else 1)
         if packing.groups and along_inputs and groups in self._stored:
@@ -202,8 +205,9 @@ class DequantizedFiles:
 
     def _stored_lengths(self, stem: str) -> tuple[int, ...]:
         """Numbers of a weight along the dimensions of its codes."""
-        shape = self.shape(stem + self._packing.plain)
-        return (*shape[:-2], shape[-1], shape[-2]) if self._packing.transposed else shape
+        packing = self._packings[stem]
+        shape = self.shape(stem + packing.plain)
+        return (*shape[:-2], shape[-1], shape[-2]) if packing.transposed else shape
 
     def _experts(self, stem: str, box: Box) -> Tensor:
         """A box [experts, inputs, outputs] of gpt-oss' experts in float32.
@@ -214,7 +218,7 @@ class DequantizedFiles:
         experts, inputs, outputs = box
         groups = slice(inputs.start // MXFP4_GROUP, -(-inputs.stop // MXFP4_GROUP))
         part = experts, outputs, groups
-        codes = self._part(stem + self._packing.codes, (*part, slice(0, MXFP4_GROUP // 2)), torch.int32)
+        codes = self._part(stem + self._packings[stem].codes, (*part, slice(0, MXFP4_GROUP // 2)), torch.int32)
         exponents = self._part(self._scales_name(stem), part, torch.int32) - 127
         numbers = torch.tensor(_FLOAT4)[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(3)]
         numbers = torch.ldexp(numbers, exponents[..., None]).flatten(2)

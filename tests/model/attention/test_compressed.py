@@ -199,12 +199,12 @@ def test_what_does_not_run_with_compressed_layers_is_refused() -> None:
     config = compressed_config().to_dict()
     usual: dict[str, Any] = {"device": "cpu", "quantization": None}
     assert why_not_runnable(config, None, **usual) is None
-    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert why_not_runnable(config, {"quant_method": "fp8", "weight_block_size": [128, 128]}, **usual) is None
     for stored, changes, key, reason in (
         (None, {"device": "cuda"}, "device", "'cpu' is allowed"),
         (None, {"quantization": "int8"}, "quantization", "null is allowed"),
         (None, {"compile": True}, "compile", "layers with compressors are not compiled"),
-        (fp8, {}, "model", "quantized by 'fp8' and the model has compressed attention layers"),
+        ({"quant_method": "torchao"}, {}, "model", "by 'torchao' and the model has compressed attention layers"),
     ):
         found = why_not_runnable(config, stored, **usual | changes)
         assert found is not None
