@@ -17,7 +17,6 @@ from tests.support.mutants import mutant
 from tests.support.pump import Pump, Request
 from tests.support.rings import nightly, slow
 
-from paceline.core.tree import Proposal
 from paceline.drafters.colocated import DraftModelHead
 from paceline.drafters.growing import grower
 from paceline.drafters.heads.block import BlockForm, BlockHead
@@ -26,7 +25,7 @@ from paceline.drafters.heads.layers import eagle_config
 from paceline.drafters.protocol import Features
 from paceline.messages import SparseDistribution
 from paceline.model.loading import LoadedModel, prepare
-from paceline.target.heads.asking import Asking
+from paceline.target.heads.grower import HeadGrower
 from paceline.target.heads.mounted import MountedHead
 from paceline.target.mount import bind_heads
 from paceline.types import Acceptance, Result, SamplingParams, SpeculationParams
@@ -102,15 +101,14 @@ def test_the_rejection_rule_keeps_the_law(tiny_pair, num: int, tv: float, adapti
     assert _p_value(counts, law) > FALSE_ALARM
 
 
-@mutant(Asking, "_offer")
-def _wrong_q(offer, self, mounted, followed):
+@mutant(HeadGrower, "_offer")
+def _wrong_q(offer, self, followed):
     """A q that is valid in itself but not what the token was drawn from."""
-    offer(self, mounted, followed)
-    proposal = followed.session.headed
-    flat = tuple(
-        q and SparseDistribution.of(q.token_ids, (1 / len(q.token_ids),) * len(q.token_ids)) for q in proposal.qs
-    )
-    followed.session.headed = replace(proposal, qs=flat)
+    offer(self, followed)
+    if (offered := followed.session.head_offer) is not None:
+        listed = (q and q.token_ids for q in offered.proposal.qs)
+        flat = tuple(ids and SparseDistribution.of(ids, (1 / len(ids),) * len(ids)) for ids in listed)
+        followed.session.head_offer = replace(offered, proposal=replace(offered.proposal, qs=flat))
 
 
 @mutant(grower, "rank")
@@ -120,13 +118,13 @@ def _likeliest_token(rank, candidates, rows):
     return [replace(r, token_ids=(max(zip(r.q.probs, r.q.token_ids, strict=True))[1],)) if r.q else r for r in rankings]
 
 
-@mutant(Asking, "_offer")
-def _dropped_by_what_was_drawn(offer, self, mounted, followed):
+@mutant(HeadGrower, "_offer")
+def _dropped_by_what_was_drawn(offer, self, followed):
     """A proposal is withheld where its first token is a likely one."""
-    offer(self, mounted, followed)
-    proposal = followed.session.headed
-    if len(proposal) and proposal.token_ids[0] in (0, 1):
-        followed.session.headed = Proposal()
+    offer(self, followed)
+    offered = followed.session.head_offer
+    if offered is not None and offered.proposal.token_ids[0] in (0, 1):
+        followed.session.head_offer = None
 
 
 @pytest.mark.parametrize("mutate", [_likeliest_token, *slow([_wrong_q, _dropped_by_what_was_drawn])])

@@ -28,7 +28,7 @@ from paceline.plan.outcomes import Outcomes, expected_tokens, prepared
 from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
 from paceline.target import session
-from paceline.target.heads import asking
+from paceline.target.heads.grower import MOST_LEAVES as MOST_HEAD_LEAVES
 from paceline.types import Mode
 
 ONE = Load(1, 1, 1)
@@ -332,7 +332,7 @@ def test_siblings_are_verified_where_they_pay(sessions: int) -> None:
 
 
 def test_the_ranks_and_leaves_are_the_engines() -> None:
-    assert (RANKED, MOST_LEAVES) == (session.FAN_OUT, asking.MOST_LEAVES)
+    assert (RANKED, MOST_LEAVES) == (session.FAN_OUT, MOST_HEAD_LEAVES)
     assert LEAST_PATH == grower._LEAST_CHAINED
 
 

@@ -14,9 +14,9 @@ from paceline.runtime.server import describer
 from paceline.target.control.allocation import Allocation
 from paceline.target.control.head_gate import HeadGate
 from paceline.target.heads import feeding
-from paceline.target.heads.asking import Asking
 from paceline.target.heads.driver import Heads
 from paceline.target.heads.followed import Followed
+from paceline.target.heads.grower import HeadGrower
 from paceline.target.heads.mounted import MountedHead
 from paceline.types import PAGE_SIZE, SamplingParams, SpeculationParams
 
@@ -106,13 +106,13 @@ def test_a_head_is_asked_for_nothing_that_could_not_pay(monkeypatch: pytest.Monk
     mounted, _ = oracle(EVERY, texts)
     pump = pump_with(EVERY, mounted, pages=60)
     widest: set[int] = set()
-    ask = Asking.ask
+    ask = HeadGrower.ask
 
-    def asked(self, mounted, sessions, *rest, **named):
+    def asked(self, sessions, *rest, **named):
         widest.add(len(sessions))
-        ask(self, mounted, sessions, *rest, **named)
+        ask(self, sessions, *rest, **named)
 
-    monkeypatch.setattr(Asking, "ask", asked)
+    monkeypatch.setattr(HeadGrower, "ask", asked)
     assert_same(pump.run(requests), reference)
     assert max(sessions) > 3 >= max(widest) > 0
 

@@ -31,7 +31,6 @@ from paceline.draft.overlap import Overlap
 from paceline.draft.session import DraftSession
 from paceline.draft.stats import DraftStats
 from paceline.drafters.calibration import Calibration
-from paceline.drafters.growing.blame import call_for_each
 from paceline.drafters.protocol import Drafter, StatesDrafter
 from paceline.drafters.ranking import Rule
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
@@ -385,17 +384,9 @@ class DraftEngine:
         session.idle, session.changed = False, True
 
     def _prefill(self) -> bool:
-        sessions = [*self._sessions.values()]
-        done = call_for_each(lambda _: self._drafter.prefill(), sessions, on_failure=self._fail_unready, alone=False)
-        worked = sum(worked for _, worked in done)
+        worked = self._grower.prefill(self._sessions.values())
         self.stats.prefill_chunks += worked
-        return worked > 0 or not done
-
-    def _fail_unready(self, error: Exception, session_ids: Sequence[str]) -> None:
-        """Ends those of the sessions that are still in prefill; raises ``error`` if there are none."""
-        if not (unready := [session for session in session_ids if not self._drafter.ready(session)]):
-            raise error
-        self._fail_all(error, unready)
+        return worked
 
     def _grow(self) -> bool:
         """Does one tree step of all sessions: choose -> expand -> rank -> publish. False: no node is to be expanded."""
@@ -405,6 +396,7 @@ class DraftEngine:
             return False
         num_leaves, is_path = self.stats.leaves, self._grower.grow(chosen)
         self.stats.tree_steps += 1
+        self.stats.forwards = self._grower.num_calls
         self._step_s = self._clock() - started
         if is_path:
             self.stats.paths += 1
@@ -435,7 +427,8 @@ class DraftEngine:
                 )
                 messages.append(nodes)
                 session.idle = idle
-            session.changed = bool(session.outbox)  # what is held back is sent by a later step
+            # What is held back is sent by a later step; a session may be idle once it is ready.
+            session.changed = bool(session.outbox) or not session.ready
         if messages:
             self.stats.messages += len(messages)
             self._emit(messages)

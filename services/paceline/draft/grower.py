@@ -14,7 +14,7 @@ from paceline.draft.session import DraftSession
 from paceline.draft.stats import DraftStats
 from paceline.drafters.growing.blame import OnFailure
 from paceline.drafters.growing.grower import Grower
-from paceline.drafters.protocol import Candidates, Drafter, Leaf
+from paceline.drafters.protocol import Candidates, Drafter
 from paceline.drafters.ranking import Ranking, rank, rankings_of
 from paceline.model.chain import Ranked, Stop
 
@@ -32,7 +32,6 @@ class DraftGrower(Grower[DraftSession]):
         super().__init__(drafter, drafter.tokens_per_leaf, on_failure)
         self.reads = drafter.states
         """The drafter, if it reads hidden states."""
-        self._ranker = drafter.ranker
         self._stats = stats
         self._tree_budget = tree_budget
 
@@ -53,10 +52,8 @@ class DraftGrower(Grower[DraftSession]):
         heap: list[tuple[float, int, DraftSession]] = []
         budget, tokens_per_leaf = self._tree_budget, self.drafter.tokens_per_leaf
         for order, session in enumerate(sessions):
-            if not session.ready:
-                if not self.drafter.ready(session.session_id):
-                    continue
-                session.ready = session.changed = True
+            if not (session.ready or self.ready(session)):
+                continue
             if (node := session.next_leaf(budget)) is not None and not (self.reads and self.waits(session, now)):
                 heap.append((session.tree.anchor.log_path - node.log_path, order, session))
         heapq.heapify(heap)
@@ -87,16 +84,10 @@ class DraftGrower(Grower[DraftSession]):
             least = _LEAST_CHAINED if session.ahead else 0.0
             stop = Stop(*session.calibration.first(), correction=1.0, path=1.0, least=least)
             if (num_leaves := self.draft_path(session, anchor, most, stop)) != 0:
-                self._stats.forwards += 1
                 self._stats.leaves += num_leaves or 0
                 return True
         self._stats.leaves += len(self.expand(chosen))
         return False
-
-    def candidates(self, leaves: Sequence[Leaf]) -> Candidates:
-        """The drafter's candidates, ranked by the same pass if it can."""
-        self._stats.forwards += 1
-        return self.drafter.expand(leaves) if self._ranker is None else self._ranker.expand_best(leaves)
 
     def publish_all(self, nodes: Sequence[tuple[DraftSession, TreeNode]], candidates: Candidates) -> None:
         """Publishes the candidates of nodes: by the native function as far as it takes them."""

@@ -38,7 +38,6 @@ class DraftSession(GrowingSession):
         "idle",
         "num_proposed",
         "outbox",
-        "ready",
         "round_s",
         "states_until",
     )
@@ -71,7 +70,6 @@ class DraftSession(GrowingSession):
         """Nodes that the target does not know yet, parents before children."""
         self._passed: set[int] = set()
         """Nodes committed since the outbox was last sent: the target needs them to follow."""
-        self.ready = False
         self.changed = True
         """True if it may have something to send or may have become idle since the last ``_flush`` of the engine."""
         self.idle = False

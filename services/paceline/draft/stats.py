@@ -29,7 +29,7 @@ class DraftStats:
     prefill_chunks: int = 0
     tree_steps: int = 0
     forwards: int = 0
-    """Calls of the drafter's ``expand``: one per tree step, and retries after an error."""
+    """Calls of the drafter for candidates: one per tree step, and retries after an error."""
     leaves: int = 0
     """Nodes expanded; leaves / tree_steps is the mean batch."""
     step_s: float = 0.0

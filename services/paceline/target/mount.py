@@ -39,7 +39,7 @@ from paceline.model.step import Step
 from paceline.preflight.device import begins_eagerly, require_draft, require_target
 from paceline.preflight.heads import TREE_BUDGET, draft_setup_of, require_hint_boundary
 from paceline.preflight.host_memory import draft_pages
-from paceline.target.heads.asking import MOST_LEAVES
+from paceline.target.heads.grower import MOST_LEAVES
 from paceline.target.heads.mounted import MountedHead, union
 from paceline.target.hints import Hints
 from paceline.target.link import StatesLink

@@ -325,7 +325,7 @@ class Scheduler:
         only_decodes = ready and not prefilling and not spent_s
         if only_decodes and self._allocation.none_pays(len(ready), max(session.k for session in ready)):
             return {id(session): self._trial_rows(session) for session in ready}  # no draft token can have gain
-        only_lookups = not any(len(s.headed) or (s.draft_available and s.draft_heard) for s in self.running)
+        only_lookups = not any(s.head_offer is not None or (s.draft_available and s.draft_heard) for s in self.running)
         if only_lookups and self._num_rests:
             self._num_rests -= 1
             return {id(session): 0 for session in self.running}
@@ -526,12 +526,13 @@ def offer_of(session: TargetSession, *, sent: bool = False, trees: bool = False)
     if proposal.producer is Producer.LOOKUP:
         return proposal.probs
     drafted = len(proposal) > 0 and proposal.producer is Producer.DRAFT
-    hits = session.hits if drafted else session.head_hits
-    if hits is None:
+    headed = None if drafted else session.head_offer
+    if headed is None and not drafted:
         return ()
+    hits = session.hits if headed is None else headed.hits
     if session.rejection:
         # Nothing here depends on a drawn token: the existence of a first token is decided before it is drawn.
-        return blind_offer(most if drafted else min(session.head_depth, most), hits)
-    if trees and (drafted or session.head_anchor is not None):
+        return blind_offer(most if headed is None else min(headed.depth, most), hits)
+    if trees and (headed is None or headed.anchor is not None):
         return session.subtree()
     return offer(proposal, most, hits)

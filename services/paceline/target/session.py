@@ -41,6 +41,20 @@ class Account:
     """Highest concurrency since the account was opened."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadOffer:
+    """What a head of the target offers for a session's coming round."""
+
+    proposal: Proposal
+    """Not empty."""
+    hits: AcceptanceHistory
+    """Acceptance of the head's tokens in this session."""
+    depth: int
+    """Rejection rule: the intended length of the proposal, which does not depend on the drawn tokens."""
+    anchor: TreeNode | None
+    """Root of the head's nodes, the proposal's among them; None under the rejection rule."""
+
+
 class TargetSession:
     """Tokens, KV pages, sampler and speculation tree of one session. Invariants, as half-open intervals of rows::
 
@@ -66,10 +80,7 @@ class TargetSession:
         "draft_silent",
         "epoch",
         "generation",
-        "head_anchor",
-        "head_depth",
-        "head_hits",
-        "headed",
+        "head_offer",
         "held_state",
         "hits",
         "idle_context_len",
@@ -203,14 +214,8 @@ class TargetSession:
         """Length of the context for which the draft has announced to send nothing more."""
         self.nodes_context_len = -1
         """Length of the context at the draft when it sent its last nodes."""
-        # What a head of the target offers for the coming round (``heads/``).
-        self.headed = NO_PROPOSAL
-        self.head_hits: AcceptanceHistory | None = None
-        """The acceptance of that head's tokens in this session."""
-        self.head_anchor: TreeNode | None = None
-        """The root of that head's nodes, ``headed`` among them; None under the rejection rule."""
-        self.head_depth = 0
-        """Rejection rule: the intended length of ``headed``, which does not depend on the drawn tokens."""
+        self.head_offer: HeadOffer | None = None
+        """What a head of the target offers for the coming round (``heads/``)."""
         self._outcome: tuple[int, ...] = ()
         """Committed tokens that the tree has not been walked along yet."""
         self.cause = Cause.START
@@ -308,8 +313,8 @@ class TargetSession:
         if limit <= 0:
             return NO_PROPOSAL
         proposal, hits = NO_PROPOSAL if self.paused else self.tree.proposal(limit), self.hits
-        if not proposal.token_ids and self.head_hits is not None:
-            proposal, hits = self.headed.first(limit), self.head_hits
+        if not proposal.token_ids and (headed := self.head_offer) is not None:
+            proposal, hits = headed.proposal.first(limit), headed.hits
         if self.lookup is None or not (looked_up := self.lookup.proposal(limit)).token_ids:
             return proposal
         if not proposal.token_ids:
@@ -333,8 +338,9 @@ class TargetSession:
     def subtree(self) -> SubtreeOffer:
         """The nodes that may be proposed now: the draft's, else a head's."""
         most = self.max_draft()
-        if self.head_anchor is not None and self.head_hits is not None and not len(self.drafted(1)):
-            return SubtreeOffer(self.head_anchor, most, self.head_hits.correction())
+        headed = self.head_offer
+        if headed is not None and headed.anchor is not None and not len(self.drafted(1)):
+            return SubtreeOffer(headed.anchor, most, headed.hits.correction())
         return SubtreeOffer(self.tree.anchor, most, self.hits.correction())
 
     def num_ahead(self) -> int:

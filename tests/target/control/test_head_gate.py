@@ -137,7 +137,7 @@ def test_beside_a_draft_a_head_is_booked_against_what_the_draft_makes(drafted: f
         now += 0.02
         mounted.accepted, mounted.spent_s = 1, 0.008
         heads.book()
-    assert heads.asks(mounted, 1) is not is_paused
+    assert heads.is_on(mounted, 1) is not is_paused
     assert (mounted.gate.num_pauses > 0) is is_paused
 
 
@@ -151,11 +151,11 @@ def test_a_pause_counts_seconds_of_steps() -> None:
         now += 0.02
         mounted.spent_s = 0.02
         heads.book()
-    assert not heads.asks(mounted, 1)
+    assert not heads.is_on(mounted, 1)
     now += 3600.0
     heads.book()
-    assert not heads.asks(mounted, 1)
+    assert not heads.is_on(mounted, 1)
     for _ in range(10_000):
         now += 0.02
         heads.book()
-    assert heads.asks(mounted, 1)
+    assert heads.is_on(mounted, 1)

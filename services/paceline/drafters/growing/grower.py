@@ -1,4 +1,4 @@
-"""Nodes of many sessions become parents: expand -> rank -> publish, with one drafter.
+"""Sessions are prefilled, and their nodes become parents: expand -> rank -> publish, with one drafter.
 
 A path may be drafted by one call (``Chainer``), and a drafter may answer for several tokens after a node
 (``tokens_per_leaf``). An error ends the sessions at fault (``blame.py``).
@@ -6,7 +6,7 @@ A path may be drafted by one call (``Chainer``), and a drafter may answer for se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -23,19 +23,37 @@ Session = TypeVar("Session", bound=GrowingSession)
 
 
 class Grower(Generic[Session]):
-    """Expands nodes with a drafter. A subclass publishes their children."""
+    """Grows the trees of sessions with one drafter."""
 
     least_prob = 0.0
     """Children less likely are left out, but the first."""
-    alone = True
-    """``call_for_each``."""
 
-    def __init__(self, drafter: Drafter, num_tokens: int, on_failure: OnFailure) -> None:
-        """``num_tokens``: maximum depth that one call of the drafter adds. ``on_failure``: as in ``call_for_each``."""
+    def __init__(self, drafter: Drafter, num_tokens: int, on_failure: OnFailure, *, alone: bool = True) -> None:
+        """``num_tokens``: maximum depth that one call of the drafter adds. ``on_failure``, ``alone``: as in
+        ``call_for_each``."""
         self.drafter = drafter
-        self.on_failure = on_failure
-        self._num_tokens = num_tokens
+        self.num_calls = 0
+        """Calls of the drafter for candidates so far."""
+        self._on_failure = on_failure
+        self.num_tokens = num_tokens
+        self._alone = alone
         self._chainer = drafter.chainer
+        self._ranker = drafter.ranker
+
+    def ready(self, session: Session) -> bool:
+        """True once the drafter has computed the context that a session began with."""
+        session.ready = session.ready or self.drafter.ready(session.session_id)
+        return session.ready
+
+    def prefill(self, sessions: Iterable[Session]) -> bool:
+        """Computes a chunk of the contexts of sessions that are not ready. False: nothing could be done.
+
+        An error ends all of them, or the session that it names.
+        """
+        if not (unready := [session for session in sessions if not (session.ready or self.ready(session))]):
+            return False
+        done = call_for_each(lambda _: self.drafter.prefill(), unready, on_failure=self._on_failure, alone=False)
+        return not done or done[-1][1]
 
     def publish(
         self, session: Session, parent: TreeNode, ranking: Ranking, probs: Sequence[float], follow: int | None = None
@@ -44,11 +62,13 @@ class Grower(Generic[Session]):
 
         Returns the child of the token ``follow``, if likely enough: its own children are published next.
         """
-        raise NotImplementedError
+        session.publish_children(parent, ranking, probs)
+        return None if follow is None else parent.children.get(follow)
 
     def candidates(self, leaves: Sequence[Leaf]) -> Candidates:
-        """The drafter's candidates."""
-        return self.drafter.expand(leaves)
+        """The drafter's candidates, ranked by the same pass if it can."""
+        self.num_calls += 1
+        return self.drafter.expand(leaves) if self._ranker is None else self._ranker.expand_best(leaves)
 
     def expand(self, nodes: list[tuple[Session, TreeNode]]) -> list[tuple[Session, TreeNode]]:
         """Expands nodes, at most ``max_leaves``, and publishes their children; returns the expanded ones."""
@@ -56,8 +76,8 @@ class Grower(Generic[Session]):
             lambda at: self.candidates([session.leaf(node) for session, node in at]),
             nodes,
             session_of=lambda place: place[0].session_id,
-            on_failure=self.on_failure,
-            alone=self.alone,
+            on_failure=self._on_failure,
+            alone=self._alone,
         )
         for at, candidates in done:
             self.publish_all(at, candidates)
@@ -78,10 +98,12 @@ class Grower(Generic[Session]):
         done = call_for_each(
             lambda _: self._draft_path(session, top, most, stop),
             [session],
-            on_failure=self.on_failure,
-            alone=self.alone,
+            on_failure=self._on_failure,
+            alone=self._alone,
         )
-        return done[0][1] if done else None
+        num_expanded = done[0][1] if done else None
+        self.num_calls += num_expanded != 0
+        return num_expanded
 
     def _draft_path(self, session: Session, top: TreeNode, most: int, stop: Stop) -> int:
         assert self._chainer is not None, "may_draft_path comes first"
@@ -108,7 +130,7 @@ class Grower(Generic[Session]):
         is_block = self.drafter.tokens_per_leaf > 1
         known = candidates.log_q.isfinite().any(-1).tolist() if is_block else []  # [leaves][depths]
         at = list(enumerate(nodes))
-        for depth in range(min(self._num_tokens, self.drafter.tokens_per_leaf)):
+        for depth in range(min(self.num_tokens, self.drafter.tokens_per_leaf)):
             if not at:
                 return
             of_depth, places = candidates, [place for _, place in at]

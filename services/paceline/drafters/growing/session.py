@@ -27,6 +27,7 @@ class GrowingSession:
         "fan_out",
         "in_flight",
         "next_node_id",
+        "ready",
         "rule",
         "saguaro",
         "sampler",
@@ -54,6 +55,8 @@ class GrowingSession:
         self.calibration = Calibration(fan_out, calibration)
         self.bonus = Calibration(fan_out, bonus)
         self.next_node_id = first_id
+        self.ready = False
+        """True once the drafter is known to be ready for it."""
         self.in_flight: frozenset[int] = frozenset()
         """Nodes of the proposal that is being verified."""
         self.end: TreeNode | None = None

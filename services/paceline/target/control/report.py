@@ -122,7 +122,7 @@ def measures(engine: TargetEngine) -> Mapping[str, float]:
     if allocation.cost.known:
         found |= {f"step_seconds:{size}": allocation.cost.seconds(size) for size in (1, 4, 16, 64)}
     for label, mounted in engine.heads.labeled().items():
-        found[f"head_on:{label}"] = float(engine.heads.asks(mounted, num_sessions))
+        found[f"head_on:{label}"] = float(engine.heads.is_on(mounted, num_sessions))
         found[f"head_acceptance:{label}"] = acceptance(mounted.coupled, mounted.rejection)
         if (depth_s := mounted.gate.depth_s(1, first=True)) is not None:
             found[f"head_seconds:{label}"] = depth_s

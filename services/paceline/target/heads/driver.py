@@ -25,11 +25,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from paceline.core.tree import Proposal
+from paceline.core.tree import NO_PROPOSAL, Producer, Proposal
 from paceline.drafters.protocol import Features
 from paceline.model.kv_cache import KVCache
 from paceline.target.control.allocation import BEST_ACCEPTANCE, ENOUGH_TRIALS, Allocation
-from paceline.target.heads.asking import Asking
 from paceline.target.heads.feeding import Computed, Feeding
 from paceline.target.heads.followed import Followed
 from paceline.target.heads.mounted import MountedHead
@@ -62,12 +61,13 @@ class Heads:
         self._booked_at: float | None = None
         self._num_sessions = 1  # of the coming step, or of the one that runs
         self._feeding = Feeding(states, cache.num_pages)
-        self._asking = Asking(clock)
+        self._offering: dict[str, tuple[MountedHead, Followed]] = {}
+        """The heads that have tokens for the coming rounds of sessions."""
         self._circumstances: tuple[int, bool] | None = None  # of ``use``
         self._allocation = allocation
         self._clock = clock
         for each in self.mounted:
-            each.gate.adaptive = allocation.adaptive
+            each.gate.adaptive, each.clock = allocation.adaptive, clock
             if (features := each.head.features) is not None:
                 assert states is not None
                 assert states.every_position or not features.every_position
@@ -85,7 +85,7 @@ class Heads:
 
     def wants_states(self) -> bool:
         """True if a head will be fed with the step that comes."""
-        return any(m.reads_states and self._on(m, self._num_sessions) for m in self.mounted)
+        return any(m.reads_states and self.is_on(m, self._num_sessions) for m in self.mounted)
 
     def labeled(self) -> dict[str, MountedHead]:
         """The heads by their methods, numbered from the second one of a method on."""
@@ -96,9 +96,9 @@ class Heads:
             found[f"{method}_#{same + 1}" if same else method] = mounted
         return found
 
-    def asks(self, mounted: MountedHead, num_sessions: int) -> bool:
+    def is_on(self, mounted: MountedHead, num_sessions: int) -> bool:
         """True if a head is neither switched off nor paused at this concurrency."""
-        return self._on(mounted, num_sessions)
+        return not mounted.failure and mounted.gate.wanted(max(1, num_sessions), self.busy_s)
 
     def take_s(self) -> float:
         """Seconds that the heads were asked for since the last call."""
@@ -112,7 +112,7 @@ class Heads:
 
     def open(self, session: TargetSession) -> None:
         """Begins a session on every head that can serve it."""
-        self._asking.forget(session)
+        self._forget(session)
         if session.k == 0:
             return
         for mounted in self.mounted:
@@ -121,7 +121,7 @@ class Heads:
 
     def close(self, session: TargetSession) -> None:
         """Ends a session on all heads, before its pages are given back."""
-        self._asking.close(session.session_id)
+        self._forget(session)
         for mounted in self.mounted:
             mounted.leave(session)
             mounted.drop(session.session_id)
@@ -132,14 +132,14 @@ class Heads:
         """Tokens of a head that are computed with a session's own in the coming step, and bind nothing; none, if
         there would be more than ``limit``."""
         if not self._may_propose(session):
-            return Proposal()
+            return NO_PROPOSAL
         for mounted in self.mounted:
             rider = mounted.rider
             if rider is None or session.session_id not in mounted.sessions or rider.num_guesses > limit:
                 continue
-            if self._on(mounted, self._num_sessions):
+            if self.is_on(mounted, self._num_sessions):
                 return mounted.guesses(session)
-        return Proposal()
+        return NO_PROPOSAL
 
     def forget_guesses(self, session: TargetSession, guesses: Proposal) -> None:
         """Takes back that guesses of a session ride: there is no room for them."""
@@ -176,7 +176,15 @@ class Heads:
             accepted: the tokens of the proposal that were accepted.
             row_s: seconds of the proposal's rows.
         """
-        self._asking.observe(session, proposal, accepted, row_s)
+        offering = self._forget(session)
+        if offering is not None and proposal.producer is Producer.HEAD:
+            mounted, followed = offering
+            mounted.observe(followed, proposal, accepted, row_s)
+
+    def _forget(self, session: TargetSession) -> tuple[MountedHead, Followed] | None:
+        """Withdraws what a session was offered; returns the head that has offered it."""
+        session.head_offer = None
+        return self._offering.pop(session.session_id, None)
 
     def advance(self, session: TargetSession) -> None:
         """Has the heads that are on take what was committed for a session that goes on."""
@@ -192,7 +200,7 @@ class Heads:
             if not mounted.reads_states or mounted.failure:
                 continue
             started = self._clock()
-            is_on = self._on(mounted, self._num_sessions)
+            is_on = self.is_on(mounted, self._num_sessions)
             if is_on:
                 mounted.follow(on=True)
             if self._feeding.feed(mounted, computed, states if is_on else None):
@@ -204,7 +212,7 @@ class Heads:
         """Probabilities of the tokens that a head would propose for a session, and the seconds that asking it takes."""
         for mounted in self.mounted:
             followed = mounted.sessions.get(session.session_id)
-            if followed is not None and self._asks(mounted, num_sessions) and mounted.ready(followed):
+            if followed is not None and self._asks(mounted, num_sessions) and mounted.may_ask(followed):
                 depth = min(mounted.num_tokens, session.max_draft())
                 first_s, next_s = (mounted.gate.depth_s(1, first=first) or 0.0 for first in (True, False))
                 return [followed.hits.rate()] * depth, first_s + next_s * max(0, depth - 1)
@@ -226,20 +234,21 @@ class Heads:
         self._prefill()
         asked: dict[int, list[Followed]] = {}
         for session in ready:
-            self._asking.forget(session)
+            self._forget(session)
             if not self._may_propose(session):
                 continue
             for i, mounted in enumerate(self.mounted):
                 followed = mounted.sessions.get(session.session_id)
-                if followed is not None and asks[i] and mounted.ready(followed):
+                if followed is not None and asks[i] and mounted.may_ask(followed):
                     asked.setdefault(i, []).append(followed)
                     break
         rate = self._tokens_per_s(num_sessions)
         for i, sessions in asked.items():
             mounted = self.mounted[i]
             before = self._clock()
-            self._asking.ask(mounted, sessions, rate, self.busy_s, trees=trees)
+            mounted.ask(sessions, rate, self.busy_s, trees=trees)
             mounted.spend(self._clock() - before)
+            self._offering |= {f.session_id: (mounted, f) for f in sessions if f.session.head_offer is not None}
         self.took_s += self._clock() - started
 
     def book(self) -> None:
@@ -264,12 +273,9 @@ class Heads:
         plain_s = self._allocation.plain_s(num_sessions) if self._allocation.cost.known else 0.0
         return max(num_sessions / plain_s if plain_s > 0 else 0.0, self._allocation.tokens_per_s.get(0.0))
 
-    def _on(self, mounted: MountedHead, num_sessions: int) -> bool:
-        return not mounted.failure and mounted.gate.wanted(max(1, num_sessions), self.busy_s)
-
     def _asks(self, mounted: MountedHead, num_sessions: int) -> bool:
         """True if a head is on and some of its tokens could be verified; a new head's acceptance may be any."""
-        if not self._on(mounted, num_sessions):
+        if not self.is_on(mounted, num_sessions):
             return False
         hits = mounted.coupled.or_better_known(mounted.rejection)
         acceptance = hits.rate() if hits.trials >= ENOUGH_TRIALS else BEST_ACCEPTANCE
@@ -278,13 +284,10 @@ class Heads:
     def _prefill(self) -> None:
         """One chunk of prompts, for heads that compute those themselves."""
         for mounted in self.mounted:
-            if mounted.reads_states or not mounted.prefilling or not self._on(mounted, self._num_sessions):
-                continue
-            mounted.prefilling = {s for s in mounted.prefilling if not mounted.head.ready(s)}
-            if mounted.prefilling:
+            if not mounted.reads_states and self.is_on(mounted, self._num_sessions):
                 started = self._clock()
-                mounted.guarded(mounted.head.prefill)
-                mounted.spend(self._clock() - started)
+                if mounted.prefill(mounted.sessions.values()):
+                    mounted.spend(self._clock() - started)
 
     def check_integrity(self, sessions: Sequence[TargetSession]) -> None:
         """Asserts that heads follow open sessions only, to the end of their context."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from paceline.core.native_tree import new_tree
 from paceline.core.tree import Producer, SpeculationTree, TreeNode
 from paceline.drafters.calibration import Calibration
-from paceline.drafters.growing.grower import Grower
 from paceline.drafters.growing.session import GrowingSession
 from paceline.drafters.protocol import Leaf, with_hole
-from paceline.drafters.ranking import Ranking, Rule
+from paceline.drafters.ranking import Rule
 from paceline.model.chain import Stop
 from paceline.target.control.allocation import AcceptanceHistory
 from paceline.target.session import FAN_OUT, TargetSession
@@ -105,16 +103,3 @@ class Followed(GrowingSession):
             path.append(at)
             at = at.parent
         return path[::-1]
-
-
-class HeadGrower(Grower[Followed]):
-    """Grows the trees of a head's sessions."""
-
-    alone = False
-
-    def publish(
-        self, session: Followed, parent: TreeNode, ranking: Ranking, probs: Sequence[float], follow: int | None = None
-    ) -> TreeNode | None:
-        """Attaches the children of an expanded node (``Grower.publish``)."""
-        session.publish_children(parent, ranking, probs)
-        return None if follow is None else parent.children.get(follow)

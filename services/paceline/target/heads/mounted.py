@@ -6,46 +6,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import TypeVar
 
-from paceline.core.tree import Proposal
+from paceline.core.tree import NO_PROPOSAL, Proposal
 from paceline.drafters.calibration import Calibration
 from paceline.drafters.growing.blame import call_for_each
 from paceline.drafters.protocol import DrafterSessionError, Features, Fed, Head, Rider
 from paceline.drafters.ranking import Rule
 from paceline.errors import PacelineError
 from paceline.target.control.allocation import AcceptanceHistory
+from paceline.target.control.compared import compare
 from paceline.target.control.head_gate import HeadGate
-from paceline.target.heads.followed import Followed, HeadGrower, rule_of
+from paceline.target.heads.followed import Followed, rule_of
+from paceline.target.heads.grower import HeadGrower
 from paceline.target.session import FAN_OUT, TargetSession
 from paceline.types import PAGE_SIZE
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
-@dataclass(slots=True)
-class HeadStats:
-    """Counted events of one head since the engine started."""
-
-    rounds: int = 0
-    """Rounds with tokens of this head."""
-    rows: int = 0
-    """Tokens of this head that were verified."""
-    rows_used: int = 0
-    """Tokens of this head that were accepted."""
-    depths: int = 0
-    """Calls of ``expand``: one for each depth of a step."""
-    seconds: float = 0.0
-    """Seconds of the head: feeding it, asking it, and its extra rows in steps of the target."""
-    guesses: int = 0
-    """Tokens that steps computed as extra rows for the head."""
-    sessions_failed: int = 0
-    """Sessions that it could not follow."""
-    holes: int = 0
-    """Times that the head went on with a session after a pause in which it had missed some of its rows."""
-
-
-class MountedHead:
+class MountedHead(HeadGrower):
     """One head in its target: the sessions that it follows, its acceptance and times, and whether it is on."""
 
     def __init__(
@@ -53,34 +34,26 @@ class MountedHead:
     ) -> None:
         """``name``: for status and metrics. ``num_tokens``: the most that it proposes at once. ``max_len``: tokens of
         the longest context that it can follow; None: any. ``warning``: what its probe has found, for the status."""
+        super().__init__(head, num_tokens, self._give_up)
         self.name = name
         self.head = head
-        self.num_tokens = num_tokens
         self.max_len = max_len
         self.warning = warning
-        self.stats = HeadStats()
-        self.gate = HeadGate()
         self.coupled, self.rejection = AcceptanceHistory(), AcceptanceHistory()
         """Acceptance of its tokens in all sessions, by rule."""
         self._records: dict[tuple[int, bool], tuple[HeadGate, AcceptanceHistory, AcceptanceHistory]] = {}
         """These three by the circumstances in which they were learned (``use``)."""
         self.calibrations = {rule: Calibration(FAN_OUT) for rule in Rule}
-        self.sessions: dict[str, Followed] = {}
-        self.failure = ""
-        """Reason for which it was switched off; empty: it is on."""
         self.follows = True
         """True: the head is given committed tokens after each step. False: it is paused and gets them later
         (``follow``).
         """
         self.columns: tuple[int, ...] = ()
         """Indices of the head's boundaries among the boundaries that the target's steps return."""
-        self.prefilling: set[str] = set()
-        """Sessions that it is not ready for."""
         self.pages: set[int] = set()
         """Full pages of the target that it was fed with from end to end."""
         self.rider: Rider | None = head.rider
         """The head, if it has rows of its own in the target's steps."""
-        self.grower = HeadGrower(head, num_tokens, self._on_failure)
         self.riding: set[str] = set()
         """Sessions with some of them in the running step."""
         self.accepted, self.spent_s = 0, 0.0
@@ -147,7 +120,6 @@ class MountedHead:
             return
         acceptance = self._acceptance(session)
         self.sessions[session.session_id] = Followed(session, self.calibrations[rule_of(session)], acceptance)
-        self.prefilling.add(session.session_id)
 
     def outgrown(self, session: TargetSession) -> bool:
         """True if a session's context is longer than the head can follow."""
@@ -186,11 +158,10 @@ class MountedHead:
     def drop(self, session_id: str) -> None:
         """Ends a session, if it is open here."""
         if self.sessions.pop(session_id, None) is not None:
-            self.prefilling.discard(session_id)
             self.riding.discard(session_id)
             self.guarded(lambda: self.head.close(session_id))
 
-    def ready(self, followed: Followed) -> bool:
+    def may_ask(self, followed: Followed) -> bool:
         """True if the head knows all of a session's context, and may be asked."""
         session = followed.session
         if self.reads_states and (
@@ -199,22 +170,25 @@ class MountedHead:
             or followed.attachment != session.attachment
         ):
             return False
-        if session.session_id in self.prefilling:
-            if not self.head.ready(session.session_id):
-                return False
-            self.prefilling.discard(session.session_id)
-        return True
+        return followed.ready or self.ready(followed)
+
+    def observe(self, followed: Followed, proposal: Proposal, accepted: Sequence[int], row_s: float) -> None:
+        """Records which tokens of a session's proposal were accepted; its rows took ``row_s`` seconds."""
+        result = compare(proposal, proposal.along(accepted))
+        followed.hits.add(result.places, result.predicted, result.first, result.any)
+        if followed.rule is Rule.REJECTION:
+            followed.in_flight = frozenset(proposal.node_ids)
+        self.stats.rounds += 1
+        self.stats.rows += len(proposal)
+        self.stats.rows_used += len(accepted)
+        self.accepted += len(accepted)
+        self.spent_s += row_s
 
     def guesses(self, session: TargetSession) -> Proposal:
         """Tokens to compute with a session's own in the coming step."""
-        found = Proposal()
-
-        def ask() -> None:
-            nonlocal found
-            assert self.rider is not None
-            found = self.rider.guesses(session.session_id)
-
-        self.guarded(ask)
+        assert self.rider is not None
+        rider = self.rider
+        found = self.guarded(lambda: rider.guesses(session.session_id)) or NO_PROPOSAL
         if len(found):
             self.riding.add(session.session_id)
             self.stats.guesses += len(found)
@@ -235,9 +209,10 @@ class MountedHead:
 
     # -- what may fail -------------------------------------------------------------------------------------------------
 
-    def guarded(self, call: Callable[[], object]) -> None:
-        """Calls the head; an error ends the session that it names, or switches the head off."""
-        call_for_each(lambda _: call(), [], on_failure=self._on_failure)
+    def guarded(self, call: Callable[[], Result]) -> Result | None:
+        """Calls the head; an error ends the session that it names, or switches the head off, and gives None."""
+        done = call_for_each(lambda _: call(), list[Followed](), on_failure=self._on_failure)
+        return done[0][1] if done else None
 
     def feed(self, fed: list[Fed]) -> set[str]:
         """Feeds the head; returns the sessions that it has taken."""
@@ -247,7 +222,7 @@ class MountedHead:
             self.sessions[item.session_id].num_fed = item.position + len(item.token_ids)
         return {item.session_id for item in taken}
 
-    def _on_failure(self, error: Exception, _: Sequence[str]) -> None:
+    def _give_up(self, error: Exception, _: Sequence[str]) -> None:
         if not isinstance(error, DrafterSessionError):
             self.switch_off(error)
             return
@@ -267,7 +242,6 @@ class MountedHead:
     def check_integrity(self, known: Mapping[str, TargetSession]) -> None:
         """Asserts that the head follows sessions of ``known`` only, to the end of their context."""
         assert self.sessions.keys() <= known.keys()
-        assert self.prefilling <= self.sessions.keys()
         assert not self.riding, "extra rows are still waiting for their step"
         for session_id, followed in self.sessions.items():
             assert followed.session is known[session_id]
