@@ -208,6 +208,64 @@ def test_what_engines_do_not_make_is_left_to_python(change: dict[str, object]) -
     assert layout.gather([]) is None
 
 
+@pytest.mark.usefixtures("passes")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pages": []}, "rows has 0: the page table has 0 pages"),
+        ({"rows": [0, 64]}, "rows has 64: the page table has 1 pages, which hold 64 rows"),
+        ({"rows": [-1, 0]}, "rows has -1"),
+        ({"rows": [0]}, "2, 1 and 2 long"),
+        ({"num_logits": 3}, "num_logits has 3: the sequence has 2 tokens"),
+        ({"num_logits": -1}, "num_logits has -1"),
+        ({"also": [(2, 0)]}, "also has 2"),
+        ({"also": [(0, -1)]}, "also has -1"),
+        ({"own_rows": [[0], [1]]}, "own_rows is set"),
+        ({"visible": torch.ones(2, 65, dtype=torch.bool)}, r"visible is \[2, 65\]"),
+        ({"visible": torch.ones(2, dtype=torch.bool), "own_rows": [[0], [2]]}, "own_rows has 2: visible has 2 rows"),
+        ({"visible": torch.ones(2, dtype=torch.bool), "own_rows": [[0]]}, "own_rows has 1 entries"),
+        ({"visible": torch.ones(2, 2, dtype=torch.bool), "key_positions": torch.arange(3)}, r"key_positions is \[3\]"),
+    ],
+    ids=str,
+)
+def test_a_sequence_that_does_not_fit_is_refused_with_its_value(change: dict[str, object], message: str) -> None:
+    right = SequenceStep([1, 2], range(2), range(2), [0], num_logits=2)
+    with pytest.raises(ValueError, match=message):
+        StepPlan.of([right, replace(right, **change)], SCRATCH_ROW)
+
+
+@pytest.mark.compiler
+def test_buffers_and_pages_that_do_not_fit_are_refused() -> None:
+    right = SequenceStep([1, 2], range(2), range(2), [0], num_logits=2)
+    columns = layout.gather([right])[-1]
+    sizes, buffer = (2, 2, 2, 1, 2, 1, False), torch.zeros(200, dtype=torch.uint8)
+    layout.lay_out(columns, 0, sizes, buffer)
+    for place, value, message in (
+        (0, 1, "tokens is 1: the step has 2"),
+        (4, 0, "row_len or pages is 0"),
+        (5, -1, "pages is -1"),
+    ):
+        changed = [*sizes]
+        changed[place] = value
+        with pytest.raises(ValueError, match=message):
+            layout.lay_out(columns, 0, changed, buffer)
+        with pytest.raises(ValueError):
+            layout.pack(sizes, buffer, changed, buffer.clone(), 0)
+    with pytest.raises(ValueError, match="the buffer has 8 bytes"):
+        layout.masks(sizes, buffer[:8], torch.float32, None)
+    buffer[88:104] = 0xFF  # gather
+    with pytest.raises(ValueError, match="no token's"):
+        layout.masks(sizes, buffer, torch.float32, 3)
+    with pytest.raises(ValueError, match="strides"):
+        layout.lay_out(columns, 0, sizes, buffer[::2])
+    pools = [torch.zeros(4, 3), torch.zeros(4, 0)]
+    for pages in ([4], [-1]):
+        with pytest.raises(ValueError, match=f"page is {pages[0]}: 0 to 3 is allowed"):
+            layout.clear_pages(pools, pages)
+        with pytest.raises(ValueError, match=f"page is {pages[0]}"):
+            layout.copy_pages(pools, [(0, pages[0])])
+
+
 def test_python_gathers_where_its_headers_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     expected = StepPlan.of(_batch(1), SCRATCH_ROW)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -16,43 +18,16 @@
 
 namespace {
 
-using paceline::Fields, paceline::find, paceline::intern, paceline::kPage, paceline::method, paceline::Ref, paceline::Shape,
-    paceline::slot;
+using paceline::Fields, paceline::intern, paceline::kPage, paceline::method, paceline::Ref, paceline::Shape;
 
 using Column = std::vector<int64_t>;
 
-// Where SequenceStep keeps its attributes.
-struct StepLayout {
-  PyTypeObject* type = nullptr;
-  Py_ssize_t token_ids, positions, rows, pages, num_logits, visible, key_positions, own_rows, also, copies;
-} layout;
-
-// Finds the attributes of a class of sequences, once. False after an error.
-bool known(PyTypeObject* type) {
-  if (type == layout.type) return true;
-  StepLayout found;
-  if (!find({
-        {type, "token_ids", found.token_ids},
-        {type, "positions", found.positions},
-        {type, "rows", found.rows},
-        {type, "pages", found.pages},
-        {type, "num_logits", found.num_logits},
-        {type, "visible", found.visible},
-        {type, "key_positions", found.key_positions},
-        {type, "own_rows", found.own_rows},
-        {type, "also", found.also},
-        {type, "copies", found.copies},
-      }))
-    return false;
-  layout = found;
-  layout.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(reinterpret_cast<PyObject*>(type)));
-  return true;
-}
+// Columns of a sequence, as layout.py hands them over.
+enum { kTokenIds, kPositions, kRows, kPages, kNumLogits, kVisible, kKeyPositions, kOwnRows, kAlso, kCopies, kNumColumns };
 
 // The readers below return false after an error, and where there is something else than they expect.
 
 bool read_int(PyObject* object, int64_t& value) {
-  if (object == nullptr) return false;
   value = PyLong_AsLongLong(object);
   return value != -1 || !PyErr_Occurred();
 }
@@ -63,7 +38,8 @@ bool add_range(PyObject* range, Column& column) {
   if (size <= 0) return size == 0;
   Ref ends[] = {Ref(PySequence_GetItem(range, 0)), Ref(PySequence_GetItem(range, size - 1))};
   int64_t first = 0, last = 0;
-  if (!read_int(ends[0].get(), first) || !read_int(ends[1].get(), last) || last - first != size - 1) return false;
+  if (!ends[0] || !ends[1] || !read_int(ends[0].get(), first) || !read_int(ends[1].get(), last)) return false;
+  if (last - first != size - 1) return false;
   for (int64_t value = first; value <= last; ++value) column.push_back(value);
   return true;
 }
@@ -80,7 +56,6 @@ bool add_array(PyObject* array, Column& column) {
 }
 
 bool add(PyObject* values, Column& column) {
-  if (values == nullptr) return false;
   if (PyRange_Check(values)) return add_range(values, column);
   if (PyObject_CheckBuffer(values)) return add_array(values, column);
   if (!PyList_CheckExact(values) && !PyTuple_CheckExact(values)) return false;
@@ -93,20 +68,31 @@ bool add(PyObject* values, Column& column) {
   return true;
 }
 
-// Adds the further writes of a sequence whose first token is `first` of the step.
-bool add_also(PyObject* also, int64_t first, Column& column) {
-  if (also == nullptr || (!PyList_CheckExact(also) && !PyTuple_CheckExact(also))) return false;
+// True if all numbers are in [0, end).
+bool all_below(const int64_t* values, int64_t count, int64_t end) {
+  return std::all_of(values, values + count, [end](int64_t value) { return value >= 0 && value < end; });
+}
+
+// True if all numbers from `first` on are.
+bool within(const Column& column, size_t first, int64_t end) {
+  return all_below(column.data() + first, static_cast<int64_t>(column.size() - first), end);
+}
+
+// Adds the further writes of a sequence of `num_tokens`, whose first token is `first` of the step.
+bool add_also(PyObject* also, int64_t first, int64_t num_tokens, Column& column) {
+  if (!PyList_CheckExact(also) && !PyTuple_CheckExact(also)) return false;
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(also); ++i) {
     PyObject* pair = PySequence_Fast_GET_ITEM(also, i);
     const size_t at = column.size();
     if (!PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2 || !add(pair, column)) return false;
+    if (column[at] < 0 || column[at] >= num_tokens || column[at + 1] < 0) return false;
     column[at] += first;
   }
   return true;
 }
 
 struct Names {
-  PyObject *data_ptr, *dim, *is_contiguous, *numel;
+  PyObject *data_ptr, *dim, *is_contiguous, *is_cpu, *nbytes;
 } names;
 
 // A number that a method of a tensor gives; -1 after an error.
@@ -115,30 +101,33 @@ int64_t ask(PyObject* tensor, PyObject* name) {
   return value ? PyLong_AsLongLong(value.get()) : -1;
 }
 
-// Adds the place of the values of a tensor [rows, num_values], or [num_values] if `rows` is 0; of any num_values if that is
-// -1 before.
-bool add_values(PyObject* tensor, int64_t rows, int64_t& num_values, Column& column) {
-  if (tensor == nullptr || ask(tensor, names.dim) != (rows ? 2 : 1) || ask(tensor, names.is_contiguous) != 1) return false;
-  const int64_t size = ask(tensor, names.numel), at = ask(tensor, names.data_ptr), width = size / (rows ? rows : 1);
-  if (size < 0 || PyErr_Occurred() || (rows && PyObject_Size(tensor) != rows) || (num_values >= 0 && width != num_values)) return false;
-  num_values = width;
+// Adds the place of the values of a tensor in the host's memory, of `width` bytes each: [rows, num_values], or [num_values]
+// if `rows` is 0; of any num_values if that is -1 before.
+bool add_values(PyObject* tensor, int64_t rows, int64_t width, int64_t& num_values, Column& column) {
+  Ref on_host(PyObject_GetAttr(tensor, names.is_cpu)), bytes(PyObject_GetAttr(tensor, names.nbytes));
+  if (!on_host || !bytes || on_host.get() != Py_True) return false;
+  if (ask(tensor, names.dim) != (rows ? 2 : 1) || ask(tensor, names.is_contiguous) != 1) return false;
+  const int64_t size = PyLong_AsLongLong(bytes.get()), at = ask(tensor, names.data_ptr), row = width * (rows ? rows : 1);
+  if (PyErr_Occurred() || (rows && PyObject_Size(tensor) != rows) || size % row != 0) return false;
+  if (num_values >= 0 && size != num_values * row) return false;
+  num_values = size / row;
   column.push_back(at);
   return true;
 }
 
-// Adds the rows that tokens see beside the others: of each how many, and which.
-bool add_own(PyObject* own_rows, int64_t num_tokens, Column& column) {
-  if (own_rows == nullptr || !PyList_CheckExact(own_rows) || PyList_GET_SIZE(own_rows) != num_tokens) return false;
+// Adds the rows that tokens see beside the others, of `num_keys`: of each how many, and which.
+bool add_own(PyObject* own_rows, int64_t num_tokens, int64_t num_keys, Column& column) {
+  if (!PyList_CheckExact(own_rows) || PyList_GET_SIZE(own_rows) != num_tokens) return false;
   for (Py_ssize_t i = 0; i < num_tokens; ++i) {
     const size_t at = column.size();
     column.push_back(0);
-    if (!add(PyList_GET_ITEM(own_rows, i), column)) return false;
+    if (!add(PyList_GET_ITEM(own_rows, i), column) || !within(column, at + 1, num_keys)) return false;
     column[at] = static_cast<int64_t>(column.size() - at - 1);
   }
   return true;
 }
 
-bool is_empty(PyObject* values) { return values != nullptr && PyObject_Size(values) == 0; }
+bool is_empty(PyObject* values) { return PyObject_Size(values) == 0; }
 
 // The columns of a step.
 struct Columns {
@@ -148,73 +137,105 @@ struct Columns {
   Column visible, key_positions;  // addresses, 0 where there is none
   bool apart = false;  // positions differ from rows
   int64_t num_logits = 0, shortest = INT64_MAX, longest = 0, most_keys = 0;
+  int64_t num_rows = 0;  // KV rows that the page tables must cover
 
-  bool add_step(PyObject* step, PyObject* copies) {
-    if (!known(Py_TYPE(step))) return false;
+  // Adds a sequence by its columns, a tuple.
+  bool add_step(PyObject* const* of, PyObject* copies) {
     const size_t first = ids.size(), first_page = pages.size();
     int64_t logits = 0;
-    if (!add_also(slot(step, layout.also), static_cast<int64_t>(first), also) || !add(slot(step, layout.token_ids), ids) ||
-        !add(slot(step, layout.rows), rows) || !add(slot(step, layout.pages), pages) ||
-        !read_int(slot(step, layout.num_logits), logits) || rows.size() != ids.size() || ids.size() == first)
+    if (!add(of[kTokenIds], ids) || !add(of[kRows], rows) || !add(of[kPages], pages) || !read_int(of[kNumLogits], logits) ||
+        rows.size() != ids.size() || ids.size() == first)
       return false;
-    if (slot(step, layout.positions) != slot(step, layout.rows) && !apart) {
+    if (of[kPositions] != of[kRows] && !apart) {
       apart = true;
       positions.assign(rows.begin(), rows.begin() + static_cast<int64_t>(first));
     }
-    if (apart && (!add(slot(step, layout.positions), positions) || positions.size() != ids.size())) return false;
+    if (apart && (!add(of[kPositions], positions) || positions.size() != ids.size())) return false;
     const auto tokens = static_cast<int64_t>(ids.size() - first), tables = static_cast<int64_t>(pages.size() - first_page);
     int64_t keys = 0, owners = 0;
-    if (!add_tree(step, tokens, keys, owners)) return false;
+    if (!within(rows, first, tables * kPage) || logits < 0 || logits > tokens) return false;
+    if (!add_also(of[kAlso], static_cast<int64_t>(first), tokens, also)) return false;
+    if (!add_tree(of, tokens, keys, owners) || keys > tables * kPage) return false;
     counts.insert(counts.end(), {tokens, tables, logits, keys, owners});
     num_logits += logits, shortest = std::min(shortest, tokens), longest = std::max(longest, tokens);
-    PyObject* copied = slot(step, layout.copies);
-    return is_empty(copied) || PyList_SetSlice(copies, PY_SSIZE_T_MAX, PY_SSIZE_T_MAX, copied) == 0;
+    return is_empty(of[kCopies]) || PyList_SetSlice(copies, PY_SSIZE_T_MAX, PY_SSIZE_T_MAX, of[kCopies]) == 0;
   }
 
   // What the tokens of a sequence see, where that is not all rows up to their own: each some rows, or all the same ones and
   // each its own beside.
-  bool add_tree(PyObject* step, int64_t num_tokens, int64_t& keys, int64_t& owners) {
-    PyObject *seen = slot(step, layout.visible), *at = slot(step, layout.key_positions);
-    if (seen == Py_None) {
+  bool add_tree(PyObject* const* of, int64_t num_tokens, int64_t& keys, int64_t& owners) {
+    if (of[kVisible] == Py_None) {
       visible.push_back(0), key_positions.push_back(0);
-      return is_empty(slot(step, layout.own_rows));
+      return is_empty(of[kOwnRows]);
     }
     keys = -1;
-    const bool apiece = is_empty(slot(step, layout.own_rows));  // each token says all that it sees
-    if (!add_values(seen, apiece ? num_tokens : 0, keys, visible) || keys == 0) return false;
-    if (!apiece && !add_own(slot(step, layout.own_rows), num_tokens, own)) return false;
+    const bool apiece = is_empty(of[kOwnRows]);  // each token says all that it sees
+    if (!add_values(of[kVisible], apiece ? num_tokens : 0, 1, keys, visible) || keys == 0) return false;
+    if (!apiece && !add_own(of[kOwnRows], num_tokens, keys, own)) return false;
     owners = apiece ? 0 : num_tokens;
-    if (at == Py_None) key_positions.push_back(0);
-    else if (!add_values(at, 0, keys, key_positions)) return false;
+    if (of[kKeyPositions] == Py_None) key_positions.push_back(0);
+    else if (!add_values(of[kKeyPositions], 0, 8, keys, key_positions)) return false;
     most_keys = std::max(most_keys, keys);
     return true;
   }
 };
 
+constexpr const char* kCapsule = "paceline_layout.columns";
+
 // gather(steps) -> tokens, writes, logits, tokens of the shortest and of the longest sequence, KV rows that the page
 // tables must cover, if a step has a tree, the copies, and the columns for lay_out, which are good as long as the steps live;
-// None if this is no list of SequenceStep as the engines make them.
+// None if these are no columns of SequenceStep as the engines make them. `steps`: a list of tuples, see layout.py.
 PyObject* gather(PyObject*, PyObject* steps) {
   if (!PyList_CheckExact(steps) || PyList_GET_SIZE(steps) == 0) Py_RETURN_NONE;
   auto held = std::make_unique<Columns>();
   Columns& columns = *held;
   Ref copied(PyList_New(0));
   for (Py_ssize_t i = 0; copied && i < PyList_GET_SIZE(steps); ++i) {
-    if (columns.add_step(PyList_GET_ITEM(steps, i), copied.get())) continue;
+    PyObject* step = PyList_GET_ITEM(steps, i);
+    const bool whole = PyTuple_CheckExact(step) && PyTuple_GET_SIZE(step) == kNumColumns;
+    if (whole && columns.add_step(PySequence_Fast_ITEMS(step), copied.get())) continue;
     PyErr_Clear();  // Python finds it, too, and says what is wrong
     Py_RETURN_NONE;
   }
   const auto num_tokens = static_cast<Py_ssize_t>(columns.ids.size());
   const auto num_writes = num_tokens + static_cast<Py_ssize_t>(columns.also.size()) / 2;
-  const int64_t num_rows = std::max(*std::max_element(columns.rows.begin(), columns.rows.end()) + 1, columns.most_keys);
+  columns.num_rows = std::max(*std::max_element(columns.rows.begin(), columns.rows.end()) + 1, columns.most_keys);
   Ref copies(copied ? PyList_AsTuple(copied.get()) : nullptr);
-  Ref capsule(PyCapsule_New(held.get(), nullptr, [](PyObject* of) {
-    delete static_cast<Columns*>(PyCapsule_GetPointer(of, nullptr));
+  Ref capsule(PyCapsule_New(held.get(), kCapsule, [](PyObject* of) {
+    delete static_cast<Columns*>(PyCapsule_GetPointer(of, kCapsule));
   }));
   if (capsule) held.release();
   if (!copies || !capsule) return nullptr;
   return Py_BuildValue("nnLLLLOOO", num_tokens, num_writes, columns.num_logits, columns.shortest, columns.longest,
-                       num_rows, columns.most_keys ? Py_True : Py_False, copies.get(), capsule.get());
+                       columns.num_rows, columns.most_keys ? Py_True : Py_False, copies.get(), capsule.get());
+}
+
+// -- buffers of steps. What does not fit is refused before anything is read or written ----------------------------------
+
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
+
+std::string said(const std::string& name, int64_t value) { return name + " is " + std::to_string(value); }
+
+// Refuses sizes that no step has, and memory that is smaller than they say.
+void check(const Shape& s, int64_t bytes) {
+  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
+  const std::pair<const char*, int64_t> sizes[] = {{"tokens", s.tokens}, {"writes", s.writes}, {"logit_rows", s.logit_rows},
+                                                   {"rows", s.rows}, {"row_len", s.row_len}, {"pages", s.pages}};
+  for (const auto& [name, size] : sizes) {
+    if (size < 0 || size > kMost) refuse(said(name, size) + ": 0 to 2^31 - 1 is allowed");
+  }
+  if (s.rows == 0 || s.row_len == 0 || s.pages == 0) refuse("rows, row_len or pages is 0: more is allowed");
+  if (s.bytes() > bytes) refuse("the buffer has " + std::to_string(bytes) + " bytes: its sizes need more");
+}
+
+// Refuses a shape that is smaller than a step in it.
+void check_covers(const Shape& s, const Shape& own) {
+  const std::tuple<const char*, int64_t, int64_t> sizes[] = {
+      {"tokens", s.tokens, own.tokens}, {"writes", s.writes, own.writes}, {"logit_rows", s.logit_rows, own.logit_rows},
+      {"rows", s.rows, own.rows}, {"row_len", s.row_len, own.row_len}, {"pages", s.pages, own.pages}};
+  for (const auto& [name, size, least] : sizes)
+    if (size < least) refuse(said(name, size) + ": the step has " + std::to_string(least));
+  if (!s.is_tree != !own.is_tree) refuse(said("is_tree", s.is_tree) + ": the step has " + std::to_string(own.is_tree));
 }
 
 void pad(int64_t* field, int64_t from, int64_t to) { std::fill(field + from, field + to, int64_t{0}); }
@@ -234,9 +255,21 @@ void widen(const T* from, int64_t m, int64_t other, T* to, int64_t n, int64_t wi
   }
 }
 
+// The least shape of a step whose query rows are `row_len` long.
+Shape shape_of(const Columns& columns, int64_t row_len) {
+  const auto tokens = static_cast<int64_t>(columns.ids.size());
+  int64_t rows = 0;
+  for (size_t i = 0; i < columns.counts.size(); i += 5) rows += (columns.counts[i] + row_len - 1) / row_len;
+  const int64_t writes = tokens + static_cast<int64_t>(columns.also.size()) / 2;
+  const int64_t sizes[] = {tokens, writes, columns.num_logits, rows, row_len, (columns.num_rows + kPage - 1) / kPage,
+                           columns.most_keys > 0};
+  return Shape(sizes);
+}
+
 // step_plan._lay_out: fills the buffer `to` of a step.
-void fill(const Columns& columns, int64_t scratch_row, const int64_t* sizes, int64_t* to) {
-  const Shape s(sizes);
+void fill(const Columns& columns, int64_t scratch_row, const Shape& s, int64_t* to, int64_t bytes) {
+  check(s, bytes);
+  check_covers(s, shape_of(columns, s.row_len));
   const Fields f(to, s);
   const int64_t *counts = columns.counts.data(), *ids = columns.ids.data(), *rows = columns.rows.data();
   const int64_t *positions = columns.apart ? columns.positions.data() : rows, *pages = columns.pages.data();
@@ -289,8 +322,8 @@ void fill(const Columns& columns, int64_t scratch_row, const int64_t* sizes, int
 }
 
 // buckets.pack: from the buffer of one shape to that of one that covers it.
-void pack(const int64_t* own_sizes, int64_t* from, const int64_t* sizes, int64_t* to, int64_t scratch_row) {
-  const Shape own(own_sizes), s(sizes);
+void pack(Shape own, int64_t* from, int64_t own_bytes, Shape s, int64_t* to, int64_t bytes, int64_t scratch_row) {
+  check(own, own_bytes), check(s, bytes), check_covers(s, own);
   const Fields x(from, own), f(to, s);
   const auto copy = [](const int64_t* values, int64_t count, int64_t* field, int64_t size) {
     std::memcpy(field, values, 8 * count);
@@ -329,31 +362,58 @@ void pack(const int64_t* own_sizes, int64_t* from, const int64_t* sizes, int64_t
 }
 
 // step_plan.attention_masks, of values of two or four bytes; `near` only with a window.
-void masks(const int64_t* sizes, int64_t* from, int64_t window, int64_t bytes, void* whole, void* near) {
-  const Shape s(sizes);
-  paceline::make_masks(s, Fields(from, s), window, bytes, whole, near);
+void masks(Shape s, int64_t* from, int64_t own_bytes, int64_t window, int64_t bytes, void* whole, void* near) {
+  check(s, own_bytes);
+  const Fields f(from, s);
+  if (near != nullptr && window == 0) refuse("window is 0: another number is allowed");
+  if (!all_below(f.gather, s.rows * s.row_len, s.tokens)) refuse("gather has an index that is no token's");
+  if (!all_below(f.query_rows, s.rows * s.row_len, INT64_MAX)) refuse("query_rows has a negative row");
+  paceline::make_masks(s, f, window, bytes, whole, near);
 }
 
-// KVCache.copy and KVCache.clear. `pools` [n]: each a page of `bytes` behind the other; `pairs` [count, 2]: from, to.
-void copy_pages(int64_t n, uint8_t* const* pools, const int64_t* bytes, int64_t count, const int64_t* pairs) {
+// Refuses a page that one of n pools does not have; `sizes` [n]: their pages.
+void check_pages(int64_t n, const int64_t* sizes, int64_t count, const int64_t* pages) {
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t j = 0; j < count; ++j)
+      if (pages[j] < 0 || pages[j] >= sizes[i]) refuse(said("page", pages[j]) + ": 0 to " + std::to_string(sizes[i] - 1) + " is allowed");
+  }
+}
+
+// KVCache.copy and KVCache.clear. `pools` [n]: each `sizes` pages of `bytes`, one behind the other; `pairs` [count, 2]:
+// from, to.
+void copy_pages(int64_t n, uint8_t* const* pools, const int64_t* bytes, const int64_t* sizes, int64_t count, const int64_t* pairs) {
+  check_pages(n, sizes, 2 * count, pairs);
   for (int64_t i = 0; i < n; ++i) {
     for (int64_t j = 0; j < count; ++j) {
-      std::memcpy(pools[i] + pairs[2 * j + 1] * bytes[i], pools[i] + pairs[2 * j] * bytes[i], bytes[i]);
+      std::memmove(pools[i] + pairs[2 * j + 1] * bytes[i], pools[i] + pairs[2 * j] * bytes[i], bytes[i]);
     }
   }
 }
 
-void clear_pages(int64_t n, uint8_t* const* pools, const int64_t* bytes, int64_t count, const int64_t* pages) {
+void clear_pages(int64_t n, uint8_t* const* pools, const int64_t* bytes, const int64_t* sizes, int64_t count, const int64_t* pages) {
+  check_pages(n, sizes, count, pages);
   for (int64_t i = 0; i < n; ++i) {
     for (int64_t j = 0; j < count; ++j) std::memset(pools[i] + pages[j] * bytes[i], 0, bytes[i]);
   }
 }
 
-// Calls a function of integers and addresses, both of which Python gives as ints.
+// Calls a function of integers, addresses, which Python gives as ints, and shapes, of which it gives tuples. What the
+// function refuses is a ValueError.
 template <class T>
 T number_of(PyObject* object) {
-  if constexpr (std::is_pointer_v<T>) return static_cast<T>(PyLong_AsVoidPtr(object));
-  else return PyLong_AsLongLong(object);
+  if constexpr (std::is_same_v<T, PyObject*>) {
+    if (!PyCapsule_IsValid(object, kCapsule)) PyErr_SetString(PyExc_TypeError, "these are no columns of gather");
+    return object;
+  } else if constexpr (std::is_pointer_v<T>) {
+    return static_cast<T>(PyLong_AsVoidPtr(object));
+  } else if constexpr (std::is_same_v<T, Shape>) {
+    int64_t sizes[7] = {};
+    if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != 7) PyErr_SetString(PyExc_TypeError, "seven sizes are needed");
+    for (int i = 0; i < 7 && !PyErr_Occurred(); ++i) sizes[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(object, i));
+    return Shape(sizes);
+  } else {
+    return PyLong_AsLongLong(object);
+  }
 }
 
 template <class... T, size_t... i>
@@ -361,7 +421,12 @@ PyObject* call(void (*function)(T...), PyObject* const* arguments, Py_ssize_t co
   if (count != sizeof...(T)) return PyErr_Format(PyExc_TypeError, "%zu numbers are needed", sizeof...(T));
   const std::tuple<T...> numbers{number_of<T>(arguments[i])...};
   if (PyErr_Occurred()) return nullptr;
-  std::apply(function, numbers);
+  try {
+    std::apply(function, numbers);
+  } catch (const std::invalid_argument& refused) {
+    PyErr_SetString(PyExc_ValueError, refused.what());
+    return nullptr;
+  }
   Py_RETURN_NONE;
 }
 
@@ -370,17 +435,9 @@ PyObject* call(void (*function)(T...), PyObject* const* arguments, Py_ssize_t co
   return call(function, arguments, count, std::index_sequence_for<T...>());
 }
 
-// lay_out(columns, scratch_row, sizes, to): fills the buffer of a step by columns of gather. `sizes`: the address of those
-// of a StepShape.
-PyObject* lay_out(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  const void* columns = count == 4 ? PyCapsule_GetPointer(arguments[0], nullptr) : nullptr;
-  if (columns == nullptr) return PyErr_Format(PyExc_TypeError, "lay_out takes columns, a row and two addresses");
-  const auto scratch_row = number_of<int64_t>(arguments[1]);
-  const auto* sizes = number_of<const int64_t*>(arguments[2]);
-  auto* to = number_of<int64_t*>(arguments[3]);
-  if (PyErr_Occurred()) return nullptr;
-  fill(*static_cast<const Columns*>(columns), scratch_row, sizes, to);
-  Py_RETURN_NONE;
+// Fills the buffer of a step by the capsule of gather.
+void lay_out(PyObject* columns, int64_t scratch_row, Shape s, int64_t* to, int64_t bytes) {
+  fill(*static_cast<const Columns*>(PyCapsule_GetPointer(columns, kCapsule)), scratch_row, s, to, bytes);
 }
 
 template <auto function>
@@ -390,7 +447,7 @@ PyMethodDef calls(const char* name) {
 
 PyMethodDef methods[] = {
     {"gather", gather, METH_O, nullptr},
-    method("lay_out", lay_out),
+    calls<lay_out>("lay_out"),
     calls<pack>("pack"),
     calls<masks>("masks"),
     calls<copy_pages>("copy_pages"),
@@ -407,7 +464,8 @@ PyMODINIT_FUNC PyInit_paceline_layout() {
   if (!intern({{names.data_ptr, "data_ptr"},
                {names.dim, "dim"},
                {names.is_contiguous, "is_contiguous"},
-               {names.numel, "numel"}}))
+               {names.is_cpu, "is_cpu"},
+               {names.nbytes, "nbytes"}}))
     return nullptr;
   return PyModule_Create(&module);
 }

@@ -19,6 +19,12 @@ struct Shape {
   explicit Shape(const int64_t* s)
       : tokens(s[0]), writes(s[1]), logit_rows(s[2]), rows(s[3]), row_len(s[4]), pages(s[5]), is_tree(s[6]) {}
   int64_t keys() const { return pages * kPage; }
+  // Of the buffer; exact, as sizes are below 2^31 and products of three of them below 2^127.
+  __int128 bytes() const {
+    const __int128 places = __int128{rows} * row_len;
+    const __int128 integers = 3 * __int128{tokens} + logit_rows + 2 * __int128{writes} + __int128{rows} * pages + 2 * places;
+    return 8 * integers + (is_tree ? (8 * __int128{rows} + places) * keys() : 0);
+  }
 };
 
 // As in StepArrays.

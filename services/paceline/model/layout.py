@@ -12,6 +12,7 @@ import functools
 import logging
 from array import array
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,19 @@ from paceline.model.attention.chunks import code_of
 _SOURCE = Path(__file__).with_suffix(".cpp")
 HEADER = _SOURCE.with_suffix(".h")
 """The buffer of a step, for other libraries that read it."""
+_COLUMNS = attrgetter(
+    "token_ids",
+    "positions",
+    "rows",
+    "pages",
+    "num_logits",
+    "visible",
+    "key_positions",
+    "own_rows",
+    "also",
+    "copies",
+)
+"""Columns of a ``SequenceStep``, in the order of ``layout.cpp``."""
 _MASKS = (torch.bfloat16, torch.float32)
 Sizes = Sequence[int]
 """Sizes of a step (``StepShape``): tokens, writes, rows of logits, rows, row length, pages, and 1 if it has trees."""
@@ -54,11 +68,11 @@ def masks_usable(dtype: torch.dtype) -> bool:
 
 
 def gather(steps: Sequence[object]) -> Gathered | None:
-    """The columns of ``SequenceStep`` objects; None: Python has to lay them out, since there are no native functions
-    here or others among them."""
+    """The columns of ``SequenceStep`` objects; None: Python lays them out, or says what is wrong with them, since there
+    are no native functions here or others among the objects."""
     if (passes := _passes()) is None:
         return None
-    gathered: Gathered | None = passes.gather(steps)
+    gathered: Gathered | None = passes.gather([*map(_COLUMNS, steps)])
     return gathered
 
 
@@ -70,44 +84,71 @@ def lay_out(columns: object, scratch_row: int, sizes: Sizes, to: Tensor) -> None
         scratch_row: first KV row of the page that padding is written to.
         sizes: of the buffer.
         to: the buffer.
+
+    Raises:
+        ValueError: the step or the sizes do not fit.
     """
-    given = array("q", sizes)
-    _passes().lay_out(columns, scratch_row, given.buffer_info()[0], to.data_ptr())
+    _passes().lay_out(columns, scratch_row, tuple(sizes), *_memory(to))
 
 
 def pack(own: Sizes, plan: Tensor, sizes: Sizes, to: Tensor, scratch_row: int) -> None:
-    """Copies the buffer of a plan of the sizes ``own`` into ``to``, a buffer of ``sizes``, which cover them."""
-    _call("pack", array("q", own), plan.data_ptr(), array("q", sizes), to.data_ptr(), scratch_row)
+    """Copies the buffer of a plan of the sizes ``own`` into ``to``, a buffer of ``sizes``, which cover them.
+
+    Raises:
+        ValueError: they do not, or a buffer is too small.
+    """
+    _passes().pack(tuple(own), *_memory(plan), tuple(sizes), *_memory(to), scratch_row)
 
 
 def masks(sizes: Sizes, plan: Tensor, dtype: torch.dtype, window: int | None) -> list[Tensor]:
-    """``step_plan.attention_masks`` of a plan's buffer in the host's memory."""
+    """``step_plan.attention_masks`` of a plan's buffer in the host's memory.
+
+    Raises:
+        ValueError: the buffer is not of these sizes.
+    """
     rows, row_len, keys = sizes[3], sizes[4], sizes[5] * 64
     made = [torch.empty(rows, 1, row_len, keys, dtype=dtype) for _ in range(1 if window is None else 2)]
     near = 0 if window is None else made[1].data_ptr()
-    given = array("q", sizes)
-    _call("masks", given, plan.data_ptr(), code_of(window), dtype.itemsize, made[0].data_ptr(), near)
+    _passes().masks(tuple(sizes), *_memory(plan), code_of(window), dtype.itemsize, made[0].data_ptr(), near)
     return made
 
 
 def copy_pages(pools: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-    """Copies pages, (from, to) each, in every pool: a contiguous tensor [pages, ..] in the host's memory."""
-    _call("copy_pages", *_pages_of(pools), len(pairs), array("q", [page for pair in pairs for page in pair]))
+    """Copies pages, (from, to) each, in every pool: a contiguous tensor [pages, ..] in the host's memory.
+
+    Raises:
+        ValueError: a pool has no such page.
+    """
+    _of_pages(
+        "copy_pages", pools, array("q", [page for source, target in pairs for page in (source, target)]), len(pairs)
+    )
 
 
 def clear_pages(pools: Sequence[Tensor], pages: Sequence[int]) -> None:
-    """Zeroes pages in every pool: a contiguous tensor [pages, ..] in the host's memory."""
-    _call("clear_pages", *_pages_of(pools), len(pages), array("q", pages))
+    """Zeroes pages in every pool: a contiguous tensor [pages, ..] in the host's memory.
+
+    Raises:
+        ValueError: a pool has no such page.
+    """
+    _of_pages("clear_pages", pools, array("q", pages), len(pages))
 
 
-def _pages_of(pools: Sequence[Tensor]) -> tuple[int, array[int], array[int]]:
-    """How many pools there are, their addresses, and the bytes of a page of each."""
-    bytes_of = [pool.nbytes // len(pool) for pool in pools]  # none, where a layer keeps keys alone
-    return len(pools), array("q", [pool.data_ptr() for pool in pools]), array("q", bytes_of)
+def _of_pages(name: str, pools: Sequence[Tensor], pages: array[int], count: int) -> None:
+    memory = [_memory(pool) for pool in pools]
+    sizes = array("q", [pool.shape[0] for pool in pools])
+    addresses = array("q", [at for at, _ in memory])
+    bytes_of = array("q", [nbytes // max(1, size) for (_, nbytes), size in zip(memory, sizes, strict=True)])
+    columns = [column.buffer_info()[0] for column in (addresses, bytes_of, sizes)]
+    getattr(_passes(), name)(len(pools), *columns, count, pages.buffer_info()[0])
 
 
-def _call(name: str, *arguments: int | array[int]) -> None:
-    getattr(_passes(), name)(*[x.buffer_info()[0] if isinstance(x, array) else x for x in arguments])
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """The address and the bytes of a tensor that native functions read or write whole."""
+    if not (tensor.is_cpu and tensor.is_contiguous()):
+        raise ValueError(
+            f"a tensor is on {tensor.device} with strides {tensor.stride()}: contiguous host memory is allowed"
+        )
+    return tensor.data_ptr(), tensor.nbytes
 
 
 @functools.cache

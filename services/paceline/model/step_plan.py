@@ -239,7 +239,13 @@ class StepPlan(NamedTuple):
 
     @classmethod
     def _by_python(cls, steps: Sequence[SequenceStep], scratch_row: int, shapes: Shapes) -> Self:
-        """Reference implementation of ``layout.py``. It says what is wrong with steps that ``layout.py`` refuses."""
+        """Reference implementation of ``layout.py``. It says what is wrong with steps that ``layout.py`` refuses.
+
+        Raises:
+            ValueError: a sequence cannot be laid out.
+        """
+        for step in steps:
+            _check(step)
         lengths = [len(step.token_ids) for step in steps]
         num_tokens, row_len = sum(lengths), _row_len(len(lengths), min(lengths), max(lengths), shapes)
         ids, rows, pages, also = array("q"), array("q"), array("q"), array("q")
@@ -326,6 +332,40 @@ class StepPlan(NamedTuple):
         copies = tuple((source, target) for source, target in copied)
         step = LinearStep.decode(linear) if linear else None
         return cls(num_logits, shape, torch.from_numpy(buffer), copies, step)
+
+
+def _check(step: SequenceStep) -> None:
+    """Raises ValueError if a sequence cannot be laid out, with the value that does not fit."""
+    num_tokens, num_rows = len(step.token_ids), len(step.pages) * PAGE_SIZE
+    of_pages = f"the page table has {len(step.pages)} pages, which hold {num_rows} rows"
+    if not 0 < num_tokens == len(step.rows) == len(step.positions):
+        lengths = f"{num_tokens}, {len(step.rows)} and {len(step.positions)} long"
+        raise ValueError(f"token_ids, rows and positions are {lengths}: equal lengths of at least 1 are allowed")
+    _check_each("rows", step.rows, num_rows, of_pages)
+    _check_each("num_logits", [step.num_logits], num_tokens + 1, f"the sequence has {num_tokens} tokens")
+    _check_each("also", [token for token, _ in step.also], num_tokens, f"the sequence has {num_tokens} tokens")
+    _check_each("also", [row for _, row in step.also], 1 << 62, "a row is not negative")
+    if step.visible is None:
+        if step.own_rows:
+            raise ValueError("own_rows is set: it is allowed with visible")
+        return
+    num_keys = step.visible.shape[-1]
+    shape = (num_keys,) if step.own_rows else (num_tokens, num_keys)
+    if step.visible.shape != shape or not 0 < num_keys <= num_rows:
+        allowed = f"{num_tokens} tokens or none, and 1 to {num_rows} rows, are allowed"
+        raise ValueError(f"visible is {[*step.visible.shape]}: {allowed}")
+    if step.key_positions is not None and step.key_positions.shape != (num_keys,):
+        raise ValueError(f"key_positions is {[*step.key_positions.shape]}: {[num_keys]} is allowed")
+    if step.own_rows and len(step.own_rows) != num_tokens:
+        raise ValueError(f"own_rows has {len(step.own_rows)} entries: one for each of {num_tokens} tokens is allowed")
+    for rows in step.own_rows:
+        _check_each("own_rows", rows, num_keys, f"visible has {num_keys} rows")
+
+
+def _check_each(name: str, values: Sequence[int], end: int, allowed: str) -> None:
+    for value in values:
+        if not 0 <= value < end:
+            raise ValueError(f"{name} has {value}: {allowed}")
 
 
 def _lay_out(
