@@ -357,15 +357,17 @@ class LocalPipeline:
             running = [generation.session for generation in self._active.values()]
             num_waiting, most = len(self._waiting), self.config.target.max_sessions
             held, model = len(running) + num_waiting, Path(self.config.target.path).name
-            target = ReplicaStatus("target-0", "target", 0, held, num_waiting, most, model=model)
-            target = replace(target, execution=self._target.execution, version=__version__)
+            target = ReplicaStatus("target-0", "target", 0, 0, 0, most, model=model, version=__version__)
+            known = {**self._target.facts, "num_sessions": held, "num_waiting": num_waiting}
+            target = replace(target, busy_s=self._pulses[0].stuck_s, **known)
             pools = {"target": () if self._failure or self._hung else (target,)}
             starting: tuple[Startup, ...] = ()
             if self._draft is not None:
                 options, restarts = self.config.draft, self.num_draft_restarts
                 model = Path(options.path).name if isinstance(options, DraftModel) else getattr(options, "kind", "")
-                draft = ReplicaStatus("draft-0", "draft", restarts, drafting(running), 0, most, model=model)
-                draft = replace(draft, execution=self._draft.execution, version=__version__)
+                draft = ReplicaStatus("draft-0", "draft", restarts, 0, 0, most, model=model, version=__version__)
+                known = {**self._draft.facts, "num_sessions": drafting(running)}
+                draft = replace(draft, busy_s=self._pulses[1].stuck_s, **known)
                 pools["draft"] = (draft,) if self._draft_up else ()
             if self._draft_lost_s is not None:
                 doing, elapsed_s = "it has ended and is started again", self._clock() - self._draft_lost_s

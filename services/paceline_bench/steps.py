@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +58,11 @@ class _Watched:
         """Seconds that the engine can wait for a message."""
         wait_s: float | None = self._engine.wait_s()
         return wait_s
+
+    def facts(self) -> Mapping[str, Any]:
+        """The engine's."""
+        facts: Mapping[str, Any] = self._engine.facts()
+        return facts
 
     def close(self) -> None:
         """Closes the engine."""

@@ -118,6 +118,9 @@ def test_requests_and_rounds_are_on_the_page_for_prometheus(tmp_path):
     accepted = sum(one["completion_tokens_details"]["accepted_prediction_tokens"] for one in usage)
     assert values[f"vllm:spec_decode_num_accepted_tokens_total{label}"] == accepted > 0
     assert not any("_created" in name for name in values)
+    assert values['paceline_kv_pages{kind="target"}'] > values['paceline_kv_pages_used{kind="target"}'] >= 0
+    assert values["paceline_target_rounds_total"] > 0 < values["paceline_draft_forwards_total"], "those of the engines"
+    assert values[f"vllm:iteration_tokens_total_count{label}"] > 0
 
 
 def shown(context, authority):

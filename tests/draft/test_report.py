@@ -22,10 +22,9 @@ from paceline.config import (
 )
 from paceline.draft.build import build_draft_engine
 from paceline.draft.engine import DraftEngine
-from paceline.draft.report import explain
+from paceline.draft.report import describe, explain
 from paceline.embedded import DRAFT_DIR, HEAD_DIRS, TARGET_DIR
 from paceline.messages import Commit, Nodes, SessionFailed, States
-from paceline.runtime.server import describer
 
 MODEL = {"dtype": "float32", "device": "cpu", "compile": False}
 ALONE = {**MODEL, "tree_step_tokens": 16}
@@ -104,6 +103,6 @@ def test_the_figures_are_those_of_the_counters() -> None:
         f"n-grams; {stats.nodes_published / stats.forwards:.3g} nodes a forward; "
         "67% of 3 decided tokens were among its nodes"
     )
-    described = describer("draft")(engine)
+    described = describe(engine)
     assert described["controller"] == explain(engine)
     assert described["counters"]["steps_unrecorded"] == 0, "it has no model"

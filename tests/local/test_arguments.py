@@ -42,6 +42,9 @@ class Speller:
     def wait_s(self) -> float | None:
         return None
 
+    def facts(self) -> dict[str, Any]:
+        return {}
+
     def close(self) -> None:
         pass
 

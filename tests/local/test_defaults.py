@@ -128,6 +128,9 @@ class Silent:
     def wait_s(self) -> None:
         return None
 
+    def facts(self) -> dict[str, Any]:
+        return {}
+
     def close(self) -> None:
         pass
 

@@ -47,6 +47,9 @@ class Scripted:
     def wait_s(self) -> float | None:
         return None
 
+    def facts(self) -> dict[str, Any]:
+        return {}
+
     def close(self) -> None:
         pass
 

@@ -71,6 +71,9 @@ class TappedEngine:
         wait_s = self.engine.wait_s()
         return 0.05 if wait_s is None else wait_s  # looks at ``broken`` now and then
 
+    def facts(self):
+        return self.engine.facts()
+
     def close(self):
         self.engine.close()
 

@@ -34,6 +34,9 @@ class Engine:
     def wait_s(self) -> float | None:
         return None
 
+    def facts(self) -> dict[str, Any]:
+        return {}
+
     def close(self) -> None:
         pass
 
@@ -45,7 +48,7 @@ async def started() -> tuple[EngineHost[Any], Engine]:
         engines.append(Engine())
         return engines[0]
 
-    host: EngineHost[Any] = EngineHost("target", build, lambda engine: {}, replica_id="t", max_sessions=1)
+    host: EngineHost[Any] = EngineHost("target", build, replica_id="t", max_sessions=1)
     await host.start()
     return host, engines[0]
 

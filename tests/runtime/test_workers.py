@@ -33,10 +33,11 @@ class Echo:
     def __init__(self, emit: Any) -> None:
         self.emit, self.ticks = emit, 0
         self.pending: list[Any] = []
-        self.ticking = False
+        self.ticking, self.num_received = False, 0
 
     def receive(self, messages: Any) -> None:
         self.pending += messages
+        self.num_received += len(messages)
 
     def step(self) -> bool:
         if self.ticking and self.ticks < 3:
@@ -62,6 +63,9 @@ class Echo:
 
     def wait_s(self) -> float | None:
         return 0.001 if self.ticking else None
+
+    def facts(self) -> dict[str, Any]:
+        return {"num_sessions": self.num_received}
 
     def close(self) -> None:
         pass
@@ -127,6 +131,16 @@ def test_large_messages_in_both_directions_do_not_block_the_sender(client):
 def test_an_engine_that_waits_is_stepped_again_without_a_message(client):
     client.worker.send(["tick"])
     assert [client.next() for _ in range(3)] == ["tick"] * 3
+
+
+def test_the_facts_of_an_engine_are_those_of_its_last_round(client):
+    assert client.worker.facts == {"num_sessions": 0}
+    client.worker.send(["one", "two"])
+    assert [client.next(), client.next()] == ["one", "two"]
+    assert client.worker.came_round()
+    client.worker.send(["three"])  # its answer comes after that of the question
+    assert client.next() == "three"
+    assert client.worker.facts["num_sessions"] in (2, 3)
 
 
 def test_stop_is_idempotent_and_ends_the_engine(client):

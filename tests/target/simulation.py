@@ -11,6 +11,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -53,6 +54,8 @@ class SyntheticRunner:
 
     features = None
     is_asynchronous = False
+    backend = SimpleNamespace(num_unrecorded=0)
+    execution = "eager"
 
     def __init__(
         self,

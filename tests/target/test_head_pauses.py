@@ -10,9 +10,9 @@ from tests.support.models import prompt
 from tests.support.pump import Pump, Request, assert_same, plain_reference
 from tests.target.test_heads import EVERY, known, oracle, pump_with, target_with
 
-from paceline.runtime.server import describer
 from paceline.target.control.allocation import Allocation
 from paceline.target.control.head_gate import HeadGate
+from paceline.target.control.report import TargetReport
 from paceline.target.heads import feeding
 from paceline.target.heads.driver import Heads
 from paceline.target.heads.followed import Followed
@@ -67,7 +67,7 @@ def test_after_a_pause_a_head_goes_on_with_the_sessions_that_run(pages: int, mon
     assert pump.target.stats.cached_tokens > 0
     assert f"went on {stats.holes} times after missing a part of a session" in mounted.report(1000)
     pump.target.runner.backend.num_unrecorded = 3
-    counters = describer("target")(pump.target)["counters"]
+    counters = TargetReport()(pump.target)["counters"]
     assert (counters["head_holes"], counters["steps_unrecorded"]) == (stats.holes, 3)
 
 

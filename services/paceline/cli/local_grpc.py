@@ -23,7 +23,7 @@ class LocalPublic(PublicMethods):
         self._pipeline, self._service, self._access, self._model_id = pipeline, service, access, model_id
 
     async def model_info(self) -> ModelInfo:
-        config = self._pipeline.config
+        config, targets = self._pipeline.config, self._pipeline.server_info().pools["target"]
         draft = config.draft
         name = None if draft is None else Path(getattr(draft, "path", "")).name or getattr(draft, "kind", None)
         return model_info(
@@ -32,7 +32,7 @@ class LocalPublic(PublicMethods):
             draft_model_id=name,
             dtype=config.target.dtype,
             speculates=config.target_setup().speculates,
-            batch_invariant="",
+            batch_invariant=next((status.batch_invariant for status in targets), ""),
         )
 
     async def server_info(self) -> ServerInfo:

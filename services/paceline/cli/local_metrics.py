@@ -1,4 +1,4 @@
-"""Metrics and traces of ``paceline serve --local``: what a router tells of its requests, told where there is none."""
+"""Metrics and traces of ``paceline serve --local``: those of a router and of its replicas, where there are none."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
 from prometheus_client import generate_latest
 
 from paceline.errors import PacelineError, ResourceExhaustedError
 from paceline.local import LocalPipeline
-from paceline.metrics.catalogue import COMPILED, REQUEST_SUCCESS
+from paceline.metrics.catalogue import REQUEST_SUCCESS
 from paceline.metrics.registry import Registry
+from paceline.metrics.replica import ReplicaMetrics
 from paceline.metrics.router import RouterMetrics
 from paceline.metrics.tracing import RequestSpans
 from paceline.types import Chunk, FinishReason, Request, RequestLimits, Result
@@ -20,7 +22,7 @@ from paceline.web.service import TargetInfo
 
 
 class Measured:
-    """A pipeline whose requests are counted and traced, as a router's are."""
+    """A pipeline whose requests are counted and traced, as a router's are, and its engines, as replicas are."""
 
     def __init__(
         self,
@@ -29,8 +31,9 @@ class Measured:
         model_id: str,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._pipeline, self._registry, self._clock = pipeline, registry, clock
+        self._pipeline, self._registry, self._model_id, self._clock = pipeline, registry, model_id, clock
         self._metrics = RouterMetrics(registry, model_id)
+        self._replicas = {kind: ReplicaMetrics(registry) for kind in ("target", "draft")}
         self._left = registry.counter(REQUEST_SUCCESS, model_id, FinishReason.ABORT.value)
 
     @property
@@ -105,8 +108,7 @@ class Measured:
         self._metrics.sessions(info.sessions_queued, info.sessions_running, 0)
         self._metrics.draft_replicas(len(info.pools.get("draft", ())))
         for status in itertools.chain(*info.pools.values()):
-            if status.execution:
-                self._registry.gauge(COMPILED, status.kind).set(status.execution == "compiled")
+            self._replicas[status.kind].update(replace(status, model=self._model_id))
         return generate_latest(self._registry).decode()
 
 

@@ -28,8 +28,8 @@ from paceline.errors import ConfigError, PacelineError, as_paceline_error
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.cores import CoreClaim
 from paceline.runtime.ranks import MakeFollower, meeting_file, rank_name, sharded_options
-from paceline.runtime.workers import EngineFactory, pin
-from paceline.types import START_TIMEOUT_S, Execution, Rendezvous, ReservedGpus
+from paceline.runtime.workers import EngineFactory, Facts, pin
+from paceline.types import START_TIMEOUT_S, Rendezvous, ReservedGpus
 
 log = logging.getLogger(__name__)
 
@@ -135,9 +135,9 @@ class ActorWorker:
         return True
 
     @property
-    def execution(self) -> Execution:
+    def facts(self) -> Facts:
         """Nothing: the engine tells, which is the first rank."""
-        return ""
+        return {}
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Ends the actor now; one that hangs too, if it is on this node."""

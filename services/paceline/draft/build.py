@@ -22,6 +22,7 @@ from paceline.config import DraftSetup
 from paceline.core import native_tree, rows
 from paceline.draft import publish
 from paceline.draft.engine import DraftEngine
+from paceline.draft.report import describe
 from paceline.drafters import parts
 from paceline.drafters.building import Building, Built
 from paceline.drafters.cascade import VerticalDrafter
@@ -267,6 +268,7 @@ def _engine(setup: DraftSetup, emit: Emit, target: Checkpoint, built: Built) -> 
         max_context_len=built.max_context_len,
         grammars=grammars,
         description=built.description,
+        describe=describe,
         ahead=built.ahead,
         runner=built.runner,
     )

@@ -17,8 +17,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -62,6 +63,7 @@ class DraftEngine:
         device: of the candidates and sampler states.
         grammars: compiles structured outputs; None: drafts are not bound by them, which costs acceptance only.
         description: of the drafter, for the status.
+        describe: returns what its replica's status says of it.
         ahead: of a drafter that reads hidden states: draft while a proposal is being verified; None: where it gains.
         runner: of the drafter's model, if it has one, for the status.
         clock: seconds.
@@ -81,12 +83,13 @@ class DraftEngine:
         device: str = "cpu",
         grammars: Grammars | None = None,
         description: str = "",
+        describe: Callable[[DraftEngine], Mapping[str, Any]] = lambda engine: {},
         ahead: bool | None = None,
         runner: ModelRunner | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._grammars = grammars
-        self.description = description
+        self.description, self._describe = description, describe
         self._runner = runner
         self.stats = DraftStats()
         self._drafter = drafter
@@ -127,6 +130,10 @@ class DraftEngine:
     def num_unrecorded(self) -> int:
         """Steps of the drafter's model that no CUDA graph covered although there are some. Any thread may ask."""
         return 0 if self._runner is None else self._runner.backend.num_unrecorded
+
+    def facts(self) -> Mapping[str, Any]:
+        """Returns what its replica's status says of it. Any thread may ask."""
+        return self._describe(self)
 
     def receive(self, messages: Iterable[ToDraft]) -> None:
         """Applies messages in order. Never raises: a message that cannot be followed ends its own session."""

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.draft.engine import DraftEngine
     from paceline.draft.stats import DraftStats
+
+
+def describe(engine: DraftEngine) -> Mapping[str, Any]:
+    """Returns fields of ReplicaStatus. Any thread may ask while the engine runs."""
+    return {
+        "num_sessions": engine.num_sessions,
+        "counters": asdict(engine.stats) | {"steps_unrecorded": engine.num_unrecorded},
+        "controller": explain(engine),
+        "execution": engine.execution,
+    }
 
 
 def explain(engine: DraftEngine) -> str:

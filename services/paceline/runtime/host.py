@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -35,7 +35,7 @@ from paceline.messages import (
 from paceline.runtime.handover import Handover
 from paceline.runtime.page_mover import Arrivals, PageMover
 from paceline.runtime.ranks import MakeFollower, ranked_worker
-from paceline.runtime.workers import Emit, Engine, EngineFactory, ThreadWorker
+from paceline.runtime.workers import Emit, Engine, EngineFactory, Facts, ThreadWorker
 from paceline.types import PROTOCOL_VERSION, ReplicaStatus
 
 log = logging.getLogger(__name__)
@@ -56,14 +56,6 @@ Decode = Callable[[Batch], tuple[Sequence[ToEngine | Echo | SessionFailed], int]
 """Reads a batch off the wire: its messages, SessionFailed for an opening that cannot be followed, and how many were
 dropped because they are malformed."""
 Encode = Callable[[Sequence[Out | Echo | SessionFailed], ReplicaStatus | None], Reply]
-
-
-class Describe(Protocol):
-    """Describes an engine in its replica's status. Called on the event loop while the engine runs."""
-
-    def __call__(self, engine: Any) -> Mapping[str, Any]:
-        """Returns fields of ReplicaStatus: num_sessions, num_waiting, kv_pages_used, kv_pages, counters."""
-        ...
 
 
 class Observer(Protocol):
@@ -164,6 +156,9 @@ class _Watched:
     def wait_s(self) -> float | None:
         return self.engine.wait_s()
 
+    def facts(self) -> Facts:
+        return self.engine.facts()
+
     def close(self) -> None:
         if self.observer is not None:
             self.observer.closed()
@@ -191,7 +186,6 @@ class EngineHost(Generic[Out]):
         self,
         kind: str,
         factory: EngineFactory[Out, ToEngine],
-        describe: Describe,
         *,
         replica_id: str,
         max_sessions: int,
@@ -212,7 +206,7 @@ class EngineHost(Generic[Out]):
         """Messages for sessions that the sender had not opened here, or that had ended."""
         self.num_malformed = 0
         """Messages that could not be read."""
-        self._factory, self._describe, self._observer = factory, describe, observer
+        self._factory, self._observer = factory, observer
         self._heartbeat_s = heartbeat_s
         self._engine: _Watched | None = None
         self._worker = ranked_worker(
@@ -272,7 +266,7 @@ class EngineHost(Generic[Out]):
 
     def status(self) -> ReplicaStatus:
         """Returns the status of the replica now."""
-        facts = dict(self._describe(self._engine.engine)) if self._engine is not None else {}
+        facts = {} if self._engine is None else dict(self._engine.facts())
         counters = {**facts.pop("counters", {}), "messages_foreign": self.num_foreign}
         counters["messages_malformed"] = self.num_malformed
         if self._arrivals is not None:

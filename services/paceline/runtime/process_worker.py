@@ -30,16 +30,15 @@ from paceline.runtime.pipe import Channel
 from paceline.runtime.workers import (
     Emit,
     EngineFactory,
+    Facts,
     In,
     Out,
     Stop,
     available_cores,
-    execution_of,
     limit_torch_threads,
     pin,
     run,
 )
-from paceline.types import Execution
 
 log = logging.getLogger(__name__)
 stages = logging.getLogger(logs.STAGES)
@@ -49,14 +48,7 @@ stages = logging.getLogger(logs.STAGES)
 class _Ready:
     """The engine is built."""
 
-    execution: Execution
-
-
-@dataclass(frozen=True, slots=True)
-class _Executed:
-    """The engine's model runs in another way than before."""
-
-    execution: Execution
+    facts: Facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +60,14 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True)
 class _Ping:
-    """Asks the engine's process to answer with the same, between two steps."""
+    """Asks the engine's process to answer with a pong, between two steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pong:
+    """Answers a ping."""
+
+    facts: Facts
 
 
 class _Stages(logging.Handler):
@@ -82,19 +81,6 @@ class _Stages(logging.Handler):
         # What has an engine is done by another rank, which this process has started; the rest is no stage.
         if not hasattr(record, "engine") and not hasattr(record, "execution"):
             self._channel.send(_Stage(record.getMessage()))
-
-
-class _Executions(logging.Handler):
-    """Tells the parent how the engine's model runs, when that has changed."""
-
-    def __init__(self, channel: Channel, engine: object) -> None:
-        super().__init__(logging.INFO)
-        self._channel, self._engine = channel, engine
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if hasattr(record, "execution"):
-            with contextlib.suppress(OSError):  # the parent is gone
-                self._channel.send(_Executed(execution_of(self._engine)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +116,7 @@ class ProcessWorker(Generic[In, Out]):
         self.name = name
         self._on_messages, self._on_death = on_messages, on_death
         self._factory, self._cores = factory, cores
-        self._execution: Execution = ""
+        self._facts: Facts = {}
         self._sock: socket.socket | None = None
         self._process: BaseProcess | None = None
         self._built = threading.Event()
@@ -187,8 +173,8 @@ class ProcessWorker(Generic[In, Out]):
         return True
 
     @property
-    def execution(self) -> Execution:
-        return self._execution
+    def facts(self) -> Facts:
+        return self._facts
 
     def stop(self, timeout_s: float = 5.0) -> None:
         self._stopping = True
@@ -258,14 +244,12 @@ class ProcessWorker(Generic[In, Out]):
                 for frame in channel.receive(None):
                     if isinstance(frame, list):
                         self._on_messages(frame)
-                    elif isinstance(frame, _Ping):
-                        self._pinged = False
+                    elif isinstance(frame, _Pong):
+                        self._pinged, self._facts = False, frame.facts
                     elif isinstance(frame, _Stage):
                         stages.info("%s", frame.doing, extra={"engine": self.name})
-                    elif isinstance(frame, _Executed):
-                        self._execution = frame.execution
                     elif isinstance(frame, _Ready):
-                        self._execution = frame.execution
+                        self._facts = frame.facts
                         stages.info(logs.BUILT, extra={"engine": self.name})
                         self._built.set()
                     elif isinstance(frame, _Failed):
@@ -321,7 +305,7 @@ def _process_main(sock: socket.socket, factory_pickle: bytes, cores: Sequence[in
             if isinstance(frame, Stop):
                 return None
             if isinstance(frame, _Ping):
-                channel.send(frame)
+                channel.send(_Pong(engine.facts()))
             else:
                 messages.extend(frame)
         return messages
@@ -332,12 +316,11 @@ def _process_main(sock: socket.socket, factory_pickle: bytes, cores: Sequence[in
             engine = factory(lambda messages: channel.send(list(messages)))
         limit_torch_threads()
         settle()
-        with _stages_told(_Executions(channel, engine)):
-            channel.send(_Ready(execution_of(engine)))
-            try:
-                run(engine, drain)
-            finally:
-                engine.close()
+        channel.send(_Ready(engine.facts()))
+        try:
+            run(engine, drain)
+        finally:
+            engine.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
         pass
     except Exception as error:

@@ -21,8 +21,8 @@ from paceline.config import DraftSetup, LocalConfig, ModelOptions, TargetSetup
 from paceline.errors import EngineError, PacelineError
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.process_worker import ProcessWorker
-from paceline.runtime.workers import Emit, In, ThreadWorker, Worker, available_cores
-from paceline.types import Execution, Rendezvous
+from paceline.runtime.workers import Emit, Facts, In, ThreadWorker, Worker, available_cores
+from paceline.types import Rendezvous
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ class RankedWorker(Generic[In]):
         return self._leader.came_round()  # which notices ranks that hang (rank_timeout_s)
 
     @property
-    def execution(self) -> Execution:
-        return self._leader.execution
+    def facts(self) -> Facts:
+        return self._leader.facts
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Stops all ranks (``Worker.stop``). The leader leaves first, which ends the followers."""

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple
 
 import grpc
 from grpc import aio
 
 from paceline.config import DraftSetup, TargetSetup
-from paceline.draft.report import explain
 from paceline.errors import EngineError
 from paceline.rpc import protocol, streams
 from paceline.rpc.transport import start_server
 from paceline.runtime.build import EngineSpec
-from paceline.runtime.host import Decode, Describe, Encode, EngineHost, Observer
+from paceline.runtime.host import Decode, Encode, EngineHost, Observer
 from paceline.runtime.page_mover import HostMemoryMover, serve_pages
 from paceline.runtime.ranks import MakeFollower, process_ranks
 from paceline.security.certificates import Certificates
-from paceline.target.control.report import ControlReport
 from paceline.types import Rendezvous
 from paceline.v1 import draft_pb2_grpc, target_pb2, target_pb2_grpc
-
-if TYPE_CHECKING:
-    from paceline.draft.engine import DraftEngine
-    from paceline.target.engine import TargetEngine
 
 
 class _Protocol(NamedTuple):
@@ -132,7 +125,6 @@ def engine_server(
     host: EngineHost[Any] = EngineHost(
         spec.kind,
         spec.build,
-        describer(spec.kind),
         replica_id=replica_id,
         max_sessions=setup.options.max_sessions if isinstance(setup, TargetSetup) else setup.num_sessions,
         model=model,
@@ -144,37 +136,3 @@ def engine_server(
     if spec.kind == "target":
         host.take_pages(HostMemoryMover(host.call, token, certificates))
     return EngineServer(host, bind=bind, token=token, certificates=certificates)
-
-
-def describer(kind: str) -> Describe:
-    """Makes the function that describes the engine of a target or draft in its replica's status."""
-    return functools.partial(_describe_target, report=ControlReport()) if kind == "target" else _describe_draft
-
-
-def _describe_target(engine: TargetEngine, report: ControlReport) -> Mapping[str, Any]:
-    cache = engine.runner.cache
-    elsewhere = {
-        "trials": engine.gate.trials.num_trials,
-        "head_holes": sum(mounted.stats.holes for mounted in engine.heads.mounted),
-        "steps_unrecorded": engine.runner.backend.num_unrecorded,
-    }
-    return {
-        "num_sessions": engine.num_sessions,
-        "num_waiting": engine.num_waiting,
-        "kv_pages_used": cache.num_pages - cache.num_available,
-        "kv_pages": cache.num_pages,
-        "counters": dataclasses.asdict(engine.stats) | elsewhere | engine.step_sizes.counters(),
-        "batch_invariant": engine.batch_invariant,
-        "execution": engine.execution,
-        **report(engine),
-    }
-
-
-def _describe_draft(engine: DraftEngine) -> Mapping[str, Any]:
-    counters = dataclasses.asdict(engine.stats) | {"steps_unrecorded": engine.num_unrecorded}
-    return {
-        "num_sessions": engine.num_sessions,
-        "counters": counters,
-        "controller": explain(engine),
-        "execution": engine.execution,
-    }

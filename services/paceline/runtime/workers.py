@@ -16,12 +16,11 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from paceline.errors import PacelineError, as_paceline_error
-from paceline.types import Execution
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +32,8 @@ _In = TypeVar("_In", contravariant=True)
 
 Emit = Callable[[Sequence[Out]], None]
 """Sends the messages of an engine."""
+Facts = Mapping[str, Any]
+"""Fields of ReplicaStatus that an engine sets: counters, execution, KV pages and others."""
 
 _SWITCH_INTERVAL_S = 1e-4
 
@@ -50,6 +51,10 @@ class Engine(Protocol[_In]):
 
     def wait_s(self) -> float | None:
         """Returns how long the worker may sleep now, in seconds; None: until a message arrives."""
+        ...
+
+    def facts(self) -> Facts:
+        """Returns what the engine's process knows of it. Any thread may ask while the engine runs."""
         ...
 
     def close(self) -> None:
@@ -93,8 +98,9 @@ class Worker(Protocol[_In]):
         ...
 
     @property
-    def execution(self) -> Execution:
-        """How the engine's model runs; empty before it is built. Any thread may ask."""
+    def facts(self) -> Facts:
+        """The engine's facts, at most as old as the last answered ``came_round``; empty before it is built. Any thread
+        may ask."""
         ...
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -105,12 +111,6 @@ class Worker(Protocol[_In]):
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Asks an engine to end after its step."""
-
-
-def execution_of(engine: object) -> Execution:
-    """How an engine's model runs; empty for one that has none, and for None."""
-    execution: Execution = getattr(engine, "execution", "")
-    return execution
 
 
 def available_cores() -> list[int]:
@@ -191,8 +191,9 @@ class ThreadWorker(Generic[In, Out]):
         return not stuck
 
     @property
-    def execution(self) -> Execution:
-        return execution_of(self._engine)
+    def facts(self) -> Facts:
+        engine = self._engine
+        return {} if engine is None else engine.facts()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Stops the engine. A thread cannot be killed: one that hangs is left to die with the process."""

@@ -31,6 +31,7 @@ from paceline.model.selftest import InvarianceReport, check_invariance
 from paceline.preflight.device import begins_eagerly, left_bytes, require_target
 from paceline.preflight.estimate import target_estimate
 from paceline.preflight.host_memory import fraction_pages, session_pages, target_pages
+from paceline.target.control.report import TargetReport
 from paceline.target.cores import TargetCores
 from paceline.target.engine import TargetEngine
 from paceline.target.heads.mounted import MountedHead
@@ -226,6 +227,7 @@ def _engine(
         cores=TargetCores.of(options.cpu_threads, setup.shared_cores, model),
         holds_outcomes=holds_outcomes,
         drafted=setup.tree_budget > 0,
+        describe=TargetReport(),
     )
     engine.calibrate()
     if compilation is not None:

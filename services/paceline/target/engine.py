@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,6 +102,7 @@ class TargetEngine:
         cores: TargetCores | None = None,
         holds_outcomes: bool = False,
         drafted: bool = True,
+        describe: Callable[[TargetEngine], Mapping[str, Any]] = lambda engine: {},
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Creates an engine without sessions.
@@ -121,6 +123,7 @@ class TargetEngine:
             compilation: of an eager ``runner``'s model: sessions that are opened after its end are compiled.
             cores: cores that share its products, some of a draft's among them; None: their number never changes.
             holds_outcomes: outcomes leave when the next forward begins, or there is none to begin; False: at once.
+            describe: returns what its replica's status says of it.
             drafted: the configuration names drafts; False: a round without any is not one that misses them.
             clock: seconds.
         """
@@ -168,6 +171,7 @@ class TargetEngine:
             heads=self.heads,
         )
         self._sessions: dict[str, TargetSession] = {}
+        self._describe = describe
         self._max_sessions, self._max_step_tokens = max_sessions, max_step_tokens
         if self._overlaps:
             self.allocation.hidden.add(1.0)  # until plain steps tell
@@ -456,6 +460,10 @@ class TargetEngine:
         """Seconds that the engine may sleep after ``step`` returned False; None: until a message comes."""
         until = self._scheduler.wait_until
         return None if until is None else max(0.0, until - self._clock())
+
+    def facts(self) -> Mapping[str, Any]:
+        """Returns what its replica's status says of it. Any thread may ask."""
+        return self._describe(self)
 
     def close(self) -> None:
         """Releases the other ranks of the model, if there are any, and ends its compilation. Idempotent."""

@@ -297,6 +297,9 @@ class Follower:
         """0 while steps may come: waiting for the leader is part of a step. None after the last (``Engine.wait_s``)."""
         return None if self._ended else 0.0
 
+    def facts(self) -> dict[str, Any]:
+        return {}
+
     def close(self) -> None:
         """Leaves the other ranks. Idempotent."""
         self._runner.close()

@@ -10,6 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from paceline.messages import STATE_BYTES
@@ -24,8 +25,8 @@ _LARGEST_K = 8
 """Longest proposal with a gauge of its own; longer ones count as this."""
 
 
-class ControlReport:
-    """The controller's part of a replica's status, renewed once a second: a status is requested more often."""
+class TargetReport:
+    """What a target's status says of its engine. The controller's part is renewed once a second at most."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -33,11 +34,25 @@ class ControlReport:
         self._made: Mapping[str, Any] = {}
 
     def __call__(self, engine: TargetEngine) -> Mapping[str, Any]:
-        """The fields ``controller`` and ``measures`` of ReplicaStatus."""
+        """Returns fields of ReplicaStatus."""
         if self._clock() - self._made_at >= _VALID_S:
             self._made = {"controller": explain(engine), "measures": measures(engine)}
             self._made_at = self._clock()
-        return self._made
+        cache = engine.runner.cache
+        counters = asdict(engine.stats) | engine.step_sizes.counters()
+        counters["trials"] = engine.gate.trials.num_trials
+        counters["head_holes"] = sum(mounted.stats.holes for mounted in engine.heads.mounted)
+        counters["steps_unrecorded"] = engine.runner.backend.num_unrecorded
+        return {
+            "num_sessions": engine.num_sessions,
+            "num_waiting": engine.num_waiting,
+            "kv_pages_used": cache.num_pages - cache.num_available,
+            "kv_pages": cache.num_pages,
+            "counters": counters,
+            "batch_invariant": engine.batch_invariant,
+            "execution": engine.execution,
+            **self._made,
+        }
 
 
 def explain(engine: TargetEngine) -> str:
