@@ -117,13 +117,23 @@ def test_the_engine_has_the_states_of_its_option(pipeline: LocalPipeline) -> Non
     assert 1 <= found["prefix_states"] <= linear.num_used
 
 
-def test_a_draft_with_linear_layers_is_refused(folder: Path, tmp_path: Path) -> None:
-    random_model("llama").save_pretrained(tmp_path)
-    letters_tokenizer().save_pretrained(tmp_path)
-    target = TargetModel(path=str(tmp_path), compile=False, dtype="float32", batch_invariant="off")
-    config = LocalConfig(target=target, draft=DraftModel(path=str(folder)), worker="thread", pin_cores=False)
-    with pytest.raises(ConfigError, match="which has gated delta layers, and these run in a target alone"):
-        LocalPipeline(config).load()
+def test_a_draft_with_linear_layers_is_accepted_where_it_is_the_target(folder: Path) -> None:
+    """Every token; the draft has the slots that are estimated."""
+    options: dict[str, Any] = {"path": str(folder), "dtype": "float32", "compile": False}
+    target = TargetModel(max_model_len=256, max_sessions=2, adaptive=False, batch_invariant="off", **options)
+    draft = DraftModel(tree_budget=32, **options)
+    with LocalPipeline(LocalConfig(target=target, draft=draft, worker="thread", pin_cores=False)) as pipeline:
+        for mode in (Mode.PLAIN, Mode.SEQUENTIAL):
+            speculation = SpeculationParams(mode=mode, max_draft_tokens=4)
+            result = pipeline.generate(
+                prompt(1, 30), None, speculation, max_tokens=41, temperature=0.0, ignore_eos=True
+            ).result
+            if mode is Mode.PLAIN:
+                expected = result.token_ids
+        assert result.token_ids == expected
+        assert result.speculation.accepted == result.speculation.drafted > 0
+        worker: Any = pipeline._draft
+        assert worker._engine._drafter._cache.linear.slots == Slots.of(2, branches=3)
 
 
 def test_layers_that_attend_in_addition_do_not_draft(tmp_path: Path) -> None:
@@ -144,7 +154,7 @@ def test_states_and_rows_take_what_is_estimated(family: str, tmp_path: Path) -> 
     specs = dict.fromkeys(range(size.linear.num), size.linear.spec)
     cache = KVCache([], 4, torch.float32, "cpu", specs, slots)
     taken = sum(pool.nbytes for layer in cache.linear_pools.values() for pool in layer)
-    assert taken == size.slots_bytes(3, states=9) < size.slots_bytes(3)
+    assert taken == size.slots_bytes(slots) < size.slots_bytes(Slots.of(3))
     num = size.num_kv_layers
     assert num == (size.linear.num_both or 1)
     latent, of_others = hasattr(hybrid_config(family), "kv_lora_rank"), 2 * 4 * 32 if family == "zamba2" else 2 * 2 * 16

@@ -18,7 +18,7 @@ from tests.support.pump import Pump, Request, assert_continued, assert_same, in_
 from tests.support.rings import nightly, slow
 from tests.target.test_leaks import Storm
 
-from paceline.messages import CloseSession, OpenSession
+from paceline.messages import CloseSession, Commit, OpenSession
 from paceline.model.linear import layers as linear_layers
 from paceline.model.linear.operator import LinearInputs
 from paceline.model.linear.plan import LinearSlots, LinearStep
@@ -149,6 +149,47 @@ def test_steps_without_memory_give_identical_tokens(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(linear_layers, "run", short_of_memory)
     served(*FAST, Mode.OVERLAPPED, pages=14, seed=2)
     assert len(failed) > 10
+
+
+def drafting_for_itself(family: str, dtype: torch.dtype, num: int, mode: Mode, **options: Any) -> Pump:
+    """A pump whose draft is its target, and has served all requests; asserts that their tokens are the reference's."""
+    target, requests, reference = hybrid(family, dtype), requests_of(num), reference_of(family, dtype, num)
+    pump = Pump(target, target, pages=40, max_step_tokens=48, max_leaves=8, draft_steps=(1, 8), **options)
+    for runner in (pump.target.runner, pump.drafter._runner):
+        poison(runner)
+    assert_same(pump.run(in_mode(requests, mode)), reference)
+    assert pump.drafter._cache.num_used == 0
+    return pump
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "num", "mode"),
+    [
+        (*FAST, Mode.OVERLAPPED),
+        *slow([(*FAST, Mode.SEQUENTIAL), *((*case, Mode.OVERLAPPED) for case in SLOW[:3])]),
+        *nightly((*case, Mode.OVERLAPPED) for case in EACH),
+    ],
+)
+def test_a_draft_that_is_its_target_is_accepted(family: str, dtype: torch.dtype, num: int, mode: Mode) -> None:
+    """Every draft token that was verified, over boundaries, misses by late messages, and greedily or not."""
+    found = [result.speculation for result in drafting_for_itself(family, dtype, num, mode).results.values()]
+    assert sum(one.drafted for one in found) == sum(one.accepted for one in found) > 10 * num
+
+
+@pytest.mark.parametrize(("family", "dtype", "num"), [FAST, *slow(SLOW[:3]), *nightly(EACH)])
+def test_drafts_that_lose_their_sessions_give_identical_tokens(
+    family: str, dtype: torch.dtype, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commits get lost, so sessions are opened again from their tokens; subtrees of any kind are verified."""
+    draw = random.Random(5)
+
+    def tamper(message: Any) -> list[Any]:
+        return [] if isinstance(message, Commit) and draw.random() < 0.15 else [message]
+
+    any_subtrees(monkeypatch)
+    pump = drafting_for_itself(family, dtype, num, Mode.OVERLAPPED, tamper_draft=tamper)
+    assert pump.draft.stats.lost_commits > 3
+    assert pump.target.stats.branches > 10
 
 
 class ModelStorm(Storm):

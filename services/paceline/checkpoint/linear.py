@@ -100,13 +100,14 @@ class Slots:
     rows: int
 
     @classmethod
-    def of(cls, max_sessions: int, states: int | None = None) -> Slots:
+    def of(cls, max_sessions: int, states: int | None = None, branches: int = 0) -> Slots:
         """Returns the slots for ``max_sessions`` sessions. ``states``: those for states; None: the default number.
 
         Free slots keep states for prefix hits. A session's rows are in two chunks, and in four where a long proposal
-        crosses a boundary; each further branch of a tree needs the same number.
+        crosses a boundary; each further branch of a tree needs the same number. ``branches``: those that a session of a
+        draft keeps from step to step, each in one chunk of its own.
         """
-        return cls(least_states(max_sessions) + 8 if states is None else states, 4 * max_sessions + 32)
+        return cls(least_states(max_sessions) + 8 if states is None else states, (4 + branches) * max_sessions + 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,18 +286,15 @@ def require_runnable(config: Mapping[str, Any], stored: Mapping[str, Any] | None
 
 
 def require_draft_model(config: Mapping[str, Any], key: str, name: str) -> None:
-    """Checks that a draft model has no linear or compressed layers, and is no drafter that needs its target's cache.
-    Raises ConfigError, which begins with ``key``."""
+    """Checks that a draft model has no compressed layers, and is no drafter that needs its target's cache. Raises
+    ConfigError, which begins with ``key``."""
     if (kind := config.get("model_type")) in ("gemma4_assistant", "gemma4_unified_assistant"):
         raise ConfigError(
             f"{key} is {name!r}, a {kind}, which needs the target's keys and values: it drafts in the target, as a "
             "head of method 'gemma4_assistant'"
         )
-    kinds = ["compressed attention"] if compressors(config) else []
-    if (layers := linear_layers(config)) is not None:
-        kinds.append(layers.spec.kind)
-    if kinds:
+    if compressors(config):
         raise ConfigError(
-            f"{key} is {name!r}, which has {kinds[0]} layers, and these run in a target alone: a model with "
-            "other attention layers only, a head of the target or n-grams can draft"
+            f"{key} is {name!r}, which has compressed attention layers, and these run in a target alone: a model with "
+            "other layers, a head of the target or n-grams can draft"
         )

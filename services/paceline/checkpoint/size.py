@@ -99,9 +99,9 @@ class ModelSize:
         """Layers that keep keys and values."""
         return max(1, self.num_layers - (0 if self.linear is None else self.linear.num_without_kv))
 
-    def slots_bytes(self, max_sessions: int, states: int | None = None) -> int:
-        """Bytes of the states and rows that linear layers keep (``Slots.of``)."""
-        return 0 if self.linear is None else self.linear.slots_bytes(Slots.of(max_sessions, states), self.item_bytes)
+    def slots_bytes(self, slots: Slots) -> int:
+        """Bytes of the states and rows that linear layers keep; 0 without such layers."""
+        return 0 if self.linear is None else self.linear.slots_bytes(slots, self.item_bytes)
 
 
 class _Entry(NamedTuple):

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from paceline.checkpoint.linear import Slots
 from paceline.checkpoint.size import gib
 from paceline.cli.exit import EXIT_DONE, EXIT_FAILED
 from paceline.cli.serve import add_config_flags, read_config
@@ -156,10 +155,8 @@ def _remarks(config: ServiceConfig, pool: Pool) -> Iterator[str]:
     if estimate.packed_bytes:
         yield f"{pool.key}: compiled weights are held twice; the start that compiles them keeps {_COMPILER} more."
     if estimate.linear_bytes:
-        size, options = gib(estimate.linear_bytes), config.target_config.engine_kwargs
-        states = Slots.of(options.max_sessions, options.state_slots).states
-        kept = f"of KV, {size} are rows and {states} states of linear layers"
-        yield f"{pool.key}: {kept}, for {options.max_sessions} sessions."
+        kept = f"{gib(estimate.linear_bytes)} are rows and {estimate.num_states} states of linear layers"
+        yield f"{pool.key}: of KV, {kept}."
     if _keeps_something_else(estimate):
         yield f"{pool.key}: how much its attention keeps per token cannot be told from its configuration."
     elif estimate.num_pages:

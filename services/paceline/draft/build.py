@@ -45,7 +45,7 @@ from paceline.model.parallel.runner import Follower, ranked
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
 from paceline.preflight.device import begins_eagerly, require_draft, require_head
-from paceline.preflight.host_memory import MEASURED_LEAVES, draft_pages
+from paceline.preflight.host_memory import MEASURED_LEAVES, draft_branches, draft_pages
 from paceline.types import PAGE_SIZE, Rendezvous, pages_for
 
 _WIDTHS = (4, 6, 8, 12, 16, 24, MEASURED_LEAVES)
@@ -63,24 +63,34 @@ def affordable_width(runner: ModelRunner) -> int:
 
     A forward of few tokens waits for the weights, so several tokens cost as much as one. Arithmetic takes over at four
     to eight tokens on plain AVX512, and later with AMX tiles or on GPUs. The measurement also warms the draft up.
+
+    Raises:
+        ResourceExhaustedError: no page is free, or the linear layers have too few rows.
     """
-    pages = runner.cache.allocate(1)
+    has_branches = runner.cache.linear is not None
+    runner.cache.promise(affordable_width, MEASURED_LEAVES)
+    pages = runner.cache.allocate(max(1, min(MEASURED_LEAVES, runner.cache.num_available)) if has_branches else 1)
+    widths = [n for n in _WIDTHS if n <= len(pages) or not has_branches]
+
+    def steps(num_tokens: int) -> list[SequenceStep]:
+        """As a draft runs them: a tree, or branches."""
+        if has_branches:
+            return [SequenceStep([0], range(1), range(1), [page], 1, committed=0) for page in pages[:num_tokens]]
+        span, visible = range(num_tokens), torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril_()
+        return [SequenceStep([0] * num_tokens, span, span, pages, num_logits=num_tokens, visible=visible)]
 
     def seconds(num_tokens: int) -> float:
-        span = range(num_tokens)
-        visible = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril_()  # as a tree: that is what a draft runs
-        step = SequenceStep([0] * num_tokens, span, span, pages, num_logits=num_tokens, visible=visible)
         times = []
         for _ in range(_TIMED_FORWARDS):
             started = time.perf_counter()
-            runner.forward([step]).sum().item()
+            runner.forward(steps(num_tokens)).sum().item()
             times.append(time.perf_counter() - started)
         return min(times)
 
     try:
         seconds(1)
         limit = _AFFORDABLE * seconds(1)
-        width = max((n for n in _WIDTHS if seconds(n) <= limit), default=_WIDTHS[0])
+        width = max((n for n in widths if seconds(n) <= limit), default=_WIDTHS[0])
     finally:
         runner.cache.release(pages)
     log.info("draft: %d tree nodes per forward cost at most %.2f times one", width, _AFFORDABLE)
@@ -136,7 +146,10 @@ def _runner(
     later = begins_eagerly(options, checkpoint, placement)
     model = load_model(checkpoint, options, group, placement, later=later, max_model_len=setup.max_model_len)
     max_len = min(setup.max_model_len or model.max_len, model.max_len)
-    return model, model.runner(draft_pages(setup, max_len), promised=False), max_len
+    branches = draft_branches(setup.options, linear=bool(model.linear))
+    pages = draft_pages(setup, max_len, branches)
+    runner = model.runner(pages, promised=False, max_sessions=setup.num_sessions, branches=branches)
+    return model, runner, max_len
 
 
 def build_head(building: Building) -> Built:
@@ -200,7 +213,9 @@ def build_model(
         tokens_per_leaf = num_guesses + 1
     most = max(options.tree_step_tokens or _WIDTHS[-1], tokens_per_leaf)
     max_pages = min(pages_for(max_context_len + options.tree_budget) + 1, runner.cache.num_pages)
-    limits = Limits(min(most, setup.num_sessions), most, max_pages, is_tree=True)
+    has_branches = runner.cache.linear is not None
+    most_rows = most if has_branches else min(most, setup.num_sessions)
+    limits = Limits(most_rows, most, max_pages, is_tree=not has_branches)
     record_steps(runner, limits, model.max_len, options.cuda_graphs)
     translation, description = _translation(setup, target, runner.vocab_size, is_part=is_part), "draft model"
     if translation is not None:

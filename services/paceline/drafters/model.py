@@ -9,7 +9,6 @@ computed again. Only whole prompt pages, written in order, are shared between se
 from __future__ import annotations
 
 import functools
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import cast
 
@@ -20,17 +19,18 @@ from torch import Tensor
 from paceline.core.deferred import download
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import GREEDY_CANDIDATES, best_unprocessed, draft_candidates, draws_at_once, unlisted
+from paceline.drafters.branch_rows import BranchPart, BranchSession
 from paceline.drafters.growing.blame import call_for_each
 from paceline.drafters.parts import parts_of
 from paceline.drafters.protocol import Candidates, Chainer, DrafterSessionError, Leaf, OfSessions, Ranker
-from paceline.drafters.rows import NO_TAIL, Part, RowSession, Tail, chain_step, prompt_chunk, tree_step
+from paceline.drafters.rows import NO_TAIL, Part, RowSession, Tail, chain_step, tree_step
 from paceline.drafters.translation import Translation
 from paceline.errors import ResourceExhaustedError
 from paceline.model.chain import Chain, Draw, Ranked, Stop
-from paceline.model.kv_cache import page_hash, root_hash
+from paceline.model.kv_cache import root_hash
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
-from paceline.types import PAGE_SIZE, pages_for
+from paceline.types import PAGE_SIZE, least_states, pages_for
 
 
 class ModelDrafter(OfSessions[RowSession]):
@@ -83,51 +83,56 @@ class ModelDrafter(OfSessions[RowSession]):
             token_ids = self._translation.context(token_ids)
         if pages_for(len(token_ids)) > self._cache.num_pages or len(token_ids) > self._max_len:
             raise ResourceExhaustedError(self._too_long(len(token_ids)))
-        session = RowSession(list(token_ids), sampler, num_prefill=len(token_ids) - 1, root=root_hash(salt))
-        pages, session.hashes = self._cache.match_prefix(token_ids, session.root)
-        session.pages = array("q", pages)
-        session.num_cached = session.num_rows = len(session.pages) * PAGE_SIZE
-        session.committed = np.ones(session.num_rows, np.bool_)
-        session.positions = np.arange(session.num_rows)
+        kind = RowSession if self._cache.linear is None else BranchSession
+        session = kind(list(token_ids), sampler, num_prefill=len(token_ids) - 1, root=root_hash(salt))
+        if session.begun:
+            session.begin(self._cache)
         self._sessions[session_id] = session
 
     def prefill(self) -> bool:
-        """Computes a chunk of prompts; sessions without room for their prompt wait."""
-        budget = self._max_prefill_tokens
-        chunks: dict[str, tuple[RowSession, int]] = {}
+        """Computes a chunk of prompts; sessions without room for their prompt, or without a state, wait."""
+        budget, begun = self._max_prefill_tokens, self._begin_waiting()
+        chunks: dict[str, tuple[RowSession, int, SequenceStep]] = {}
         for session_id, session in self._sessions.items():
             stop = min(session.num_prefill, session.num_cached + budget)
             count = stop - session.num_cached
-            if count <= 0:
+            if count <= 0 or not session.begun:
                 continue
             try:
-                rows = session.take_rows(self._cache, count)
+                chunks[session_id] = session, stop, session.chunk(self._cache, stop)
             except ResourceExhaustedError:
                 continue
-            assert rows == list(range(session.num_cached, stop)), "a prompt lies in row order"
-            chunks[session_id] = session, stop
             budget -= count
         if not chunks:
-            return False
+            return begun
         failed: dict[str, Exception] = {}
         done = call_for_each(
-            lambda names: self._runner.forward([prompt_chunk(*chunks[name]) for name in names]),
+            lambda names: self._runner.forward([chunks[name][2] for name in names]),
             [*chunks],
             session_of=str,
             on_failure=lambda error, names: failed.update(dict.fromkeys(names, error)),
         )
-        for session, stop in (chunks[name] for names, _ in done for name in names):
-            session.committed[session.num_cached : stop] = True
-            session.positions[session.num_cached : stop] = np.arange(session.num_cached, stop)
-            session.num_cached = stop
-            self._publish(session)
+        for session, stop, _ in (chunks[name] for names, _ in done for name in names):
+            session.take_chunk(self._cache, stop)
         for name in failed:
-            session, _ = chunks[name]
+            session, _, _ = chunks[name]
             session.num_rows = session.num_cached  # the rows are free again
         if failed:
             name, error = failed.popitem()
             raise DrafterSessionError(name, f"{type(error).__name__}: {error}") from error
         return True
+
+    def _begin_waiting(self) -> bool:
+        """Begins sessions that wait for a state of linear layers, as far as there are any: each needs one, and another
+        while it passes a boundary."""
+        waiting = [session for session in self._sessions.values() if not session.begun]
+        if not waiting:
+            return False
+        assert self._cache.linear is not None
+        room = self._cache.linear.slots.states // least_states(1) - (len(self._sessions) - len(waiting))
+        for session in waiting[:room]:
+            session.begin(self._cache)
+        return room > 0
 
     def ready(self, session_id: str) -> bool:
         """True once the session's prompt is computed."""
@@ -146,8 +151,9 @@ class ModelDrafter(OfSessions[RowSession]):
         tails: Sequence[Tail] = ()
         at: Sequence[int] = range(len(leaves))  # leaf of each row of logits,
         depths: Sequence[int] = ()  # and its depth
-        plain = self.tokens_per_leaf == 1 and self._translation is None
+        plain = self.tokens_per_leaf == 1 and self._translation is None and self._cache.linear is None
         made = parts_of(leaves, self._sessions, self._cache) if plain else None
+        parts: Sequence[Part | BranchPart]
         if made is not None:
             parts, rows = made
         else:
@@ -156,7 +162,7 @@ class ModelDrafter(OfSessions[RowSession]):
         if not parts:
             return self._candidates(leaves, tails, self._num_candidates(leaves))
         try:
-            logits = self._logits([part.step for part in parts])
+            logits = self._logits([step for part in parts for step in steps_of(part)])
             all_in_order = made is not None or (self.tokens_per_leaf == 1 and [*at] == [*range(len(leaves))])
             ranked = best_unprocessed(logits, rows) if best else None
             unread = best and ranked is None and all_in_order and draws_at_once(logits, rows)
@@ -165,7 +171,7 @@ class ModelDrafter(OfSessions[RowSession]):
                 beyond = unlisted(logits, rows, ids, scores) if self.tokens_per_leaf == 1 else None
         except BaseException:
             for part in parts:
-                part.session.free_rows.extend(part.step.rows)
+                part.drop()
             raise
         for part in parts:
             part.keep()
@@ -192,13 +198,13 @@ class ModelDrafter(OfSessions[RowSession]):
 
     def _parts(
         self, leaves: Sequence[Leaf], tails: Sequence[Tail]
-    ) -> tuple[list[Part], list[Row], list[int], list[int]]:
+    ) -> tuple[list[Part | BranchPart], list[Row], list[int], list[int]]:
         """The parts of the sessions, and of each row of logits the position, its leaf and its depth. A leaf that cannot
         be computed, or has no room, is in none."""
         groups: dict[str, list[int]] = {}
         for index, leaf in enumerate(leaves):
             groups.setdefault(leaf.session_id, []).append(index)
-        parts: list[Part] = []
+        parts: list[Part | BranchPart] = []
         rows: list[Row] = []
         at: list[int] = []
         depths: list[int] = []
@@ -209,17 +215,18 @@ class ModelDrafter(OfSessions[RowSession]):
                 if not usable:
                     continue
                 try:
-                    parts.append(self._part(session, [(leaves[i], tails[i]) for i in usable]))
+                    part = self._part(session, [(leaves[i], tails[i]) for i in usable])
                 except ResourceExhaustedError:
                     continue
-                for i in usable:
+                parts.append(part)
+                for i in usable if isinstance(part, Part) else [usable[place] for place in part.placed]:
                     for depth in range(1 + len(tails[i].inputs)):
                         at.append(i)
                         depths.append(depth)
                         rows.append(Row(session.sampler, (*leaves[i].path, *tails[i].path[:depth])))
         except BaseException:
             for part in parts:
-                part.session.free_rows.extend(part.step.rows)
+                part.drop()
             raise
         return parts, rows, at, depths
 
@@ -228,6 +235,7 @@ class ModelDrafter(OfSessions[RowSession]):
         sampler = self._session(session_id).sampler
         return (
             self._translation is None
+            and self._cache.linear is None
             and self.tokens_per_leaf == 1
             and sampler.picks_at_once
             and sampler.grammar is None
@@ -291,19 +299,7 @@ class ModelDrafter(OfSessions[RowSession]):
         pairs: Iterable[tuple[int, int]] = zip(token_ids, node_ids, strict=True)
         if self._translation is not None:
             pairs = self._translation.committed(token_ids, node_ids)
-        tokens, node_rows, ready = session.tokens, session.node_rows, session.ready
-        for token_id, node_id in pairs:
-            row = node_rows.get(node_id)
-            # Only a row directly after the cached tokens extends them; after a gap the token is pending.
-            if row is not None and ready and session.num_cached == len(tokens):
-                del node_rows[node_id]
-                session.committed[row] = True
-                session.num_cached += 1
-            tokens.append(token_id)
-        if node_rows:
-            keep = set(kept)
-            for node_id in [n for n in node_rows if n not in keep]:
-                session.free_rows.append(node_rows.pop(node_id))
+        session.follow(self._cache, pairs, kept)
         if len(session.tokens) > self._max_len:
             raise ResourceExhaustedError(self._too_long(len(session.tokens)))
 
@@ -315,20 +311,15 @@ class ModelDrafter(OfSessions[RowSession]):
         """Frees the session's pages."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
-            self._cache.release(session.pages)
+            session.end(self._cache)
 
     def check_integrity(self) -> None:
         """Asserts that every row of every session has exactly one use; O(rows)."""
-        self._cache.check_integrity([s.pages for s in self._sessions.values()])
-        for session in self._sessions.values():
-            assert not session.chained, "keep comes after chain"
-            tree, free = set(session.node_rows.values()), set(session.free_rows)
-            committed = set(session.committed.nonzero()[0].tolist())
-            assert len(tree) == len(session.node_rows), "two nodes share a row"
-            assert len(free) == len(session.free_rows), "a row is free twice"
-            rows = sorted([*tree, *free, *committed])
-            assert rows == list(range(session.num_rows)), "a row leaked or has two uses"
-            assert len(committed) == session.num_cached <= len(session.tokens)
+        sessions = [*self._sessions.values()]
+        states = [state for session in sessions for state in session.held_states]
+        self._cache.check_integrity([session.held_pages for session in sessions], states)
+        for session in sessions:
+            session.check_integrity()
 
     def _too_long(self, num_tokens: int) -> str:
         room = min(self._cache.num_pages * PAGE_SIZE, self._max_len)
@@ -369,7 +360,7 @@ class ModelDrafter(OfSessions[RowSession]):
             if (leaves[i].path or pending) and None not in map(self._translation.token, leaves[i].path)
         ]
 
-    def _part(self, session: RowSession, leaves: Sequence[tuple[Leaf, Tail]]) -> Part:
+    def _part(self, session: RowSession, leaves: Sequence[tuple[Leaf, Tail]]) -> Part | BranchPart:
         """Returns one session's part of the forward: pending tokens, nodes without rows above leaves, then every leaf
         and its tail, which have logits.
 
@@ -379,6 +370,10 @@ class ModelDrafter(OfSessions[RowSession]):
         Raises:
             ResourceExhaustedError: there is no room for the rows.
         """
+        if isinstance(session, BranchSession):
+            ids = [[own for own in map(self._own, leaf.path) if own is not None] for leaf, _ in leaves]  # ``_usable``
+            paths = [(leaf.path_ids, of, tail.inputs) for (leaf, tail), of in zip(leaves, ids, strict=True)]
+            return session.part(self._cache, paths)
         num_tokens = len(session.tokens)
         pending = session.tokens[session.num_cached :]
         if (part := self._alone(session, leaves, pending)) is not None:
@@ -464,19 +459,16 @@ class ModelDrafter(OfSessions[RowSession]):
         own_rows = cast(list[list[int]], seen)  # all ancestors' rows are known
         return Part(session, chain_step(session, tokens, depths, rows, own_rows, len(tokens)), 0, kept)
 
-    def _publish(self, session: RowSession) -> None:
-        while (len(session.hashes) + 1) * PAGE_SIZE <= session.num_cached:
-            index = len(session.hashes)
-            previous = session.hashes[-1] if session.hashes else session.root
-            digest = page_hash(previous, session.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
-            session.hashes.append(digest)
-            self._cache.publish(session.pages[index], digest)
-
 
 @functools.lru_cache
 def _nothing(num_leaves: int) -> tuple[Tensor, Tensor]:
     """``_none`` of each leaf; read-only."""
     return _none((num_leaves, 0))
+
+
+def steps_of(part: Part | BranchPart) -> Sequence[SequenceStep]:
+    """A part's sequences."""
+    return (part.step,) if isinstance(part, Part) else part.steps
 
 
 def _none(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.core.processors import SamplerState
 from paceline.messages import record
-from paceline.model.kv_cache import KVCache
+from paceline.model.kv_cache import KVCache, page_hash
 from paceline.model.step_plan import SequenceStep
 from paceline.types import PAGE_SIZE, pages_for
 
@@ -45,6 +45,8 @@ class RowSession:
     """``committed`` and ``positions`` as tensors; None: these are other arrays now."""
     num_prefill: int = 0
     """Context tokens [0, num_prefill) are computed by ``prefill``, in row order."""
+    begun: bool = True
+    """False: it waits for a state of linear layers (``branch_rows.py``)."""
 
     @property
     def ready(self) -> bool:
@@ -76,6 +78,83 @@ class RowSession:
         self.free_rows.clear()
         self.num_rows = end
         return rows
+
+    def begin(self, cache: KVCache) -> None:
+        """Shares the pages that others have computed of the same prefix."""
+        pages, self.hashes = cache.match_prefix(self.tokens, self.root)
+        self.pages = array("q", pages)
+        self.num_cached = self.num_rows = len(pages) * PAGE_SIZE
+        self.committed = np.ones(self.num_rows, np.bool_)
+        self.positions = np.arange(self.num_rows)
+
+    @property
+    def held_pages(self) -> Sequence[int]:
+        """All pages, each once."""
+        return self.pages
+
+    @property
+    def held_states(self) -> Sequence[int]:
+        """The states of linear layers that it holds; none."""
+        return ()
+
+    def end(self, cache: KVCache) -> None:
+        """Gives up all pages."""
+        cache.release(self.pages)
+
+    def chunk(self, cache: KVCache, stop: int) -> SequenceStep:
+        """The part of a session whose prompt is computed up to ``stop``: it has no logits.
+
+        Raises:
+            ResourceExhaustedError: there is no room for the rows.
+        """
+        span = range(self.num_cached, stop)
+        rows = self.take_rows(cache, len(span))
+        assert rows == [*span], "a prompt lies in row order"
+        return SequenceStep(self.tokens[self.num_cached : stop], span, span, self.pages, num_logits=0)
+
+    def take_chunk(self, cache: KVCache, stop: int) -> None:
+        """After the forward: the prompt is computed up to ``stop``."""
+        self.committed[self.num_cached : stop] = True
+        self.positions[self.num_cached : stop] = np.arange(self.num_cached, stop)
+        self.num_cached = stop
+        self.publish(cache)
+
+    def publish(self, cache: KVCache) -> None:
+        """Shares pages that became full."""
+        while (len(self.hashes) + 1) * PAGE_SIZE <= self.num_cached:
+            index = len(self.hashes)
+            previous = self.hashes[-1] if self.hashes else self.root
+            digest = page_hash(previous, self.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
+            self.hashes.append(digest)
+            cache.publish(self.pages[index], digest)
+
+    def follow(self, cache: KVCache, pairs: Iterable[tuple[int, int]], kept: Sequence[int]) -> None:
+        """Extends the context by tokens, each with its node; commits rows of nodes, and frees those of nodes that are
+        not ``kept``."""
+        tokens, node_rows, ready = self.tokens, self.node_rows, self.ready
+        for token_id, node_id in pairs:
+            row = node_rows.get(node_id)
+            # Only a row directly after the cached tokens extends them; after a gap the token is pending.
+            if row is not None and ready and self.num_cached == len(tokens):
+                del node_rows[node_id]
+                self.committed[row] = True
+                self.num_cached += 1
+            tokens.append(token_id)
+        if node_rows:
+            keep = set(kept)
+            for node_id in [n for n in node_rows if n not in keep]:
+                self.free_rows.append(node_rows.pop(node_id))
+
+    def check_integrity(self) -> None:
+        """Asserts that every row has exactly one use; O(rows)."""
+        assert not self.chained, "keep comes after chain"
+        tree, free = set(self.node_rows.values()), set(self.free_rows)
+        committed = set(self.committed.nonzero()[0].tolist())
+        assert len(tree) == len(self.node_rows), "two nodes share a row"
+        assert len(free) == len(self.free_rows), "a row is free twice"
+        rows = sorted([*tree, *free, *committed])
+        assert rows == list(range(self.num_rows)), "a row leaked or has two uses"
+        assert len(committed) == self.num_cached <= len(self.tokens)
 
 
 @record
@@ -125,6 +204,10 @@ class Part:
         if len(kept) + self.num_pending < len(rows):
             session.free_rows.extend(set(rows[self.num_pending :]).difference(kept))
 
+    def drop(self) -> None:
+        """After an error: all rows are free again."""
+        self.session.free_rows.extend(self.step.rows)
+
 
 def tree_step(
     session: RowSession,
@@ -158,9 +241,3 @@ def chain_step(
         session.shared = torch.from_numpy(session.committed), torch.from_numpy(session.positions)
     visible, key_positions = session.shared
     return SequenceStep(tokens, positions, rows, session.pages, num_logits, visible, key_positions, own_rows)
-
-
-def prompt_chunk(session: RowSession, stop: int) -> SequenceStep:
-    """The part of a session whose prompt is computed up to ``stop``: it has no logits."""
-    span = range(session.num_cached, stop)
-    return SequenceStep(session.tokens[session.num_cached : stop], span, span, session.pages, num_logits=0)

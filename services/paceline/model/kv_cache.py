@@ -250,6 +250,10 @@ class KVCache:
         """Chunks of rows that a branch is given a copy of (``LinearSlots.num_behind``); 0 without linear layers."""
         return 0 if self.linear is None else self.linear.num_behind(pages, num_computed)
 
+    def num_chunks(self, page: int) -> int:
+        """Chunks of rows of linear layers that a copy of a page gets; 0 without such layers."""
+        return 0 if self.linear is None else self.linear.num_chunks(page)
+
     def promise(self, owner: object, num_chunks: int) -> None:
         """Reserves chunks of rows of linear layers for a step (``LinearSlots.promise``), if there are such layers."""
         if self.linear is not None:

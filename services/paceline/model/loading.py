@@ -122,7 +122,13 @@ class LoadedModel:
         return self.device.type == "cuda" and not eager and self.cuda_graphs is not False
 
     def runner(
-        self, num_pages: int, *, promised: bool = True, max_sessions: int = 8, state_slots: int | None = None
+        self,
+        num_pages: int,
+        *,
+        promised: bool = True,
+        max_sessions: int = 8,
+        state_slots: int | None = None,
+        branches: int = 0,
     ) -> ModelRunner:
         """Makes a runner over a new KV cache.
 
@@ -134,10 +140,11 @@ class LoadedModel:
                 so its steps on the CPU are not padded (``shapes.py``).
             max_sessions: sessions for which the cache holds states of linear layers.
             state_slots: the number of these states; None: the default number.
+            branches: of a session that keep rows of linear layers from step to step.
         """
         num_pages = agreed(num_pages, self.group)
         leads = self.share is not None and self.share.group.rank == 0
-        slots = Slots.of(max_sessions, state_slots)
+        slots = Slots.of(max_sessions, state_slots, branches)
         kind = LeadersCache if leads else KVCache
         cache = kind(self.layers, num_pages, self.dtype, self.device, self.linear, slots)
         eager = self.group is not None and self.group.why_not_recorded() is not None

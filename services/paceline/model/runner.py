@@ -115,7 +115,10 @@ class ModelRunner:
         return logits, self._of_tokens(states, steps)
 
     def plan(self, steps: Sequence[SequenceStep]) -> StepPlan:
-        """Lays a step of this model out."""
+        """Lays a step of this model out, for the compiled step from the first plan on after it is ready."""
+        if self._compilation is not None and (step := self._compilation.take()) is not None:
+            self._take(step)
+            self._on_swap()
         plan = StepPlan.of(steps, self.cache.scratch_row, self.shapes)
         assert self.cache.linear is None or not plan.shape.is_tree, "linear layers verify branches, no masked trees"
         return plan if self.cache.linear is None else plan._replace(linear=self.cache.linear.plan(steps))
@@ -155,9 +158,6 @@ class ModelRunner:
     def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """Returns logits and states of a plan. The states may have rows of padding at the end."""
         self.num_forwards += 1
-        if self._compilation is not None and (step := self._compilation.take()) is not None:
-            self._take(step)
-            self._on_swap()
         with torch.no_grad():
             self.cache.copy(plan.copies)
             if plan.linear is not None:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from paceline.checkpoint.linear import Slots
 from paceline.checkpoint.size import ModelSize
 from paceline.config import DraftOptions, DraftSetup, HeadDraftOptions, ModelOptions, TargetSetup
 from paceline.core import native
@@ -26,6 +27,7 @@ from paceline.model.shapes import QUERY_ROW_LEN, most_scored_rows, padded_pages,
 from paceline.preflight.host_memory import (
     DEFAULT_SESSION_TOKENS,
     MEASURED_LEAVES,
+    draft_branches,
     draft_pages,
     draft_session_pages,
     session_pages,
@@ -69,6 +71,8 @@ class MemoryEstimate:
     """KV pages required to start: all of them, or one full-length session's if kv_fraction sizes the cache."""
     linear_bytes: int = 0
     """States and rows of linear layers, all of which are required to start."""
+    num_states: int = 0
+    """Slots for these states, where there are such layers."""
     tree_bytes: int = 0
     workspace_bytes: int = 0
     num_pages: int = 0
@@ -164,7 +168,7 @@ def target_estimate(
     """
     options, heads = setup.options, heads or HeadsSize()
     num_ranks = tensor_parallel_size or options.tensor_parallel_size
-    size = size.of_rank(num_ranks)
+    size, slots = size.of_rank(num_ranks), Slots.of(options.max_sessions, options.state_slots)
     longest, typical = session_pages(max_len), session_pages(min(max_len, DEFAULT_SESSION_TOKENS))
     least = longest if options.kv_fraction is not None else target_pages(options, max_len)
     page_bytes = size.page_bytes and size.page_bytes + heads.page_bytes(size.item_bytes)
@@ -173,7 +177,8 @@ def target_estimate(
         weights_bytes=size.weights_bytes + heads.weights_bytes,
         packed_bytes=_packed_bytes(options, size, on_gpu),
         least_kv_bytes=(least + 1) * page_bytes,
-        linear_bytes=size.slots_bytes(options.max_sessions, options.state_slots),
+        linear_bytes=size.slots_bytes(slots),
+        num_states=slots.states,
         tree_bytes=options.max_sessions * setup.tree_budget * _NODE_BYTES,
         workspace_bytes=_workspace_bytes(
             size,
@@ -217,16 +222,20 @@ def draft_estimate(
     assert isinstance(options, DraftOptions | HeadDraftOptions)
     model = options if isinstance(options, DraftOptions) else None
     num_ranks = tensor_parallel_size or (1 if model is None else model.tensor_parallel_size)
-    size = size.of_rank(num_ranks)
-    num_pages = draft_pages(setup, max_len)
-    longest = draft_session_pages(options, max_len)
-    typical = draft_session_pages(options, min(max_len, DEFAULT_SESSION_TOKENS))
+    size, is_linear = size.of_rank(num_ranks), model is not None and size.linear is not None
+    branches = draft_branches(options, linear=is_linear)
+    slots = Slots.of(setup.num_sessions, branches=branches)
+    num_pages = draft_pages(setup, max_len, branches)
+    longest = draft_session_pages(options, max_len, branches)
+    typical = draft_session_pages(options, min(max_len, DEFAULT_SESSION_TOKENS), branches)
     return MemoryEstimate(
         process_bytes=ENGINE_PROCESS_BYTES + (0 if model is None else _vocabulary_bytes(model, size)),
         weights_bytes=size.weights_bytes,
         packed_bytes=0 if model is None else _packed_bytes(model, size, on_gpu),
         kv_bytes=size.kv_bytes(num_pages),
         least_kv_bytes=size.kv_bytes(num_pages),
+        linear_bytes=size.slots_bytes(slots) if is_linear else 0,
+        num_states=slots.states,
         tree_bytes=_draft_tree_bytes(setup),
         workspace_bytes=_workspace_bytes(
             size,
@@ -236,7 +245,7 @@ def draft_estimate(
             num_logits=options.tree_step_tokens or MEASURED_LEAVES,
             num_copies=1,
             attention="sdpa" if model is None else _attention_of(model, size, on_gpu),
-            has_trees=True,
+            has_trees=not is_linear,
         ),
         num_pages=num_pages,
         max_len=max_len,
@@ -261,6 +270,8 @@ def cascade_estimate(setup: DraftSetup, parts: Sequence[MemoryEstimate], *, on_g
         packed_bytes=sum(part.packed_bytes for part in parts),
         kv_bytes=sum(part.kv_bytes for part in parts),
         least_kv_bytes=sum(part.least_kv_bytes for part in parts),
+        linear_bytes=sum(part.linear_bytes for part in parts),
+        num_states=sum(part.num_states for part in parts if part.linear_bytes),
         tree_bytes=_draft_tree_bytes(setup),
         workspace_bytes=max(part.workspace_bytes for part in parts),
         on_gpu=on_gpu,

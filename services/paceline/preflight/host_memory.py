@@ -17,6 +17,8 @@ DEFAULT_SESSION_TOKENS = 1024
 MEASURED_LEAVES = 32
 """Tree nodes per forward that a draft tries at most when it measures how many it can afford."""
 
+_NODES_OF_BRANCH = 16
+"""Nodes of a tree for each branch that has room: unlikely nodes are not expanded, and first children need no branch."""
 _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as a number about this large."""
 
@@ -32,14 +34,21 @@ def target_pages(options: TargetOptions, max_len: int) -> int:
     return options.kv_pages or max(session_pages(max_len), options.max_sessions * typical)
 
 
-def draft_pages(setup: DraftSetup, max_len: int) -> int:
-    """KV pages of a draft model: contexts and speculation trees of all its sessions."""
-    return setup.num_sessions * draft_session_pages(setup.options, min(max_len, DEFAULT_SESSION_TOKENS))
+def draft_pages(setup: DraftSetup, max_len: int, branches: int = 0) -> int:
+    """KV pages of a draft model: contexts and speculation trees of all its sessions, with ``branches`` each."""
+    return setup.num_sessions * draft_session_pages(setup.options, min(max_len, DEFAULT_SESSION_TOKENS), branches)
 
 
-def draft_session_pages(options: Growing, num_tokens: int) -> int:
-    """KV pages of one session of a draft model: its context and its tree, each of which may end inside a page."""
-    return pages_for(options.tree_budget + num_tokens) + 1
+def draft_session_pages(options: Growing, num_tokens: int, branches: int = 0) -> int:
+    """KV pages of one session of a draft model: its context and its tree, each of which may end inside a page, and one
+    for each of its branches."""
+    return pages_for(options.tree_budget + num_tokens) + 1 + branches
+
+
+def draft_branches(options: Growing, *, linear: bool) -> int:
+    """Branches that a session of a draft model with linear layers has room for (``drafters/branch_rows.py``), and
+    takes more of where others have fewer. 0: the model has no such layers."""
+    return 1 + options.tree_budget // _NODES_OF_BRANCH if linear else 0
 
 
 def fraction_pages(kv_fraction: float, max_len: int, page_bytes: int, left_bytes: int) -> int:

@@ -38,7 +38,7 @@ from paceline.model.parallel.collectives import Collectives
 from paceline.model.step import Step
 from paceline.preflight.device import begins_eagerly, require_draft, require_target
 from paceline.preflight.heads import TREE_BUDGET, draft_setup_of, require_hint_boundary
-from paceline.preflight.host_memory import draft_pages
+from paceline.preflight.host_memory import draft_branches, draft_pages
 from paceline.target.heads.grower import MOST_LEAVES
 from paceline.target.heads.mounted import MountedHead, union
 from paceline.target.hints import Hints
@@ -342,10 +342,13 @@ def load_draft_model(mounting: Mounting) -> MountedHead:
     later, max_model_len = begins_eagerly(options, checkpoint, placement), setup.options.max_model_len
     model = load_model(checkpoint, options, None, placement, later=later, max_model_len=max_model_len)
     max_len = min(max_model_len or model.max_len, model.max_len)
-    runner = model.runner(draft_pages(draft_setup, max_len), promised=False)
+    branches = draft_branches(draft_setup.options, linear=bool(model.linear))
+    pages = draft_pages(draft_setup, max_len, branches)
+    runner = model.runner(pages, promised=False, max_sessions=draft_setup.num_sessions, branches=branches)
     num_sessions, max_leaves = setup.options.max_sessions, MOST_LEAVES * setup.options.max_sessions
     max_pages = min(pages_for(max_len + TREE_BUDGET) + 1, runner.cache.num_pages)
-    record_steps(runner, Limits(num_sessions, max_leaves, max_pages, is_tree=True), model.max_len, options.cuda_graphs)
+    limits = Limits(max_leaves if branches else num_sessions, max_leaves, max_pages, is_tree=not branches)
+    record_steps(runner, limits, model.max_len, options.cuda_graphs)
     drafter = DraftModelHead(
         runner, max_leaves=max_leaves, max_prefill_tokens=setup.options.max_step_tokens, top_m=_TOP_M
     )

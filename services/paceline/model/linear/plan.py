@@ -238,6 +238,10 @@ class LinearSlots:
             chunk -= 1
         return last - chunk
 
+    def num_chunks(self, page: int) -> int:
+        """Number of a page's chunks that have rows."""
+        return sum(key in self._rows_of for key in range(page * CHUNKS_OF_PAGE, (page + 1) * CHUNKS_OF_PAGE))
+
     def let_go(self, key: int) -> None:
         """Ends a session's hold. A state within a page is given up with its last hold."""
         if self._held[key] > 0:
@@ -406,10 +410,10 @@ class LinearSlots:
 
     def _evict(self) -> None:
         """Drops the least recently used state that no session holds, if there is one."""
-        for key, slot in self._state_of.items():
-            if self._owners[slot] == 1 and slot not in self._in_step and not self._held[key]:
+        kept = self._in_step | {self._state_of[key] for key in self._held if key in self._state_of}
+        if (slot := next((slot for slot in self._state_of.values() if slot not in kept), None)) is not None:
+            for key in [key for key, of in self._state_of.items() if of == slot]:
                 self._drop_state(key)
-                return
 
     def _own(self, key: int, slot: int) -> None:
         self._state_of[key] = slot

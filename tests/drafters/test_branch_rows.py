@@ -1,0 +1,204 @@
+"""A draft model with linear layers: every node has the logits of its path, whatever grew, was committed or dropped."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+from tests.model.test_linear import _states_of_speculated_rows
+from tests.support.hybrids import FAMILIES, hybrid, poison
+from tests.support.models import prompt
+from tests.support.mutants import mutant
+from tests.support.rings import nightly, slow
+
+from paceline.checkpoint.linear import Slots
+from paceline.core.processors import SamplerState
+from paceline.drafters.branch_rows import Branch, BranchSession
+from paceline.drafters.model import ModelDrafter
+from paceline.drafters.protocol import Leaf
+from paceline.errors import EngineError
+from paceline.types import SamplingParams
+
+FAMILY = "qwen3_5_text"
+LENGTHS = (1, 15, 16, 17, 47, 63, 64, 65, 79, 127)
+"""Lengths of prompts: before, at and behind the ends of chunks and pages."""
+
+
+class Trees:
+    """Random trees of several sessions at one drafter. Every candidate is compared with those of the path alone."""
+
+    def __init__(self, seed: int, family: str = FAMILY, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        self.rng, self.model = random.Random(seed), hybrid(family, dtype)
+        self.runner = poison(self.model.runner(**{"num_pages": 60, "max_sessions": 4} | options))
+        sizes = {"max_leaves": 16, "max_prefill_tokens": 40, "top_m": 4}
+        self.drafter = ModelDrafter(self.runner, **sizes)
+        self.alone = self.model.runner(8)
+        self.texts: dict[str, list[int]] = {}
+        self.samplers: dict[str, SamplerState] = {}
+        self.paths: dict[str, dict[int, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+        self.expanded: dict[str, set[int]] = {}
+        self.num_nodes = self.num_checked = self.num_refused = 0
+
+    def open(self, name: str, tokens: list[int]) -> None:
+        sampler = SamplerState(SamplingParams(temperature=0.0), 0, tokens, vocab_size=self.model.vocab_size)
+        self.texts[name], self.samplers[name] = [*tokens], sampler
+        self.paths[name], self.expanded[name] = {0: ((), ())}, set()
+        self.drafter.open(name, tokens, sampler)
+
+    def close(self, name: str) -> None:
+        self.drafter.close(name)
+        for of in (self.texts, self.samplers, self.paths, self.expanded):
+            del of[name]
+
+    def prefill(self) -> None:
+        while self.drafter.prefill():
+            self.drafter.check_integrity()
+
+    def anchor(self, name: str) -> int:
+        """The node of the session's last token; -1: it is expanded."""
+        return next(node for node, (ids, _) in self.paths[name].items() if not ids)
+
+    def expand(self) -> None:
+        """Expands some nodes that are not, of all ready sessions, and gives each some children."""
+        leaves: list[Leaf] = []
+        for name, paths in self.paths.items():
+            if not self.drafter.ready(name):
+                continue
+            anchor = self.anchor(name)
+            open_ = [node for node in paths if node not in self.expanded[name]]
+            if anchor in open_:
+                open_ = [anchor]
+            for node in self.rng.sample(open_, min(len(open_), self.rng.randint(1, 5))):
+                leaves.append(Leaf(name, node, *paths[node]))
+        if not (leaves := leaves[:16]):
+            return
+        found = self.drafter.expand(leaves)
+        self.drafter.check_integrity()
+        for leaf, token_ids, log_q in zip(leaves, found.token_ids.tolist(), found.log_q, strict=True):
+            self.expanded[leaf.session_id].add(leaf.node_id)
+            if not log_q.isfinite().any():
+                self.num_refused += 1
+                continue
+            expected_ids, expected = self.candidates_of((*self.texts[leaf.session_id], *leaf.path))
+            assert token_ids == expected_ids
+            assert torch.equal(log_q, expected)
+            self.num_checked += 1
+            for token_id in self.rng.sample(token_ids, self.rng.randint(1, 3)):
+                self.num_nodes += 1
+                ids, path = self.paths[leaf.session_id][leaf.node_id]
+                self.paths[leaf.session_id][self.num_nodes] = ((*ids, self.num_nodes), (*path, token_id))
+
+    @functools.cache  # noqa: B019
+    def candidates_of(self, tokens: tuple[int, ...]) -> tuple[list[int], torch.Tensor]:
+        """By a drafter without a tree, which takes the tokens as its prompt."""
+        drafter = ModelDrafter(self.alone, max_leaves=1, max_prefill_tokens=64, top_m=4)
+        drafter.open("x", tokens, SamplerState(SamplingParams(temperature=0.0), 0, tokens, vocab_size=1 << 20))
+        while drafter.prefill():
+            pass
+        found = drafter.expand([Leaf("x", 0, (), ())])
+        drafter.close("x")
+        return found.token_ids[0].tolist(), found.log_q[0]
+
+    def commit(self, name: str) -> None:
+        """Commits a path, a part of one, or one with a token more that no node has."""
+        ids, path = self.rng.choice([*self.paths[name].values()])
+        token_ids, node_ids = [*path], [*ids]
+        if not ids or self.rng.random() < 0.3:
+            token_ids.append(self.rng.randrange(self.model.vocab_size))
+            node_ids.append(1_000_000 + len(self.texts[name]))
+        depth, last = len(token_ids), node_ids[-1]
+        below = {
+            node: (ids[depth:], path[depth:])
+            for node, (ids, path) in self.paths[name].items()
+            if len(ids) >= depth and ids[depth - 1] == last
+        }
+        self.paths[name] = below or {last: ((), ())}
+        kept = [node for node, (ids, _) in below.items() if ids and node in self.expanded[name]]
+        self.texts[name] += token_ids
+        self.samplers[name].append(token_ids)
+        self.drafter.advance(name, token_ids, node_ids, kept)
+        self.drafter.check_integrity()
+
+
+def grow(seed: int, rounds: int, *args: Any, **options: Any) -> Trees:
+    """Random rounds of three sessions."""
+    trees = Trees(seed, *args, **options)
+    for i, length in enumerate(trees.rng.sample(LENGTHS, 3)):
+        trees.open(f"s{i}", prompt(i, length))
+    for _ in range(rounds):
+        trees.prefill()
+        trees.expand()
+        for name in [*trees.texts]:
+            if trees.rng.random() < 0.35:
+                trees.commit(name)
+    for name in [*trees.texts]:
+        trees.close(name)
+    trees.drafter.check_integrity()
+    assert trees.runner.cache.num_used == 0
+    return trees
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        (FAMILY, torch.float32),
+        *slow([("lfm2", torch.bfloat16), ("nemotron_h", torch.bfloat16)]),
+        *nightly([(family, dtype) for family in FAMILIES for dtype in (torch.float32, torch.bfloat16)]),
+    ],
+)
+def test_every_node_has_the_candidates_of_its_path(family: str, dtype: torch.dtype) -> None:
+    """Bit for bit, before, at and behind boundaries, after any commits. Free slots hold NaN."""
+    trees = grow(1, 20, family, dtype)
+    assert trees.num_checked > 40
+    assert trees.num_refused == 0
+
+
+def test_sessions_wait_for_a_state_and_leaves_go_without_where_rows_are_full() -> None:
+    """States for one session at a time, and rows and pages for few branches: what is answered is right."""
+    trees = Trees(3, num_pages=12, max_sessions=1, state_slots=2)
+    linear = trees.runner.cache.linear
+    assert linear is not None
+    linear.slots, linear._free_rows = Slots(2, 7), linear._free_rows[-7:]
+    for i, length in enumerate((63, 15, 1)):
+        trees.open(f"s{i}", prompt(i, length))
+    for i in range(3):
+        trees.prefill()
+        assert [trees.drafter.ready(f"s{j}") for j in range(i, 3)] == [True, *[False] * (2 - i)]
+        for _ in range(12):
+            trees.expand()
+            for name in [*trees.texts]:
+                if trees.rng.random() < 0.35:
+                    trees.commit(name)
+        trees.close(f"s{i}")
+    assert trees.num_refused > 0
+    assert trees.num_checked > 40
+
+
+@mutant(BranchSession, "_fork")
+def _siblings_share_rows(fork: Any, self: BranchSession, cache: Any, owner: Any, branch: Branch, rows: range) -> Any:
+    self._reserve(cache, branch, rows.stop)
+    cache.promise(owner, 2)
+    return branch, ()
+
+
+@mutant(BranchSession, "_fork")
+def _no_copy(fork: Any, self: BranchSession, *rest: Any) -> Any:
+    return fork(self, *rest)[0], ()
+
+
+@mutant(BranchSession, "_commit")
+def _commits_tokens_without_rows(commit: Any, self: BranchSession, branch: Branch) -> None:
+    """The trunk stays the trunk."""
+
+
+WRONG = [_siblings_share_rows, _no_copy, _states_of_speculated_rows, _commits_tokens_without_rows]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_a_wrong_change_is_caught(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong(monkeypatch)
+    with pytest.raises((AssertionError, EngineError, KeyError)):
+        grow(1, 20)
