@@ -615,7 +615,7 @@ REFUSED = {
         lambda file: file.tensors.update({"model.layers.10.enorm.weight": torch.ones(SIZE)}),
         r"is not whole: it has MTP layers \[0, 2\]",
     ),
-    "mtp, quantized": ("mtp_deepseek", config(quantization_config={"quant_method": "fp8"}), "is quantized: MTP layers"),
+    "mtp, quantized": ("mtp_deepseek", config(quantization_config={"quant_method": "hqq"}), "is quantized: MTP layers"),
 }
 
 

@@ -103,21 +103,20 @@ def published_config(**changes: Any) -> PretrainedConfig:
     return small_config("deepseek_v4", mlp_layer_types=["hash_moe", "moe", "moe"], sliding_window=16, **sizes | changes)
 
 
-def write_published(folder: Path, config: PretrainedConfig, experts: str = "fp4") -> dict[str, Tensor]:
+def write_published(
+    folder: Path, config: PretrainedConfig, experts: str = "fp4", *, mtp: bool = False
+) -> dict[str, Tensor]:
     """A checkpoint with the names, formats and configuration of DeepSeek-V4-Flash, or with experts in ``fp8`` and
-    scales in float32 of its base model. Returns what its weights mean, by transformers' names."""
+    scales in float32 of its base model. Returns what its weights mean, by transformers' names.
+
+    ``mtp``: with a module, whose weights have the names of ``mtp_weights``.
+    """
     folder.mkdir(exist_ok=True)
     generator, means, stored = torch.Generator().manual_seed(3), {}, {}
-    for name, tensor in checkpoint(config).state_dict().items():
-        parts = {name: tensor}
-        if (found := re.fullmatch(r"(.*\.experts\.)(\w+)_proj", name)) is not None:
-            names = ("w1", "w3") if found[2] == "gate_up" else ("w2",)
-            parts = {f"{found[1]}{expert}.{each}.weight": rows
-                     for expert, both in enumerate(tensor)
-                     for each, rows in zip(names, both.chunk(len(names)), strict=True)}  # fmt: skip
+    for name, tensor in (checkpoint(config).state_dict() | (mtp_weights(mtp_block(config)) if mtp else {})).items():
         meant = []
-        for part, weight in parts.items():
-            tensors, mean = _stored(published_name(part), weight, generator, experts)
+        for part, weight in published_parts(name, tensor).items():
+            tensors, mean = _stored(part, weight, generator, experts)
             stored |= tensors
             meant.append(mean)
         means[name] = meant[0] if len(meant) == 1 else torch.cat(meant).view(tensor.shape)
@@ -126,8 +125,42 @@ def write_published(folder: Path, config: PretrainedConfig, experts: str = "fp4"
     return means
 
 
-def published_name(name: str) -> str:
-    """The name of a weight of transformers in the published files."""
+def mtp_block(config: PretrainedConfig) -> PreTrainedModel:
+    """A model whose only layer is that of an MTP module."""
+    changes = {"num_hidden_layers": 1, "layer_types": [SLIDING], "mlp_layer_types": ["moe"]}
+    return checkpoint(type(config)(**config.to_dict() | changes), seed=1)
+
+
+def mtp_weights(block: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of an MTP module, whose layer, last norm and collapse of streams are the block's, by the names of
+    transformers but for what it has not."""
+    generator, size = torch.Generator().manual_seed(5), int(block.config.hidden_size)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    own = {name.replace("model.layers.0.", "mtp.0."): tensor for name, tensor in block.state_dict().items()
+           if name.startswith("model.layers.0.")}  # fmt: skip
+    own |= {f"mtp.0.hc_head.{name}": tensor.detach() for name, tensor in block.model.hc_head.named_parameters()}
+    own["mtp.0.norm.weight"] = block.model.norm.weight.detach()
+    own |= {f"mtp.0.{name}.weight": 1 + 0.1 * drawn(size) for name in ("enorm", "hnorm")}
+    return own | {"mtp.0.e_proj.weight": torch.eye(size), "mtp.0.h_proj.weight": 0.1 * drawn(size, size) / size**0.5}
+
+
+def published_parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A weight of transformers by its names in the published files, where experts are apart."""
+    parts = {name: tensor}
+    if (found := re.fullmatch(r"(.*\.experts\.)(\w+)_proj", name)) is not None:
+        names = ("w1", "w3") if found[2] == "gate_up" else ("w2",)
+        parts = {
+            f"{found[1]}{expert}.{each}.weight": rows
+            for expert, both in enumerate(tensor)
+            for each, rows in zip(names, both.chunk(len(names)), strict=True)
+        }
+    return {_published(name): weight for name, weight in parts.items()}
+
+
+def _published(name: str) -> str:
     for ours, theirs in PUBLISHED.items():
         name = name.replace(ours, theirs)
     return name.removeprefix("model.")

@@ -69,6 +69,12 @@ def compressed_values(config: Mapping[str, Any]) -> int | None:
     return sum(each.row_values + each.entry_values for each in compressors(config))
 
 
+def num_streams(config: Mapping[str, Any]) -> int:
+    """States of a token between two layers: 1, but of this family (``hc_mult``)."""
+    text = _text(config)
+    return int(text.get("hc_mult") or 4) if text.get("model_type") == _FAMILY else 1
+
+
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     found: Mapping[str, Any] = config.get("text_config") or config
     return found

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.compressed import num_streams
 from paceline.checkpoint.folder import read_json
 from paceline.checkpoint.gguf.described import gguf_weights
 
@@ -27,6 +28,8 @@ def mtp_parts(config: Mapping[str, Any]) -> list[str]:
 def mtp_modules(names: Iterable[str], config: Mapping[str, Any], num_layers: int) -> set[int]:
     """The MTP modules that names in a target's files belong to, counted from 0."""
     found, num_parts = set(), len(mtp_parts(config)) or 1
+    if num_streams(config) > 1:  # DeepSeek V4; DSpark's blocks have these names, but no projection of embeddings
+        return {int(match[1]) for name in names if (match := re.fullmatch(r"mtp\.(\d+)\.e_proj\.weight", name))}
     for name in names:
         if name.startswith("mtp."):
             layer = re.match(r"mtp\.layers\.(\d+)\.", name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.checkpoint import indexed
-from paceline.checkpoint.compressed import compressed_values
+from paceline.checkpoint.compressed import compressed_values, num_streams
 from paceline.checkpoint.folder import read_json
 from paceline.checkpoint.gguf.described import gguf_weights
 from paceline.checkpoint.latent import latent_values, num_attentions, num_plain_weights
@@ -56,6 +56,8 @@ class ModelSize:
     """Matrices of the vocabulary: an embedding and an output layer, or one for both."""
     linear: LinearLayers | None = None
     """Linear layers of the model; None: it has none."""
+    num_streams: int = 1
+    """States of a token between two layers (``hc_mult`` of DeepSeek V4)."""
     index_values: int = 0
     """Of ``kv_values``, the numbers of index keys, or of what compressors keep, which every rank has
     (``checkpoint/indexed.py``, ``compressed.py``)."""
@@ -74,6 +76,13 @@ class ModelSize:
             intermediate_size=-(-self.intermediate_size // size),
             linear=self.linear and replace(self.linear, spec=self.linear.spec.of_rank(size)),
         )
+
+    @property
+    def mtp_values(self) -> int | None:
+        """Numbers that an MTP module keeps per token; None: its layer has an indexer, and does not run."""
+        if self.num_streams > 1:  # a window over keys that are values
+            return self.value_dim
+        return None if self.index_values else (self.kv_values or 0) // max(1, self.num_layers)
 
     @property
     def _of_heads(self) -> int:
@@ -169,6 +178,7 @@ def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num
         num_tables=1 if config.get("tie_word_embeddings") else 2,
         linear=linear,
         index_values=index_values,
+        num_streams=num_streams(config),
     )
 
 

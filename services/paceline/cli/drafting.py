@@ -48,7 +48,7 @@ def choose(target: str) -> Chosen:
     if checkpoint is not None and checkpoint.folder is not None:
         size = size_of(checkpoint.config, 0, 1)
         num = len(mtp_modules(weight_names(checkpoint.folder), checkpoint.config, size.num_layers))
-        if num and not size.index_values:  # modules with indexers do not run
+        if num and size.mtp_values is not None:
             modules = "MTP module" if num == 1 else "MTP modules"
             return Chosen([], f"drafting by the {num} {modules} in the model's files, and by prompt lookup; {_OTHERS}")
         head = _published(checkpoint, target) or _packaged(target)

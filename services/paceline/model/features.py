@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 OUT = -1
 """The boundary after the final norm, whose states the LM head reads."""
+STREAMS = -2
+"""The boundary of the first residual stream after the last layer, in models with several (DeepSeek V4), which have no
+one state between layers. Those of the others follow: -3, -4, ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,8 @@ class Features:
 
     boundaries: tuple[int, ...]
     """Boundary b in 0..L: the residual stream before layer b (L: after the last layer, before the final norm);
-    ``OUT``: after the final norm. Their states are concatenated in this order."""
+    ``OUT``: after the final norm; ``STREAMS - k``: stream k after the last layer. Their states are concatenated in this
+    order."""
     every_position: bool
     """True: the states of all positions, prompts included (heads with attention). False: only of the positions whose
     logits are computed, for a head that reads the last state alone (Medusa, MLP)."""

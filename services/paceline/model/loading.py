@@ -220,8 +220,8 @@ def load_model(
             available, it cannot be split into this number of ranks, or it lacks the states of ``features``.
         EngineError: another rank has failed.
     """
-    if features is not None and (num_layers := size_of(checkpoint.config, 0, 1).num_layers) > 1:  # 1: not known
-        require_boundaries(features, num_layers, f"model {checkpoint.path!r}")
+    if features is not None and (known := size_of(checkpoint.config, 0, 1)).num_layers > 1:  # 1: not known
+        require_boundaries(features, known.num_layers, f"model {checkpoint.path!r}", known.num_streams)
     device, dtype = placement or resolve(options, None if group is None else group.device)
     require_graphs(options.cuda_graphs, device, None if group is None else group.why_not_recorded())
     require_runnable(

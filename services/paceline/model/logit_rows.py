@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError
 from paceline.model.compiled.linear import PackedLinear
-from paceline.model.features import OUT, Features
+from paceline.model.features import OUT, STREAMS, Features
 from paceline.model.states import find_layers
 
 _LANES = 64
@@ -43,7 +43,12 @@ class LogitRows:
             _, layers = find_layers(model, type(model).__name__)
         except ConfigError:
             return None
-        if features is not None and features.every_position and {OUT, len(layers)} & {*features.boundaries}:
+        last = {OUT, len(layers)}
+        if (
+            features is not None
+            and features.every_position
+            and any(b in last or b <= STREAMS for b in features.boundaries)
+        ):
             return None
         mlp = getattr(layers[-1], "mlp", None)
         if mlp is None or not type(mlp).__name__.endswith("MLP"):  # experts choose by token

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from paceline.checkpoint.compressed import num_streams
 from paceline.errors import ConfigError
-from paceline.model.features import OUT, Features
+from paceline.model.features import OUT, STREAMS, Features
 
 
-def require_boundaries(features: Features, num_layers: int, name: str) -> None:
+def require_boundaries(features: Features, num_layers: int, name: str, num_streams: int = 1) -> None:
     """Checks what can be said of ``features`` before the model ``name`` of ``num_layers`` layers is loaded.
 
     Raises:
@@ -26,7 +27,8 @@ def require_boundaries(features: Features, num_layers: int, name: str) -> None:
     """
     if not features.boundaries:
         raise ConfigError("boundaries is (): at least one hidden state must be named")
-    if outside := [b for b in features.boundaries if b != OUT and not 0 <= b <= num_layers]:
+    streams = range(STREAMS, STREAMS - num_streams, -1) if num_streams > 1 else ()
+    if outside := [b for b in features.boundaries if b != OUT and b not in streams and not 0 <= b <= num_layers]:
         raise ConfigError(
             f"boundaries is {features.boundaries}: {outside[0]} is outside of {name}, which has {num_layers} layers: "
             f"0 (embeddings) to {num_layers} (after the last layer) are allowed, and {OUT} (after the final norm)"
@@ -48,11 +50,11 @@ class StateTaps:
         self._caught: dict[int, Tensor] | None = None
         self._versions: dict[int, int] = {}
         decoder, layers = find_layers(model, name)
-        require_boundaries(features, len(layers), name)
+        require_boundaries(features, len(layers), name, num_streams(model.config.to_dict()))
         for boundary in {*features.boundaries}:
             if boundary == OUT:
                 decoder.register_forward_hook(partial(self._leaving, boundary))
-            elif boundary == len(layers):
+            elif boundary == len(layers) or boundary <= STREAMS:
                 layers[-1].register_forward_hook(partial(self._leaving, boundary))
             else:
                 layers[boundary].register_forward_pre_hook(partial(self._entering, boundary), with_kwargs=True)
@@ -100,7 +102,8 @@ class StateTaps:
         self._catch(boundary, args[0] if args else kwargs.get("hidden_states"))
 
     def _leaving(self, boundary: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._catch(boundary, output if isinstance(output, Tensor) else output[0])
+        state = output if isinstance(output, Tensor) else output[0]
+        self._catch(boundary, state[:, :, STREAMS - boundary] if boundary <= STREAMS else state)
 
     def _catch(self, boundary: int, state: Any) -> None:
         if self._caught is None:

@@ -113,16 +113,13 @@ def remote_size(options: HeadDraftOptions, target: ModelSize) -> ModelSize:
         ConfigError: its checkpoint cannot be read, or is not on this machine.
     """
     head, table = options.head, target.vocab_size * target.hidden_size
-    if head.method == "mtp":
-        _require_no_indexers(target)
     if head.source is None:  # MTP, one layer of the target or more, which borrows both tables
         layers = max(0, target.num_parameters - target.num_tables * table)
         own, numbers = target, layers // max(1, target.num_layers) + 2 * table
     else:
         shapes = _shapes(head, target)
         own, numbers = _own_size(head, target), _numbers(shapes) + _num_borrowed(head.method, shapes) * table
-    kv_values = (own.kv_values or 0) // max(1, own.num_layers)
-    kv_values *= 1 if options.method == "mtp" else own.num_layers
+    kv_values = _mtp_values(target) if options.method == "mtp" else own.kv_values or 0
     return replace(
         target,
         num_parameters=numbers,
@@ -137,7 +134,7 @@ def remote_size(options: HeadDraftOptions, target: ModelSize) -> ModelSize:
 def _link_size(options: HeadDraftOptions, target: ModelSize) -> tuple[int, int]:
     """Numbers of one fused state, which a target keeps per token, and bytes of the weights that make it."""
     if options.head.entry.page_states == 1:  # it is the state itself
-        return target.hidden_size, 0
+        return target.hidden_size * (target.num_streams if options.head.method == "mtp" else 1), 0
     head, own = options.head, _own_size(options.head, target)
     config = read_json(_folder(head), "config.json")
     num_states = len(head.boundaries or ()) or head.entry.page_states or _num_states(head, config, own)
@@ -204,16 +201,18 @@ def _size_of_layers(head: HeadOptions, served: Served, num_layers: int) -> Heads
 
 def size_of_mtp(head: HeadOptions, served: Served) -> HeadsSize:
     """Modules of the target's kind, whose weights may be in the target's files. Raises ConfigError."""
-    _require_no_indexers(served.target)
-    target, shapes = served.target, _shapes(head, served.target, served.setup.source)
+    target, kv_values = served.target, _mtp_values(served.target)
+    shapes = _shapes(head, target, served.setup.source)
     weights = 0 if head.source is None else _numbers(shapes) * target.item_bytes
-    kv_values = (target.kv_values or 0) // max(1, target.num_layers)
-    return HeadsSize(weights + _borrowed_bytes(head, served, shapes), kv_values, target.hidden_size)
+    state = target.num_streams * target.hidden_size
+    return HeadsSize(weights + _borrowed_bytes(head, served, shapes), kv_values, state)
 
 
-def _require_no_indexers(target: ModelSize) -> None:
-    if target.index_values:
+def _mtp_values(target: ModelSize) -> int:
+    """Numbers that an MTP module keeps per token. Raises ConfigError if it cannot run."""
+    if (values := target.mtp_values) is None:
         raise ConfigError("its modules have indexers of their own, as the target's layers have, which do not run")
+    return values
 
 
 def size_of_states(head: HeadOptions, served: Served) -> HeadsSize:

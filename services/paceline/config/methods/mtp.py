@@ -19,7 +19,7 @@ HEAD = HeadMethod(
             name="MTP",
             source="DeepSeek-V3 (2412.19437)",
             own_files=True,
-            reads="the target's own files: DeepSeek, GLM, Qwen; or a folder of its modules alone",
+            reads="the target's own files: DeepSeek (V4 as well), GLM, Qwen; or a folder of its modules alone",
             when="the first choice where the target comes with such modules",
         ),
     ),

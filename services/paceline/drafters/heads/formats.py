@@ -12,8 +12,8 @@ Each method has one or more published formats:
 - ``early_exit``: ours, as ``paceline train-head`` writes it (``exit_adapter.py``).
 - ``speculative_streaming``: ours, too (``stream_head.py``).
 - ``gemma4_assistant``: Google's drafters of Gemma 4 (``gemma4.py``).
-- ``mtp``: in the target's own files, ``model.layers.{N + k}.*`` of DeepSeek and GLM, or ``mtp.*`` of Qwen and
-  Nemotron-H.
+- ``mtp``: in the target's own files, ``model.layers.{N + k}.*`` of DeepSeek and GLM, or ``mtp.*`` of Qwen,
+  Nemotron-H and DeepSeek V4.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from paceline.checkpoint.compressed import num_streams
 from paceline.checkpoint.mtp import MTP_LAYER, mtp_modules, mtp_parts
+from paceline.checkpoint.packing import packing_of
 from paceline.drafters.heads.eagle import Eagle, Eagle3, Eagle3Form, PEagle
 from paceline.drafters.heads.layers import FAMILIES, eagle_config
 from paceline.drafters.heads.medusa import Medusa
@@ -40,9 +42,10 @@ from paceline.drafters.heads.reading import (
     matched_tensors,
     meta_model,
     named,
+    renaming,
 )
 from paceline.errors import ConfigError
-from paceline.model.features import OUT
+from paceline.model.features import OUT, STREAMS
 
 
 def read_medusa(reading: Reading) -> HeadForm:
@@ -262,13 +265,18 @@ def read_mtp(reading: Reading) -> HeadForm:
         )
     if modules != set(range(len(modules))):
         raise ConfigError(f"{reading.what} is not whole: it has MTP layers {sorted(modules)}")
-    if target.quantization is not None and reading.files.folder == target.folder:
+    if (
+        target.quantization is not None
+        and packing_of(target.quantization) is None
+        and reading.files.folder == target.folder
+    ):
         raise ConfigError(f"{reading.what} is quantized: MTP layers are run as plain weights only")
     model = meta_model(target)
     decoder, config = model.get_decoder(), model.config.get_text_config()
     if other := {*parts} - {"full_attention", "moe", "mlp"}:
         raise ConfigError(f"{reading.what} has MTP layers of type {other.pop()}: full_attention, moe and mlp work")
-    rename = _mtp_rename(facts.num_layers, len(parts))
+    streams = num_streams(target.config)
+    rename = _streams_rename(model) if streams > 1 else _mtp_rename(facts.num_layers, len(parts))
     renamed = {key: name for key in names if (name := rename(key)) is not None}
     own = {name: key for key, name in renamed.items()}
     if "d2t" in own and "lm_head.weight" not in own:
@@ -286,9 +294,34 @@ def read_mtp(reading: Reading) -> HeadForm:
         raise ConfigError(
             f"{reading.what} has MTP layers of a family that they cannot be made of ({type(model).__name__}): {error}"
         ) from error
-    publish = _mtp_publish(facts.num_layers, renamed, len(parts))
+    publish = str if streams > 1 else _mtp_publish(facts.num_layers, renamed, len(parts))
     matched, experts = matched_tensors(reading, module, rename, publish)
-    return HeadForm(module, (OUT,), matched, experts)
+    boundaries = tuple(range(STREAMS, STREAMS - streams, -1)) if streams > 1 else (OUT,)
+    return HeadForm(module, boundaries, matched, experts)
+
+
+def _streams_rename(model: Any) -> Callable[[str], str | None]:
+    """Maps the names of DeepSeek V4 to the module's names; None for the target's own weights.
+
+    ``model``: the target's, by whose renamings transformers reads layers of these names.
+    """
+    renamed = renaming(model)
+    experts = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+    def rename(key: str) -> str | None:
+        found = re.fullmatch(r"mtp\.(\d+)\.(.+)", key)
+        if found is None:
+            return None
+        depth, name = found.groups()
+        if re.fullmatch(r"(enorm|hnorm|norm|e_proj|h_proj)\.weight", name):
+            return f"modules_by_depth.{depth}.{name}"
+        if name.startswith("hc_head_"):
+            return f"modules_by_depth.{depth}.{name.replace('hc_head_', 'hc_head.hc_')}"
+        own = renamed(f"layers.0.{name}")
+        own = re.sub(r"(\.experts\.\d+)\.(w[123])\.", lambda m: f"{m[1]}.{experts[m[2]]}.", own)
+        return f"modules_by_depth.{depth}.block.{own.removeprefix('layers.0.')}"
+
+    return rename
 
 
 def _mtp_rename(num_layers: int, num_parts: int = 0) -> Callable[[str], str | None]:

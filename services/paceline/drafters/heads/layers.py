@@ -10,7 +10,8 @@ from transformers import AttentionInterface, LlamaConfig, PretrainedConfig, PreT
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from paceline.drafters.heads.module import Attend
+from paceline.checkpoint.compressed import SLIDING
+from paceline.drafters.heads.module import Attend, AttendSinks
 from paceline.errors import ConfigError
 from paceline.model.attention.latent import adopt_latents, over_latents
 from paceline.model.kv_cache import LayerSpec
@@ -27,18 +28,22 @@ FAMILIES: dict[str, tuple[Any, Any, Any, Any]] = {
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, attend: Attend, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    for name in ("softcap", "s_aux"):
-        if kwargs.get(name) is not None:
+    sinks = kwargs.get("s_aux")
+    for name, has in (("softcap", False), ("s_aux", sinks is not None and isinstance(attend, AttendSinks))):
+        if kwargs.get(name) is not None and not has:
             raise ConfigError(f"{type(module).__name__} attends with {name}, which heads do not have")
     if hasattr(module, "attn_temperature_tuning"):
         raise ConfigError(f"{type(module).__name__} attends in chunks and by temperature, which heads do not")
     scaling, window = kwargs.get("scaling"), kwargs.get("sliding_window")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if sinks is not None and isinstance(attend, AttendSinks):
+        return attend.with_sinks(module.layer_idx, query, key, value, scaling, window, sinks), None
     return attend(module.layer_idx, query, key, value, scaling, window), None
 
 
 def _require_no_indexers(config: Any) -> None:
-    if getattr(config, "index_topk", None) is not None:
+    windows = {*(getattr(config, "layer_types", None) or ())} == {SLIDING}  # those of DeepSeek V4 choose nothing
+    if getattr(config, "index_topk", None) is not None and not windows:
         raise ConfigError(f"layers of {config.model_type} choose keys by indexers, which heads do not run")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder, read_json
 from paceline.checkpoint.mtp import mtp_modules
-from paceline.checkpoint.packing import packing_of
+from paceline.checkpoint.packing import Packing, packing_of
 from paceline.checkpoint.size import size_of
 from paceline.checkpoint.weights import WeightFiles
 from paceline.config import HeadDraftOptions
@@ -21,11 +21,11 @@ from paceline.config.methods.entry import function
 from paceline.drafters.heads.block_formats import SINGLE
 from paceline.drafters.heads.drafter import TOP_M, HeadDrafter
 from paceline.drafters.heads.module import Function, HeadModule
-from paceline.drafters.heads.reading import HeadForm, Reading, TargetFacts, meta_model
+from paceline.drafters.heads.reading import HeadForm, Reading, TargetFacts, meta_model, renaming
 from paceline.errors import ConfigError, PacelineError
 from paceline.model.compiled.linear import pack_layers
 from paceline.model.dequantized import dequantized_files
-from paceline.model.features import OUT, Features
+from paceline.model.features import OUT, STREAMS, Features
 from paceline.model.kv_cache import LayerSpec
 
 
@@ -42,6 +42,9 @@ class HeadPlan:
     """Parameters of the head itself, without the target's that it shares."""
     _source: str
     _files: WeightFiles
+    """With the names and shapes of plain weights."""
+    _packing: Packing | None
+    """How these are quantized; None: they are plain."""
     _form: HeadForm
     _facts: TargetFacts
 
@@ -117,7 +120,7 @@ class HeadPlan:
         """
         module, head = self._form.module, self._form
         wanted = [*head.names.values(), *(name for parts in head.experts.values() for part in parts for name in part)]
-        tensors = self._files.read(wanted)
+        tensors = self._read(wanted, dtype)
         state = {name: tensors[published] for name, published in head.names.items()}
         for name, experts in head.experts.items():
             state[name] = torch.stack([torch.cat([tensors[part] for part in parts]) for parts in experts])
@@ -140,7 +143,7 @@ class HeadPlan:
         ``load``.
         """
         module, names = self._form.module, self._fusing()
-        tensors = self._files.read(list(names.values()))
+        tensors = self._read(list(names.values()), dtype)
         _assign(module, {name: tensors[published] for name, published in names.items()}, dtype, device)
         pack_layers(module)
         fuse = module.eval().requires_grad_(False).fuse
@@ -150,6 +153,15 @@ class HeadPlan:
                 return fuse(states)
 
         return fused
+
+    def _read(self, names: list[str], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Tensors of the files: of quantized weights as ``dtype``."""
+        if self._packing is None:
+            return self._files.read(names)
+        files = dequantized_files(self._facts.checkpoint, self._packing)
+        tensors = {name: files.read(name, dtype) for name in names}
+        files.close()
+        return tensors
 
     def _fusing(self) -> dict[str, str]:
         """Published names of the weights of ``fuse``, by their own."""
@@ -196,13 +208,18 @@ def open_head(
     facts = TargetFacts.of(target)
     what = f"{method} head {str(folder)!r}"
     files = WeightFiles.open(folder, single=SINGLE.get(method, ()))
+    packing = packing_of(target.quantization) if folder == target.folder else None
+    if packing is not None:
+        plain = dequantized_files(target, packing)
+        files = replace(files, shapes={name: plain.shape(name) for name in plain})
+        plain.close()
     config = read_json(folder, "config.json")
     head = _read(known[method], Reading(what, config, files, facts, num_tokens, boundaries))
     _require_boundaries(what, head.boundaries, facts)
     _require_shapes(what, head, files)
     count = sum(parameter.numel() for parameter in head.module.parameters())
     features = Features(head.boundaries, every_position=bool(head.module.layers_kv))
-    return HeadPlan(method, features, head.module.layers_kv, count, what, files, head, facts)
+    return HeadPlan(method, features, head.module.layers_kv, count, what, files, packing, head, facts)
 
 
 def _read(read: str, reading: Reading) -> HeadForm:
@@ -274,7 +291,7 @@ def _require_shapes(what: str, head: HeadForm, files: WeightFiles) -> None:
 
 def _require_boundaries(what: str, boundaries: tuple[int, ...], facts: TargetFacts) -> None:
     for boundary in boundaries:
-        if boundary != OUT and not 0 <= boundary <= facts.num_layers:
+        if boundary > STREAMS and boundary != OUT and not 0 <= boundary <= facts.num_layers:
             raise ConfigError(
                 f"{what} reads boundary {boundary}: the target {facts.checkpoint.path!r} has 0 to {facts.num_layers}"
             )
@@ -299,7 +316,10 @@ def target_table(checkpoint: Checkpoint, getter: str, dtype: torch.dtype, device
     names = [name for name, own in model.named_parameters(remove_duplicate=False) if own is part.weight]
     names = [prefix + name.removeprefix("model.") for name in names for prefix in _PREFIXES]
     held = files.shapes if plain is None else [*plain]
-    name = next((name for name in names if name in held), None)
+    renamed = renaming(model)
+    name = next((name for name in names if name in held), None) or next(
+        (n for n in held if files.shapes.get(n) == (*part.weight.shape,) and f"model.{renamed(n)}" in names), None
+    )
     if (factor := getattr(part, "scalar_embed_scale", None)) is not None:  # of Gemma, which no file holds
         part.embed_scale = torch.tensor(factor, device=device)
     if name is None or any(buffer.is_meta for buffer in part.buffers()) or len(list(part.parameters())) != 1:

@@ -46,6 +46,24 @@ class Attend(Protocol):
 
 
 @runtime_checkable
+class AttendSinks(Attend, Protocol):
+    """Attention that can also have sinks: a logit of each head that attends to nothing."""
+
+    def with_sinks(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attends as ``Attend`` does, with ``sinks`` [num_heads]; None: there are none."""
+        ...
+
+
+@runtime_checkable
 class Keep(Attend, Protocol):
     """Attention that can also store rows without a query: the context of a block head."""
 
@@ -218,6 +236,19 @@ class Unrolled:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         """Implements ``Attend``. The first call of a layer has the context, each later call the next depth."""
+        return self.with_sinks(layer, query, key, value, scaling, window, None)
+
+    def with_sinks(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Implements ``AttendSinks``."""
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         past = self._past.setdefault(layer, [])
@@ -226,11 +257,14 @@ class Unrolled:
         seen = torch.ones(num_rows, num_rows, dtype=torch.bool, device=query.device).tril()
         if window is not None:
             seen = seen.triu(steps - window + 1)
-        if not steps:
+        if not steps and sinks is None:
             return F.scaled_dot_product_attention(query, key, value, seen, scale=scaling).transpose(1, 2)
         scores = [(query @ past[0][0].transpose(-1, -2)).masked_fill(~seen, float("-inf"))]
         scores += [(query * keys).sum(-1, keepdim=True) for keys, _ in past[1:]]
-        weights = (torch.cat(scores, -1).float() * scaling).softmax(-1).to(value.dtype)
+        logits = torch.cat(scores, -1).float() * scaling
+        if sinks is not None:
+            logits = torch.cat([logits, sinks.float().view(-1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
+        weights = logits.softmax(-1).to(value.dtype)
         out = weights[..., :num_rows] @ past[0][1]
         for step, (_, values) in enumerate(past[1:]):
             out = out + weights[..., num_rows + step, None] * values

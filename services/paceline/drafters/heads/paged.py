@@ -85,6 +85,19 @@ class Paged:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         """Implements ``Attend``: [1, heads, T, dim] -> [1, T, heads, value_dim]."""
+        return self.with_sinks(layer, query, key, value, scaling, window, None)
+
+    def with_sinks(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Implements ``AttendSinks``."""
         keys, values = self._pools(layer)
         if values.shape[-1] == 0:  # they are the beginning of the keys
             values = keys[..., : value.shape[-1]]
@@ -94,7 +107,9 @@ class Paged:
         few = [part for part in self._parts if part.stop - part.start <= _FEW]
         for group in [few, *([part] for part in self._parts if part.stop - part.start > _FEW)]:
             if group:
-                self._group(layer, group, query[0].transpose(0, 1), key, value, keys, values, scaling, window, out)
+                self._group(
+                    layer, group, query[0].transpose(0, 1), key, value, keys, values, scaling, window, sinks, out
+                )
         return out[None]
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -123,6 +138,7 @@ class Paged:
         values: Tensor,
         scaling: float,
         window: int | None,
+        sinks: Tensor | None,
         out: Tensor,
     ) -> None:
         """One padded attention of several sessions; writes ``out[start:stop]`` of each."""
@@ -162,6 +178,11 @@ class Paged:
         kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
         q = q.view(count, most, kv_heads, groups, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
         mask = seen.repeat(1, groups, 1).to(device)[:, None]
+        if sinks is not None:  # one key more, of zeros: its score is the mask's
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+            scores = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+            own = sinks.to(q.dtype).view(kv_heads, groups).repeat_interleave(most, 1)[None, ..., None]
+            mask = torch.cat([scores.expand(-1, kv_heads, -1, -1), own.expand(count, -1, -1, -1)], -1)
         attended = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling)
         attended = attended.view(count, kv_heads, groups, most, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
         for index, part in enumerate(parts):

@@ -163,7 +163,7 @@ def settings_of(head: HeadDrafter, num_layers: int) -> list[Setting]:
     if isinstance(module, BlockHead):
         value = module.form.first_row == 1
         found.append(Setting(own, f"set sample_from_anchor to {str(value).lower()} in its config.json", _other_row))
-    if isinstance(module, Eagle | Eagle3 | Mtp):
+    if isinstance(module, Eagle | Eagle3) or (isinstance(module, Mtp) and module.num_streams == 1):
         found.append(
             Setting(own, "its weights are for the hidden state before the embedding: swap their halves", _swapped)
         )

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.size import size_of
@@ -209,6 +211,12 @@ def target_config(checkpoint: Checkpoint) -> PretrainedConfig:
         checkpoint.location, trust_remote_code=checkpoint.trust_remote_code
     )
     return config
+
+
+def renaming(model: Any) -> Callable[[str], str]:
+    """Maps names in the files of a target to the names that transformers gives them; experts stay apart."""
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    return lambda name: rename_source_key(name, renamings, [])[0]
 
 
 def meta_model(checkpoint: Checkpoint) -> Any:
