@@ -140,14 +140,12 @@ class ModelDrafter(OfSessions[RowSession]):
 
     def expand(self, leaves: Sequence[Leaf]) -> Candidates:
         """Candidates of the leaves by one forward; a leaf without room for its row gets none."""
-        return self._expand(leaves, best=False)
+        return self.expand_best(leaves, best=False)
 
-    def expand_best(self, leaves: Sequence[Leaf]) -> Candidates:
+    def expand_best(self, leaves: Sequence[Leaf], *, best: bool = True) -> Candidates:
         """``expand``, with ``Candidates.ranked`` where one pass over the logits gives them; under the rejection rule
-        with ``Candidates.unread``, so that one pass finds, draws and guesses."""
-        return self._expand(leaves, best=self.tokens_per_leaf == 1)
-
-    def _expand(self, leaves: Sequence[Leaf], *, best: bool) -> Candidates:
+        with ``Candidates.unread``, so that one pass finds, draws and guesses. ``best`` False: ``expand``."""
+        best = best and self.tokens_per_leaf == 1
         tails: Sequence[Tail] = ()
         at: Sequence[int] = range(len(leaves))  # leaf of each row of logits,
         depths: Sequence[int] = ()  # and its depth
@@ -162,7 +160,9 @@ class ModelDrafter(OfSessions[RowSession]):
         if not parts:
             return self._candidates(leaves, tails, self._num_candidates(leaves))
         try:
-            logits = self._logits([step for part in parts for step in steps_of(part)])
+            logits = self._runner.forward([step for part in parts for step in steps_of(part)])
+            if self._translation is not None:
+                logits = self._translation.logits(logits)
             all_in_order = made is not None or (self.tokens_per_leaf == 1 and [*at] == [*range(len(leaves))])
             ranked = best_unprocessed(logits, rows) if best else None
             unread = best and ranked is None and all_in_order and draws_at_once(logits, rows)
@@ -328,11 +328,6 @@ class ModelDrafter(OfSessions[RowSession]):
     def _tails(self, leaves: Sequence[Leaf]) -> list[Tail]:
         """Tokens that follow each leaf in the forward, at most ``tokens_per_leaf`` - 1 tokens."""
         return [NO_TAIL] * len(leaves)
-
-    def _logits(self, steps: Sequence[SequenceStep]) -> Tensor:
-        """Logits of the steps over the tokens of the trees."""
-        logits = self._runner.forward(steps)
-        return logits if self._translation is None else self._translation.logits(logits)
 
     def _num_candidates(self, leaves: Sequence[Leaf]) -> int:
         """Candidates per node: few are enough where no session samples, as q alone orders the children then."""

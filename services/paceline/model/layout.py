@@ -100,16 +100,18 @@ def pack(own: Sizes, plan: Tensor, sizes: Sizes, to: Tensor, scratch_row: int) -
     _passes().pack(tuple(own), *_memory(plan), tuple(sizes), *_memory(to), scratch_row)
 
 
-def masks(sizes: Sizes, plan: Tensor, dtype: torch.dtype, window: int | None) -> list[Tensor]:
-    """``step_plan.attention_masks`` of a plan's buffer in the host's memory.
+def masks(sizes: Sizes, plan: Tensor, dtype: torch.dtype, window: int | None) -> list[Tensor] | None:
+    """``step_plan.attention_masks`` of a plan's buffer in the host's memory; None: no function here makes them.
 
     Raises:
         ValueError: the buffer is not of these sizes.
     """
+    if dtype not in _MASKS or (passes := _passes()) is None:
+        return None
     rows, row_len, keys = sizes[3], sizes[4], sizes[5] * 64
     made = [torch.empty(rows, 1, row_len, keys, dtype=dtype) for _ in range(1 if window is None else 2)]
     near = 0 if window is None else made[1].data_ptr()
-    _passes().masks(tuple(sizes), *_memory(plan), code_of(window), dtype.itemsize, made[0].data_ptr(), near)
+    passes.masks(tuple(sizes), *_memory(plan), code_of(window), dtype.itemsize, made[0].data_ptr(), near)
     return made
 
 

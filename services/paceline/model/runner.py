@@ -101,12 +101,12 @@ class ModelRunner:
 
     def forward(self, steps: Sequence[SequenceStep]) -> Tensor:
         """Writes the KV of all new tokens and returns logits ``[sum(num_logits), vocab_size]``, steps in order."""
-        return self.run(self.plan(steps))
+        return self._run(self.plan(steps))[0]
 
     def forward_drawn(self, steps: Sequence[SequenceStep], token_ids: Tensor) -> Tensor:
         """``forward`` where the step's first tokens are ``token_ids`` [n] int64, which an earlier step draws on the
         device; ``steps`` has any numbers in their place."""
-        return self.run(self.plan(steps)._replace(drawn=token_ids))
+        return self._run(self.plan(steps)._replace(drawn=token_ids))[0]
 
     def forward_with_states(self, steps: Sequence[SequenceStep]) -> tuple[Tensor, Tensor]:
         """``forward``, and the states that ``features`` name: ``[n, len(boundaries) * hidden]`` of all tokens of the

@@ -121,11 +121,6 @@ class StepShape(NamedTuple):
         """Size of the packed buffer in bytes."""
         return _num_bytes(self)
 
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The sizes as integers, in the order of the fields."""
-        return tuple(self)
-
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the integer fields, in the order of ``StepArrays``."""
         flat, writes, places = (self.tokens,), (self.writes,), (self.rows, self.row_len)
@@ -234,7 +229,7 @@ class StepPlan(NamedTuple):
             is_tree,
         )
         buffer = torch.empty(shape.num_bytes, dtype=torch.uint8)
-        layout.lay_out(columns, scratch_row, shape.numbers, buffer)
+        layout.lay_out(columns, scratch_row, shape, buffer)
         return cls(num_logits, shape, buffer, copies)
 
     @classmethod
@@ -282,13 +277,12 @@ class StepPlan(NamedTuple):
 
     def masks(self, dtype: torch.dtype, window: int | None) -> list[Tensor]:
         """Additive masks ``[B, 1, n, pages * PAGE_SIZE]``: the causal one, and one of the window or chunks if any."""
-        if layout.masks_usable(dtype):
-            return layout.masks(self.shape.numbers, self.buffer, dtype, window)
-        return attention_masks(self.arrays, dtype, window)
+        made = layout.masks(self.shape, self.buffer, dtype, window)
+        return attention_masks(self.arrays, dtype, window) if made is None else made
 
     def inputs(self, cache: KVCache, dtype: torch.dtype, window: int | None) -> tuple[Any, ...]:
         """The arguments of the traced signature, on the device of ``cache``."""
-        device, it = cache.keys[0].device, self.arrays
+        device, it = cache.keys[0].device, unpack(self.shape, self.buffer)
         return (
             it.tokens[None].to(device),
             it.positions[None].to(device),
@@ -312,7 +306,7 @@ class StepPlan(NamedTuple):
         """A frame for ``decode``: the sizes and all integers as int32, then the tree's bits."""
         values, front = self.buffer.numpy(), self.shape.num_integers * INTEGER_BYTES
         linear = array("q") if self.linear is None else self.linear.encode()
-        sizes = (self.num_logits, *self.shape.numbers, len(self.copies), len(linear))
+        sizes = (self.num_logits, *self.shape, len(self.copies), len(linear))
         integers = (np.array((*sizes, *chain(*self.copies), *linear)), values[:front].view(np.int64))
         return np.concatenate(integers).astype(np.int32).tobytes() + values[front:].tobytes()
 

@@ -15,7 +15,7 @@ from paceline.core.tree import TreeNode
 from paceline.drafters.calibration import expect
 from paceline.drafters.growing.blame import OnFailure, call_for_each
 from paceline.drafters.growing.session import GrowingSession
-from paceline.drafters.protocol import Candidates, Drafter, Leaf
+from paceline.drafters.protocol import Candidates, Drafter
 from paceline.drafters.ranking import Ranking, Rule, rank, ranking_of
 from paceline.model.chain import Stop
 
@@ -65,15 +65,16 @@ class Grower(Generic[Session]):
         session.publish_children(parent, ranking, probs)
         return None if follow is None else parent.children.get(follow)
 
-    def candidates(self, leaves: Sequence[Leaf]) -> Candidates:
-        """The drafter's candidates, ranked by the same pass if it can."""
+    def candidates(self, nodes: Sequence[tuple[Session, TreeNode]]) -> Candidates:
+        """The drafter's candidates after nodes, ranked by the same pass if it can."""
         self.num_calls += 1
+        leaves = [session.leaf(node) for session, node in nodes]
         return self.drafter.expand(leaves) if self._ranker is None else self._ranker.expand_best(leaves)
 
     def expand(self, nodes: list[tuple[Session, TreeNode]]) -> list[tuple[Session, TreeNode]]:
         """Expands nodes, at most ``max_leaves``, and publishes their children; returns the expanded ones."""
         done = call_for_each(
-            lambda at: self.candidates([session.leaf(node) for session, node in at]),
+            self.candidates,
             nodes,
             session_of=lambda place: place[0].session_id,
             on_failure=self._on_failure,

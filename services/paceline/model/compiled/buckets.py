@@ -51,7 +51,7 @@ def pack(plan: StepPlan, shape: StepShape, scratch_row: int, buffer: Tensor) -> 
     own = plan.shape
     assert shape.covers(own), f"{own} does not fit {shape}"
     if layout.usable():
-        layout.pack(own.numbers, plan.buffer, shape.numbers, buffer, scratch_row)
+        layout.pack(own, plan.buffer, shape, buffer, scratch_row)
     else:
         _pack(own, arrays_of(own, plan.buffer), shape, arrays_of(shape, buffer), scratch_row)
 

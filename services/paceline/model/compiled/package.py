@@ -132,7 +132,7 @@ class CompiledPackage:
         if (library := self._native(dtype)) is None:
             return self(*plan.inputs(cache, dtype, window))
         outputs, linear = (ctypes.c_void_p * self._num_outputs)(), _numbers_of(plan)
-        model, sizes = self._model(cache, dtype, window), array("q", plan.shape.numbers)
+        model, sizes = self._model(cache, dtype, window), array("q", plan.shape)
         given = (sizes.buffer_info()[0], plan.buffer.data_ptr(), *linear.buffer_info())
         if library.paceline_run_step(ctypes.byref(model), *given, outputs, self._num_outputs):
             raise EngineError("a step of a compiled model failed")  # it has said why on standard error
@@ -149,10 +149,7 @@ class CompiledPackage:
         assert passes is not None, "chains comes first"
         by, stop, most = chain.draw, chain.stop, len(chain.writes) + 1
         bins = [array("d", values) for values in (stop.edges, stop.constants, stop.slopes)]
-        numbers = [
-            array("q", values)
-            for values in (chain.first.shape.numbers, chain.then.shape.numbers, chain.rows, chain.writes)
-        ]
+        numbers = [array("q", values) for values in (chain.first.shape, chain.then.shape, chain.rows, chain.writes)]
         first_sizes, then_sizes, of_session, of_cache = (x.buffer_info()[0] for x in numbers)
         draw = _Draw(
             *passes, by.seed_bits, by.position, by.top_k, Stream.COUPLED, by.fan_out, by.temperature, by.log_min_p
