@@ -37,7 +37,7 @@ class Grower:
             assert self.tree.add([child]).added == 1
             added = self.tree.get(self.next_id)
             assert added is not None
-            self.frontier.push(added)
+            self.frontier.push_below(node, (added,))
             self.next_id += 1
         self.frontier.check_integrity()
         return node
@@ -148,7 +148,7 @@ def test_nodes_beyond_the_reach_are_not_expanded() -> None:
         tree.add([Node(i, node.node_id, i, 1.0)])
         child = tree.get(i)
         assert child is not None
-        frontier.push(child)
+        frontier.push_below(node, (child,))
     assert len(tree) == 3, "the anchor, and two ahead, were expanded"
     assert Frontier(SpeculationTree(VOCAB, 1), Sequential(4)).reach is None
 

@@ -130,19 +130,6 @@ def decide(
     """
     # Session i owns rows [ends[i - 1], ends[i]).
     ends = [*accumulate([len(proposal.token_ids) + 1 for proposal in proposals])]
-    verdicts = _decide_batch(logits, rows, proposals, rules, ends)
-    if any(rows[end - 1].state.wants_rows for end in ends):
-        return with_logprobs(verdicts, proposals, logits, rows, [0, *ends])
-    return verdicts
-
-
-def _decide_batch(
-    logits: Tensor,
-    rows: Sequence[Row],
-    proposals: Sequence[Proposal],
-    rules: Sequence[Acceptance],
-    ends: Sequence[int],
-) -> list[Verdict]:
     by_ratio = any(
         rule is Acceptance.REJECTION and not rows[end - 1].state.greedy for rule, end in zip(rules, ends, strict=True)
     )
@@ -152,9 +139,10 @@ def _decide_batch(
         decided = decide_at_once(logits, rows, proposals)
     else:
         decided = _decide_on_host(logits, rows, proposals, ends)
-    if decided is not None:
-        return decided
-    return verify(process(logits, rows), proposals, rules)
+    verdicts = verify(process(logits, rows), proposals, rules) if decided is None else decided
+    if any(rows[end - 1].state.wants_rows for end in ends):
+        return with_logprobs(verdicts, proposals, logits, rows, [0, *ends])
+    return verdicts
 
 
 def _decide_on_host(

@@ -387,7 +387,7 @@ class DraftEngine:
             session.begin_round(now, node_ids, hit=not num_missed)
             session.states_until = now + _LATE_S
             if num_missed:
-                session.frontier.push(tree.anchor)
+                session.frontier.push_anchor()
         session.idle, session.changed = False, True
 
     def _prefill(self) -> bool:

@@ -136,24 +136,21 @@ class Frontier:
     def __init__(self, tree: SpeculationTree, growth: Growth) -> None:
         self.reach: Reach | None = Reach(growth.k) if isinstance(growth, BestFirst) else None
         """None: the policy alone limits the depth."""
-        self._most_ahead = self._reached()  # of a node that may be expanded, since the last commit
+        self._most_ahead = math.inf  # of a node that may be expanded, since the last commit
         self._tree = tree
         self._growth = growth
         self._num_in_flight = 0  # length of the longest path in flight
-        self._ahead: dict[int, int] = {tree.anchor.node_id: 0}
+        self._ahead: dict[int, int] = {}
         """``_ahead_of`` nodes that were asked for since the last commit; always of the anchor and the nodes in flight.
         """
         self._heap: list[tuple[tuple[float, float], int, TreeNode]] = []
-        self._unwanted: list[TreeNode] = []
-        self._committed: Iterable[int] | None = None  # the nodes in flight of a commit that is not sorted in yet
-        self.push(tree.anchor)
+        self._unwanted: list[TreeNode] = [tree.anchor]
+        self._committed: Iterable[int] | None = ()  # the nodes in flight of a commit that is not sorted in yet
 
-    def push(self, node: TreeNode) -> None:
-        """Adds a new unexpanded node of the tree."""
-        if self._committed is not None:
-            self._unwanted.append(node)  # until the others are sorted in, too
-        else:
-            self._push(node, self._ahead_of(node))
+    def push_anchor(self) -> None:
+        """Adds the tree's anchor, a new node. ``commit`` comes first."""
+        assert self._committed is not None, "nodes are sorted by an anchor"
+        self._unwanted.append(self._tree.anchor)  # until the others are sorted in, too
 
     def push_below(self, parent: TreeNode, nodes: Sequence[TreeNode]) -> None:
         """Adds new unexpanded children of a node of the tree, none of which is in flight."""
@@ -175,7 +172,9 @@ class Frontier:
     def wants(self, node: TreeNode) -> bool:
         """True if a node, of the frontier or not, may be expanded before the next commit."""
         self._sort()
-        return self._key(node, self._ahead_of(node)) is not None
+        if (ahead := self._ahead_of(node)) > self._most_ahead:
+            return False
+        return self._growth.key(node, self._tree.anchor, ahead, self._num_in_flight) is not None
 
     def peek(self) -> TreeNode | None:
         """The node to expand next; None if none may be expanded before the next commit."""
@@ -197,27 +196,12 @@ class Frontier:
         """
         self._committed = in_flight
 
-    def _push(self, node: TreeNode, ahead: int) -> None:
-        key = self._key(node, ahead)
-        if key is None:
-            self._unwanted.append(node)
-        else:
-            heapq.heappush(self._heap, (key, node.node_id, node))
-
     def _ahead_of(self, node: TreeNode) -> int:
         """Tokens of a node's path after the proposal in flight, or the anchor. O(1) if its parent's are known."""
         if (ahead := self._ahead.get(node.node_id)) is None:
             assert node.parent is not None, "the anchor's are known"
             ahead = self._ahead[node.node_id] = self._ahead_of(node.parent) + 1
         return ahead
-
-    def _key(self, node: TreeNode, ahead: int) -> tuple[float, float] | None:
-        if ahead <= self._most_ahead:
-            return self._growth.key(node, self._tree.anchor, ahead, self._num_in_flight)
-        return None
-
-    def _reached(self) -> float:
-        return math.inf if self.reach is None else self.reach.tokens
 
     def _sort(self) -> None:
         """Follows the latest commit, unless that is done."""
@@ -234,8 +218,8 @@ class Frontier:
         self._committed, self._num_in_flight = None, num_in_flight
         heap: list[tuple[tuple[float, float], int, TreeNode]] = []
         unwanted: list[TreeNode] = []
-        self._most_ahead, key_of = self._reached(), self._growth.key
-        most_ahead = self._most_ahead
+        self._most_ahead = most_ahead = math.inf if self.reach is None else self.reach.tokens
+        key_of = self._growth.key
         for node in chain([node for _, _, node in self._heap], self._unwanted):
             if not node.alive:
                 continue

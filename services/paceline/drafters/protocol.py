@@ -134,6 +134,17 @@ class Candidates(NamedTuple):
     """Rejection rule: logits [num_leaves, vocab] before the sessions' processors, and the number of candidates that are
     to be found in each row; then ``token_ids`` and ``log_q`` are [num_leaves, 0]. None: they are found already."""
 
+    @classmethod
+    def of_some(cls, num_leaves: int, found: Sequence[tuple[Sequence[int], Tensor, Tensor]]) -> Candidates:
+        """None for a call's leaves, except ``found``: indices of leaves, and their token ids and log q [leaves, m]."""
+        if len(found) == 1 and len(found[0][0]) == num_leaves and [*found[0][0]] == [*range(num_leaves)]:
+            return cls(*found[0][1:])
+        shape = num_leaves, max([ids.shape[1] for _, ids, _ in found], default=1)
+        token_ids, log_q = torch.zeros(shape, dtype=torch.long), torch.full(shape, float("-inf"))
+        for at, ids, scores in found:
+            token_ids[at, : ids.shape[1]], log_q[at, : ids.shape[1]] = ids, scores
+        return cls(token_ids, log_q)
+
 
 class Drafter(Protocol):
     """Source of candidates for the nodes of many sessions' trees, called by one thread.

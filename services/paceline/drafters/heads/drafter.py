@@ -192,13 +192,7 @@ class HeadDrafter(OfSessions[_Session]):
             for index in usable:
                 groups.setdefault(self._variant(len(leaves[index].path)), []).append(index)
             made = [(indices, *self._candidates([leaves[i] for i in indices], v)) for v, indices in groups.items()]
-        if len(made) == 1 and len(usable) == len(leaves):
-            return Candidates(*made[0][1:])
-        token_ids = torch.zeros(len(leaves), self._top_m, dtype=torch.long)
-        log_q = torch.full((len(leaves), self._top_m), float("-inf"))
-        for indices, ids, scores in made:
-            token_ids[indices, : ids.shape[1]], log_q[indices, : ids.shape[1]] = ids, scores
-        return Candidates(token_ids, log_q)
+        return Candidates.of_some(len(leaves), made)
 
     def _candidates(self, leaves: Sequence[Leaf], variant: int) -> tuple[Tensor, Tensor]:
         """Ids and log q of leaves of one variant, on the host."""

@@ -111,16 +111,13 @@ class EarlyExit(OfSessions[_Session]):
     def expand(self, leaves: Sequence[Leaf]) -> Candidates:
         """Candidates of the leaves by one forward of the first layers; none for a session that is not ready."""
         usable = [index for index, leaf in enumerate(leaves) if self._session(leaf.session_id).ready]
-        token_ids = torch.zeros(len(leaves), self._top_m, dtype=torch.long)
-        log_q = torch.full((len(leaves), self._top_m), float("-inf"))
-        if usable:
-            usable.sort(key=lambda index: leaves[index].session_id)
-            chosen = [leaves[index] for index in usable]
-            logits = self._forward(chosen)
-            rows = [Row(self._sessions[leaf.session_id].sampler, leaf.path) for leaf in chosen]
-            ids, scores = draft_candidates(logits, rows, self._top_m)
-            token_ids[usable, : ids.shape[1]], log_q[usable, : ids.shape[1]] = ids.cpu(), scores.cpu()
-        return Candidates(token_ids, log_q)
+        if not usable:
+            return Candidates.of_some(len(leaves), [])
+        usable.sort(key=lambda index: leaves[index].session_id)
+        chosen = [leaves[index] for index in usable]
+        rows = [Row(self._sessions[leaf.session_id].sampler, leaf.path) for leaf in chosen]
+        ids, scores = draft_candidates(self._forward(chosen), rows, self._top_m)
+        return Candidates.of_some(len(leaves), [(usable, ids.cpu(), scores.cpu())])
 
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
         """Moves the anchor on; the target computes the committed rows itself, so nothing of them stays."""

@@ -141,15 +141,8 @@ class RemoteHead(OfSessions[_Session]):
         self._catch_up(own)
         for leaf in own:
             named[leaf.session_id].live.add(leaf.node_id)
-        made = self._head.expand(own) if own else None
-        if made is not None and len(own) == len(leaves):
-            return made
-        width = 1 if made is None else made.token_ids.shape[1]
-        token_ids = torch.zeros(len(leaves), width, dtype=torch.long)
-        log_q = torch.full((len(leaves), width), float("-inf"))
-        if made is not None:
-            token_ids[usable], log_q[usable] = made.token_ids, made.log_q
-        return Candidates(token_ids, log_q)
+        found = [(usable, *self._head.expand(own)[:2])] if own else []
+        return Candidates.of_some(len(leaves), found)
 
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
         """Extends the context; the states of its tokens are still to come."""
