@@ -285,7 +285,7 @@ def table(results: Sequence[Result]) -> str:
 
 Written by `python -m tests.model.conformance RESULTS.jsonl`: tiny random checkpoints of every decoder family that
 transformers ships a tensor-parallel plan for (transformers {transformers.__version__}, \
-torch {torch.__version__}), some variants, and six families
+torch {torch.__version__}), some variants, and eight families
 that have a plan of ours (`model/parallel/tables.py`).
 
 Of {len(planned)} families {counts["one"]} work at degree 1 and {counts["two"]} at degree 2; {counts["refused"]} are \

@@ -65,10 +65,8 @@ EXCLUDED = {
     "llama, rope dynamic": "rope_type 'dynamic', whose angles depend on the longest sequence",
 }
 """Refused at any degree, with a reason that matches this."""
-WHOLE_ONLY = dict.fromkeys(
-    ("stablelm, no plan", "zamba2, no plan"), "has no tensor-parallel plan, in transformers or here"
-)
-"""Refused at degree 2."""
+WHOLE_ONLY: dict[str, str] = {}
+"""Refused at degree 2: none."""
 
 _MAMBA2 = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_head": 32, "mamba_d_state": 32}
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -154,7 +152,7 @@ class Case:
 
 _ROPE = {"rope_theta": 1e4, "factor": 4.0}
 _TRAINED = {"original_max_position_embeddings": 64}
-_OWN_PLANS = ("bamba", "falcon_h1", "gpt2", "gpt_oss", "hunyuan_v1_dense", "lfm2")
+_OWN_PLANS = ("bamba", "falcon_h1", "gpt2", "gpt_oss", "hunyuan_v1_dense", "lfm2", "stablelm", "zamba2")
 VARIANTS = [
     Case("llama, biases, one KV head", "llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
     Case("llama, rope linear", "llama", {"rope_parameters": {"rope_type": "linear", **_ROPE}}),
@@ -186,8 +184,6 @@ VARIANTS = [
         "rope_parameters": {"rope_type": "dynamic", "alpha": 4.0, **_ROPE}
     }),
     *(Case(f"{family}, our plan", family) for family in _OWN_PLANS),
-    Case("stablelm, no plan", "stablelm"),
-    Case("zamba2, no plan", "zamba2"),
     *(Case(f"{family}, no plan", family) for family in ("bloom", "codegen", "falcon", "gptj", "mpt")),
 ]  # fmt: skip
 """What defaults do not show, and popular families that come without a plan."""

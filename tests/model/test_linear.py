@@ -381,23 +381,27 @@ def _one_token_by_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(operator, "_scanned")
-def _one_token_by_sums(
-    scanned: Any, tile: list[Tensor], of: Chunk, state: Tensor, tail: Tensor, spec: LinearSpec, gates: Any, at: int
-) -> Any:
+def _one_token_by_sums(scanned: Any, tile: list[Tensor], own: slice, state: Tensor, *rest: Any) -> Any:
     """Decoding of Mamba sums over the chunk's rows in place of going from its beginning row by row."""
-    if of.count != 1:
-        return scanned(tile, of, state, tail, spec, gates, at)
-    _, keys, updates, steps = before = [part[: of.first].clone() for part in tile]
+    if own.stop - own.start != 1:
+        return scanned(tile, own, state, *rest)
+    *_, gates = rest
+    _, keys, updates, steps = before = [part[: own.start].clone() for part in tile]
     total = state * (gates.decay * steps.sum(0)).exp()[..., None]
-    for row in range(of.first):
+    for row in range(own.start):
         fade = (gates.decay * steps[row + 1 :].sum(0)).exp()[..., None]
         total = total + fade * keys[row][..., None] * updates[row][:, None]
     for part in tile[1:]:
-        part[: of.first] = 0
-    out = scanned(tile, of, total, tail, spec, gates, at)
-    for part, own in zip(tile, before, strict=True):
-        part[: of.first] = own
+        part[: own.start] = 0
+    out = scanned(tile, own, total, *rest)
+    for part, kept in zip(tile, before, strict=True):
+        part[: own.start] = kept
     return out
+
+
+def _one_token_by_sums_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_torch(monkeypatch)
+    _one_token_by_sums(monkeypatch)
 
 
 def _cumulative_sums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,7 +463,10 @@ OF_SLOTS = [_no_state_for_siblings, _also_writes_one_place, _rows_of_siblings, _
     [
         *(("qwen3_5_text", mutant) for mutant in MUTANTS),
         *(("lfm2", mutant) for mutant in OF_SLOTS),
-        *(("jamba", mutant) for mutant in (_one_token_by_sums, _no_state_for_siblings, _states_of_speculated_rows)),
+        *(
+            ("jamba", mutant)
+            for mutant in (_one_token_by_sums_of_torch, _no_state_for_siblings, _states_of_speculated_rows)
+        ),
         *(("nemotron_h", mutant) for mutant in (_from_the_first_token, _cumulative_sums, _no_state_for_siblings)),
         *(("kimi_linear", mutant) for mutant in IN_THE_SELF_TEST[:3]),
         ("minimax", _from_the_first_token),

@@ -1,4 +1,4 @@
-"""The native gated delta rule: the bits of its reference implementation, in outputs, states and rows.
+"""The native operator of linear layers: the bits of its reference implementation, in outputs, states and rows.
 
 Mutants are changed sources, compiled and loaded alongside the operator.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from tests.support.compilers import needs_attention
 from tests.support.rings import nightly, slow
 from torch import Tensor
 
-from paceline.checkpoint.linear import CHUNK, LinearSpec, Slots
+from paceline.checkpoint.linear import CHUNK, Kind, LinearSpec, Slots
 from paceline.errors import EngineError
 from paceline.model.linear import native
 from paceline.model.linear.layers import by_torch
-from paceline.model.linear.operator import Gates, LinearPools
+from paceline.model.linear.operator import Gates, LinearPools, run_selective
 from paceline.model.linear.plan import NONE, Chunk, LinearStep, SequencePart
 
 pytestmark = needs_attention
@@ -30,6 +31,11 @@ SMALL = LinearSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=16, width=4
 ODD = LinearSpec(key_heads=1, value_heads=3, key_dim=20, value_dim=152, width=3)
 """Sizes that end within a vector, and more columns than registers hold."""
 PUBLISHED = LinearSpec(key_heads=2, value_heads=4, key_dim=128, value_dim=128, width=4)
+KIMI = LinearSpec(2, 2, key_dim=20, value_dim=36, width=4, kind=Kind.KIMI_DELTA)
+MAMBA2 = LinearSpec(2, 6, key_dim=24, value_dim=40, width=4, kind=Kind.MAMBA2)
+LIGHTNING = LinearSpec(2, 2, key_dim=20, value_dim=20, width=1, kind=Kind.LIGHTNING)
+CONVOLUTION = LinearSpec(0, 40, key_dim=0, value_dim=1, width=3, kind=Kind.CONVOLUTION)
+MAMBA = LinearSpec(1, 168, key_dim=12, value_dim=1, width=4, kind=Kind.MAMBA)
 SLOTS = Slots(states=8, rows=24)
 
 
@@ -65,13 +71,42 @@ def random_inputs(spec: LinearSpec, dtype: torch.dtype, step: LinearStep, seed: 
     pools = LinearPools.of(spec, SLOTS, dtype)
     for pool in pools[:-1]:
         pool.copy_(normal(*pool.shape, scale=0.3))
-    pools.decays.copy_(-torch.rand(pools.decays.shape, generator=generator).cumsum(1))
+    sums = torch.rand(pools.decays.shape, generator=generator).cumsum(1)
+    pools.decays.copy_(sums if spec.kind is Kind.MAMBA else -sums)
     num_tokens = 1 + sum(chunk.count for part in step.sequences for chunk in part.chunks)
-    heads = spec.value_heads
-    sizes = spec.conv_dim, heads, heads
+    heads, channels = (
+        spec.value_heads,
+        spec.conv_dim or 2 * spec.key_heads * spec.key_dim + spec.value_heads * spec.value_dim,
+    )
+    sizes = channels, heads * spec.decay_dim, heads
     projected = normal(num_tokens, sum(sizes), scale=2).to(dtype).split(sizes, 1)  # columns, as of a joined projection
-    own = normal(spec.width, spec.conv_dim), -normal(heads).exp(), normal(heads)
-    return pools, Gates(projected[0], projected[1], projected[2], *own, scale=1 + seed % 2)
+    decay = -normal(heads, *[spec.key_dim] * (spec.kind is Kind.MAMBA)).exp()
+    own = normal(spec.width, spec.conv_dim), decay, normal(heads * spec.decay_dim)
+    return pools, Gates(projected[0], projected[1], projected[2], *own)._replace(**_further(spec, normal, seed))
+
+
+def _further(spec: LinearSpec, normal: Any, seed: int) -> dict[str, Any]:
+    """What else layers of a kind have, some of them."""
+    odd = bool(seed % 2)
+    if spec.kind is Kind.GATED_DELTA:
+        return {"scale": 1 + seed % 2}
+    if spec.kind is Kind.KIMI_DELTA:
+        return {"lowest": -5.0, "rounds_rates": True, "rounds_convolution": False} if odd else {}
+    if spec.kind is Kind.LIGHTNING:
+        return {}
+    further = {"shift": normal(spec.conv_dim) if odd else None}
+    if spec.kind is Kind.MAMBA2:
+        return further | {"skip": normal(spec.value_heads), "limits": (0.1, 2.0) if odd else (0.0, float("inf"))}
+    if spec.kind is Kind.MAMBA:
+        return further | {"skip": normal(spec.value_heads), "select": lambda x: (x.flip(1), x[:, : 2 * spec.key_dim])}
+    return further
+
+
+def by_library(library: ctypes.CDLL, numbers: Tensor, pools: LinearPools, spec: LinearSpec, gates: Gates) -> Tensor:
+    def run(*of_call: Any) -> Tensor:
+        return native.call(library, *native.arguments(numbers, *of_call))
+
+    return (run if gates.select is None else partial(run_selective, run))(pools, spec, gates)
 
 
 def differing(library: ctypes.CDLL, spec: LinearSpec, dtype: torch.dtype, seed: int) -> int:
@@ -79,9 +114,7 @@ def differing(library: ctypes.CDLL, spec: LinearSpec, dtype: torch.dtype, seed: 
     step = random_step(random.Random(seed), 3)
     pools, gates = random_inputs(spec, dtype, step, seed)
     ours, numbers = LinearPools(*[pool.clone() for pool in pools]), torch.tensor(step.encode())
-    tensors = (numbers, gates.inputs, gates.a, gates.b, gates.weight, gates.decay, gates.bias, *ours)
-    out = native.call(library, *tensors, spec.key_heads, gates.scale)
-    expected = by_torch(numbers, pools, spec, gates)
+    out, expected = by_library(library, numbers, ours, spec, gates), by_torch(numbers, pools, spec, gates)
     pairs = zip((out, *ours), (expected, *pools), strict=True)
     integer = {2: torch.int16, 4: torch.int32}
     return sum(int((a.view(integer[a.itemsize]) != b.view(integer[b.itemsize])).sum()) for a, b in pairs)
@@ -89,7 +122,15 @@ def differing(library: ctypes.CDLL, spec: LinearSpec, dtype: torch.dtype, seed: 
 
 @pytest.mark.parametrize(
     ("spec", "dtype", "seeds"),
-    [(SMALL, BF16, 12), (ODD, FP32, 6), *slow([(PUBLISHED, BF16, 12), (PUBLISHED, FP32, 12)])],
+    [
+        (SMALL, BF16, 12),
+        (ODD, FP32, 6),
+        *((spec, dtype, 6) for spec in (KIMI, MAMBA2) for dtype in (BF16, FP32)),
+        (LIGHTNING, BF16, 4),
+        (CONVOLUTION, BF16, 4),
+        (MAMBA, FP32, 2),
+        *slow([(PUBLISHED, BF16, 12), (PUBLISHED, FP32, 12), (MAMBA, BF16, 12)]),
+    ],
 )
 def test_bits_are_those_of_the_reference(spec: LinearSpec, dtype: torch.dtype, seeds: int) -> None:
     library = native.load(native.SOURCE)
@@ -110,10 +151,10 @@ def test_threads_that_help_change_no_bit() -> None:
         return True
 
     try:
-        library.paceline_gated_delta_share(share)
+        library.paceline_linear_attention_share(share)
         assert differing(library, PUBLISHED, BF16, 0) == 0
     finally:
-        library.paceline_gated_delta_share(None)
+        library.paceline_linear_attention_share(None)
     assert done == [1, 0]
 
 
@@ -140,7 +181,7 @@ def test_numbers_that_fit_no_slot_are_refused(wrong: SequencePart) -> None:
     pools, gates = random_inputs(SMALL, FP32, step, 0)
     numbers = torch.tensor(LinearStep([wrong], []).encode())
     with pytest.raises(EngineError, match="slots or rows that do not match its sequences"):
-        native.gated_delta(numbers, pools, gates, SMALL.key_heads)
+        native.run_step(numbers, pools, SMALL, gates)
 
 
 MUTANTS = {

@@ -18,15 +18,12 @@ from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep, StepPlan
 
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
-"""Families whose linear layers have a native operator, and are compiled."""
-BY_TORCH = (
+"""Families with layers of the gated delta rule."""
+FAMILIES = (
+    *GATED_DELTA,
     *("kimi_linear", "bailing_hybrid", "minimax", "lfm2", "lfm2_moe", "jamba"),
-    *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),
+    *("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"),
 )
-"""Families of the other kinds."""
-SHARDED = (*GATED_DELTA, *BY_TORCH)
-"""Families that have tensor-parallel plans."""
-FAMILIES = (*SHARDED, "zamba2")
 _DELTA = {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
     "head_dim": 16, "layer_types": ["linear_attention", "linear_attention", "full_attention"],

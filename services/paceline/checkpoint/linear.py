@@ -256,8 +256,6 @@ def why_not_runnable(
     layers, reason = linear_layers(config), why_eager(config)
     if layers is None and state_slots is not None:
         return "state_slots", f"is {state_slots}, and the model has no linear layers: null is allowed"
-    if layers is not None and layers.spec.kind is not Kind.GATED_DELTA:
-        reason = f"{layers.spec.kind} layers run by torch alone"
     if compile is True and device == "cpu" and reason is not None:
         return "compile", f"is true, but {reason}: set compile to auto or false"
     kind: str | None = None if layers is None else layers.spec.kind

@@ -8,6 +8,8 @@ routed beyond the last expert, so that experts that nobody chose are not read.
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,15 +27,15 @@ def pad_experts(model: PreTrainedModel) -> bool:
 
     In bfloat16, only products of a single row round differently. This happens at some widths, in one result of 20,000.
     Quantized experts keep the products of their own library. Some classes do not let the caller choose how their
-    experts run. They are padded if they have an expert that returns its input, as LongCat's have. Otherwise they stay
-    as they are, and the self-test compares their bits.
+    experts run. They have another forward if they have experts that return their input, as LongCat's have. Otherwise
+    they stay as they are, and the self-test compares their bits.
     """
     if model.device.type != "cpu" or getattr(model, "is_quantized", False):
         return False
     with_identity = [module for module in model.modules() if getattr(module, "zero_expert_num", 0)]
     for module in with_identity:
-        module.register_forward_pre_hook(_padded)
-        module.register_forward_hook(_cut)
+        forward, of_rank = partial(_with_identity, module), vars(module).get("forward")
+        module.forward = forward if of_rank is None else partial(of_rank.func, forward)  # the sum over ranks stays
     if with_identity:
         return True
     experts = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
@@ -48,27 +50,40 @@ def pad_experts(model: PreTrainedModel) -> bool:
 
 def padded_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """``[T, hidden] -> [T, hidden]`` by the experts ``chosen`` ``[T, k]`` of each token and their ``weights``."""
-    out: Tensor = grouped_mm_experts_forward(module, *_with_padding(module.num_experts, hidden, chosen, weights))
+    rows, routes = padding_routes(chosen, module.num_experts)
+    padded = torch.cat([hidden, hidden.new_zeros(rows, hidden.shape[1])])
+    chosen, weights = torch.cat([chosen, routes]), torch.cat([weights, weights.new_zeros(rows, weights.shape[1])])
+    out: Tensor = grouped_mm_experts_forward(module, padded, chosen, weights)
     return out[: hidden.shape[0]]  # len() would make a constant of a compiled step's tokens
 
 
-def _padded(module: Any, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Pads the inputs of experts of a class whose first expert after the routed ones returns its input."""
-    return _with_padding(module.num_routed_experts, *args)
+def _with_identity(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """``padded_experts`` of a class whose experts after the routed ones return their input. Its own forward loops over
+    the experts that were chosen, which a compiled step cannot."""
+    num_experts = module.num_routed_experts
+    routed = SimpleNamespace(
+        num_experts=num_experts,
+        gate_up_proj=module.gate_up_proj[:num_experts],
+        down_proj=module.down_proj,
+        has_gate=True,
+        has_bias=False,
+        is_transposed=False,
+        has_post_expert_norm=False,
+        _is_expert_parallel=True,  # what is routed beyond the last expert is left out
+        _apply_gate=partial(_gated, module.act_fn),
+    )
+    share = weights.new_zeros(weights.shape[0])
+    for of_expert in torch.where(chosen < num_experts, 0, weights).unbind(1):  # in this order in any step
+        share = share + of_expert
+    kept = module.identity_expert(hidden) * share[:, None]
+    out: Tensor = padded_experts(routed, hidden, chosen, weights) + kept.to(hidden.dtype)
+    return out
 
 
-def _cut(module: Any, args: tuple[Tensor, Tensor, Tensor], out: Tensor) -> Tensor:
-    return out[: -_num_rows(module.num_routed_experts, args[1].shape[1])]
-
-
-def _with_padding(num_experts: int, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows, routes = padding_routes(chosen, num_experts)
-    hidden = torch.cat([hidden, hidden.new_zeros(rows, hidden.shape[1])])
-    return hidden, torch.cat([chosen, routes]), torch.cat([weights, weights.new_zeros(rows, weights.shape[1])])
-
-
-def _num_rows(num_experts: int, num_chosen: int) -> int:
-    return -(-num_experts * (MIN_TOKENS - 1) // num_chosen) + 1
+def _gated(activation: Any, projected: Tensor) -> Tensor:
+    gate, up = projected.chunk(2, -1)
+    out: Tensor = activation(gate) * up
+    return out
 
 
 def padding_routes(chosen: Tensor, num_experts: int) -> tuple[int, Tensor]:
@@ -83,5 +98,5 @@ def padding_routes(chosen: Tensor, num_experts: int) -> tuple[int, Tensor]:
     missing = torch.where(counts > 0, MIN_TOKENS - counts, 0)
     place = torch.arange(MIN_TOKENS - 1, device=chosen.device)
     routes = torch.where(place < missing[:, None], expert[:, None], num_experts).reshape(-1)
-    rows = _num_rows(num_experts, num_chosen)
+    rows = -(-num_experts * (MIN_TOKENS - 1) // num_chosen) + 1
     return rows, nn.functional.pad(routes, (0, rows * num_chosen - routes.numel()), value=num_experts).view(rows, -1)

@@ -15,7 +15,7 @@ BUILDING = threading.Lock()
 """Held while a model is built: that is done under process-wide defaults (device, dtype, initialization)."""
 
 HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"
-REPEATED = {KV_HEADS, "mamba_n_groups"}
+REPEATED = {KV_HEADS, "mamba_n_groups", "mamba_ngroups"}
 """Values of which fewer than ranks can be repeated."""
 _WIDTH = re.compile(r"(intermediate_size|ffn_dim|ffn_hidden_size|n_inner)$")
 _PER_LAYER = object()

@@ -1,13 +1,13 @@
-"""A linear layer's step (gated delta rule) by torch, by the native operator, and by a state without chunks.
+"""A linear layer's step by torch, by the native operator, and by a state without chunks.
 
 Each way has layers of its own, and ways take turns on one core, so that no cache holds a state before its turn. Of each
 way the fastest turn counts.
-Sizes are one key head's for two value heads, as published: 32 heads of 128 x 128, and a tiny model's.
+Sizes are those of Qwen3-Next, Kimi Linear and Nemotron-H, and a tiny model's of the gated delta rule.
 
     operator     the native operator, of tokens [first, first + T) of a chunk, without projections
     torch        its reference implementation
     recurrent    one state, read and written for each token, which neither keeps nor rolls back: the least that any
-                 engine does that cannot verify (``FORM_R``, by the same compiler options)
+                 engine does that cannot verify (``FORM_R``, by the same compiler options); e^x is given
 
 The last table compares the prefill of a prompt with transformers' own fallback, which runs where no kernel package is
 installed: convolution, gates and rule of one layer, in float32.
@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-from paceline.checkpoint.linear import CHUNK, LinearSpec, Slots
+from paceline.checkpoint.linear import CHUNK, Kind, LinearSpec, Slots
 from paceline.cli.table import table
 from paceline.core.native import find_compiler
 from paceline.model.linear import native
@@ -40,33 +40,53 @@ from paceline.model.linear.plan import NONE, Chunk, LinearStep, SequencePart
 from paceline_bench.parts.linear import fastest_s
 
 PUBLISHED = LinearSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128, width=4)
-TINY = LinearSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=16, width=4)
+SIZES = {
+    "gated delta, 32 heads of 128 x 128": PUBLISHED,
+    "Kimi delta, 32 heads of 128 x 128": LinearSpec(32, 32, 128, 128, 4, Kind.KIMI_DELTA),
+    "Mamba2, 64 heads of 128 x 64": LinearSpec(8, 64, 128, 64, 4, Kind.MAMBA2),
+    "gated delta, 4 heads of 16 x 16": LinearSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=16, width=4),
+}
 LAYERS = 8
 FORM_R = r"""
-#include <cmath>
 #include <cstdint>
 #include <cstring>
-extern "C" void form_r(float* states, const float* q, const float* k, const float* v, const float* g, const float* b,
-                       float* o, int64_t heads, int64_t tokens, int64_t dk) {
-  constexpr int D = 128;
+template <int D, bool kCorrected, bool kByChannel>
+void form_r(float* states, const float* q, const float* k, const float* v, const float* fades, const float* b, float* o,
+            int64_t heads, int64_t tokens, int64_t dk) {
   for (int64_t h = 0; h < heads; ++h) {
     float* s = states + h * dk * D;
     for (int64_t t = 0; t < tokens; ++t) {
       const float *qt = q + (t * heads + h) * dk, *kt = k + (t * heads + h) * dk, *vt = v + (t * heads + h) * D;
-      const float fade = std::exp(g[t * heads + h]), beta = b[t * heads + h];
+      const float *fade = fades + (t * heads + h) * (kByChannel ? dk : 1), beta = b[t * heads + h];
       float read[D] = {}, out[D] = {}, u[D];
-      for (int64_t c = 0; c < dk; ++c) {
-        for (int d = 0; d < D; ++d) read[d] += (s[c * D + d] *= fade) * kt[c];
+      for (int64_t c = 0; kCorrected && c < dk; ++c) {
+        const float f = fade[kByChannel ? c : 0];
+        for (int d = 0; d < D; ++d) read[d] += (s[c * D + d] *= f) * kt[c];
       }
       for (int d = 0; d < D; ++d) u[d] = (vt[d] - read[d]) * beta;
       for (int64_t c = 0; c < dk; ++c) {
-        for (int d = 0; d < D; ++d) out[d] += (s[c * D + d] += kt[c] * u[d]) * qt[c];
+        const float f = kCorrected ? 1.0f : *fade;
+        for (int d = 0; d < D; ++d) {
+          s[c * D + d] = (kCorrected ? s[c * D + d] : s[c * D + d] * f) + kt[c] * u[d];
+          out[d] += s[c * D + d] * qt[c];
+        }
       }
       std::memcpy(o + (t * heads + h) * D, out, sizeof out);
     }
   }
 }
+using Form = void(float*, const float*, const float*, const float*, const float*, const float*, float*, int64_t,
+                  int64_t, int64_t);
+extern "C" {
+Form *gated_delta = form_r<128, true, false>, *kimi_delta = form_r<128, true, true>, *mamba2 = form_r<64, false, false>;
+}
 """
+_FORMS = {
+    Kind.GATED_DELTA: ("gated_delta", 128),
+    Kind.KIMI_DELTA: ("kimi_delta", 128),
+    Kind.MAMBA2: ("mamba2", 64),
+}
+"""Of each kind the form of ``FORM_R`` and the columns of a state that it is compiled for."""
 
 
 def recurrent() -> ctypes.CDLL:
@@ -97,15 +117,17 @@ def random_layer(spec: LinearSpec, dtype: torch.dtype, tokens: int) -> tuple[Lin
     for pool in pools[:-1]:
         pool.copy_(torch.randn(pool.shape) * 0.1)
     pools.decays.copy_(-torch.rand(pools.decays.shape).cumsum(1) * 0.1)
-    inputs, a, b = [torch.randn(tokens, n).to(dtype) for n in (spec.conv_dim, spec.value_heads, spec.value_heads)]
-    own = torch.randn(spec.width, spec.conv_dim), -torch.rand(spec.value_heads), torch.randn(spec.value_heads)
-    return pools, Gates(inputs, a, b, *own, scale=1)
+    heads, channels = spec.value_heads, spec.value_heads * spec.decay_dim
+    inputs, a, b = [torch.randn(tokens, n).to(dtype) for n in (spec.conv_dim, channels, heads)]
+    own = torch.randn(spec.width, spec.conv_dim), -torch.rand(heads), torch.randn(channels)
+    skip = torch.randn(heads) if spec.kind is Kind.MAMBA2 else None
+    return pools, Gates(inputs, a, b, *own, skip=skip)
 
 
 def native_way(step: LinearStep, layers: list[tuple[LinearPools, Gates]], spec: LinearSpec) -> Callable[[], object]:
     """A step of all layers by the operator."""
     numbers = torch.tensor(step.encode())
-    return lambda: [native.gated_delta(numbers, pools, gates, spec.key_heads) for pools, gates in layers]
+    return lambda: [native.run_step(numbers, pools, spec, gates) for pools, gates in layers]
 
 
 def torch_way(step: LinearStep, layers: list[tuple[LinearPools, Gates]], spec: LinearSpec) -> Callable[[], object]:
@@ -116,7 +138,8 @@ def torch_way(step: LinearStep, layers: list[tuple[LinearPools, Gates]], spec: L
 
 def steps_of(spec: LinearSpec, dtype: torch.dtype, num_tokens: list[int], seconds: float) -> list[tuple[str, ...]]:
     """The rows of a table: microseconds of a layer's step of T tokens."""
-    library = recurrent() if spec.value_dim == 128 else None
+    form, columns = _FORMS[spec.kind]
+    library = recurrent() if spec.value_dim == columns else None
     jobs: list[Callable[[], object]] = []
     for tokens in num_tokens:
         layers, others, last = ([random_layer(spec, dtype, tokens) for _ in range(LAYERS)] for _ in range(3))
@@ -124,7 +147,7 @@ def steps_of(spec: LinearSpec, dtype: torch.dtype, num_tokens: list[int], second
         whole = LinearStep([SequencePart(0, [Chunk(0, CHUNK - tokens, tokens, 0)])], [])
         jobs += [native_way(step, layers, spec), native_way(whole, others, spec)]
         jobs.append(torch_way(step, layers, spec))
-        jobs.append(recurrent_way(library, last, spec, tokens) if library is not None else lambda: None)
+        jobs.append(recurrent_way(library, form, last, spec, tokens) if library is not None else lambda: None)
     times = [1e6 * each / LAYERS for each in fastest_s(jobs, seconds * len(num_tokens))]
     rows: list[tuple[str, ...]] = []
     for at, tokens in enumerate(num_tokens):
@@ -138,19 +161,20 @@ def steps_of(spec: LinearSpec, dtype: torch.dtype, num_tokens: list[int], second
 
 
 def recurrent_way(
-    library: ctypes.CDLL, layers: list[tuple[LinearPools, Gates]], spec: LinearSpec, tokens: int
+    library: ctypes.CDLL, name: str, layers: list[tuple[LinearPools, Gates]], spec: LinearSpec, tokens: int
 ) -> Callable[[], object]:
     """A step of all layers by one state each, which every token changes."""
     heads, n = spec.value_heads, F.normalize
     q, k = (n(torch.randn(tokens, heads, spec.key_dim), dim=-1) for _ in range(2))
     v, out = (torch.randn(tokens, heads, spec.value_dim) for _ in range(2))
-    g, b = -torch.rand(tokens, heads) * 0.1, torch.rand(tokens, heads)
+    g, b = (-torch.rand(tokens, heads * spec.decay_dim) * 0.1).exp(), torch.rand(tokens, heads)
     given = [ctypes.c_void_p(x.data_ptr()) for x in (q, k, v, g, b, out)]
     sizes = [ctypes.c_int64(x) for x in (heads, tokens, spec.key_dim)]
+    form = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 3).in_dll(library, name)
 
     def way(kept: tuple[Tensor, ...] = (q, k, v, g, b, out)) -> None:
         for pools, _ in layers:
-            library.form_r(ctypes.c_void_p(pools.states.data_ptr()), *given, *sizes)
+            form(ctypes.c_void_p(pools.states.data_ptr()), *given, *sizes)
 
     return way
 
@@ -201,8 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "with folds / recurrent",
         "further row / first",
     )
-    sizes = {"32 heads of 128 x 128": PUBLISHED, "4 heads of 16 x 16": TINY}
-    for name, spec in sizes.items():
+    for name, spec in SIZES.items():
         rows = steps_of(spec, torch.bfloat16, args.tokens, args.seconds)
         print("\n".join(table([(f"{name}, {head[0]}", *head[1:]), *rows])) + "\n", flush=True)
     titles = ("prompt", "operator ms", "transformers ms", "transformers / operator")

@@ -13,7 +13,7 @@ from tests.model.parallel.ranks import Ranks, load
 from tests.model.test_linear import chunk, differing
 from tests.model.test_linear_native import random_step
 from tests.support.compilers import needs_attention
-from tests.support.hybrids import SHARDED, hybrid, hybrid_config, hybrid_model, poison
+from tests.support.hybrids import FAMILIES, hybrid, hybrid_config, hybrid_model, poison
 from tests.support.models import prompt
 from tests.support.rings import nightly, slow
 from torch import Tensor
@@ -89,8 +89,8 @@ def on_two_ranks(
     ("family", "dtype"),
     [
         *slow([("qwen3_next", FP32), ("lfm2", BF16), ("nemotron_h", FP32), ("kimi_linear", FP32), ("minimax", FP32)]),
-        *slow([("jamba", FP32), ("falcon_h1", FP32), ("granitemoehybrid", BF16), ("bamba", FP32)]),
-        *nightly([(f, d) for f in SHARDED for d in (FP32, BF16)]),
+        *slow([("jamba", FP32), ("falcon_h1", FP32), ("granitemoehybrid", BF16), ("bamba", FP32), ("zamba2", FP32)]),
+        *nightly([(f, d) for f in FAMILIES for d in (FP32, BF16)]),
     ],
 )
 def test_two_ranks_compute_what_one_does(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_rank_that_copies_no_rows_is_noticed(family: str, tmp_path: Path) -> N
     assert on_two_ranks(family, FP32, tmp_path, uncopied)[2] > 0
 
 
-@pytest.mark.parametrize("family", SHARDED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_each_rank_holds_half_of_the_heads(family: str) -> None:
     """Together they hold all of each parameter once, but norms, first halves of products and what is added to a sum. Of
     Bamba's one group of keys and queries each holds all."""

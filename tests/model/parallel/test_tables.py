@@ -31,7 +31,7 @@ from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.plan import ParameterShard, ShardPlan, plan_shards
 from paceline.model.quantized import require_whole
 
-FAMILIES = ("gpt2", "gpt_oss", "hunyuan_v1_dense")
+FAMILIES = ("gpt2", "gpt_oss", "hunyuan_v1_dense", "stablelm")
 LIMIT = 1e-5
 Change = Callable[[str, ParameterShard, int], ParameterShard]
 """From the name of a parameter, its shard and the rank to another shard."""
@@ -137,6 +137,13 @@ def other_rows(name: str, shard: ParameterShard, rank: int) -> ParameterShard:
     return replace(shard, parts=(((1 - rank) * size, (2 - rank) * size),))
 
 
+def heads_in_turn(name: str, shard: ParameterShard, rank: int) -> ParameterShard:
+    """Queries of every second head, as if heads took turns."""
+    if "q_proj" not in name or shard.dim is None:
+        return shard
+    return replace(shard, parts=tuple((at + 16 * rank, at + 16 * rank + 16) for at in range(0, shard.shape[0], 32)))
+
+
 @pytest.mark.parametrize(
     ("family", "change"),
     [
@@ -146,6 +153,7 @@ def other_rows(name: str, shard: ParameterShard, rank: int) -> ParameterShard:
         ("gpt_oss", halves),
         ("gpt_oss", sinks_of_the_first),
         ("hunyuan_v1_dense", other_rows),
+        ("stablelm", heads_in_turn),
     ],
 )
 def test_a_mutant_of_a_table_is_noticed(
@@ -195,6 +203,28 @@ def test_what_the_table_of_gpt2_says() -> None:
     assert parts["mlp.c_proj.bias"].elsewhere
     assert plan.sizes["transformer.h.1.attn.split_size"] == 32
     assert plan.sizes["transformer.h.0.attn.c_attn.nf"] == 96
+
+
+def test_what_the_table_of_zamba2_says() -> None:
+    """Of the adapters of shared layers the second halves are split, as what they are added to; of the first linear
+    layer a group of two heads."""
+    plan = plan_shards(small_config("zamba2"), 1, 2)
+    shared = "model.layers.1.shared_transformer."
+    parts = {name.removeprefix(shared): shard for name, shard in plan.parameters.items()}
+    for name in ("q_proj", "linear_q_adapter_list.0.1", "linear_v_adapter_list.1.1"):
+        assert parts[f"self_attn.{name}.weight"].parts == ((64, 128),)
+    for name in ("gate_up_proj", "gate_up_proj_adapter_list.1.1"):
+        assert parts[f"feed_forward.{name}.weight"].parts == ((48, 96), (144, 192))
+    assert parts["self_attn.linear_q_adapter_list.0.0.weight"].dim is None
+    assert parts["self_attn.o_proj.weight"].dim == parts["feed_forward.down_proj.weight"].dim == 1
+    assert plan.parameters["model.layers.0.mamba.norm.weight"].parts == ((64, 128),)
+    assert f"{shared}self_attn.o_proj" in plan.summed
+    assert not any(".2.shared_transformer" in name for name in plan.parameters), "layers share these weights"
+
+
+def test_norms_of_each_head_stay_on_one_rank() -> None:
+    with pytest.raises(ConfigError, match=r"a norm of its own for each head \(qk_layernorm is true\): use degree 1"):
+        plan_shards(small_config("stablelm", qk_layernorm=True), 0, 2)
 
 
 @pytest.mark.parametrize(

@@ -202,12 +202,13 @@ AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x, AtenTensorHandle
     std::vector<int64_t> shape(sizes, sizes + dim), stride(dim, 1);
     const int64_t k = shape.back();
     shape.back() = outputs;
-    int64_t rows = 1, expected = k;
+    int64_t rows = 1, between = k;  // rows of x, and values from one to the next: x may be columns of a wider product
     for (int64_t i = dim - 1; i > 0; --i) stride[i - 1] = stride[i] * shape[i];
     if (strides[dim - 1] != 1 && k > 1) return AOTI_TORCH_FAILURE;
     for (int64_t i = dim - 2; i >= 0; --i) {
-      if (shape[i] != 1 && strides[i] != expected) return AOTI_TORCH_FAILURE;
-      rows *= shape[i], expected *= shape[i];
+      if (shape[i] != 1 && rows == 1) between = strides[i];
+      if (shape[i] != 1 && strides[i] != between * rows) return AOTI_TORCH_FAILURE;
+      rows *= shape[i];
     }
     if (aoti_torch_empty_strided(dim, shape.data(), stride.data(), dtype, aoti_torch_device_type_cpu(), 0, out) ||
         aoti_torch_get_data_ptr(*out, &to)) {
@@ -216,7 +217,7 @@ AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x, AtenTensorHandle
     const int64_t value_bytes = dtype == aoti_torch_dtype_float32() ? 4 : 2;
     int64_t step_bytes = packed_dtype == aoti_torch_dtype_uint8() ? 1 : 2;
     for (int64_t i = 2; i < packed_dim; ++i) step_bytes *= packed_sizes[i];
-    if (!paceline_linear(from, value_bytes, k, static_cast<const uint8_t*>(weights), step_bytes,
+    if (!paceline_linear(from, value_bytes, between, static_cast<const uint8_t*>(weights), step_bytes,
                          static_cast<const float*>(added), to, rows, outputs, k)) {
       return AOTI_TORCH_FAILURE;
     }

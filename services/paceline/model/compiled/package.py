@@ -62,7 +62,7 @@ _NATIVE = {
     b"layer_callback",
     b"ranks_sum",
     b"ranks_gather",
-    b"gated_delta",
+    b"linear_attention",
 }
 """Operators of ours, which compute every token alike in steps of any size."""
 

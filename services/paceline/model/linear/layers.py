@@ -3,7 +3,7 @@
 transformers' own forward has another form for one token than for many, whose chunks begin where a call begins; so its
 bits depend on how a text is cut. Where its optional kernel packages or kernels from a hub are installed it has further
 ones. None of these runs: the module's projections, norm and weights are used (``families.py``). Between them runs
-``operator.py``, or for gated delta layers its native twin where that is available; on a GPU ``triton.py``.
+``operator.py``, or its native twin where that is available; on a GPU ``triton.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paceline.checkpoint.linear import Kind, LinearSpec
+from paceline.checkpoint.linear import LinearSpec
 from paceline.core.cuda import LEAST_CAPABILITY, triton_unavailable
 from paceline.errors import ConfigError
 from paceline.model.linear import native
@@ -68,8 +68,6 @@ def why_eager(model: PreTrainedModel) -> str | None:
     kinds = sorted({spec_of(module).kind for _, module in linear_modules(model)})
     if not kinds or model.device.type != "cpu":
         return None
-    if others := [kind for kind in kinds if kind is not Kind.GATED_DELTA]:
-        return f"it has {others[0]} layers, which run by torch alone"
     if (reason := native.unavailable()) is not None:
         return f"it has {kinds[0]} layers, and {reason}"
     if model.dtype not in native.DTYPES:
@@ -82,8 +80,8 @@ def run(inputs: LinearInputs, index: int, spec: LinearSpec, gates: Gates) -> Ten
     pools = inputs.pools[index]
     if inputs.numbers.is_cuda:
         return by_triton(inputs.numbers, pools, spec, gates)
-    if spec.kind is Kind.GATED_DELTA and gates.inputs.dtype in native.DTYPES and native.unavailable() is None:
-        return native.gated_delta(inputs.numbers, pools, gates, spec.key_heads)
+    if gates.inputs.dtype in native.DTYPES and native.unavailable() is None:
+        return native.run_step(inputs.numbers, pools, spec, gates)
     return by_torch(inputs.numbers, pools, spec, gates)
 
 

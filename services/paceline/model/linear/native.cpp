@@ -1,13 +1,14 @@
-// The gated delta rule over chunks at absolute positions. See native.py, and operator.py for the same in torch.
+// Linear layers over chunks at absolute positions. See native.py, and operator.py for the same in torch.
 //
-// A key head, with the value heads that share its keys, is computed by itself, sequence after sequence. Vectors hold 16
-// neighboring channels, each of which is summed in one fixed order:
+// A key head, with the value heads that share its keys, is computed by itself, sequence after sequence; so are some
+// channels of Mamba. Vectors hold 16 neighboring channels, each of which is summed in one fixed order:
 //
 //   products with a state   16 rows of the state at a time, then these sums in order
 //   products of two rows    16 lanes, each in order, then halves of the lanes: 8 + 8, 4 + 4, 2 + 2, 1 + 1
 //   rows of a chunk         in order
 //
-// Sums begin with 0 and no product is fused with a sum, so bits depend on nothing but the numbers.
+// Sums begin with 0 and no product is fused with a sum, so bits depend on nothing but the numbers. e^x and log(1 + x) in
+// float64, of which float32 is kept, are fused: their results are within 2 units of the last place.
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
@@ -27,6 +28,7 @@ namespace {
 constexpr int kChunk = 16;  // CHUNK: the rows of a chunk, which are the lanes of a vector
 constexpr int kBlock = 16;  // rows of a state that are summed by themselves
 constexpr int kVectors = 8;  // vectors of a state's row that a product keeps in registers
+constexpr int kPiece = 128;  // channels of Mamba that one thread computes
 constexpr float kLog2e = 1.44269504f;
 constexpr int64_t kNone = -1;  // NONE of plan.py
 constexpr int64_t kShared = 1 << 16;  // numbers of states and rows: of these a step is worth the helpers
@@ -36,20 +38,23 @@ constexpr int64_t kShared = 1 << 16;  // numbers of states and rows: of these a 
 using Share = bool (*)(int64_t pieces, void (*work)(const void* it, int64_t piece), const void* it);
 std::atomic<Share> share{nullptr};
 
-// The arguments of a call, as in native.py.
+enum Kind : int64_t { kGatedDelta, kKimiDelta, kLightning, kConvolution, kMamba, kMamba2 };  // in the order of Kind
+
+// The arguments of a call, as in native.py; those of Gates are described there.
 struct Call {
   const int64_t* numbers;  // LinearStep.encode
   int64_t num_numbers;
-  const void *inputs, *a, *b;  // [tokens, conv_dim], [tokens, value_heads] twice
-  const float *weight, *decay, *bias;  // [width, conv_dim], [value_heads] twice
+  const void *inputs, *a, *b;
+  const float *weight, *decay, *bias, *shift, *skip;  // the last two null: there is none
   float* states;  // [state_slots, value_heads, key_dim, value_dim]
   void *tails, *rows;  // [state_slots, width - 1, conv_dim], [row_slots, kChunk, conv_dim]
   float *keys, *updates, *decays;  // [row_slots, kChunk, ..]
   void* out;  // [tokens, value_heads, value_dim]
   int64_t tokens, key_heads, value_heads, key_dim, value_dim, width, state_slots, row_slots;
-  int64_t scale;  // of the strength of updates: 1 or 2
   int64_t value_bytes;  // 2: bfloat16, 4: float32
   int64_t inputs_row, a_row, b_row;  // numbers from a token to the next one
+  int64_t kind, rounds_rates, rounds_convolution, activates;
+  double scale, lowest, shortest, longest;  // lowest 0: there is none
 };
 
 struct Float32 {
@@ -95,22 +100,72 @@ __m512 silu(__m512 x) {
   return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
 }
 
-float softplus(float x) { return x > 20.0f ? x : static_cast<float>(std::log1p(std::exp(static_cast<double>(x)))); }
+// f of 16 numbers in float64.
+template <class Function>
+__m512 in_float64(__m512 x, const Function& f) {
+  const __m256 low = _mm512_cvtpd_ps(f(_mm512_cvtps_pd(_mm512_castps512_ps256(x))));
+  return _mm512_insertf32x8(_mm512_castps256_ps512(low), _mm512_cvtpd_ps(f(_mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)))), 1);
+}
 
-float sigmoid(float x) { return static_cast<float>(1.0 / (1.0 + std::exp(-static_cast<double>(x)))); }
+constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;
 
-// Sum of products of two rows of `size` numbers, a multiple of 16.
-float dot(const float* a, const float* b, int64_t size) {
-  __m512 sum = _mm512_setzero_ps();
-  for (int64_t i = 0; i < size; i += 16) sum = add_product(sum, _mm512_loadu_ps(a + i), _mm512_loadu_ps(b + i));
-  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(sum), _mm512_extractf32x8_ps(sum, 1));
+__m512d polynomial(__m512d x, const double* coefficients, int count) {
+  __m512d sum = _mm512_set1_pd(coefficients[0]);
+  for (int i = 1; i < count; ++i) sum = _mm512_fmadd_pd(sum, x, _mm512_set1_pd(coefficients[i]));
+  return sum;
+}
+
+__m512d exponential(__m512d x) {
+  constexpr double kInverse[] = {1 / 6227020800.0, 1 / 479001600.0, 1 / 39916800.0, 1 / 3628800.0, 1 / 362880.0,
+                                 1 / 40320.0, 1 / 5040.0, 1 / 720.0, 1 / 120.0, 1 / 24.0, 1 / 6.0, 0.5, 1.0, 1.0};
+  x = _mm512_max_pd(_mm512_set1_pd(-1000.0), _mm512_min_pd(_mm512_set1_pd(1000.0), x));
+  const __m512d n = _mm512_roundscale_pd(_mm512_mul_pd(x, _mm512_set1_pd(1.44269504088896340736)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512d r = _mm512_fnmadd_pd(n, _mm512_set1_pd(kLn2Low), _mm512_fnmadd_pd(n, _mm512_set1_pd(kLn2High), x));
+  return _mm512_scalef_pd(polynomial(r, kInverse, std::size(kInverse)), n);
+}
+
+// log(1 + x) of x >= 0: 2 atanh((m - 1) / (m + 1)) for the mantissa m of 1 + x, and what the sum 1 + x has lost.
+__m512d log1p(__m512d x) {
+  constexpr double kOdd[] = {1 / 25.0, 1 / 23.0, 1 / 21.0, 1 / 19.0, 1 / 17.0, 1 / 15.0, 1 / 13.0,
+                             1 / 11.0, 1 / 9.0, 1 / 7.0, 1 / 5.0, 1 / 3.0, 1.0};
+  const __m512d one = _mm512_set1_pd(1.0), y = _mm512_add_pd(one, x), part = _mm512_sub_pd(y, one);
+  const __m512d lost = _mm512_add_pd(_mm512_sub_pd(one, _mm512_sub_pd(y, part)), _mm512_sub_pd(x, part));
+  const __m512d m = _mm512_getmant_pd(y, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_src);
+  const __m512d n = _mm512_getexp_pd(_mm512_div_pd(y, m));
+  const __m512d s = _mm512_div_pd(_mm512_sub_pd(m, one), _mm512_add_pd(m, one));
+  const __m512d atanh = _mm512_mul_pd(s, polynomial(_mm512_mul_pd(s, s), kOdd, std::size(kOdd)));
+  const __m512d low = _mm512_fmadd_pd(n, _mm512_set1_pd(kLn2Low), _mm512_div_pd(lost, y));
+  return _mm512_fmadd_pd(n, _mm512_set1_pd(kLn2High), _mm512_fmadd_pd(_mm512_set1_pd(2.0), atanh, low));
+}
+
+__m512 softplus(__m512 x) {
+  const __m512 soft = in_float64(x, [](__m512d y) { return log1p(exponential(y)); });
+  return _mm512_mask_mov_ps(soft, _mm512_cmp_ps_mask(x, _mm512_set1_ps(20.0f), _CMP_GT_OQ), x);
+}
+
+// factor / (1 + e^x)
+__m512 falling_sigmoid(__m512 x, double factor) {
+  return in_float64(x, [factor](__m512d y) {
+    return _mm512_div_pd(_mm512_set1_pd(factor), _mm512_add_pd(_mm512_set1_pd(1.0), exponential(y)));
+  });
+}
+
+float sum_of_lanes(__m512 x) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 
-// Adds to `by_k` and `by_q` the products of V vectors of a state's columns with a key and a query.
-template <int V>
+// Sum of products of two rows of `size` numbers, a multiple of 16.
+float dot(const float* a, const float* b, int64_t size) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t i = 0; i < size; i += 16) sum = add_product(sum, _mm512_loadu_ps(a + i), _mm512_loadu_ps(b + i));
+  return sum_of_lanes(sum);
+}
+
+// Adds to `by_q` the products of V vectors of a state's columns with a query; Both: and to `by_k` those with a key.
+template <int V, bool Both>
 void read_state(const float* state, int64_t rows, int64_t stride, __mmask16 last, const float* k, const float* q,
                 float* by_k, float* by_q) {
   for (int64_t first = 0; first < rows; first += kBlock) {
@@ -121,26 +176,27 @@ void read_state(const float* state, int64_t rows, int64_t stride, __mmask16 last
       const __m512 of_k = _mm512_set1_ps(k[c]), of_q = _mm512_set1_ps(q[c]);
       for (int v = 0; v < V; ++v) {
         const __m512 s = _mm512_maskz_loadu_ps(v == V - 1 ? last : 0xffff, state + c * stride + 16 * v);
-        for_k[v] = add_product(for_k[v], s, of_k), for_q[v] = add_product(for_q[v], s, of_q);
+        if constexpr (Both) for_k[v] = add_product(for_k[v], s, of_k);
+        for_q[v] = add_product(for_q[v], s, of_q);
       }
     }
     for (int v = 0; v < V; ++v) {
-      _mm512_storeu_ps(by_k + 16 * v, _mm512_add_ps(_mm512_loadu_ps(by_k + 16 * v), for_k[v]));
+      if constexpr (Both) _mm512_storeu_ps(by_k + 16 * v, _mm512_add_ps(_mm512_loadu_ps(by_k + 16 * v), for_k[v]));
       _mm512_storeu_ps(by_q + 16 * v, _mm512_add_ps(_mm512_loadu_ps(by_q + 16 * v), for_q[v]));
     }
   }
 }
 
-// V vectors of the columns of to = state * fade + the chunk's keys, each faded already, times its updates.
+// V vectors of the columns of to = state * fade of each row + the chunk's keys, each faded already, times its updates.
 template <int V>
-void fold_columns(const float* state, float* to, int64_t rows, int64_t stride, __mmask16 last, float fade,
+void fold_columns(const float* state, float* to, int64_t rows, int64_t stride, __mmask16 last, const float* fade,
                   const float* keys, int64_t key_stride, const float* updates, int64_t update_stride) {
   for (int64_t c = 0; c < rows; ++c) {
     __m512 sum[V];
     for (int v = 0; v < V; ++v) {
       const __mmask16 some = v == V - 1 ? last : 0xffff;
       const __m512 s = state == nullptr ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(some, state + c * stride + 16 * v);
-      sum[v] = _mm512_mul_ps(s, _mm512_set1_ps(fade));
+      sum[v] = _mm512_mul_ps(s, _mm512_set1_ps(fade[c]));
     }
     for (int j = 0; j < kChunk; ++j) {
       const __m512 k = _mm512_set1_ps(keys[j * key_stride + c]);
@@ -175,50 +231,88 @@ struct Chunk {
   int64_t num_also;
 };
 
+// work.begin(slot of a state) and work.run(chunk, its first token, whether the state behind it is needed), for all
+// sequences and their chunks.
+template <class Work>
+void walk(const Call& it, Work& work) {
+  const int64_t* next = it.numbers + 1 + 3 * it.numbers[0];  // behind the groups, which one thread needs not know
+  int64_t at = 0;
+  for (int64_t left = *next++; left > 0; --left) {
+    work.begin(*next++);
+    for (int64_t chunks = *next++; chunks > 0; --chunks) {
+      const Chunk chunk = {next[0], next[1], next[2], next[3], next + 5, next[4]};
+      next += 5 + 3 * chunk.num_also;
+      work.run(chunk, at, chunks > 1 || chunk.store != kNone);
+      at += chunk.count;
+    }
+  }
+}
+
+// store(row of the chunk, row of the pools), for each row that a chunk computes or writes to a further place.
+template <class Store>
+void store_rows_of(const Chunk& chunk, const Store& store) {
+  if (chunk.rows != kNone) {
+    for (int64_t t = chunk.first; t < chunk.first + chunk.count; ++t) store(t, chunk.rows * kChunk + t);
+  }
+  for (int64_t i = 0; i < chunk.num_also; ++i) {
+    const int64_t* also = chunk.also + 3 * i;
+    store(also[0], also[1] * kChunk + also[2]);
+  }
+}
+
+// A key head and the value heads that share its keys; of a convolution alone all channels, as one value without keys.
 template <class T>
 class Head {
   using Value = typename T::Value;
 
  public:
   explicit Head(const Call& call)
-      : it_(call), groups_(call.value_heads / call.key_heads),
+      : it_(call), groups_(call.value_heads / call.key_heads), convolves_(call.kind != kLightning),
+        is_corrected_(call.kind == kGatedDelta || call.kind == kKimiDelta), by_channel_(call.kind == kKimiDelta),
         conv_dim_(2 * call.key_heads * call.key_dim + call.value_heads * call.value_dim), keys_(padded(call.key_dim)),
-        values_(padded(call.value_dim)), wide_(2 * keys_ + groups_ * values_), history_(call.width - 1) {
+        values_(padded(call.value_dim)), wide_(2 * keys_ + groups_ * values_), history_(call.width - 1),
+        decay_dim_(by_channel_ ? call.key_dim : 1), decay_row_(by_channel_ ? keys_ : 1) {
     x_.resize((history_ + kChunk) * wide_), mixed_.resize(kChunk * wide_);
-    k_.resize(kChunk * keys_), q_.resize(kChunk * keys_), faded_.resize(kChunk * keys_);
-    u_.resize(groups_ * kChunk * values_), decays_.resize(groups_ * kChunk);
+    if (keys_ == 0) return;
+    k_.resize(kChunk * keys_), q_.resize(kChunk * keys_), faded_.resize(kChunk * keys_), fades_.resize(keys_);
+    if (by_channel_) faded_q_.resize(kChunk * keys_);
+    u_.resize(groups_ * kChunk * values_), decays_.resize(groups_ * kChunk * decay_row_);
     by_k_.resize(kChunk * values_), by_q_.resize(kChunk * values_);
     states_.resize(groups_);
   }
 
-  void run(int64_t number) {
+  static int64_t pieces(const Call& it) { return it.key_heads; }
+
+  void compute(int64_t number) {
     take(number);
-    const int64_t* next = it_.numbers + 1 + 3 * it_.numbers[0];  // behind the groups, which one thread needs not know
-    int64_t at = 0;
-    for (int64_t left = *next++; left > 0; --left) {
-      const int64_t slot = *next++;
-      for (int64_t g = 0; g < groups_; ++g) states_[g] = slot == kNone ? nullptr : state(slot, g);
-      std::fill_n(x_.begin(), history_ * wide_, 0.0f);
-      if (slot != kNone) load_rows(static_cast<const Value*>(it_.tails) + slot * history_ * conv_dim_, conv_dim_, history_, 0);
-      for (int64_t chunks = *next++; chunks > 0; --chunks) {
-        const Chunk chunk = {next[0], next[1], next[2], next[3], next + 5, next[4]};
-        next += 5 + 3 * chunk.num_also;
-        load(chunk, at);
-        compute(chunk, at);
-        if (chunks > 1 || chunk.store != kNone) fold(chunk);
-        at += chunk.count;
-      }
-    }
+    walk(it_, *this);
+  }
+
+  void begin(int64_t slot) {
+    for (size_t g = 0; g < states_.size(); ++g) states_[g] = slot == kNone ? nullptr : state(slot, g);
+    std::fill_n(x_.begin(), history_ * wide_, 0.0f);
+    if (slot != kNone) load_rows(static_cast<const Value*>(it_.tails) + slot * history_ * conv_dim_, conv_dim_, history_, 0);
+  }
+
+  void run(const Chunk& chunk, int64_t at, bool goes_on) {
+    load(chunk, at);
+    compute(chunk, at);
+    if (goes_on) fold(chunk);
   }
 
  private:
   void take(int64_t number) {
     head_ = number, first_value_ = number * groups_;
+    const int64_t keys = it_.key_heads * it_.key_dim, all_values = it_.value_heads * it_.value_dim;
+    const bool values_first = it_.kind == kMamba2;
+    const int64_t key_at = values_first ? all_values : keys, query_at = values_first ? all_values + keys : 0;
     spans_.clear();
-    spans_.push_back({number * it_.key_dim, it_.key_dim, 0});
-    spans_.push_back({(it_.key_heads + number) * it_.key_dim, it_.key_dim, keys_});
+    if (keys > 0) {
+      spans_.push_back({query_at + number * it_.key_dim, it_.key_dim, 0});
+      spans_.push_back({key_at + number * it_.key_dim, it_.key_dim, keys_});
+    }
     for (int64_t g = 0; g < groups_; ++g) {
-      const int64_t from = 2 * it_.key_heads * it_.key_dim + (first_value_ + g) * it_.value_dim;
+      const int64_t from = (values_first ? 0 : 2 * keys) + (first_value_ + g) * it_.value_dim;
       spans_.push_back({from, it_.value_dim, 2 * keys_ + g * values_});
     }
   }
@@ -226,6 +320,8 @@ class Head {
   float* state(int64_t slot, int64_t group) const {
     return it_.states + (slot * it_.value_heads + first_value_ + group) * it_.key_dim * it_.value_dim;
   }
+
+  float* decays(int64_t group) { return &decays_[group * kChunk * decay_row_]; }
 
   // Inputs of the convolution, `count` rows of the head's channels, from row `to` of the tile on.
   void load_rows(const Value* from, int64_t stride, int64_t count, int64_t to) {
@@ -255,15 +351,15 @@ class Head {
     load_rows(static_cast<const Value*>(it_.inputs) + at * it_.inputs_row, it_.inputs_row, chunk.count, history_ + chunk.first);
     if (chunk.first == 0) return;
     const int64_t row = chunk.rows * kChunk, read = std::max<int64_t>(0, chunk.first - history_);  // by the convolution
-    load_rows(static_cast<const Value*>(it_.rows) + (row + read) * conv_dim_, conv_dim_, chunk.first - read, history_ + read);
-    for (int64_t j = 0; j < chunk.first; ++j) {
-      const float* key = it_.keys + ((row + j) * it_.key_heads + head_) * it_.key_dim;
-      std::copy(key, key + it_.key_dim, &k_[j * keys_]);
+    if (convolves_) {
+      load_rows(static_cast<const Value*>(it_.rows) + (row + read) * conv_dim_, conv_dim_, chunk.first - read, history_ + read);
+    }
+    for (int64_t j = 0; keys_ > 0 && j < chunk.first; ++j) {
+      std::copy_n(it_.keys + ((row + j) * it_.key_heads + head_) * it_.key_dim, it_.key_dim, &k_[j * keys_]);
       for (int64_t g = 0; g < groups_; ++g) {
         const int64_t place = (row + j) * it_.value_heads + first_value_ + g;
-        const float* update = it_.updates + place * it_.value_dim;
-        std::copy(update, update + it_.value_dim, &u_[(g * kChunk + j) * values_]);
-        decays_[g * kChunk + j] = it_.decays[place];
+        std::copy_n(it_.updates + place * it_.value_dim, it_.value_dim, &u_[(g * kChunk + j) * values_]);
+        std::copy_n(it_.decays + place * decay_dim_, decay_dim_, decays(g) + j * decay_row_);
       }
     }
   }
@@ -272,23 +368,18 @@ class Head {
   void compute(const Chunk& chunk, int64_t at) {
     for (int64_t t = chunk.first; t < chunk.first + chunk.count; ++t) {
       convolve(t);
-      normalize(&mixed_[t * wide_], &q_[t * keys_], static_cast<float>(1.0 / std::sqrt(it_.key_dim)));
-      normalize(&mixed_[t * wide_ + keys_], &k_[t * keys_], 1.0f);
-      for (int64_t j = 0; j <= t; ++j) {
-        of_k_[t][j] = dot(&k_[j * keys_], &k_[t * keys_], keys_), of_q_[t][j] = dot(&k_[j * keys_], &q_[t * keys_], keys_);
-      }
+      if (keys_ > 0) take_keys(t);
+      else store_output(at + t - chunk.first, 0, &mixed_[t * wide_]);
     }
-    for (int64_t g = 0; g < groups_; ++g) compute_head(chunk, at, g);
-    if (chunk.rows != kNone) {
-      for (int64_t t = chunk.first; t < chunk.first + chunk.count; ++t) store_row(t, chunk.rows * kChunk + t);
-    }
-    for (int64_t i = 0; i < chunk.num_also; ++i) {
-      const int64_t* also = chunk.also + 3 * i;
-      store_row(also[0], also[1] * kChunk + also[2]);
-    }
+    for (int64_t g = 0; keys_ > 0 && g < groups_; ++g) compute_head(chunk, at, g);
+    store_rows_of(chunk, [this](int64_t t, int64_t row) { store_row(t, row); });
   }
 
   void convolve(int64_t t) {
+    if (!convolves_) {
+      std::copy_n(&x_[t * wide_], wide_, &mixed_[t * wide_]);
+      return;
+    }
     for (const Span& span : spans_) {
       for (int64_t i = 0; i < span.size; i += 16) {
         const float *x = &x_[t * wide_ + span.to + i], *weight = it_.weight + span.from + i;
@@ -298,8 +389,26 @@ class Head {
           const __m512 w = _mm512_maskz_loadu_ps(some, weight + place * conv_dim_);
           sum = add_product(sum, _mm512_loadu_ps(x + place * wide_), w);
         }
-        _mm512_storeu_ps(&mixed_[t * wide_ + span.to + i], T::round(silu(T::round(sum))));
+        if (it_.shift != nullptr) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(some, it_.shift + span.from + i));
+        if (it_.rounds_convolution) sum = T::round(sum);
+        if (it_.activates) sum = T::round(silu(sum));
+        _mm512_storeu_ps(&mixed_[t * wide_ + span.to + i], sum);
       }
+    }
+  }
+
+  // The query and the key of row t, and the products of each with the keys up to t.
+  void take_keys(int64_t t) {
+    if (is_corrected_) {
+      normalize(&mixed_[t * wide_], &q_[t * keys_], static_cast<float>(1.0 / std::sqrt(it_.key_dim)));
+      normalize(&mixed_[t * wide_ + keys_], &k_[t * keys_], 1.0f);
+    } else {
+      std::copy_n(&mixed_[t * wide_], keys_, &q_[t * keys_]);
+      std::copy_n(&mixed_[t * wide_ + keys_], keys_, &k_[t * keys_]);
+    }
+    for (int64_t j = 0; !by_channel_ && j <= t; ++j) {
+      if (is_corrected_) of_k_[t][j] = dot(&k_[j * keys_], &k_[t * keys_], keys_);
+      of_q_[t][j] = dot(&k_[j * keys_], &q_[t * keys_], keys_);
     }
   }
 
@@ -312,82 +421,165 @@ class Head {
   }
 
   void compute_head(const Chunk& chunk, int64_t at, int64_t g) {
-    const int64_t head = first_value_ + g, stop = chunk.first + chunk.count;
-    float *decays = &decays_[g * kChunk], *u = &u_[g * kChunk * values_];
+    const int64_t stop = chunk.first + chunk.count;
+    alignas(64) float strengths[kChunk];
+    if (by_channel_) fade_channels(chunk, at, g);
+    else fade_head(chunk, at, g, strengths);
+    if (is_corrected_) {
+      const __m512 open = T::round(falling_sigmoid(_mm512_sub_ps(_mm512_setzero_ps(), of_rows(it_.b, it_.b_row, chunk, at, g)), 1.0));
+      _mm512_store_ps(strengths, _mm512_mul_ps(open, _mm512_set1_ps(static_cast<float>(it_.scale))));
+    }
     for (auto* sums : {&by_k_, &by_q_}) std::fill_n(&(*sums)[chunk.first * values_], chunk.count * values_, 0.0f);
-    if (states_[g] != nullptr) read(states_[g], chunk.first, stop);
+    if (states_[g] != nullptr) read(states_[g], chunk.first, stop, decays(g));
     for (int64_t t = chunk.first; t < stop; ++t) {
-      const int64_t token = at + t - chunk.first;
-      const float a = T::widen(static_cast<const Value*>(it_.a)[token * it_.a_row + head]);
-      const float b = T::widen(static_cast<const Value*>(it_.b)[token * it_.b_row + head]);
-      const __m512 rounded = T::round(_mm512_set1_ps(sigmoid(b)));
-      const float beta = _mm512_cvtss_f32(rounded) * static_cast<float>(it_.scale);
-      decays[t] = (t ? decays[t - 1] : 0.0f) + it_.decay[head] * softplus(a + it_.bias[head]);
-      correct(t, decays, u, beta, &mixed_[t * wide_ + 2 * keys_ + g * values_]);
-      Value* out = static_cast<Value*>(it_.out) + (token * it_.value_heads + head) * it_.value_dim;
-      for (int64_t i = 0; i < it_.value_dim; i += 16) {
-        T::store(out + i, first_of(it_.value_dim - i), _mm512_loadu_ps(&by_q_[t * values_ + i]));
+      const float* v = &mixed_[t * wide_ + 2 * keys_ + g * values_];
+      correct(t, decays(g), &u_[g * kChunk * values_], strengths[t], v);
+      if (it_.skip != nullptr) {
+        const __m512 skip = _mm512_set1_ps(it_.skip[first_value_ + g]);
+        for (float *out = &by_q_[t * values_], *end = out + values_; out < end; out += 16, v += 16) {
+          _mm512_storeu_ps(out, add_product(_mm512_loadu_ps(out), _mm512_loadu_ps(v), skip));
+        }
+      }
+      store_output(at + t - chunk.first, g, &by_q_[t * values_]);
+    }
+  }
+
+  void store_output(int64_t token, int64_t g, const float* from) const {
+    Value* out = static_cast<Value*>(it_.out) + (token * it_.value_heads + first_value_ + g) * it_.value_dim;
+    for (int64_t i = 0; i < it_.value_dim; i += 16) T::store(out + i, first_of(it_.value_dim - i), _mm512_loadu_ps(from + i));
+  }
+
+  // The numbers of a value head in [tokens, value_heads], each in the lane of its row.
+  __m512 of_rows(const void* of, int64_t stride, const Chunk& chunk, int64_t at, int64_t g) const {
+    alignas(64) float lanes[kChunk] = {};
+    const Value* from = static_cast<const Value*>(of) + at * stride + first_value_ + g;
+    for (int64_t i = 0; i < chunk.count; ++i) lanes[chunk.first + i] = T::widen(from[i * stride]);
+    return _mm512_load_ps(lanes);
+  }
+
+  __m512 rates(__m512 x, __m512 decay) const {
+    const __m512 rate = it_.lowest != 0 ? falling_sigmoid(_mm512_mul_ps(decay, x), it_.lowest) : _mm512_mul_ps(decay, softplus(x));
+    return it_.rounds_rates ? T::round(rate) : rate;
+  }
+
+  // Sums of the rates of a head's rows; of Mamba2 their strengths, too, of lightning attention 1.
+  void fade_head(const Chunk& chunk, int64_t at, int64_t g, float* strengths) {
+    const int64_t head = first_value_ + g;
+    const __m512 decay = _mm512_set1_ps(it_.decay[head]);
+    __m512 strength = _mm512_set1_ps(1.0f), rate = decay;
+    if (it_.kind != kLightning) {
+      const __m512 x = _mm512_add_ps(of_rows(it_.a, it_.a_row, chunk, at, g), _mm512_set1_ps(it_.bias[head]));
+      if (it_.kind == kMamba2) {
+        const __m512 least = _mm512_set1_ps(static_cast<float>(it_.shortest)), most = _mm512_set1_ps(static_cast<float>(it_.longest));
+        strength = _mm512_min_ps(most, _mm512_max_ps(least, softplus(x)));
+        rate = _mm512_mul_ps(decay, strength);
+      } else {
+        rate = rates(x, decay);
+      }
+    }
+    alignas(64) float of_row[kChunk];
+    _mm512_store_ps(of_row, rate), _mm512_store_ps(strengths, strength);
+    float* sums = decays(g);
+    for (int64_t t = chunk.first; t < chunk.first + chunk.count; ++t) sums[t] = (t ? sums[t - 1] : 0.0f) + of_row[t];
+  }
+
+  // The same for each channel of the keys.
+  void fade_channels(const Chunk& chunk, int64_t at, int64_t g) {
+    const int64_t head = first_value_ + g;
+    const __m512 decay = _mm512_set1_ps(it_.decay[head]);
+    for (int64_t t = chunk.first; t < chunk.first + chunk.count; ++t) {
+      const Value* a = static_cast<const Value*>(it_.a) + (at + t - chunk.first) * it_.a_row + head * it_.key_dim;
+      float* sums = decays(g) + t * keys_;
+      for (int64_t i = 0; i < it_.key_dim; i += 16) {
+        const __mmask16 some = first_of(it_.key_dim - i);
+        const __m512 x = _mm512_add_ps(T::load(a + i, some), _mm512_maskz_loadu_ps(some, it_.bias + head * it_.key_dim + i));
+        const __m512 before = t ? _mm512_loadu_ps(sums - keys_ + i) : _mm512_setzero_ps();
+        _mm512_storeu_ps(sums + i, _mm512_maskz_add_ps(some, before, rates(x, decay)));
       }
     }
   }
 
-  // Products of the state with the keys and queries of the rows [first, stop).
-  void read(const float* state, int64_t first, int64_t stop) {
+  // Products of the state with the keys and queries of the rows [first, stop); by channel each faded by then.
+  void read(const float* state, int64_t first, int64_t stop, const float* decays) {
+    const float *k = k_.data(), *q = q_.data();
+    if (by_channel_) {
+      for (int64_t i = first * keys_; i < stop * keys_; i += 16) {
+        const __m512 fade = exponential(_mm512_loadu_ps(decays + i));
+        _mm512_storeu_ps(&faded_[i], _mm512_mul_ps(_mm512_loadu_ps(k + i), fade));
+        _mm512_storeu_ps(&faded_q_[i], _mm512_mul_ps(_mm512_loadu_ps(q + i), fade));
+      }
+      k = faded_.data(), q = faded_q_.data();
+    }
     over_columns(it_.value_dim, [&]<int V>(int64_t column, __mmask16 last) {
+      const auto of_state = is_corrected_ ? read_state<V, true> : read_state<V, false>;
       for (int64_t t = first; t < stop; ++t) {
-        read_state<V>(state + column, it_.key_dim, it_.value_dim, last, &k_[t * keys_], &q_[t * keys_],
-                      &by_k_[t * values_ + column], &by_q_[t * values_ + column]);
+        of_state(state + column, it_.key_dim, it_.value_dim, last, k + t * keys_, q + t * keys_, &by_k_[t * values_ + column],
+                 &by_q_[t * values_ + column]);
       }
     });
   }
 
+  // What the rows up to t weigh in the update and in the output of t; returns the weight of the products with the state.
+  float weigh(int64_t t, const float* decays, float* of_k, float* of_q) const {
+    if (!by_channel_) {
+      const __m512 fade = exponential(_mm512_sub_ps(_mm512_set1_ps(decays[t]), _mm512_loadu_ps(decays)));
+      _mm512_store_ps(of_k, _mm512_mul_ps(_mm512_loadu_ps(of_k_[t]), fade));
+      _mm512_store_ps(of_q, _mm512_mul_ps(_mm512_loadu_ps(of_q_[t]), fade));
+      return exponential(decays[t]);
+    }
+    for (int64_t j = 0; j <= t; ++j) {
+      __m512 for_k = _mm512_setzero_ps(), for_q = _mm512_setzero_ps();
+      for (int64_t i = 0; i < keys_; i += 16) {
+        const __m512 since = _mm512_sub_ps(_mm512_loadu_ps(decays + t * keys_ + i), _mm512_loadu_ps(decays + j * keys_ + i));
+        const __m512 k = _mm512_mul_ps(_mm512_loadu_ps(&k_[j * keys_ + i]), exponential(since));
+        for_k = add_product(for_k, k, _mm512_loadu_ps(&k_[t * keys_ + i]));
+        for_q = add_product(for_q, k, _mm512_loadu_ps(&q_[t * keys_ + i]));
+      }
+      of_k[j] = sum_of_lanes(for_k), of_q[j] = sum_of_lanes(for_q);
+    }
+    return 1.0f;
+  }
+
   // Adds the rows of the chunk before t to the products of t with the state, which makes its update and its output.
-  void correct(int64_t t, const float* decays, float* u, float beta, const float* v) {
+  void correct(int64_t t, const float* decays, float* u, float strength, const float* v) {
     alignas(64) float of_k[kChunk], of_q[kChunk];
-    const float total = exponential(decays[t]);
-    const __m512 fade = exponential(_mm512_sub_ps(_mm512_set1_ps(decays[t]), _mm512_loadu_ps(decays)));
-    _mm512_store_ps(of_k, _mm512_mul_ps(_mm512_loadu_ps(of_k_[t]), fade));
-    _mm512_store_ps(of_q, _mm512_mul_ps(_mm512_loadu_ps(of_q_[t]), fade));
+    const __m512 total = _mm512_set1_ps(weigh(t, decays, of_k, of_q));
     for (int64_t i = 0; i < values_; i += 16) {
-      __m512 for_k = _mm512_mul_ps(_mm512_loadu_ps(&by_k_[t * values_ + i]), _mm512_set1_ps(total));
-      __m512 for_q = _mm512_mul_ps(_mm512_loadu_ps(&by_q_[t * values_ + i]), _mm512_set1_ps(total));
+      __m512 for_k = _mm512_mul_ps(_mm512_loadu_ps(&by_k_[t * values_ + i]), total);
+      __m512 for_q = _mm512_mul_ps(_mm512_loadu_ps(&by_q_[t * values_ + i]), total);
       for (int64_t j = 0; j < t; ++j) {
         const __m512 row = _mm512_loadu_ps(u + j * values_ + i);
         for_k = add_product(for_k, _mm512_set1_ps(of_k[j]), row), for_q = add_product(for_q, _mm512_set1_ps(of_q[j]), row);
       }
-      const __m512 own = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(v + i), for_k), _mm512_set1_ps(beta));
+      const __m512 value = _mm512_loadu_ps(v + i);
+      const __m512 own = _mm512_mul_ps(is_corrected_ ? _mm512_sub_ps(value, for_k) : value, _mm512_set1_ps(strength));
       _mm512_storeu_ps(u + t * values_ + i, own);
-      _mm512_storeu_ps(&by_q_[t * values_ + i], add_product(for_q, _mm512_set1_ps(of_q_[t][t]), own));
+      _mm512_storeu_ps(&by_q_[t * values_ + i], add_product(for_q, _mm512_set1_ps(of_q[t]), own));
     }
   }
 
   // Writes row t of the chunk to a row of the pools.
-  void store_row(int64_t t, int64_t row) const {
-    store_rows(static_cast<Value*>(it_.rows) + row * conv_dim_, 1, history_ + t);
+  void store_row(int64_t t, int64_t row) {
+    if (convolves_) store_rows(static_cast<Value*>(it_.rows) + row * conv_dim_, 1, history_ + t);
+    if (keys_ == 0) return;
     std::copy_n(&k_[t * keys_], it_.key_dim, it_.keys + (row * it_.key_heads + head_) * it_.key_dim);
     for (int64_t g = 0; g < groups_; ++g) {
       const int64_t place = row * it_.value_heads + first_value_ + g;
       std::copy_n(&u_[(g * kChunk + t) * values_], it_.value_dim, it_.updates + place * it_.value_dim);
-      it_.decays[place] = decays_[g * kChunk + t];
+      std::copy_n(decays(g) + t * decay_row_, decay_dim_, it_.decays + place * decay_dim_);
     }
   }
 
   // The state behind a whole chunk, and the inputs that the convolution reads behind it.
   void fold(const Chunk& chunk) {
     const int64_t size = it_.key_dim * it_.value_dim;
-    for (int64_t g = 0; g < groups_; ++g) {
-      const float* decays = &decays_[g * kChunk];
-      const float end = decays[kChunk - 1], fade = exponential(end);
-      alignas(64) float factors[kChunk];
-      _mm512_store_ps(factors, exponential(_mm512_sub_ps(_mm512_set1_ps(end), _mm512_loadu_ps(decays))));
-      for (int64_t j = 0; j < kChunk; ++j) {
-        for (int64_t c = 0; c < keys_; ++c) faded_[j * keys_ + c] = k_[j * keys_ + c] * factors[j];
-      }
+    for (int64_t g = 0; g < static_cast<int64_t>(states_.size()); ++g) {
+      fade_keys(decays(g));
       if (chunk.store == kNone) scratch_.resize(groups_ * size);
       float* to = chunk.store == kNone ? &scratch_[g * size] : state(chunk.store, g);
       over_columns(it_.value_dim, [&]<int V>(int64_t column, __mmask16 last) {
         fold_columns<V>(states_[g] == nullptr ? nullptr : states_[g] + column, to + column, it_.key_dim, it_.value_dim,
-                        last, fade, faded_.data(), keys_, &u_[g * kChunk * values_ + column], values_);
+                        last, fades_.data(), faded_.data(), keys_, &u_[g * kChunk * values_ + column], values_);
       });
       states_[g] = to;
     }
@@ -397,14 +589,140 @@ class Head {
     }
   }
 
+  // The decay of a state's rows over a chunk, and each key after the decay since its row.
+  void fade_keys(const float* decays) {
+    const float* end = decays + (kChunk - 1) * decay_row_;
+    for (int64_t i = 0; i < keys_; i += 16) {
+      const __m512 until = by_channel_ ? _mm512_loadu_ps(end + i) : _mm512_set1_ps(*end);
+      _mm512_storeu_ps(&fades_[i], exponential(until));
+      for (int64_t j = 0; j < kChunk; ++j) {
+        const __m512 then = by_channel_ ? _mm512_loadu_ps(decays + j * keys_ + i) : _mm512_set1_ps(decays[j]);
+        const __m512 k = _mm512_loadu_ps(&k_[j * keys_ + i]);
+        _mm512_storeu_ps(&faded_[j * keys_ + i], _mm512_mul_ps(k, exponential(_mm512_sub_ps(until, then))));
+      }
+    }
+  }
+
   const Call& it_;
-  const int64_t groups_, conv_dim_, keys_, values_, wide_, history_;  // sizes in whole vectors, but of the inputs
+  const int64_t groups_;
+  const bool convolves_, is_corrected_, by_channel_;
+  const int64_t conv_dim_, keys_, values_, wide_, history_;  // sizes in whole vectors, but of the inputs
+  const int64_t decay_dim_, decay_row_;  // decays of a row in the pools and in the tile
   int64_t head_ = 0, first_value_ = 0;
   std::vector<Span> spans_;
   std::vector<const float*> states_;  // of each value head; null: zeros
   // Rows of the chunk, padded to whole vectors: x and mixed of the convolution, of all channels of the head.
-  std::vector<float> x_, mixed_, k_, q_, faded_, u_, decays_, by_k_, by_q_, scratch_;
+  std::vector<float> x_, mixed_, k_, q_, faded_, faded_q_, fades_, u_, decays_, by_k_, by_q_, scratch_;
   float of_k_[kChunk][kChunk] = {}, of_q_[kChunk][kChunk] = {};  // products of a row's key and query with each key
+};
+
+// kPiece channels of Mamba, 16 at a time: their states, token by token from the chunk's beginning.
+template <class T>
+class Scan {
+  using Value = typename T::Value;
+
+ public:
+  explicit Scan(const Call& call) : it_(call), size_(call.key_dim) {
+    for (auto* rows : {&states_, &speeds_}) rows->resize(size_ * 16);
+    for (auto* rows : {&keys_, &queries_}) rows->resize(size_ * kChunk);
+  }
+
+  static int64_t pieces(const Call& it) { return (it.value_heads + kPiece - 1) / kPiece; }
+
+  void compute(int64_t number) {
+    const int64_t stop = std::min((number + 1) * kPiece, it_.value_heads);
+    for (channel_ = number * kPiece; channel_ < stop; channel_ += 16) {
+      some_ = first_of(stop - channel_);
+      bias_ = _mm512_maskz_loadu_ps(some_, it_.bias + channel_), skip_ = _mm512_maskz_loadu_ps(some_, it_.skip + channel_);
+      load_rows(it_.decay + channel_ * size_, speeds_);
+      walk(it_, *this);
+    }
+  }
+
+  void begin(int64_t slot) {
+    if (slot == kNone) std::fill(states_.begin(), states_.end(), 0.0f);
+    else load_rows(state(slot), states_);
+  }
+
+  void run(const Chunk& chunk, int64_t at, bool) {
+    for (int64_t t = 0; t < chunk.first + chunk.count; ++t) {
+      const int64_t token = at + t - chunk.first;
+      __m512 x = _mm512_setzero_ps();
+      if (t < chunk.first) load_row(t, chunk.rows * kChunk + t);
+      else x = make_row(t, token);
+      const __m512 out = step(t);
+      if (t < chunk.first) continue;
+      Value* to = static_cast<Value*>(it_.out) + token * it_.value_heads + channel_;
+      T::store(to, some_, add_product(out, x, skip_));
+    }
+    store_rows_of(chunk, [this](int64_t t, int64_t row) { store_row(t, row); });
+    if (chunk.store == kNone) return;
+    for (int64_t c = 0; c < size_; ++c) {
+      _mm512_mask_i32scatter_ps(state(chunk.store) + c, some_, places(), _mm512_loadu_ps(&states_[16 * c]), 4);
+    }
+  }
+
+ private:
+  float* state(int64_t slot) const { return it_.states + (slot * it_.value_heads + channel_) * size_; }
+
+  // The place of each channel's row among those of 16 channels.
+  __m512i places() const {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int>(size_)));
+  }
+
+  // [16 channels, size] to [size, 16 channels].
+  void load_rows(const float* from, std::vector<float>& to) const {
+    for (int64_t c = 0; c < size_; ++c) {
+      _mm512_storeu_ps(&to[16 * c], _mm512_mask_i32gather_ps(_mm512_setzero_ps(), some_, places(), from + c, 4));
+    }
+  }
+
+  void load_row(int64_t t, int64_t row) {
+    std::copy_n(it_.keys + row * size_, size_, &keys_[t * size_]);
+    updates_[t] = _mm512_maskz_loadu_ps(some_, it_.updates + row * it_.value_heads + channel_);
+    steps_[t] = _mm512_maskz_loadu_ps(some_, it_.decays + row * it_.value_heads + channel_);
+  }
+
+  void store_row(int64_t t, int64_t row) const {
+    if (channel_ == 0) std::copy_n(&keys_[t * size_], size_, it_.keys + row * size_);  // all channels have the same
+    _mm512_mask_storeu_ps(it_.updates + row * it_.value_heads + channel_, some_, updates_[t]);
+    _mm512_mask_storeu_ps(it_.decays + row * it_.value_heads + channel_, some_, steps_[t]);
+  }
+
+  // Row t, of a token, whose values are returned.
+  __m512 make_row(int64_t t, int64_t token) {
+    const Value *b = static_cast<const Value*>(it_.b) + token * it_.b_row, *a = static_cast<const Value*>(it_.a) + token * it_.a_row;
+    for (int64_t c = 0; c < size_; ++c) keys_[t * size_ + c] = T::widen(b[c]), queries_[t * size_ + c] = T::widen(b[size_ + c]);
+    const __m512 x = T::load(static_cast<const Value*>(it_.inputs) + token * it_.inputs_row + channel_, some_);
+    steps_[t] = softplus(_mm512_add_ps(T::load(a + channel_, some_), bias_));
+    updates_[t] = _mm512_mul_ps(steps_[t], x);
+    return x;
+  }
+
+  // Takes the states to after row t; returns their products with its query.
+  __m512 step(int64_t t) {
+    __m512 total = _mm512_setzero_ps();
+    for (int64_t first = 0; first < size_; first += kBlock) {
+      __m512 sum = _mm512_setzero_ps();
+      for (int64_t c = first; c < std::min(first + kBlock, size_); ++c) {
+        const __m512 fade = exponential(_mm512_mul_ps(_mm512_loadu_ps(&speeds_[16 * c]), steps_[t]));
+        const __m512 faded = _mm512_mul_ps(_mm512_loadu_ps(&states_[16 * c]), fade);
+        const __m512 s = add_product(faded, _mm512_set1_ps(keys_[t * size_ + c]), updates_[t]);
+        _mm512_storeu_ps(&states_[16 * c], s);
+        sum = add_product(sum, s, _mm512_set1_ps(queries_[t * size_ + c]));
+      }
+      total = _mm512_add_ps(total, sum);
+    }
+    return total;
+  }
+
+  const Call& it_;
+  const int64_t size_;
+  int64_t channel_ = 0;
+  __mmask16 some_ = 0;
+  __m512 bias_ = {}, skip_ = {}, updates_[kChunk] = {}, steps_[kChunk] = {};
+  std::vector<float> states_, speeds_, keys_, queries_;
 };
 
 // The tokens that are computed; -1: a number is not one of a slot or of a row.
@@ -430,16 +748,23 @@ int64_t num_tokens(const Call& it) {
   return tokens <= it.tokens ? tokens : -1;
 }
 
+template <class Work>
+void run_pieces(const Call& it) {
+  const auto one = [&it](int64_t number) { Work(it).compute(number); };
+  const auto call = [](const void* work, int64_t number) { (*static_cast<decltype(&one)>(work))(number); };
+  const Share by = share.load(std::memory_order_acquire);
+  const int64_t pieces = Work::pieces(it);
+  if (by != nullptr && it.value_heads * it.key_dim * it.value_dim >= kShared && by(pieces, call, &one)) return;
+  Work work(it);
+  for (int64_t number = 0; number < pieces; ++number) work.compute(number);
+}
+
 template <class T>
 void run(const Call& it, int64_t tokens) {
   const int64_t row = it.value_heads * it.value_dim * static_cast<int64_t>(sizeof(typename T::Value));
   std::memset(static_cast<char*>(it.out) + tokens * row, 0, (it.tokens - tokens) * row);  // of padding
-  const auto by_head = [&it](int64_t number) { Head<T>(it).run(number); };
-  const auto call = [](const void* work, int64_t number) { (*static_cast<decltype(&by_head)>(work))(number); };
-  const Share by = share.load(std::memory_order_acquire);
-  if (by != nullptr && it.value_heads * it.key_dim * it.value_dim >= kShared && by(it.key_heads, call, &by_head)) return;
-  Head<T> head(it);
-  for (int64_t number = 0; number < it.key_heads; ++number) head.run(number);
+  if (it.kind == kMamba) run_pieces<Scan<T>>(it);
+  else run_pieces<Head<T>>(it);
 }
 
 }  // namespace
@@ -448,12 +773,14 @@ void run(const Call& it, int64_t tokens) {
 extern "C" {
 
 // Runs a step of one layer. Returns 0; 1: its numbers do not fit the pools; 2: there is no memory.
-int paceline_gated_delta(const Call* it) {
-  const int64_t tokens = num_tokens(*it);
+int paceline_linear_attention(const Call* given) {
+  Call it = *given;
+  if (it.kind == kConvolution) it.value_dim = it.value_heads, it.key_heads = it.value_heads = 1, it.key_dim = 0;
+  const int64_t tokens = num_tokens(it);
   if (tokens < 0) return 1;
   try {
-    if (it->value_bytes == 2) run<Bfloat16>(*it, tokens);
-    else run<Float32>(*it, tokens);
+    if (it.value_bytes == 2) run<Bfloat16>(it, tokens);
+    else run<Float32>(it, tokens);
   } catch (const std::bad_alloc&) {
     return 2;
   }
@@ -461,20 +788,23 @@ int paceline_gated_delta(const Call* it) {
 }
 
 // Steps are shared by `by` from now on, which knows for each thread who helps it.
-void paceline_gated_delta_share(Share by) { share.store(by, std::memory_order_release); }
+void paceline_linear_attention_share(Share by) { share.store(by, std::memory_order_release); }
 
 // What compiled models call, without the dispatcher and the interpreter. Tensors are contiguous; inputs, a and b may be
 // columns of wider ones.
-AOTITorchError aoti_torch_cpu_gated_delta(AtenTensorHandle numbers, AtenTensorHandle inputs, AtenTensorHandle a,
-                                          AtenTensorHandle b, AtenTensorHandle weight, AtenTensorHandle decay,
-                                          AtenTensorHandle bias, AtenTensorHandle states, AtenTensorHandle tails,
-                                          AtenTensorHandle rows, AtenTensorHandle keys, AtenTensorHandle updates,
-                                          AtenTensorHandle decays, int64_t key_heads, int64_t scale,
-                                          AtenTensorHandle* out) {
-  const AtenTensorHandle given[] = {numbers, inputs, a, b, weight, decay, bias, states, tails, rows, keys, updates, decays};
-  void* at[std::size(given)];
+AOTITorchError aoti_torch_cpu_linear_attention(
+    AtenTensorHandle numbers, AtenTensorHandle inputs, AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle weight,
+    AtenTensorHandle decay, AtenTensorHandle bias, AtenTensorHandle* shift, AtenTensorHandle* skip,
+    AtenTensorHandle states, AtenTensorHandle tails, AtenTensorHandle rows, AtenTensorHandle keys,
+    AtenTensorHandle updates, AtenTensorHandle decays, int64_t kind, int64_t key_heads, int64_t value_heads,
+    int64_t rounds_rates, int64_t rounds_convolution, int64_t activates, double scale, double lowest, double shortest,
+    double longest, AtenTensorHandle* out) {
+  const AtenTensorHandle given[] = {numbers, inputs, a, b, weight, decay, bias, shift ? *shift : nullptr,
+                                    skip ? *skip : nullptr, states, tails, rows, keys, updates, decays};
+  void* at[std::size(given)] = {};
   int64_t row[std::size(given)] = {};  // strides of inputs, a and b
   for (size_t i = 0; i < std::size(given); ++i) {
+    if (given[i] == nullptr) continue;
     bool contiguous = false;
     int64_t *strides = nullptr, *sizes = nullptr;
     if (aoti_torch_is_contiguous(given[i], &contiguous) || aoti_torch_get_strides(given[i], &strides) ||
@@ -493,7 +823,7 @@ AOTITorchError aoti_torch_cpu_gated_delta(AtenTensorHandle numbers, AtenTensorHa
       aoti_torch_get_sizes(rows, &of_rows) || aoti_torch_get_dtype(inputs, &dtype)) {
     return AOTI_TORCH_FAILURE;
   }
-  const int64_t tokens = of_inputs[0], value_heads = of_states[1], value_dim = of_states[3];
+  const int64_t tokens = of_inputs[0], value_dim = of_states[3];
   const int64_t shape[] = {tokens, value_heads, value_dim}, apart[] = {value_heads * value_dim, value_dim, 1};
   void* to = nullptr;
   if (aoti_torch_empty_strided(3, shape, apart, dtype, aoti_torch_device_type_cpu(), 0, out) ||
@@ -502,10 +832,11 @@ AOTITorchError aoti_torch_cpu_gated_delta(AtenTensorHandle numbers, AtenTensorHa
   }
   const auto floats = [&at](int i) { return static_cast<float*>(at[i]); };
   const Call call = {static_cast<int64_t*>(at[0]), num_numbers, at[1], at[2], at[3], floats(4), floats(5), floats(6),
-                     floats(7), at[8], at[9], floats(10), floats(11), floats(12), to, tokens, key_heads, value_heads,
-                     of_states[2], value_dim, of_tails[1] + 1, of_states[0], of_rows[0], scale,
-                     dtype == aoti_torch_dtype_bfloat16() ? 2 : 4, row[1], row[2], row[3]};
-  return paceline_gated_delta(&call) == 0 ? AOTI_TORCH_SUCCESS : AOTI_TORCH_FAILURE;
+                     floats(7), floats(8), floats(9), at[10], at[11], floats(12), floats(13), floats(14), to, tokens,
+                     key_heads, value_heads, of_states[2], value_dim, of_tails[1] + 1, of_states[0], of_rows[0],
+                     dtype == aoti_torch_dtype_bfloat16() ? 2 : 4, row[1], row[2], row[3], kind, rounds_rates,
+                     rounds_convolution, activates, scale, lowest, shortest, longest};
+  return paceline_linear_attention(&call) == 0 ? AOTI_TORCH_SUCCESS : AOTI_TORCH_FAILURE;
 }
 
 }  // extern "C"

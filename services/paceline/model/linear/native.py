@@ -1,11 +1,12 @@
-"""The gated delta rule for the CPU, in ``native.cpp``: one call for a layer's step, from projections to outputs.
+"""Linear layers for the CPU, in ``native.cpp``: one call for a layer's step, from projections to outputs.
 
 It takes the sums of ``operator.py`` in the same order, so both give the same bits. Two functions are exempt: e^x in
 float64 comes from two libraries, and e^x in float32 is emulated there. Results, rounded to float32, differ about once
-in 2^28 numbers.
+in 2^27 numbers.
 
 It needs AVX-512, and is compiled once for each machine's instruction set. Compiled models call it without the
-interpreter's lock. Threads that help the calling one compute key heads of their own (``share_by``).
+interpreter's lock. Threads that help the calling one compute key heads of their own, or channels of Mamba
+(``share_by``).
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ import ctypes
 import functools
 import hashlib
 import logging
-from array import array
+import struct
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.linear import CHUNK
+from paceline.checkpoint.linear import CHUNK, Kind, LinearSpec
 from paceline.core.native import compiled, library_path, machine, torch_options
 from paceline.errors import EngineError
-from paceline.model.linear.operator import Gates, LinearPools
+from paceline.model.linear.operator import Gates, LinearPools, run_selective
 
 DTYPES = (torch.bfloat16, torch.float32)
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -32,10 +33,15 @@ _HEADER = SOURCE.parents[1] / "exponential.h"
 _OPTIONS = ("-march=native", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden")
 _ROWS_OF_CPP = 16
 _NO_MEMORY = 2
-_SCHEMA = (
-    "(Tensor numbers, Tensor inputs, Tensor a, Tensor b, Tensor weight, Tensor decay, Tensor bias, Tensor states, "
-    "Tensor tails, Tensor rows, Tensor keys, Tensor updates, Tensor decays, int key_heads, int scale) -> Tensor"
+_TENSORS = (
+    *("Tensor numbers", "Tensor inputs", "Tensor a", "Tensor b", "Tensor weight", "Tensor decay", "Tensor bias"),
+    *("Tensor? shift", "Tensor? skip", "Tensor states", "Tensor tails", "Tensor rows", "Tensor keys"),
+    *("Tensor updates", "Tensor decays"),
 )
+_INTEGERS = ("kind", "key_heads", "value_heads", "rounds_rates", "rounds_convolution", "activates")
+_FLOATS = ("scale", "lowest", "shortest", "longest")
+_ARGUMENTS = (*_TENSORS, *(f"int {name}" for name in _INTEGERS), *(f"float {name}" for name in _FLOATS))
+_SCHEMA = f"({', '.join(_ARGUMENTS)}) -> Tensor"
 """Pools are written, which the schema conceals: otherwise each layer of a compiled step would copy them. In a step
 nothing but this operator reads a layer's pools, and it is called once."""
 log = logging.getLogger(__name__)
@@ -55,7 +61,7 @@ def unavailable() -> str | None:
     return None
 
 
-def gated_delta(numbers: Tensor, pools: LinearPools, gates: Gates, key_heads: int) -> Tensor:
+def run_step(numbers: Tensor, pools: LinearPools, spec: LinearSpec, gates: Gates) -> Tensor:
     """Runs a step of one layer and writes its pools (``operator.run_step``). ``unavailable`` comes first.
 
     Returns ``[T, value heads, value_dim]`` in the model's dtype, zeros for padding.
@@ -63,25 +69,44 @@ def gated_delta(numbers: Tensor, pools: LinearPools, gates: Gates, key_heads: in
     Raises:
         EngineError: a number of the step is not one of a slot or of a row.
     """
-    given = (numbers, gates.inputs, gates.a, gates.b, gates.weight, gates.decay, gates.bias, *pools)
+    if spec.kind is Kind.MAMBA:
+        return run_selective(functools.partial(_run, numbers), pools, spec, gates)
+    return _run(numbers, pools, spec, gates)
+
+
+def _run(numbers: Tensor, pools: LinearPools, spec: LinearSpec, gates: Gates) -> Tensor:
+    given = arguments(numbers, pools, spec, gates)
     if torch.compiler.is_exporting():
-        out: Tensor = torch.ops.paceline.gated_delta(*given, key_heads, gates.scale)
+        out: Tensor = torch.ops.paceline.linear_attention(*given)
         return out
-    return call(_library(), *given, key_heads, gates.scale)
+    return call(_library(), *given)
+
+
+def arguments(numbers: Tensor, pools: LinearPools, spec: LinearSpec, gates: Gates) -> tuple[Any, ...]:
+    """The arguments of the operator, in the order of its schema."""
+    of_layer = gates.weight, gates.decay, gates.bias, gates.shift, gates.skip
+    activates = spec.kind is not Kind.CONVOLUTION or gates.activates
+    integers = [*Kind].index(spec.kind), spec.key_heads, spec.value_heads
+    flags = int(gates.rounds_rates), int(gates.rounds_convolution), int(activates)
+    floats = float(gates.scale), gates.lowest or 0.0, *map(float, gates.limits)
+    return numbers, gates.inputs, gates.a, gates.b, *of_layer, *pools, *integers, *flags, *floats
 
 
 def call(library: ctypes.CDLL, *given: Any) -> Tensor:
-    """``gated_delta`` by a library that was loaded; arguments as in the operator's schema."""
-    *tensors, key_heads, scale = given
-    tensors = [x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous() for x in tensors]
+    """``run_step`` by a library that was loaded; arguments as in the operator's schema."""
+    (kind, key_heads, value_heads, *flags), floats = given[15:21], given[21:]
+    tensors = [x if x is None or (x.dim() == 2 and x.stride(1) == 1) else x.contiguous() for x in given[:15]]
     numbers, inputs, a, b, *_, states, tails, rows, _, _, _ = tensors
-    _, value_heads, key_dim, value_dim = states.shape
+    if a.numel() and a.dtype != inputs.dtype:
+        raise EngineError(f"inputs of linear layers are {inputs.dtype} and {a.dtype}: one of them is allowed")
+    *_, key_dim, value_dim = states.shape
     out: Tensor = inputs.new_empty(len(inputs), value_heads, value_dim)
-    at = [x.data_ptr() for x in (*tensors, out)]
+    at = [0 if x is None else x.data_ptr() for x in (*tensors, out)]
     sizes = (len(inputs), key_heads, value_heads, key_dim, value_dim, tails.shape[1] + 1, len(states), len(rows))
     strides = inputs.stride(0), a.stride(0), b.stride(0)
-    numbers_of = array("q", (at[0], len(numbers), *at[1:], *sizes, scale, inputs.itemsize, *strides))
-    if failed := library.paceline_gated_delta(ctypes.c_void_p(numbers_of.buffer_info()[0])):
+    integers = at[0], len(numbers), *at[1:], *sizes, inputs.itemsize, *strides, kind, *flags
+    packed = struct.pack(f"{len(integers)}q{len(floats)}d", *integers, *floats)
+    if failed := library.paceline_linear_attention(packed):
         if failed == _NO_MEMORY:
             raise MemoryError
         raise EngineError("a step of linear layers has slots or rows that do not match its sequences")
@@ -91,16 +116,16 @@ def call(library: ctypes.CDLL, *given: Any) -> Tensor:
 def share_by(share: ctypes.c_void_p) -> None:
     """Lets steps ask ``share`` for threads that help the one that computes, from now on (``linear.sharer``).
     ``unavailable`` comes first."""
-    _library().paceline_gated_delta_share(share)
+    _library().paceline_linear_attention_share(share)
 
 
 def compiled_shims() -> dict[Any, list[str]]:
     """The C function that compiled models call instead of the Python operator. ``unavailable`` comes first."""
-    names = _SCHEMA[1:].partition(", int")[0].replace("Tensor ", "").split(", ")
-    arguments = [f"AtenTensorHandle {name}" for name in names]
-    arguments += ["int64_t key_heads", "int64_t scale", "AtenTensorHandle* out"]
-    declaration = f"AOTITorchError aoti_torch_cpu_gated_delta({', '.join(arguments)})"
-    return {torch.ops.paceline.gated_delta.default: [declaration]}
+    arguments = [f"AtenTensorHandle {name}" for name in _TENSORS]
+    arguments = [x.replace("Tensor? ", "* ").replace("Tensor ", "") for x in arguments]
+    arguments += [*(f"int64_t {name}" for name in _INTEGERS), *(f"double {name}" for name in _FLOATS)]
+    declaration = f"AOTITorchError aoti_torch_cpu_linear_attention({', '.join(arguments)}, AtenTensorHandle* out)"
+    return {torch.ops.paceline.linear_attention.default: [declaration]}
 
 
 def key() -> str:
@@ -122,7 +147,7 @@ def load(source: Path, mode: int = ctypes.RTLD_LOCAL) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path), mode=mode)
     except OSError as error:
         raise EngineError(f"{path.name} could not be loaded: {error}") from error
-    library.paceline_gated_delta_share.restype = None
+    library.paceline_linear_attention_share.restype = None
     return library
 
 
@@ -130,15 +155,15 @@ def load(source: Path, mode: int = ctypes.RTLD_LOCAL) -> ctypes.CDLL:
 def _library() -> ctypes.CDLL:
     """The library, whose operator is registered. Compiled models look for its symbols."""
     library = load(SOURCE, ctypes.RTLD_GLOBAL)
-    torch.library.define("paceline::gated_delta", _SCHEMA)
-    torch.library.impl("paceline::gated_delta", "CPU", functools.partial(call, library))
-    torch.library.register_fake("paceline::gated_delta", _fake)
+    torch.library.define("paceline::linear_attention", _SCHEMA)
+    torch.library.impl("paceline::linear_attention", "CPU", functools.partial(call, library))
+    torch.library.register_fake("paceline::linear_attention", _fake)
     return library
 
 
 def _fake(numbers: Tensor, inputs: Tensor, *rest: Any) -> Tensor:
-    states: Tensor = rest[5]
-    return inputs.new_empty(inputs.shape[0], states.shape[1], states.shape[3])
+    states, value_heads = rest[7], rest[15]
+    return inputs.new_empty(inputs.shape[0], value_heads, states.shape[3])
 
 
 def _digest(source: Path) -> str:

@@ -17,7 +17,7 @@ state, goes from the chunk's beginning token by token instead, in any step:
 
 Every sum begins with 0 and is taken in one order that names no size of the step: rows of a chunk one by one, a
 state's rows in blocks of BLOCK, products of two rows in lanes. So a token's bits do not depend on what else a step
-holds. ``native.py``, which runs gated delta layers where it can, gives the same. This is its reference implementation.
+holds. ``native.py``, which runs where it can, gives the same. This is its reference implementation.
 Numbers are float32; the convolution's result is rounded to the model's dtype, as in transformers.
 """
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import NamedTuple, Self
 
@@ -116,6 +117,8 @@ class Gates(NamedTuple):
     """[value heads] float32: D, the part of a token's own value in its output."""
     limits: tuple[float, float] = (0.0, math.inf)
     """The least and the greatest length of a step."""
+    activates: bool = False
+    """True: SiLU of a short convolution's result; of other kinds it is always taken."""
     select: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     """Of Mamba: from the convolution's results ``[T, channels]`` to ``a``, and to keys and queries, side by side in the
     place of ``b``: ``[T, 2 * key_dim]``."""
@@ -134,26 +137,23 @@ class _Rows(NamedTuple):
 def run_step(step: LinearStep, pools: LinearPools, spec: LinearSpec, gates: Gates) -> Tensor:
     """Runs the tokens of all sequences, and writes rows and states. Returns ``[T, value heads, value_dim]`` in the
     model's dtype, zeros for padding."""
-    if gates.select is not None:
-        return _run_selective(step, pools, spec, gates, gates.select)
-    return _run_all(step, pools, spec, gates)
+    run = partial(_run_all, step)
+    return (run if gates.select is None else partial(run_selective, run))(pools, spec, gates)
 
 
-def _run_selective(
-    step: LinearStep,
-    pools: LinearPools,
-    spec: LinearSpec,
-    gates: Gates,
-    select: Callable[[Tensor], tuple[Tensor, Tensor]],
+def run_selective(
+    run: Callable[[LinearPools, LinearSpec, Gates], Tensor], pools: LinearPools, spec: LinearSpec, gates: Gates
 ) -> Tensor:
-    """Runs all tokens through the convolution, then through the states, each with its own part of the pools."""
+    """Runs all tokens of Mamba through the convolution, then through the states, by ``run`` each, with its own part of
+    the pools."""
     states, tails, inputs, keys, updates, decays = pools
     convolution = LinearSpec(0, spec.value_heads, 0, 1, spec.width, Kind.CONVOLUTION)
     no_states = LinearPools(states[:, :0], tails, inputs, keys[:, :, :0], updates[:, :, :0], decays[:, :, :0])
-    values = _silu(_run_all(step, no_states, convolution, gates)[..., 0].float()).to(gates.inputs.dtype)
-    a, b = select(values)
+    values = run(no_states, convolution, gates._replace(activates=True))[..., 0]
+    assert gates.select is not None
+    a, b = gates.select(values)
     no_tails = LinearPools(states, tails[:, :0, :0], inputs[..., :0], keys, updates, decays)
-    return _run_all(step, no_tails, replace(spec, width=1), gates._replace(inputs=values, a=a, b=b))
+    return run(no_tails, replace(spec, width=1), gates._replace(inputs=values, a=a, b=b))
 
 
 def _run_all(step: LinearStep, pools: LinearPools, spec: LinearSpec, gates: Gates) -> Tensor:
@@ -176,8 +176,7 @@ def _run(part: SequencePart, pools: LinearPools, spec: LinearSpec, gates: Gates,
             own[: chunk.first] = pool[chunk.rows, : chunk.first]
         if chunk.count:
             end = chunk.first + chunk.count
-            tokens = _scanned if spec.kind is Kind.MAMBA else _tokens
-            out[at : at + chunk.count] = tokens(tile, chunk, state, tail, spec, gates, at)
+            out[at : at + chunk.count] = _tokens(tile, chunk, state, tail, spec, gates, at)
             for own, pool in zip(tile, pools.rows, strict=True):
                 if chunk.rows != NONE:
                     pool[chunk.rows, chunk.first : end] = own[chunk.first : end]
@@ -195,10 +194,10 @@ def _tokens(
     tile: list[Tensor], chunk: Chunk, state: Tensor, tail: Tensor, spec: LinearSpec, gates: Gates, at: int
 ) -> Tensor:
     """Computes the tokens of a chunk, the first of which is ``at``, and their rows; returns their outputs."""
-    inputs, keys, updates, decays = tile
+    inputs, keys, _, decays = tile
     first, end = chunk.first, chunk.first + chunk.count
     own = slice(first, end)
-    if spec.has_convolution:
+    if spec.has_convolution and spec.kind is not Kind.MAMBA:
         inputs[own] = gates.inputs[at : at + chunk.count]
         mixed = _convolved(inputs, tail, gates, spec)
     else:
@@ -207,7 +206,15 @@ def _tokens(
         return mixed[own].view(chunk.count, spec.value_heads, spec.value_dim)
     rows = _RULES[spec.kind](mixed, _placed(gates.a, chunk, at), _placed(gates.b, chunk, at), spec, gates)
     keys[own] = rows.keys[own]
-    decays[own] = _summed(decays[first - 1] if first else torch.zeros_like(decays[0]), rows.rates[own])
+    before = decays[first - 1] if first and spec.kind is not Kind.MAMBA else torch.zeros_like(decays[0])
+    decays[own] = rows.rates[own] if spec.kind is Kind.MAMBA else _summed(before, rows.rates[own])
+    out = (_scanned if spec.kind is Kind.MAMBA else _attended)(tile, own, state, rows, spec, gates)
+    return out if gates.skip is None else out + rows.values[own] * gates.skip[:, None]
+
+
+def _attended(tile: list[Tensor], own: slice, state: Tensor, rows: _Rows, spec: LinearSpec, gates: Gates) -> Tensor:
+    """Products of a chunk's ``own`` rows with the state and with the rows up to each; fills their updates."""
+    _, keys, updates, decays = tile
     wide, queries = (_widened(x, spec) for x in (keys, rows.queries))
     corrected, out = spec.kind in _CORRECTED, torch.zeros_like(updates[own])
     pairs = torch.stack((wide[own], queries[own]) if corrected else (queries[own],))  # [2 or 1, count, heads, key_dim]
@@ -219,35 +226,26 @@ def _tokens(
     else:
         reads = _read(state, pairs * since)
         weights = _dots(wide * fade, pairs[:, :, None])[..., None]
-    for row in range(end):
-        token = row - first
+    for row in range(own.stop):
+        token = row - own.start
         if token >= 0:
             value = rows.values[row] - reads[0, token] if corrected else rows.values[row]
             updates[row] = value if rows.strength is None else value * rows.strength[row][:, None]
             out[token] = reads[-1, token] + weights[-1, token, row] * updates[row]
         reads[:, max(token + 1, 0) :] += weights[:, max(token + 1, 0) :, row] * updates[row]
-    return out if gates.skip is None else out + rows.values[own] * gates.skip[:, None]
+    return out
 
 
-def _scanned(
-    tile: list[Tensor], chunk: Chunk, state: Tensor, tail: Tensor, spec: LinearSpec, gates: Gates, at: int
-) -> Tensor:
-    """``_tokens`` of Mamba."""
+def _scanned(tile: list[Tensor], own: slice, state: Tensor, rows: _Rows, spec: LinearSpec, gates: Gates) -> Tensor:
+    """``_attended`` of Mamba."""
     _, keys, updates, steps = tile
-    first, end = chunk.first, chunk.first + chunk.count
-    own, here = slice(first, end), slice(at, at + chunk.count)
-    values = gates.inputs[here].float()
-    own_keys, queries = torch.split(gates.b[here].float(), [spec.key_dim, spec.key_dim], -1)
-    keys[own, 0] = own_keys
-    steps[own] = _softplus(_placed(gates.a, chunk, at).float() + gates.bias)[own, :, None]
-    updates[own] = steps[own] * values[..., None]
+    updates[own] = steps[own] * rows.values[own]
     out = torch.zeros_like(updates[own])
-    for row in range(end):
+    for row in range(own.stop):
         state = _stepped(state, keys[row], updates[row], steps[row], gates)
-        if row >= first:
-            out[row - first] = _read(state, queries[row - first].expand(spec.value_heads, -1))
-    assert gates.skip is not None
-    return out + (values * gates.skip)[..., None]
+        if row >= own.start:
+            out[row - own.start] = _read(state, rows.queries[row].expand(spec.value_heads, -1))
+    return out
 
 
 def _stepped(state: Tensor, key: Tensor, update: Tensor, step: Tensor, gates: Gates) -> Tensor:
@@ -315,7 +313,7 @@ def _convolved(inputs: Tensor, tail: Tensor, gates: Gates, spec: LinearSpec) -> 
         total = total + gates.shift
     if gates.rounds_convolution:
         total = total.to(inputs.dtype).float()
-    if spec.kind is Kind.CONVOLUTION:
+    if spec.kind is Kind.CONVOLUTION and not gates.activates:
         return total
     return _silu(total).to(inputs.dtype).float()
 
@@ -353,6 +351,12 @@ def _parted(mixed: Tensor, spec: LinearSpec) -> tuple[Tensor, Tensor, Tensor]:
     return q.reshape(shape), k.reshape(shape), v.reshape(CHUNK, spec.value_heads, spec.value_dim)
 
 
+def _mamba(mixed: Tensor, a: Tensor, b: Tensor, spec: LinearSpec, gates: Gates) -> _Rows:
+    """Of each channel the length of a step in place of a rate."""
+    keys, queries = torch.split(b.float()[:, None], [spec.key_dim, spec.key_dim], -1)
+    return _Rows(queries, keys, mixed[..., None], _softplus(a.float() + gates.bias)[..., None], None)
+
+
 def _mamba2(mixed: Tensor, a: Tensor, b: Tensor, spec: LinearSpec, gates: Gates) -> _Rows:
     """The convolution's channels are values, keys and queries.
 
@@ -371,6 +375,7 @@ _RULES: dict[Kind, Callable[[Tensor, Tensor, Tensor, LinearSpec, Gates], _Rows]]
     Kind.GATED_DELTA: _delta,
     Kind.KIMI_DELTA: _delta,
     Kind.LIGHTNING: _lightning,
+    Kind.MAMBA: _mamba,
     Kind.MAMBA2: _mamba2,
 }
 _CORRECTED = {Kind.GATED_DELTA, Kind.KIMI_DELTA}

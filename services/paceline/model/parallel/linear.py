@@ -26,7 +26,7 @@ from paceline.checkpoint.linear import Kind, LinearSpec
 from paceline.model.linear.families import spec_of
 from paceline.model.linear.layers import linear_modules
 
-FIXED = {"hidden_size", "mamba_n_groups", "mamba_n_heads"}
+FIXED = {"hidden_size", "mamba_n_groups", "mamba_n_heads", "mamba_ngroups", "n_mamba_heads"}
 """Settings that a rank's configuration has whole, although the degree divides them: channels of convolutions and of
 Mamba are the model's width or a multiple of it, and so are all heads of some Mamba2 layers together. Of fewer groups
 than ranks several ranks have the same one."""
@@ -36,7 +36,10 @@ _HEADS = {
     Kind.LIGHTNING: ("num_attention_heads",),
     Kind.CONVOLUTION: ("hidden_size",),
     Kind.MAMBA: ("hidden_size",),
-    Kind.MAMBA2: ("n_groups", "mamba_num_heads", "mamba_n_groups", "mamba_n_heads"),
+    Kind.MAMBA2: (
+        *("n_groups", "mamba_num_heads", "mamba_n_groups", "mamba_n_heads"),
+        *("mamba_ngroups", "n_mamba_heads"),
+    ),
 }
 """Configuration values that hold the numbers of heads, as far as a configuration has them. The number of value heads
 is a multiple of the first one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,8 +117,7 @@ def _assign(model: PreTrainedModel, name: str, tensor: Tensor) -> None:
 
 def _wrap(module: nn.Module, around: Callable[..., Any]) -> None:
     """Puts ``around(forward, input, ...)`` in the place of the module's forward; its class stays what it is."""
-    forward = module.forward
-    module.forward = lambda *args, **kwargs: around(forward, *args, **kwargs)
+    module.forward = partial(around, module.forward)
 
 
 class _Summed:

@@ -31,7 +31,7 @@ from paceline.model.local_config import (
     values_of,
 )
 from paceline.model.parallel.linear import FIXED, LinearParts
-from paceline.model.parallel.tables import QKV, divided_sizes, own_plan, written_out
+from paceline.model.parallel.tables import QKV, divided_sizes, own_plan, whole_settings, written_out
 
 Range = tuple[int, int]
 """Half-open: [first, stop)."""
@@ -139,7 +139,8 @@ class _Planner:
         self.body = {name: shape for name, shape in others.items() if not name.startswith(outside)}
 
     def plan(self) -> ShardPlan:
-        values = values_of(self.config)
+        whole = whole_settings(self.config)
+        values = {key: value for key, value in values_of(self.config).items() if key not in whole}
         # A single KV head cannot be split: one for each attention head is valid, too.
         other = {key: smaller(value) if value > 1 else values.get(HEADS, 1) for key, value in values.items()}
         follows = {key: self._followers({key: other[key]}) for key, value in values.items() if other[key] != value}
@@ -172,10 +173,10 @@ class _Planner:
         gathered += [norm for norm in self._fixed_norms(parameters) if norm not in gathered]
         self._check_gathered(parameters, gathered)
         if gathered and self.degree > values.get(KV_HEADS, self.degree):
-            whole = self._allowed({f"whole {key}": values[key] for key in chosen})
+            allowed = self._allowed({f"whole {key}": values[key] for key in chosen})
             raise ConfigError(
                 f"{self.name} normalizes over whole projections ({gathered[0]}), of which {values[KV_HEADS]} KV "
-                f"heads cannot be repeated on {self.degree} ranks: {whole}"
+                f"heads cannot be repeated on {self.degree} ranks: {allowed}"
             )
         summed = (*self._summed(parameters), *self.linear.summed)
         gathered += [*self._add_linear(parameters, shapes), *self.linear.gathered]
@@ -285,8 +286,10 @@ class _Planner:
         return names[id(embedding)], names[id(head)]
 
     def _style(self, name: str) -> str | None:
-        """Style that the plan gives a module or parameter, by its name with layer numbers as ``*``."""
-        return self.styles.get(_pattern(name))
+        """Style that the plan gives a module or parameter, by its name with layer numbers as ``*``. A number at the end
+        may also stand for itself, as of a part of an adapter."""
+        module, _, leaf = name.rpartition(".")
+        return self.styles.get(_pattern(name)) or self.styles.get(f"{_pattern(module)}.{leaf}")
 
     def _style_of(self, parameter: str) -> str | None:
         return self._style(parameter) or self._style(parameter.rpartition(".")[0])
@@ -405,8 +408,11 @@ class _Planner:
         """
         module, _, _ = name.rpartition(".")
         attention = self.model.get_submodule(module)
-        if not hasattr(attention, "layer_idx"):
-            attention = self.model.get_submodule(module.rpartition(".")[0])
+        while not hasattr(attention, "layer_idx"):
+            module = module.rpartition(".")[0]
+            attention = self.model.get_submodule(module)
+            if not isinstance(attention, (nn.Sequential, nn.ModuleList)):  # as adapters are in
+                break
         dim = self._split_dim(name, shape, style)
         if not hasattr(attention, "layer_idx") or style in _PACKED:
             raise ConfigError(

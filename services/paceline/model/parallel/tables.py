@@ -10,6 +10,9 @@ import copy
 
 from transformers import PretrainedConfig
 
+from paceline.errors import ConfigError
+from paceline.model.local_config import HEADS, KV_HEADS
+
 QKV = "colwise_qkv"
 """Three ranges, of queries, keys and values; transformers has no such style."""
 _ATTENTION = {"self_attn.q_proj": "colwise", "self_attn.k_proj": "colwise", "self_attn.v_proj": "colwise",
@@ -30,6 +33,15 @@ _LAYERS = {
     **dict.fromkeys(("bamba", "falcon_h1"), ("model.layers.*", _ATTENTION | {
         "feed_forward.gate_proj": "colwise", "feed_forward.up_proj": "colwise", "feed_forward.down_proj": "rowwise",
     })),
+    "stablelm": ("model.layers.*", _ATTENTION | {
+        "mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise",
+    }),
+    "zamba2": ("model.layers.*.shared_transformer", _ATTENTION | {
+        "self_attn.linear_q_adapter_list.*.1": "colwise", "self_attn.linear_k_adapter_list.*.1": "colwise",
+        "self_attn.linear_v_adapter_list.*.1": "colwise",
+        "feed_forward.gate_up_proj": "packed_colwise", "feed_forward.gate_up_proj_adapter_list.*.1": "packed_colwise",
+        "feed_forward.down_proj": "rowwise",
+    }),
     "lfm2": ("model.layers.*", {
         "self_attn.q_proj": "colwise", "self_attn.k_proj": "colwise", "self_attn.v_proj": "colwise",
         "self_attn.out_proj": "rowwise",
@@ -40,6 +52,7 @@ _LAYERS = {
 _SIZES = {
     "gpt2": ("transformer.h.*.attn.split_size", "transformer.h.*.attn.c_attn.nf"),
     "falcon_h1": ("model.layers.*.mamba.norm.n_groups",),
+    "stablelm": ("model.layers.*.self_attn.num_heads", "model.layers.*.self_attn.num_key_value_heads"),
 }
 """Attributes that hold a size which no setting governs: a rank's are divided by the degree."""
 
@@ -48,6 +61,20 @@ def own_plan(config: PretrainedConfig) -> dict[str, str]:
     """The plan of a model type by full names; {}: there is none here either."""
     layers, styles = _LAYERS.get(config.model_type, ("", {}))
     return {f"{layers}.{name}": style for name, style in styles.items()}
+
+
+def whole_settings(config: PretrainedConfig) -> set[str]:
+    """Settings that a rank's configuration has whole, although its model holds a part of what they count: StableLM
+    derives the size of a head from their number.
+
+    Raises:
+        ConfigError: a rank cannot hold a part of a model with this setting.
+    """
+    if config.model_type != "stablelm":
+        return set()
+    if config.qk_layernorm:
+        raise ConfigError("stablelm has a norm of its own for each head (qk_layernorm is true): use degree 1")
+    return {HEADS, KV_HEADS}
 
 
 def divided_sizes(config: PretrainedConfig) -> list[str]:
