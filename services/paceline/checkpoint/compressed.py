@@ -75,6 +75,15 @@ def num_streams(config: Mapping[str, Any]) -> int:
     return int(text.get("hc_mult") or 4) if text.get("model_type") == _FAMILY else 1
 
 
+def num_shared(config: Mapping[str, Any]) -> int:
+    """Numbers of the weights that ranks share among them: experts and tables. Attention is whole on each."""
+    text = _text(config)
+    hidden, inner = int(text.get("hidden_size") or 4096), int(text.get("moe_intermediate_size") or 2048)
+    experts = int(text.get("n_routed_experts") or 256) + int(text.get("n_shared_experts") or 1)
+    tables = (1 if config.get("tie_word_embeddings") else 2) * int(text.get("vocab_size") or 129280) * hidden
+    return int(text.get("num_hidden_layers") or 43) * experts * 3 * hidden * inner + tables
+
+
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     found: Mapping[str, Any] = config.get("text_config") or config
     return found

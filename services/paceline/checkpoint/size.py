@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.checkpoint import indexed
-from paceline.checkpoint.compressed import compressed_values, num_streams
+from paceline.checkpoint.compressed import compressed_values, num_shared, num_streams
 from paceline.checkpoint.folder import read_json
 from paceline.checkpoint.gguf.described import gguf_weights
 from paceline.checkpoint.latent import latent_values, num_attentions, num_plain_weights
@@ -161,6 +161,7 @@ def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num
     latents, index_values = latent_values(text, num_kv_layers), indexed.index_values(config)
     if (compressed := compressed_values(config)) is not None:  # keys are values, of one head
         latents, index_values = num_kv_layers * _head_dim(text, hidden), compressed
+        num_whole = max(num_whole, num_parameters - num_shared(config))
     return ModelSize(
         num_parameters=num_parameters,
         kv_values=_kv_values(text, num_kv_layers, hidden) if latents is None else latents + index_values,
