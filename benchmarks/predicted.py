@@ -37,21 +37,36 @@ def first_token_s(prompt: int, attention_flops: float) -> float:
     return products / FLOPS + attention / attention_flops
 
 
+FP8_BYTES, FP8_LAUNCHES, FP8_FLOPS = 1 + 4 / 128, 5, 3e14
+"""Of a weight and its share of a scale; products of a layer whose splits are added by a launch of their own; and half
+of FLOPS, as each tile of 128 tokens dequantizes its weights. The kernel has run on no device."""
+
+
 @dataclass(frozen=True)
 class Target:
-    """A model on so many GPUs."""
+    """A model on ``degree`` GPUs."""
 
     name: str
     parameters: float
     layers: int
     degree: int
+    table: float = 0
+    """Numbers of the embedding, and of the output layer, of a model whose other weights are FP8; 0: none is."""
+
+    @property
+    def read_bytes(self) -> float:
+        """What a step reads of the weights, on all GPUs."""
+        if not self.table:
+            return 2 * self.parameters
+        return FP8_BYTES * (self.parameters - 2 * self.table) + 2 * self.table
 
     def device_ms(self, sessions: int) -> float:
         """Of a recorded step."""
-        read = 2 * self.parameters / self.degree / READ_BYTES_PER_S
-        products = max(read, 2 * self.parameters * sessions / self.degree / FLOPS)
+        read = self.read_bytes / self.degree / READ_BYTES_PER_S
+        flops, num_launches = (FP8_FLOPS, LAUNCHES + FP8_LAUNCHES) if self.table else (FLOPS, LAUNCHES)
+        products = max(read, 2 * self.parameters * sessions / self.degree / flops)
         attention = self.layers * ATTENTION_US[sessions] / self.degree * (2 if self.layers > 32 else 1) / 1e6
-        launches = self.layers * LAUNCHES * REPLAYED_LAUNCH_US / 1e6
+        launches = self.layers * num_launches * REPLAYED_LAUNCH_US / 1e6
         sums = 0 if self.degree == 1 else 2 * self.layers * SUM_US / 1e6
         return 1e3 * (products + attention + launches + sums)
 
@@ -67,7 +82,7 @@ class Target:
 
 
 def main() -> int:
-    """Two tables."""
+    """Three tables."""
     titles = ("target", "sessions", "floor ms", "before ms", "tokens/s", "recorded ms", "tokens/s", "ahead ms")
     rows = [(*titles, "tokens/s", "of floor")]
     for target in (Target("8 B", 8.03e9, 32, 1), Target("70 B, 4 GPUs", 70.6e9, 80, 4)):
@@ -80,9 +95,21 @@ def main() -> int:
             (b, rb), (r, rr), (a, ra) = pairs
             rows.append((target.name, str(sessions), f"{floor:.1f}", b, rb, r, rr, a, ra, f"{floor / ahead:.0%}"))
     print("\n".join(table(rows)), end="\n\n")
-    rates = TILE_16_FLOPS, L2_SHARE * TILE_64_PRODUCTS * L2_BYTES_PER_S, TILE_64_PRODUCTS * L2_BYTES_PER_S
+    rows = [("target in FP8", "sessions", "weights GB", "floor ms", "ms", "tokens/s", "in bfloat16")]
+    for plain, fp8 in (
+        (Target("8 B", 8.03e9, 32, 1), Target("8 B", 8.03e9, 32, 1, 128256 * 4096)),
+        (Target("70 B, 2 GPUs", 70.6e9, 80, 2), Target("70 B, 2 GPUs", 70.6e9, 80, 2, 128256 * 8192)),
+        (Target("70 B, 4 GPUs", 70.6e9, 80, 4), Target("70 B, 4 GPUs", 70.6e9, 80, 4, 128256 * 8192)),
+    ):
+        weights = (fp8.read_bytes + 2 * fp8.table) / fp8.degree  # the embedding is there, though not read
+        for sessions in (1, 16, 64):
+            numbers = [f"{1e3 * fp8.read_bytes / fp8.degree / 3.35e12:.1f}", f"{fp8.ahead_ms(sessions):.1f}"]
+            rates = [f"{1e3 * sessions / each.ahead_ms(sessions):.0f}" for each in (fp8, plain)]
+            rows.append((fp8.name, str(sessions), f"{weights / 1e9:.1f}", *numbers, *rates))
+    print("\n".join(table(rows)), end="\n\n")
+    speeds = TILE_16_FLOPS, L2_SHARE * TILE_64_PRODUCTS * L2_BYTES_PER_S, TILE_64_PRODUCTS * L2_BYTES_PER_S
     prompts = [("prompt of an 8 B", "tiles of 16, s", "tiles of 64, s", "at most as fast, s")]
-    prompts += [(f"{k}k", *(f"{first_token_s(k << 10, rate):.1f}" for rate in rates)) for k in (8, 32, 128)]
+    prompts += [(f"{k}k", *(f"{first_token_s(k << 10, rate):.1f}" for rate in speeds)) for k in (8, 32, 128)]
     print("\n".join(table(prompts)))
     return 0
 

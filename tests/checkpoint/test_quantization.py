@@ -106,14 +106,11 @@ def test_outliers_of_the_batch() -> None:
     assert batch_dependence({"quant_method": "torchao"}) is None
 
 
-def test_int8_needs_its_package_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no checkpoint that is quantized already."""
-    monkeypatch.setattr(quantization, "_is_installed", lambda name: False)
-    require_quantization("int8", "m", None, "cpu")
-    with pytest.raises(ConfigError) as caught:
-        require_quantization("int8", "m", None, "cuda")
-    said = "quantization is 'int8', which needs the package torchao: pip install torchao, or set quantization to null"
-    assert str(caught.value) == said
+def test_which_weights_are_rounded() -> None:
+    """On GPUs to 8 bits alone; and nowhere those of a checkpoint that is quantized already."""
+    require_quantization("int8", "m", None, "cuda")
+    with pytest.raises(ConfigError, match="quantization is 'int4' and device is 'cuda': 'int8' and null are allowed"):
+        require_quantization("int4", "m", None, "cuda")
     with pytest.raises(ConfigError, match="model 'm' is quantized by 'gptq' already: set quantization to null to run"):
         require_quantization("int8", "m", "gptq", "cpu")
 

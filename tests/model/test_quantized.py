@@ -17,7 +17,7 @@ from tests.support.gguf_files import MODELS, write_gguf
 from tests.support.models import noisy_copy, prompt, random_model, save_pair
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
 from tests.support.rings import nightly, slow
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import ModelOptions, TargetOptions, TargetSetup
@@ -27,7 +27,7 @@ from paceline.model.compiled.aot import artifact_key
 from paceline.model.compiled.blocks import pack_blocks
 from paceline.model.compiled.linear import PackedLinear
 from paceline.model.loading import LoadedModel, load_model, load_pretrained, prepare
-from paceline.model.quantized import _torchao_config, load_options, require_whole
+from paceline.model.quantized import load_options, require_whole
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import InvarianceReport, check_invariance
 from paceline.model.step import Step
@@ -172,8 +172,11 @@ def test_verifying_with_another_copy_of_the_weights_is_caught(monkeypatch: pytes
 def save_torchao(folder: Path, dtype: torch.dtype) -> Checkpoint:
     """A checkpoint that torchao has rounded to int8."""
     pytest.importorskip("torchao")
+    from torchao.quantization import Int8WeightOnlyConfig, PerRow
+
     random_model("llama", dtype=dtype).save_pretrained(folder / "plain")
-    options = {"dtype": dtype, "quantization_config": _torchao_config()}
+    config = TorchAoConfig(Int8WeightOnlyConfig(granularity=PerRow(), set_inductor_config=False))
+    options = {"dtype": dtype, "quantization_config": config}
     AutoModelForCausalLM.from_pretrained(folder / "plain", **options).save_pretrained(folder / "int8")
     return Checkpoint.open(str(folder / "int8"))
 
@@ -246,9 +249,11 @@ def test_quantization_without_a_compiler_or_on_a_gpu_is_refused(monkeypatch: pyt
     checkpoint = Checkpoint("m", 64, (2,), 64)
     monkeypatch.setattr(quantized, "blocks_usable", lambda: False)
     with pytest.raises(ConfigError, match=r"^quantization is 'int4', whose products need a C.. compiler"):
-        load_options(checkpoint, "int4", CPU)
+        load_options(checkpoint, "int4", CPU, torch.bfloat16)
     with pytest.raises(ConfigError, match=r"^quantization is 'int4' and device is 'cuda': 'int8' and null are allowed"):
-        load_options(checkpoint, "int4", torch.device("cuda"))
+        load_options(checkpoint, "int4", torch.device("cuda"), torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"^quantization is 'int8', whose kernel for CUDA takes bfloat16 and float16"):
+        load_options(checkpoint, "int8", torch.device("cuda"), torch.float32)
 
 
 def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:

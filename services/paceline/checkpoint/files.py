@@ -194,7 +194,7 @@ class Checkpoint:
     def _counts(self) -> WeightCounts | None:
         return None if self.folder is None else count_weights(self.folder, packing_of(self.quantization))
 
-    def size(self, dtype: str = "auto", quantization: str | None = None) -> ModelSize | None:
+    def size(self, dtype: str = "auto", quantization: str | None = None, *, on_gpu: bool = False) -> ModelSize | None:
         """Returns the model's size as it will run; None if the weights are not on this machine. Reads headers once.
 
         Raises:
@@ -202,7 +202,7 @@ class Checkpoint:
         """
         if (counts := self._counts) is None:
             return None
-        return model_size(self.config, counts, dtype, quantization)
+        return model_size(self.config, counts, dtype, quantization, on_gpu=on_gpu)
 
 
 def _text_part(config: Any, architecture: str) -> str:

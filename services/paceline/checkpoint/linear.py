@@ -268,10 +268,9 @@ def why_not_runnable(
     has = f"and the model has {kind} layers"
     if device == "cuda" and layers is None:
         return "device", f"is 'cuda' {has}, which run on the CPU alone: 'cpu' is allowed"
-    rounds = layers is not None and device == "cpu" and layers.spec.kind is not Kind.MAMBA  # which reads weights itself
+    rounds = layers is not None and layers.spec.kind is not Kind.MAMBA  # which reads weights itself
     if quantization is not None and not rounds:
-        where = "" if layers is None or layers.spec.kind is Kind.MAMBA else " on GPUs"
-        return "quantization", f"is {quantization!r} {has}, which run with plain weights alone{where}: null is allowed"
+        return "quantization", f"is {quantization!r} {has}, which run with plain weights alone: null is allowed"
     if stored is not None and packing_of(stored) is None:
         return "model", f"is quantized by {method_of(stored)!r} {has}, which run with plain weights alone"
     return None

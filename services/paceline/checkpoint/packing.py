@@ -26,6 +26,11 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """AWQ: where in its word each of eight outputs is."""
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
 """Numbers of four bits with one scale."""
+SCALED_BLOCK = 128
+"""Inputs of an output that share a scale, where a GPU multiplies by a weight as it is stored, if not all do."""
+_NOT_ALONE = (".experts.", "lm_head.", "kv_b_proj.", "dt_proj.")
+"""Parts of the names of weights that are not multiplied as one matrix, or that others read (``attention/latent.py``,
+``linear/families.py``)."""
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _ACTIVATIONS = ("input_scale", "output_scale", "activation_scale", "input_global_scale", "input_zero_point", "k_scale",
                 "v_scale", "q_scale")  # fmt: skip
@@ -115,6 +120,28 @@ class Packing:
         if self.beside and stem.endswith(".weight"):
             yield stem.removesuffix("weight") + self.beside
 
+    def scaled(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, int]:
+        """Weights that a GPU can multiply as they are stored: the weight's name -> inputs that share a scale.
+
+        They are matrices of 8 bits without zero points that are multiplied as a whole.
+
+        Args:
+            tensors: as for ``count_packed``.
+        """
+        found: dict[str, int] = {}
+        for name, stem in self.stems(tensors).items():
+            kind, shape = tensors[stem + self.codes]
+            has_zeros = bool(self.zeros) and stem + self.zeros in tensors
+            is_alone = not any(part in name for part in _NOT_ALONE)
+            if self.of_type(kind).kind != "scaled" or len(shape) != 2 or has_zeros or not is_alone:
+                continue
+            scales = next(tensors[own][1] for own in self.scale_names(stem) if own in tensors)
+            inputs, columns = shape[1], scales[1] if len(scales) == 2 else 1
+            group = inputs if columns == 1 else self.block[1]
+            if group in (inputs, SCALED_BLOCK) and -(-inputs // group) == columns:
+                found[name] = group
+        return found
+
     def parts(self, stem: str) -> Iterator[str]:
         """Names of the tensors that a weight may consist of."""
         yield stem + self.codes
@@ -194,6 +221,20 @@ def why_whole(config: Mapping[str, Any] | None, quantization: str | None, name: 
         how = f"model {name!r} is quantized by {method_of(config)!r}"
         how += f" with {reason}" if (reason := why_not_dequantized(config)) else ""
     return f"{how}: one process runs quantized weights, so set it to 1"
+
+
+def count_scaled(tensors: Mapping[str, tuple[str, tuple[int, ...]]], packing: Packing | None) -> tuple[int, int]:
+    """Numbers of the weights that a GPU multiplies as they are stored, and the bytes that they take there.
+
+    Args: as ``count_packed``.
+    """
+    numbers = num_bytes = 0
+    for name, group in (packing.scaled(tensors) if packing is not None else {}).items():
+        assert packing is not None
+        outputs, inputs = tensors[name.removesuffix(packing.plain) + packing.codes][1]
+        numbers += outputs * inputs
+        num_bytes += outputs * (-(-inputs // SCALED_BLOCK) * SCALED_BLOCK + 4 * -(-inputs // group))
+    return numbers, num_bytes
 
 
 def count_packed(tensors: Mapping[str, tuple[str, tuple[int, ...]]], packing: Packing | None) -> tuple[int, int]:

@@ -100,8 +100,6 @@ def require_quantization(quantization: str, path: str, method: str | None, devic
         return
     if quantization != "int8":
         raise ConfigError(f"{subject} and device is {device!r}: 'int8' and null are allowed there")
-    if not _is_installed("torchao"):
-        _raise_missing(subject, ["torchao"], "or set quantization to null")
 
 
 def batch_dependence(config: Mapping[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ from paceline.checkpoint.folder import read_json
 from paceline.checkpoint.gguf.described import gguf_weights
 from paceline.checkpoint.latent import latent_values, num_attentions, num_plain_weights
 from paceline.checkpoint.linear import LinearLayers, Slots, layer_types, linear_layers
-from paceline.checkpoint.packing import Packing, count_packed
+from paceline.checkpoint.packing import Packing, count_packed, count_scaled
 from paceline.checkpoint.quantization import weight_bytes_per_parameter
 from paceline.errors import ConfigError
 from paceline.types import PAGE_SIZE
@@ -71,6 +71,7 @@ class ModelSize:
             self,
             num_parameters=self.num_whole + -(-(self.num_parameters - self.num_whole) // size),
             kv_values=self.kv_values and self._of_heads // self.num_kv_heads * kv_heads + self.index_values,
+            saved_bytes=self.saved_bytes // size,
             num_kv_heads=kv_heads,
             num_heads=-(-self.num_heads // size),
             intermediate_size=-(-self.intermediate_size // size),
@@ -133,10 +134,19 @@ class WeightCounts(NamedTuple):
     """Numbers that are stored in other ways than as plain floats; they run as they are stored."""
     stored_bytes: int
     """Bytes of the stored numbers."""
+    scaled: int = 0
+    """Numbers that are dequantized, but that a GPU multiplies as they are stored."""
+    scaled_bytes: int = 0
+    """Bytes of the scaled numbers there."""
 
 
 def model_size(
-    config: Mapping[str, Any], counts: WeightCounts, dtype: str = "auto", quantization: str | None = None
+    config: Mapping[str, Any],
+    counts: WeightCounts,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    *,
+    on_gpu: bool = False,
 ) -> ModelSize:
     """The size of a model as it will run, from its configuration and the headers of its weight files."""
     item_bytes = 4 if dtype == "float32" else 2
@@ -144,6 +154,8 @@ def model_size(
     plain = num_plain_weights(config.get("text_config") or config, size.num_kv_layers)
     saved = counts.stored * item_bytes - counts.stored_bytes
     saved -= saved * min(plain, counts.stored) // max(1, counts.stored)
+    if on_gpu and item_bytes == 2:
+        saved += counts.scaled * item_bytes - counts.scaled_bytes
     if quantization is not None:  # linear layers only
         tables = size.vocab_size * size.hidden_size * size.num_tables
         rounded = max(0, counts.numbers - counts.whole - tables - plain)
@@ -237,10 +249,15 @@ def _entries(path: Path) -> dict[str, _Entry]:
 def _count(files: Sequence[Mapping[str, _Entry]], packing: Packing | None) -> WeightCounts:
     """Adds up the tensors of all files; a weight and its scales may be in two of them."""
     entries = {name: entry for file in files for name, entry in file.items()}
-    numbers, whole = count_packed({name: (entry.dtype, entry.shape) for name, entry in entries.items()}, packing)
+    tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+    numbers, whole = count_packed(tensors, packing)
     stored = [] if packing is not None else [entry for entry in entries.values() if entry.dtype not in _PLAIN]
     return WeightCounts(
-        numbers, whole, sum(math.prod(entry.shape) for entry in stored), sum(entry.num_bytes for entry in stored)
+        numbers,
+        whole,
+        sum(math.prod(entry.shape) for entry in stored),
+        sum(entry.num_bytes for entry in stored),
+        *count_scaled(tensors, packing),
     )
 
 

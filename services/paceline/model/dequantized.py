@@ -17,6 +17,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.packing import MXFP4_GROUP, WORD_BITS, Packing
 from paceline.errors import ConfigError
 from paceline.model.parallel.load import CheckpointFiles
+from paceline.model.scaled import Scaled
 
 Box = tuple[slice, ...]
 
@@ -24,6 +25,9 @@ _NUM_AT_ONCE = 1 << 19
 """Numbers that are dequantized at once, in float32: what a processor's cache holds."""
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the codes of a float of four bits, E2M1."""
+
+
+_TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8}
 
 
 class DequantizedFiles:
@@ -36,7 +40,7 @@ class DequantizedFiles:
             files: the stored tensors.
             packing: how weights are quantized.
         """
-        self.path, self._files = files.path, files
+        self.path, self._files, self._packing = files.path, files, packing
         types = {name: files.type(name) for name in files}
         packing.require_types(types, files.path)
         self._stored = types.keys()
@@ -74,6 +78,21 @@ class DequantizedFiles:
         whole = torch.empty(shape, dtype=dtype)
         self.copy(name, tuple(slice(0, size) for size in shape), whole)
         return whole
+
+    @property
+    def scaled(self) -> dict[str, int]:
+        """Weights that can stay as they are stored (``Packing.scaled``)."""
+        return self._packing.scaled({name: (self._files.type(name), self._files.shape(name)) for name in self._stored})
+
+    def read_scaled(self, name: str, box: Box, group: int) -> Scaled:
+        """A box of one of them. ``group``: inputs that share a scale; the box begins with a group."""
+        stem, (rows, columns) = self._stems[name], box
+        stored = stem + self._packing.codes
+        sizes = rows.stop - rows.start, columns.stop - columns.start
+        codes = torch.empty(sizes, dtype=_TYPES[self._files.type(stored)])
+        self._files.copy(stored, box, codes)
+        scales = self._spread(self._scales_name(stem), (rows, slice(columns.start, columns.stop, group)), stem)
+        return Scaled(codes, scales.expand(sizes[0], -(-sizes[1] // group)).contiguous())
 
     def copy(self, name: str, box: Box, target: Tensor) -> None:
         """Copies a box of a tensor to ``target``; a quantized one some of its rows at a time."""
@@ -192,7 +211,7 @@ class DequantizedFiles:
                 if int(found.max()) >= size:
                     raise self._misshapen(groups)
                 return found
-        numbers = torch.arange(part.start, part.stop)
+        numbers = torch.arange(part.start, part.stop, part.step or 1)
         if size == length:
             return numbers
         if size == 1:

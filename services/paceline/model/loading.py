@@ -35,16 +35,18 @@ from paceline.model.attention.kernels import Attention, Kernel, kernel_for
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.aot import NoCompilerError, cached_step, compiled_step, find_compiler
 from paceline.model.compiled.backend import StepFunction
+from paceline.model.compiled.blocks import OUTPUTS
 from paceline.model.compiled.graphs import CudaGraphs, make_backend, require_graphs
 from paceline.model.compiled.parts import compile_parts
 from paceline.model.dequantized import dequantized_files, plain_config
 from paceline.model.device import Placement, keep_bits, resolve
 from paceline.model.experts import pad_experts
 from paceline.model.features import Features
+from paceline.model.kept import KeptWeights
 from paceline.model.kv_cache import NO_KV, KVCache, LayerSpec
 from paceline.model.layer_callback import LayerCallback
 from paceline.model.linear import layers as linear_layers
-from paceline.model.local_config import BUILDING
+from paceline.model.local_config import BUILDING, meta_model
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.load import Progress
 from paceline.model.parallel.model import Share, load_shard, share_of
@@ -61,6 +63,7 @@ from paceline.model.quantized import (
 )
 from paceline.model.rope import settle_rope
 from paceline.model.runner import ModelRunner
+from paceline.model.scaled import round_layers
 from paceline.model.states import StateTaps, require_boundaries
 from paceline.model.step import Step, name_of, probe_layers
 from paceline.model.tails import widen_narrow_layers
@@ -447,19 +450,23 @@ def load_pretrained(
             transformers would draw at random. Weights that are tied to others need not be there.
     """
     device = device or torch.device("cpu")
-    path, options = checkpoint.path, load_options(checkpoint, quantization, device)
+    path, options = checkpoint.path, load_options(checkpoint, quantization, device, dtype)
     loader: Any = part or AutoModelForCausalLM
     location: str | None = checkpoint.location
     config: PretrainedConfig | None = None
     read: Callable[[str], torch.Tensor]
+    kept = KeptWeights()
     if (gguf := checkpoint.gguf) is not None:
         config, names = AutoConfig.from_pretrained(location, trust_remote_code=False), [*gguf]
         read = partial(gguf.read, dtype=dtype)
     elif (packing := packing_of(checkpoint.quantization)) is not None:
         files = dequantized_files(checkpoint, packing)
-        config, names, read = _of_text(plain_config(checkpoint)), [*files], partial(files.read, dtype=dtype)
+        config, read = _of_text(plain_config(checkpoint)), partial(files.read, dtype=dtype)
+        if part is None:
+            kept = KeptWeights.of(meta_model(config), files, None, device, dtype)
+        names = [name for name in files if name not in kept.tensors]
     if config is not None:
-        loader, location = part or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], None
+        loader, location = part or kept.without(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]), None
         options |= {"config": config, "state_dict": {name: _Lazy(partial(read, name)) for name in names}}
     model: PreTrainedModel
     try:
@@ -487,9 +494,12 @@ def load_pretrained(
         log.warning("model %r: ignoring unexpected weights: %s", path, _named(unexpected))
     if getattr(model, "use_kernels", False):
         raise ConfigError(f"model {path!r} would run kernels from a hub, whose bits are theirs: they must be off")
+    kept.fill(model, device)
     if quantization is not None:
         if device.type == "cpu":
             pack_quantized(model, gguf, quantization)
+        else:
+            round_layers(model, device, OUTPUTS)
         require_quantized(model, path, quantization)
     return model if model.device == device else model.to(device)
 

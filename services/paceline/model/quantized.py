@@ -1,7 +1,8 @@
 """Quantized weights in torch: how they are made or kept while a model is loaded, and what it says of its own.
 
 On the CPU the linear layers of a model run by blocks of 4 or 8 bits (``compiled/blocks.py``): those that a GGUF file
-holds, or that are made of plain weights. Other checkpoints that come quantized, and int8 on GPUs, are transformers'.
+holds, or that are made of plain weights. On GPUs they run by numbers of 8 bits with scales (``scaled.py``): those of a
+checkpoint (``kept.py``), or made of plain weights. Other checkpoints that come quantized are transformers'.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ from paceline.config import Quantization
 from paceline.errors import ConfigError
 from paceline.model.compiled.blocks import OUTPUTS, quantize
 from paceline.model.compiled.linear import PackedLinear, blocks_usable, quantized_layers, replace_layers
+from paceline.model.scaled import scaled_layers, why_not_scaled
 
 _OUTPUT_LAYER_BITS = 8
 """Bits of the output layer, where others have 4. No later layer averages its rounding errors out."""
 log = logging.getLogger(__name__)
 
 
-def load_options(checkpoint: Checkpoint, quantization: Quantization | None, device: torch.device) -> dict[str, Any]:
+def load_options(
+    checkpoint: Checkpoint, quantization: Quantization | None, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
     """Keyword arguments of ``from_pretrained`` beyond those of a checkpoint that is not quantized.
 
     Raises:
@@ -50,8 +54,11 @@ def load_options(checkpoint: Checkpoint, quantization: Quantization | None, devi
                     f"quantization is {quantization!r}, whose products need a C++ compiler and an x86 processor here: "
                     "install g++, or set quantization to null"
                 )
-            return {}
-        return {"quantization_config": _torchao_config()}
+        elif (reason := why_not_scaled(device, dtype)) is not None:
+            raise ConfigError(
+                f"quantization is {quantization!r}, whose kernel for CUDA {reason}: set quantization to null"
+            )
+        return {}
     if checkpoint.quantization is None or packing_of(checkpoint.quantization) is not None:
         return {}
     assert method is not None
@@ -71,14 +78,6 @@ def require_whole(checkpoint: Checkpoint, quantization: Quantization | None, deg
     they dequantize."""
     if (reason := why_whole(checkpoint.quantization, quantization, checkpoint.path)) is not None:
         raise ConfigError(f"tensor_parallel_size is {degree} and {reason}")
-
-
-def _torchao_config() -> Any:
-    from torchao.quantization import Int8WeightOnlyConfig, PerRow
-    from transformers import TorchAoConfig
-
-    # Its inductor settings are global, and for GPUs.
-    return TorchAoConfig(Int8WeightOnlyConfig(granularity=PerRow(), set_inductor_config=False))
 
 
 def keeps_blocks(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> bool:
@@ -124,7 +123,7 @@ def pack_quantized(model: PreTrainedModel, weights: GgufWeights | None, quantiza
 def require_quantized(model: PreTrainedModel, path: str, quantization: Quantization) -> None:
     """Raises ConfigError if nothing of a model's layers was quantized: they are none of torch's."""
     packed = [layer for layer in quantized_layers(model) if layer is not model.get_output_embeddings()]
-    if not packed and not any(_is_composed(p) for p in model.parameters()):
+    if not packed and not scaled_layers(model):
         raise ConfigError(
             f"quantization is {quantization!r}, and {type(model).__name__} ({path}) has no linear layer that it "
             "applies to: set quantization to null"
@@ -137,6 +136,8 @@ def parameter_counts(model: PreTrainedModel) -> list[tuple[int, int]]:
     tied = (
         model.get_output_embeddings() if getattr(model.config.get_text_config(), "tie_word_embeddings", False) else None
     )
+    for scaled in scaled_layers(model):  # whose biases are parameters
+        counts.append((scaled.num_weights, 2))
     for layer in quantized_layers(model):
         counts += [] if layer is tied else [(layer.num_weights, 2)]
         counts += [] if layer.bias is None else [(layer.bias.numel(), 1)]
@@ -150,6 +151,8 @@ def quantization_of(model: PreTrainedModel) -> tuple[str | None, str | None]:
     """
     if layers := quantized_layers(model):
         return " and ".join(f"int{bits}" for bits in sorted({layer.bits or 0 for layer in layers})), None
+    if methods := sorted({scaled.method for scaled in scaled_layers(model)}):
+        return " and ".join(methods), None
     config = _quantization_config(model)
     if config is None:
         return None, None

@@ -19,6 +19,7 @@ from paceline.model.compiled import linear
 from paceline.model.device import Placement, resolve
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.runner import agreed
+from paceline.model.scaled import why_not_scaled
 from paceline.preflight.findings import Finding, Severity
 from paceline.preflight.fit import Room, check_draft, check_target
 from paceline.preflight.heads import remote_size
@@ -128,7 +129,8 @@ def left_bytes(device: torch.device, group: Collectives | None = None) -> int:
 def _size(checkpoint: Checkpoint, options: ModelOptions, placement: Placement) -> ModelSize | None:
     """The size of a checkpoint; None if its weights are not here yet, or cannot be read, which loading reports."""
     try:
-        return checkpoint.size(placement.dtype_name, options.quantization)
+        keeps = why_not_scaled(*placement) is None
+        return checkpoint.size(placement.dtype_name, options.quantization, on_gpu=keeps)
     except ConfigError:
         return None
 

@@ -164,7 +164,7 @@ def size_of_draft_model(head: HeadOptions, served: Served) -> HeadsSize:
     """All that a draft model takes in the target's process. Raises ConfigError."""
     options = served.setup.options
     checkpoint = Checkpoint.find(str(head.source), options.trust_remote_code)
-    size = None if checkpoint is None else checkpoint.size(options.dtype, None)
+    size = None if checkpoint is None else checkpoint.size(options.dtype, None, on_gpu=served.on_gpu)
     if checkpoint is None or size is None:
         return HeadsSize()
     longest = min(served.max_len, checkpoint.max_model_len)

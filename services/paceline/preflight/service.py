@@ -239,7 +239,9 @@ def _read_model(
     key += ".model_source" if loading.model_source is not None else ".model_id"
     try:
         checkpoint = Checkpoint.find(loading.source, options.trust_remote_code)
-        size = None if checkpoint is None else checkpoint.size(options.dtype, options.quantization)
+        size = (
+            None if checkpoint is None else checkpoint.size(options.dtype, options.quantization, on_gpu=_on_gpu(config))
+        )
         if checkpoint is None or size is None:
             if here and (reason := why_not_fetched()) is not None:
                 findings.append(Finding.error(key, absent(loading.source, reason)))

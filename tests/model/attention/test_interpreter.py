@@ -1,6 +1,6 @@
 """The Triton kernels without a GPU: run by triton's interpreter, and compiled for devices that are not there.
 
-Of attention, and of linear layers.
+Of attention, of linear layers, and of products by weights of 8 bits.
 """
 
 from __future__ import annotations
@@ -113,12 +113,50 @@ for kernel, sizes, warps in (
     assert " 0 bytes spill stores" in said, said
 """
 
+SCALED = """
+import re, subprocess, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from paceline.model import scaled_triton as kernels
+
+capability, names = int(sys.argv[1]), [p.name for p in kernels._product.params]
+for exponent, tokens, whole in ((4, 16, False), (4, 64, False), (0, 64, True), (4, 128, True)):
+    large = tokens > 64
+    sizes = dict(EXPONENT=exponent, WHOLE=whole, BIASED=False, OUTPUTS=128 if large else 64, TOKENS=tokens,
+                 BLOCK=64 if large else 128)
+    types = {"x": "*bf16", "bias": "*bf16", "codes": "*i8", "scales": "*fp32", "out": "*bf16" if whole else "*fp32"}
+    signature = {n: "constexpr" if n.isupper() else types.get(n, "i32") for n in names}
+    constants = {(i,): sizes[n] for i, n in enumerate(names) if n.isupper()}
+    kept = {"x", "codes", "scales", "out", "inputs", "outputs", "row_len"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in kept}
+    source = ASTSource(fn=kernels._product, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": 8 if large else 4, "num_stages": 3 if large else 4, "enable_fp_fusion": False}
+    made = compile(source, GPUTarget("cuda", capability, 32), options=options)
+    ptx, of = made.asm["ptx"], (exponent, tokens, whole)
+    units = {80: "mma.sync.aligned.m16n8k16", 90: f"wgmma.mma_async.sync.aligned.m64n{tokens}k16", 100: "tcgen05.mma"}
+    assert units[capability] in ptx, ("products do not use matrix units", of)
+    assert "fma.rn.f32" not in ptx, ("fused multiplications and additions", of)
+    assert ".ftz" not in ptx, ("small numbers are flushed", of)
+    assert "cp.async" in ptx and "ld.global.b8" not in ptx, ("codes are not fetched ahead", of)
+    assert made.metadata.shared <= 96 << 10, (made.metadata.shared, of)
+    assembler = f"{triton.__path__[0]}/backends/nvidia/bin/ptxas" + "-blackwell" * (capability >= 100)
+    arch = re.search(r"[.]target (sm_[0-9a-z]+)", ptx)[1]
+    with open(sys.argv[2], "w") as file:
+        file.write(ptx)
+    command = [assembler, "-v", "--gpu-name=" + arch, sys.argv[2], "-o", "/dev/null"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = int(re.search("([0-9]+) bytes spill stores", told)[1])
+    assert spilled <= {80: 0, 90: 0, 100: 64}[capability], (spilled, of)
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "some"),
     [
         ("tests/model/attention/test_kernels.py", "not variant"),
+        ("tests/model/test_scaled_triton.py", "not variant"),
         ("tests/model/test_linear_triton.py", "numbers or mistakes"),
         ("tests/model/test_linear_triton.py", "trees and of_the_step or any_tree and dtype2"),
         *nightly([("tests/model/test_linear_triton.py", "trees or any_tree")]),
@@ -135,7 +173,7 @@ def test_the_kernels_pass_their_tests_in_the_interpreter(path: str, some: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "90", "100"])
-@pytest.mark.parametrize("script_text", [COMPILE, LINEAR], ids=["attention", "linear layers"])
+@pytest.mark.parametrize("script_text", [COMPILE, LINEAR, SCALED], ids=["attention", "linear layers", "products"])
 def test_the_kernels_compile_for_devices(script_text: str, capability: str, tmp_path: Path) -> None:
     """An A100, an H100 and a B200: attention uses matrix units and fuses nothing that another kernel might not fuse;
     what programs share fits any of them, and registers suffice."""

@@ -153,13 +153,13 @@ def pack_layers(module: nn.Module) -> nn.Module:
     return replace_layers(module, pack_layer)
 
 
-def replace_layers(module: nn.Module, make: Callable[[str, nn.Linear], PackedLinear | None]) -> nn.Module:
+def replace_layers(module: nn.Module, make: Callable[[str, nn.Linear], nn.Module | None]) -> nn.Module:
     """A module with each linear layer replaced by what ``make`` returns for its path, itself if it is one.
 
     Layers for which that is None stay, and those whose weights are multiplied ``HEAD_BY_HEAD``. A layer with several
     places stays one.
     """
-    made: dict[nn.Module, PackedLinear] = {}
+    made: dict[nn.Module, nn.Module] = {}
     places = list(module.named_modules(remove_duplicate=False))
     for path, layer in places:
         if (

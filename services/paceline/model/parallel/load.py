@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -193,7 +193,7 @@ def read_shard(
         ConfigError: a tensor is missing, has another shape than the model's, or is stored in a form that only
             transformers' own loader converts.
     """
-    sources = _sources(files, model, plan)
+    sources = sources_of(files, model, plan.parameters, plan.aliases)
     missing = [name for name in plan.parameters if name not in sources]
     if missing:
         more = f" and {len(missing) - _NUM_NAMED} more" if len(missing) > _NUM_NAMED else ""
@@ -222,8 +222,11 @@ def read_shard(
     return tensors
 
 
-def _sources(files: Files, model: PreTrainedModel, plan: ShardPlan) -> dict[str, list[Source]]:
-    """Checkpoint tensors that fill each parameter. Tensors that the model has no place for are left out."""
+def sources_of(
+    files: Files, model: PreTrainedModel, names: Collection[str], aliases: Mapping[str, str]
+) -> dict[str, list[Source]]:
+    """Checkpoint tensors that fill each of the parameters ``names``, which ``aliases`` give other names. Tensors that
+    the model has no place for are left out."""
     transforms = get_model_conversion_mapping(model)
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     renamings = [t for t in transforms if not isinstance(t, WeightConverter)]
@@ -233,8 +236,8 @@ def _sources(files: Files, model: PreTrainedModel, plan: ShardPlan) -> dict[str,
         name, pattern = rename_source_key(tensor, renamings, converters, prefix, state)
         if name not in state and tensor in state:  # a pattern of older names that the model's own one has, too
             name, pattern = tensor, None
-        name = plan.aliases.get(name, name)
-        if name not in plan.parameters:
+        name = aliases.get(name, name)
+        if name not in names:
             continue
         if pattern is None:
             found[name] = [Source(tensor)]

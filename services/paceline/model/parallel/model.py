@@ -8,7 +8,7 @@ embedding looks up the tokens that it has; the output layer gives the logits of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,8 @@ from transformers.initialization import no_init_weights
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.packing import packing_of
-from paceline.model.dequantized import dequantized_files, plain_config
+from paceline.model.dequantized import DequantizedFiles, dequantized_files, plain_config
+from paceline.model.kept import KeptWeights
 from paceline.model.local_config import BUILDING, build
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.load import CheckpointFiles, Files, GgufFiles, Progress, read_shard
@@ -56,7 +57,7 @@ def load_shard(
     """
     path, gguf = checkpoint.path, checkpoint.gguf
     require_whole(checkpoint, None, group.degree)
-    config = plain_config(checkpoint)
+    config, kept = plain_config(checkpoint), KeptWeights()
     plan = plan_shards(config, group.rank, group.degree)
     files: Files
     if (packing := packing_of(checkpoint.quantization)) is not None:
@@ -66,8 +67,12 @@ def load_shard(
     try:
         with BUILDING, no_init_weights():  # what is not written to here takes no memory
             model = build(plan.config, dtype=dtype)
+        if isinstance(files, DequantizedFiles):
+            kept = KeptWeights.of(model, files, plan, group.device, dtype)
+            plan = replace(plan, parameters={n: s for n, s in plan.parameters.items() if n not in kept.boxes})
         for name, tensor in read_shard(files, model, plan, dtype, progress).items():
             _assign(model, name, tensor)
+        kept.fill(model, group.device)
     finally:
         files.close()
     for name, first in plan.aliases.items():
