@@ -32,7 +32,7 @@ from paceline.draft.overlap import Overlap
 from paceline.draft.session import DraftSession
 from paceline.draft.stats import DraftStats
 from paceline.drafters.calibration import Calibration
-from paceline.drafters.protocol import Drafter, StatesDrafter
+from paceline.drafters.protocol import Drafter
 from paceline.drafters.ranking import Rule
 from paceline.errors import EngineError, InvalidRequestError, PacelineError, ResourceExhaustedError
 from paceline.messages import CloseSession, Commit, Hint, Nodes, OpenSession, SessionFailed, States, ToDraft
@@ -106,7 +106,7 @@ class DraftEngine:
         self._device = device
         self._clock = clock
         self._step_s = 0.0
-        self._sessions: dict[str, DraftSession] = {}
+        self._sessions = self._grower.sessions
         self._calibrations = {rule: Calibration(16) for rule in Rule}
         self._bonus = Calibration(16)
         self._failures: list[SessionFailed] = []
@@ -153,18 +153,25 @@ class DraftEngine:
                 self._unknown(message)
             else:
                 try:
-                    self._take(session, message)
+                    if isinstance(message, Commit):
+                        self._commit(session, message)
+                    elif isinstance(message, Hint):
+                        self._take_hint(session, message)
+                    else:
+                        self._feed(session, message)
                 except Exception as error:
                     self._fail(session, error)
 
     def step(self) -> bool:
         """Does a prefill chunk or one tree step, in turn while there is both. False: nothing to do, nothing sent."""
-        first, second = (self._prefill, self._grow) if self._prefill_next else (self._grow, self._prefill)
+        grower = self._grower
+        first, second = (grower.prefill, self._grow) if self._prefill_next else (self._grow, grower.prefill)
         self._prefill_next = not self._prefill_next
         self._step_s = 0.0
         if self._grammars is not None:
             self._grammars.begin_step()
         worked = first() or second()
+        self.stats.prefill_chunks, self.stats.forwards = grower.num_chunks, grower.num_calls
         return self._flush() or worked
 
     def wait_s(self) -> float | None:
@@ -301,17 +308,9 @@ class DraftEngine:
         self.stats.refused_sessions += isinstance(error, ResourceExhaustedError)
         self._failures.append(SessionFailed(session_id, epoch, f"{type(error).__name__}: {error}"))
 
-    def _take(self, session: DraftSession, message: Commit | States | Hint) -> None:
-        if isinstance(message, Commit):
-            self._commit(session, message)
-        elif isinstance(message, Hint):
-            self._take_hint(session, message)
-        elif self._grower.reads is None:
+    def _feed(self, session: DraftSession, message: States) -> None:
+        if (drafter := self._grower.reads) is None:
             raise InvalidRequestError("hidden states came to a drafter that reads none")
-        else:
-            self._feed(self._grower.reads, session, message)
-
-    def _feed(self, drafter: StatesDrafter, session: DraftSession, message: States) -> None:
         states = torch.frombuffer(bytearray(message.packed), dtype=torch.bfloat16).view(-1, message.width)
         missing = drafter.feed(session.session_id, message.position, states)
         if missing < 0:
@@ -390,20 +389,14 @@ class DraftEngine:
                 session.frontier.push_anchor()
         session.idle, session.changed = False, True
 
-    def _prefill(self) -> bool:
-        worked = self._grower.prefill(self._sessions.values())
-        self.stats.prefill_chunks += worked
-        return worked
-
     def _grow(self) -> bool:
         """Does one tree step of all sessions: choose -> expand -> rank -> publish. False: no node is to be expanded."""
         started = self._clock()
-        chosen = self._grower.choose(self._sessions.values(), started)
+        chosen = self._grower.choose(started)
         if not chosen:
             return False
         num_leaves, is_path = self.stats.leaves, self._grower.grow(chosen)
         self.stats.tree_steps += 1
-        self.stats.forwards = self._grower.num_calls
         self._step_s = self._clock() - started
         if is_path:
             self.stats.paths += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from paceline.core.tree import TreeNode
@@ -45,13 +45,13 @@ class DraftGrower(Grower[DraftSession]):
             and self.reads.awaits(session.session_id)
         )
 
-    def choose(self, sessions: Iterable[DraftSession], now: float) -> list[tuple[DraftSession, TreeNode]]:
+    def choose(self, now: float) -> list[tuple[DraftSession, TreeNode]]:
         """Returns the likeliest leaves of all sessions, grouped by session, each session's in the order of its own
         policy."""
         # A heap of (-log path probability of a session's next leaf, order of the session, session).
         heap: list[tuple[float, int, DraftSession]] = []
         budget, tokens_per_leaf = self._tree_budget, self.drafter.tokens_per_leaf
-        for order, session in enumerate(sessions):
+        for order, session in enumerate(self.sessions.values()):
             if not (session.ready or self.ready(session)):
                 continue
             if (node := session.next_leaf(budget)) is not None and not (self.reads and self.waits(session, now)):

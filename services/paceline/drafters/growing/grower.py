@@ -6,7 +6,7 @@ A path may be drafted by one call (``Chainer``), and a drafter may answer for se
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -32,6 +32,10 @@ class Grower(Generic[Session]):
         """``num_tokens``: maximum depth that one call of the drafter adds. ``on_failure``, ``alone``: as in
         ``call_for_each``."""
         self.drafter = drafter
+        self.sessions: dict[str, Session] = {}
+        """Open sessions by id; the owner adds and removes them."""
+        self.num_chunks = 0
+        """Chunks of contexts that the drafter has computed so far."""
         self.num_calls = 0
         """Calls of the drafter for candidates so far."""
         self._on_failure = on_failure
@@ -45,15 +49,18 @@ class Grower(Generic[Session]):
         session.ready = session.ready or self.drafter.ready(session.session_id)
         return session.ready
 
-    def prefill(self, sessions: Iterable[Session]) -> bool:
+    def prefill(self) -> bool:
         """Computes a chunk of the contexts of sessions that are not ready. False: nothing could be done.
 
         An error ends all of them, or the session that it names.
         """
-        if not (unready := [session for session in sessions if not (session.ready or self.ready(session))]):
+        unready = [session for session in self.sessions.values() if not (session.ready or self.ready(session))]
+        if not unready:
             return False
         done = call_for_each(lambda _: self.drafter.prefill(), unready, on_failure=self._on_failure, alone=False)
-        return not done or done[-1][1]
+        worked = not done or done[-1][1]
+        self.num_chunks += worked
+        return worked
 
     def publish(
         self, session: Session, parent: TreeNode, ranking: Ranking, probs: Sequence[float], follow: int | None = None

@@ -286,7 +286,7 @@ class Heads:
         for mounted in self.mounted:
             if not mounted.reads_states and self.is_on(mounted, self._num_sessions):
                 started = self._clock()
-                if mounted.prefill(mounted.sessions.values()):
+                if mounted.prefill():
                     mounted.spend(self._clock() - started)
 
     def check_integrity(self, sessions: Sequence[TargetSession]) -> None:

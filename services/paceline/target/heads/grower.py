@@ -59,7 +59,6 @@ class HeadGrower(Grower[Followed]):
         super().__init__(head, num_tokens, on_failure, alone=False)
         self.stats = HeadStats()
         self.gate = HeadGate()
-        self.sessions: dict[str, Followed] = {}
         self.failure = ""
         """Reason for which it was switched off; empty: it is on."""
         self.clock: Callable[[], float] = time.perf_counter
