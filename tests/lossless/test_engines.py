@@ -249,9 +249,9 @@ def test_any_budget_gives_identical_tokens(temperature: float, monkeypatch: pyte
     def any_number(self, offers, **options):
         return [rng.randint(0, len(o)) for o in offers]
 
-    def any_pause(self, session, now, num_sessions):
+    def any_pause(self, session, num_sessions):
         if rng.random() < 0.1:
-            self.pause(session, Judgement.NO_GAIN, now, num_sessions)
+            self.pause(session, Judgement.NO_GAIN, num_sessions)
 
     def any_resumption(self, now, num_running, sessions):
         for pause in list(self.paused.values()):

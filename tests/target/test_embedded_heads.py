@@ -163,7 +163,7 @@ def test_acceptance_comes_back_after_a_pause(monkeypatch: pytest.MonkeyPatch) ->
         with monkeypatch.context() as each:
             each.setattr(TargetEngine, "step", counted)
             if is_paused:
-                each.setattr(HeadGate, "wanted", lambda self, num_sessions, now: engine.steps not in off)  # type: ignore[attr-defined]
+                each.setattr(HeadGate, "wanted", lambda self, num_sessions: engine.steps not in off)  # type: ignore[attr-defined]
             found = rounds(engine, Mode.OVERLAPPED, 1.0, most)
         brought.append([len(part) - 1 for parts in found for part in parts[off.stop + 1 : -1]])
         if is_paused:

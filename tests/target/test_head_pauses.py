@@ -32,7 +32,7 @@ def paused(on_off: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch) -> No
         steps += 1
 
     monkeypatch.setattr(Heads, "feed", counted)
-    monkeypatch.setattr(HeadGate, "wanted", lambda self, num_sessions, now: on_off(steps))
+    monkeypatch.setattr(HeadGate, "wanted", lambda self, num_sessions: on_off(steps))
 
 
 def _pauses(step: int) -> bool:
@@ -128,9 +128,9 @@ def test_a_head_is_judged_by_all_sessions_that_run(monkeypatch: pytest.MonkeyPat
         steps.append((len(ready), num_sessions))
         propose(self, ready, num_sessions, trees=trees)
 
-    def noted(self, num_sessions, now):
+    def noted(self, num_sessions):
         assert num_sessions == max(1, steps[-1][1])
-        return wanted(self, num_sessions, now)
+        return wanted(self, num_sessions)
 
     def observed(self, num_sessions, *rest):
         judged.append(num_sessions)

@@ -359,7 +359,7 @@ def contexts_of(part: Scheduled) -> list[list[int]]:
 
 def pause_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads miss one second in five, which is a hundred steps."""
-    monkeypatch.setattr(HeadGate, "wanted", lambda self, num_sessions, now: int(now) % 5 != 4)
+    monkeypatch.setattr(HeadGate, "wanted", lambda self, num_sessions: int(self.budget.now) % 5 != 4)
 
 
 def verify_any_subtrees(monkeypatch: pytest.MonkeyPatch) -> None:

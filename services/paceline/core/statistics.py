@@ -131,6 +131,10 @@ class RateSample:
         self._as += amount * seconds
         self._ss += seconds * seconds
 
+    def rate(self) -> float:
+        """The rate r; 0 before the first step."""
+        return self.amount / self.seconds if self.seconds > 0 else 0.0
+
     def standard_error(self) -> float:
         """Standard error of the rate r, a ratio of two means: sqrt(sum (a - r s)^2 / (n - 1) / n) / mean(s).
 

@@ -237,7 +237,7 @@ class TargetEngine:
         if opened and self.allocation.adaptive:  # all of them count for the first one, too
             for session in opened:
                 if sessions.get(session.session_id) is session:
-                    self.gate.begin(session, now, len(sessions))
+                    self.gate.begin(session, len(sessions))
             self._send_wishes()
 
     def step(self) -> bool:
@@ -548,7 +548,7 @@ class TargetEngine:
         if self.link is not None:
             self.link.close(session)
         self._scheduler.remove(session)
-        self.gate.forget(session, self._clock(), len(self._sessions))
+        self.gate.forget(session)
 
     def _set_draft(self, session: TargetSession, message: DraftState) -> None:
         if message.available:
@@ -788,7 +788,7 @@ class TargetEngine:
         for part in step.verifying:
             session = part.session
             if session.draft_available and session.session_id in self._sessions:
-                self.gate.review(session, now, len(running))
+                self.gate.review(session, len(running))
         self.gate.tick(now, len(running), self._sessions.values())
         self._send_wishes()
 

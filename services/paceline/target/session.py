@@ -9,12 +9,13 @@ from itertools import islice
 
 from paceline.core.native_tree import new_tree
 from paceline.core.processors import Grammar, SamplerState
-from paceline.core.statistics import DecayingRatio
+from paceline.core.statistics import DecayingRatio, RateSample
 from paceline.core.tree import NO_PROPOSAL, Proposal, TreeNode
 from paceline.messages import OpenSession
 from paceline.model.kv_cache import KVCache, flat_rows, page_hash, root_hash
 from paceline.model.linear.plan import NONE
 from paceline.target.control.allocation import AcceptanceHistory, expected_tokens
+from paceline.target.control.experiment import Experiment
 from paceline.target.control.subtree import SubtreeOffer
 from paceline.target.lookup import Lookup
 from paceline.types import PAGE_SIZE, Acceptance, Cause, FinishReason, Mode, pages_for
@@ -25,18 +26,16 @@ FAN_OUT = 3
 
 @dataclass(slots=True)
 class Account:
-    """Gain and cost of drafting for a session since it was last judged (``control/session_gate.py``)."""
+    """Rounds of drafting for a session since it was last judged (``control/session_gate.py``)."""
 
-    rounds: int = 0
-    rows: int = 0
-    """Draft tokens verified."""
+    available: int = 0
+    """Draft tokens that were available, verified or not."""
     scheduled: int = 0
     """Rounds in which draft tokens were verified."""
-    trimmed: int = 0
-    """Draft tokens that were available and were not verified."""
-    accepted: int = 0
+    unheard: int = 0
+    """Rounds before the draft has sent anything."""
     lost: float = 0.0
-    """Tokens that plain decoding would have made, of all sessions, in the time that drafting took."""
+    """Tokens lost in those."""
     num_sessions: int = 0
     """Highest concurrency since the account was opened."""
 
@@ -78,6 +77,7 @@ class TargetSession:
         "draft_epoch",
         "draft_heard",
         "draft_silent",
+        "drafting",
         "epoch",
         "generation",
         "head_offer",
@@ -92,8 +92,6 @@ class TargetSession:
         "nodes_context_len",
         "num_attached",
         "num_computed",
-        "num_failures",
-        "num_load_failures",
         "num_prompt_tokens",
         "num_scored",
         "on_trial",
@@ -104,7 +102,6 @@ class TargetSession:
         "private_pages",
         "rejection",
         "resumed_at",
-        "resumed_by_load",
         "sampler",
         "samples_ahead",
         "scored_end",
@@ -114,7 +111,6 @@ class TargetSession:
         "suspected_until",
         "tokens",
         "tree",
-        "unheard_rounds",
         "verified_draft",
         "waiting_since",
     )
@@ -229,18 +225,14 @@ class TargetSession:
         self.hits = AcceptanceHistory((rejection if self.rejection else coupled) or AcceptanceHistory())
         """Acceptance of the draft's tokens."""
         self.account = Account()
+        self.drafting = Experiment()
+        """Tokens gained by drafting in each round of the account."""
         self.paused = False
         """Drafting has no gain now: plain rounds until it is resumed."""
         self.draft_heard = False
         """Nodes have arrived since the draft was opened."""
         self.on_trial = False
         """Drafting was resumed and has not paid yet."""
-        self.unheard_rounds = 0
-        self.num_failures = 0
-        """Times in a row that drafting has not paid."""
-        self.num_load_failures = 0
-        """Failures in a row after it was resumed because concurrency had fallen."""
-        self.resumed_by_load = False
         self.resumed_at = now
 
     @property
@@ -354,7 +346,7 @@ class TargetSession:
     def resume_drafting(self, now: float, *, forget: bool) -> None:
         """Allows a draft again, which ``follow_draft`` begins. ``forget``: drop the record of earlier drafts."""
         self.paused, self.on_trial, self.draft_heard = False, True, False
-        self.account, self.unheard_rounds, self.resumed_at = Account(), 0, now
+        self.account, self.drafting.sample, self.resumed_at = Account(), RateSample(), now
         if forget:
             self.hits.forget()
 

@@ -12,7 +12,8 @@ from tests.target.simulation import Simulation, cpu_cost, gpu_cost
 
 from paceline.core.statistics import DecayingHistogram, RateSample
 from paceline.draft.growth import Reach
-from paceline.target.control.load_trials import LoadTrials, certain_margin
+from paceline.target.control.experiment import Experiment
+from paceline.target.control.load_trials import LoadTrials
 from paceline.target.control.report import TargetReport, explain, measures
 
 _DRAFTS = {
@@ -172,8 +173,8 @@ def test_the_error_of_a_rate() -> None:
         mixed.add(10.0 if i % 2 else 30.0, 0.05)
     assert alike.standard_error() == pytest.approx(0.0, abs=1e-3)
     assert mixed.standard_error() == pytest.approx(10.0 / 0.05 / 10.0, rel=0.02)
-    assert RateSample().standard_error() == certain_margin(RateSample()) == float("inf")
-    assert certain_margin(mixed) == pytest.approx(2.5 * (1 + 2 / 99) * mixed.standard_error())
+    assert RateSample().standard_error() == Experiment().margin() == float("inf")
+    assert Experiment(0.0, mixed).margin() == pytest.approx(2.5 * (1 + 2 / 99) * mixed.standard_error())
 
 
 @pytest.mark.slow

@@ -52,8 +52,8 @@ def test_leaves_are_expanded_while_each_brings_more_than_its_time() -> None:
 def test_a_head_that_is_not_expected_to_pay_is_tried_ever_more_rarely() -> None:
     gate, asked = HeadGate(), []
     for step in range(10_000):
-        now = 0.02 * step
-        if gate.trials.try_anyway(now):
+        gate.budget.now = now = 0.02 * step
+        if gate.try_anyway():
             asked.append(now)
     starts = [a for a, b in zip(asked, [-1.0, *asked], strict=False) if a - b > 1.0]
     pauses = [b - a for a, b in itertools.pairwise(starts)]
@@ -67,11 +67,12 @@ def run(gate: HeadGate, seconds: float, *, accepted: float, cost_s: float, num_s
     now, on, steps, owed = start, 0, 0, 0.0
     while now < start + seconds:
         steps += 1
-        if gate.wanted(num_sessions, now):
+        gate.budget.now = now
+        if gate.wanted(num_sessions):
             on += 1
             owed += accepted
             tokens, owed = int(owed), owed - int(owed)
-            gate.observe_step(num_sessions, tokens, cost_s, PLAIN, now)
+            gate.observe_step(num_sessions, tokens, cost_s, PLAIN)
             now += cost_s
         now += 0.04
     return on / steps
@@ -149,13 +150,16 @@ def test_a_pause_counts_seconds_of_steps() -> None:
     heads, mounted = heads_by(allocation, lambda: now)
     for _ in range(16):
         now += 0.02
+        allocation.budget.step(0.02)
         mounted.spent_s = 0.02
         heads.book()
     assert not heads.is_on(mounted, 1)
     now += 3600.0
+    allocation.budget.step(3600.0)
     heads.book()
     assert not heads.is_on(mounted, 1)
     for _ in range(10_000):
         now += 0.02
+        allocation.budget.step(0.02)
         heads.book()
     assert heads.is_on(mounted, 1)

@@ -8,41 +8,67 @@ import pytest
 from tests.support.rings import nightly, slow
 from tests.target.simulation import Simulation, cpu_cost, gpu_cost
 
+from paceline.target.control.experiment import Budget, Experiment, pause_s
 from paceline.target.control.session_gate import Judgement, judge
-from paceline.target.control.trial import pause_s
 from paceline.target.session import Account
 
 
+def rounds(*gains: float) -> Experiment:
+    """Rounds of a session, by the tokens that each gained."""
+    experiment = Experiment()
+    for gain in gains:
+        experiment.sample.add(gain, 1.0)
+    return experiment
+
+
 @pytest.mark.parametrize(
-    ("account", "trial", "expected"),
+    ("drafting", "scheduled", "available", "trial", "expected"),
     [
-        (Account(), False, Judgement.OPEN),
-        (Account(rounds=31, rows=60, accepted=0, lost=3.9), False, Judgement.OPEN),
-        (Account(rounds=9, rows=60, accepted=0, lost=4.1), False, Judgement.NO_GAIN),
-        (Account(rounds=32, rows=90, accepted=40, lost=20.0), False, Judgement.PAYS),
-        (Account(rounds=32, rows=90, accepted=20, lost=19.2), False, Judgement.NO_GAIN),
-        (Account(rounds=32, rows=90, accepted=20, lost=19.0), False, Judgement.PAYS),
-        (Account(rounds=16, rows=40, accepted=20, lost=19.2), True, Judgement.NO_GAIN),
-        (Account(rounds=16, rows=40, accepted=20, lost=19.0), True, Judgement.PAYS),
-        (Account(rounds=32, rows=3, trimmed=100), False, Judgement.PAYS),
-        (Account(rounds=32, rows=3, trimmed=15), False, Judgement.NOT_SENT),
-        (Account(rounds=8, rows=0, trimmed=30), False, Judgement.OPEN),
+        (rounds(), 0, 0, False, Judgement.OPEN),
+        (rounds(*31 * [-0.13]), 31, 60, False, Judgement.OPEN),
+        (rounds(*7 * [-1.0]), 7, 60, False, Judgement.OPEN),
+        (rounds(*8 * [-1.0]), 8, 60, False, Judgement.NO_GAIN),
+        (rounds(*8 * [-0.3]), 8, 60, False, Judgement.OPEN),
+        (rounds(*4 * [2.0, -1.0]), 8, 60, False, Judgement.OPEN),
+        (rounds(*8 * [2.0]), 8, 60, False, Judgement.PAYS),
+        (rounds(*16 * [1.2, -0.2]), 32, 90, False, Judgement.PAYS),
+        (rounds(*32 * [0.02]), 32, 90, False, Judgement.PAYS),
+        (rounds(*32 * [0.02]), 32, 90, True, Judgement.NO_GAIN),
+        (rounds(*32 * [0.05]), 32, 90, True, Judgement.PAYS),
+        (rounds(*32 * [0.0]), 3, 103, False, Judgement.PAYS),
+        (rounds(*32 * [0.0]), 3, 15, False, Judgement.NOT_SENT),
+        (rounds(*8 * [0.0]), 0, 30, False, Judgement.OPEN),
     ],
 )
-def test_judgement(account: Account, trial: bool, expected: Judgement) -> None:
+def test_judgement(drafting: Experiment, scheduled: int, available: int, trial: bool, expected: Judgement) -> None:
     """See ``judge`` for the rule."""
-    assert judge(account, trial=trial) is expected
+    assert judge(Account(available=available, scheduled=scheduled), drafting, trial=trial) is expected
+
+
+def test_what_a_draft_has_cost_before_its_first_tokens_counts() -> None:
+    assert judge(Account(8, 8, lost=8.0), rounds(*8 * [0.2])) is Judgement.NO_GAIN
 
 
 def test_pauses_double_up_to_a_minute() -> None:
-    """2, 4, 8, .. 64 seconds."""
-    assert [pause_s(n) for n in range(1, 9)] == [2, 4, 8, 16, 32, 64, 64, 64]
+    """1, 2, 4, .. 64 seconds; each success takes one failure back."""
+    assert [pause_s(n) for n in range(1, 9)] == [1, 2, 4, 8, 16, 32, 64, 64]
+    experiment, budget = Experiment(), Budget(now=10.0)
+    for won, until in ((False, 11), (False, 12), (False, 14), (True, 14), (False, 14)):
+        experiment.end(budget, won=won)
+        assert experiment.until == until
 
 
-def test_a_pause_repays_what_the_trial_has_lost() -> None:
-    """A hundredth of the time, in a few minutes at most."""
-    assert [pause_s(1, loss_s) for loss_s in (0.0, 0.02, 0.5, 60.0)] == [2, 2, 50, 256]
-    assert [pause_s(n, first_s=0.5) for n in (1, 2, 3)] == [0.5, 1, 2]
+def test_all_trials_together_repay_what_they_have_lost() -> None:
+    """A hundredth of the time, in a few minutes at most, by the seconds of steps."""
+    one, other, budget = Experiment(), Experiment(), Budget()
+    one.end(budget, won=False, loss_s=0.02)
+    other.end(budget, won=False, loss_s=0.3)
+    assert (one.until, other.until) == (2.0, 32.0)
+    one.end(budget, won=False, loss_s=60.0)
+    assert one.until == budget.free_at == 256.0
+    budget.step(0.5)
+    budget.step(3600.0)
+    assert budget.now == 1.5, "nobody knows whether there was anything to do"
 
 
 # -- throughput -----------------------------------------------------------------------------------------------------

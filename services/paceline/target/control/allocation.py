@@ -33,6 +33,7 @@ from typing import Protocol
 
 from paceline.core.statistics import DecayingHistogram, DecayingRatio, Ewma
 from paceline.core.tree import Proposal
+from paceline.target.control.experiment import Budget
 from paceline.target.control.step_cost import StepCost
 from paceline.target.control.subtree import Ranked, SubtreeOffer
 
@@ -311,6 +312,8 @@ class Allocation:
     """Seconds of a branch beyond its rows, as measured while serving."""
     tokens_per_s: Ewma = field(default_factory=lambda: Ewma(0.1))
     """Tokens per second of the steps."""
+    budget: Budget = field(default_factory=Budget)
+    """What the trials of the engine may cost."""
     _num_offers: int = 0
     """Steps for which siblings were asked about."""
     _judged: tuple[int, int] = (0, 0)

@@ -20,52 +20,12 @@ from dataclasses import dataclass, field
 
 from paceline.core.statistics import Ewma
 from paceline.target.control.allocation import load_class
-from paceline.target.control.trial import LONG_WINDOW, is_due, pause_s
+from paceline.target.control.experiment import LEAST, TRIAL_SHARE, Budget, Experiment
 
-_ASKED_IN_TRIAL = 4
-_COMPARED, _COMPARED_EVERY = 4, 256
-"""Times that a head is asked depth by depth, and twice as often for chains, to measure both, and of how many."""
+_COMPARED_EVERY = round(LEAST / TRIAL_SHARE)
+"""In ``LEAST`` of so many times a head is asked depth by depth, and in twice as many for chains, to measure both."""
 _CHAIN_SHARE = 0.6
 """"Much less" than a depth with several leaves, which bring about a twentieth more tokens a step."""
-
-
-@dataclass(slots=True)
-class _Account:
-    """Gain and cost of a head at one load since it was last judged."""
-
-    steps: int = 0
-    net: float = 0.0
-    """Accepted tokens, less the tokens made otherwise in the time that the head took."""
-    failures: int = 0
-    on_trial: bool = False
-    paused_until: float = 0.0
-
-
-@dataclass(slots=True)
-class Trials:
-    """Asks a head without expected gain a few times, with increasing pauses."""
-
-    _asks: int = 0
-    """Remaining requests to the head without expected gain."""
-    _declined: int = 0
-    """Failed trials of this kind in a row."""
-    _next_at: float = 0.0
-
-    def try_anyway(self, now: float) -> bool:
-        """True if the head is asked this time."""
-        if self._asks == 0 and now >= self._next_at:
-            self._asks = _ASKED_IN_TRIAL
-        if self._asks == 0:
-            return False
-        self._asks -= 1
-        if self._asks == 0:
-            self._declined += 1
-            self._next_at = now + pause_s(self._declined)
-        return True
-
-    def paid(self) -> None:
-        """Records that the head was asked because of its expected gain."""
-        self._declined = 0
 
 
 @dataclass(slots=True)
@@ -74,21 +34,35 @@ class HeadGate:
 
     adaptive: bool = True
     """False: it is always asked, to its full depth."""
+    budget: Budget = field(default_factory=Budget)
+    """What trials may cost."""
     num_pauses: int = 0
     level_s: dict[tuple[int, bool], Ewma] = field(default_factory=dict)
     """Seconds of one depth by the load class of its leaves, of the first depth (True) and of a further one."""
-    trials: Trials = field(default_factory=Trials)
-    _loads: dict[int, _Account] = field(default_factory=dict)
+    _asks: Experiment = field(default_factory=Experiment)
+    """Requests to the head although they have no expected gain."""
+    _loads: dict[int, Experiment] = field(default_factory=dict)
     _num_asked: int = 0
     _chain_s: Ewma | None = None
     """Seconds of a token of a path by one call."""
 
-    def wanted(self, num_sessions: int, now: float) -> bool:
+    def wanted(self, num_sessions: int) -> bool:
         """True if the head is fed and may be asked at this concurrency."""
-        if not self.adaptive:
-            return True
-        account = self._loads.get(load_class(num_sessions))
-        return account is None or now >= account.paused_until
+        experiment = self._loads.get(load_class(num_sessions))
+        return not self.adaptive or experiment is None or self.budget.now >= experiment.until
+
+    def paid(self) -> None:
+        """Records that the head was asked because of its expected gain."""
+        self._asks.num_failures = 0
+
+    def try_anyway(self) -> bool:
+        """True if the head is asked this time, without expected gain: a few times, with increasing pauses."""
+        if self.budget.now < self._asks.until:
+            return False
+        self._asks.sample.add(0.0, 1.0)
+        if self._asks.sample.count >= LEAST:
+            self._asks.end(self.budget, won=False)
+        return True
 
     def depth_s(self, num_leaves: int, *, first: bool) -> float | None:
         """Seconds of one depth for ``num_leaves``; None before any was measured."""
@@ -106,8 +80,8 @@ class HeadGate:
         if width == 1 and num_sessions == 1:
             return True
         turn, self._num_asked = self._num_asked % _COMPARED_EVERY, self._num_asked + 1
-        if turn < 3 * _COMPARED:
-            return turn >= _COMPARED
+        if turn < 3 * LEAST:
+            return turn >= LEAST
         tree_s = self.level_s.get((load_class(num_sessions * width), False)) or self.level_s.get(
             (load_class(num_sessions), False)
         )
@@ -158,7 +132,7 @@ class HeadGate:
                 best, num_best = gain - tokens_per_s * seconds, num
         return num_best
 
-    def observe_step(self, num_sessions: int, accepted: int, seconds: float, tokens_per_s: float, now: float) -> bool:
+    def observe_step(self, num_sessions: int, accepted: int, seconds: float, tokens_per_s: float) -> bool:
         """Books a step. True if the head is paused from now on at this load.
 
         Args:
@@ -166,20 +140,13 @@ class HeadGate:
             accepted: tokens of the head that were accepted.
             seconds: that it took: to be fed, to be asked, and to have its tokens verified.
             tokens_per_s: that are made now, by plain decoding at least.
-            now: seconds of steps so far.
         """
-        account = self._loads.setdefault(load_class(num_sessions), _Account())
-        account.on_trial = account.on_trial or (account.failures > 0 and account.steps == 0)
-        account.steps += 1
-        account.net += accepted - tokens_per_s * seconds
-        if not self.adaptive or not is_due(account.steps, account.net, on_trial=account.on_trial, window=LONG_WINDOW):
+        experiment = self._loads.setdefault(load_class(num_sessions), Experiment())
+        experiment.sample.add(accepted - tokens_per_s * seconds, 1.0)
+        won = experiment.verdict() if self.adaptive else None
+        if won is None:
             return False
-        worthless = account.net < 0.0
-        if worthless:
-            account.failures += 1
-            account.paused_until = now + pause_s(account.failures, -account.net / max(tokens_per_s, 1e-9))
-            self.num_pauses += 1
-        else:
-            account.failures = 0
-        account.steps, account.net, account.on_trial = 0, 0.0, False
-        return worthless
+        loss_s = -experiment.sample.amount / tokens_per_s if tokens_per_s > 0 else 0.0
+        experiment.end(self.budget, won=won, loss_s=loss_s)
+        self.num_pauses += not won
+        return not won

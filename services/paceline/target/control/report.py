@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.messages import STATE_BYTES
 from paceline.target.control.allocation import AcceptanceHistory
-from paceline.target.control.load_trials import Standing
+from paceline.target.control.load_trials import LARGEST_K, Standing
 
 if TYPE_CHECKING:
     from paceline.target.engine import TargetEngine
 
 _VALID_S = 1.0
-_LARGEST_K = 8
-"""Longest proposal with a gauge of its own; longer ones count as this."""
 
 
 class TargetReport:
@@ -131,8 +129,8 @@ def measures(engine: TargetEngine) -> Mapping[str, float]:
     found["sessions_paused"] = float(len(list(gate.reasons())))
     lengths = allocation.lengths.shares()
     found["mean_draft_tokens"] = allocation.lengths.mean()
-    for k in range(_LARGEST_K + 1):
-        share = sum(s for length, s in lengths.items() if min(length, _LARGEST_K) == k)
+    for k in range(LARGEST_K + 1):
+        share = sum(s for length, s in lengths.items() if min(length, LARGEST_K) == k)
         found[f"draft_tokens_share:{k}"] = share
     if allocation.cost.known:
         found |= {f"step_seconds:{size}": allocation.cost.seconds(size) for size in (1, 4, 16, 64)}

@@ -325,5 +325,6 @@ class StepMeter:
 
     def end(self, step: MeasuredStep) -> None:
         """Records the end of a step: the time from now to the next forward is a bubble or a wait."""
+        self._allocation.budget.step(step.decided_at - (self._decided_at or step.decided_at))
         self._ended_at, self._decided_at = self._clock(), step.decided_at
         self._all_waited = False

@@ -35,8 +35,6 @@ from paceline.target.heads.mounted import MountedHead
 from paceline.target.session import TargetSession
 from paceline.types import Mode
 
-_MOST_STEP_S = 1.0
-"""Longer gaps between two steps count as this: nobody knows whether the engine was idle."""
 log = logging.getLogger(__name__)
 
 
@@ -56,9 +54,6 @@ class Heads:
         self.mounted = list(mounted)
         self.took_s = 0.0
         """Seconds that the heads were asked for since ``take_s``."""
-        self.busy_s = 0.0
-        """Seconds of steps so far, by which pauses are counted: between bursts nothing changes that would end them."""
-        self._booked_at: float | None = None
         self._num_sessions = 1  # of the coming step, or of the one that runs
         self._feeding = Feeding(states, cache.num_pages)
         self._offering: dict[str, tuple[MountedHead, Followed]] = {}
@@ -67,7 +62,7 @@ class Heads:
         self._allocation = allocation
         self._clock = clock
         for each in self.mounted:
-            each.gate.adaptive, each.clock = allocation.adaptive, clock
+            each.gate.adaptive, each.gate.budget, each.clock = allocation.adaptive, allocation.budget, clock
             if (features := each.head.features) is not None:
                 assert states is not None
                 assert states.every_position or not features.every_position
@@ -98,7 +93,7 @@ class Heads:
 
     def is_on(self, mounted: MountedHead, num_sessions: int) -> bool:
         """True if a head is neither switched off nor paused at this concurrency."""
-        return not mounted.failure and mounted.gate.wanted(max(1, num_sessions), self.busy_s)
+        return not mounted.failure and mounted.gate.wanted(max(1, num_sessions))
 
     def take_s(self) -> float:
         """Seconds that the heads were asked for since the last call."""
@@ -246,7 +241,7 @@ class Heads:
         for i, sessions in asked.items():
             mounted = self.mounted[i]
             before = self._clock()
-            mounted.ask(sessions, rate, self.busy_s, trees=trees)
+            mounted.ask(sessions, rate, trees=trees)
             mounted.spend(self._clock() - before)
             self._offering |= {f.session_id: (mounted, f) for f in sessions if f.session.head_offer is not None}
         self.took_s += self._clock() - started
@@ -254,16 +249,13 @@ class Heads:
     def book(self) -> None:
         """Books a step in the accounts of the heads, and pauses heads that have cost more than they have brought."""
         num_sessions = self._num_sessions
-        now, rate = self._clock(), self._tokens_per_s(num_sessions)
-        if self._booked_at is not None:
-            self.busy_s += min(_MOST_STEP_S, now - self._booked_at)
-        self._booked_at = now
+        rate = self._tokens_per_s(num_sessions)
         for mounted in self.mounted:
             accepted, spent_s = mounted.accepted, mounted.spent_s
             mounted.accepted, mounted.spent_s = 0, 0.0
             if mounted.failure or not (accepted or spent_s):
                 continue
-            if mounted.gate.observe_step(num_sessions, accepted, spent_s, rate, self.busy_s):
+            if mounted.gate.observe_step(num_sessions, accepted, spent_s, rate):
                 log.debug("head %s is paused at concurrency %d", mounted.name, num_sessions)
                 mounted.coupled.forget()  # the record must not be held against the next trial
                 mounted.rejection.forget()

@@ -63,19 +63,18 @@ class HeadGrower(Grower[Followed]):
         """Reason for which it was switched off; empty: it is on."""
         self.clock: Callable[[], float] = time.perf_counter
 
-    def ask(self, sessions: list[Followed], tokens_per_s: float, now: float, *, trees: bool) -> None:
+    def ask(self, sessions: list[Followed], tokens_per_s: float, *, trees: bool) -> None:
         """Expands the anchors of some sessions and the best nodes below each, depth by depth while that is worth its
         time, and offers each session its best path.
 
         Args:
             sessions: the sessions whose draft has no tokens.
             tokens_per_s: current rate of all sessions of the step together.
-            now: seconds of steps so far.
             trees: True if siblings may be verified.
         """
         gate = self.gate
         if gate.adaptive:
-            sessions = self._worthwhile(sessions, tokens_per_s, now)
+            sessions = self._worthwhile(sessions, tokens_per_s)
         at = [(f, f.deepest(f.tree.anchor)) for f in sessions]
         at = [(f, node) for f, node in at if not node.expanded and self._wants_more(f, node)]
         first, width = True, MOST_LEAVES if trees and gate.adaptive else 1
@@ -120,14 +119,14 @@ class HeadGrower(Grower[Followed]):
             gate.observe_chains(lengths, self.clock() - started)
             self.stats.depths += max(lengths)
 
-    def _worthwhile(self, sessions: list[Followed], tokens_per_s: float, now: float) -> list[Followed]:
+    def _worthwhile(self, sessions: list[Followed], tokens_per_s: float) -> list[Followed]:
         """The sessions that the head is asked for, where that has positive expected gain."""
         gate = self.gate
         gains = [self._gain(f) for f in sessions]
         least = (least_gain(len(sessions)) - 1.0) * len(sessions)
         if gate.pays(sum(max(0.0, gain) for gain in gains) - least, len(sessions), tokens_per_s, first=True):
-            gate.trials.paid()
-        elif not gate.trials.try_anyway(now):
+            gate.paid()
+        elif not gate.try_anyway():
             for followed in sessions:
                 followed.hits.fade()
             return []

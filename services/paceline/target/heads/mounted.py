@@ -81,7 +81,7 @@ class MountedHead(HeadGrower):
         to
         predict.
         """
-        new = HeadGate(self.gate.adaptive), AcceptanceHistory(), AcceptanceHistory()
+        new = HeadGate(self.gate.adaptive, self.gate.budget), AcceptanceHistory(), AcceptanceHistory()
         self.gate, self.coupled, self.rejection = self._records.setdefault((num_cores, drafting), new)
         for followed in self.sessions.values():
             followed.hits = AcceptanceHistory(self._acceptance(followed.session))
