@@ -19,7 +19,9 @@ from tests.support.rings import nightly, slow
 from tests.target.test_leaks import Storm
 
 from paceline.messages import CloseSession, Commit, OpenSession
+from paceline.model.kv_cache import KVCache
 from paceline.model.linear import layers as linear_layers
+from paceline.model.linear.copies import StateCopies
 from paceline.model.linear.operator import LinearInputs
 from paceline.model.linear.plan import LinearSlots, LinearStep
 from paceline.model.loading import LoadedModel
@@ -112,10 +114,7 @@ def test_a_session_goes_on_elsewhere(family: str, dtype: torch.dtype, num: int) 
 def test_prefix_hits_and_the_loss_of_states_give_identical_tokens(family: str, dtype: torch.dtype, num: int) -> None:
     """A second round of the same prompts hits the first one's pages; without their states it hits none."""
     target = hybrid(family, dtype)
-    requests = {
-        name: replace(request, prompt=[*_PREFIX, *prompt(7, 64), *request.prompt])
-        for name, request in requests_of(num // 2, max_tokens=12).items()
-    }
+    requests = with_prefix(requests_of(num // 2, max_tokens=12))
     reference = plain_reference(target, requests)
     pump = pump_of(target, requests, reference, pages=40)
     slots, hits = pump.target.runner.cache.linear, []
@@ -149,6 +148,46 @@ def test_steps_without_memory_give_identical_tokens(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(linear_layers, "run", short_of_memory)
     served(*FAST, Mode.OVERLAPPED, pages=14, seed=2)
     assert len(failed) > 10
+
+
+def _states_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a preempted session all states are dropped, as if those that run had needed their slots."""
+    give_way = TargetSession.give_way
+
+    def changed(session: TargetSession, cache: KVCache) -> None:
+        give_way(session, cache)
+        assert cache.linear is not None
+        for key in [key for key in cache.linear._state_of if not cache.linear._held[key]]:
+            cache.linear._drop_state(key)
+
+    monkeypatch.setattr(TargetSession, "give_way", changed)
+
+
+@pytest.mark.parametrize(("family", "dtype", "num"), [FAST, *slow(SLOW), *nightly(EACH)])
+def test_preempted_sessions_go_on_from_copies_of_their_states(
+    family: str, dtype: torch.dtype, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of pages that others hold, or that nobody has taken yet."""
+    preempt_sessions(family, dtype, num, monkeypatch)
+
+
+def preempt_sessions(family: str, dtype: torch.dtype, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serves sessions that share two pages and have too few for themselves."""
+    _states_are_taken(monkeypatch)
+    requests = with_prefix(requests_of(num))
+    reference = plain_reference(hybrid(family, dtype), requests)
+    pump = pump_of(hybrid(family, dtype), requests, reference, pages=2 + num, max_step_tokens=48)
+    assert_same(pump.run(requests), reference)
+    assert pump.target.stats.preemptions > 0
+    copies = pump.target.runner.cache.state_copies
+    assert copies is not None
+    assert copies.num_restored > 0
+
+
+def with_prefix(requests: dict[str, Request]) -> dict[str, Request]:
+    """The requests after two pages that all share."""
+    first = [*_PREFIX, *prompt(7, 64)]
+    return {name: replace(request, prompt=[*first, *request.prompt]) for name, request in requests.items()}
 
 
 def drafting_for_itself(family: str, dtype: torch.dtype, num: int, mode: Mode, **options: Any) -> Pump:
@@ -285,8 +324,11 @@ SOAKED = [("qwen3_5_text", torch.bfloat16), ("nemotron_h", torch.float32)]
 def test_random_steps_leak_no_state_and_have_the_bits_of_plain_decoding(
     family: str, dtype: torch.dtype, num_steps: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two engines between which sessions migrate, with opens, cancels, preemptions, prefix hits, forks."""
+    """Two engines between which sessions migrate, with opens, cancels, preemptions, prefix hits, forks. In every other
+    case what preempted sessions leave behind is copies."""
     any_subtrees(monkeypatch, most=12, seed=seed)
+    if seed % 2:
+        _states_are_taken(monkeypatch)
     storms = [ModelStorm(2 * seed + i, family, dtype) for i in range(2)]
     for storm, other in zip(storms, reversed(storms), strict=True):
         storm.elsewhere = other
@@ -321,6 +363,18 @@ def _slots_by_row_of_the_step(plan: Any, self: LinearSlots, steps: Any) -> Any:
         for part, state in zip(made.sequences, [*states[1:], states[0]], strict=True):
             part.state = state
     return made
+
+
+@mutant(StateCopies, "keep")
+def _stale_copies(keep: Any, self: StateCopies, digest: bytes, slot: int) -> None:
+    """A copy is what the slot held before."""
+    keep(self, digest, (slot + 1) % len(self._pools[0]))
+
+
+def test_a_stale_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _stale_copies(monkeypatch)
+    with pytest.raises(AssertionError):
+        preempt_sessions(*FAST, monkeypatch)
 
 
 MUTANTS = [_matches_without_states, _slots_by_row_of_the_step]

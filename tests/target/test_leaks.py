@@ -20,6 +20,7 @@ from paceline.drafters.protocol import Candidates, DrafterSessionError, Fed, Lea
 from paceline.messages import CloseSession, DraftState, InFlight, Node, Nodes, OpenSession, Outcome, SessionFailed
 from paceline.model.features import OUT, Features
 from paceline.model.kv_cache import KVCache, LayerSpec, flat_rows
+from paceline.model.linear.copies import StateCopies
 from paceline.model.linear.plan import CHUNKS_OF_PAGE, NONE, LinearSlots, SequencePart
 from paceline.target.branches import branches_of
 from paceline.target.control.allocation import Allocation
@@ -63,6 +64,7 @@ class LinearRunner(SyntheticRunner):
         self.rows: list[list[tuple[int, int] | None]] = [[None] * CHUNK for _ in range(self.linear.slots.rows)]
         self.contexts: list[list[int]] = []
         self.read = 0
+        self.cache.state_copies = Copies(self.states)
 
     def forward(self, steps: Sequence[Any]) -> torch.Tensor:
         for slot in self.linear._free_states:
@@ -102,6 +104,22 @@ class LinearRunner(SyntheticRunner):
                 self.states[chunk.store] = before
         assert before is not None
         return before
+
+
+class Copies(StateCopies):
+    """Of the states of a ``LinearRunner``."""
+
+    def __init__(self, states: list[int | None]) -> None:
+        super().__init__((), len(states))
+        self.states, self.kept = states, dict[bytes, int | None]()
+
+    def keep(self, digest: bytes, slot: int) -> None:
+        super().keep(digest, slot)
+        self.kept[digest] = self.states[slot]
+
+    def restore(self, digest: bytes, slot: int) -> None:
+        super().restore(digest, slot)
+        self.states[slot] = self.kept[digest]
 
 
 def _after(before: int, token: int) -> int:
@@ -407,7 +425,7 @@ def test_pages_add_up_after_random_steps(num_steps: int, with_head: bool, monkey
 def run_states(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> Storm:
     """A storm over a linear layer; after every step each slot has its owner, and each token its own context."""
     verify_any_subtrees(monkeypatch)
-    storm = Storm(3, kind=LinearRunner)
+    storm = Storm(11, kind=LinearRunner)
     for _ in range(num_steps):
         storm.step()
         storm.engine.check_integrity()

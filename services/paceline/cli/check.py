@@ -124,7 +124,7 @@ def _row(pool: Pool) -> tuple[str, ...]:
     parts = (
         estimate.process_bytes,
         estimate.weights_bytes + estimate.packed_bytes,
-        estimate.kv_bytes + estimate.linear_bytes,
+        estimate.kv_bytes + estimate.linear_bytes + estimate.copies_bytes,
         estimate.tree_bytes,
         estimate.workspace_bytes,
         estimate.total_bytes,
@@ -156,7 +156,8 @@ def _remarks(config: ServiceConfig, pool: Pool) -> Iterator[str]:
         yield f"{pool.key}: compiled weights are held twice; the start that compiles them keeps {_COMPILER} more."
     if estimate.linear_bytes:
         kept = f"{gib(estimate.linear_bytes)} are rows and {estimate.num_states} states of linear layers"
-        yield f"{pool.key}: of KV, {kept}."
+        copies = f", and {gib(estimate.copies_bytes)} their copies in host memory" if estimate.copies_bytes else ""
+        yield f"{pool.key}: of KV, {kept}{copies}."
     if _keeps_something_else(estimate):
         yield f"{pool.key}: how much its attention keeps per token cannot be told from its configuration."
     elif estimate.num_pages:

@@ -28,6 +28,7 @@ from paceline.checkpoint.linear import LinearSpec, Slots
 from paceline.core.deferred import upload
 from paceline.errors import ResourceExhaustedError
 from paceline.model import layout
+from paceline.model.linear.copies import StateCopies
 from paceline.model.linear.operator import LinearPools
 from paceline.model.linear.plan import NONE, LinearSlots
 from paceline.types import (
@@ -89,6 +90,10 @@ class KVCache:
             self.linear_pools = {
                 i: LinearPools.of(spec, self.linear.slots, dtype, device) for i, spec in linear.items()
             }
+        self.state_copies: StateCopies | None = None
+        """Copies of states of linear layers, as many as there are slots; None: there are none."""
+        if self.linear is not None:
+            self.state_copies = StateCopies(self.linear_pools.values(), self.linear.slots.states)
 
     def _allocate(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device | str) -> None:
         shape = (self.num_pages + 1, PAGE_SIZE)
@@ -223,10 +228,26 @@ class KVCache:
             self._refs[page] += 1
             pages.append(page)
             hashes.append(previous)
-        if self.linear is not None and (count := self.linear.hit(pages)) < len(pages):
+        if self.linear is not None and (count := self._num_known(self.linear, pages, hashes)) < len(pages):
             self.release(pages[count:])
             return pages[:count], hashes[:count]
         return pages, hashes
+
+    def _num_known(self, slots: LinearSlots, pages: Sequence[int], hashes: Sequence[bytes]) -> int:
+        """The number of ``pages`` up to the last one at whose end a state is known, or of which there is a copy, which
+        is written back."""
+        num_hit, copies = slots.hit(pages), self.state_copies
+        found = max((i for i in range(num_hit, len(pages)) if copies and hashes[i] in copies), default=-1)
+        if copies is None or found < 0 or (slot := slots.restore(pages[found])) == NONE:
+            return num_hit
+        copies.restore(hashes[found], slot)
+        return found + 1
+
+    def copy_states(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Copies the known states at ends of a session's full pages to host memory, before the session is preempted."""
+        for page, digest in zip(pages, hashes, strict=False):
+            if self.state_copies is not None and self.linear is not None and (slot := self.linear.at_end(page)) != NONE:
+                self.state_copies.keep(digest, slot)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """The pages of the first hashes, up to the first that is not here. Takes no reference."""

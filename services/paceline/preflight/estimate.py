@@ -73,6 +73,8 @@ class MemoryEstimate:
     """States and rows of linear layers, all of which are required to start."""
     num_states: int = 0
     """Slots for these states, where there are such layers."""
+    copies_bytes: int = 0
+    """Copies of as many states in host memory, which preempted sessions make."""
     tree_bytes: int = 0
     workspace_bytes: int = 0
     num_pages: int = 0
@@ -106,12 +108,13 @@ class MemoryEstimate:
     @property
     def host_bytes(self) -> int:
         """Memory that a replica takes of its machine if its model is on a GPU."""
-        return self.process_bytes + self.tree_bytes
+        return self.process_bytes + self.tree_bytes + self.copies_bytes
 
     @property
     def reserved_bytes(self) -> int:
         """Memory that is allocated on the device after the KV pages, which must leave room for it."""
-        return self.linear_bytes + self.workspace_bytes + (0 if self.on_gpu else self.tree_bytes + CODE_BYTES)
+        host_bytes = self.tree_bytes + self.copies_bytes + CODE_BYTES
+        return self.linear_bytes + self.workspace_bytes + (0 if self.on_gpu else host_bytes)
 
     @property
     def device_bytes(self) -> int:
@@ -179,6 +182,7 @@ def target_estimate(
         least_kv_bytes=(least + 1) * page_bytes,
         linear_bytes=size.slots_bytes(slots),
         num_states=slots.states,
+        copies_bytes=_copies_bytes(size, slots) if num_ranks == 1 else 0,
         tree_bytes=options.max_sessions * setup.tree_budget * _NODE_BYTES,
         workspace_bytes=_workspace_bytes(
             size,
@@ -254,6 +258,10 @@ def draft_estimate(
         num_ranks=num_ranks,
         on_gpu=on_gpu,
     )
+
+
+def _copies_bytes(size: ModelSize, slots: Slots) -> int:
+    return 0 if size.linear is None else slots.states * size.linear.state_bytes(size.item_bytes)
 
 
 def modelless_estimate(setup: DraftSetup) -> MemoryEstimate:

@@ -476,7 +476,7 @@ class Scheduler:
     def _preempt(self, session: TargetSession, parts: list[Scheduled]) -> None:
         assert len(self.running) > 1 or session.pages, "a lone session always fits: checked when it was opened"
         self.running.remove(session)
-        session.release(self._cache)
+        session.give_way(self._cache)
         self.waiting.appendleft(session)
         self.num_preemptions += 1
         parts[:] = [p for p in parts if p.session is not session]

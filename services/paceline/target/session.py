@@ -400,6 +400,12 @@ class TargetSession:
         self.held_state = cache.hold(self.pages, self.num_computed, self.held_state)
         self.attachment += 1
 
+    def give_way(self, cache: KVCache) -> None:
+        """Releases all pages for other sessions; copies of states of linear layers stay, so that what is left of the
+        pages can be hit."""
+        cache.copy_states(self.pages, self._hashes)
+        self.release(cache)
+
     def release(self, cache: KVCache) -> None:
         """Releases all pages; the context stays and can be recomputed."""
         cache.let_go(self.held_state)

@@ -274,6 +274,20 @@ class LinearSlots:
 
     # Pages.
 
+    def at_end(self, page: int) -> int:
+        """The slot of the state at the end of a page; NONE: it is not known."""
+        return self._state_of.get((page + 1) * CHUNKS_OF_PAGE - 1, NONE)
+
+    def restore(self, page: int) -> int:
+        """Returns a slot for the state at the end of a cached prefix's page, which is written there between two steps;
+        NONE: sessions hold all states."""
+        if not self._free_states:
+            self._evict()
+        if not self._free_states:
+            return NONE
+        self._own((page + 1) * CHUNKS_OF_PAGE - 1, slot := self._free_states.pop())
+        return slot
+
     def forget(self, pages: Sequence[int]) -> None:
         """Drops all rows and states of pages that are free."""
         for page in pages:

@@ -155,6 +155,7 @@ class LeadersCache(KVCache):
         """Allocates the leader's part of the cache (``KVCache``)."""
         super().__init__(*args)
         self.cleared: list[int] = []
+        self.state_copies = None  # the other ranks make none
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zeroes pages on every rank (``KVCache.clear``)."""
