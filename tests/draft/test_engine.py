@@ -429,6 +429,19 @@ def test_an_error_while_prefilling_ends_those_that_wait_only() -> None:
     assert harness.targets["ready"].causes.count(Cause.HIT) > 2
 
 
+def test_a_drafter_is_asked_for_prompts_only_while_there_are_any() -> None:
+    harness = Harness()
+    prefill, calls = harness.drafter.prefill, list[int]()
+    harness.drafter.prefill = lambda: calls.append(1) or prefill()  # type: ignore[method-assign,func-returns-value]
+    harness.open(open_session("a", text=[1] * 9))
+    for _ in range(6):
+        harness.round(6)
+    assert sum(calls) == harness.engine.stats.prefill_chunks > 0
+    harness.open(open_session("b", text=[2] * 9))
+    harness.round(6)
+    assert sum(calls) == harness.engine.stats.prefill_chunks
+
+
 def test_a_device_that_is_gone_ends_the_engine() -> None:
     """No session is at fault, and every other would fail too: the engine has to be started again."""
     for method in ("prefill", "expand"):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from tests.support.rings import nightly
 from tests.target.simulation import cpu_cost
 
-from paceline.core.tree import Proposal
+from paceline.core.tree import Producer, Proposal
 from paceline.messages import Node, OpenSession, SparseDistribution
 from paceline.target.control.allocation import (
     AcceptanceHistory,
@@ -23,7 +24,7 @@ from paceline.target.control.allocation import (
 )
 from paceline.target.control.step_cost import StepCost, size_class
 from paceline.target.scheduler import offer_of
-from paceline.target.session import TargetSession
+from paceline.target.session import HeadOffer, TargetSession
 from paceline.types import Acceptance, SamplingParams, SpeculationParams
 
 
@@ -320,3 +321,13 @@ def test_under_the_rejection_rule_the_choice_sees_nothing_that_was_drawn(probs: 
     session.hits.add(10, 7.0, 9)
     assert len(session.proposal(4)) == len(probs)
     assert offer_of(session) == blind_offer(4, session.hits) == (session.hits.rate(),) * 4
+
+
+def test_a_head_that_withdraws_its_offer_is_allocated_nothing() -> None:
+    """Under the rejection rule the offer counts by its intended length, so it must not outlast its tokens."""
+    session, hits = rejecting_session(), AcceptanceHistory()
+    hits.add(10, 7.0, 9)
+    session.head_offer = HeadOffer(replace(proposal_of(0.5), producer=Producer.HEAD), hits, depth=3, anchor=None)
+    assert offer_of(session) == blind_offer(3, hits)
+    session.head_offer = None
+    assert offer_of(session) == ()
