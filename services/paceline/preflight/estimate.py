@@ -297,12 +297,13 @@ def _draft_tree_bytes(setup: DraftSetup) -> int:
 
 
 def _packed_bytes(options: ModelOptions, size: ModelSize, on_gpu: bool) -> int:
-    return size.weights_bytes if compiles(options, on_gpu) else 0
+    return size.weights_bytes if compiles(options, size, on_gpu) else 0
 
 
-def compiles(options: ModelOptions, on_gpu: bool) -> bool:
-    """True if a model with these settings runs compiled into a library that holds its weights, as on CPUs."""
-    return not on_gpu and options.compile is not False
+def compiles(options: ModelOptions, size: ModelSize, on_gpu: bool) -> bool:
+    """True if a model with these settings runs compiled into a library that holds its weights, as on CPUs; one with
+    indexers or compressors does not."""
+    return not on_gpu and options.compile is not False and not size.index_values
 
 
 def _attention_of(options: ModelOptions, size: ModelSize, on_gpu: bool) -> Kernel:

@@ -55,7 +55,7 @@ class Served:
         """True if heads share the target's weights: they are plain, on one rank, and run eagerly."""
         options = self.setup.options
         plain = self.target.saved_bytes == 0 and options.quantization is None and options.tensor_parallel_size == 1
-        return plain and not compiles(options, self.on_gpu)
+        return plain and not compiles(options, self.target, self.on_gpu)
 
     @property
     def table_bytes(self) -> int:
@@ -93,7 +93,7 @@ def heads_size(setup: TargetSetup, target: ModelSize, max_len: int, *, on_gpu: b
             total.page_values + one.page_values,
             total.host_bytes + one.host_bytes,
         )
-    if setup.options.hints is not None and compiles(setup.options, on_gpu):
+    if setup.options.hints is not None and compiles(setup.options, target, on_gpu):
         tables = 2 * target.vocab_size * target.hidden_size * target.item_bytes  # read again, the embedding with them
         total = replace(total, weights_bytes=total.weights_bytes + tables)
     if setup.options.hints is not None and (adapter := setup.options.hints.head) is not None:

@@ -38,6 +38,7 @@ from paceline.model.parallel.plan import plan_shards
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
 from paceline.model.step import Step
+from paceline.preflight.estimate import compiles
 
 FP32, BF16 = torch.float32, torch.bfloat16
 CONTEXTS = (1, 3, 4, 5, 8, 9, 15, 17, 63, 64, 65, 127, 128, 129, 190)
@@ -200,6 +201,13 @@ def test_ranks_hold_what_is_estimated(degree: int) -> None:
     total = sum(tensor.numel() for tensor in checkpoint(config).parameters())
     held = sum(math.prod(shard.local_shape) for shard in plan_shards(config, 0, degree).parameters.values())
     assert size_of(config.to_dict(), total, 2).of_rank(degree).num_parameters == pytest.approx(held, rel=0.01)
+
+
+def test_weights_that_are_not_compiled_are_counted_once() -> None:
+    """A library of compiled steps would hold them a second time."""
+    size = size_of(compressed_config().to_dict(), 1000, 2)
+    assert not compiles(ModelOptions(), size, False)
+    assert compiles(ModelOptions(), replace(size, index_values=0), False)
 
 
 def test_windows_that_do_not_end_with_pages_are_refused() -> None:
