@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import ClassVar, TypeVar, dataclass_transform, overload
 
 from paceline.types import FinishReason, PromptLogprobs, Round, SamplingParams, SpeculationParams, TopLogprobs
@@ -88,11 +89,24 @@ class Node:
     """Rejection rule: the distribution that this token was drawn from, given its parent. None with the coupled rule."""
 
 
-class NodeColumns(Sequence[Node]):
-    """The nodes of one message as they arrive, in columns of equal length: equal to the tuple of their nodes, of which
-    one is made only when it is asked for. Never changed."""
+Columns = tuple[
+    Sequence[int],
+    Sequence[int],
+    Sequence[int],
+    Sequence[float],
+    Sequence[bool],
+    Sequence[SparseDistribution | None],
+]
+"""Nodes as columns of equal length, in the order of the fields of ``Node``. No ``sampled``: every node is; no ``q``: no
+node has one."""
+_FIELDS = attrgetter("node_id", "parent_id", "token_id", "prob", "sampled", "q")
 
-    __slots__ = ("node_ids", "parent_ids", "probs", "qs", "sampled", "token_ids")
+
+class NodeColumns(Sequence[Node]):
+    """The nodes of one message as they arrive, in columns: equal to the tuple of their nodes, of which one is made only
+    when it is asked for. Never changed."""
+
+    __slots__ = ("columns",)
 
     def __init__(
         self,
@@ -103,17 +117,20 @@ class NodeColumns(Sequence[Node]):
         sampled: Sequence[bool] = (),
         qs: Sequence[SparseDistribution | None] = (),
     ) -> None:
-        self.node_ids = node_ids
-        self.parent_ids = parent_ids
-        self.token_ids = token_ids
-        self.probs = probs
-        self.sampled = sampled
-        """Empty: every node is."""
-        self.qs = qs
-        """Empty: no node has one."""
+        self.columns: Columns = node_ids, parent_ids, token_ids, probs, sampled, qs
+
+    @staticmethod
+    def of(nodes: Sequence[object]) -> NodeColumns:
+        """Nodes of a message or of a tree, in columns."""
+        if not nodes:
+            return NodeColumns((), (), (), ())
+        node_ids, parent_ids, token_ids, probs, sampled, qs = zip(*map(_FIELDS, nodes), strict=True)
+        return NodeColumns(
+            node_ids, parent_ids, token_ids, probs, () if all(sampled) else sampled, qs if any(qs) else ()
+        )
 
     def __len__(self) -> int:
-        return len(self.node_ids)
+        return len(self.columns[0])
 
     @overload
     def __getitem__(self, index: int) -> Node: ...
@@ -122,13 +139,14 @@ class NodeColumns(Sequence[Node]):
     def __getitem__(self, index: int | slice) -> Node | tuple[Node, ...]:
         if isinstance(index, slice):
             return tuple(self)[index]
+        node_ids, parent_ids, token_ids, probs, sampled, qs = self.columns
         return Node(
-            self.node_ids[index],
-            self.parent_ids[index],
-            self.token_ids[index],
-            self.probs[index],
-            self.sampled[index] if self.sampled else True,
-            self.qs[index] if self.qs else None,
+            node_ids[index],
+            parent_ids[index],
+            token_ids[index],
+            probs[index],
+            sampled[index] if sampled else True,
+            qs[index] if qs else None,
         )
 
     def __iter__(self) -> Iterator[Node]:
@@ -186,21 +204,23 @@ class Commit:
     """Node ids of the proposal being verified now, root side first."""
 
 
-ReadNodes = Callable[[list[str], list[int], list[int], list[bytes]], "list[Nodes | None]"]
-"""Reads messages from their columns: session ids, epochs, context lengths and nodes in wire form, of equal length."""
-WriteNodes = Callable[["Sequence[Nodes]"], "Sequence[bytes | None]"]
-"""The nodes of messages in wire form."""
+Packable = tuple[Columns, bool, float]
+"""What a message of nodes packs: their columns, ``idle`` and ``step_s``."""
+ReadNodes = Callable[[list[bytes]], Sequence[Packable | None]]
+"""Reads nodes in wire form."""
+WriteNodes = Callable[[list[Packable | None]], Sequence[bytes | None]]
+"""Writes nodes in wire form."""
 
 
 @record
 class Nodes:
     """Message to the target: new nodes of a session's tree, parents before children."""
 
-    read_plain: ClassVar[ReadNodes] = staticmethod(lambda session_ids, *_: [None] * len(session_ids))
+    read_plain: ClassVar[ReadNodes] = staticmethod(lambda packed: [None] * len(packed))
     """A native reader where ``core/native_tree.py`` has been prepared. None: protobuf has to read that message, or it
     is malformed."""
     write_plain: ClassVar[WriteNodes] = staticmethod(lambda messages: [None] * len(messages))
-    """A native writer there. None: protobuf has to write that message."""
+    """A native writer there, which returns None for None. None: protobuf has to write that message."""
 
     session_id: str
     epoch: int

@@ -8,7 +8,6 @@ import pytest
 from tests.support.compilers import needs_attention, needs_products
 
 from paceline.core import native_tree, rows
-from paceline.draft import publish
 from paceline.drafters import calibration, parts
 from paceline.model import layer_callback, layout
 from paceline.model.attention import native as attention
@@ -18,7 +17,7 @@ from paceline.model.parallel import shared_memory
 pytestmark = pytest.mark.compiler
 
 
-@pytest.mark.parametrize("module", [layout, native_tree, parts, publish])
+@pytest.mark.parametrize("module", [layout, native_tree, parts])
 def test_extensions_compile(module: ModuleType) -> None:
     assert module._passes() is not None
 

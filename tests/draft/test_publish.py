@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,8 +17,8 @@ from hypothesis import strategies as st
 from paceline.core import native_tree
 from paceline.core.tree import TreeNode
 from paceline.draft import grower
-from paceline.draft import publish as publish_module
 from paceline.draft.session import DraftSession
+from paceline.drafters.calibration import Calibration, expect_address
 from paceline.drafters.protocol import Candidates, Leaf
 from paceline.drafters.ranking import Ranking, RankingRow, rank
 from paceline.messages import Hint
@@ -73,7 +72,7 @@ def state(session: DraftSession) -> object:
         [node.node_id for node in frontier._unwanted],
         list(frontier._ahead.items()),
         [node.node_id for node in session.outbox],
-        (session.next_node_id, session.changed, session.idle),
+        (tree.next_id, session.changed, session.idle),
         (list(session.calibration._cells), list(session.bonus._cells)),
         session.end and session.end.node_id,
     )
@@ -100,7 +99,7 @@ def grown(
     seed: int, harm: float, rounds: Sequence[int], kind: str, *, one_by_one: bool
 ) -> tuple[list[object], Harness]:
     """States of two sessions after each of some steps, with the pass or without it; ``kind``: who ranks, and how."""
-    own = (lambda *_: (0, 0)) if one_by_one else publish_module.publish
+    own = (lambda *_: None) if one_by_one else native_tree.grow_each
     drafter = RankedDrafter(seed, harm=harm) if kind == "by the drafter" else TableDrafter()
     given = {} if kind == "by the drafter" else {"acceptance": kind}
     harness = Harness(drafter, tree_budget=40, fan_out=3)
@@ -119,7 +118,7 @@ def grown(
 
     with (
         mock.patch.object(harness, "steps", steps),
-        mock.patch.multiple(grower, publish=own, rank=ranks),
+        mock.patch.multiple(grower, grow_each=own, rank=ranks),
     ):
         for name in ("a", "b"):
             options = given | random.Random(f"{seed} {name}").choice(MODES)
@@ -149,39 +148,44 @@ def test_a_tree_grows_as_it_does_one_by_one(kind: str, seed: int, harm: float, r
 @pytest.mark.compiler
 @pytest.mark.parametrize("kind", ["by the drafter", "coupled", "rejection"])
 def test_leaves_of_the_common_case_are_left_to_nobody(kind: str) -> None:
-    counts = []
+    own, grown = kind == "by the drafter", []
 
-    def publish(
-        leaves: list[tuple[DraftSession, TreeNode]], ranked: Ranked | list[Ranking], least: float
-    ) -> tuple[int, int]:
-        num_nodes, num_done = publish_module.publish(leaves, ranked, least)
-        counts.append((num_nodes, len(leaves) - num_done))
-        return num_nodes, num_done
+    def grow_each(*args: Any) -> list[list[TreeNode]] | None:
+        grown.append(native_tree.grow_each(*args))
+        return grown[-1]
 
-    own = kind == "by the drafter"
     harness = Harness(RankedDrafter(1, harm=0.0) if own else TableDrafter())
-    with mock.patch.object(grower, "publish", publish):
+    with mock.patch.object(grower, "grow_each", grow_each), mock.patch.object(grower.DraftGrower, "publish", None):
         harness.open(open_session(temperature=0.0) if own else open_session(acceptance=kind))
         for _ in range(10):
             harness.round(3)
         assert isinstance(harness.engine._sessions["s"].tree, native_tree._passes().SpeculationTree)
-    assert sum(num_nodes for num_nodes, _ in counts) > 20
-    assert not any(num_left for _, num_left in counts)
+    assert sum(len(nodes) for step in grown for nodes in step) > 20
 
 
 @pytest.mark.compiler
-def test_what_is_no_leaf_is_refused() -> None:
-    with pytest.raises(TypeError, match="pairs of a session and a node"):
-        publish_module.publish([("session", "node")], [([], [])], 0.01)  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="two lists of equal length"):
-        publish_module.publish([], [([], [])], 0.01)
+@pytest.mark.parametrize(
+    ("places", "candidates", "message"),
+    [
+        ([()], [], "1 nodes have 0 rows"),
+        ([("tree",)], [([], [])], "exactly 6 arguments"),
+        ([("tree", "node", 1, 0, 0, 1.0)], [([], [])], "SpeculationTree"),
+        (None, [((), ())], "no lists"),
+        (None, [((1,), (0.5, 0.5), (), None)], "1 ids, 2 gaps and 0 of a bonus"),
+        (None, [((1,), (0.5,), (0.5, 0.5), None)], "1 ids, 1 gaps and 2 of a bonus"),
+        (None, [((1,), (0.5,))[:1]], "1 columns"),
+    ],
+    ids=str,
+)
+def test_candidates_that_do_not_fit_are_refused(places: Any, candidates: Any, message: str) -> None:
+    tree = native_tree.new_tree(VOCAB, 5)
+    calibration = Calibration(3)
+    place = (tree, tree.anchor, 3, calibration.address, calibration.address, 1.0)
+    with pytest.raises((TypeError, ValueError), match=message):
+        native_tree.grow_each([place] if places is None else places, candidates, 0.01, expect_address())
+    assert len(tree) == 0
 
 
-def test_without_a_compiler_every_leaf_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    publish_module._passes.cache_clear()
-    try:
-        assert publish_module.publish([("session", "node")], [([], [])], 0.01) == (0, 0)  # type: ignore[list-item]
-        assert publish_module._passes() is None
-    finally:
-        publish_module._passes.cache_clear()
+def test_without_a_compiler_every_leaf_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_tree, "_passes", lambda: None)
+    assert native_tree.grow_each([], [], 0.01, 1) is None

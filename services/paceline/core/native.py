@@ -20,7 +20,7 @@ from types import ModuleType
 from paceline.config import cache_dir
 from paceline.errors import EngineError
 
-_HEADERS = tuple(Path(__file__).with_name(name) for name in ("objects.h", "tree.h"))
+_HEADERS = (Path(__file__).with_name("objects.h"),)
 _COMPILERS = ("g++", "c++", "clang++")
 COMPILE_LIMIT_S = 600.0
 log = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from paceline.messages import MAX_STEP_S, Node, NodeColumns, Nodes, SparseDistri
 from paceline.types import Cause
 
 _SOURCE = Path(__file__).with_name("tree.cpp")
-_COLUMNS = ("node_id", "parent_id", "token_id", "prob", "sampled", "q")
 log = logging.getLogger(__name__)
 
 
@@ -61,11 +59,7 @@ def prepare() -> None:
 def columns_of(nodes: list[TreeNode]) -> NodeColumns:
     """Nodes of trees of ``new_tree`` as a message has them."""
     passes = _passes()
-    if passes is not None:
-        columns: NodeColumns = passes.columns_of(nodes)
-        return columns
-    node_ids, parent_ids, token_ids, probs, sampled, qs = (tuple(map(attrgetter(name), nodes)) for name in _COLUMNS)
-    return NodeColumns(node_ids, parent_ids, token_ids, probs, () if all(sampled) else sampled, qs if any(qs) else ())
+    return NodeColumns.of(nodes) if passes is None else NodeColumns(*passes.columns_of(nodes))
 
 
 def add_each(trees: Sequence[SpeculationTree], nodes: Sequence[Sequence[Node]]) -> tuple[Added, bytes]:
@@ -73,8 +67,36 @@ def add_each(trees: Sequence[SpeculationTree], nodes: Sequence[Sequence[Node]]) 
     passes = _passes()
     if passes is None:
         return tree.add_each(trees, nodes)
-    added: tuple[Added, bytes] = passes.add_each(trees, nodes)
+    columns = [(each if isinstance(each, NodeColumns) else NodeColumns.of(each)).columns for each in nodes]
+    added: tuple[Added, bytes] = passes.add_each(trees, columns)
     return added
+
+
+Place = tuple[SpeculationTree, TreeNode, int, int, int, float]
+"""Where children are to grow: a tree of ``new_tree`` and a node in it, the most children, the addresses of the
+calibration of its candidates and of that of bonus tokens, and the share of these."""
+Scored = tuple[list[int], list[float]]
+"""Candidates and their scores, best first."""
+Weighed = tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...], SparseDistribution | None]
+"""Candidates, their gaps, those as guesses of a bonus token or none, and the distribution that the first was drawn
+from."""
+
+
+def grow_each(
+    places: list[Place], candidates: Sequence[Scored | Weighed], least: float, expect: int
+) -> list[list[TreeNode]] | None:
+    """Attaches the candidates of nodes as their children, without those less likely than ``least``.
+
+    ``expect``: address of the function that weighs them (``drafters/calibration.py``); 0: there is none.
+
+    Returns:
+        The new children of each node; None: nothing is done, since there are no native functions here.
+    """
+    passes = _passes()
+    if passes is None or not expect:
+        return None
+    grown: list[list[TreeNode]] = passes.grow_each(places, list(candidates), least, expect)
+    return grown
 
 
 def rows_of(state: SamplerState, proposal: Proposal) -> list[Row]:
@@ -95,10 +117,8 @@ def _passes() -> Any:
             return None
         refusals = Refusal.STALE, Refusal.INVALID, Refusal.DROPPED
         causes = Cause.HIT, Cause.LATE, Cause.TOKEN, Cause.K
-        types, limits = (Added, Walk, SparseDistribution), (TOLERANCE, MAX_STEP_S)
-        passes.prepare(
-            (Nodes, NodeColumns), NO_PROPOSAL, refusals, causes, found[0], limits, types, tree.check_integrity
-        )
+        types = Added, Walk, Proposal, SparseDistribution
+        passes.prepare(refusals, causes, types, NO_PROPOSAL, tree.check_integrity, found[0], TOLERANCE, MAX_STEP_S)
     except (EngineError, ImportError, TypeError) as error:
         log.warning("trees are followed by Python, which is slower: %s", error)
         return None

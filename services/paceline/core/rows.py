@@ -13,6 +13,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Sequence
+from operator import lt, sub
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,9 @@ def gumbel_max(x: Tensor, keys: Sequence[int], stream: int, first: int) -> tuple
     rows = len(x)
     ids = torch.empty(rows, dtype=torch.int64)
     scores = torch.empty(rows, dtype=torch.float64)
-    _call("paceline_gumbel_max", *_rows(x), _int64s(keys), stream, _size(first), _at(ids), _at(scores))
+    _call(
+        "paceline_gumbel_max", *_rows(x), _int64s("keys", keys, 3 * rows), stream, _size(first), _at(ids), _at(scores)
+    )
     return ids, scores
 
 
@@ -104,11 +107,17 @@ def pick(
         [rows, num_best] int64 and float32, the largest sum first.
     """
     rows = len(x)
+    _limited("num_best", [num_best], 1, _MAX_TOKENS)
+    links: list[object] = [_size(num_best)]
+    if behind is not None:
+        tokens, before = behind
+        links = [_int64s("tokens", tokens, rows), _int64s("rows before", before, rows)]
+        _limited("a row before", [*map(sub, before, range(rows))], -rows, -1)
     ids, logprobs = torch.empty(rows, num_best, dtype=torch.int64), torch.empty(rows, num_best, dtype=torch.float32)
     _call(
         "paceline_pick" if behind is None else "paceline_follow",
         *_drawn(x, temperatures, keys, stream, masks, top_k, floors),
-        *((_size(num_best),) if behind is None else map(_int64s, behind)),
+        *links,
         _at(ids),
         _at(logprobs),
     )
@@ -141,11 +150,16 @@ def unlisted(
     """
     rows = len(x)
     listed = listed.contiguous()
+    _limited("num_best", [num_best], 1, _MAX_TOKENS)
+    _limited("a listed token", listed.flatten().tolist(), 0, x.shape[1] - 1)
+    _limited("listed", listed.shape, 1, x.shape[1] + rows)
     ids, weights = torch.empty(rows, num_best, dtype=torch.int64), torch.empty(rows, num_best, dtype=torch.float32)
     given = ctypes.c_float * rows
     cuts = *_masks(masks, x), given(*(floors or (-math.inf,) * rows)), given(*temperatures)
     within = _at(listed), _size(listed.shape[1]), _size(num_best)
-    _call("paceline_unlisted", *_rows(x), *cuts, _int64s(keys), stream, *within, _at(ids), _at(weights))
+    _call(
+        "paceline_unlisted", *_rows(x), *cuts, _int64s("keys", keys, 3 * rows), stream, *within, _at(ids), _at(weights)
+    )
     return ids, weights
 
 
@@ -154,6 +168,7 @@ def largest(x: Tensor, m: int, masks: Masks | None = None) -> tuple[Tensor, Tens
 
     NaN counts as -inf, and so does what ``masks`` do not allow.
     """
+    _limited("m", [m], 1, x.shape[1])
     values = torch.empty(len(x), m, dtype=torch.float32)
     ids = torch.empty(len(x), m, dtype=torch.int64)
     _call("paceline_largest", *_rows(x), *_masks(masks, x), _size(m), _at(values), _at(ids))
@@ -171,13 +186,15 @@ def rank(
     token_ids, log_q = token_ids.contiguous(), log_q.contiguous()
     ids, scores = (ctypes.c_int64 * (rows * num_best))(), (ctypes.c_double * (rows * num_best))()
     flags = (ctypes.c_uint8 * rows)(*greedy)
+    _same(token_ids, log_q)
+    _limited("num_best", [num_best], 1, m)
     _call(
         "paceline_rank",
         _at(token_ids),
         _at(log_q),
         _size(rows),
         _size(m),
-        _int64s(keys),
+        _int64s("keys", keys, 3 * rows),
         flags,
         stream,
         _size(num_best),
@@ -204,6 +221,7 @@ def best(
     noise also NaN).
     """
     rows = len(x)
+    _limited("num_best", [num_best], 1, _MAX_TOKENS)
     ids, scores = (ctypes.c_int64 * (rows * num_best))(), (ctypes.c_double * (rows * num_best))()
     _call("paceline_best", *_drawn(x, temperatures, keys, stream, masks, top_k, floors), _size(num_best), ids, scores)
     return _listed(ids, rows, num_best), _listed(scores, rows, num_best)
@@ -226,8 +244,10 @@ def sample(
     token_ids, log_q = token_ids.contiguous(), log_q.contiguous()
     tokens, sizes = (ctypes.c_int64 * rows)(), (ctypes.c_int64 * rows)()
     ids, probs = np.empty((rows, m), np.int32), np.empty((rows, m), np.float64)
-    scale, scaled = (ctypes.c_double * rows)(*scales), _int64s(num_scaled)
-    given = _at(token_ids), _at(log_q), _size(rows), _size(m), _int64s(keys), stream, scale, scaled
+    _same(token_ids, log_q)
+    _limited("num_scaled", num_scaled, 0, _MAX_TOKENS)
+    scale, scaled = (ctypes.c_double * rows)(*scales), _int64s("num_scaled", num_scaled, rows)
+    given = _at(token_ids), _at(log_q), _size(rows), _size(m), _int64s("keys", keys, 3 * rows), stream, scale, scaled
     _call("paceline_sample", *given, tokens, _place(ids), _place(probs), sizes)
     return [(token, *q) for token, q in zip(tokens, _packed(ids, probs, sizes), strict=True)]
 
@@ -251,13 +271,17 @@ def guess(
     """
     rows, m = token_ids.shape
     token_ids, log_q = token_ids.contiguous(), log_q.contiguous()
+    _same(token_ids, log_q)
+    _limited("num_listed", [num_listed], 0, m)
+    _limited("fan_outs", fan_outs, 1, _MAX_TOKENS)
     width = max(fan_outs) - 1
     found, counts = (ctypes.c_int64 * (rows * width))(), (ctypes.c_int64 * rows)()
     behind, bonus = (ctypes.c_double * (rows * width))(), (ctypes.c_double * (rows * (width + 1)))()
     candidates = _at(token_ids), _at(log_q), _size(rows), _size(m), _size(num_listed), ctypes.c_float(shift)
     flags = (ctypes.c_uint8 * rows)(*likeliest)
-    wanted = _int64s(keys), stream, _int64s(drawn), _int64s(fan_outs), flags, _size(width)
-    _call("paceline_guess", *candidates, *wanted, found, counts, behind, bonus)
+    wanted = _int64s("keys", keys, 3 * rows), stream, _int64s("drawn", drawn, rows)
+    limits = _int64s("fan_outs", fan_outs, rows), flags, _size(width)
+    _call("paceline_guess", *candidates, *wanted, *limits, found, counts, behind, bonus)
     listed = []
     for row, count in enumerate(counts):
         at, own = row * width, row * (width + 1)
@@ -300,6 +324,9 @@ def draft(
         of each row the token (-1: there is none, and nothing else), the packed columns of the q that it was drawn from,
         the distance of its two largest log q in nats, and what ``guess`` returns.
     """
+    _limited("fan_outs", fan_outs, 1, _MAX_TOKENS)
+    _limited("m", [m], 1, x.shape[1])
+    _limited("num_best", [num_best], 0, _MAX_TOKENS)
     rows, width = len(x), max(fan_outs) - 1
     tokens, sizes, counts = ((ctypes.c_int64 * rows)() for _ in range(3))
     q_ids, q_probs = np.empty((rows, m), np.int32), np.empty((rows, m), np.float64)
@@ -309,10 +336,10 @@ def draft(
     _call(
         "paceline_draft",
         *_drawn(x, temperatures, drawing, streams[0], masks, top_k, floors),
-        _int64s(guessing),
+        _int64s("guessing", guessing, 3 * rows),
         streams[1],
         *(_size(m), flags, _size(num_best), ctypes.c_float(shift)),
-        *((ctypes.c_double * rows)(*scales), _int64s(fan_outs), likeliest, _size(width)),
+        *((ctypes.c_double * rows)(*scales), _int64s("fan_outs", fan_outs, rows), likeliest, _size(width)),
         *(tokens, _place(q_ids), _place(q_probs), sizes, gaps, found, counts, behind, bonus),
     )
     drawn, at, own = [], 0, 0
@@ -331,7 +358,15 @@ def keep_largest_(x: Tensor, limits: Sequence[float], rooms: Sequence[int]) -> N
     """
     rows, tokens = x.shape
     given = (ctypes.c_float * rows)(*limits)
-    _call("paceline_keep_largest", _at(x), _size(rows), _size(tokens), _size(x.stride(0)), given, _int64s(rooms))
+    _call(
+        "paceline_keep_largest",
+        _at(x),
+        _size(rows),
+        _size(tokens),
+        _size(x.stride(0)),
+        given,
+        _int64s("rooms", rooms, rows),
+    )
 
 
 def cut_below_(x: Tensor, limits: Sequence[float]) -> None:
@@ -346,6 +381,9 @@ def probability(ids: bytes, probs: bytes, token_id: int, vocab_size: int, tolera
     library = _library()
     if library is None:
         return None
+    if len(probs) != 2 * len(ids):
+        raise ValueError(f"probs has {len(probs)} bytes: {2 * len(ids)} are allowed")
+    _limited("vocab_size", [vocab_size], 0, _MAX_TOKENS)
     arguments = _size(len(ids) // 4), _size(token_id), _size(vocab_size), ctypes.c_double(tolerance)
     found: float = library.paceline_probability(ids, probs, *arguments)
     return found
@@ -386,13 +424,20 @@ def verify(
     rejected, logprobs = (ctypes.c_uint8 * sessions)(), (ctypes.c_float * rows)()
     ids, probs = ((ctypes.c_char_p * rows)(*column) for column in zip(*qs, strict=True))
     given = ctypes.c_float * rows
+    sizes = [len(q) // 4 for q, _ in qs]
+    if [8 * size for size in sizes] != [len(p) for _, p in qs] or len(qs) != rows:
+        raise ValueError("the columns of a q differ in length, or a row has none: equal lengths are allowed")
+    if len(starts) < 2 or (starts[0], starts[-1]) != (0, rows) or not all(map(lt, starts, starts[1:])):
+        raise ValueError(f"starts is {[*starts]}: ascending rows from 0 to {rows} are allowed")
+    _limited("top_k", top_k, 1, 1 << 62)
     library = _library()
     assert library is not None, "usable() comes first"
     decided = library.paceline_verify(
         *(_at(x), _KINDS[x.dtype], _size(x.shape[1]), _size(x.stride(0))),
-        *(_int64s(top_k), given(*floors), given(*temperatures), _size(sessions), _int64s(starts), _int64s(drafted)),
-        *(ids, probs, _int64s([len(q) // 4 for q, _ in qs]), ctypes.c_double(tolerance)),
-        *(_int64s(keys), *streams, accepted, following, rejected, logprobs),
+        *(_int64s("top_k", top_k, rows), given(*floors), given(*temperatures), _size(sessions)),
+        *(_int64s("starts", starts, sessions + 1), _int64s("drafted", drafted, rows)),
+        *(ids, probs, _int64s("qs", sizes, rows), ctypes.c_double(tolerance)),
+        *(_int64s("keys", keys, 3 * rows), *streams, accepted, following, rejected, logprobs),
     )
     return (accepted[:], following[:], rejected[:], logprobs[:]) if decided else None
 
@@ -404,7 +449,7 @@ def uniform(keys: Sequence[int], stream: int, lane: int) -> list[float] | None:
         return None
     rows = len(keys) // 3
     found = (ctypes.c_double * rows)()
-    library.paceline_uniform(_int64s(keys), _size(rows), stream, _size(lane), found)
+    library.paceline_uniform(_int64s("keys", keys, 3 * rows), _size(rows), stream, _size(lane), found)
     return found[:]
 
 
@@ -419,9 +464,10 @@ def _drawn(
 ) -> tuple[object, ...]:
     """The arguments of passes that draw tokens of rows."""
     rows, tokens = x.shape
+    _limited("top_k", top_k or (), 1, 1 << 62)
     given, lowest = ctypes.c_float * rows, floors or (-math.inf,) * rows
-    cuts = *_masks(masks, x), _int64s(top_k or (tokens,) * rows), given(*lowest)
-    return *_rows(x), *cuts, given(*temperatures), _int64s(keys), stream
+    cuts = *_masks(masks, x), _int64s("top_k", top_k or (tokens,) * rows, rows), given(*lowest)
+    return *_rows(x), *cuts, given(*temperatures), _int64s("keys", keys, 3 * rows), stream
 
 
 def _packed(
@@ -440,6 +486,13 @@ def _listed(values: ctypes.Array[Any], rows: int, width: int) -> list[list[Any]]
 def _rows(x: Tensor) -> tuple[object, ...]:
     rows, tokens = x.shape
     return _at(x), _KINDS[x.dtype], _size(rows), _size(tokens), _size(x.stride(0))
+
+
+def _same(token_ids: Tensor, log_q: Tensor) -> None:
+    """Refuses candidates whose ids and weights are not those that a function reads."""
+    if token_ids.shape != log_q.shape or token_ids.dtype != torch.int64 or log_q.dtype != torch.float32:
+        found = f"{token_ids.dtype} {[*token_ids.shape]} and {log_q.dtype} {[*log_q.shape]}"
+        raise ValueError(f"candidates are {found}: int64 and float32 of one shape are allowed")
 
 
 def _masks(masks: Masks | None, x: Tensor) -> tuple[object, ...]:
@@ -465,8 +518,17 @@ def _place(x: NDArray[Any]) -> ctypes.c_void_p:
 _size = ctypes.c_int64
 
 
-def _int64s(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    return (ctypes.c_int64 * len(values))(*values)
+def _int64s(name: str, values: Sequence[int], count: int) -> ctypes.Array[ctypes.c_int64]:
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} numbers: {count} are allowed")
+    return (ctypes.c_int64 * count)(*values)
+
+
+def _limited(name: str, values: Sequence[int], least: int, most: int) -> None:
+    """Refuses indices and sizes beyond what a function may reach."""
+    for value in (min(values, default=least), max(values, default=least)):
+        if not least <= value <= most:
+            raise ValueError(f"{name} is {value}: {least} to {most} is allowed")
 
 
 def _call(name: str, *arguments: object) -> None:

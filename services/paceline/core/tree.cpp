@@ -1,81 +1,230 @@
-// The native SpeculationTree and TreeNode, which replace those of tree.py, and the wire form of their nodes: see
-// native_tree.py.
+// The native SpeculationTree and TreeNode, which replace those of tree.py, with the same names; what grows them; and the
+// wire form of their nodes: see native_tree.py.
 
-#include "tree.h"
+#include "objects.h"
+
+#include <structmember.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <deque>
+#include <limits>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 namespace {
 
-using namespace paceline;
+using paceline::intern, paceline::method, paceline::Ref;
 
-// Where messages.py keeps the attributes of Nodes, and NodeColumns its columns.
-struct MessageLayout {
-  PyTypeObject* type = nullptr;
-  Py_ssize_t session_id, epoch, context_len, nodes, idle, step_s;
-  PyTypeObject* columns_type = nullptr;
-  Py_ssize_t columns[6];  // node_ids, parent_ids, token_ids, probs, sampled, qs
-} of_message;
+constexpr int kProducerShift = 28;
+constexpr double kLeastProb = 1e-9;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr int64_t kNoInteger = INT64_MIN;  // an int of more than 63 bits, which is no id of anything
 
-// Where tree.py keeps those of Proposal.
-struct {
-  PyTypeObject* type;
-  PyObject* none;  // NO_PROPOSAL
-  Py_ssize_t token_ids, qs, probs, node_ids, parents, producer;
-} proposals;
+// A TreeNode. Its tree holds it; who else holds it finds neighbors as long as it is alive. None of them is owned.
+struct Node {
+  PyObject_HEAD
+  int64_t node_id, parent_id, token_id, position, rank, num_children;
+  double prob, log_path;
+  char sampled, alive, expanded;
+  Node *parent, *best;
+  Node *first, *last, *next;       // its first and last child, its next sibling
+  Node *older, *newer;             // all nodes of the tree, in the order in which they came
+  PyObject *q, *gaps, *bonus;
+};
+
+PyObject* object(Node* node) { return reinterpret_cast<PyObject*>(node); }
+
+// The containers of a tree.
+struct Nodes {
+  std::unordered_map<int64_t, Node*> by_id;
+  std::unordered_map<uint64_t, Node*> children;  // by the parent's id and the token, of 32 bits each
+  std::deque<int64_t> suffix;
+
+  Node* get(int64_t node_id) const {
+    const auto found = by_id.find(node_id);
+    return found == by_id.end() ? nullptr : found->second;
+  }
+  static uint64_t key(const Node* parent, int64_t token_id) {
+    return static_cast<uint64_t>(parent->node_id) << 32 | static_cast<uint64_t>(token_id);
+  }
+  Node* child(const Node* parent, int64_t token_id) const {
+    if (parent->first == nullptr || token_id >> 32 != 0) return nullptr;
+    const auto found = children.find(key(parent, token_id));
+    return found == children.end() ? nullptr : found->second;
+  }
+};
+
+// A SpeculationTree.
+struct Tree {
+  PyObject_HEAD
+  Nodes* nodes;
+  Node *anchor, *newest;
+  PyObject *producer, *best_path;
+  int64_t vocab_size, max_nodes, first_id, best_limit, best_len;
+  int64_t next_id;  // of the next node that it grows
+  bool rejection;
+
+  bool lost() const { return !nodes->suffix.empty(); }
+};
+
+// paceline_probability in rows.cpp, null if there is none, and its tolerance.
+using Probability = double (*)(const void*, const void*, int64_t, int64_t, int64_t, double);
+Probability probability;
+double tolerance;
+
+PyTypeObject *node_type, *tree_type;
+PyObject *empty_tuple;
 
 struct Names {
-  PyObject *first, *node_id, *parent_id, *token_id, *prob, *sampled, *q;
+  PyObject *first, *node_id, *parent_id, *token_id, *prob, *sampled, *q, *packed_ids, *packed_probs;
 } names;
 
+bool is_node(PyObject* object) { return Py_TYPE(object) == node_type; }
+bool is_tree(PyObject* object) { return Py_TYPE(object) == tree_type; }
+
+// False, with an error, if the object is no int; kNoInteger for one of more than 63 bits.
+bool read_int(PyObject* object, int64_t& value) {
+  int overflow = 0;
+  value = PyLong_AsLongLongAndOverflow(object, &overflow);
+  if (overflow) value = kNoInteger;
+  return value != -1 || !PyErr_Occurred();
+}
+
+// True if q is a distribution that can yield the token.
+bool drawable(PyObject* q, int64_t token_id, int64_t vocab_size) {
+  if (q == Py_None || probability == nullptr) return false;
+  Ref ids(PyObject_GetAttr(q, names.packed_ids)), probs(PyObject_GetAttr(q, names.packed_probs));
+  if (!ids || !probs || !PyBytes_CheckExact(ids.get()) || !PyBytes_CheckExact(probs.get())) {
+    PyErr_Clear();
+    return false;
+  }
+  const Py_ssize_t size = PyBytes_GET_SIZE(ids.get());
+  if (size == 0 || size % 4 != 0 || PyBytes_GET_SIZE(probs.get()) != 2 * size) return false;
+  return probability(PyBytes_AS_STRING(ids.get()), PyBytes_AS_STRING(probs.get()), size / 4, token_id, vocab_size,
+                     tolerance) > 0.0;
+}
+
+// A new node without neighbors. Null after an error.
+Node* make_node(int64_t node_id, int64_t parent_id, int64_t token_id, int64_t position, double prob, bool sampled,
+                PyObject* q) {
+  auto* node = reinterpret_cast<Node*>(PyType_GenericAlloc(node_type, 0));
+  if (node == nullptr) return nullptr;
+  node->node_id = node_id, node->parent_id = parent_id, node->token_id = token_id, node->position = position;
+  node->prob = prob, node->log_path = std::log(prob > kLeastProb ? prob : kLeastProb);
+  node->sampled = sampled, node->alive = true;
+  node->q = Py_NewRef(q), node->gaps = Py_NewRef(empty_tuple), node->bonus = Py_NewRef(empty_tuple);
+  return node;
+}
+
+// Lets a tree hold a new node.
+void hold(Tree* tree, Node* node) {
+  tree->nodes->by_id[node->node_id] = node;
+  node->older = tree->newest;
+  if (tree->newest != nullptr) tree->newest->newer = node;
+  tree->newest = node;
+}
+
+// Lets a tree hold a node no longer, which loses its neighbors.
+void forget(Tree* tree, Node* node) {
+  tree->nodes->by_id.erase(node->node_id);
+  if (node->parent != nullptr) tree->nodes->children.erase(Nodes::key(node->parent, node->token_id));
+  if (node->older != nullptr) node->older->newer = node->newer;
+  (node->newer == nullptr ? tree->newest : node->newer->older) = node->older;
+  node->alive = false;
+  node->parent = node->best = node->first = node->last = node->next = node->older = node->newer = nullptr;
+  Py_DECREF(object(node));
+}
+
+// All nodes below one, parents before children, but `without` and what is below it.
+std::vector<Node*> below(const Node* top, const Node* without = nullptr) {
+  std::vector<Node*> found;
+  const auto add_children = [&](const Node* parent) {
+    for (Node* child = parent->first; child != nullptr; child = child->next)
+      if (child != without) found.push_back(child);
+  };
+  add_children(top);
+  for (size_t i = 0; i < found.size(); ++i) add_children(found[i]);
+  return found;
+}
+
+// Forgets all nodes below one, but `kept` and what is below it.
+void drop_below(Tree* tree, Node* parent, const Node* kept = nullptr) {
+  for (std::vector<Node*> nodes = below(parent, kept); !nodes.empty(); nodes.pop_back()) forget(tree, nodes.back());
+  parent->first = parent->last = parent->best = nullptr, parent->num_children = 0;
+}
+
+// SpeculationTree._move.
+void move(Tree* tree, Node* child) {
+  Node* old = tree->anchor;
+  drop_below(tree, old, child);
+  tree->nodes->children.erase(Nodes::key(old, child->token_id));
+  child->parent = child->next = nullptr;
+  forget(tree, old);
+  tree->anchor = child;
+}
+
+enum class Refusal { kNone, kStale, kInvalid, kDropped };
+
+// SpeculationTree.attach. Null if the tree refuses the node, or after an error.
+Node* attach(Tree* tree, int64_t node_id, int64_t parent_id, int64_t token_id, double prob, bool sampled, PyObject* q,
+             Refusal& refusal) {
+  Nodes& nodes = *tree->nodes;
+  Node* parent = nodes.get(parent_id);
+  const auto refuse = [&refusal](Refusal why) {
+    refusal = why;
+    return nullptr;
+  };
+  if (parent == nullptr || (tree->lost() && token_id != nodes.suffix.front())) return refuse(Refusal::kStale);
+  if (node_id >> kProducerShift != tree->first_id >> kProducerShift || parent_id >= node_id || nodes.get(node_id) ||
+      token_id < 0 || token_id >= tree->vocab_size || !(prob >= 0.0 && prob <= 1.0) || nodes.child(parent, token_id) ||
+      (tree->rejection && sampled && (parent->best || !drawable(q, token_id, tree->vocab_size))))
+    return refuse(Refusal::kInvalid);
+  if (static_cast<int64_t>(nodes.by_id.size()) > tree->max_nodes) return refuse(Refusal::kDropped);
+  refusal = Refusal::kNone;
+  Node* child = make_node(node_id, parent_id, token_id, parent->position + 1, prob, sampled, q);
+  if (child == nullptr) return nullptr;
+  tree->best_limit = -1;
+  child->log_path += parent->log_path;
+  child->parent = parent;
+  child->rank = parent->num_children++;
+  (parent->last == nullptr ? parent->first : parent->last->next) = child;
+  parent->last = child;
+  nodes.children[Nodes::key(parent, token_id)] = child;
+  hold(tree, child);
+  if (sampled && (parent->best == nullptr || prob > parent->best->prob)) parent->best = child;
+  if (!nodes.suffix.empty()) {
+    nodes.suffix.pop_front();
+    move(tree, child);
+  }
+  return child;
+}
+
+
 // What prepare was told besides: the members of Refusal in their order, the causes of a walk, and Python's own types.
-PyObject *refusals[3], *added_type, *walk_type, *distribution, *check;
+PyObject *refusals[3], *added_type, *walk_type, *proposal_type, *no_proposal, *distribution, *check;
 struct {
   PyObject *hit, *late, *token, *k;
 } causes;
 double most_step_s;
 
-// prepare(messages, proposals, refusals, causes, probability, limits, types, check): (Nodes, NodeColumns); NO_PROPOSAL;
-// (Refusal.STALE, INVALID, DROPPED); (Cause.HIT, LATE, TOKEN, K); the address of paceline_probability in rows.cpp; its
-// tolerance and the longest step that a message may report; (Added, Walk, SparseDistribution); and tree.check_integrity.
+// prepare(refusals, causes, types, no_proposal, check, probability, tolerance, most_step_s): (Refusal.STALE, INVALID,
+// DROPPED); (Cause.HIT, LATE, TOKEN, K); (Added, Walk, Proposal, SparseDistribution); NO_PROPOSAL; tree.check_integrity;
+// the address of paceline_probability in rows.cpp and its tolerance; and the longest step that a message may report.
 PyObject* prepare(PyObject*, PyObject* arguments) {
-  PyObject *message, *columns, *address, *most;
-  if (!PyArg_ParseTuple(arguments, "(OO)O(OOO)(OOOO)O(Od)(OOO)O", &message, &columns, &proposals.none, &refusals[0],
-                        &refusals[1], &refusals[2], &causes.hit, &causes.late, &causes.token, &causes.k, &address, &most,
-                        &most_step_s, &added_type, &walk_type, &distribution, &check))
+  PyObject* address;
+  if (!PyArg_ParseTuple(arguments, "(OOO)(OOOO)(OOOO)OOOdd", &refusals[0], &refusals[1], &refusals[2], &causes.hit,
+                        &causes.late, &causes.token, &causes.k, &added_type, &walk_type, &proposal_type, &distribution,
+                        &no_proposal, &check, &address, &tolerance, &most_step_s))
     return nullptr;
-  for (PyObject* each : {message, columns, proposals.none, refusals[0], refusals[1], refusals[2], causes.hit, causes.late,
-                         causes.token, causes.k, added_type, walk_type, distribution, check})
+  for (PyObject* each : {refusals[0], refusals[1], refusals[2], causes.hit, causes.late, causes.token, causes.k, added_type,
+                         walk_type, proposal_type, distribution, no_proposal, check})
     Py_INCREF(each);
-  of_message.type = reinterpret_cast<PyTypeObject*>(message);
-  of_message.columns_type = reinterpret_cast<PyTypeObject*>(columns);
-  proposals.type = Py_TYPE(proposals.none);
-  if (!prepare_tree(reinterpret_cast<PyObject*>(node_type), reinterpret_cast<PyObject*>(tree_type), address, most) || !find({
-        {of_message.type, "session_id", of_message.session_id},
-        {of_message.type, "epoch", of_message.epoch},
-        {of_message.type, "context_len", of_message.context_len},
-        {of_message.type, "nodes", of_message.nodes},
-        {of_message.type, "idle", of_message.idle},
-        {of_message.type, "step_s", of_message.step_s},
-        {of_message.columns_type, "node_ids", of_message.columns[0]},
-        {of_message.columns_type, "parent_ids", of_message.columns[1]},
-        {of_message.columns_type, "token_ids", of_message.columns[2]},
-        {of_message.columns_type, "probs", of_message.columns[3]},
-        {of_message.columns_type, "sampled", of_message.columns[4]},
-        {of_message.columns_type, "qs", of_message.columns[5]},
-        {proposals.type, "token_ids", proposals.token_ids},
-        {proposals.type, "qs", proposals.qs},
-        {proposals.type, "probs", proposals.probs},
-        {proposals.type, "node_ids", proposals.node_ids},
-        {proposals.type, "parents", proposals.parents},
-        {proposals.type, "producer", proposals.producer},
-      }))
-    return nullptr;
+  probability = reinterpret_cast<Probability>(PyLong_AsVoidPtr(address));
+  if (PyErr_Occurred()) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -89,12 +238,6 @@ PyObject* tuple_of(size_t size, Value value) {
     PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), item);
   }
   return tuple.release();
-}
-
-// Sets an attribute to a new value. False if there is none.
-bool set(PyObject* self, Py_ssize_t offset, PyObject* value) {
-  if (value != nullptr) put(self, offset, value);
-  return value != nullptr;
 }
 
 // -- nodes --------------------------------------------------------------------------------------------------------------
@@ -176,18 +319,35 @@ struct Column {
   Ref held;
   PyObject** items = nullptr;
 
-  bool read(PyObject* columns, int index, Py_ssize_t size, bool optional) {
-    PyObject* column = slot(columns, of_message.columns[index]);
-    held.reset(PySequence_Fast(column == nullptr ? Py_None : column, "a column is no sequence"));
+  bool read(PyObject* column, Py_ssize_t size, bool optional) {
+    held.reset(PySequence_Fast(column, "a column is no sequence"));
     if (!held) return false;
     const Py_ssize_t found = PySequence_Fast_GET_SIZE(held.get());
     if (found == 0 && optional) return true;
     if (found != size) {
-      PyErr_SetString(PyExc_ValueError, "columns of unequal length");
+      PyErr_Format(PyExc_ValueError, "a column has %zd entries: %zd nodes have as many each", found, size);
       return false;
     }
     items = PySequence_Fast_ITEMS(held.get());
     return true;
+  }
+};
+
+// The columns of nodes, see NodeColumns: ids, ids of parents, tokens, probabilities, and two that may be empty: which are
+// sampled, and distributions.
+struct Columns {
+  Py_ssize_t size = 0;
+  Column of[6];
+
+  bool read(PyObject* columns) {
+    if (!PyTuple_CheckExact(columns) || PyTuple_GET_SIZE(columns) != 6) {
+      PyErr_SetString(PyExc_TypeError, "nodes come in a tuple of six columns");
+      return false;
+    }
+    size = PyObject_Size(PyTuple_GET_ITEM(columns, 0));
+    for (int i = 0; size >= 0 && i < 6; ++i)
+      if (!of[i].read(PyTuple_GET_ITEM(columns, i), size, i > 3)) return false;
+    return size >= 0;
   }
 };
 
@@ -215,17 +375,12 @@ Node* attach_object(Tree* tree, PyObject* node, Refusal& refusal) {
   return PyErr_Occurred() ? nullptr : attach(tree, ids[0], ids[1], ids[2], p, flag != 0, q.get(), refusal);
 }
 
-bool is_columns(PyObject* nodes) { return Py_TYPE(nodes) == of_message.columns_type; }
-
-// Attaches the nodes of NodeColumns and counts them. False after an error.
-bool add_columns(Tree* tree, PyObject* columns, Counts& counts) {
-  PyObject* ids = slot(columns, of_message.columns[0]);
-  const Py_ssize_t size = PyObject_Size(ids == nullptr ? Py_None : ids);
-  Column of[6];
-  if (size < 0) return false;
-  for (int i = 0; i < 6; ++i)
-    if (!of[i].read(columns, i, size, i > 3)) return false;
-  for (Py_ssize_t i = 0; i < size; ++i) {
+// Attaches the nodes of a message, by their columns, and counts them. False after an error.
+bool add_columns(Tree* tree, PyObject* nodes, Counts& counts) {
+  Columns columns;
+  if (!columns.read(nodes)) return false;
+  const Column* of = columns.of;
+  for (Py_ssize_t i = 0; i < columns.size; ++i) {
     int64_t node_id = 0, parent_id = 0, token_id = 0;
     if (!read_int(of[0].items[i], node_id) || !read_int(of[1].items[i], parent_id) || !read_int(of[2].items[i], token_id))
       return false;
@@ -240,21 +395,16 @@ bool add_columns(Tree* tree, PyObject* columns, Counts& counts) {
   return true;
 }
 
-// Attaches the nodes of a message and counts them. False after an error.
-bool add_nodes(Tree* tree, PyObject* nodes, Counts& counts) {
-  if (is_columns(nodes)) return add_columns(tree, nodes, counts);
+PyObject* add(PyObject* self, PyObject* nodes) {
   Ref all(PySequence_Fast(nodes, "nodes are no sequence"));
+  Counts counts;
   for (Py_ssize_t i = 0; all && i < PySequence_Fast_GET_SIZE(all.get()); ++i) {
     Refusal refusal = Refusal::kNone;
-    if (!attach_object(tree, PySequence_Fast_GET_ITEM(all.get(), i), refusal) && refusal == Refusal::kNone) return false;
+    if (!attach_object(as_tree(self), PySequence_Fast_GET_ITEM(all.get(), i), refusal) && refusal == Refusal::kNone)
+      return nullptr;
     counts.count(refusal);
   }
-  return static_cast<bool>(all);
-}
-
-PyObject* add(PyObject* self, PyObject* nodes) {
-  Counts counts;
-  return add_nodes(as_tree(self), nodes, counts) ? counts.object() : nullptr;
+  return all ? counts.object() : nullptr;
 }
 
 PyObject* attach_one(PyObject* self, PyObject* node) {
@@ -264,10 +414,47 @@ PyObject* attach_one(PyObject* self, PyObject* node) {
   return Py_NewRef(placed == nullptr ? refusals[static_cast<int>(refusal) - 1] : object(placed));
 }
 
+// Attaches new nodes below a parent, with the tree's next ids: of the first one its q, of the others None; those behind it
+// are drawn where there is no q. Returns a list of those that the tree has taken; null after an error.
+PyObject* grow_below(Tree* tree, int64_t parent_id, const int64_t* token_ids, const double* probs, size_t size, bool sampled,
+                     PyObject* q) {
+  Ref made(PyList_New(0));
+  const int64_t first = tree->next_id;
+  tree->next_id += static_cast<int64_t>(size);
+  for (size_t i = 0; made && i < size; ++i) {
+    Refusal refusal = Refusal::kNone;
+    Node* node = attach(tree, first + static_cast<int64_t>(i), parent_id, token_ids[i], probs[i],
+                        sampled && (i == 0 || q == Py_None), i == 0 ? q : Py_None, refusal);
+    if (node == nullptr && refusal == Refusal::kNone) return nullptr;
+    if (node != nullptr && PyList_Append(made.get(), object(node)) < 0) return nullptr;
+  }
+  return made.release();
+}
+
+// grow(parent, token_ids, probs, sampled, q). SpeculationTree.grow.
+PyObject* grow(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 5 || !is_node(arguments[0])) return PyErr_Format(PyExc_TypeError, "grow takes a node, columns, a flag and a q");
+  Column ids, weights;
+  const Py_ssize_t size = PyObject_Size(arguments[1]);
+  if (size < 0 || !ids.read(arguments[1], size, false) || !weights.read(arguments[2], size, false)) return nullptr;
+  std::vector<int64_t> token_ids(static_cast<size_t>(size));
+  std::vector<double> probs(static_cast<size_t>(size));
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    const auto at = static_cast<size_t>(i);
+    if (!read_int(ids.items[i], token_ids[at])) return nullptr;
+    probs[at] = PyFloat_AsDouble(weights.items[i]);
+  }
+  const int sampled = PyObject_IsTrue(arguments[3]);
+  if (PyErr_Occurred()) return nullptr;
+  const Node* parent = as_node(arguments[0]);
+  return grow_below(as_tree(self), parent->node_id, token_ids.data(), probs.data(), probs.size(), sampled != 0, arguments[4]);
+}
+
 // As in tree.py.
 constexpr char kGrew = 1, kOffers = 2, kFirst = 4, kLost = 8;
 
-// add_each(trees, nodes) -> Added of all, and a byte for each. tree.add_each, by lists of equal length.
+// add_each(trees, nodes) -> Added of all, and a byte for each. tree.add_each, by lists of equal length; the nodes of each
+// tree are a tuple of columns.
 PyObject* add_each(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 2 || !PyList_CheckExact(arguments[0]) || !PyList_CheckExact(arguments[1]) ||
       PyList_GET_SIZE(arguments[0]) != PyList_GET_SIZE(arguments[1]))
@@ -282,7 +469,7 @@ PyObject* add_each(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     Tree* tree = as_tree(PyList_GET_ITEM(arguments[0], i));
     const Py_ssize_t before = counts.added;
     const bool offered = tree->anchor->best != nullptr;
-    if (!add_nodes(tree, PyList_GET_ITEM(arguments[1], i), counts)) return nullptr;
+    if (!add_columns(tree, PyList_GET_ITEM(arguments[1], i), counts)) return nullptr;
     const bool offers = tree->anchor->best != nullptr;
     PyBytes_AS_STRING(effects.get())[i] = static_cast<char>((counts.added > before ? kGrew : 0) | (offers ? kOffers : 0) |
                                                             (offers && !offered ? kFirst : 0) | (tree->lost() ? kLost : 0));
@@ -335,23 +522,17 @@ PyObject* follow(PyObject* self, PyObject* token_ids) {
   return tokens && walk_along(as_tree(self), tokens.get(), passed, cause) ? Py_NewRef(cause) : nullptr;
 }
 
-// SpeculationTree._proposal.
-PyObject* best_path(const Tree* tree, Py_ssize_t most) {
-  std::vector<Node*> path;
-  for (Node* node = tree->anchor->best; node != nullptr && static_cast<Py_ssize_t>(path.size()) < most; node = node->best)
-    path.push_back(node);
-  if (path.empty()) return Py_NewRef(proposals.none);
-  Ref made(PyType_GenericAlloc(proposals.type, 0));
-  const auto fill = [&](Py_ssize_t column, auto value) {
-    return set(made.get(), column, tuple_of(path.size(), [&](size_t i) { return value(*path[i]); }));
-  };
-  const bool done = made && set(made.get(), proposals.parents, Py_NewRef(empty_tuple)) &&
-                    set(made.get(), proposals.producer, Py_NewRef(tree->producer)) &&
-                    fill(proposals.token_ids, [](const Node& it) { return PyLong_FromLongLong(it.token_id); }) &&
-                    fill(proposals.qs, [](const Node& it) { return Py_NewRef(it.q); }) &&
-                    fill(proposals.probs, [](const Node& it) { return PyFloat_FromDouble(it.prob); }) &&
-                    fill(proposals.node_ids, [](const Node& it) { return PyLong_FromLongLong(it.node_id); });
-  return done ? made.release() : nullptr;
+// SpeculationTree._proposal of a path.
+PyObject* proposal_of(const Tree* tree, const std::vector<Node*>& path) {
+  if (path.empty()) return Py_NewRef(no_proposal);
+  const auto column = [&path](auto value) { return tuple_of(path.size(), [&](size_t i) { return value(*path[i]); }); };
+  Ref token_ids(column([](const Node& it) { return PyLong_FromLongLong(it.token_id); }));
+  Ref qs(column([](const Node& it) { return Py_NewRef(it.q); }));
+  Ref probs(column([](const Node& it) { return PyFloat_FromDouble(it.prob); }));
+  Ref node_ids(column([](const Node& it) { return PyLong_FromLongLong(it.node_id); }));
+  if (!token_ids || !qs || !probs || !node_ids) return nullptr;
+  return PyObject_CallFunctionObjArgs(proposal_type, token_ids.get(), qs.get(), probs.get(), node_ids.get(), empty_tuple,
+                                      tree->producer, nullptr);
 }
 
 PyObject* proposal(PyObject* self, PyObject* k) {
@@ -359,14 +540,16 @@ PyObject* proposal(PyObject* self, PyObject* k) {
   const Py_ssize_t most = PyLong_AsSsize_t(k);
   if (PyErr_Occurred()) return nullptr;
   if (most > tree->best_limit) {
-    PyObject* found = best_path(tree, most);
+    std::vector<Node*> path;
+    for (Node* node = tree->anchor->best; node != nullptr && static_cast<Py_ssize_t>(path.size()) < most; node = node->best)
+      path.push_back(node);
+    PyObject* found = proposal_of(tree, path);
     if (found == nullptr) return nullptr;
     Py_XSETREF(tree->best_path, found);
-    tree->best_limit = most;
+    tree->best_limit = most, tree->best_len = static_cast<int64_t>(path.size());
   }
-  if (tree->best_path == nullptr) return Py_NewRef(proposals.none);
-  if (PyTuple_GET_SIZE(slot(tree->best_path, proposals.token_ids)) <= std::max<Py_ssize_t>(most, 0))
-    return Py_NewRef(tree->best_path);
+  if (tree->best_path == nullptr) return Py_NewRef(no_proposal);
+  if (tree->best_len <= std::max<Py_ssize_t>(most, 0)) return Py_NewRef(tree->best_path);
   return PyObject_CallMethodOneArg(tree->best_path, names.first, k);
 }
 
@@ -405,13 +588,16 @@ PyObject* new_tree(PyTypeObject* type, PyObject* arguments, PyObject*) {
   if (!PyArg_ParseTuple(arguments, "LLpLO", &vocab_size, &context_len, &rejection, &max_nodes, &producer)) return nullptr;
   int64_t maker = 0;
   if (!read_int(producer, maker)) return nullptr;
+  if (vocab_size < 0 || vocab_size >> 32 != 0)
+    return PyErr_Format(PyExc_ValueError, "vocab_size is %lld: 0 to 2^32 - 1 is allowed", vocab_size);
+  if (maker < 0 || maker > 15) return PyErr_Format(PyExc_ValueError, "producer is %lld: 0 to 15 is allowed", maker);
   Ref self(PyType_GenericAlloc(type, 0));
   Node* root = self ? make_node(0, -1, 0, context_len - 1, 1.0, false, Py_None) : nullptr;
   if (root == nullptr) return nullptr;
   Tree* tree = as_tree(self.get());
   tree->nodes = new Nodes;
   tree->producer = Py_NewRef(producer);
-  tree->vocab_size = vocab_size, tree->max_nodes = max_nodes, tree->first_id = maker << kProducerShift;
+  tree->vocab_size = vocab_size, tree->max_nodes = max_nodes, tree->first_id = maker << kProducerShift, tree->next_id = tree->first_id + 1;
   tree->rejection = rejection != 0, tree->best_limit = -1;
   tree->anchor = root;
   hold(tree, root);
@@ -434,6 +620,7 @@ void free_tree(PyObject* self) {
 PyMethodDef tree_methods[] = {
     {"add", add, METH_O, nullptr},
     {"attach", attach_one, METH_O, nullptr},
+    method("grow", grow),
     {"walk", walk, METH_O, nullptr},
     {"follow", follow, METH_O, nullptr},
     {"proposal", proposal, METH_O, nullptr},
@@ -453,6 +640,7 @@ PyGetSetDef tree_properties[] = {
 
 PyMemberDef tree_members[] = {
     {"max_nodes", T_LONGLONG, offsetof(Tree, max_nodes), READONLY, nullptr},
+    {"next_id", T_LONGLONG, offsetof(Tree, next_id), READONLY, nullptr},
     {"rejection", T_BOOL, offsetof(Tree, rejection), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
@@ -467,6 +655,125 @@ PyType_Slot tree_slots[] = {
     {0, nullptr},
 };
 PyType_Spec tree_spec = {"paceline_tree.SpeculationTree", sizeof(Tree), 0, Py_TPFLAGS_DEFAULT, tree_slots};
+
+// -- growing ------------------------------------------------------------------------------------------------------------
+
+// paceline_expect in calibration.cpp.
+using Expect = void (*)(int64_t, double, const int64_t*, const void* const*, const double*, double*, int64_t*,
+                        const void* const*, const double*, const double*);
+
+// The candidates of several nodes, one behind the other, as paceline_expect takes them. What adds some returns false after
+// an error.
+struct Candidates {
+  std::vector<int64_t> sizes, kept, token_ids;
+  std::vector<const void*> tables, of_bonus;
+  std::vector<double> gaps, probs, shares, bonus;
+  std::vector<PyObject*> qs;  // that the first one was drawn from; Py_None: all are drawn alike
+
+  bool add_ids(PyObject* ids, size_t size) {
+    for (size_t i = 0; i < size; ++i) {
+      token_ids.push_back(0);
+      if (!read_int(PySequence_Fast_GET_ITEM(ids, static_cast<Py_ssize_t>(i)), token_ids.back())) return false;
+    }
+    sizes.push_back(static_cast<int64_t>(size));
+    return true;
+  }
+
+  // By their ids and scores, best first: the first `most`, as ranking.ranking_of takes them.
+  bool add_scored(PyObject* ids, PyObject* scores, Py_ssize_t most) {
+    if (!PyList_CheckExact(ids) || !PyList_CheckExact(scores))
+      return PyErr_SetString(PyExc_TypeError, "ids and scores are no lists"), false;
+    const size_t first = gaps.size();
+    most = std::min({most, PyList_GET_SIZE(ids), PyList_GET_SIZE(scores)});
+    for (Py_ssize_t i = 0; i < most; ++i) gaps.push_back(PyFloat_AsDouble(PyList_GET_ITEM(scores, i)));
+    while (gaps.size() > first && gaps.back() == -kInfinity) gaps.pop_back();
+    const size_t size = gaps.size() - first;
+    const double best = size > 0 ? gaps[first] : 0.0;
+    for (size_t i = 0; i < size; ++i) gaps[first + i] = best - gaps[first + i];
+    if (size > 0) gaps[first] = size > 1 ? gaps[first + 1] : kInfinity;
+    bonus.resize(gaps.size());
+    of_bonus.push_back(nullptr), qs.push_back(Py_None);
+    return !PyErr_Occurred() && add_ids(ids, size);
+  }
+
+  // By the columns of a Ranking.
+  bool add_ranked(PyObject* const* columns, const void* of_guesses) {
+    for (int i = 0; i < 3; ++i)
+      if (!PyTuple_CheckExact(columns[i])) return PyErr_SetString(PyExc_TypeError, "a ranking has tuples"), false;
+    const Py_ssize_t size = PyTuple_GET_SIZE(columns[1]), guesses = PyTuple_GET_SIZE(columns[2]);
+    if (PyTuple_GET_SIZE(columns[0]) != size || (guesses != size && guesses != 0))
+      return PyErr_Format(PyExc_ValueError, "a ranking has %zd ids, %zd gaps and %zd of a bonus: equal numbers are allowed",
+                          PyTuple_GET_SIZE(columns[0]), size, guesses), false;
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      gaps.push_back(PyFloat_AsDouble(PyTuple_GET_ITEM(columns[1], i)));
+      bonus.push_back(guesses == 0 ? 0.0 : PyFloat_AsDouble(PyTuple_GET_ITEM(columns[2], i)));
+    }
+    of_bonus.push_back(guesses == 0 ? nullptr : of_guesses), qs.push_back(columns[3]);
+    return !PyErr_Occurred() && add_ids(columns[0], static_cast<size_t>(size));
+  }
+
+  void weigh(Expect expect, double least) {
+    const bool guesses = std::any_of(of_bonus.begin(), of_bonus.end(), [](const void* table) { return table != nullptr; });
+    probs.resize(gaps.size()), kept.resize(sizes.size());
+    expect(static_cast<int64_t>(sizes.size()), least, sizes.data(), tables.data(), gaps.data(), probs.data(), kept.data(),
+           guesses ? of_bonus.data() : nullptr, guesses ? shares.data() : nullptr, guesses ? bonus.data() : nullptr);
+  }
+};
+
+PyObject* tuple_of_numbers(const double* values, size_t size) {
+  return tuple_of(size, [values](size_t i) { return PyFloat_FromDouble(values[i]); });
+}
+
+// grow_each(places, candidates, least, expect) -> a list of the new children of each node. `places`: a list of (tree, node,
+// most children, address of its calibration, that of bonus tokens, share of these); `candidates`: of each node (ids, scores)
+// or the columns of a Ranking; `least`: probability of a child behind the first; `expect`: address of paceline_expect.
+PyObject* grow_each(PyObject*, PyObject* arguments) {
+  PyObject *places, *all, *address;
+  double least = 0;
+  if (!PyArg_ParseTuple(arguments, "O!O!dO", &PyList_Type, &places, &PyList_Type, &all, &least, &address)) return nullptr;
+  const Py_ssize_t size = PyList_GET_SIZE(places);
+  if (PyList_GET_SIZE(all) != size)
+    return PyErr_Format(PyExc_ValueError, "%zd nodes have %zd rows of candidates", size, PyList_GET_SIZE(all));
+  const auto expect = reinterpret_cast<Expect>(PyLong_AsVoidPtr(address));
+  if (PyErr_Occurred()) return nullptr;
+  std::vector<std::pair<Tree*, Node*>> nodes;
+  Candidates candidates;
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject *tree, *node, *of = PyList_GET_ITEM(all, i);
+    Py_ssize_t most = 0, table = 0, guesses = 0;
+    double share = 0;
+    if (!PyTuple_Check(PyList_GET_ITEM(places, i)) || !PyTuple_CheckExact(of))
+      return PyErr_Format(PyExc_TypeError, "a place or its candidates are no tuple");
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(places, i), "O!O!nnnd", tree_type, &tree, node_type, &node, &most, &table, &guesses,
+                          &share))
+      return nullptr;
+    nodes.push_back({as_tree(tree), as_node(node)});
+    candidates.tables.push_back(reinterpret_cast<const void*>(table)), candidates.shares.push_back(share);
+    const Py_ssize_t columns = PyTuple_GET_SIZE(of);
+    if (columns != 2 && columns != 4) return PyErr_Format(PyExc_TypeError, "candidates have %zd columns", columns);
+    if (columns == 2 ? !candidates.add_scored(PyTuple_GET_ITEM(of, 0), PyTuple_GET_ITEM(of, 1), most)
+                     : !candidates.add_ranked(PySequence_Fast_ITEMS(of), reinterpret_cast<const void*>(guesses)))
+      return nullptr;
+  }
+  candidates.weigh(expect, least);
+  Ref grown(PyList_New(size));
+  const int64_t* ids = candidates.token_ids.data();
+  const double *gaps = candidates.gaps.data(), *probs = candidates.probs.data(), *bonus = candidates.bonus.data();
+  for (size_t i = 0; grown && i < nodes.size(); ++i) {
+    const auto [tree, node] = nodes[i];
+    const auto num = static_cast<size_t>(candidates.sizes[i]), kept = static_cast<size_t>(candidates.kept[i]);
+    PyObject* of_node = tuple_of_numbers(gaps, num);
+    PyObject* of_guesses = tuple_of_numbers(bonus, candidates.of_bonus[i] == nullptr ? 0 : num);
+    if (of_node != nullptr) Py_XSETREF(node->gaps, of_node);
+    if (of_guesses != nullptr) Py_XSETREF(node->bonus, of_guesses);
+    node->expanded = true;
+    PyObject* made = of_node && of_guesses ? grow_below(tree, node->node_id, ids, probs, kept, true, candidates.qs[i]) : nullptr;
+    if (made == nullptr) return nullptr;
+    PyList_SET_ITEM(grown.get(), static_cast<Py_ssize_t>(i), made);
+    ids += num, gaps += num, probs += num, bonus += num;
+  }
+  return grown.release();
+}
 
 // -- rows of a step, and messages ---------------------------------------------------------------------------------------
 
@@ -609,12 +916,9 @@ bool read_nodes(Wire wire, Ref* columns, bool& idle, double& step_s) {
   return wire.at == wire.end && step_s >= 0 && step_s <= most_step_s;
 }
 
-// The Nodes of one row, as protobuf reads it; None if it is not plain or malformed. Null after an error.
-PyObject* read_message(PyObject* session_id, PyObject* epoch, PyObject* context_len, PyObject* packed) {
-  if (!PyBytes_CheckExact(packed) || PyObject_Size(session_id) <= 0) {
-    PyErr_Clear();
-    return Py_NewRef(Py_None);
-  }
+// (columns, idle, step_s) of a message, as protobuf reads it; None if it is not plain or malformed. Null after an error.
+PyObject* read_message(PyObject* packed) {
+  if (!PyBytes_CheckExact(packed)) return Py_NewRef(Py_None);
   const auto* start = reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(packed));
   Ref columns[6];
   bool idle = false;
@@ -622,62 +926,46 @@ PyObject* read_message(PyObject* session_id, PyObject* epoch, PyObject* context_
   const bool plain = read_nodes({start, start + PyBytes_GET_SIZE(packed)}, columns, idle, step_s);
   if (PyErr_Occurred()) return nullptr;
   if (!plain) return Py_NewRef(Py_None);
-  Ref nodes(PyType_GenericAlloc(of_message.columns_type, 0));
-  Ref seconds(PyFloat_FromDouble(step_s));
-  Ref message(PyType_GenericAlloc(of_message.type, 0));
-  if (!nodes || !seconds || !message) return nullptr;
-  for (int column = 0; column < 6; ++column) put(nodes.get(), of_message.columns[column], columns[column].release());
-  put(message.get(), of_message.session_id, Py_NewRef(session_id));
-  put(message.get(), of_message.epoch, Py_NewRef(epoch));
-  put(message.get(), of_message.context_len, Py_NewRef(context_len));
-  put(message.get(), of_message.nodes, nodes.release());
-  put(message.get(), of_message.idle, Py_NewRef(idle ? Py_True : Py_False));
-  put(message.get(), of_message.step_s, seconds.release());
-  return message.release();
+  Ref all(tuple_of(6, [&columns](size_t i) { return columns[i].release(); })), seconds(PyFloat_FromDouble(step_s));
+  return all && seconds ? PyTuple_Pack(3, all.get(), idle ? Py_True : Py_False, seconds.get()) : nullptr;
 }
 
-// read_each(session_ids, epochs, context_lens, packed) -> a list of Nodes, None where a row is not plain or malformed.
-// Lists of equal length: a row is that of types.proto: TreeUpdates.
-PyObject* read_each(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  const auto fits = [&](int i) {
-    return PyList_CheckExact(arguments[i]) && PyList_GET_SIZE(arguments[i]) == PyList_GET_SIZE(arguments[0]);
-  };
-  if (count != 4 || !fits(0) || !fits(1) || !fits(2) || !fits(3))
-    return PyErr_Format(PyExc_TypeError, "read_each takes four lists of equal length");
-  const Py_ssize_t size = PyList_GET_SIZE(arguments[0]);
-  Ref messages(PyList_New(size));
-  for (Py_ssize_t i = 0; messages && i < size; ++i) {
-    PyObject* message = read_message(PyList_GET_ITEM(arguments[0], i), PyList_GET_ITEM(arguments[1], i),
-                                     PyList_GET_ITEM(arguments[2], i), PyList_GET_ITEM(arguments[3], i));
-    if (message == nullptr) return nullptr;
-    PyList_SET_ITEM(messages.get(), i, message);
+// The results of a function for each item of a list; null after an error.
+template <auto function>
+PyObject* each_of(PyObject*, PyObject* items) {
+  if (!PyList_CheckExact(items)) return PyErr_Format(PyExc_TypeError, "a list is needed");
+  Ref results(PyList_New(PyList_GET_SIZE(items)));
+  for (Py_ssize_t i = 0; results && i < PyList_GET_SIZE(items); ++i) {
+    PyObject* result = function(PyList_GET_ITEM(items, i));
+    if (result == nullptr) return nullptr;
+    PyList_SET_ITEM(results.get(), i, result);
   }
-  return messages.release();
+  return results.release();
 }
 
-// columns_of(nodes) -> NodeColumns of a list of TreeNodes, as messages take them. NodeColumns.of.
+// columns_of(nodes) -> the columns of a list of TreeNodes. NodeColumns.of.
 PyObject* columns_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 1 || !PyList_CheckExact(arguments[0])) return PyErr_Format(PyExc_TypeError, "columns_of takes a list");
   const Py_ssize_t size = PyList_GET_SIZE(arguments[0]);
-  const auto node = [&](Py_ssize_t i) { return reinterpret_cast<Node*>(PyList_GET_ITEM(arguments[0], i)); };
+  const auto node = [&](size_t i) { return as_node(PyList_GET_ITEM(arguments[0], static_cast<Py_ssize_t>(i))); };
   bool all_sampled = true, any_q = false;
-  for (Py_ssize_t i = 0; i < size; ++i) {
+  for (size_t i = 0; i < static_cast<size_t>(size); ++i) {
     if (!is_node(object(node(i)))) return PyErr_Format(PyExc_TypeError, "columns_of takes nodes of a tree");
     all_sampled = all_sampled && node(i)->sampled;
     any_q = any_q || node(i)->q != Py_None;
   }
-  Ref columns(PyType_GenericAlloc(of_message.columns_type, 0));
-  const auto fill = [&](int column, bool wanted, auto value) {
-    const auto at = [&](size_t i) { return value(*node(static_cast<Py_ssize_t>(i))); };
-    return set(columns.get(), of_message.columns[column], tuple_of(wanted ? static_cast<size_t>(size) : 0, at));
+  const auto column = [&](bool wanted, auto value) {
+    return tuple_of(wanted ? static_cast<size_t>(size) : 0, [&](size_t i) { return value(*node(i)); });
   };
-  const bool done = columns && fill(0, true, [](const Node& it) { return PyLong_FromLongLong(it.node_id); }) &&
-                    fill(1, true, [](const Node& it) { return PyLong_FromLongLong(it.parent_id); }) &&
-                    fill(2, true, [](const Node& it) { return PyLong_FromLongLong(it.token_id); }) &&
-                    fill(3, true, [](const Node& it) { return PyFloat_FromDouble(it.prob); }) &&
-                    fill(4, !all_sampled, [](const Node& it) { return PyBool_FromLong(it.sampled); }) &&
-                    fill(5, any_q, [](const Node& it) { return Py_NewRef(it.q); });
-  return done ? columns.release() : nullptr;
+  PyObject* columns[] = {
+      column(true, [](const Node& it) { return PyLong_FromLongLong(it.node_id); }),
+      column(true, [](const Node& it) { return PyLong_FromLongLong(it.parent_id); }),
+      column(true, [](const Node& it) { return PyLong_FromLongLong(it.token_id); }),
+      column(true, [](const Node& it) { return PyFloat_FromDouble(it.prob); }),
+      column(!all_sampled, [](const Node& it) { return PyBool_FromLong(it.sampled); }),
+      column(any_q, [](const Node& it) { return Py_NewRef(it.q); }),
+  };
+  return tuple_of(6, [&columns](size_t i) { return columns[i]; });
 }
 
 // Bytes of a protobuf message. Writers return false where protobuf would not take the value, or after an error.
@@ -728,8 +1016,8 @@ struct Written {
     if (std::all_of(column.items, column.items + size, [](PyObject* q) { return q == Py_None; })) return true;
     for (Py_ssize_t i = 0; i < size; ++i) {
       Written q;
-      if (column.items[i] != Py_None && (!q.of(column.items[i], packed_ids, kQTokenIds) ||
-                                         !q.of(column.items[i], packed_probs, kQProbs)))
+      if (column.items[i] != Py_None && (!q.of(column.items[i], names.packed_ids, kQTokenIds) ||
+                                         !q.of(column.items[i], names.packed_probs, kQProbs)))
         return false;
       part(kQs, q.bytes);
     }
@@ -745,27 +1033,24 @@ struct Written {
   }
 };
 
-// The nodes of Nodes in wire form, as protobuf writes them; None if they are no columns or not plain. Null after an error.
+// The wire form of (columns, idle, step_s), as protobuf writes it; None if they are not plain. Null after an error.
 PyObject* write_message(PyObject* message) {
-  if (Py_TYPE(message) != of_message.type) return Py_NewRef(Py_None);
-  PyObject *nodes = slot(message, of_message.nodes), *step_s = slot(message, of_message.step_s);
-  if (nodes == nullptr || !is_columns(nodes) || step_s == nullptr || !PyFloat_CheckExact(step_s))
-    return Py_NewRef(Py_None);
-  PyObject* node_ids = slot(nodes, of_message.columns[0]);
-  const Py_ssize_t size = PyObject_Size(node_ids == nullptr ? Py_None : node_ids);
-  if (size < 0) return nullptr;
+  if (!PyTuple_CheckExact(message) || PyTuple_GET_SIZE(message) != 3) return Py_NewRef(Py_None);
+  PyObject* step_s = PyTuple_GET_ITEM(message, 2);
+  if (!PyFloat_CheckExact(step_s)) return Py_NewRef(Py_None);
+  Columns columns;
+  if (!columns.read(PyTuple_GET_ITEM(message, 0))) return nullptr;
+  const Py_ssize_t size = columns.size;
+  const Column* of = columns.of;
   Written written;
-  Column columns[6];
-  for (int i = 0; size > 0 && i < 6; ++i)
-    if (!columns[i].read(nodes, i, size, i > 3)) return nullptr;
   const bool plain =
-      size == 0 || (written.ids(kNodeIds, columns[0], size) && written.ids(kParentIds, columns[1], size) &&
-                    written.ids(kTokenIds, columns[2], size) && written.probs(columns[3], size) &&
-                    (columns[4].items == nullptr || written.sampled(columns[4], size)) &&
-                    (columns[5].items == nullptr || written.qs(columns[5], size)));
+      size == 0 || (written.ids(kNodeIds, of[0], size) && written.ids(kParentIds, of[1], size) &&
+                    written.ids(kTokenIds, of[2], size) && written.probs(of[3], size) &&
+                    (of[4].items == nullptr || written.sampled(of[4], size)) &&
+                    (of[5].items == nullptr || written.qs(of[5], size)));
   if (PyErr_Occurred()) return nullptr;
   if (!plain) return Py_NewRef(Py_None);
-  const int idle = PyObject_IsTrue(slot(message, of_message.idle));
+  const int idle = PyObject_IsTrue(PyTuple_GET_ITEM(message, 1));
   if (idle < 0) return nullptr;
   if (idle) written.bytes += {static_cast<char>(kIdle), 1};
   if (PyFloat_AS_DOUBLE(step_s) != 0.0 || std::signbit(PyFloat_AS_DOUBLE(step_s))) {
@@ -775,26 +1060,13 @@ PyObject* write_message(PyObject* message) {
   return PyBytes_FromStringAndSize(written.bytes.data(), static_cast<Py_ssize_t>(written.bytes.size()));
 }
 
-// write_each(messages) -> of each Nodes its nodes, idle and step_s in wire form; None: protobuf has to write them.
-PyObject* write_each(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  Ref messages(count == 1 ? PySequence_Fast(arguments[0], "messages are no sequence") : nullptr);
-  if (!messages) return count == 1 ? nullptr : PyErr_Format(PyExc_TypeError, "write_each takes messages");
-  const Py_ssize_t size = PySequence_Fast_GET_SIZE(messages.get());
-  Ref all(PyList_New(size));
-  for (Py_ssize_t i = 0; all && i < size; ++i) {
-    PyObject* packed = write_message(PySequence_Fast_GET_ITEM(messages.get(), i));
-    if (packed == nullptr) return nullptr;
-    PyList_SET_ITEM(all.get(), i, packed);
-  }
-  return all.release();
-}
-
 PyMethodDef methods[] = {
     {"prepare", prepare, METH_VARARGS, nullptr},
     method("add_each", add_each),
     method("columns_of", columns_of),
-    method("read_each", read_each),
-    method("write_each", write_each),
+    {"grow_each", grow_each, METH_VARARGS, nullptr},
+    {"read_each", each_of<read_message>, METH_O, nullptr},  // messages in wire form
+    {"write_each", each_of<write_message>, METH_O, nullptr},
     method("rows", rows),
     {nullptr, nullptr, 0, nullptr},
 };
@@ -810,8 +1082,11 @@ PyMODINIT_FUNC PyInit_paceline_tree() {
                {names.token_id, "token_id"},
                {names.prob, "prob"},
                {names.sampled, "sampled"},
-               {names.q, "q"}}))
+               {names.q, "q"},
+               {names.packed_ids, "packed_ids"},
+               {names.packed_probs, "packed_probs"}}))
     return nullptr;
+  empty_tuple = PyTuple_New(0);
   PyObject *nodes = PyType_FromSpec(&node_spec), *trees = PyType_FromSpec(&tree_spec), *made = PyModule_Create(&module);
   if (nodes == nullptr || trees == nullptr || made == nullptr) return nullptr;
   node_type = reinterpret_cast<PyTypeObject*>(nodes), tree_type = reinterpret_cast<PyTypeObject*>(trees);

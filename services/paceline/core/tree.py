@@ -290,6 +290,7 @@ class SpeculationTree:
         "_suffix",
         "_vocab_size",
         "max_nodes",
+        "next_id",
         "rejection",
     )
 
@@ -306,6 +307,8 @@ class SpeculationTree:
         self.rejection = rejection
         self.max_nodes = max_nodes
         self._producer = producer
+        self.next_id = producer.first_id
+        """Id of the next node that it grows."""
         self._anchor = TreeNode(Node(0, -1, 0, 1.0, sampled=False), None, context_len - 1)
         self._nodes = {0: self._anchor}
         self._suffix: deque[int] = deque()
@@ -377,6 +380,26 @@ class SpeculationTree:
             self._suffix.popleft()
             self._move(child)
         return child
+
+    def grow(
+        self,
+        parent: TreeNode,
+        token_ids: Sequence[int],
+        probs: Sequence[float],
+        sampled: bool = True,
+        q: SparseDistribution | None = None,
+    ) -> list[TreeNode]:
+        """Attaches new nodes below one of the tree, with its next ids; returns those that it has taken.
+
+        ``sampled``: of all of them; with a ``q``, only the first one was drawn from it.
+        """
+        first, parent_id = self.next_id, parent.node_id
+        self.next_id += len(token_ids)
+        nodes = [
+            Node(first + i, parent_id, token_id, prob, sampled and (q is None or i == 0), q if i == 0 else None)
+            for i, (token_id, prob) in enumerate(zip(token_ids, probs, strict=True))
+        ]
+        return [placed for node in nodes if not isinstance(placed := self.attach(node), Refusal)]
 
     def walk(self, token_ids: Sequence[int]) -> Walk:
         """Follows committed tokens and prunes all nodes that are not below the new anchor. Amortized O(1) per node."""

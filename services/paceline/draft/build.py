@@ -20,10 +20,9 @@ from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.checkpoint.vocabulary import require_tokens
 from paceline.config import DraftSetup
 from paceline.core import native_tree, rows
-from paceline.draft import publish
 from paceline.draft.engine import DraftEngine
 from paceline.draft.report import describe
-from paceline.drafters import parts
+from paceline.drafters import calibration, parts
 from paceline.drafters.building import Building, Built
 from paceline.drafters.cascade import VerticalDrafter
 from paceline.drafters.heads.load import remote_plan
@@ -113,7 +112,7 @@ def build_draft_engine(
     rows.prepare()
     native_tree.prepare()
     parts.prepare()
-    publish.prepare()
+    calibration.prepare()
     target = Checkpoint.open(setup.target_source, setup.trusts_target)
     with contextlib.nullcontext() if rendezvous is None else _ranked(setup, rendezvous) as group:
         built = Building(setup, target, group).build()

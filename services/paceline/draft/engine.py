@@ -194,7 +194,7 @@ class DraftEngine:
             session.frontier.check_integrity()
             assert not session.tree.lost
             assert session.tree.context_len == session.sampler.num_tokens
-            assert session.next_node_id > max(node.node_id for node in session.tree.nodes())
+            assert session.tree.next_id > max(node.node_id for node in session.tree.nodes())
             anchor = session.tree.anchor
             assert all(n.expanded or n is anchor or not n.children for n in session.tree.nodes())
         self._drafter.check_integrity()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from itertools import chain
+from typing import cast
 
+from paceline.core.native_tree import Place, grow_each
 from paceline.core.tree import TreeNode
 from paceline.draft import hints
 from paceline.draft.growth import MIN_PROB
-from paceline.draft.publish import publish
 from paceline.draft.session import DraftSession
 from paceline.draft.stats import DraftStats
+from paceline.drafters.calibration import expect_address
 from paceline.drafters.growing.blame import OnFailure
 from paceline.drafters.growing.grower import Grower
+from paceline.drafters.growing.session import END_SHARE
 from paceline.drafters.protocol import Candidates, Drafter
 from paceline.drafters.ranking import Ranking, rank, rankings_of
 from paceline.model.chain import Ranked, Stop
@@ -96,16 +99,47 @@ class DraftGrower(Grower[DraftSession]):
             return
         ranked: Ranked | list[Ranking] | None = candidates.ranked
         if ranked is None:
-            ranked = rankings = rank(candidates, [session.ranking_row(session.leaf(node)) for session, node in nodes])
-        num_nodes, num_done = publish(nodes, ranked, MIN_PROB)
-        self._stats.nodes_published += num_nodes
+            ranked = rank(candidates, [session.ranking_row(session.leaf(node)) for session, node in nodes])
+        num_done = self._publish_natively(nodes, ranked)
         if num_done == len(nodes):
             return
-        if candidates.ranked is not None:
+        if candidates.ranked is None:
+            rankings = cast(list[Ranking], ranked)
+        else:
             rankings = rankings_of(candidates.ranked, [session.fan_out for session, _ in nodes])
         nodes, rankings = nodes[num_done:], rankings[num_done:]
         for (session, node), ranking, probs in zip(nodes, rankings, self.expected(nodes, rankings), strict=True):
             self.publish(session, node, ranking, probs)
+
+    def _publish_natively(
+        self, nodes: Sequence[tuple[DraftSession, TreeNode]], ranked: Ranked | Sequence[Ranking]
+    ) -> int:
+        """Publishes the candidates of the first nodes by one native function: up to a session with a hint, which puts
+        further nodes between those of others. Returns the number of these nodes."""
+        num = next((i for i, (session, _) in enumerate(nodes) if session.hinted), len(nodes))
+        places: list[Place] = [
+            (
+                session.tree,
+                node,
+                session.fan_out,
+                session.calibration.address,
+                session.bonus.address,
+                1.0 if node is session.end else END_SHARE,
+            )
+            for session, node in nodes[:num]
+        ]
+        columns = [it if isinstance(it, tuple) else (it.token_ids, it.gaps, it.bonus, it.q) for it in ranked[:num]]
+        grown = grow_each(places, columns, MIN_PROB, expect_address())
+        if grown is None:
+            return 0
+        for (session, node), new in zip(nodes, grown, strict=False):
+            session.changed = True
+            session.outbox += new
+            self._stats.nodes_published += len(new)
+            if node is session.end:
+                session.place(node)
+            session.frontier.push_below(node, new)
+        return num
 
     def publish(
         self,

@@ -5,10 +5,10 @@ A policy gives every unexpanded node a sort key; a ``Frontier`` keeps the nodes 
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from itertools import chain
 from typing import Protocol
 
@@ -22,6 +22,9 @@ HOLD_ROUNDS = 0.2
 gets about five."""
 MIN_PROB = 0.01
 """Lowest probability of a predicted token that becomes a node. Never applied to a first choice."""
+
+
+Key = tuple[float, float]
 
 
 class Growth(Protocol):
@@ -42,8 +45,12 @@ class Growth(Protocol):
         """Children to publish below each expanded node."""
         ...
 
-    def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> tuple[float, float] | None:
+    def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> Key | None:
         """Sort key of an unexpanded node."""
+        ...
+
+    def keys(self, siblings: Sequence[TreeNode], anchor: TreeNode, ahead: int, num_in_flight: int) -> list[Key | None]:
+        """``key`` of each of several nodes that are equally far ahead."""
         ...
 
 
@@ -59,20 +66,31 @@ class BestFirst:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_min_log", math.log(self.min_path_prob))
 
-    def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> tuple[float, float] | None:
+    def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> Key | None:
         """Path probability, for nodes near enough to serve the next proposal."""
         if ahead > self.k or node.log_path - anchor.log_path < self._min_log:
             return None
         return 0.0, -node.log_path
+
+    def keys(self, siblings: Sequence[TreeNode], anchor: TreeNode, ahead: int, num_in_flight: int) -> list[Key | None]:
+        """``key`` of each, without a call for each."""
+        if ahead > self.k:
+            return [None] * len(siblings)
+        start, least = anchor.log_path, self._min_log
+        return [None if (log := node.log_path) - start < least else (0.0, -log) for node in siblings]
 
 
 @dataclass(frozen=True, slots=True)
 class InTurn(BestFirst):
     """``BestFirst``, but nothing is grown while a proposal is being verified."""
 
-    def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> tuple[float, float] | None:
+    def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> Key | None:
         """Orders nodes as ``BestFirst`` while nothing is in flight; else None."""
         return None if num_in_flight else BestFirst.key(self, node, anchor, ahead, num_in_flight)
+
+    def keys(self, siblings: Sequence[TreeNode], anchor: TreeNode, ahead: int, num_in_flight: int) -> list[Key | None]:
+        """``key`` of each."""
+        return [None] * len(siblings) if num_in_flight else BestFirst.keys(self, siblings, anchor, ahead, num_in_flight)
 
 
 _KEEP_REACH = 0.9
@@ -112,10 +130,14 @@ class Sequential:
     k: int
     fan_out: int = 1
 
-    def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> tuple[float, float] | None:
+    def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> Key | None:
         """Depth, while nothing is in flight."""
         wanted = num_in_flight == 0 and ahead < self.k and (ahead == 0 or node.rank == 0)
         return (float(ahead), 0.0) if wanted else None
+
+    def keys(self, siblings: Sequence[TreeNode], anchor: TreeNode, ahead: int, num_in_flight: int) -> list[Key | None]:
+        """``key`` of each."""
+        return [self.key(node, anchor, ahead, num_in_flight) for node in siblings]
 
 
 class Frontier:
@@ -143,7 +165,7 @@ class Frontier:
         self._ahead: dict[int, int] = {}
         """``_ahead_of`` nodes that were asked for since the last commit; always of the anchor and the nodes in flight.
         """
-        self._heap: list[tuple[tuple[float, float], int, TreeNode]] = []
+        self._heap: list[tuple[Key, int, TreeNode]] = []
         self._unwanted: list[TreeNode] = [tree.anchor]
         self._committed: Iterable[int] | None = ()  # the nodes in flight of a commit that is not sorted in yet
 
@@ -158,16 +180,18 @@ class Frontier:
             return
         if self._committed is not None:
             self._sort()
-        ahead = self._ahead_of(parent) + 1
+        if (ahead := self._ahead.get(parent.node_id)) is None:
+            ahead = self._ahead_of(parent)
+        ahead += 1
         if ahead > self._most_ahead:
             self._unwanted.extend(nodes)
             return
-        anchor, num_in_flight, key_of = self._tree.anchor, self._num_in_flight, self._growth.key
-        for node in nodes:
-            if (key := key_of(node, anchor, ahead, num_in_flight)) is None:
+        keys = self._growth.keys(nodes, self._tree.anchor, ahead, self._num_in_flight)
+        for node, key in zip(nodes, keys, strict=True):
+            if key is None:
                 self._unwanted.append(node)
             else:
-                heapq.heappush(self._heap, (key, node.node_id, node))
+                heappush(self._heap, (key, node.node_id, node))
 
     def wants(self, node: TreeNode) -> bool:
         """True if a node, of the frontier or not, may be expanded before the next commit."""
@@ -187,7 +211,7 @@ class Frontier:
         """Removes and returns the node to expand next. IndexError if there is none."""
         if self._committed is not None:
             self._sort()
-        return heapq.heappop(self._heap)[2]
+        return heappop(self._heap)[2]
 
     def commit(self, in_flight: Iterable[int]) -> None:
         """Drops pruned nodes and sorts the others again; to be called after every walk with the nodes in flight.
@@ -216,7 +240,7 @@ class Frontier:
                 known[found.node_id] = 0
                 num_in_flight = max(num_in_flight, found.position - anchor.position)
         self._committed, self._num_in_flight = None, num_in_flight
-        heap: list[tuple[tuple[float, float], int, TreeNode]] = []
+        heap: list[tuple[Key, int, TreeNode]] = []
         unwanted: list[TreeNode] = []
         self._most_ahead = most_ahead = math.inf if self.reach is None else self.reach.tokens
         key_of = self._growth.key
@@ -231,7 +255,7 @@ class Frontier:
                 unwanted.append(node)
             else:
                 heap.append((key, node.node_id, node))
-        heapq.heapify(heap)
+        heapify(heap)
         self._heap, self._unwanted = heap, unwanted
 
     def check_integrity(self) -> None:

@@ -283,6 +283,11 @@ def _sum(values: Iterable[float]) -> float:
     return total
 
 
+def prepare() -> None:
+    """Compiles or loads the native functions now, so that no step waits for them."""
+    _library()
+
+
 def expect_address() -> int:
     """Address of ``paceline_expect`` for other native code; 0: there is no library here."""
     library = _library()

@@ -7,91 +7,71 @@
 
 namespace {
 
-using paceline::find, paceline::intern, paceline::method, paceline::Ref, paceline::slot;
+using paceline::intern, paceline::method, paceline::Ref;
 
-// Where Leaf keeps its attributes.
-struct {
-  PyTypeObject* type;
-  Py_ssize_t session_id, node_id, path_ids, path;
-} of_leaf;
+// Columns of a leaf and of its session, as parts.py hands them over.
+enum { kNodeId, kPathIds, kPath, kNumOfLeaf };
+enum { kSession, kTokens, kSampler, kNumCached, kNodeRows, kNumOfSession };
 
-// And RowSession.
-struct {
-  PyTypeObject* type;
-  Py_ssize_t tokens, sampler, num_cached, node_rows, positions;
-} of_session;
-
-PyObject *part_type, *chain_step, *take_rows, *free_rows, *extend;
+PyObject *part_type, *chain_step, *take_rows, *free_rows, *positions_name, *extend;
 PyTypeObject* row_type;
 
-// prepare(leaf_type, session_type, part_type, row_type, chain_step): Leaf, RowSession, Part and Row, a tuple of two; and
-// rows.chain_step.
+// prepare(part_type, row_type, chain_step): Part and Row, a tuple of two; and rows.chain_step.
 PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 5 || !PyType_Check(arguments[0]) || !PyType_Check(arguments[1]) || !PyType_Check(arguments[3]) ||
-      !PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(arguments[3]), &PyTuple_Type))
-    return PyErr_Format(PyExc_TypeError, "prepare takes three types, one of tuples, and a function");
-  of_leaf.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[0]));
-  of_session.type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[1]));
-  part_type = Py_NewRef(arguments[2]);
-  row_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[3]));
-  chain_step = Py_NewRef(arguments[4]);
-  if (!find({
-        {of_leaf.type, "session_id", of_leaf.session_id},
-        {of_leaf.type, "node_id", of_leaf.node_id},
-        {of_leaf.type, "path_ids", of_leaf.path_ids},
-        {of_leaf.type, "path", of_leaf.path},
-        {of_session.type, "tokens", of_session.tokens},
-        {of_session.type, "sampler", of_session.sampler},
-        {of_session.type, "num_cached", of_session.num_cached},
-        {of_session.type, "node_rows", of_session.node_rows},
-        {of_session.type, "positions", of_session.positions},
-      }))
-    return nullptr;
+  if (count != 3 || !PyType_Check(arguments[1]) ||
+      !PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(arguments[1]), &PyTuple_Type))
+    return PyErr_Format(PyExc_TypeError, "prepare takes a type, one of tuples, and a function");
+  part_type = Py_NewRef(arguments[0]);
+  row_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[1]));
+  chain_step = Py_NewRef(arguments[2]);
   Py_RETURN_NONE;
 }
 
 // The leaves of one session, which stand next to each other.
 struct Group {
-  PyObject* session;
+  PyObject* columns;
   Py_ssize_t first, stop;
   Py_ssize_t num_pending;
+
+  PyObject* operator[](int column) const { return PyTuple_GET_ITEM(columns, column); }
 };
 
-PyObject* path_of(PyObject* leaf) { return slot(leaf, of_leaf.path); }
+PyObject* of_leaf(PyObject* leaves, Py_ssize_t i, int column) { return PyTuple_GET_ITEM(PyList_GET_ITEM(leaves, i), column); }
 
 // True if a group is one that this pass lays out: an anchor with pending tokens, or leaves whose ancestors all have rows.
 bool plain(PyObject* leaves, Group& group) {
-  PyObject *tokens = slot(group.session, of_session.tokens), *node_rows = slot(group.session, of_session.node_rows);
-  const Py_ssize_t num_cached = PyLong_AsSsize_t(slot(group.session, of_session.num_cached));
-  if (PyErr_Occurred() || !PyList_CheckExact(tokens) || !PyDict_CheckExact(node_rows)) return false;
-  group.num_pending = PyList_GET_SIZE(tokens) - num_cached;
-  if (group.num_pending > 0)
-    return group.stop - group.first == 1 && PyTuple_GET_SIZE(path_of(PyList_GET_ITEM(leaves, group.first))) == 0;
+  const Py_ssize_t num_cached = PyLong_AsSsize_t(group[kNumCached]);
+  if (PyErr_Occurred() || !PyList_CheckExact(group[kTokens]) || !PyDict_CheckExact(group[kNodeRows])) return false;
+  group.num_pending = PyList_GET_SIZE(group[kTokens]) - num_cached;
+  if (num_cached < 0) return false;
+  if (group.num_pending > 0) return group.stop - group.first == 1 && PyTuple_GET_SIZE(of_leaf(leaves, group.first, kPath)) == 0;
   for (Py_ssize_t i = group.first; i < group.stop; ++i) {
-    PyObject* path_ids = slot(PyList_GET_ITEM(leaves, i), of_leaf.path_ids);
+    PyObject* path_ids = of_leaf(leaves, i, kPathIds);
     const Py_ssize_t depth = PyTuple_GET_SIZE(path_ids);
-    if (depth == 0 || PyTuple_GET_SIZE(path_of(PyList_GET_ITEM(leaves, i))) != depth) return false;
+    if (depth == 0 || PyTuple_GET_SIZE(of_leaf(leaves, i, kPath)) != depth) return false;
     for (Py_ssize_t at = 0; at < depth - 1; ++at)
-      if (PyDict_Contains(node_rows, PyTuple_GET_ITEM(path_ids, at)) != 1) return false;
+      if (PyDict_Contains(group[kNodeRows], PyTuple_GET_ITEM(path_ids, at)) != 1) return false;
   }
   return true;
 }
 
+// A tuple of so many columns.
+bool is_row(PyObject* columns, Py_ssize_t size) { return PyTuple_CheckExact(columns) && PyTuple_GET_SIZE(columns) == size; }
+
 // Finds the groups of leaves. False if there is more than the plain case, or after an error.
 bool find_groups(PyObject* leaves, PyObject* sessions, std::vector<Group>& groups) {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leaves); ++i) {
-    PyObject* leaf = PyList_GET_ITEM(leaves, i);
-    if (Py_TYPE(leaf) != of_leaf.type || !PyTuple_CheckExact(path_of(leaf)) ||
-        !PyTuple_CheckExact(slot(leaf, of_leaf.path_ids)))
+    PyObject* columns = PyList_GET_ITEM(sessions, i);
+    if (!is_row(PyList_GET_ITEM(leaves, i), kNumOfLeaf) || !is_row(columns, kNumOfSession) ||
+        !PyTuple_CheckExact(of_leaf(leaves, i, kPath)) || !PyTuple_CheckExact(of_leaf(leaves, i, kPathIds)))
       return false;
-    PyObject* session = PyDict_GetItemWithError(sessions, slot(leaf, of_leaf.session_id));
-    if (session == nullptr || Py_TYPE(session) != of_session.type) return false;
-    if (groups.empty() || groups.back().session != session) groups.push_back({session, i, i, 0});
+    const bool same = !groups.empty() && groups.back()[kSession] == PyTuple_GET_ITEM(columns, kSession);
+    if (!same) groups.push_back({columns, i, i, 0});
     ++groups.back().stop;
   }
   for (size_t i = 0; i < groups.size(); ++i) {
     for (size_t j = 0; j < i; ++j)
-      if (groups[j].session == groups[i].session) return false;
+      if (groups[j][kSession] == groups[i][kSession]) return false;
     if (!plain(leaves, groups[i])) return false;
   }
   return true;
@@ -102,8 +82,10 @@ struct Positions {
   Py_buffer view{};
 
   ~Positions() { PyBuffer_Release(&view); }
+  // After rows are taken, which may make another array.
   bool open(PyObject* session) {
-    return PyObject_GetBuffer(slot(session, of_session.positions), &view, PyBUF_WRITABLE | PyBUF_ND) == 0;
+    Ref array(PyObject_GetAttr(session, positions_name));
+    return array && PyObject_GetBuffer(array.get(), &view, PyBUF_WRITABLE | PyBUF_ND) == 0;
   }
   // False after an error.
   bool set(PyObject* row, int64_t position) const {
@@ -120,18 +102,17 @@ struct Positions {
 
 // Part of a group, whose `rows` were taken: ModelDrafter._alone. Null after an error.
 PyObject* part_of(PyObject* leaves, const Group& group, PyObject* rows) {
-  PyObject *context = slot(group.session, of_session.tokens), *node_rows = slot(group.session, of_session.node_rows);
+  PyObject *context = group[kTokens], *node_rows = group[kNodeRows];
   const Py_ssize_t num_tokens = PyList_GET_SIZE(context), size = PyList_GET_SIZE(rows);
   const bool anchor = group.num_pending > 0;
   Ref tokens(PyList_New(size)), depths(PyList_New(size)), seen(PyList_New(size)), kept(PyDict_New());
   Positions positions;
-  if (!tokens || !depths || !seen || !kept || !positions.open(group.session)) return nullptr;
+  if (!tokens || !depths || !seen || !kept || !positions.open(group[kSession])) return nullptr;
   for (Py_ssize_t i = 0; i < size; ++i) {
-    PyObject *row = PyList_GET_ITEM(rows, i), *leaf = anchor ? nullptr : PyList_GET_ITEM(leaves, group.first + i);
-    PyObject* path_ids = anchor ? nullptr : slot(leaf, of_leaf.path_ids);
+    PyObject *row = PyList_GET_ITEM(rows, i), *path_ids = anchor ? nullptr : of_leaf(leaves, group.first + i, kPathIds);
     const Py_ssize_t depth = anchor ? i : PyTuple_GET_SIZE(path_ids) - 1;  // own rows before this one
     const Py_ssize_t position = anchor ? num_tokens - size + i : num_tokens + depth;
-    PyObject* token = anchor ? PyList_GET_ITEM(context, position) : PyTuple_GET_ITEM(path_of(leaf), depth);
+    PyObject* token = anchor ? PyList_GET_ITEM(context, position) : PyTuple_GET_ITEM(of_leaf(leaves, group.first + i, kPath), depth);
     Ref own(PyList_New(depth + 1)), place(PyLong_FromSsize_t(position));
     if (!own || !place || !positions.set(row, position)) return nullptr;
     for (Py_ssize_t at = 0; at < depth; ++at) {
@@ -143,14 +124,14 @@ PyObject* part_of(PyObject* leaves, const Group& group, PyObject* rows) {
     PyList_SET_ITEM(tokens.get(), i, Py_NewRef(token));
     PyList_SET_ITEM(depths.get(), i, place.release());
     PyList_SET_ITEM(seen.get(), i, own.release());
-    if (!anchor && PyDict_SetItem(kept.get(), slot(leaf, of_leaf.node_id), row) < 0) return nullptr;
+    if (!anchor && PyDict_SetItem(kept.get(), of_leaf(leaves, group.first + i, kNodeId), row) < 0) return nullptr;
   }
   Ref num_logits(PyLong_FromSsize_t(anchor ? 1 : size)), num_pending(PyLong_FromSsize_t(group.num_pending));
   if (!num_logits || !num_pending) return nullptr;
-  Ref step(PyObject_CallFunctionObjArgs(chain_step, group.session, tokens.get(), depths.get(), rows, seen.get(),
+  Ref step(PyObject_CallFunctionObjArgs(chain_step, group[kSession], tokens.get(), depths.get(), rows, seen.get(),
                                         num_logits.get(), nullptr));
   if (!step) return nullptr;
-  return PyObject_CallFunctionObjArgs(part_type, group.session, step.get(), num_pending.get(), kept.get(), nullptr);
+  return PyObject_CallFunctionObjArgs(part_type, group[kSession], step.get(), num_pending.get(), kept.get(), nullptr);
 }
 
 // Appends Row(sampler, path) of each leaf of a group. False after an error.
@@ -158,27 +139,36 @@ bool add_rows(PyObject* leaves, const Group& group, PyObject* all) {
   for (Py_ssize_t i = group.first; i < group.stop; ++i) {
     Ref row(PyType_GenericAlloc(row_type, 2));
     if (!row) return false;
-    PyTuple_SET_ITEM(row.get(), 0, Py_NewRef(slot(group.session, of_session.sampler)));
-    PyTuple_SET_ITEM(row.get(), 1, Py_NewRef(path_of(PyList_GET_ITEM(leaves, i))));
+    PyTuple_SET_ITEM(row.get(), 0, Py_NewRef(group[kSampler]));
+    PyTuple_SET_ITEM(row.get(), 1, Py_NewRef(of_leaf(leaves, i, kPath)));
     if (PyList_Append(all, row.get()) < 0) return false;
   }
   return true;
+}
+
+// True if take_rows has made a list of as many rows as it was asked for; else there is an error.
+bool is_rows(PyObject* rows, PyObject* size) {
+  if (PyList_CheckExact(rows) && PyList_GET_SIZE(rows) == PyLong_AsSsize_t(size)) return true;
+  PyErr_SetString(PyExc_TypeError, "take_rows has made no list of the rows");
+  return false;
 }
 
 // Gives rows back that were taken of a session, and keeps the error that there is.
 void give_back(const Group& group, PyObject* rows) {
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
-  Ref free(PyObject_GetAttr(group.session, free_rows));
+  Ref free(PyObject_GetAttr(group[kSession], free_rows));
   Ref done(free ? PyObject_CallMethodObjArgs(free.get(), extend, rows, nullptr) : nullptr);
   PyErr_Restore(type, value, traceback);
 }
 
 // parts_of(leaves, sessions, cache) -> (parts, rows): the Part of each session, and the Row of each leaf, in order; None,
 // and nothing is done, if there is more than the plain case. Raises what RowSession.take_rows raises; nothing is done then.
+// `leaves`, `sessions`: lists of a tuple for each leaf.
 PyObject* parts_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 3 || !PyList_CheckExact(arguments[0]) || !PyDict_CheckExact(arguments[1]))
-    return PyErr_Format(PyExc_TypeError, "parts_of takes a list of leaves, a dict of sessions and a cache");
+  if (count != 3 || !PyList_CheckExact(arguments[0]) || !PyList_CheckExact(arguments[1]) ||
+      PyList_GET_SIZE(arguments[0]) != PyList_GET_SIZE(arguments[1]))
+    return PyErr_Format(PyExc_TypeError, "parts_of takes two lists of equal length and a cache");
   PyObject* leaves = arguments[0];
   std::vector<Group> groups;
   if (!find_groups(leaves, arguments[1], groups)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
@@ -187,8 +177,8 @@ PyObject* parts_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   for (const Group& group : groups) {
     const Py_ssize_t num_leaves = group.stop - group.first;
     Ref size(PyLong_FromSsize_t(group.num_pending > 0 ? group.num_pending : num_leaves));
-    Ref rows(size ? PyObject_CallMethodObjArgs(group.session, take_rows, arguments[2], size.get(), nullptr) : nullptr);
-    const bool held = rows && PyList_CheckExact(rows.get()) && PyList_Append(taken.get(), rows.get()) == 0;
+    Ref rows(size ? PyObject_CallMethodObjArgs(group[kSession], take_rows, arguments[2], size.get(), nullptr) : nullptr);
+    const bool held = rows && is_rows(rows.get(), size.get()) && PyList_Append(taken.get(), rows.get()) == 0;
     Ref part(held ? part_of(leaves, group, rows.get()) : nullptr);
     if (part && PyList_Append(parts.get(), part.get()) == 0 && add_rows(leaves, group, all.get())) continue;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(taken.get()); ++i)
@@ -209,6 +199,6 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "paceline_parts", nullptr, -1, meth
 }  // namespace
 
 PyMODINIT_FUNC PyInit_paceline_parts() {
-  if (!intern({{take_rows, "take_rows"}, {free_rows, "free_rows"}, {extend, "extend"}})) return nullptr;
+  if (!intern({{take_rows, "take_rows"}, {free_rows, "free_rows"}, {positions_name, "positions"}, {extend, "extend"}})) return nullptr;
   return PyModule_Create(&module);
 }

@@ -217,7 +217,7 @@ PyObject* gather(PyObject*, PyObject* steps) {
 std::string said(const std::string& name, int64_t value) { return name + " is " + std::to_string(value); }
 
 // Refuses sizes that no step has, and memory that is smaller than they say.
-void check(const Shape& s, int64_t bytes) {
+void check(Shape s, int64_t bytes) {
   constexpr int64_t kMost = (int64_t{1} << 31) - 1;
   const std::pair<const char*, int64_t> sizes[] = {{"tokens", s.tokens}, {"writes", s.writes}, {"logit_rows", s.logit_rows},
                                                    {"rows", s.rows}, {"row_len", s.row_len}, {"pages", s.pages}};
@@ -361,9 +361,8 @@ void pack(Shape own, int64_t* from, int64_t own_bytes, Shape s, int64_t* to, int
   }
 }
 
-// step_plan.attention_masks, of values of two or four bytes; `near` only with a window.
-void masks(Shape s, int64_t* from, int64_t own_bytes, int64_t window, int64_t bytes, void* whole, void* near) {
-  check(s, own_bytes);
+// step_plan.attention_masks, of values of two or four bytes; `near` only with a window. `check` comes first.
+void masks(Shape s, int64_t* from, int64_t window, int64_t bytes, void* whole, void* near) {
   const Fields f(from, s);
   if (near != nullptr && window == 0) refuse("window is 0: another number is allowed");
   if (!all_below(f.gather, s.rows * s.row_len, s.tokens)) refuse("gather has an index that is no token's");
@@ -448,6 +447,7 @@ PyMethodDef calls(const char* name) {
 PyMethodDef methods[] = {
     {"gather", gather, METH_O, nullptr},
     calls<lay_out>("lay_out"),
+    calls<check>("check"),
     calls<pack>("pack"),
     calls<masks>("masks"),
     calls<copy_pages>("copy_pages"),

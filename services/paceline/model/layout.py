@@ -108,10 +108,12 @@ def masks(sizes: Sizes, plan: Tensor, dtype: torch.dtype, window: int | None) ->
     """
     if dtype not in _MASKS or (passes := _passes()) is None:
         return None
+    at, num_bytes = _memory(plan)
+    passes.check(tuple(sizes), num_bytes)
     rows, row_len, keys = sizes[3], sizes[4], sizes[5] * 64
     made = [torch.empty(rows, 1, row_len, keys, dtype=dtype) for _ in range(1 if window is None else 2)]
     near = 0 if window is None else made[1].data_ptr()
-    passes.masks(tuple(sizes), *_memory(plan), code_of(window), dtype.itemsize, made[0].data_ptr(), near)
+    passes.masks(tuple(sizes), at, code_of(window), dtype.itemsize, made[0].data_ptr(), near)
     return made
 
 

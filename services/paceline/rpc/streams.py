@@ -85,7 +85,6 @@ _FINISH_REASONS = {
 _UNKNOWN = object()
 """Placeholder for a finish reason that this version does not know."""
 _FINISH_REASONS_TO_PROTO = {reason: number for number, reason in _FINISH_REASONS.items()}
-_NODE_COLUMNS = attrgetter("node_id", "parent_id", "token_id", "prob", "sampled", "q")
 _FURTHER_ROUND_COLUMNS = attrgetter("lookup_drafted", "lookup_accepted", "head_drafted", "head_accepted")
 
 T = TypeVar("T")
@@ -95,19 +94,16 @@ T = TypeVar("T")
 
 def _packed(message: Nodes) -> bytes:
     proto = types_pb2.Nodes()
-    if message.nodes:
-        node_ids, parent_ids, token_ids, probs, sampled, qs = zip(*map(_NODE_COLUMNS, message.nodes), strict=True)
-        proto.node_ids.extend(node_ids)
-        proto.parent_ids.extend(parent_ids)
-        proto.token_ids.extend(token_ids)
-        proto.probs.extend(probs)
-        if not all(sampled):
-            proto.sampled[:] = sampled
-        if any(qs):
-            for q in qs:
-                entry = proto.qs.add()
-                if q is not None:
-                    entry.token_ids, entry.probs = q.packed_ids, q.packed_probs
+    node_ids, parent_ids, token_ids, probs, sampled, qs = NodeColumns.of(message.nodes).columns
+    proto.node_ids.extend(node_ids)
+    proto.parent_ids.extend(parent_ids)
+    proto.token_ids.extend(token_ids)
+    proto.probs.extend(probs)
+    proto.sampled.extend(sampled)
+    for q in qs:
+        entry = proto.qs.add()
+        if q is not None:
+            entry.token_ids, entry.probs = q.packed_ids, q.packed_probs
     proto.step_s = message.step_s
     if message.idle:
         proto.idle = True
@@ -309,7 +305,9 @@ def _read_failed(proto: types_pb2.SessionFailed) -> SessionFailed | None:
 
 def _write_trees(messages: Sequence[Nodes], proto: types_pb2.TreeUpdates) -> None:
     _write_headers(messages, proto)
-    found = Nodes.write_plain(messages)
+    found = Nodes.write_plain(
+        [(m.nodes.columns, m.idle, m.step_s) if isinstance(m.nodes, NodeColumns) else None for m in messages]
+    )
     proto.nodes[:] = [packed or _packed(message) for message, packed in zip(messages, found, strict=True)]
 
 
@@ -323,10 +321,17 @@ def _read_trees(proto: types_pb2.TreeUpdates) -> tuple[list[Nodes], int]:
     size = len(columns[0])
     if not len(columns[1]) == len(columns[2]) == len(columns[3]) == size:
         return [], max(1, size)
-    found = Nodes.read_plain(*columns)
-    if not all(found):
-        found = [nodes or _read_tree(*row) for nodes, row in zip(found, zip(*columns, strict=True), strict=True)]
-    messages = [nodes for nodes in found if nodes is not None]
+    messages = []
+    for row, found in zip(zip(*columns, strict=True), Nodes.read_plain(columns[3]), strict=True):
+        if found is None:
+            nodes = _read_tree(*row)
+        elif session_id := row[0]:
+            of_nodes, idle, step_s = found
+            nodes = Nodes(session_id, row[1], row[2], NodeColumns(*of_nodes), idle, step_s)
+        else:
+            nodes = None
+        if nodes is not None:
+            messages.append(nodes)
     return messages, size - len(messages)
 
 

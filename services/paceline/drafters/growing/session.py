@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.core.processors import Row, SamplerState
-from paceline.core.tree import Refusal, SpeculationTree, TreeNode
+from paceline.core.tree import SpeculationTree, TreeNode
 from paceline.drafters.calibration import Calibration, Expansion, by_guess, guessed
 from paceline.drafters.protocol import Leaf
 from paceline.drafters.ranking import Ranking, RankingRow, Rule
-from paceline.messages import Node, SparseDistribution
+from paceline.messages import SparseDistribution
 
 END_SHARE = 0.2
 """Rejection rule: the share of nodes that are the last one of a proposal, so that a bonus token follows."""
@@ -26,7 +26,6 @@ class GrowingSession:
         "end",
         "fan_out",
         "in_flight",
-        "next_node_id",
         "ready",
         "rule",
         "saguaro",
@@ -45,7 +44,6 @@ class GrowingSession:
         fan_out: int,
         calibration: Calibration,
         bonus: Calibration | None = None,
-        first_id: int = 1,
         saguaro: float = 1.0,
     ) -> None:
         """``sampler``: the target's, or one that follows the same tokens. ``tree``: empty. ``calibration``, ``bonus``:
@@ -54,7 +52,6 @@ class GrowingSession:
         self.fan_out, self.saguaro = fan_out, saguaro
         self.calibration = Calibration(fan_out, calibration)
         self.bonus = Calibration(fan_out, bonus)
-        self.next_node_id = first_id
         self.ready = False
         """True once the drafter is known to be ready for it."""
         self.in_flight: frozenset[int] = frozenset()
@@ -107,13 +104,7 @@ class GrowingSession:
 
         ``sampled``: of all of them; with a ``q``, only the first one was drawn from it.
         """
-        first, parent_id = self.next_node_id, parent.node_id
-        self.next_node_id += len(token_ids)
-        nodes = [
-            Node(first + i, parent_id, token_id, prob, sampled and (q is None or i == 0), q if i == 0 else None)
-            for i, (token_id, prob) in enumerate(zip(token_ids, probs, strict=True))
-        ]
-        return [placed for node in nodes if not isinstance(placed := self.tree.attach(node), Refusal)]
+        return self.tree.grow(parent, token_ids, probs, sampled, q)
 
     def publish_children(self, parent: TreeNode, ranking: Ranking, probs: Sequence[float]) -> list[TreeNode]:
         """Attaches the children of an expanded node, one per entry of ``probs``; returns the accepted ones."""

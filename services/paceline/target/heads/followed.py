@@ -45,7 +45,6 @@ class Followed(GrowingSession):
             self._new_tree(),
             fan_out=1 if rule is Rule.REJECTION else FAN_OUT,
             calibration=calibration,
-            first_id=Producer.HEAD.first_id,
         )
         self.hits = AcceptanceHistory(acceptance)
         self.num_fed = 0

@@ -1,0 +1,218 @@
+"""Calls of native functions with sizes and indices that mostly do not fit, for a process that must survive them.
+
+``python -m tests.support.misfits SEED COUNT`` makes ``COUNT`` calls of each function and prints how many were refused.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline.core import native_tree, rows
+from paceline.core.tree import Producer
+from paceline.drafters import calibration, parts
+from paceline.messages import NodeColumns, SparseDistribution
+from paceline.model import layout
+from paceline.model.step_plan import SequenceStep, StepPlan
+
+REFUSALS = (ValueError, TypeError, IndexError, OverflowError, AttributeError, struct.error)
+"""What a call may raise; anything else fails, and so does a process that ends."""
+VOCAB = 9
+ODD = (-1, 0, 1, 2, 3, 8, 63, 64, 65, 200, 2**31, 2**62, 2**63 - 1, -(2**63), 2**70)
+
+
+def number(rng: random.Random, most: int = 4) -> int:
+    """Mostly one that fits."""
+    return rng.choice(ODD) if rng.random() < 0.1 else rng.randint(0, most)
+
+
+def numbers(rng: random.Random, count: int, most: int = 4) -> Any:
+    count += rng.choice((-1, 1, 3)) * (rng.random() < 0.08)
+    kind = rng.choice((list, list, tuple, lambda values: array("q", [v for v in values if abs(v) < 2**62])))
+    return kind([number(rng, most) for _ in range(max(0, count))])
+
+
+def step(rng: random.Random) -> SequenceStep:
+    count, num_pages = rng.randint(1, 3), rng.randint(0, 2)
+    keys = rng.choice((1, 3, 64, 64 * num_pages, 65))
+    trees: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        apiece = rng.random() < 0.5
+        trees["visible"] = torch.ones(
+            (count, keys) if apiece else (keys,), dtype=rng.choice((torch.bool, torch.bool, torch.int64))
+        )
+        trees["own_rows"] = () if apiece else [list(numbers(rng, 2)) for _ in range(count)]
+        if rng.random() < 0.5:
+            trees["key_positions"] = torch.arange(keys, dtype=rng.choice((torch.int64, torch.int64, torch.int32)))
+    spread = range(count) if rng.random() < 0.5 else numbers(rng, count, 70)
+    also = [(number(rng, count - 1), number(rng, 99)) for _ in range(rng.randint(0, 2))]
+    return SequenceStep(
+        numbers(rng, count, 50), spread, spread, numbers(rng, num_pages, 3), number(rng, count), also=also, **trees
+    )
+
+
+def sizes(rng: random.Random) -> tuple[Any, ...]:
+    return *(number(rng, 6) for _ in range(6)), rng.random() < 0.4
+
+
+def lay_out(rng: random.Random) -> None:
+    StepPlan.of([step(rng) for _ in range(rng.randint(1, 3))], number(rng, 99)).masks(
+        torch.float32, rng.choice((None, 2))
+    )
+
+
+def buffers(rng: random.Random) -> None:
+    buffer = torch.full((rng.choice((0, 8, 400, 60_000)),), rng.choice((0, 1, 255)), dtype=torch.uint8)
+    other, given = buffer.clone(), sizes(rng)
+    found = layout.gather([SequenceStep([1, 2], range(2), range(2), [0], 2)])
+    if found is not None and rng.random() < 0.5:
+        layout.lay_out(found[-1], number(rng), given, buffer)
+    layout.pack(given, buffer, given if rng.random() < 0.4 else sizes(rng), other, number(rng))
+
+
+def masks(rng: random.Random) -> None:
+    given = (2, 2, number(rng), number(rng, 2), number(rng, 2), 1, rng.random() < 0.4)
+    if given[3] < 9 and given[4] < 9:
+        layout.masks(given, torch.randint(-1, 3, (900,)).view(torch.uint8), torch.bfloat16, rng.choice((None, 1)))
+
+
+def pages(rng: random.Random) -> None:
+    pools = [torch.zeros(rng.randint(0, 5), 3), torch.zeros(5, rng.randint(0, 2))[:: rng.choice((1, 1, 2))]]
+    layout.clear_pages(pools, numbers(rng, 2))
+    layout.copy_pages(pools, [(number(rng), number(rng))] * rng.randint(0, 2))
+
+
+def columns(rng: random.Random, count: int) -> tuple[Any, ...]:
+    flags = [rng.random() < 0.7 for _ in range(count)] if rng.random() < 0.4 else ()
+    qs = [
+        rng.choice((None, SparseDistribution(bytes(4), struct.pack("<d", 1.0)), SparseDistribution(b"1", b""), 3))
+    ] * count
+    probs = [
+        rng.choice((0.5, 1.0, -1.0, float("nan"), "1")) if rng.random() < 0.1 else rng.random() for _ in range(count)
+    ]
+    return (
+        numbers(rng, count, 9),
+        numbers(rng, count),
+        numbers(rng, count, VOCAB),
+        probs,
+        flags,
+        qs if rng.random() < 0.4 else (),
+    )
+
+
+def trees(rng: random.Random) -> None:
+    native_tree.new_tree(
+        number(rng, 9), 5, producer=rng.choice((Producer.HEAD, 16, -1)) if rng.random() < 0.1 else Producer.DRAFT
+    )
+    made = [native_tree.new_tree(VOCAB, number(rng, 9), rejection=rng.random() < 0.3, max_nodes=8) for _ in range(2)]
+    messages = [NodeColumns(*columns(rng, rng.randint(0, 5))) for _ in range(rng.randint(1, 3))]
+    native_tree.add_each([rng.choice(made) for _ in messages], messages)
+    for tree in made:
+        ids = numbers(rng, 2, VOCAB)
+        tree.grow(rng.choice([*tree.nodes()]), ids, [0.5] * len(ids), True, None)
+        held = [*tree.nodes()]
+        tree.proposal(number(rng))
+        tree.walk(numbers(rng, 2, VOCAB))
+        tree.grow(rng.choice(held), ids, [0.5] * len(ids), True, None)
+        native_tree.columns_of(held)
+        tree.get(number(rng))
+
+
+def messages(rng: random.Random) -> None:
+    passes = native_tree._passes()
+    packed = rng.randbytes(rng.randint(0, 9))
+    written = passes.write_each([(columns(rng, rng.randint(0, 3)), rng.random() < 0.5, rng.random())])[0]
+    if written:
+        at = rng.randrange(len(written) + 1)
+        packed = written[:at] + rng.randbytes(rng.randint(0, 2)) + written[at + rng.randint(0, 2) :]
+    passes.read_each([packed, written, rng.choice((None, 3, b""))])
+
+
+def grown(rng: random.Random) -> None:
+    tree, weights = native_tree.new_tree(VOCAB, 5), calibration.Calibration(rng.randint(1, 3))
+    places, candidates = [], []
+    for _ in range(rng.randint(1, 3)):
+        ids, size = [number(rng, VOCAB) for _ in range(3)], rng.randint(0, 4)
+        scored = ids, [rng.choice((-0.5, -float("inf"), float("nan"), -2.0)) for _ in range(size)]
+        weighed = tuple(ids), (0.5,) * rng.choice((3, 3, size)), rng.choice(((), (0.5,) * 3, (0.5,) * size)), None
+        places.append((tree, rng.choice([*tree.nodes()]), number(rng), weights.address, weights.address, 0.5))
+        candidates.append(rng.choice((scored, weighed, weighed[:3])))
+    native_tree.grow_each(places, candidates, 0.01, calibration.expect_address())
+
+
+def observed(rng: random.Random) -> None:
+    weights = calibration.Calibration(rng.randint(1, 3), calibration.Calibration(2))
+    gaps = tuple(rng.choice((0.1, 9.0, float("inf"), float("nan"))) for _ in range(rng.randint(0, 5)))
+    weights.observe(gaps, rng.choice((None, number(rng))), rng.randint(0, 9))
+    expansion = calibration.Expansion(gaps, weights, gaps[: rng.choice((0, len(gaps)))], weights, 0.5)
+    calibration.expect([expansion], 0.01)
+
+
+def leaves(rng: random.Random) -> None:
+    tokens, node_rows = [1, 2], {number(rng): number(rng) for _ in range(2)}
+    session = rng.choice((object(), None)), rng.choice((tokens, (), tokens)), None, number(rng), node_rows
+    leaf = number(rng), tuple(numbers(rng, 2)), tuple(numbers(rng, 2))
+    parts._passes().parts_of([leaf] * rng.randint(1, 2), [session[: rng.choice((5, 5, 4))]] * rng.randint(1, 2), None)
+
+
+def drawn(rng: random.Random) -> None:
+    num_rows, n = rng.randint(1, 3), rng.randint(1, VOCAB)
+    x = torch.randn(num_rows, n)
+    each, keys = [rng.choice((0.0, 1.0))] * num_rows, [*numbers(rng, 3 * num_rows)]
+    ids, log_q = torch.randint(0, n + (rng.random() < 0.1), (num_rows, n)), x.log_softmax(-1)
+    fan_outs, top_k = [*numbers(rng, num_rows, 3)], [*numbers(rng, num_rows, n)]
+    small = rng.choice((-1, 0, 1, 2, n, n + 1))
+    flags = [True] * num_rows
+    call = rng.randrange(9)
+    if call == 0:
+        rows.pick(x, each, keys, 1, top_k=top_k, num_best=small)
+    elif call == 1:
+        rows.pick(x, each, keys, 1, behind=([*numbers(rng, num_rows, n)], [*numbers(rng, num_rows, 1)]))
+    elif call == 2:
+        rows.unlisted(x, each, keys, 1, ids[:, : max(0, small)], num_best=2)
+    elif call == 3:
+        rows.largest(x, small)
+    elif call == 4:
+        rows.rank(ids, log_q, keys, flags, 1, small)
+    elif call == 5:
+        rows.sample(ids, log_q, keys, 1, [1.0] * num_rows, [*numbers(rng, num_rows, n)])
+    elif call == 6:
+        rows.guess(ids, log_q, small, 0.0, keys, 1, [0] * num_rows, fan_outs, flags)
+    elif call == 7:
+        given: Any = {"top_k": top_k, "floors": [-9.0] * num_rows, "scales": [1.0] * num_rows, "fan_outs": fan_outs}
+        rows.draft(
+            x, each, keys, keys, masks=None, m=small, unlisted=flags, num_best=2, shift=0.0, streams=(1, 2), **given
+        )
+    else:
+        q = bytes(4 * n), struct.pack(f"<{n}d", *[1 / n] * n)
+        limits: Any = {"top_k": top_k, "floors": [-9.0] * num_rows, "tolerance": 1e-6, "streams": (1, 2)}
+        starts = rng.choice(([0, num_rows], [0, num_rows], [*numbers(rng, 2)]))
+        rows.verify(x, each, keys, starts=starts, drafted=[*numbers(rng, num_rows, n - 1)], qs=[q] * num_rows, **limits)
+
+
+CALLS: tuple[Callable[[random.Random], None], ...] = (
+    lay_out, buffers, masks, pages, trees, messages, grown, observed, leaves, drawn,
+)  # fmt: skip
+
+
+def main(seed: int, count: int) -> None:
+    refused: Counter[str] = Counter()
+    for call in CALLS:
+        for i in range(count):
+            torch.manual_seed(i)
+            try:
+                call(random.Random(f"{seed} {call.__name__} {i}"))
+            except REFUSALS:
+                refused[call.__name__] += 1
+    print(*(f"{call.__name__} {refused[call.__name__]}" for call in CALLS), sep="\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
