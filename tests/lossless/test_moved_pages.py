@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,9 +29,11 @@ from paceline.messages import OpenSession, Outcome
 from paceline.model.kv_cache import LayerSpec, page_hash
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.runner import ModelRunner
+from paceline.target import origin as origin_module
 from paceline.target import pages as pages_module
 from paceline.target.engine import TargetEngine
-from paceline.target.pages import PageStore, origin_of
+from paceline.target.origin import Origin, file_digest, origin_of
+from paceline.target.pages import PageStore
 from paceline.target.session import TargetSession
 from paceline.types import PAGE_SIZE, Mode, SamplingParams, SpeculationParams
 
@@ -41,7 +44,13 @@ class Engine:
     """A target engine alone, and the texts of its sessions."""
 
     def __init__(
-        self, model: LoadedModel, *, pages: int = 40, proven: bool = True, budget: int = 100, origin: bytes = b""
+        self,
+        model: LoadedModel,
+        *,
+        pages: int = 40,
+        proven: bool = True,
+        budget: int = 100,
+        origin: Origin | None = None,
     ) -> None:
         self.texts: dict[str, list[int]] = {}
         self.engine = TargetEngine(
@@ -310,11 +319,66 @@ def test_pages_are_given_to_the_same_configuration_alone(tmp_path: Path) -> None
         model = prepare(AutoModelForCausalLM.from_pretrained(tmp_path / name), compile=False)
         targets.append((model, origin_of(Checkpoint.open(str(tmp_path / name)), model)))
     (one, origin), (same, as_before), (other, changed) = targets
+    for each in (origin, as_before, changed):
+        each.wait()
     source, text = served(one, asked, origin=origin)
     assert text != served(other, asked)[1]
     assert held_by(source, Engine(same, origin=as_before), asked, text) == 5
     assert held_by(source, Engine(other, origin=changed), asked, text) == 0
     assert held_by(source, Engine(other, origin=origin), asked, text) == 5, "a probe cannot tell"
+
+
+def test_pages_are_given_to_the_same_weights_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two checkpoints differ in one number, in the middle of a file. Until files are read, no pages move."""
+    give_to_the_same_weights(tmp_path, monkeypatch)
+
+
+def test_a_digest_of_samples_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first bytes and the last ones."""
+    monkeypatch.setattr(origin_module, "file_digest", lambda path: path.read_bytes()[:4096] + path.read_bytes()[-4096:])
+    with pytest.raises(AssertionError):
+        give_to_the_same_weights(tmp_path, monkeypatch)
+
+
+def give_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves pages between targets whose files are the same, and are not."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    model, asked, origins = pair("llama")[0], Asked(200, 1), []
+    for name, number in (("one", 0), ("same", 0), ("other", 1)):
+        (folder := tmp_path / name).mkdir()
+        contents = bytearray(3 << 20)
+        contents[(3 << 19) + 12345] = number
+        (folder / "model.safetensors").write_bytes(contents)
+        origins.append(Origin(b"facts", [folder / "model.safetensors"]))
+    missing = Origin(b"facts", [tmp_path / "missing.safetensors"])
+    for each in (*origins, missing):
+        each.wait()
+    one, same, other = origins
+    source, text = served(model, asked, origin=one)
+    assert held_by(source, Engine(model, origin=same), asked, text) == 4
+    assert held_by(source, Engine(model, origin=other), asked, text) == 0
+    assert Engine(model, origin=missing).engine.pages.wanted(text, "") is None
+    assert held_by(served(model, asked, origin=missing)[0], Engine(model, origin=one), asked, text) == 0
+
+
+def test_a_file_is_read_again_if_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    file, opened, read = tmp_path / "model.safetensors", [], Path.open
+
+    def counted(path: Path, *args: Any, **options: Any) -> Any:
+        opened.extend([path] if path == file else [])
+        return read(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", counted)
+    file.write_bytes(b"one")
+    found = [file_digest(file), file_digest(file)]
+    num_read = len([*opened])
+    file.write_bytes(b"two")
+    os.utime(file, ns=(1, 1))
+    found.append(file_digest(file))
+    assert found[0] == found[1] != found[2]
+    assert len(opened) - num_read == 2, "written and read"
+    assert num_read == 2
 
 
 def test_what_is_more_than_pages_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ from paceline.target.mount import (
     require_hints,
     with_own_mtp,
 )
-from paceline.target.pages import origin_of
+from paceline.target.origin import origin_of
 from paceline.types import PAGE_SIZE, Rendezvous
 
 _LEAST_BRANCHES = 16

@@ -56,6 +56,7 @@ from paceline.target.heads.mounted import MountedHead
 from paceline.target.hints import Hints
 from paceline.target.link import StatesLink
 from paceline.target.lookup import new_shares
+from paceline.target.origin import Origin
 from paceline.target.pages import PageStore
 from paceline.target.runners import Forwarded, NoMemoryError, Runners, without_memory
 from paceline.target.scheduler import Scheduled, Scheduler
@@ -93,7 +94,7 @@ class TargetEngine:
         adaptive: bool = True,
         trees: bool = True,
         batch_invariant: BatchInvariant = "untested",
-        origin: bytes = b"",
+        origin: Origin | None = None,
         heads: Sequence[MountedHead] = (),
         link: StatesLink | None = None,
         hints: Hints | None = None,
@@ -115,7 +116,7 @@ class TargetEngine:
             adaptive: verify draft tokens with positive expected gain, pause drafting without any; False: always K.
             trees: with ``adaptive``, verify siblings with positive expected gain; False: chains.
             batch_invariant: result of the test that bits do not depend on the batch.
-            origin: what computes KV pages (``pages.origin_of``).
+            origin: what computes KV pages ; None: the same at all targets.
             heads: propose tokens where a session's draft has none; the first that is ready is asked.
             link: sends hidden states to drafts that read them; None: they read none.
             hints: sends drafts the likely tokens in the middle of a step; None: no hints.

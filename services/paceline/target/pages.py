@@ -3,8 +3,9 @@
     old target   held ─▶ read ─▶ bytes ──▶ write ─▶ cached prefix ─▶ match_prefix   new target
 
 Pages enter the new target's prefix cache, and the session shares them as those of an earlier session. What is missing
-is computed. A page is given to targets of the same *identity* alone: the bits of a probe that both have
-computed, and what computed them. Only whole pages of committed tokens move, under the salt of their session.
+is computed. A page is given to targets of the same *identity* alone: the bits of a probe that both have computed, and
+what computed them (``origin.py``), which is known a while after the start. Only whole pages of committed tokens move,
+under the salt of their session.
 
 Not moved, so computed again: pages of models with linear layers (which need a state, too), of several ranks, with
 layers of heads or of states for drafts, and of targets whose self-test is off or has failed.
@@ -13,29 +14,20 @@ layers of heads or of states for drafts, and of targets whose self-test is off o
 from __future__ import annotations
 
 import hashlib
-import json
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.files import Checkpoint
-from paceline.config.installed import installed_version
 from paceline.errors import ResourceExhaustedError
 from paceline.model.kv_cache import KVCache, page_hash, root_hash
-from paceline.model.loading import LoadedModel
 from paceline.model.parallel.runner import RankRunner
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
+from paceline.target.origin import Origin
 from paceline.target.runners import Runners
 from paceline.types import PAGE_SIZE, BatchInvariant
-
-_SAMPLES, _SAMPLE_BYTES = 16, 4096
-"""Parts of each file of weights that tell two checkpoints apart."""
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +48,11 @@ class WantedPages:
 class PageStore:
     """The pages of one target as bytes. The engine's thread owns it, and calls it between steps."""
 
-    def __init__(self, runners: Runners, batch_invariant: BatchInvariant, origin: bytes = b"") -> None:
-        """``origin``: what computes the pages (``origin_of``)."""
+    def __init__(self, runners: Runners, batch_invariant: BatchInvariant, origin: Origin | None = None) -> None:
+        """``origin``: what computes the pages; None: the probe says all."""
         self._runners, self._origin = runners, origin
         self._proven = batch_invariant == "yes"
-        self._identities: dict[int, bytes] = {}  # by generation
+        self._probes: dict[int, bytes] = {}  # by generation
 
     @property
     def page_bytes(self) -> int:
@@ -69,7 +61,7 @@ class PageStore:
 
     def prepare(self) -> None:
         """Computes the probe now, so that no session waits for it."""
-        self._identity(self._runners.generation)
+        self._probe(self._runners.generation)
 
     def wanted(self, token_ids: Sequence[int], salt: str) -> WantedPages | None:
         """The pages of a context that are not here; None: there are none, or pages are not moved."""
@@ -87,7 +79,7 @@ class PageStore:
 
     def held(self, token_ids: Sequence[int], salt: str, identity: bytes, first: int) -> list[bytes]:
         """The hashes of a context's pages from ``first`` on that are here; none for a target of another identity."""
-        for generation in {self._runners.generation, *self._runners.generations, *self._identities}:
+        for generation in {self._runners.generation, *self._runners.generations, *self._probes}:
             if self._identity(generation) == identity:
                 hashes = _chain(root_hash(salt, generation), token_ids)
                 return hashes[first : len(self._cache.find(hashes))]
@@ -129,44 +121,23 @@ class PageStore:
 
     def _identity(self, generation: int) -> bytes | None:
         """What has to be equal at two targets whose pages are exchanged; None: this one exchanges none."""
-        if generation in self._identities:
-            return self._identities[generation]
+        probe, origin = self._probe(generation), b"" if self._origin is None else self._origin.digest
+        return None if probe is None or origin is None else hashlib.blake2b(probe + origin, digest_size=16).digest()
+
+    def _probe(self, generation: int) -> bytes | None:
+        """The bits and the layout of a probe; None: there are none, and no pages are exchanged."""
+        if generation in self._probes:
+            return self._probes[generation]
         runner, cache = self._runners.generations.get(generation), self._cache
         whole = cache.linear is None and len(cache.keys) == cache.num_layers and not isinstance(runner, RankRunner)
         if runner is None or not self._proven or not whole:
             return None
         try:
-            digest = hashlib.blake2b(_probe(runner) + self._origin, digest_size=16)
+            bits = _probe(runner)
         except ResourceExhaustedError:  # later, perhaps
             return None
         layout = [(tuple(pool.shape[1:]), str(pool.dtype)) for pool in cache.pools]
-        digest.update(repr((PAGE_SIZE, layout)).encode())
-        return self._identities.setdefault(generation, digest.digest())
-
-
-def origin_of(checkpoint: Checkpoint, model: LoadedModel) -> bytes:
-    """A digest of what computes pages beside what a probe shows: the code, the device, the configuration, of which a
-    window is longer than a probe, and the files of the weights."""
-    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine()
-    code = installed_version(), torch.__version__, torch.backends.cpu.get_cpu_capability(), device
-    how = model.kernel, str(model.dtype), model.quantization, checkpoint.quantization
-    config = json.dumps(dict(checkpoint.config), sort_keys=True, default=str)
-    digest = hashlib.blake2b(repr((code, how, config)).encode(), digest_size=16)
-    for path in _weights(checkpoint.folder):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for i in range(_SAMPLES):
-                file.seek(max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.digest()
-
-
-def _weights(folder: Path | None) -> list[Path]:
-    if folder is None:
-        return []
-    found = [folder] if folder.is_file() else sorted(folder.iterdir())
-    return [path for path in found if path.suffix in _WEIGHTS and path.is_file()]
+        return self._probes.setdefault(generation, bits + repr((PAGE_SIZE, layout)).encode())
 
 
 def _chain(root: bytes, token_ids: Sequence[int]) -> list[bytes]:

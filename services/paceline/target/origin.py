@@ -1,0 +1,103 @@
+"""What computes KV pages, as far as no probe shows it: code, device, configuration, and all bytes of the weights.
+
+A file of weights is read once, in the background, by a thread of the lowest priority. Its digest is kept in the cache
+of compiled models. It is computed again if the file's size, time, device or inode is another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.config.environment import cache_dir
+from paceline.config.installed import installed_version
+from paceline.model.loading import LoadedModel
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+_BLOCK_BYTES = 1 << 20
+_LOWEST_PRIORITY = 19
+log = logging.getLogger(__name__)
+
+
+class Origin:
+    """A digest of facts and files, which is there once the files are read."""
+
+    def __init__(self, facts: bytes, files: Sequence[Path]) -> None:
+        """Begins to read the files."""
+        self._facts, self._files = facts, files
+        self._digest: bytes | None = None
+        self._thread = threading.Thread(target=self._read, name="paceline-digest", daemon=True)
+        self._thread.start()
+
+    @property
+    def digest(self) -> bytes | None:
+        """The digest; None: it is not there yet, or a file cannot be read."""
+        return self._digest
+
+    def wait(self) -> None:
+        """Returns when the files are read."""
+        self._thread.join()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # of this thread alone
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        digest = hashlib.blake2b(self._facts, digest_size=16)
+        try:
+            for path in self._files:
+                digest.update(f"{path.name} {file_digest(path)}".encode())
+        except OSError as error:
+            log.warning("KV pages are not exchanged with other targets: %s", error)
+        else:
+            self._digest = digest.digest()
+
+
+def origin_of(checkpoint: Checkpoint, model: LoadedModel) -> Origin:
+    """The origin of a target's pages. A window, which the configuration has, may be longer than a probe."""
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else platform.machine()
+    code = installed_version(), torch.__version__, torch.backends.cpu.get_cpu_capability(), device
+    how = model.kernel, str(model.dtype), model.quantization, checkpoint.quantization
+    config = json.dumps(dict(checkpoint.config), sort_keys=True, default=str)
+    return Origin(repr((code, how, config)).encode(), _weights(checkpoint.folder))
+
+
+def file_digest(path: Path) -> str:
+    """The digest of all bytes of a file, from the cache if the file has not changed. Raises OSError."""
+    state = _state(path)
+    kept = cache_dir() / "digests" / hashlib.blake2b(str(path.resolve()).encode(), digest_size=16).hexdigest()
+    with contextlib.suppress(OSError, ValueError):
+        of, found = kept.read_text().split("\n")
+        if of == state:
+            return found
+    digest, block = hashlib.blake2b(digest_size=16), bytearray(_BLOCK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(memoryview(block)[:count])
+    if _state(path) == state:
+        with contextlib.suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            part = kept.with_suffix(f".{os.getpid()}")
+            part.write_text(f"{state}\n{digest.hexdigest()}")
+            part.replace(kept)
+    return digest.hexdigest()
+
+
+def _state(path: Path) -> str:
+    found = path.stat()
+    return f"{found.st_size} {found.st_mtime_ns} {found.st_dev} {found.st_ino}"
+
+
+def _weights(folder: Path | None) -> list[Path]:
+    if folder is None:
+        return []
+    found = [folder] if folder.is_file() else sorted(folder.iterdir())
+    return [path for path in found if path.suffix in _WEIGHTS and path.is_file()]
