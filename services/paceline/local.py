@@ -148,6 +148,7 @@ class LocalPipeline:
             device=target.device,
             quantization=target.quantization,
             state_slots=target.state_slots,
+            kv_cache_dtype=target.kv_cache_dtype,
         )
         self.tokenizer = tokenizer or self.checkpoint.tokenizer
         if tokenizer is None and isinstance(draft, DraftModel):

@@ -194,7 +194,14 @@ class Checkpoint:
     def _counts(self) -> WeightCounts | None:
         return None if self.folder is None else count_weights(self.folder, packing_of(self.quantization))
 
-    def size(self, dtype: str = "auto", quantization: str | None = None, *, on_gpu: bool = False) -> ModelSize | None:
+    def size(
+        self,
+        dtype: str = "auto",
+        quantization: str | None = None,
+        *,
+        on_gpu: bool = False,
+        kv_cache_dtype: str = "auto",
+    ) -> ModelSize | None:
         """Returns the model's size as it will run; None if the weights are not on this machine. Reads headers once.
 
         Raises:
@@ -202,7 +209,8 @@ class Checkpoint:
         """
         if (counts := self._counts) is None:
             return None
-        return model_size(self.config, counts, dtype, quantization, on_gpu=on_gpu)
+        size = model_size(self.config, counts, dtype, quantization, on_gpu=on_gpu)
+        return replace(size, is_kv_fp8=kv_cache_dtype != "auto")
 
 
 def _text_part(config: Any, architecture: str) -> str:

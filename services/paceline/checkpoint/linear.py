@@ -241,6 +241,7 @@ def why_not_runnable(
     quantization: str | None,
     compile: bool | str = "auto",
     state_slots: int | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> tuple[str, str] | None:
     """The option with which a model with linear, indexed or compressed layers cannot run, and why not, which continues
     a sentence that begins with the option; None: it has no such layers or can run.
@@ -251,7 +252,7 @@ def why_not_runnable(
         device: type of the device.
         quantization: the option.
         compile: the option; of Llama 4 it is refused, too.
-        state_slots: the option.
+        state_slots, kv_cache_dtype: the options.
     """
     layers, reason = linear_layers(config), why_eager(config)
     if layers is None and state_slots is not None:
@@ -266,6 +267,8 @@ def why_not_runnable(
     if kind is None:
         return None
     has = f"and the model has {kind} layers"
+    if compressors(config) and kv_cache_dtype != "auto":
+        return "kv_cache_dtype", f"is {kv_cache_dtype!r} {has}, which keep the model's dtype: 'auto' is allowed"
     if device == "cuda" and layers is None:
         return "device", f"is 'cuda' {has}, which run on the CPU alone: 'cpu' is allowed"
     rounds = layers is not None and layers.spec.kind is not Kind.MAMBA  # which reads weights itself

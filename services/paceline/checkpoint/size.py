@@ -61,6 +61,8 @@ class ModelSize:
     index_values: int = 0
     """Of ``kv_values``, the numbers of index keys, or of what compressors keep, which every rank has
     (``checkpoint/indexed.py``, ``compressed.py``)."""
+    is_kv_fp8: bool = False
+    """True: keys and values of heads, and latents, are kept in one byte a number; index keys are not."""
 
     def of_rank(self, tensor_parallel_size: int) -> ModelSize:
         """The size of one of ``tensor_parallel_size`` ranks: its share of every matrix, and at least one KV head.
@@ -98,7 +100,8 @@ class ModelSize:
     @property
     def page_bytes(self) -> int:
         """Bytes of one KV page; 0 if unknown."""
-        return PAGE_SIZE * (self.kv_values or 0) * self.item_bytes
+        of_heads = self._of_heads * (1 if self.is_kv_fp8 else self.item_bytes)
+        return PAGE_SIZE * (of_heads + self.index_values * self.item_bytes) if self.kv_values else 0
 
     def kv_bytes(self, num_pages: int) -> int:
         """Bytes of ``num_pages`` KV pages and the scratch page; 0 if unknown."""

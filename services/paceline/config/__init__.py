@@ -16,7 +16,7 @@ from paceline.config.autoscaling import (
 )
 from paceline.config.deployments import DeploymentConfig, RayActorOptions
 from paceline.config.devices import Device
-from paceline.config.engines import DType, Growing, ModelOptions, Quantization
+from paceline.config.engines import DType, Growing, KVCacheDType, ModelOptions, Quantization
 from paceline.config.environment import (
     apply_cublas_environment,
     apply_worker_environment,
@@ -69,6 +69,7 @@ __all__ = [
     "HeadOptions",
     "HintOptions",
     "InternalTls",
+    "KVCacheDType",
     "LocalConfig",
     "LogConfig",
     "LookaheadOptions",

@@ -17,6 +17,9 @@ from paceline.errors.refusals import Fault
 DType = Literal["auto", "float32", "bfloat16"]
 """``auto``: bfloat16 where the device multiplies it natively (AMX, AVX512-BF16, CUDA), else float32."""
 
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
+"""``auto``: the model's. The others are one: float8_e4m3fn, by either of the names that it has in vLLM."""
+
 Quantization = Literal["int8", "int4"]
 """Weights of linear layers as integers of 8 or 4 bits, rounded while they are loaded. CPUs: in blocks of 32 inputs with
 a scale each, multiplied by inputs that are rounded to 8 bits. GPUs: ``int8`` alone, with one scale for each output."""
@@ -57,6 +60,10 @@ class ModelOptions(Strict):
     attention: Literal["auto", "sdpa", "native", "triton"] = "auto"
     """The attention kernel (``model/attention/kernels.py``). ``auto``: native on CPUs and triton on GPUs that can run
     it, else sdpa."""
+    kv_cache_dtype: KVCacheDType = "auto"
+    """The dtype of keys and values in the KV cache. ``auto``: the model's. ``fp8``, or ``fp8_e4m3``: one byte a number.
+    They are rounded to float8_e4m3fn, with scale 1, when they are written. This changes the model's output, which is
+    then that of plain decoding with such a cache."""
 
     @model_validator(mode="after")
     def _has_products_to_share(self) -> Self:

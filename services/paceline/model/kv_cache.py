@@ -12,6 +12,9 @@ A page is in exactly one of three states:
 
 Only full pages of committed tokens are hashed; the hash chains over everything before the page, so equal hashes
 mean equal prefixes and equal KV.
+
+Keys and values are in the dtype of the model, or in FP8 (float8_e4m3fn), in tensors of uint8. For FP8 they are rounded
+once, when they are written (``to_fp8``). Every token attends to what the pages hold, its own key and value included.
 """
 
 from __future__ import annotations
@@ -35,6 +38,11 @@ from paceline.types import (
     PAGE_SIZE,  # both also belong to what this module offers
 )
 
+FP8 = torch.uint8
+"""The dtype of pages in FP8: its bytes are numbers of float8_e4m3fn, which few operators take."""
+_MOST = 448.0
+"""The largest number of float8_e4m3fn."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
@@ -44,10 +52,21 @@ class LayerSpec:
     key_dim: int
     value_dim: int
     """0: the layer has no values, or they are the beginning of its keys (``attention/latent.py``)."""
+    is_fp8: bool = False
+    """True: keys and values are kept in FP8; False: in the dtype of the model."""
+
+    @property
+    def num_values(self) -> int:
+        """Numbers kept per token in this layer."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+    def page_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of this layer's pages, of a model of ``dtype``."""
+        return FP8 if self.is_fp8 else dtype
 
     def kv_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of KV per token in this layer."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+        """Bytes of KV per token in this layer, of a model of ``dtype``."""
+        return self.num_values * self.page_dtype(dtype).itemsize
 
 
 NO_KV = LayerSpec(0, 0, 0)
@@ -66,14 +85,15 @@ class KVCache:
         linear: Mapping[int, LinearSpec] | None = None,
         slots: Slots | None = None,
     ) -> None:
-        """``num_pages`` can be allocated; one scratch page comes on top. ``linear``: the linear layers, by index, for
-        whose states and rows there are ``slots``."""
+        """``num_pages`` can be allocated; one scratch page comes on top. ``dtype``: of the model. ``linear``: the
+        linear layers, by index, for whose states and rows there are ``slots``."""
         self.num_pages = num_pages
+        self._dtype = dtype
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.num_layers = 0
         """Number of the model's own layers. The layers of heads come after them."""
-        self._allocate(layers, dtype, device)
+        self._allocate(layers, device)
         self.num_layers = len(layers)
         self._free = list(range(num_pages - 1, -1, -1))
         self._refs = [0] * num_pages
@@ -95,10 +115,11 @@ class KVCache:
         if self.linear is not None:
             self.state_copies = StateCopies(self.linear_pools.values(), self.linear.slots.states)
 
-    def _allocate(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device | str) -> None:
+    def _allocate(self, layers: Sequence[LayerSpec], device: torch.device | str) -> None:
         shape = (self.num_pages + 1, PAGE_SIZE)
         # Written to here and now: zeros that are only promised would let a process grow for as long as it serves.
         for la in layers:
+            dtype = la.page_dtype(self._dtype)
             self.keys.append(torch.empty(*shape, la.num_kv_heads, la.key_dim, dtype=dtype, device=device).zero_())
             self.values.append(torch.empty(*shape, la.num_kv_heads, la.value_dim, dtype=dtype, device=device).zero_())
 
@@ -108,7 +129,7 @@ class KVCache:
         The model's own steps do not see these layers: they use ``model_keys`` and ``model_values``.
         """
         first = len(self.keys)
-        self._allocate(layers, self.keys[0].dtype, self.keys[0].device)
+        self._allocate(layers, self.keys[0].device)
         return first
 
     @property
@@ -337,6 +358,19 @@ class Clearing:
     def __exit__(self, *exception: object) -> None:
         pages, self.pages, self.is_open = self.pages, [], False
         self._cache.clear(pages)
+
+
+def to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in FP8: the nearest numbers, of two equally near the even one; what is beyond 448 becomes that.
+
+    NaN stays NaN. ``attention/native.cpp`` and ``attention/triton.py`` round to the same bits.
+    """
+    return x.clamp(-_MOST, _MOST).to(torch.float8_e4m3fn).view(FP8)
+
+
+def from_pages(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What pages hold, in the dtype of the model, which holds each number of FP8 exactly."""
+    return (x.view(torch.float8_e4m3fn) if x.dtype == FP8 else x).to(dtype)
 
 
 def root_hash(salt: str, generation: int = 0) -> bytes:

@@ -26,7 +26,7 @@ from paceline.checkpoint.folder import require_no_code
 from paceline.checkpoint.linear import LinearLayers, LinearSpec, Slots, require_runnable
 from paceline.checkpoint.packing import packing_of
 from paceline.checkpoint.size import ModelSize, gib, size_of
-from paceline.config import ModelOptions, Quantization, cache_dir
+from paceline.config import KVCacheDType, ModelOptions, Quantization, cache_dir
 from paceline.core.cuda import triton_unavailable
 from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
@@ -233,6 +233,7 @@ def load_model(
         checkpoint.path,
         device=device.type,
         quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     can_compile = _can_compile(device, group)
     if group is None:
@@ -249,6 +250,7 @@ def load_model(
             attention=options.attention,
             features=examination.features,
             max_model_len=max_model_len,
+            kv_cache_dtype=options.kv_cache_dtype,
         )
         lead(eager.runner(examination.num_pages), examination)
     compile = can_compile if options.compile == "auto" else options.compile
@@ -261,6 +263,7 @@ def load_model(
         "features": features,
         "callback_boundary": callback_boundary,
         "max_model_len": max_model_len,
+        "kv_cache_dtype": options.kv_cache_dtype,
     }
     try:
         loaded = prepare(model, compile="later" if later else compile, **settings)
@@ -328,6 +331,7 @@ def prepare(
     features: Features | None = None,
     callback_boundary: int | None = None,
     max_model_len: int | None = None,
+    kv_cache_dtype: KVCacheDType = "auto",
 ) -> LoadedModel:
     """Makes a loaded transformers model runnable. All ranks of a sharded model must call it, since it runs a step.
 
@@ -339,6 +343,7 @@ def prepare(
         features: the hidden states that its steps return; None: none.
         callback_boundary: where a listener receives states during a step (``layer_callback.py``); None: nowhere.
         max_model_len: the longest context; None: the model's own limit.
+        kv_cache_dtype: of keys and values on the pages; index keys have the model's dtype in any case.
 
     Raises:
         ConfigError: the model cannot run on the paged attention or on the ``attention`` kernel; ``compile`` is set, but
@@ -359,6 +364,9 @@ def prepare(
     max_len = context_length(text) or 1 << 20
     settle_rope(model, min(max_model_len or max_len, max_len), name_of(model))
     layers, linear, window, spare_tokens = probe_layers(model, taps)
+    if kv_cache_dtype != "auto":
+        attending = model.config.get_text_config().num_hidden_layers
+        layers = [replace(each, is_fp8=each != NO_KV and i < attending) for i, each in enumerate(layers)]
     products_at_hand = cpu_linear.at_hand()
     never = compile == "later" and not (cpu_attention.at_hand() and products_at_hand)
     choose = partial(
@@ -373,7 +381,8 @@ def prepare(
             raise ConfigError(f"compile is true, but {reason}: set compile to auto or false")
 
     def load_compiled() -> StepFunction | None:
-        return cached_step(model, window, choose(attention), cache_dir() / "compiled", features, callback_boundary)
+        chosen, folder = choose(attention), cache_dir() / "compiled"
+        return cached_step(model, layers, window, chosen, folder, features, callback_boundary)
 
     if compile == "later":
         step = None if never else load_compiled()
@@ -421,11 +430,11 @@ def _size(model: PreTrainedModel, layers: list[LayerSpec], linear: dict[int, Lin
         model.dtype.itemsize,
         sum(count for count, rank in counts if rank < 2),
     )
-    kv_bytes = sum(layer.kv_bytes(model.dtype) for layer in layers)
     specs, both = [*linear.values()], sum(layers[index] != NO_KV for index in linear)
     return replace(
         size,
-        kv_values=kv_bytes // model.dtype.itemsize,
+        kv_values=sum(layer.num_values for layer in layers),
+        is_kv_fp8=any(layer.is_fp8 for layer in layers),
         value_dim=max((layer.value_dim for layer in layers), default=0) or size.value_dim,
         num_layers=model.config.get_text_config().num_hidden_layers,
         linear=LinearLayers(len(specs), specs[0], layers.count(NO_KV) - len(specs) + both, both) if specs else None,

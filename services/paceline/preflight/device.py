@@ -129,8 +129,8 @@ def left_bytes(device: torch.device, group: Collectives | None = None) -> int:
 def _size(checkpoint: Checkpoint, options: ModelOptions, placement: Placement) -> ModelSize | None:
     """The size of a checkpoint; None if its weights are not here yet, or cannot be read, which loading reports."""
     try:
-        keeps = why_not_scaled(*placement) is None
-        return checkpoint.size(placement.dtype_name, options.quantization, on_gpu=keeps)
+        keeps, cache = why_not_scaled(*placement) is None, options.kv_cache_dtype
+        return checkpoint.size(placement.dtype_name, options.quantization, on_gpu=keeps, kv_cache_dtype=cache)
     except ConfigError:
         return None
 

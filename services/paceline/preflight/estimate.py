@@ -338,6 +338,7 @@ def _workspace_bytes(
 
         activations  T * b * (6 * hidden + 3 * intermediate)     residual, norms, q, k, v, attention; gate, up, product
         attention    (T / 16 + S) * P * (a page's bytes in a layer)    sdpa: gathered keys and values of every query row
+                                                                       (of FP8 also in the model's dtype)
                      partial sums                                      triton: its scratch (``schedule.py``)
                      (T / 16 + S) * P * 1024 * b                       triton: masks, if steps have trees
         logits       R * vocab * (b + 4 * num_copies)            the model's, and ``num_copies`` in float32
@@ -352,7 +353,8 @@ def _workspace_bytes(
     pages = padded_pages(max_pages)
     attended = 0
     if attention == "sdpa":
-        attended = query_rows * pages * size.page_bytes // size.num_kv_layers
+        page_bytes = size.page_bytes + (replace(size, is_kv_fp8=False).page_bytes if size.is_kv_fp8 else 0)
+        attended = query_rows * pages * page_bytes // size.num_kv_layers
     elif attention == "triton":
         known = size.num_heads and size.value_dim
         per_sum = sum_bytes(size.num_heads, size.value_dim) if known else 2 * size.hidden_size * _FLOAT32_BYTES

@@ -128,6 +128,7 @@ def remote_size(options: HeadDraftOptions, target: ModelSize) -> ModelSize:
         hidden_size=own.hidden_size,
         intermediate_size=own.intermediate_size,
         saved_bytes=0,
+        is_kv_fp8=False,
     )
 
 
@@ -164,7 +165,8 @@ def size_of_draft_model(head: HeadOptions, served: Served) -> HeadsSize:
     """All that a draft model takes in the target's process. Raises ConfigError."""
     options = served.setup.options
     checkpoint = Checkpoint.find(str(head.source), options.trust_remote_code)
-    size = None if checkpoint is None else checkpoint.size(options.dtype, None, on_gpu=served.on_gpu)
+    how: dict[str, Any] = {"on_gpu": served.on_gpu, "kv_cache_dtype": options.kv_cache_dtype}
+    size = None if checkpoint is None else checkpoint.size(options.dtype, None, **how)
     if checkpoint is None or size is None:
         return HeadsSize()
     longest = min(served.max_len, checkpoint.max_model_len)

@@ -239,9 +239,8 @@ def _read_model(
     key += ".model_source" if loading.model_source is not None else ".model_id"
     try:
         checkpoint = Checkpoint.find(loading.source, options.trust_remote_code)
-        size = (
-            None if checkpoint is None else checkpoint.size(options.dtype, options.quantization, on_gpu=_on_gpu(config))
-        )
+        how: dict[str, Any] = {"on_gpu": _on_gpu(config), "kv_cache_dtype": options.kv_cache_dtype}
+        size = None if checkpoint is None else checkpoint.size(options.dtype, options.quantization, **how)
         if checkpoint is None or size is None:
             if here and (reason := why_not_fetched()) is not None:
                 findings.append(Finding.error(key, absent(loading.source, reason)))
@@ -275,6 +274,7 @@ def _read_model(
         device="cuda" if _on_gpu(config) else "cpu",
         quantization=options.quantization,
         compile=options.compile,
+        kv_cache_dtype=options.kv_cache_dtype,
         state_slots=options.state_slots if isinstance(options, TargetOptions) else None,
     )
     if wrong is not None:

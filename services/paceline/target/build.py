@@ -107,6 +107,7 @@ def _runner(
         device=placement[0].type,
         quantization=options.quantization,
         state_slots=options.state_slots,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     require_hints(setup, checkpoint, placement)
     require_target(setup, checkpoint, placement, group)

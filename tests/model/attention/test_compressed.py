@@ -223,6 +223,7 @@ def test_what_does_not_run_with_compressed_layers_is_refused() -> None:
     for stored, changes, key, reason in (
         (None, {"device": "cuda"}, "device", "'cpu' is allowed"),
         (None, {"quantization": "int8"}, "quantization", "null is allowed"),
+        (None, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype", "'auto' is allowed"),
         (None, {"compile": True}, "compile", "layers with compressors are not compiled"),
         ({"quant_method": "torchao"}, {}, "model", "by 'torchao' and the model has compressed attention layers"),
     ):

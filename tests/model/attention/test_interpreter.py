@@ -34,21 +34,24 @@ TYPES = dict.fromkeys(["query", "keys", "values", "key", "value", "sinks", "resu
 TYPES |= dict.fromkeys(["table", "gather", "scatter", "rows", "tokens"], "*i64")
 TYPES |= dict.fromkeys(["first", "stop", "mask", "work", "ends"], "*i32")
 TYPES |= dict.fromkeys(["sums", "maxima", "totals"], "*fp32") | dict.fromkeys(["scale", "softcap"], "fp32")
+FP8 = dict.fromkeys(["keys", "values"], "*u8")
 ALIGNED = {"query", "keys", "values", "result", "sums"}
 capability = int(sys.argv[1])
-for kernel, sizes, warps, stages in (
+RUN = [
     (kernels._partial, PLAIN, 4, 2), (kernels._partial, LATENTS, 8, 1), (kernels._combined, LATENTS, 4, 1),
     (kernels._write, PLAIN, 4, 1), *((kernels._walked, heads | own, 8, 2)
                                      for heads, own in zip((PLAIN, WIDE, LATENTS), WALKED)),
-):
+]
+IN_FP8 = [(*RUN[i], FP8) for i in (0, 1, 3, 4)]
+for kernel, sizes, warps, stages, types in [*((*each, {}) for each in RUN), *IN_FP8]:
     names = [p.name for p in kernel.params]
-    signature = {n: "constexpr" if n.isupper() else TYPES.get(n, "i32") for n in names}
+    signature = {n: "constexpr" if n.isupper() else (TYPES | types).get(n, "i32") for n in names}
     constants = {(i,): (SIZES | sizes)[n] for i, n in enumerate(names) if n.isupper()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in ALIGNED}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
     made = compile(source, GPUTarget("cuda", capability, 32), options=options)
-    ptx, of = made.asm["ptx"], (kernel, sizes)
+    ptx, of = made.asm["ptx"], (kernel, sizes, types)
     if kernel in (kernels._partial, kernels._walked):
         assert re.search("mma.sync|wgmma|tcgen05", ptx), ("products do not use matrix units", of)
     assert "fma.rn.f32" not in ptx, ("fused multiplications and additions", of)

@@ -8,6 +8,7 @@ made row by row here, as numpy's bits depend on the place of a row.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 import os
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from tests.model.families import checkpoint, small_config
 from tests.support.in_place import seen_through
 from tests.support.models import SLIDING_WINDOW, prompt, random_model
+from transformers import LlamaConfig
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import ModelOptions, ServiceConfig
@@ -27,7 +29,7 @@ from paceline.model.attention import schedule
 from paceline.model.attention.kernels import choose_kernel
 from paceline.model.attention.schedule import SPLIT, Seen, num_splits
 from paceline.model.compiled.backend import DeviceBackend
-from paceline.model.kv_cache import LayerSpec
+from paceline.model.kv_cache import FP8, LayerSpec, from_pages, to_fp8
 from paceline.model.loading import load_model, prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.step import Step
@@ -423,6 +425,97 @@ def test_keys_and_values_are_written_where_they_belong() -> None:
         flat = pool.flatten(0, 1)
         assert torch.equal(flat[rows], given[0].transpose(0, 1)[tokens])
         assert torch.equal(flat.any(-1).any(-1).nonzero().flatten().cpu(), torch.tensor(sorted(rows)))
+
+
+@needs_triton
+def test_numbers_are_rounded_to_fp8_as_everywhere() -> None:
+    """Numbers of any size, those between two, those beyond the largest, infinity and NaN; no other row is touched."""
+    from paceline.model.attention.triton import write_in_place
+
+    generator = torch.Generator().manual_seed(0)
+    every = from_pages(torch.arange(256, dtype=FP8), torch.float32)
+    middle = torch.cat(
+        [every[:127], (every[:126] + every[1:127]) / 2, torch.tensor([463.0, 1e9, torch.inf, torch.nan])]
+    )
+    random = torch.randn(512, generator=generator) * torch.logspace(-5, 4, 512)
+    given = torch.cat([middle, -middle, random, torch.zeros(14)]).view(1, 1, 16, -1).to(DEVICE)
+    for dtype in (torch.float32, torch.float16):
+        x = given.to(dtype)
+        pools = [torch.zeros(1, PAGE_SIZE, 1, x.shape[-1], dtype=FP8, device=DEVICE) for _ in "kv"]
+        rows = torch.arange(16, device=DEVICE)
+        write_in_place(x, x, *pools, rows + 3, rows)
+        for pool in pools:
+            got, want = pool[0, 3:19, 0], to_fp8(x[0, 0])
+            is_nan = x[0, 0].isnan()
+            assert torch.equal(got[~is_nan], want[~is_nan])
+            assert ((got[is_nan] & 0x7F) == 0x7F).all()
+            assert not pool[0, :3].any()
+            assert not pool[0, 19:].any()
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("dims", "dtype"), [((32, 32), torch.float32), ((24, 40), torch.float16), ((288, -256), torch.float16)]
+)
+def test_pages_in_fp8_are_read_as_the_numbers_that_they_stand_for(dims, dtype, monkeypatch) -> None:
+    """With the bits of pages of these numbers, by splits and walked; every byte occurs but those of NaN."""
+    from paceline.model.attention import triton as kernel
+
+    monkeypatch.setattr(schedule, "LEAST_WALKS", 1)
+    query, keys, values, table, gather, mask = inputs(1, 2, 16, 4, *dims, dtype)
+    every = torch.arange(256, dtype=FP8, device=DEVICE)
+    every = every[(every & 0x7F) != 0x7F]
+    keys = every[torch.arange(keys.numel(), device=DEVICE).view(keys.shape) * 97 % 254]
+    own = every[torch.arange(values.numel(), device=DEVICE).view(values.shape) * 89 % 254]
+    values = keys[..., : -dims[1]] if dims[1] < 0 else own
+    wide = [from_pages(pool, dtype) for pool in (keys, values)]
+    wide = [wide[0], wide[0][..., : -dims[1]]] if dims[1] < 0 else wide
+    for block in (0, 16):
+        monkeypatch.setattr(kernel, "walked_block", lambda *_, size=block: size)
+        given = (query * 0.01, table, gather, mask)
+        assert torch.equal(*(attend(given[0], *pools, *given[1:]) for pools in ((keys, values), wide)))
+
+
+@needs_triton
+def test_a_device_compares_tiles_of_pages_in_fp8(monkeypatch) -> None:
+    from paceline.model.attention import triton as kernel
+
+    monkeypatch.setattr(kernel, "LEAST_WALKS", 1)
+    monkeypatch.setattr(schedule, "LEAST_WALKS", 1)
+    query = torch.empty(1, 4, 1, 32, dtype=torch.float16, device=DEVICE)
+    assert all(kernel.blocks_agree(64, query, 1, dim, fp8=True, most=1) for dim in (32, -16))
+
+
+@needs_triton
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_model_with_a_cache_in_fp8_verifies_what_it_decodes(wrong: bool, monkeypatch) -> None:
+    """Mutant: long steps write by another scale."""
+    from paceline.model.attention import triton as kernel
+
+    if wrong:
+        write = kernel.write_in_place
+
+        def scaled(key, value, *rest):
+            write(key * 1.1 if key.shape[2] > 8 else key, value, *rest)
+
+        monkeypatch.setattr(kernel, "write_in_place", scaled)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=32,
+    )  # fmt: skip
+    loaded = prepare(random_model(config).to(DEVICE), compile=False, kv_cache_dtype="fp8")
+    cache, window = loaded.runner(6).cache, loaded.sliding_window
+    backend = DeviceBackend(cache, loaded.dtype, window, kernel="triton", recorder=None, max_shapes=8)
+    step = Step(loaded.step.model, "triton")
+    given = {"dtype": loaded.dtype, "sliding_window": window, "vocab_size": 300, "backend": backend}
+    runner, tokens, pages = ModelRunner(step, cache, **given), prompt(1, 15), cache.allocate(2)
+
+    def logits(*ends: int) -> torch.Tensor:
+        spans = [range(a, b) for a, b in itertools.pairwise(ends)]
+        steps = [SequenceStep(tokens[span.start : span.stop], span, span, pages, len(span)) for span in spans]
+        return torch.cat([runner.forward([each]) for each in steps])[-3:]
+
+    assert torch.equal(logits(0, 15), logits(0, 12, 13, 14, 15)) == (not wrong)
 
 
 @needs_triton

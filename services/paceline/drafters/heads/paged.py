@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.model.kv_cache import KVCache, flat_rows
+from paceline.model.kv_cache import KVCache, flat_rows, from_pages
 from paceline.types import PAGE_SIZE, pages_for
 
 _FEW = 16
@@ -172,8 +172,8 @@ class Paged:
             if more_k is not None and more_v is not None:
                 k_extra[index, : len(positions)], v_extra[index, : len(positions)] = more_k, more_v
         rows = rows.to(device)
-        k = torch.cat([keys[rows].to(key.dtype), k_extra], 1).transpose(1, 2)
-        v = torch.cat([values[rows].to(value.dtype), v_extra], 1).transpose(1, 2)
+        k = torch.cat([from_pages(keys[rows], key.dtype), k_extra], 1).transpose(1, 2)
+        v = torch.cat([from_pages(values[rows], value.dtype), v_extra], 1).transpose(1, 2)
         # Heads that share keys are more rows of them, so that the context is not copied for each.
         kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
         q = q.view(count, most, kv_heads, groups, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)

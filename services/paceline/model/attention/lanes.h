@@ -7,6 +7,7 @@
 #include <immintrin.h>
 
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <cstdlib>
 #include <limits>
@@ -24,6 +25,42 @@ constexpr int kQueries = 6;  // queries, and
 constexpr int kVectors = 4;  // vectors of 16 lanes of each, that a product keeps in registers
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2e = 1.44269504f;
+
+// Bits of bfloat16 of the numbers of float8_e4m3fn that are not negative: four bits of exponent, three of mantissa.
+constexpr std::array<uint16_t, 128> float8_table() {
+  std::array<uint16_t, 128> bits{};
+  for (int i = 1; i < 127; ++i) {
+    int exponent = i >> 3, mantissa = (i & 7) << 4;
+    if (exponent == 0) {  // mantissa * 2^-13, which bfloat16 has as a normal number
+      for (exponent = 1; mantissa < 128; mantissa *= 2) --exponent;
+      mantissa -= 128;
+    }
+    bits[i] = static_cast<uint16_t>((exponent + 120) << 7 | mantissa);
+  }
+  bits[127] = 0x7fc0;  // NaN
+  return bits;
+}
+
+alignas(64) constexpr std::array<uint16_t, 128> kFloat8 = float8_table();
+
+// 32 numbers of float8_e4m3fn in bfloat16.
+inline __m512i bfloat16_of(__m256i x) {
+  const __m512i wide = _mm512_cvtepu8_epi16(x);
+  const auto part = [](int i) { return _mm512_load_si512(kFloat8.data() + 32 * i); };
+  const __m512i small = _mm512_permutex2var_epi16(part(0), wide, part(1));
+  const __m512i large = _mm512_permutex2var_epi16(part(2), wide, part(3));
+  const __m512i size = _mm512_mask_mov_epi16(small, _mm512_test_epi16_mask(wide, _mm512_set1_epi16(0x40)), large);
+  return _mm512_or_si512(size, _mm512_slli_epi16(_mm512_and_si512(wide, _mm512_set1_epi16(0x80)), 8));
+}
+
+// The byte of the number of float8_e4m3fn that is nearest; what is beyond 448 becomes that.
+inline uint8_t float8_of(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x), size = bits & 0x7fffffff;
+  const uint32_t normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
+  const uint32_t small = std::bit_cast<uint32_t>(std::bit_cast<float>(size) + 16384.0f);  // whose last bit is 2^-9
+  const uint32_t rounded = size < 0x3c800000 ? small & 0xff : normal > 0x7e ? 0x7e : normal;
+  return static_cast<uint8_t>(bits >> 24 & 0x80 | (size > 0x7f800000 ? 0x7f : rounded));
+}
 
 struct Bfloat16 {
   using Value = uint16_t;
@@ -43,6 +80,10 @@ struct Bfloat16 {
 
   static __m512i load(const Value* x, int length) {  // 32 values, zeros from `length`
     return _mm512_maskz_loadu_epi16(length >= 32 ? ~0u : (1u << length) - 1, x);
+  }
+
+  static __m512i load(const uint8_t* x, int length) {  // of float8
+    return bfloat16_of(_mm256_maskz_loadu_epi8(length >= 32 ? ~0u : (1u << length) - 1, x));
   }
 
   static __m512i narrow(__m512 low, __m512 high) {
@@ -67,7 +108,8 @@ struct Bfloat16 {
   }
 
   // 32 columns of two rows, interleaved within each 128 bits; `store` undoes that.
-  static void interleave(uint32_t* to, const Value* x, int64_t stride, int length, __m512i& largest) {
+  template <class Kept>
+  static void interleave(uint32_t* to, const Kept* x, int64_t stride, int length, __m512i& largest) {
     const __m512i a = load(x, length), b = load(x + stride, length);
     const __m512i sign = _mm512_set1_epi16(0x7fff);
     largest = _mm512_max_epu16(largest, _mm512_max_epu16(_mm512_and_si512(a, sign), _mm512_and_si512(b, sign)));
@@ -116,11 +158,18 @@ struct Float32 {
     return _mm512_maskz_loadu_epi32(length >= 16 ? 0xffff : (1u << length) - 1, x);
   }
 
+  static __m512i load(const uint8_t* x, int length) {  // of float8
+    const __m128i bytes = _mm_maskz_loadu_epi8(length >= 16 ? 0xffff : (1u << length) - 1, x);
+    const __m512i halves = bfloat16_of(_mm256_zextsi128_si256(bytes));
+    return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(halves)), 16);
+  }
+
   static void store_weights(uint32_t* to, const __m512* w) {
     for (int i = 0; i < 4; ++i) _mm512_store_ps(to + 16 * i, w[i]);
   }
 
-  static void interleave(uint32_t* to, const Value* x, int64_t, int length, __m512i& largest) {
+  template <class Kept>
+  static void interleave(uint32_t* to, const Kept* x, int64_t, int length, __m512i& largest) {
     const __m512i a = load(x, length);
     largest = _mm512_max_epu32(largest, _mm512_and_si512(a, _mm512_set1_epi32(0x7fffffff)));
     _mm512_store_si512(to, a);

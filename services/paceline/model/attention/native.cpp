@@ -62,7 +62,8 @@ struct State {
   float level;  // the largest score so far, in units of log 2
 };
 
-template <class T>
+// Kept: of keys and values on the pages, the values of T or bytes of float8.
+template <class T, class Kept = typename T::Value>
 class Attention {
   using Value = typename T::Value;
 
@@ -277,13 +278,13 @@ class Attention {
 
   void pack_keys(const Block& block, int64_t h, int num_keys, uint32_t* to) const {
     const int64_t stride = keys_.stride(1), ahead = (block.next - block.page) * keys_.stride(0);
-    const Value* from = rows_of(keys_, block.page, h);
+    const Kept* from = rows_of(keys_, block.page, h);
     for (int64_t word = 0; word < s_.key_words; word += 16) {
       const int64_t at = word * T::kPair;
       for (int first = 0; first < num_keys; first += 16) {
         __m512i x[16];
         for (int i = 0; i < 16; ++i) {
-          const Value* key = from + (first + i) * stride + at;
+          const Kept* key = from + (first + i) * stride + at;
           x[i] = T::load(key, static_cast<int>(s_.key_dim - at));
           prefetch(key + ahead);
         }
@@ -296,12 +297,12 @@ class Attention {
   // Whether they are all finite. What is beyond num_keys becomes zero.
   bool pack_values(const Block& block, int64_t h, int num_keys, uint32_t* to) const {
     const int64_t stride = values_.stride(1), ahead = (block.next - block.page) * values_.stride(0);
-    const Value* from = rows_of(values_, block.page, h);
+    const Kept* from = rows_of(values_, block.page, h);
     constexpr int step = 16 * T::kPair;
     __m512i largest = _mm512_setzero_si512();
     for (int key = 0; key < num_keys; key += T::kPair, to += s_.columns) {
       for (int64_t at = 0; at < s_.columns; at += step) {
-        const Value* first = from + key * stride + at;
+        const Kept* first = from + key * stride + at;
         T::interleave(to + at, first, stride, static_cast<int>(s_.value_dim - at), largest);
         for (int i = 0; i < T::kPair; ++i) prefetch(first + i * stride + ahead);
       }
@@ -311,7 +312,7 @@ class Attention {
   }
 
   // The next block comes from memory while this one is computed: its rows are too far apart for the processor to guess.
-  static void prefetch(const Value* x) { _mm_prefetch(reinterpret_cast<const char*>(x), _MM_HINT_T1); }
+  static void prefetch(const Kept* x) { _mm_prefetch(reinterpret_cast<const char*>(x), _MM_HINT_T1); }
 
   const uint32_t* without_hidden(const uint32_t* values, uint64_t seen) {
     const size_t words = s_.columns, num = kPage / T::kPair;
@@ -325,8 +326,8 @@ class Attention {
     return to;
   }
 
-  static const Value* rows_of(const at::Tensor& pages, int64_t page, int64_t head) {
-    return static_cast<const Value*>(pages.const_data_ptr()) + page * pages.stride(0) + head * pages.stride(2);
+  static const Kept* rows_of(const at::Tensor& pages, int64_t page, int64_t head) {
+    return static_cast<const Kept*>(pages.const_data_ptr()) + page * pages.stride(0) + head * pages.stride(2);
   }
 
   const Value* mask_of(int64_t row, int64_t place) const {
@@ -348,13 +349,13 @@ class Attention {
   static thread_local Buffer queries_, sums_, states_, seen_, packed_keys_, packed_values_, visible_values_;
 };
 
-template <class T> thread_local Buffer Attention<T>::queries_;
-template <class T> thread_local Buffer Attention<T>::sums_;
-template <class T> thread_local Buffer Attention<T>::states_;
-template <class T> thread_local Buffer Attention<T>::seen_;
-template <class T> thread_local Buffer Attention<T>::packed_keys_;
-template <class T> thread_local Buffer Attention<T>::packed_values_;
-template <class T> thread_local Buffer Attention<T>::visible_values_;
+template <class T, class Kept> thread_local Buffer Attention<T, Kept>::queries_;
+template <class T, class Kept> thread_local Buffer Attention<T, Kept>::sums_;
+template <class T, class Kept> thread_local Buffer Attention<T, Kept>::states_;
+template <class T, class Kept> thread_local Buffer Attention<T, Kept>::seen_;
+template <class T, class Kept> thread_local Buffer Attention<T, Kept>::packed_keys_;
+template <class T, class Kept> thread_local Buffer Attention<T, Kept>::packed_values_;
+template <class T, class Kept> thread_local Buffer Attention<T, Kept>::visible_values_;
 
 at::Tensor flat(const at::Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous(); }
 
@@ -372,8 +373,9 @@ at::Tensor attend_pages(const at::Tensor& query, const at::Tensor& keys, const a
                         const at::Tensor& mask, const std::optional<at::Tensor>& sinks, double scale, double softcap) {
   const auto type = query.scalar_type();
   TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "attend_pages of ", type);
-  TORCH_CHECK(keys.scalar_type() == type && values.scalar_type() == type && mask.scalar_type() == type,
-              "attend_pages takes query, keys, values and mask of one dtype");
+  const auto kept = keys.scalar_type();
+  TORCH_CHECK((kept == type || kept == at::kByte) && values.scalar_type() == kept && mask.scalar_type() == type,
+              "attend_pages takes query, keys, values and mask of one dtype, or keys and values of float8 in bytes");
   TORCH_CHECK(keys.dim() == 4 && values.dim() == 4 && query.dim() == 4 && mask.dim() == 4 && query.size(0) == 1,
               "attend_pages takes query [1, heads, tokens, dim], pages of 4 dimensions, and a mask of 4");
   TORCH_CHECK(keys.size(1) == kPage && values.size(1) == kPage, "attend_pages takes pages of ", kPage, " rows");
@@ -396,8 +398,12 @@ at::Tensor attend_pages(const at::Tensor& query, const at::Tensor& keys, const a
   const float* sink = given.defined() ? given.const_data_ptr<float>() : nullptr;
   at::Tensor out = at::empty({1, query.size(2), query.size(1), values.size(3)}, query.options());
   const auto run = [&](auto attention) { attention.run(query.size(2)); };
-  if (type == at::kBFloat16) run(Attention<Bfloat16>(q, k, v, pages, tokens, places, m, sink, scale, softcap, out));
-  else run(Attention<Float32>(q, k, v, pages, tokens, places, m, sink, scale, softcap, out));
+  const auto of = [&]<class T>(T) {
+    if (kept == type) run(Attention<T>(q, k, v, pages, tokens, places, m, sink, scale, softcap, out));
+    else run(Attention<T, uint8_t>(q, k, v, pages, tokens, places, m, sink, scale, softcap, out));
+  };
+  if (type == at::kBFloat16) of(Bfloat16{});
+  else of(Float32{});
   return out;
 }
 
@@ -405,6 +411,27 @@ at::Tensor attend_pages_meta(const at::Tensor& query, const at::Tensor&, const a
                              const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
                              double, double) {
   return at::empty_symint({1, query.sym_size(2), query.sym_size(1), values.sym_size(3)}, query.options());
+}
+
+// Numbers as bytes of float8, as `attend_pages` reads them.
+at::Tensor round_to_fp8(const at::Tensor& x) {
+  const auto type = x.scalar_type();
+  TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "round_to_fp8 of ", type);
+  const at::Tensor from = x.contiguous();
+  at::Tensor out = at::empty(x.sizes(), x.options().dtype(at::kByte));
+  auto* to = out.data_ptr<uint8_t>();
+  const int64_t count = x.numel();
+  if (type == at::kFloat) {
+    std::transform(from.const_data_ptr<float>(), from.const_data_ptr<float>() + count, to, float8_of);
+  } else {
+    const auto* bits = static_cast<const uint16_t*>(from.const_data_ptr());
+    std::transform(bits, bits + count, to, [](uint32_t half) { return float8_of(std::bit_cast<float>(half << 16)); });
+  }
+  return out;
+}
+
+at::Tensor round_to_fp8_meta(const at::Tensor& x) {
+  return at::empty_symint(x.sym_sizes(), x.options().dtype(at::kByte));
 }
 
 // Scores of a page's keys for one query: the heads in order, and in each the dimensions in order. Products are rounded
@@ -477,19 +504,31 @@ TORCH_LIBRARY_FRAGMENT(paceline, library) {
   library.def(
       "attend_pages(Tensor query, Tensor keys, Tensor values, Tensor page_table, Tensor gather_index, "
       "Tensor scatter_index, Tensor mask, Tensor? sinks, float scale, float softcap) -> Tensor");
+  library.def("round_to_fp8(Tensor x) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(paceline, CPU, library) {
   library.impl("attend_pages", attend_pages);
+  library.impl("round_to_fp8", round_to_fp8);
   library.impl("score_pages", score_pages);
 }
 
-TORCH_LIBRARY_IMPL(paceline, Meta, library) { library.impl("attend_pages", attend_pages_meta); }
+TORCH_LIBRARY_IMPL(paceline, Meta, library) {
+  library.impl("attend_pages", attend_pages_meta);
+  library.impl("round_to_fp8", round_to_fp8_meta);
+}
 
 // Attention is shared by `by` from now on, which knows for each thread who helps it.
 extern "C" void paceline_attention_share(Share by) { share.store(by, std::memory_order_release); }
 
 // What compiled models call, without the dispatcher and the interpreter.
+extern "C" AOTITorchError aoti_torch_cpu_round_to_fp8(AtenTensorHandle x, AtenTensorHandle* out) {
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    *out = torch::aot_inductor::new_tensor_handle(
+        round_to_fp8(*torch::aot_inductor::tensor_handle_to_tensor_pointer(x)));
+  });
+}
+
 extern "C" AOTITorchError aoti_torch_cpu_attend_pages(
     AtenTensorHandle query, AtenTensorHandle keys, AtenTensorHandle values, AtenTensorHandle table,
     AtenTensorHandle gather, AtenTensorHandle scatter, AtenTensorHandle mask, AtenTensorHandle* sinks, double scale,

@@ -70,9 +70,9 @@ def attend(
     """Attention over pages; ``unavailable`` comes first.
 
     Args:
-        query: [1, num_heads, T, key_dim]. keys, values: [num_pages, page_size, num_kv_heads, dim].
-        page_table: [B, pages]. gather_index: [B, n] the token at each place. scatter_index: [T] each token's place
-            among B * n; other places are not computed.
+        query: [1, num_heads, T, key_dim]. keys, values: [num_pages, page_size, num_kv_heads, dim], of its dtype or in
+            FP8 (``kv_cache.py``). page_table: [B, pages]. gather_index: [B, n] the token at each place.
+        scatter_index: [T] each token's place among B * n; other places are not computed.
         mask: additive [B, 1, n, pages * page_size]. sinks: [num_heads].
 
     Returns:
@@ -81,6 +81,12 @@ def attend(
     out: Tensor = torch.ops.paceline.attend_pages(
         query, keys, values, page_table, gather_index, scatter_index, mask, sinks, scale, softcap or 0.0
     )
+    return out
+
+
+def round_to_fp8(x: Tensor) -> Tensor:
+    """``kv_cache.to_fp8`` of float32 or bfloat16, with its bits, for pages that ``attend`` reads."""
+    out: Tensor = torch.ops.paceline.round_to_fp8(x)
     return out
 
 
@@ -115,7 +121,9 @@ def compiled_shims() -> dict[Any, list[str]]:
     arguments = [f"AtenTensorHandle {name}" for name in tensors]
     arguments += ["AtenTensorHandle* sinks", "double scale", "double softcap", "AtenTensorHandle* out"]
     declaration = f"AOTITorchError aoti_torch_cpu_attend_pages({', '.join(arguments)})"
-    return {torch.ops.paceline.attend_pages.default: [declaration]}
+    rounding = "AOTITorchError aoti_torch_cpu_round_to_fp8(AtenTensorHandle x, AtenTensorHandle* out)"
+    operators = torch.ops.paceline
+    return {operators.attend_pages.default: [declaration], operators.round_to_fp8.default: [rounding]}
 
 
 @functools.cache

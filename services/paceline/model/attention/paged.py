@@ -22,7 +22,8 @@ from transformers import AttentionInterface
 
 from paceline.model.attention.kernels import Kernel
 from paceline.model.attention.latent import over_latents
-from paceline.model.attention.native import attend
+from paceline.model.attention.native import attend, round_to_fp8
+from paceline.model.kv_cache import FP8, from_pages, to_fp8
 
 IMPLEMENTATIONS: dict[Kernel, str] = {
     "sdpa": "paceline_paged",
@@ -40,7 +41,8 @@ def paged_attention(
     value: Tensor,  # [1, num_kv_heads, T, value_dim]
     attention_mask: Tensor | None,
     *,
-    keys: list[Tensor],  # per layer [num_pages, page_size, num_kv_heads, key_dim], written in place
+    keys: list[Tensor],  # per layer [num_pages, page_size, num_kv_heads, key_dim], written in place; in the dtype of
+    # ``key``, or in FP8 (``kv_cache.py``)
     values: list[Tensor],  # per layer [num_pages, page_size, num_kv_heads, value_dim], written in place; or of width 0:
     # its values are the beginning of its keys (``latent.py``)
     write_rows: Tensor,  # [W] flat KV rows (page * page_size + offset) that are written
@@ -86,11 +88,9 @@ def paged_attention(
         return attend_in_place(query, *pages, gather_index, scatter_index, seen, s_aux, scale, softcap), None
 
     mask: Tensor = seen if indices is None else indices
-    written_keys = key[0].transpose(0, 1).index_select(0, write_tokens)
-    key_pages.view(-1, num_kv_heads, key_dim).index_put_((write_rows,), written_keys)
+    _write(key, key_pages, write_rows, write_tokens, kernel)
     if own_values:
-        written_values = value[0].transpose(0, 1).index_select(0, write_tokens)
-        value_pages.view(-1, num_kv_heads, value_dim).index_put_((write_rows,), written_values)
+        _write(value, value_pages, write_rows, write_tokens, kernel)
 
     if kernel == "native":
         return attend(query, *pages, gather_index, scatter_index, mask, s_aux, scale, softcap), None
@@ -99,8 +99,9 @@ def paged_attention(
     q = q.view(num_rows, row_len, num_kv_heads, groups, key_dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(num_rows, num_kv_heads, groups * row_len, key_dim)
     numbers = page_table.reshape(-1)
-    k = key_pages.index_select(0, numbers).view(num_rows, num_keys, num_kv_heads, key_dim).transpose(1, 2)
-    v = read_values.index_select(0, numbers).view(num_rows, num_keys, num_kv_heads, value_dim).transpose(1, 2)
+    k, v = (from_pages(pool.index_select(0, numbers), query.dtype) for pool in (key_pages, read_values))
+    k = k.view(num_rows, num_keys, num_kv_heads, key_dim).transpose(1, 2)
+    v = v.view(num_rows, num_keys, num_kv_heads, value_dim).transpose(1, 2)
     mask = mask.expand(num_rows, groups, row_len, num_keys)
     mask = mask.reshape(num_rows, 1, groups * row_len, num_keys)
 
@@ -118,6 +119,14 @@ def paged_attention(
             weights = weights * torch.sigmoid(total - sinks.reshape(1, num_kv_heads, groups * row_len, 1))
         out = torch.matmul(weights.to(q.dtype), v)
     return _scattered(out, groups, row_len, scatter_index), None
+
+
+def _write(x: Tensor, pages: Tensor, write_rows: Tensor, write_tokens: Tensor, kernel: Kernel) -> None:
+    """Writes ``[1, num_kv_heads, T, dim]`` into pages, rounded where these are in FP8."""
+    rows = x[0].transpose(0, 1).index_select(0, write_tokens)
+    if pages.dtype == FP8:
+        rows = round_to_fp8(rows) if kernel == "native" else to_fp8(rows)
+    pages.view(-1, *pages.shape[2:]).index_put_((write_rows,), rows)
 
 
 def _scattered(out: Tensor, groups: int, row_len: int, scatter_index: Tensor) -> Tensor:

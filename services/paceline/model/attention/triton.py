@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.model.attention.schedule import BLOCK, LEAST_WALKS, SPLIT, Seen, num_splits, sum_bytes
+from paceline.model.kv_cache import FP8, to_fp8
 from paceline.model.shapes import QUERY_ROW_LEN
 from paceline.types import PAGE_SIZE
 
@@ -54,6 +55,34 @@ rounding hides most differences.
 _BLOCKS: dict[tuple[object, ...], int] = {}
 """What ``walked_block`` has found, by device, dtype and sizes of heads."""
 log = logging.getLogger(__name__)
+
+
+# By integers: neither all devices nor triton's interpreter have such numbers.
+@triton.jit
+def _from_fp8(x):  # type: ignore[no-untyped-def]
+    """Bytes of float8_e4m3fn as float16, which has 2 ** -8 of each number in the same bits, further left."""
+    bits = (x.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -0x4001  # without the second copy of the sign
+    return bits.to(tl.float16, bitcast=True) * tl.where((x & 0x7F) == 0x7F, float("nan"), 256.0).to(tl.float16)
+
+
+@triton.jit
+def _to_fp8(x):  # type: ignore[no-untyped-def]
+    """Numbers as bytes of float8_e4m3fn (``kv_cache.to_fp8``)."""
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = tl.minimum(((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3), 0x7E)
+    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xFF  # in units of 2 ** -9
+    rounded = tl.where(size < 0x3C800000, small, normal)
+    return (tl.where(size > 0x7F800000, 0x7F, rounded) | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _read(at, mask, like):  # type: ignore[no-untyped-def]
+    """Keys or values on pages in the dtype of ``like``; zeros where not ``mask``."""
+    if at.dtype.element_ty == tl.uint8:
+        return _from_fp8(tl.load(at, mask=mask, other=0)).to(like.dtype)
+    else:
+        return tl.load(at, mask=mask, other=0.0)
 
 
 # Without fused multiplications and additions, which a compiler places differently in each kernel.
@@ -126,14 +155,14 @@ def _with_keys(  # type: ignore[no-untyped-def]
     key_mask, value_mask = (key_dims < KEY_DIM)[:, None], (value_dims < VALUE_DIM)[None, :]
     if HIDES:
         key_mask, value_mask = key_mask & shown, value_mask & shown
-    k = tl.load(own_keys + key_dims[:, None], mask=key_mask, other=0.0)
+    k = _read(own_keys + key_dims[:, None], key_mask, q)
     scores = tl.dot(q, k, input_precision="ieee")
     if KEY_DIM > KEY_TILE:
         rest_dims = KEY_TILE + tl.arange(0, REST_TILE)
         rest_mask = (rest_dims < KEY_DIM)[:, None]
         if HIDES:
             rest_mask = rest_mask & shown
-        k_rest = tl.load(own_keys + rest_dims[:, None], mask=rest_mask, other=0.0)
+        k_rest = _read(own_keys + rest_dims[:, None], rest_mask, q)
         scores = tl.dot(q_rest, k_rest, scores, input_precision="ieee")
     scores *= scale
     if CAPPED:
@@ -146,7 +175,7 @@ def _with_keys(  # type: ignore[no-untyped-def]
         v = tl.trans(k)
     else:
         own_values = values + kv_rows[:, None] * VALUE_STRIDE
-        v = tl.load(own_values + value_dims[None, :], mask=value_mask, other=0.0)
+        v = _read(own_values + value_dims[None, :], value_mask, q)
     weights = weights.to(v.dtype)
     sums = tl.dot(weights, tl.full([KEYS, _ONES], 1.0, tl.float32).to(v.dtype), input_precision="ieee")
     total = total * fade + tl.max(sums, 1)  # of equal columns
@@ -496,15 +525,21 @@ def _write(  # type: ignore[no-untyped-def]
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
 ):
-    """Writes one token's key and value of one head into one KV row."""
+    """Writes one token's key and value of one head into one KV row, rounded where pages are in FP8."""
     row = tl.load(rows + tl.program_id(0)).to(tl.int64) * HEADS + tl.program_id(1)
     token, head = tl.load(tokens + tl.program_id(0)).to(tl.int64), tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, KEY_TILE)
     source = key + head * key_head_stride + token * key_token_stride
-    tl.store(keys + row * KEY_DIM + dims, tl.load(source + dims, mask=dims < KEY_DIM), mask=dims < KEY_DIM)
+    x = tl.load(source + dims, mask=dims < KEY_DIM)
+    if keys.dtype.element_ty == tl.uint8:
+        x = _to_fp8(x)
+    tl.store(keys + row * KEY_DIM + dims, x, mask=dims < KEY_DIM)
     dims = tl.arange(0, VALUE_TILE)
     source = value + head * value_head_stride + token * value_token_stride
-    tl.store(values + row * VALUE_DIM + dims, tl.load(source + dims, mask=dims < VALUE_DIM), mask=dims < VALUE_DIM)
+    x = tl.load(source + dims, mask=dims < VALUE_DIM)
+    if values.dtype.element_ty == tl.uint8:
+        x = _to_fp8(x)
+    tl.store(values + row * VALUE_DIM + dims, x, mask=dims < VALUE_DIM)
 
 
 def write_in_place(
@@ -514,7 +549,8 @@ def write_in_place(
 
     Args:
         key, value: [1, num_kv_heads, T, dim].
-        key_pages, value_pages: [num_pages, page_size, num_kv_heads, dim], written in place.
+        key_pages, value_pages: [num_pages, page_size, num_kv_heads, dim], written in place; of the same dtype, or in
+            FP8 (``kv_cache.py``).
         write_rows: [W] flat KV rows. write_tokens: [W] the token that each takes.
     """
     key, value = _dense(key), _dense(value)
@@ -678,14 +714,15 @@ def walked_block(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> int:
     The first call for each size of heads compares them, unless a step is being recorded.
     """
     (_, num_heads, _, key_dim), (*_, num_kv_heads, value_dim) = query.shape, value_pages.shape
-    key = str(query.device), query.dtype, num_heads, num_kv_heads, key_dim, value_dim
+    key = str(query.device), query.dtype, key_pages.dtype, num_heads, num_kv_heads, key_dim, value_dim
     if key not in _BLOCKS:
         if not _can_try(query):
             return 0
         candidates = walked_blocks(query.dtype, num_heads // num_kv_heads, key_dim)
         in_keys = value_pages.stride(2) == key_dim
         sizes = query, num_kv_heads, -value_dim if in_keys else value_dim
-        _BLOCKS[key] = next((b for b in candidates if blocks_agree(b, *sizes, most=_NUM_TRIED)), 0)
+        fp8 = key_pages.dtype == FP8
+        _BLOCKS[key] = next((b for b in candidates if blocks_agree(b, *sizes, fp8=fp8, most=_NUM_TRIED)), 0)
         if _BLOCKS[key] != candidates[0]:
             log.warning(
                 "attention of heads of %d numbers has other bits in tiles of %d queries on %s: it has tiles of %d",
@@ -707,13 +744,14 @@ def _can_try(query: Tensor) -> bool:
     return query.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
-def blocks_agree(block: int, like: Tensor, num_kv_heads: int, value_dim: int, *, most: int) -> bool:
+def blocks_agree(block: int, like: Tensor, num_kv_heads: int, value_dim: int, *, fp8: bool = False, most: int) -> bool:
     """True if random full rows have the same bits walked, in tiles of ``block``, as by splits.
 
     Args:
         block: queries of a tile.
         like: queries, for their sizes, dtype and device.
         num_kv_heads: heads of keys. value_dim: numbers of a value; below 0: it is the beginning of the key.
+        fp8: True: pages are in FP8.
         most: numbers of the queries; more, where fewer rows would not be walked.
     """
     _, num_heads, _, key_dim = like.shape
@@ -726,8 +764,10 @@ def blocks_agree(block: int, like: Tensor, num_kv_heads: int, value_dim: int, *,
     num_rows = max(most // (QUERY_ROW_LEN * num_heads * key_dim), -(-LEAST_WALKS // programs))
     places = torch.arange(num_rows * QUERY_ROW_LEN, device=like.device)
     query = random(len(places), num_heads, key_dim).transpose(0, 1)[None]
-    keys = random(_TRIED_PAGES, PAGE_SIZE, num_kv_heads, key_dim)
-    values = keys[..., :-value_dim] if value_dim < 0 else random(_TRIED_PAGES, PAGE_SIZE, num_kv_heads, value_dim)
+    dims = (key_dim,) if value_dim < 0 else (key_dim, value_dim)
+    pools = [random(_TRIED_PAGES, PAGE_SIZE, num_kv_heads, dim) for dim in dims]
+    keys, *own = [to_fp8(pool) for pool in pools] if fp8 else pools
+    values = own[0] if own else keys[..., :-value_dim]
     gather = places.view(num_rows, QUERY_ROW_LEN)
     table = torch.arange(_TRIED_PAGES, device=like.device).repeat(num_rows, 1)
     stop = (places * 7 % (_TRIED_PAGES * PAGE_SIZE - QUERY_ROW_LEN) + QUERY_ROW_LEN).int().view_as(gather)

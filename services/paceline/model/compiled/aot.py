@@ -20,7 +20,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,11 +84,13 @@ def artifact_key(
     kernel: Kernel = "sdpa",
     features: Features | None = None,
     callback_boundary: int | None = None,
+    *,
+    fp8: bool = False,
 ) -> str:
     """Digest of all that shapes the artifact.
 
-    That is: weights, configuration, library versions, instruction set, kernel, the states that the step returns or
-    passes to a listener, and for a rank its exchange.
+    That is: weights, configuration, library versions, instruction set, kernel, whether its pages are in FP8, the states
+    that the step returns or passes to a listener, and for a rank its exchange.
     """
     digest = hashlib.blake2b(digest_size=16)
     share = share_of(model)
@@ -104,6 +106,8 @@ def artifact_key(
     }
     if kernel != "sdpa":
         facts["attention"] = kernel
+    if fp8:
+        facts["pages"] = "fp8"
     if features is not None:
         facts["states"] = [*features.boundaries, features.every_position]
     if callback_boundary is not None:
@@ -126,8 +130,13 @@ def artifact_key(
     return digest.hexdigest()
 
 
+def _are_fp8(layers: Sequence[LayerSpec]) -> bool:
+    return any(layer.is_fp8 for layer in layers)
+
+
 def cached_step(
     model: PreTrainedModel,
+    layers: list[LayerSpec],
     sliding_window: int | None,
     kernel: Kernel,
     cache_dir: Path,
@@ -141,7 +150,8 @@ def cached_step(
     """
     if not any(cache_dir.glob("*.pt2")):  # without reading every weight
         return None
-    path = cache_dir / f"{artifact_key(model, sliding_window, kernel, features, callback_boundary)}.pt2"
+    key = artifact_key(model, sliding_window, kernel, features, callback_boundary, fp8=_are_fp8(layers))
+    path = cache_dir / f"{key}.pt2"
     return _load(path, kernel) if path.exists() else None
 
 
@@ -173,7 +183,8 @@ def compiled_step(
         )
     features = None if taps is None else taps.features
     boundary = None if callback is None else callback.boundary
-    path = cache_dir / f"{artifact_key(model, sliding_window, kernel, features, boundary)}.pt2"
+    key = artifact_key(model, sliding_window, kernel, features, boundary, fp8=_are_fp8(layers))
+    path = cache_dir / f"{key}.pt2"
     cache_dir.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
         if not path.exists():

@@ -59,6 +59,7 @@ _NATIVE = {
     b"packed_heads",
     b"gated_silu",
     b"attend_pages",
+    b"round_to_fp8",
     b"layer_callback",
     b"ranks_sum",
     b"ranks_gather",
