@@ -116,11 +116,12 @@ def test_each_flag_sets_its_key(folder, tmp_path):
     flags = (
         "--max-model-len 99 --max-num-seqs 5 --max-num-batched-tokens 64 --gpu-memory-utilization 0.5 --port 8100 "
         "--host 0.0.0.0 --dtype float32 --tensor-parallel-size 2 --enable-prefix-caching --served-model-name mine yours"
+        " --kv-cache-dtype fp8"
     )
     config = served(str(folder), *flags.split())
     engine = config.target_config.engine_kwargs
     assert (engine.max_model_len, engine.max_sessions, engine.max_step_tokens, engine.kv_fraction) == (99, 5, 64, 0.5)
-    assert (engine.dtype, engine.tensor_parallel_size) == ("float32", 2)
+    assert (engine.dtype, engine.tensor_parallel_size, engine.kv_cache_dtype) == ("float32", 2, "fp8")
     assert (config.server.http_port, config.server.host) == (8100, "0.0.0.0")
     assert config.server.served_model_name == ("mine", "yours")
     assert config.target_config.model_loading_config.source == str(folder)

@@ -23,12 +23,14 @@ from paceline.errors.refusals import explain, shown
 from paceline.logs import narrate
 
 _ENGINE = "target_config.engine_kwargs"
-_NUMBERS = {
+_VALUES = {
     "max_num_seqs": (int, "max_sessions"),
     "max_num_batched_tokens": (int, "max_step_tokens"),
     "gpu_memory_utilization": (float, "kv_fraction"),
+    "kv_cache_dtype": (str, "kv_cache_dtype"),
 }
 """Flags, with the types and keys of the values that they set."""
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
 _MTP = ("deepseek_mtp", "glm4_moe_mtp", "ernie_mtp", "qwen3_next_mtp", "mimo_mtp", "longcat_flash_mtp")
 """Older names of vLLM for method ``mtp``."""
 _OVERRIDES = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings")
@@ -38,9 +40,9 @@ _OVERRIDES = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_emb
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that ``vllm_settings`` reads."""
     group = parser.add_argument_group("as vLLM spells them")
-    for name, (kind, key) in _NUMBERS.items():
+    for name, (kind, key) in _VALUES.items():
         help_ = f"sets {key}: {help_of(field_at(ServiceConfig, f'{_ENGINE}.{key}'))}"
-        group.add_argument(flag_of(name), type=kind, metavar="N" if kind is int else "X", help=help_)
+        group.add_argument(flag_of(name), type=kind, metavar=_METAVARS[kind], help=help_)
     help_ = "keys that clients must send; --api-keys FILE keeps them off the command line, with limits"
     group.add_argument("--api-key", nargs="+", metavar="KEY", help=help_)
     help_ = "prefixes are always cached; the negation is refused"
@@ -71,7 +73,7 @@ def vllm_settings(args: argparse.Namespace) -> dict[str, Any]:
         why = "prefixes are always cached; a request with a cache_salt of its own shares none"
         raise ConfigError(f"--no-enable-prefix-caching is given: {why}")
     found = {
-        f"{_ENGINE}.{key}": value for name, (_, key) in _NUMBERS.items() if (value := getattr(args, name)) is not None
+        f"{_ENGINE}.{key}": value for name, (_, key) in _VALUES.items() if (value := getattr(args, name)) is not None
     }
     if args.enable_force_include_usage:
         found["server.force_include_usage"] = True
