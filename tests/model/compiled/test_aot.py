@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.compilers import needs_attention
 from tests.support.models import FAMILIES, noisy_copy, prompt, random_model
 from tests.support.pump import Pump, Request, in_mode, plain_reference
 from tests.support.rings import nightly, slow
@@ -19,10 +20,12 @@ from transformers import LlamaConfig, PreTrainedModel
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import ModelOptions
 from paceline.model.compiled import aot as compile_module
+from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled import package
 from paceline.model.compiled.aot import NoCompilerError, artifact_key
 from paceline.model.compiled.package import CompiledPackage
 from paceline.model.features import OUT, Features
+from paceline.model.kv_cache import FP8
 from paceline.model.loading import LoadedModel, load_model, prepare
 from paceline.model.selftest import check_invariance
 from paceline.model.shapes import MIN_TOKENS
@@ -97,10 +100,11 @@ def test_the_key_tells_everything_apart_that_shapes_the_artifact() -> None:
         artifact_key(smallest().to(torch.bfloat16), None),
         artifact_key(smallest(), 128),
         artifact_key(smallest(), None, "native"),
+        artifact_key(smallest(), None, fp8=True),
         artifact_key(renormed, None),
         *(artifact_key(smallest(), None, features=features) for features in STATES),
     }
-    assert len(others | {base}) == 6 + len(STATES)
+    assert len(others | {base}) == 7 + len(STATES)
 
 
 CASES = [(f, dtype) for f in FAMILIES if f != "qwen3_moe" for dtype in (torch.float32, torch.bfloat16)]
@@ -122,6 +126,20 @@ def test_compiled_families(family: str, dtype: torch.dtype) -> None:
         same_tokens(compiled, compiled)
     else:
         assert "NOT batch-invariant" in str(report)
+
+
+@needs_attention
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_steps")
+def test_a_compiled_step_rounds_keys_and_values_once() -> None:
+    """By the native operators alone, with the tokens of plain decoding in every mode."""
+    compiled = prepare(smallest().to(torch.bfloat16), compile=True, kv_cache_dtype="fp8")
+    runner = compiled.runner(8)
+    assert {pool.dtype for pool in runner.cache.pools} == {FP8}
+    assert isinstance(compiled.step, CompiledPackage)
+    assert compiled.step.is_native == cpu_linear.usable()
+    assert check_invariance(runner).holds
+    same_tokens(compiled, compiled)
 
 
 @pytest.mark.compiler
