@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from paceline.core.native import has_amx, packs_bfloat16
+from paceline.errors import ConfigError
 from paceline.model import experts, loading
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.selftest import check_invariance
@@ -99,6 +100,12 @@ def test_no_session_of_compiled_experts_changes_in_a_batch() -> None:
     target = prepare(model, compile=True)
     assert not isinstance(target.step, Step), "it is eager"
     check(target, prepare(noisy_copy(model, 0.05), compile=False))
+
+
+def test_experts_that_return_their_input_are_not_compiled() -> None:
+    """In LongCat's compiled step half of the rows differed from decoding."""
+    with pytest.raises(ConfigError, match="compile is true, but it has experts that return their input"):
+        prepare(near_ties("longcat_flash", {}), compile=True)
 
 
 @pytest.mark.compiler

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 from tests.model.families import checkpoint
-from tests.model.test_linear import differing_of
+from tests.model.parallel.ranks import Ranks, load
+from tests.model.test_linear import chunk, differing_of
 from tests.model.test_linear_native import SLOTS, random_step
 from tests.support.hybrids import hybrid_config, poison
+from tests.support.models import prompt
 from torch import Tensor
 
 from paceline.checkpoint.linear import Kind, LinearSpec
@@ -26,6 +28,8 @@ from paceline.model.linear.layers import by_torch
 from paceline.model.linear.operator import Gates, LinearPools
 from paceline.model.linear.plan import LinearSlots, LinearStep
 from paceline.model.loading import prepare
+from paceline.model.parallel.collectives import Collectives
+from paceline.model.parallel.runner import Follower, LeadingRunner
 from paceline.model.runner import ModelRunner
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -158,6 +162,43 @@ def test_any_tree_has_the_bits_of_decoding(
     of a second branch is accepted."""
     of_triton(monkeypatch, kernels())
     assert differing_of(whole_model(dtype), (context,), seed) == 0
+
+
+def _on_rank(group: Collectives, path: str) -> tuple[Tensor, int] | None:
+    with pytest.MonkeyPatch.context() as patch:
+        of_triton(patch, kernels())
+        runner = load(group, path, FP32, False).runner(24, max_sessions=8)
+        if group.rank > 0:
+            follower = Follower(runner)
+            while follower.step():
+                pass
+            return None
+        found = logits_of(runner), differing_of(poison(runner), (16,), 8)
+        assert isinstance(runner, LeadingRunner)
+        runner.end()
+        return found
+
+
+def logits_of(runner: ModelRunner) -> Tensor:
+    """Of a prompt that is computed in two parts, across the end of a chunk."""
+    pages = runner.cache.allocate(1)
+    rows = [runner.forward([chunk(prompt(3, 20), a, b, pages, b - a)]) for a, b in ((0, 13), (13, 20))]
+    runner.cache.release(pages)
+    return torch.cat(rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(DEVICE == "cuda", reason="ranks are processes of Triton's interpreter")
+def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
+    """With half of the heads each: the numbers of one process by torch, and the bits of decoding."""
+    changes = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    model = checkpoint(hybrid_config("qwen3_next", **changes))
+    model.save_pretrained(tmp_path / "model")
+    with Ranks(2, tmp_path) as ranks:
+        logits, found = ranks.run(_on_rank, str(tmp_path / "model"), transport="shared", timeout_s=600.0)[0]
+    assert found == 0
+    expected = logits_of(prepare(model, compile=False).runner(8))
+    assert float((logits - expected).abs().max() / expected.abs().max()) < 2e-5
 
 
 def changed(tmp_path: Path, right: str, wrong: str) -> ModuleType:

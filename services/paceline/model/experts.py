@@ -48,6 +48,13 @@ def pad_experts(model: PreTrainedModel) -> bool:
     return True
 
 
+def why_not_compiled(model: PreTrainedModel) -> str | None:
+    """Says why a model with such experts as LongCat's is not compiled, as a clause; None if it has none."""
+    if any(getattr(module, "zero_expert_num", 0) for module in model.modules()):
+        return "it has experts that return their input, and in a compiled step its rows depend on the others"
+    return None
+
+
 def padded_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """``[T, hidden] -> [T, hidden]`` by the experts ``chosen`` ``[T, k]`` of each token and their ``weights``."""
     rows, routes = padding_routes(chosen, module.num_experts)

@@ -40,7 +40,7 @@ from paceline.model.compiled.graphs import CudaGraphs, make_backend, require_gra
 from paceline.model.compiled.parts import compile_parts
 from paceline.model.dequantized import dequantized_files, plain_config
 from paceline.model.device import Placement, keep_bits, resolve
-from paceline.model.experts import pad_experts
+from paceline.model.experts import pad_experts, why_not_compiled
 from paceline.model.features import Features
 from paceline.model.kept import KeptWeights
 from paceline.model.kv_cache import NO_KV, KVCache, LayerSpec
@@ -281,7 +281,9 @@ def _why_eager(model: PreTrainedModel) -> str | None:
     """Says why a model is not compiled, as a clause; None if it can be."""
     if (reason := linear_layers.why_eager(model) or why_eager(model)) is not None:
         return reason
-    return indexed.why_eager(model.config.to_dict()) if model.device.type == "cpu" else None
+    if model.device.type != "cpu":
+        return None
+    return indexed.why_eager(model.config.to_dict()) or why_not_compiled(model)
 
 
 def _can_compile(device: torch.device, group: Collectives | None) -> bool:

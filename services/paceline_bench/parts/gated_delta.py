@@ -46,7 +46,7 @@ SIZES = {
     "Mamba2, 64 heads of 128 x 64": LinearSpec(8, 64, 128, 64, 4, Kind.MAMBA2),
     "gated delta, 4 heads of 16 x 16": LinearSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=16, width=4),
 }
-LAYERS = 8
+LAYERS = 16
 FORM_R = r"""
 #include <cstdint>
 #include <cstring>
@@ -125,9 +125,10 @@ def random_layer(spec: LinearSpec, dtype: torch.dtype, tokens: int) -> tuple[Lin
 
 
 def native_way(step: LinearStep, layers: list[tuple[LinearPools, Gates]], spec: LinearSpec) -> Callable[[], object]:
-    """A step of all layers by the operator."""
-    numbers = torch.tensor(step.encode())
-    return lambda: [native.run_step(numbers, pools, spec, gates) for pools, gates in layers]
+    """A step of all layers by the operator, called as compiled models do: without the interpreter's part."""
+    numbers, library = torch.tensor(step.encode()), native.load(native.SOURCE)
+    calls = [native.pack(*native.arguments(numbers, pools, spec, gates)) for pools, gates in layers]
+    return lambda: [library.paceline_linear_attention(packed) for packed, *_ in calls]
 
 
 def torch_way(step: LinearStep, layers: list[tuple[LinearPools, Gates]], spec: LinearSpec) -> Callable[[], object]:

@@ -124,17 +124,18 @@ __m512d exponential(__m512d x) {
   return _mm512_scalef_pd(polynomial(r, kInverse, std::size(kInverse)), n);
 }
 
-// log(1 + x) of x >= 0: 2 atanh((m - 1) / (m + 1)) for the mantissa m of 1 + x, and what the sum 1 + x has lost.
+// log(1 + x) of x >= 0: of 1 + x = m 2^n with m from 0.75 to 1.5, 2 atanh((m - 1) / (m + 1)); and what the sum has lost.
 __m512d log1p(__m512d x) {
   constexpr double kOdd[] = {1 / 25.0, 1 / 23.0, 1 / 21.0, 1 / 19.0, 1 / 17.0, 1 / 15.0, 1 / 13.0,
                              1 / 11.0, 1 / 9.0, 1 / 7.0, 1 / 5.0, 1 / 3.0, 1.0};
   const __m512d one = _mm512_set1_pd(1.0), y = _mm512_add_pd(one, x), part = _mm512_sub_pd(y, one);
   const __m512d lost = _mm512_add_pd(_mm512_sub_pd(one, _mm512_sub_pd(y, part)), _mm512_sub_pd(x, part));
-  const __m512d m = _mm512_getmant_pd(y, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_src);
-  const __m512d n = _mm512_getexp_pd(_mm512_div_pd(y, m));
+  const __m512i bits = _mm512_castpd_si512(y), least = _mm512_castpd_si512(_mm512_set1_pd(0.75));
+  const __m512i power = _mm512_srai_epi64(_mm512_sub_epi64(bits, least), 52);
+  const __m512d m = _mm512_castsi512_pd(_mm512_sub_epi64(bits, _mm512_slli_epi64(power, 52))), n = _mm512_cvtepi64_pd(power);
   const __m512d s = _mm512_div_pd(_mm512_sub_pd(m, one), _mm512_add_pd(m, one));
   const __m512d atanh = _mm512_mul_pd(s, polynomial(_mm512_mul_pd(s, s), kOdd, std::size(kOdd)));
-  const __m512d low = _mm512_fmadd_pd(n, _mm512_set1_pd(kLn2Low), _mm512_div_pd(lost, y));
+  const __m512d low = _mm512_fmadd_pd(n, _mm512_set1_pd(kLn2Low), _mm512_mul_pd(lost, _mm512_rcp14_pd(y)));
   return _mm512_fmadd_pd(n, _mm512_set1_pd(kLn2High), _mm512_fmadd_pd(_mm512_set1_pd(2.0), atanh, low));
 }
 

@@ -94,6 +94,16 @@ def arguments(numbers: Tensor, pools: LinearPools, spec: LinearSpec, gates: Gate
 
 def call(library: ctypes.CDLL, *given: Any) -> Tensor:
     """``run_step`` by a library that was loaded; arguments as in the operator's schema."""
+    packed, out, _ = pack(*given)
+    if failed := library.paceline_linear_attention(packed):
+        if failed == _NO_MEMORY:
+            raise MemoryError
+        raise EngineError("a step of linear layers has slots or rows that do not match its sequences")
+    return out
+
+
+def pack(*given: Any) -> tuple[bytes, Tensor, list[Tensor | None]]:
+    """``Call`` of ``native.cpp`` for these arguments, its output, and the tensors that it points to."""
     (kind, key_heads, value_heads, *flags), floats = given[15:21], given[21:]
     tensors = [x if x is None or (x.dim() == 2 and x.stride(1) == 1) else x.contiguous() for x in given[:15]]
     numbers, inputs, a, b, *_, states, tails, rows, _, _, _ = tensors
@@ -105,12 +115,7 @@ def call(library: ctypes.CDLL, *given: Any) -> Tensor:
     sizes = (len(inputs), key_heads, value_heads, key_dim, value_dim, tails.shape[1] + 1, len(states), len(rows))
     strides = inputs.stride(0), a.stride(0), b.stride(0)
     integers = at[0], len(numbers), *at[1:], *sizes, inputs.itemsize, *strides, kind, *flags
-    packed = struct.pack(f"{len(integers)}q{len(floats)}d", *integers, *floats)
-    if failed := library.paceline_linear_attention(packed):
-        if failed == _NO_MEMORY:
-            raise MemoryError
-        raise EngineError("a step of linear layers has slots or rows that do not match its sequences")
-    return out
+    return struct.pack(f"{len(integers)}q{len(floats)}d", *integers, *floats), out, tensors
 
 
 def share_by(share: ctypes.c_void_p) -> None:
