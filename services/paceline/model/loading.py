@@ -66,7 +66,9 @@ from paceline.model.runner import ModelRunner
 from paceline.model.scaled import round_layers
 from paceline.model.states import StateTaps, require_boundaries
 from paceline.model.step import Step, name_of, probe_layers
+from paceline.model.step_plan import StepShape
 from paceline.model.tails import widen_narrow_layers
+from paceline.model.workspace import workspace_bytes
 from paceline.types import Execution
 
 _NUM_NAMED = 3
@@ -171,7 +173,21 @@ class LoadedModel:
         }
         if self.share is None:
             return ModelRunner(self.step, cache, execution=self._execution, **options)
-        return (LeadingRunner if leads else RankRunner)(self.step, cache, share=self.share, **options)
+        return (LeadingRunner if leads else RankRunner)(
+            self.step, cache, share=self.share, step_bytes=self._step_bytes, **options
+        )
+
+    def _step_bytes(self, shape: StepShape) -> int:
+        return workspace_bytes(
+            self.size,
+            shape.tokens,
+            shape.rows,
+            shape.pages,
+            num_logits=shape.logit_rows,
+            num_copies=2,
+            attention=self.kernel,
+            has_trees=shape.is_tree,
+        )
 
     @property
     def _execution(self) -> Execution:

@@ -7,7 +7,7 @@ the largest step that the settings allow. It consists of
     weights    parameters, twice where they are compiled: packed, and in the library that they were packed from
     KV         all pages, which are written when the replica starts, and the scratch page; states of linear layers
     trees      objects of the speculation trees under the coupled rule; their KV rows are among the pages
-    workspace  allocations of the largest step: activations, gathered keys and values, logits (``_workspace_bytes``)
+    workspace  allocations of the largest step: activations, gathered keys and values, logits (``workspace_bytes``)
 
 A replica of several ranks splits its matrices and its KV heads among them; all numbers are of one rank.
 """
@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from paceline.checkpoint.linear import Slots
 from paceline.checkpoint.size import ModelSize
 from paceline.config import DraftOptions, DraftSetup, HeadDraftOptions, ModelOptions, TargetSetup
 from paceline.core import native
-from paceline.model.attention.schedule import MOST_VALUE_DIM, scratch_bytes, sum_bytes
-from paceline.model.shapes import QUERY_ROW_LEN, most_scored_rows, padded_pages, padded_tokens
+from paceline.model.attention.schedule import MOST_VALUE_DIM
+from paceline.model.shapes import most_scored_rows
+from paceline.model.workspace import Kernel, workspace_bytes
 from paceline.preflight.host_memory import (
     DEFAULT_SESSION_TOKENS,
     MEASURED_LEAVES,
@@ -34,9 +34,6 @@ from paceline.preflight.host_memory import (
     target_pages,
 )
 from paceline.types import MAX_DRAFT_TOKENS, PAGE_SIZE
-
-Kernel = Literal["sdpa", "native", "triton"]
-"""Names of attention kernels, the same as in ``model/attention/kernels.py``, which imports torch."""
 
 PROCESS_BYTES = 256 << 20
 """The least that a replica takes before it holds a model: interpreter, torch and Ray."""
@@ -55,7 +52,6 @@ _NODE_BYTES = 1024
 """A node of a speculation tree: Python objects in tree, frontier and row tables."""
 _TOKEN_BYTES = 2048
 """Memory of one token in a tokenizer and in tables about it, merges included."""
-_FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +180,7 @@ def target_estimate(
         num_states=slots.states,
         copies_bytes=_copies_bytes(size, slots) if num_ranks == 1 else 0,
         tree_bytes=options.max_sessions * setup.tree_budget * _NODE_BYTES,
-        workspace_bytes=_workspace_bytes(
+        workspace_bytes=workspace_bytes(
             size,
             options.max_step_tokens,
             options.max_sessions,
@@ -241,7 +237,7 @@ def draft_estimate(
         linear_bytes=size.slots_bytes(slots) if is_linear else 0,
         num_states=slots.states,
         tree_bytes=_draft_tree_bytes(setup),
-        workspace_bytes=_workspace_bytes(
+        workspace_bytes=workspace_bytes(
             size,
             setup.max_step_tokens,
             setup.num_sessions,
@@ -318,48 +314,3 @@ def _attention_of(options: ModelOptions, size: ModelSize, on_gpu: bool) -> Kerne
 
 def _scored_rows(size: ModelSize) -> int:
     return most_scored_rows(size.vocab_size) if size.vocab_size else 0
-
-
-def _workspace_bytes(
-    size: ModelSize,
-    max_tokens: int,
-    max_sessions: int,
-    max_pages: int,
-    *,
-    num_logits: int,
-    num_copies: int,
-    attention: Kernel,
-    has_trees: bool,
-) -> int:
-    """Bytes that the largest step allocates in addition to the KV pages.
-
-    With T tokens, S sessions of which one has the longest context (P pages), R = min(T, ``num_logits``) rows of
-    logits, and b bytes per number::
-
-        activations  T * b * (6 * hidden + 3 * intermediate)     residual, norms, q, k, v, attention; gate, up, product
-        attention    (T / 16 + S) * P * (a page's bytes in a layer)    sdpa: gathered keys and values of every query row
-                                                                       (of FP8 also in the model's dtype)
-                     partial sums                                      triton: its scratch (``schedule.py``)
-                     (T / 16 + S) * P * 1024 * b                       triton: masks, if steps have trees
-        logits       R * vocab * (b + 4 * num_copies)            the model's, and ``num_copies`` in float32
-
-    The last two never coexist: the larger one counts. Where the heads are not known, those of partial sums are taken to
-    be as wide as two residual states together.
-    Sampling on GPUs needs more: there the noise of all rows is drawn in one call.
-    """
-    tokens, sessions = padded_tokens(max_tokens), min(max_sessions, max_tokens)
-    activations = tokens * size.item_bytes * (6 * size.hidden_size + 3 * size.intermediate_size)
-    query_rows = -(-tokens // QUERY_ROW_LEN) + sessions
-    pages = padded_pages(max_pages)
-    attended = 0
-    if attention == "sdpa":
-        page_bytes = size.page_bytes + (replace(size, is_kv_fp8=False).page_bytes if size.is_kv_fp8 else 0)
-        attended = query_rows * pages * page_bytes // size.num_kv_layers
-    elif attention == "triton":
-        known = size.num_heads and size.value_dim
-        per_sum = sum_bytes(size.num_heads, size.value_dim) if known else 2 * size.hidden_size * _FLOAT32_BYTES
-        attended = scratch_bytes(tokens, pages, per_sum)
-        attended += query_rows * QUERY_ROW_LEN * pages * PAGE_SIZE * size.item_bytes if has_trees else 0
-    rows = padded_tokens(min(max_tokens, num_logits))
-    logits = rows * size.vocab_size * (size.item_bytes + num_copies * _FLOAT32_BYTES)
-    return activations + max(attended, logits)

@@ -24,9 +24,9 @@ from torch import Tensor
 from paceline.core.tree import NO_PROPOSAL
 from paceline.errors import EngineError
 from paceline.model.compiled.background import Compilation
-from paceline.model.compiled.graphs import release_cached
+from paceline.model.compiled.graphs import is_out_of_memory, release_cached
 from paceline.model.layer_callback import heard_by
-from paceline.model.parallel.runner import LeadingRunner
+from paceline.model.parallel.runner import LeadingRunner, NoRoomError
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
 from paceline.target.scheduler import Scheduled
@@ -134,8 +134,11 @@ class Runners:
                 states.append(one.states[: _num_states(group, every_position=features.every_position)])
         guessed = [one.guessed for one in done if one.guessed is not None]
         scored = [one.scored for one in done if one.scored is not None]
+        drawn = [one for one in done if one.token_ids is not None]
         return Forwarded(
             torch.cat([one.logits for one in done]),
+            [token_id for one in drawn for token_id in one.token_ids or ()] if drawn else None,
+            [logprob for one in drawn for logprob in one.logprobs],
             states=torch.cat(states) if states else None,
             guessed=torch.cat(guessed) if guessed else None,
             scored=torch.cat(scored) if scored else None,
@@ -153,7 +156,7 @@ class Runners:
         try:
             return Forwarded(self.current.forward_drawn(steps, token_ids))
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
         release_cached()
         return None
@@ -189,7 +192,8 @@ def _in_memory(
         with nullcontext() if on_states is None else heard_by(partial(on_states, parts)):
             return [(parts, _forward(runner, parts, wants_states=wants_states))]
     except (RuntimeError, MemoryError) as error:
-        if isinstance(runner, LeadingRunner) or not _is_out_of_memory(error):
+        has_begun = isinstance(runner, LeadingRunner) and not isinstance(error, NoRoomError)
+        if has_begun or not is_out_of_memory(error):
             raise  # other ranks are in the middle of this forward
         reason = str(error).partition("\n")[0]
     release_cached()
@@ -199,14 +203,9 @@ def _in_memory(
     return [run for half in halves for run in _in_memory(runner, half, wants_states=wants_states, on_states=on_states)]
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """True if the device or the host had no memory for a tensor."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
 def without_memory(error: Exception) -> EngineError:
     """The failure of a session's round by a lack of memory of the device; raises an ``error`` of another kind again."""
-    if not _is_out_of_memory(error):
+    if not is_out_of_memory(error):
         raise error
     release_cached()
     reason = str(error).partition("\n")[0]

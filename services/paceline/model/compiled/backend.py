@@ -203,12 +203,19 @@ class DeviceBackend:
 
     def run(self, step: StepFunction, plan: StepPlan) -> Outputs:
         """Packs the plan into one buffer, copies it and replays or runs the step (``Backend.run``)."""
-        own = plan.shape
-        shape = self._fits.best(own) or own
-        if shape in self._replays and self._has_room(shape, plan):
+        shape = self.shape_of(plan)
+        if self.replays(plan, shape):
             return self.replay(plan, shape)
         self.num_unrecorded += bool(self._replays)
         return self.compute(step, plan, shape)
+
+    def shape_of(self, plan: StepPlan) -> StepShape:
+        """The shape that a plan runs in."""
+        return self._fits.best(plan.shape) or plan.shape
+
+    def replays(self, plan: StepPlan, shape: StepShape) -> bool:
+        """True if a plan runs by the recording of ``shape``, which takes no memory."""
+        return shape in self._replays and self._has_room(shape, plan)
 
     def _has_room(self, shape: StepShape, plan: StepPlan) -> bool:
         """True if the recording of ``shape`` has room for the partial sums of a plan's attention, and for its numbers

@@ -171,6 +171,11 @@ def recordings_bytes(
     return max(0, taken)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """True if the device or the host had no memory for a tensor."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
 def release_cached() -> None:
     """Returns memory to a GPU that nothing uses any more."""
     if torch.cuda.is_available():

@@ -26,7 +26,7 @@ from paceline.core.sampling import RowKeys
 from paceline.errors import EngineError, RanksLostError
 from paceline.model.compiled.backend import DeviceBackend
 from paceline.model.compiled.buckets import Limits
-from paceline.model.compiled.graphs import record_steps
+from paceline.model.compiled.graphs import is_out_of_memory, record_steps, release_cached
 from paceline.model.kv_cache import KVCache
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.devices import rank_device
@@ -35,7 +35,7 @@ from paceline.model.parallel.model import Share
 from paceline.model.parallel.shared_memory import connect
 from paceline.model.parallel.vocabulary import sample_sharded
 from paceline.model.runner import ModelRunner
-from paceline.model.step_plan import SequenceStep, StepPlan
+from paceline.model.step_plan import SequenceStep, StepPlan, StepShape
 from paceline.types import Rendezvous
 
 _IDLE_S = 10 * 365 * 86400.0
@@ -88,13 +88,22 @@ class Picks:
         return cls._from(numbers, torch.frombuffer(data, dtype=torch.float32, offset=32 * count))
 
 
+class NoRoomError(MemoryError):
+    """A rank has no memory for a step, which no rank has begun."""
+
+
 class RankRunner(ModelRunner):
     """A rank's part of each step. Every rank must be given the same steps."""
 
-    def __init__(self, *args: Any, share: Share, **options: Any) -> None:
-        """``share``: the rank's part. All other arguments: see ``ModelRunner``."""
+    def __init__(self, *args: Any, share: Share, step_bytes: Callable[[StepShape], int], **options: Any) -> None:
+        """
+        Args:
+            args, options: see ``ModelRunner``.
+            share: the rank's part.
+            step_bytes: what a step of a shape allocates.
+        """
         super().__init__(*args, **options)
-        self.share = share
+        self.share, self._step_bytes = share, step_bytes
         self.lost = False
         """An exchange has failed: no other can succeed."""
 
@@ -102,6 +111,32 @@ class RankRunner(ModelRunner):
         """Runs one step on this rank: logits of the whole vocabulary, and states, which are the same on all ranks."""
         local, states = super()._run(plan)
         return self._join(local), states
+
+    def require_room(self, plan: StepPlan) -> None:
+        """Finds out whether all ranks have memory for a step, before any of them waits for another within it.
+
+        A replayed step takes none. For others each rank allocates what they take and frees it, which torch keeps for
+        them, and tells the others whether it could. On the CPU, where memory is not refused so, no step is looked at.
+
+        Raises:
+            NoRoomError: not all have, on every rank.
+        """
+        backend = self.backend
+        if not isinstance(backend, DeviceBackend) or backend.replays(plan, shape := backend.shape_of(plan)):
+            return
+        reason = None
+        try:
+            self._reserve(shape)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = f"rank {self.share.group.rank}: {error}"
+        if not self.share.group.least(int(reason is None)):
+            release_cached()
+            raise NoRoomError(reason or "another rank has no memory for it")
+
+    def _reserve(self, shape: StepShape) -> None:
+        torch.empty(self._step_bytes(shape), dtype=torch.uint8, device=self.cache.keys[0].device)
 
     @property
     def is_asynchronous(self) -> bool:
@@ -171,10 +206,11 @@ class LeadingRunner(RankRunner):
     def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """Sends the plan to the other ranks and runs it.
 
-        Raises RanksLostError if a rank is gone or does not come in time.
+        Raises RanksLostError if a rank is gone or does not come in time, and NoRoomError.
         """
         with self.together():
             self._tell(plan, b"")
+            self.require_room(plan)
             return super()._run(plan)
 
     def forward_and_pick(
@@ -208,6 +244,7 @@ class LeadingRunner(RankRunner):
         plan, picks = self.plan(steps), Picks.of(rows)
         with self.together():
             self._tell(plan, picks.encode())
+            self.require_room(plan)
             logits, tokens, logprobs, states = self.run_and_pick(plan, picks)
             values = torch.stack((tokens.double(), logprobs.double())).tolist()  # one transfer
         return logits, [int(token) for token in values[0]], values[1], states
@@ -281,6 +318,10 @@ class Follower:
                 self._record(message[start:])
                 return True
             plan = StepPlan.decode(message[start : start + num_plan])
+            try:
+                runner.require_room(plan)
+            except NoRoomError:
+                return True  # the first rank tries a smaller one
             if num_picks:
                 runner.run_and_pick(plan, Picks.decode(message[start + num_plan :]))
             else:
