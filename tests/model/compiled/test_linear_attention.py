@@ -64,7 +64,10 @@ def logits_of(runner: ModelRunner, spans: Sequence[tuple[int, int]]) -> Tensor:
 @pytest.mark.usefixtures("compiled_steps")
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*slow([("qwen3_5_text", BF16), ("nemotron_h", BF16)]), *nightly([(f, d) for f in FAMILIES for d in (FP32, BF16)])],
+    [
+        *slow([("qwen3_5_text", BF16), ("nemotron_h", BF16)]),
+        *nightly([*((f, BF16) for f in FAMILIES), *((f, FP32) for f in ("qwen3_next", "kimi_linear", "jamba"))]),
+    ],
 )
 def test_compiled_steps_have_the_bits_of_decoding(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
