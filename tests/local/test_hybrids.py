@@ -22,6 +22,7 @@ from paceline.drafters.heads.early_exit import open_exit
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
 from paceline.model.kv_cache import KVCache
+from paceline.preflight.estimate import draft_estimate
 from paceline.target.control.report import measures
 from paceline.types import PAGE_SIZE, Mode, SpeculationParams
 
@@ -121,7 +122,8 @@ def test_a_draft_with_linear_layers_is_accepted_where_it_is_the_target(folder: P
     options: dict[str, Any] = {"path": str(folder), "dtype": "float32", "compile": False}
     target = TargetModel(max_model_len=256, max_sessions=2, adaptive=False, batch_invariant="off", **options)
     draft = DraftModel(tree_budget=32, **options)
-    with LocalPipeline(LocalConfig(target=target, draft=draft, worker="thread", pin_cores=False)) as pipeline:
+    config = LocalConfig(target=target, draft=draft, worker="thread", pin_cores=False)
+    with LocalPipeline(config) as pipeline:
         for mode in (Mode.PLAIN, Mode.SEQUENTIAL):
             speculation = SpeculationParams(mode=mode, max_draft_tokens=4)
             result = pipeline.generate(
@@ -132,7 +134,14 @@ def test_a_draft_with_linear_layers_is_accepted_where_it_is_the_target(folder: P
         assert result.token_ids == expected
         assert result.speculation.accepted == result.speculation.drafted > 0
         worker: Any = pipeline._draft
-        assert worker._engine._drafter._cache.linear.slots == Slots.of(2, branches=3)
+        cache = worker._engine._drafter._cache
+        assert cache.linear.slots == Slots.of(2, branches=3)
+        setup, size = config.draft_setup(), Checkpoint.open(str(folder)).size("float32")
+        assert setup is not None
+        assert size is not None
+        estimate = draft_estimate(setup, size, 256)
+        assert estimate.num_pages == cache.num_pages
+        assert estimate.linear_bytes == sum(pool.nbytes for layer in cache.linear_pools.values() for pool in layer)
 
 
 def test_layers_that_attend_in_addition_do_not_draft(tmp_path: Path) -> None:

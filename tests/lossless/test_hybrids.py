@@ -18,6 +18,8 @@ from tests.support.pump import Pump, Request, assert_continued, assert_same, in_
 from tests.support.rings import nightly, slow
 from tests.target.test_leaks import Storm
 
+from paceline.drafters.cascade import VerticalDrafter
+from paceline.drafters.model import ModelDrafter
 from paceline.messages import CloseSession, Commit, OpenSession
 from paceline.model.kv_cache import KVCache
 from paceline.model.linear import layers as linear_layers
@@ -190,10 +192,17 @@ def with_prefix(requests: dict[str, Request]) -> dict[str, Request]:
     return {name: replace(request, prompt=[*first, *request.prompt]) for name, request in requests.items()}
 
 
+def drafter_of(model: LoadedModel, kind: Any = ModelDrafter, **options: Any) -> ModelDrafter:
+    """A model as a draft."""
+    drafter: ModelDrafter = kind(model.runner(64), max_leaves=8, max_prefill_tokens=64, top_m=64, **options)
+    return drafter
+
+
 def drafting_for_itself(family: str, dtype: torch.dtype, num: int, mode: Mode, **options: Any) -> Pump:
     """A pump whose draft is its target, and has served all requests; asserts that their tokens are the reference's."""
     target, requests, reference = hybrid(family, dtype), requests_of(num), reference_of(family, dtype, num)
-    pump = Pump(target, target, pages=40, max_step_tokens=48, max_leaves=8, draft_steps=(1, 8), **options)
+    options.setdefault("drafter", drafter_of(target))
+    pump = Pump(target, None, pages=40, max_step_tokens=48, draft_steps=(1, 8), **options)
     for runner in (pump.target.runner, pump.drafter._runner):
         poison(runner)
     assert_same(pump.run(in_mode(requests, mode)), reference)
@@ -213,6 +222,14 @@ def test_a_draft_that_is_its_target_is_accepted(family: str, dtype: torch.dtype,
     """Every draft token that was verified, over boundaries, misses by late messages, and greedily or not."""
     found = [result.speculation for result in drafting_for_itself(family, dtype, num, mode).results.values()]
     assert sum(one.drafted for one in found) == sum(one.accepted for one in found) > 10 * num
+
+
+def test_a_cascade_that_is_its_target_is_accepted() -> None:
+    """It drafts several tokens after a leaf, of which rows of guesses are not kept."""
+    model = hybrid(*FAST[:2])
+    drafter = drafter_of(model, VerticalDrafter, guesser=drafter_of(model), num_guesses=3)
+    found = [one.speculation for one in drafting_for_itself(*FAST, Mode.OVERLAPPED, drafter=drafter).results.values()]
+    assert sum(one.drafted for one in found) == sum(one.accepted for one in found) > 60
 
 
 @pytest.mark.parametrize(("family", "dtype", "num"), [FAST, *slow(SLOW[:3]), *nightly(EACH)])
