@@ -22,6 +22,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.config import ModelOptions
 from paceline.errors import ConfigError
 from paceline.model import kept, quantized
+from paceline.model.compiled.parts import _is_part
 from paceline.model.dequantized import DequantizedFiles
 from paceline.model.loading import load_model, load_pretrained
 from paceline.model.scaled import Scaled, ScaledLinear, round_layers, rounded, scaled_layers
@@ -169,3 +170,16 @@ def test_a_gpu_without_the_kernel_dequantizes_and_says_so(
     files = load_pretrained(Checkpoint.open(str(tmp_path)), torch.bfloat16)
     assert not scaled_layers(files)
     assert "dequantized" not in caplog.text  # on the CPU it is no fault
+
+
+def test_a_part_with_such_layers_is_traced_whole() -> None:
+    """An MLP is compiled as one part, for any number of tokens, with the products as calls within it."""
+    model = random_model("llama", dtype=torch.bfloat16)
+    round_layers(model, CPU, 16)
+    mlp = model.get_submodule("model.layers.0.mlp")
+    assert _is_part(mlp)
+    with torch.no_grad():
+        compiled = torch.compile(mlp.forward, backend="aot_eager", dynamic=True, fullgraph=True)
+        for num_tokens in (3, 20):
+            x = torch.randn(1, num_tokens, model.config.hidden_size).bfloat16()
+            assert torch.equal(compiled(x), mlp(x))
