@@ -47,10 +47,13 @@ def index_values(config: Mapping[str, Any]) -> int:
     return num_indexers(config) * int(_text(config).get("index_head_dim") or 128)
 
 
-def why_eager(config: Mapping[str, Any]) -> str | None:
-    """Says why a model of a configuration is not compiled on the CPU, as a clause; None: nothing in it says so."""
-    if compressors(config):
-        return "layers with compressors are not compiled"
+def why_eager(config: Mapping[str, Any], *, demanded: bool = False) -> str | None:
+    """Says why a model of a configuration is not compiled on the CPU, as a clause; None: nothing in it says so.
+
+    ``demanded``: compile is true, not auto.
+    """
+    if compressors(config) and not demanded:
+        return "layers with compressors take about a minute each to compile, and are where compile is true"
     if num_indexers(config):
         return "layers with indexers are not compiled"
     # torch.export does not find that their shapes hold for any number of tokens.

@@ -254,7 +254,7 @@ def why_not_runnable(
         compile: the option; of Llama 4 it is refused, too.
         state_slots, kv_cache_dtype: the options.
     """
-    layers, reason = linear_layers(config), why_eager(config)
+    layers, reason = linear_layers(config), why_eager(config, demanded=True)
     if layers is None and state_slots is not None:
         return "state_slots", f"is {state_slots}, and the model has no linear layers: null is allowed"
     if compile is True and device == "cpu" and reason is not None:

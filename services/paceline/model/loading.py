@@ -293,13 +293,13 @@ def load_model(
     return replace(loaded, cuda_graphs=options.cuda_graphs, max_cuda_graphs=options.max_cuda_graphs)
 
 
-def _why_eager(model: PreTrainedModel) -> str | None:
-    """Says why a model is not compiled, as a clause; None if it can be."""
+def _why_eager(model: PreTrainedModel, *, demanded: bool = False) -> str | None:
+    """Says why a model is not compiled, as a clause; None if it can be. ``demanded``: compile is true, not auto."""
     if (reason := linear_layers.why_eager(model) or why_eager(model)) is not None:
         return reason
     if model.device.type != "cpu":
         return None
-    return indexed.why_eager(model.config.to_dict()) or why_not_compiled(model)
+    return indexed.why_eager(model.config.to_dict(), demanded=demanded) or why_not_compiled(model)
 
 
 def _can_compile(device: torch.device, group: Collectives | None) -> bool:
@@ -394,7 +394,7 @@ def prepare(
     log.info("attention of %s on %s: %s", type(model).__name__, model.device.type, kernel)
     step: StepFunction | None = None
     if compile:
-        reason = _why_eager(model) if on_cpu else _why_no_parts(model)
+        reason = _why_eager(model, demanded=True) if on_cpu else _why_no_parts(model)
         if reason:
             raise ConfigError(f"compile is true, but {reason}: set compile to auto or false")
 

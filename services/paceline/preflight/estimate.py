@@ -298,8 +298,8 @@ def _packed_bytes(options: ModelOptions, size: ModelSize, on_gpu: bool) -> int:
 
 def compiles(options: ModelOptions, size: ModelSize, on_gpu: bool) -> bool:
     """True if a model with these settings runs compiled into a library that holds its weights, as on CPUs; one with
-    indexers or compressors does not."""
-    return not on_gpu and options.compile is not False and not size.index_values
+    indexers or compressors does not by itself."""
+    return not on_gpu and (options.compile is True or (options.compile == "auto" and not size.index_values))
 
 
 def _attention_of(options: ModelOptions, size: ModelSize, on_gpu: bool) -> Kernel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -12,7 +13,7 @@ import pytest
 import torch
 from tests.model.attention.test_indexed import by_library
 from tests.model.conformance import FP32_LIMIT, transformers_logits
-from tests.model.families import checkpoint
+from tests.model.families import checkpoint, small_config
 from tests.model.parallel.ranks import Ranks, led, load
 from tests.model.test_linear import chunk, differing_of
 from tests.support.compressed import compressed, compressed_config, compressed_model, published_config
@@ -89,6 +90,39 @@ def test_the_self_test_holds(dtype: torch.dtype, heavy: int) -> None:
 def test_any_tree_has_the_bits_of_decoding(dtype: torch.dtype, heavy: int, contexts: tuple[int, ...]) -> None:
     """Trees of up to 16 tokens after prefill in random chunks, with neighbors that pad the page tables."""
     assert differing_of(compressed(dtype, heavy).runner(60), contexts) == 0
+
+
+def _compiled_changes() -> dict[str, Any]:
+    """A sparse and a heavily compressed layer, and few iterations of what mixes streams: each adds to the graph."""
+    return {
+        "num_hidden_layers": 2, "layer_types": [SPARSE, HEAVY], "mlp_layer_types": ["hash_moe", "moe"],
+        "compress_rates": {SPARSE: 4, HEAVY: 128}, "sliding_window": 16, "index_topk": 8, "index_n_heads": 2,
+        "hc_sinkhorn_iters": 2,
+    }  # fmt: skip
+
+
+@functools.cache
+def compiled_of(dtype: torch.dtype) -> ModelRunner:
+    config = small_config("deepseek_v4", **_compiled_changes())
+    return prepare(checkpoint(config).to(dtype), compile=True).runner(60)
+
+
+@pytest.mark.parametrize("dtype", nightly([FP32, BF16]))
+def test_any_tree_of_a_compiled_model_has_the_bits_of_decoding(dtype: torch.dtype) -> None:
+    """At the ends of windows and pages; before top-k, and beyond it."""
+    assert differing_of(compiled_of(dtype), CONTEXTS) == 0
+
+
+@pytest.mark.parametrize("dtype", nightly([FP32]))
+def test_a_compiled_model_has_the_logits_of_an_eager_one(dtype: torch.dtype) -> None:
+    """Of a prompt in steps, over more than one window of 128."""
+    tokens, rows = list(prompt(3, 300)), []
+    compiled = compiled_of(dtype)
+    model = checkpoint(small_config("deepseek_v4", **_compiled_changes()))
+    for runner in (compiled, prepare(model.to(dtype), compile=False).runner(60)):
+        pages = runner.cache.allocate(5)
+        rows.append(torch.cat([runner.forward([chunk(tokens, a, b, pages, b - a)]) for a, b in pairwise(_SPANS)]))
+    assert float((rows[0] - rows[1]).abs().max() / rows[1].abs().max()) <= FP32_LIMIT
 
 
 @mutant(operator, "_ends")
@@ -207,6 +241,7 @@ def test_weights_that_are_not_compiled_are_counted_once() -> None:
     """A library of compiled steps would hold them a second time."""
     size = size_of(compressed_config().to_dict(), 1000, 2)
     assert not compiles(ModelOptions(), size, False)
+    assert compiles(ModelOptions(compile=True), size, False)
     assert compiles(ModelOptions(), replace(size, index_values=0), False)
 
 
@@ -224,7 +259,6 @@ def test_what_does_not_run_with_compressed_layers_is_refused() -> None:
         (None, {"device": "cuda"}, "device", "'cpu' is allowed"),
         (None, {"quantization": "int8"}, "quantization", "null is allowed"),
         (None, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype", "'auto' is allowed"),
-        (None, {"compile": True}, "compile", "layers with compressors are not compiled"),
         ({"quant_method": "torchao"}, {}, "model", "by 'torchao' and the model has compressed attention layers"),
     ):
         found = why_not_runnable(config, stored, **usual | changes)
@@ -241,7 +275,7 @@ def test_auto_is_eager_and_its_layers_are_refused_as_heads(tmp_path: Path, caplo
     found, options = Checkpoint.open(str(tmp_path)), ModelOptions(device="cpu", dtype="float32")
     with caplog.at_level("INFO", "paceline.model.loading"):
         assert isinstance(load_model(found, options).step, Step)
-    assert "is not compiled: layers with compressors are not compiled" in caplog.text
+    assert "is not compiled: layers with compressors take about a minute each to compile" in caplog.text
     with pytest.raises(ConfigError, match="layers of deepseek_v4 choose keys by indexers, which heads do not run"):
         require_borrowable("method", found, lambda family: layers_from(1, family), [1])
     assert "MTP" not in choose(str(tmp_path)).line

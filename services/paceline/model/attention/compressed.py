@@ -13,6 +13,9 @@ of sums: tokens of the step and of earlier ones give the same bits.
 
 Attention goes over pages: before each ``rate`` pages of keys comes one of the 64 entries that stand for them. The
 place of a key depends on its position alone, and so does the order of sums.
+
+While a step is exported, no size depends on the values of a tensor: an entry is made of each token that is written, and
+is stored on the scratch page if the token ends no window; a query row copies as many pages as its window can span.
 """
 
 from __future__ import annotations
@@ -134,7 +137,7 @@ def _forward(
         for compressor in compressors:
             _compress(compressor, hidden_states[0], step)
         chosen = _choose(layer, compressors, hidden_states, residual, (cos, sin), step)
-        given |= _over(compressors[0], step, layer.layer_idx, chosen)
+        given |= _over(compressors[0], step, layer, chosen)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(layer.config._attn_implementation, _forward)
     window = layer.sliding_window if given["page_table"] is None else None
     given |= {"scaling": layer.scaling, "sliding_window": window, "s_aux": layer.sinks}
@@ -163,16 +166,21 @@ def _compress(compressor: Compressor, x: Tensor, step: _Step) -> None:
     module, (rate, dim, _), pool = compressor
     _write(step.keys[pool], step, torch.cat([module.kv_proj(x), module.gate_proj(x)], -1))
     writes = _ends(step, rate)
-    count = writes.shape[0]
-    if not count:
+    tokens, rows = step.write_tokens[writes], step.write_rows[writes]
+    if torch.compiler.is_exporting():
+        ends = (step.positions.index_select(0, tokens) + 1) % rate == 0
+        rows = torch.where(ends, rows, (step.keys[pool + 1].shape[0] - 1) * PAGE_SIZE)
+    elif not tokens.shape[0]:
         return
     spare = max(MIN_TOKENS, -(-2 * _LANES // dim), -(-_LANES // _num_angles(module)))
-    tokens = step.write_tokens[torch.cat([writes, writes[:1].expand(spare)])]
-    _store(step.keys[pool + 1], compressor.entries, step.write_rows[writes], _entries(compressor, step, tokens)[:count])
+    made = _entries(compressor, step, torch.cat([tokens, tokens[:1].expand(spare)]))
+    _store(step.keys[pool + 1], compressor.entries, rows, made[: tokens.shape[0]])
 
 
 def _ends(step: _Step, rate: int) -> Tensor:
-    """Indices of the rows that are written whose tokens end a window."""
+    """Indices of the rows that are written whose tokens end a window; while a step is exported, of all."""
+    if torch.compiler.is_exporting():
+        return torch.arange(step.write_tokens.shape[0], device=step.write_tokens.device)
     return ((step.positions.index_select(0, step.write_tokens) + 1) % rate == 0).nonzero()[:, 0]
 
 
@@ -260,14 +268,15 @@ def _choose(
 
 def _entry_mask(entries: Entries, step: _Step) -> Tensor:
     """Entries whose last token the query sees, additive ``[B, 1, n, groups * page_size]``."""
-    seen = step.masks[0][..., entries.rate - 1 :: entries.rate]
-    missing = _num_groups(entries, step) * PAGE_SIZE - seen.shape[-1]
-    return torch.nn.functional.pad(seen, (0, missing), value=-torch.inf)
+    seen = torch.nn.functional.pad(step.masks[0], (0, 1), value=-torch.inf)
+    last = torch.arange(_num_groups(entries, step) * PAGE_SIZE, device=seen.device) * entries.rate + entries.rate - 1
+    return seen.index_select(3, last.clamp(max=seen.shape[3] - 1))
 
 
 def _num_groups(entries: Entries, step: _Step) -> int:
-    """Pages of entries of a query row: one for each ``rate`` pages of keys, the last ones perhaps fewer."""
-    return -(-step.page_table.shape[1] // entries.rate)
+    """Pages of entries of a query row: one for each ``rate`` pages of keys, and one or two that none sees. torch.export
+    makes constants of sizes that might be 1."""
+    return step.page_table.shape[1] // entries.rate + 2
 
 
 def _entry_pages(compressor: Compressor, step: _Step) -> tuple[Tensor, Tensor]:
@@ -276,45 +285,58 @@ def _entry_pages(compressor: Compressor, step: _Step) -> tuple[Tensor, Tensor]:
     Query rows next to each other may be of one sequence, and share them.
     """
     entries, pool = compressor.entries, step.keys[compressor.pool + 1]
-    tables, which = torch.unique_consecutive(step.page_table, dim=0, return_inverse=True)
-    apart = max(1, entries.rate // PAGE_SIZE)  # pages of which one has an entry
-    tables = tables[:, apart - 1 :: apart]
+    tables, which = step.page_table, torch.arange(step.page_table.shape[0], device=pool.device)
+    if not torch.compiler.is_exporting():
+        tables, which = torch.unique_consecutive(tables, dim=0, return_inverse=True)
+    apart, num_groups = (
+        max(1, entries.rate // PAGE_SIZE),
+        _num_groups(entries, step),
+    )  # one page of `apart` has an entry
+    column = torch.arange(num_groups * PAGE_SIZE // entries.slots, device=pool.device) * apart + apart - 1
+    tables = tables.index_select(1, column.clamp(max=tables.shape[1] - 1))
     of_pages = pool.view(pool.shape[0], -1)[:, : entries.slots * entries.dim]
-    found = of_pages.index_select(0, tables.reshape(-1)).view(tables.shape[0], -1, entries.dim)
-    num_groups = _num_groups(entries, step)
-    found = torch.nn.functional.pad(found, (0, 0, 0, num_groups * PAGE_SIZE - found.shape[1]))
-    numbers = which[:, None] * num_groups + torch.arange(num_groups, device=which.device)
-    return found.view(-1, PAGE_SIZE, 1, entries.dim), numbers
+    found = of_pages.index_select(0, tables.flatten()).view(tables.shape[0] * num_groups, PAGE_SIZE, 1, entries.dim)
+    return found, which[:, None] * num_groups + torch.arange(num_groups, device=which.device)
 
 
-def _seen_pages(step: _Step, layer: int) -> tuple[Tensor, Tensor]:
+def _seen_pages(step: _Step, layer: int, window: int) -> tuple[Tensor, Tensor]:
     """Copies of the pages of keys that a query row sees in its window ``[pages, page_size, 1, dim]``, and those of each
     row ``[B, pages]``. In the place of others is one of zeros, the first."""
     table, pool = step.page_table, step.keys[layer]
     seen = (step.masks[-1][:, 0] == 0).view(table.shape[0], -1, table.shape[1], PAGE_SIZE).any(3).any(1)
-    pages = torch.cat([torch.zeros_like(pool[:1]), pool.index_select(0, table[seen])])
-    return pages, seen.view(-1).cumsum(0).view(seen.shape) * seen
+    if torch.compiler.is_exporting():  # the tokens of a row follow each other
+        most = (step.gather_index.shape[1] + window + 2 * PAGE_SIZE - 2) // PAGE_SIZE + 1
+        first = torch.argsort(torch.nn.functional.pad(seen, (0, most)).long(), stable=True, dim=1, descending=True)[
+            :, :most
+        ]
+        chosen = torch.nn.functional.pad(table, (0, most)).gather(1, first).flatten()
+        place = torch.arange(table.shape[0], device=table.device)[:, None] * most + seen.long().cumsum(1)
+    else:
+        chosen, place = table[seen], seen.view(-1).cumsum(0).view(seen.shape)
+    return torch.cat([torch.zeros_like(pool[:1]), pool.index_select(0, chosen)]), place * seen
 
 
-def _over(compressor: Compressor, step: _Step, layer: int, mask: Tensor) -> dict[str, Any]:
+def _over(compressor: Compressor, step: _Step, layer: Any, mask: Tensor) -> dict[str, Any]:
     """The arguments of ``paged_attention`` that attend over keys and entries, with nothing to write.
 
     ``mask``: of entries, as ``_choose`` returns it.
     """
     rate, num_pages = compressor.entries.rate, step.page_table.shape[1]
-    keys, key_pages = _seen_pages(step, layer)
+    keys, key_pages = _seen_pages(step, layer.layer_idx, layer.sliding_window)
     entries, entry_pages = _entry_pages(compressor, step)
-    order: list[int] = []
-    for group in range(entry_pages.shape[1]):
-        order += [num_pages + group, *range(group * rate, min((group + 1) * rate, num_pages))]
-    place = torch.tensor(order, device=keys.device)
-    masks = torch.cat([step.masks[-1], mask], -1)
+    nobodys = torch.zeros_like(key_pages[:, :1])  # stands behind the last page, and is masked
+    numbers = torch.cat([key_pages, nobodys, entry_pages + keys.shape[0]], 1)
+    masks = torch.nn.functional.pad(step.masks[-1], (0, PAGE_SIZE), value=-torch.inf)
+    at = torch.arange(num_pages + entry_pages.shape[1] - 1, device=keys.device)
+    group, place = at // (rate + 1), at % (rate + 1)  # in a group the page of entries comes first
+    order = torch.where(place == 0, num_pages + 1 + group, (group * rate + place - 1).clamp(max=num_pages))
+    places = (order[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=keys.device)).flatten()
     pages, nothing = torch.cat([keys, entries]), step.write_rows[:0]
     return {
-        "keys": {layer: pages},
-        "values": {layer: pages[..., :0]},
+        "keys": {layer.layer_idx: pages},
+        "values": {layer.layer_idx: pages[..., :0]},
         "write_rows": nothing,
         "write_tokens": nothing,
-        "page_table": torch.cat([key_pages, entry_pages + keys.shape[0]], 1).index_select(1, place),
-        "masks": [masks.view(*masks.shape[:3], -1, PAGE_SIZE).index_select(3, place).flatten(3)],
+        "page_table": numbers.index_select(1, order),
+        "masks": [torch.cat([masks, mask], -1).index_select(3, places)],
     }

@@ -65,10 +65,14 @@ class IndexedStep:
         head_dim = pages.shape[-1]
         written = keys.index_select(0, self.write_tokens).to(pages.dtype)
         pages.view(-1, head_dim).index_put_((self.write_rows,), written)
-        if self.mask.shape[-1] <= top_k:
-            return self.mask
         seen, key_pages = self.mask[:, 0] == 0, pages.squeeze(2)
         score = native.score_index if native.unavailable() is None else score_index
+        if torch.compiler.is_exporting():  # whose sizes are of no values: there are `top_k` keys at least
+            scores = score(queries.float(), key_pages, weights, self.page_table, self.gather_index, seen)
+            best = highest(torch.nn.functional.pad(scores, (0, top_k), value=-torch.inf), top_k)
+            return self.mask.masked_fill(~best[..., : seen.shape[-1]].unsqueeze(1), -torch.inf)
+        if self.mask.shape[-1] <= top_k:
+            return self.mask
         queries, size = queries.float(), max(1, _MOST_PRODUCTS // (seen[:, 0].numel() * queries.shape[1]))
         chosen = [
             highest(score(queries, key_pages, weights, self.page_table, places, visible), top_k)

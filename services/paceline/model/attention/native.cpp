@@ -495,6 +495,11 @@ at::Tensor score_pages(const at::Tensor& queries, const at::Tensor& keys, const 
   return out;
 }
 
+at::Tensor score_pages_meta(const at::Tensor& queries, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                            const at::Tensor&, const at::Tensor& seen) {
+  return at::empty_symint(seen.sym_sizes(), queries.options().dtype(at::kFloat));
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(paceline, library) {
@@ -516,6 +521,7 @@ TORCH_LIBRARY_IMPL(paceline, CPU, library) {
 TORCH_LIBRARY_IMPL(paceline, Meta, library) {
   library.impl("attend_pages", attend_pages_meta);
   library.impl("round_to_fp8", round_to_fp8_meta);
+  library.impl("score_pages", score_pages_meta);
 }
 
 // Attention is shared by `by` from now on, which knows for each thread who helps it.
@@ -541,5 +547,18 @@ extern "C" AOTITorchError aoti_torch_cpu_attend_pages(
         attend_pages(tensor(query), tensor(keys), tensor(values), tensor(table), tensor(gather), tensor(scatter),
                      tensor(mask), sinks == nullptr ? std::nullopt : std::optional<at::Tensor>(tensor(*sinks)), scale,
                      softcap));
+  });
+}
+
+extern "C" AOTITorchError aoti_torch_cpu_score_pages(AtenTensorHandle queries, AtenTensorHandle keys,
+                                                     AtenTensorHandle weights, AtenTensorHandle table,
+                                                     AtenTensorHandle gather, AtenTensorHandle seen,
+                                                     AtenTensorHandle* out) {
+  const auto tensor = [](AtenTensorHandle x) -> const at::Tensor& {
+    return *torch::aot_inductor::tensor_handle_to_tensor_pointer(x);
+  };
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    *out = torch::aot_inductor::new_tensor_handle(score_pages(tensor(queries), tensor(keys), tensor(weights),
+                                                              tensor(table), tensor(gather), tensor(seen)));
   });
 }

@@ -122,8 +122,15 @@ def compiled_shims() -> dict[Any, list[str]]:
     arguments += ["AtenTensorHandle* sinks", "double scale", "double softcap", "AtenTensorHandle* out"]
     declaration = f"AOTITorchError aoti_torch_cpu_attend_pages({', '.join(arguments)})"
     rounding = "AOTITorchError aoti_torch_cpu_round_to_fp8(AtenTensorHandle x, AtenTensorHandle* out)"
+    scored = ("queries", "keys", "weights", "page_table", "gather_index", "seen")
+    arguments = [*(f"AtenTensorHandle {name}" for name in scored), "AtenTensorHandle* out"]
+    scoring = f"AOTITorchError aoti_torch_cpu_score_pages({', '.join(arguments)})"
     operators = torch.ops.paceline
-    return {operators.attend_pages.default: [declaration], operators.round_to_fp8.default: [rounding]}
+    return {
+        operators.attend_pages.default: [declaration],
+        operators.round_to_fp8.default: [rounding],
+        operators.score_pages.default: [scoring],
+    }
 
 
 @functools.cache
