@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paceline.core.experiment import LEAST, WINDOW
 from paceline.core.statistics import Ewma
 
-_LEAST_ROUNDS = 64
+_LEAST_ROUNDS = 2 * WINDOW
 """Rounds of either kind before they are compared."""
-_TRIAL_EVERY = 8
+_WEIGHT = 0.02
+"""Weight of a round in the averages."""
+_TRIAL_EVERY = 2 * LEAST
 """One in this many sessions uses the other choice, so that the comparison stays true."""
 
 
@@ -23,14 +26,14 @@ class Overlap:
 
     forced: bool | None = None
     """The fixed choice; None: by measurement."""
-    accepted: dict[bool, Ewma] = field(default_factory=lambda: {ahead: Ewma(0.02) for ahead in (True, False)})
+    accepted: dict[bool, Ewma] = field(default_factory=lambda: {ahead: Ewma(_WEIGHT) for ahead in (True, False)})
     """Draft tokens accepted of a proposal, by whether it was made ahead."""
     rounds: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
-    depth_s: Ewma = field(default_factory=lambda: Ewma(0.05))
+    depth_s: Ewma = field(default_factory=lambda: Ewma(_WEIGHT))
     """t_d: seconds of one depth of a proposal."""
-    num_proposed: Ewma = field(default_factory=lambda: Ewma(0.05))
+    num_proposed: Ewma = field(default_factory=lambda: Ewma(_WEIGHT))
     """K: tokens of a proposal."""
-    verify_s: Ewma = field(default_factory=lambda: Ewma(0.05))
+    verify_s: Ewma = field(default_factory=lambda: Ewma(_WEIGHT))
     """T_v: seconds from a proposal's announcement to its outcome."""
     num_sessions: int = 0
 

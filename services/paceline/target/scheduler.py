@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.checkpoint.grammar_work import POLL_S
 from paceline.checkpoint.linear import CHUNK
+from paceline.core.experiment import LEAST
 from paceline.core.native_tree import rows_of
 from paceline.core.processors import Row
 from paceline.core.tree import NO_PROPOSAL, Producer, Proposal
@@ -29,7 +30,7 @@ from paceline.target.heads.driver import Heads
 from paceline.target.session import TargetSession
 from paceline.types import Mode, pages_for
 
-_MOST_VAIN, _LONGEST_REST, _RESTING_SESSIONS = 4, 7, 8
+_RESTING_SESSIONS = 8
 """Back-off of prompt lookups, which cost time per session. After 4 consecutive steps without a lookup they pause for
 one step, after the next for two, ..: at most 7, and at most one step per 8 sessions, or any number of sessions where
 the steps without them are launched ahead."""
@@ -353,8 +354,9 @@ class Scheduler:
                 self._subtrees[id(session)] = offered
         if only_lookups:
             self._num_vain = 0 if any(counts) else self._num_vain + 1
-            longest = _LONGEST_REST if overlaps else min(_LONGEST_REST, len(sessions) // _RESTING_SESSIONS)
-            self._num_rests = min(max(0, self._num_vain - _MOST_VAIN + 1), longest)
+            longest = _RESTING_SESSIONS - 1
+            longest = longest if overlaps else min(longest, len(sessions) // _RESTING_SESSIONS)
+            self._num_rests = min(max(0, self._num_vain - LEAST + 1), longest)
         return wanted
 
     def _allocate_if_sent(self, decoding: list[TargetSession]) -> dict[int, int]:

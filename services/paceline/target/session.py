@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from paceline.core.experiment import Experiment
 from paceline.core.native_tree import new_tree
 from paceline.core.processors import Grammar, SamplerState
 from paceline.core.statistics import DecayingRatio, RateSample
@@ -15,7 +16,6 @@ from paceline.messages import OpenSession
 from paceline.model.kv_cache import KVCache, flat_rows, page_hash, root_hash
 from paceline.model.linear.plan import NONE
 from paceline.target.control.allocation import AcceptanceHistory, expected_tokens
-from paceline.target.control.experiment import Experiment
 from paceline.target.control.subtree import SubtreeOffer
 from paceline.target.lookup import Lookup
 from paceline.types import PAGE_SIZE, Acceptance, Cause, FinishReason, Mode, pages_for

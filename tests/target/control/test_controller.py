@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from tests.target.simulation import Simulation, cpu_cost, gpu_cost
 
+from paceline.core.experiment import Experiment
 from paceline.core.statistics import DecayingHistogram, RateSample
 from paceline.draft.growth import Reach
-from paceline.target.control.experiment import Experiment
 from paceline.target.control.load_trials import LoadTrials
 from paceline.target.control.report import TargetReport, explain, measures
 

@@ -8,7 +8,7 @@ import pytest
 from tests.support.rings import nightly, slow
 from tests.target.simulation import Simulation, cpu_cost, gpu_cost
 
-from paceline.target.control.experiment import Budget, Experiment, pause_s
+from paceline.core.experiment import Budget, Experiment, pause_s
 from paceline.target.control.session_gate import Judgement, judge
 from paceline.target.session import Account
 

@@ -31,27 +31,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from paceline.core.experiment import WINDOW, Budget
 from paceline.core.statistics import DecayingHistogram, DecayingRatio, Ewma
 from paceline.core.tree import Proposal
-from paceline.target.control.experiment import Budget
 from paceline.target.control.step_cost import StepCost
 from paceline.target.control.subtree import Ranked, SubtreeOffer
 
 PRIOR_ACCEPTANCE = 0.7
 BEST_ACCEPTANCE = 0.95
 """Acceptance of a drafter of which nothing is known, so that it is tried."""
-ENOUGH_TRIALS = 32.0
+ENOUGH_TRIALS = WINDOW
 """Verified tokens after which an acceptance is known well enough."""
 IDLE_KEEP = 0.98
 _BRANCH_KEEP, _BRANCH_WEIGHT, _BRANCH_IDLE_KEEP = 0.99, 8.0, 0.999
+_GAP_WEIGHT = 0.05
+"""Weight of a step in the averages of what lies between two."""
 _LEAST_GAIN = 0.05
 """Draft tokens of many sessions have to make them faster by this share; of one by any."""
-_CHAINS_EVERY = 32
-"""One step in this many has chains only: the cost of branches is what a step with them takes beyond one without."""
-_MOST_BRANCH_TOKENS = 0.5
-"""A sibling is never likelier than this: where a branch costs as much, there is none to look for."""
-_JUDGED_STEPS = 16
+_JUDGED_STEPS = WINDOW // 2
 """Steps between two checks whether any draft token can have positive expected gain."""
+_CHAINS_EVERY = WINDOW
+"""One step in this many has chains only: the cost of branches is what a step with them takes beyond one without."""
 
 
 class StepTimes(Protocol):
@@ -295,9 +295,9 @@ class Allocation:
     """Sessions may have siblings verified, where they have positive expected gain; False: chains only."""
     cost: StepCost = field(default_factory=StepCost)
     """Seconds of a step on the cores that take it now."""
-    overhead_s: Ewma = field(default_factory=lambda: Ewma(0.05))
+    overhead_s: Ewma = field(default_factory=lambda: Ewma(_GAP_WEIGHT))
     """Seconds from a step's verdicts to the next forward while there is something to do, if that waits for them."""
-    hidden: Ewma = field(default_factory=lambda: Ewma(0.05))
+    hidden: Ewma = field(default_factory=lambda: Ewma(_GAP_WEIGHT))
     """Share of plain steps, 0 to 1, that do not wait for the one before, so that nothing lies between them."""
     lengths: DecayingHistogram = field(default_factory=DecayingHistogram)
     """Lengths of the proposals that were verified."""
@@ -310,7 +310,7 @@ class Allocation:
     """Seconds of a branch beyond its rows, as measured before the first session."""
     branch: DecayingRatio = field(default_factory=lambda: DecayingRatio(_BRANCH_KEEP, _BRANCH_WEIGHT))
     """Seconds of a branch beyond its rows, as measured while serving."""
-    tokens_per_s: Ewma = field(default_factory=lambda: Ewma(0.1))
+    tokens_per_s: Ewma = field(default_factory=Ewma)
     """Tokens per second of the steps."""
     budget: Budget = field(default_factory=Budget)
     """What the trials of the engine may cost."""
@@ -348,7 +348,7 @@ class Allocation:
         if self._num_offers % _CHAINS_EVERY == 0:
             return False
         self.branch.fade(_BRANCH_IDLE_KEEP)
-        return self.branch_s * self.tokens_per_s.get(0.0) < _MOST_BRANCH_TOKENS
+        return 2 * self.branch_s * self.tokens_per_s.get(0.0) < 1  # a sibling is never likelier than a half
 
     def plain_s(self, num_sessions: int) -> float:
         """Seconds of a plain step of ``num_sessions``, start to start."""

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from paceline.core.experiment import LEAST, TRIAL_SHARE, Budget, Experiment
 from paceline.core.statistics import Ewma
 from paceline.target.control.allocation import load_class
-from paceline.target.control.experiment import LEAST, TRIAL_SHARE, Budget, Experiment
 
 _COMPARED_EVERY = round(LEAST / TRIAL_SHARE)
 """In ``LEAST`` of so many times a head is asked depth by depth, and in twice as many for chains, to measure both."""
@@ -103,7 +103,7 @@ class HeadGate:
 
     def observe_depth(self, num_leaves: int, seconds: float, *, first: bool) -> None:
         """Records the time of one depth."""
-        self.level_s.setdefault((load_class(num_leaves), first), Ewma(0.1)).add(seconds)
+        self.level_s.setdefault((load_class(num_leaves), first), Ewma()).add(seconds)
 
     def pays(self, gain: float, num_leaves: int, tokens_per_s: float, *, first: bool) -> bool:
         """True if a depth is expected to add more tokens than are made otherwise in its time.

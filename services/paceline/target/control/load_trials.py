@@ -22,9 +22,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from paceline.core.experiment import KEPT, LEAST, PATIENCE_S, TRIAL_SHARE, WORTH, Experiment
 from paceline.core.statistics import RateEstimate
 from paceline.target.control.allocation import BEST_ACCEPTANCE, ENOUGH_TRIALS, Allocation, load_class
-from paceline.target.control.experiment import KEPT, LEAST, PATIENCE_S, TRIAL_SHARE, WORTH, Experiment
 
 _CLEAR = 1.3
 """Speedup by the cost of a step for which no trial is needed."""

@@ -27,10 +27,10 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from paceline.core.experiment import KEPT, LEAST, PATIENCE_S, WINDOW, WORTH, Experiment
 from paceline.core.statistics import RateSample
 from paceline.messages import SpeculationWanted
 from paceline.target.control.allocation import Allocation, load_class
-from paceline.target.control.experiment import KEPT, LEAST, PATIENCE_S, WINDOW, WORTH, Experiment
 from paceline.target.control.load_trials import LoadTrials
 from paceline.target.session import Account, TargetSession
 

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterable
 
+from paceline.core.experiment import LEAST, WINDOW
 from paceline.model.shapes import MIN_TOKENS, QUERY_MULTIPLE, padded_row_len
 
 _EXACT, _LARGE = 64, 256
@@ -38,7 +40,6 @@ not keep that size from being tried again."""
 _MOST_RATIO = 1.5
 """A single step counts as at most this factor slower or faster than expected."""
 _MOST_LOG = math.log(_MOST_RATIO)
-_REBUILD_STEPS = 8
 _LARGEST_TABLE = 1024
 
 
@@ -46,7 +47,7 @@ def size_class(num_tokens: int) -> int:
     """Largest number of tokens that is averaged together with ``num_tokens``."""
     if num_tokens <= _EXACT:
         return num_tokens
-    return padded_row_len(num_tokens) if num_tokens <= _LARGE else -(-num_tokens // 64) * 64
+    return padded_row_len(num_tokens) if num_tokens <= _LARGE else -(-num_tokens // _EXACT) * _EXACT
 
 
 class _Size:
@@ -112,7 +113,7 @@ class StepCost:
         size.count += 1
         size.seen_at = self._num_observed
         self._stale += 1
-        if self._stale >= _REBUILD_STEPS or size.count <= _FEW:
+        if self._stale >= 2 * LEAST or size.count <= _FEW:
             self._rebuild()
 
     def seconds(self, num_tokens: int) -> float:
@@ -137,7 +138,7 @@ class StepCost:
         for at in [a for a, s in self._sizes.items() if s.count < _FEW and now - s.seen_at > _SOON]:
             if len(self._sizes) > 1:
                 del self._sizes[at]
-        points = _monotone([(at, s.value, float(min(s.count, 32))) for at, s in sorted(self._sizes.items())])
+        points = _monotone([(at, s.value, float(min(s.count, WINDOW))) for at, s in sorted(self._sizes.items())])
         points = _with_padding(points)
         first, value = points[0]
         if first > MIN_TOKENS:  # some models compute no fewer than these
@@ -145,7 +146,7 @@ class StepCost:
             points = [(MIN_TOKENS, value), *points]
         points = [(0, value), *points]
         last, value = points[-1]
-        end = min(_LARGEST_TABLE, 2 * max(last, largest) + 64)
+        end = min(_LARGEST_TABLE, 2 * max(last, largest) + _EXACT)
         if len(self._sizes) > 1:
             slope = (value - _interpolate(points, last // 2)) / (last - last // 2)
         else:
@@ -181,7 +182,7 @@ def _with_padding(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """Adds points that follow from padding: sizes of one padded size cost the same unless measured separately."""
     seen = {at for at, _ in points}
     padded: list[tuple[int, float]] = []
-    for (at, value), (following, _) in itertools.pairwise([*points, (1 << 62, 0.0)]):
+    for (at, value), (following, _) in itertools.pairwise([*points, (sys.maxsize, 0.0)]):
         if _EXACT < at <= _LARGE:
             padded.append((at - QUERY_MULTIPLE + 1, value))
         padded.append((at, value))

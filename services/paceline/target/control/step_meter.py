@@ -18,9 +18,6 @@ from paceline.target.scheduler import Scheduled
 from paceline.target.session import TargetSession
 from paceline.types import MISSES, Cause, FinishReason
 
-_LEAST_DECODING = 0.5
-"""Steps that spend less than this share of their time on decoding say nothing about drafting."""
-
 
 @dataclass(slots=True)
 class TargetStats:
@@ -161,7 +158,7 @@ class StepMeter:
         self._gate = gate
         self._started = self._forward_at = 0.0  # of the step in progress
         self._is_ahead = False  # it was launched before the one in front of it was done
-        self._ahead_s = Ewma(0.1)  # from the one to the other in steps without branches
+        self._ahead_s = Ewma()  # from the one to the other in steps without branches
         self._emitted_before = 0  # tokens emitted by all steps before it
         self._ended_at: float | None = None  # of the last step; None: there was nothing to do since
         self._decided_at = 0.0  # of the last step
@@ -314,7 +311,7 @@ class StepMeter:
         count.
         """
         may = [s for s in running if s.k > 0]
-        if self._ended_at is None or not may or not step.parts or step.decoding < _LEAST_DECODING:
+        if self._ended_at is None or not may or not step.parts or 2 * step.decoding < 1:
             return
         num_tokens = self.stats.tokens_emitted - self._emitted_before
         seconds = step.decoding * (step.decided_at - self._decided_at)

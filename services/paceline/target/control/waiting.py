@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.statistics import Ewma
 from paceline.messages import Nodes
-from paceline.target.control.allocation import IDLE_KEEP
+from paceline.target.control.allocation import IDLE_KEEP, PRIOR_ACCEPTANCE
 from paceline.types import Mode
 
 if TYPE_CHECKING:  # sessions hold tensors, and the decision is also made without any (``plan``)
@@ -33,6 +33,12 @@ DRAFT_TIMEOUT_S = 1.0
 """A draft that has sent nothing for so long while a session waited counts as silent until it sends again."""
 GIVE_UP = 3.0
 """Waiting ends at this multiple of the expected delay."""
+_ACCEPTANCE_WEIGHT = 0.02
+"""Weight of a token in the averages of acceptance: each is 0 or 1."""
+_ROUND_WEIGHT = 0.05
+"""Weight of a round in the averages of rounds."""
+_STEP_S, _SHORTEST_S = 0.02, 1e-6
+"""Seconds of a step before one was measured, and the least of any step."""
 
 
 def worth_waiting(gain: float, cost_s: float, tokens_per_s: float) -> bool:
@@ -70,25 +76,25 @@ class WaitPolicy:
     """Target steps that only decode."""
     draft_step_s: Ewma = field(default_factory=Ewma)
     """Tree step of the draft, as the draft reports it."""
-    link_s: Ewma = field(default_factory=lambda: Ewma(0.1, 0.0))
+    link_s: Ewma = field(default_factory=lambda: Ewma(value=0.0))
     """Delay of a first answer beyond the draft's own steps: the link round trip, and queueing at the draft."""
     answered: Ewma = field(default_factory=lambda: Ewma(0.25, 1.0))
     """Share of waits for a first draft token that ended with one; late answers count as well."""
-    first_acceptance: Ewma = field(default_factory=lambda: Ewma(0.02, 0.7))
+    first_acceptance: Ewma = field(default_factory=lambda: Ewma(_ACCEPTANCE_WEIGHT, PRIOR_ACCEPTANCE))
     """Share of first draft tokens of a proposal that are accepted."""
-    acceptance: Ewma = field(default_factory=lambda: Ewma(0.02, 0.7))
+    acceptance: Ewma = field(default_factory=lambda: Ewma(_ACCEPTANCE_WEIGHT, PRIOR_ACCEPTANCE))
     """Share of draft tokens that are accepted if all before them were."""
-    draft_tokens: Ewma = field(default_factory=lambda: Ewma(0.05))
+    draft_tokens: Ewma = field(default_factory=lambda: Ewma(_ROUND_WEIGHT))
     """Draft tokens accepted in a round that had any to verify."""
-    answer_tokens: Ewma = field(default_factory=lambda: Ewma(0.05))
+    answer_tokens: Ewma = field(default_factory=lambda: Ewma(_ROUND_WEIGHT))
     """Draft tokens accepted in a round that waited for its first one; ``draft_tokens`` until there was a wait."""
-    answer_wait_s: Ewma = field(default_factory=lambda: Ewma(0.05))
+    answer_wait_s: Ewma = field(default_factory=lambda: Ewma(_ROUND_WEIGHT))
     """How long it waited in all."""
-    hits: dict[bool, Ewma] = field(default_factory=lambda: {True: Ewma(0.05), False: Ewma(0.05)})
+    hits: dict[bool, Ewma] = field(default_factory=lambda: {True: Ewma(_ROUND_WEIGHT), False: Ewma(_ROUND_WEIGHT)})
     """Share of rounds whose draft had tokens when they began, after rounds that verified tokens of it (True) and after
     others."""
-    tokens_per_round: Ewma = field(default_factory=lambda: Ewma(0.05))
-    round_s: Ewma = field(default_factory=lambda: Ewma(0.05))
+    tokens_per_round: Ewma = field(default_factory=lambda: Ewma(_ROUND_WEIGHT))
+    round_s: Ewma = field(default_factory=lambda: Ewma(_ROUND_WEIGHT))
 
     def observe_rounds(self, rounds: Sequence[FinishedRound]) -> None:
         """Records finished rounds, in order."""
@@ -202,10 +208,10 @@ class WaitPolicy:
         if others_ready:
             return None
         if probs:
-            gain = self.acceptance.get(0.7) * math.prod(probs)
+            gain = self.acceptance.get(PRIOR_ACCEPTANCE) * math.prod(probs)
             expected, since = self._next_s(), max(session.last_nodes_at, session.outcome_at)
         else:
-            gain = self.answered.get(1.0) * self.first_acceptance.get(0.7)
+            gain = self.answered.get(1.0) * self.first_acceptance.get(PRIOR_ACCEPTANCE)
             expected, since = self._answer_s() + self.link_s.get(0.0), session.outcome_at
         elapsed = now - since
         limit_s = GIVE_UP * expected
@@ -216,7 +222,7 @@ class WaitPolicy:
             return None
         cost = max(expected - elapsed, expected / 4) + row_s
         if not probs:
-            further = self.answer_tokens.get(self.draft_tokens.get(0.0)) - self.first_acceptance.get(0.7)
+            further = self.answer_tokens.get(self.draft_tokens.get(0.0)) - self.first_acceptance.get(PRIOR_ACCEPTANCE)
             further -= rate * max(0.0, self.answer_wait_s.get(0.0) - expected)
             further = max(0.0, further) + self._more_hits() * rate * expected
             gain += self.answered.get(1.0) * further
@@ -225,7 +231,7 @@ class WaitPolicy:
 
     def _next_s(self) -> float:
         """Expected seconds between two messages of a draft that grows a session."""
-        return self.draft_step_s.get(self.step_s.get(0.02) / 4)
+        return self.draft_step_s.get(self.step_s.get(_STEP_S) / 4)
 
     def _answer_s(self) -> float:
         """Expected seconds of the draft's own steps after a miss: half of the one it is in, and one for the answer."""
@@ -238,5 +244,7 @@ class WaitPolicy:
 
     def rate(self) -> float:
         """Tokens per second of a session, at least plain decoding's; rounds change it, waits do not."""
-        step_s = max(self.step_s.get(0.02), 1e-6)
-        return max(self.tokens_per_round.get(2.0) / max(self.round_s.get(step_s), 1e-6), 1.0 / step_s)
+        step_s = self.step_s.get(_STEP_S)
+        return max(
+            self.tokens_per_round.get(2.0) / max(self.round_s.get(step_s), _SHORTEST_S), 1.0 / max(step_s, _SHORTEST_S)
+        )
