@@ -314,6 +314,30 @@ def test_top_p_does_not_depend_on_how_many_values_it_looks_at_first(monkeypatch,
         assert_same_distribution(expected[i], reference(logits[i], each, [0], []))
 
 
+@pytest.mark.parametrize("width", [10, 15])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"allowed_token_ids": (1, 8, 11)},
+        {"logit_bias": {11: 2.0, 3: 1.0}},
+        {"stop_token_ids": (4, 11), "min_tokens": 9},
+        {"bad_words": ((11,), (1, 4))},
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    ],
+)
+def test_a_draft_padded_to_another_size_has_the_candidates_of_the_common_tokens(options, width):
+    """Qwen2.5 of 0.5 B has rows for 151,936 tokens, and that of 72 B for 152,064."""
+    logits = torch.randn(2, 12, generator=torch.Generator().manual_seed(3))
+    logits[:, width:] = -INF
+    ours = torch.cat([logits, torch.full((2, 3), 50.0)], 1)[:, :width]
+    session = state(SamplingParams(**options), prompt=(1, 2, 11))
+    rows = [Row(session), Row(session, (11,))]
+    expected, found = (draft_candidates(each, rows, 4) for each in (logits, ours))
+    assert torch.equal(found[1], expected[1])
+    known = expected[1].isfinite()
+    assert torch.equal(found[0][known], expected[0][known])
+
+
 @pytest.mark.parametrize(
     "params",
     [

@@ -32,6 +32,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core import rows as native
@@ -274,7 +275,18 @@ class SamplerState:
         self.change_(logits, suffixes)
 
     def change_(self, logits: Tensor, suffixes: Sequence[tuple[int, ...]]) -> None:
-        """``edit_`` without structured output. What that forbids stays forbidden in any order: -inf remains -inf."""
+        """``edit_`` without structured output. What that forbids stays forbidden in any order: -inf remains -inf.
+
+        Logits of a draft may be padded to more or fewer tokens than the target has; those beyond them never occur.
+        """
+        if (missing := self.vocab_size - logits.shape[1]) > 0:
+            whole = F.pad(logits, (0, missing), value=-math.inf)
+            self.change_(whole, suffixes)
+            logits.copy_(whole[:, :-missing])
+            return
+        if missing < 0:
+            logits[:, missing:] = -math.inf
+            logits = logits[:, :missing]
         if self._others is not None:
             logits.masked_fill_(self._others, -math.inf)
         if self.params.logit_bias:
