@@ -334,7 +334,7 @@ SOAKED = [("qwen3_5_text", torch.bfloat16), ("nemotron_h", torch.float32)]
     ("family", "dtype", "num_steps", "seed"),
     [
         (*SOAKED[0], 150, 0),
-        *slow([(*of, 2000, 0) for of in SOAKED]),
+        *slow([(*of, 800, 0) for of in SOAKED]),
         *nightly([(*SOAKED[0], 5000, seed) for seed in range(1, 21)]),
     ],
 )

@@ -305,7 +305,11 @@ def test_mtp_modules_of_the_target_draft_where_no_head_is_configured(
     [
         ({}, {"adaptive": False}, "adaptive is false"),
         ({}, {"quantization": "int8"}, "quantization is 'int8': MTP layers are run as plain weights only"),
-        ({"quantization_config": {"quant_method": "fp8"}}, {}, "is quantized: MTP layers"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+            {},
+            "is quantized: MTP layers",
+        ),
         ({"without": ".eh_proj.weight"}, {}, "no weight file holds 'model.layers."),
     ],
 )

@@ -156,18 +156,19 @@ for exponent, tokens, whole in ((4, 16, False), (4, 64, False), (0, 64, True), (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("path", "some"),
+    ("path", "some", "ring"),
     [
-        ("tests/model/attention/test_kernels.py", "not variant"),
-        ("tests/model/test_scaled_triton.py", "not variant"),
-        ("tests/model/test_linear_triton.py", "numbers or mistakes"),
-        ("tests/model/test_linear_triton.py", "trees and of_the_step or any_tree and dtype2"),
-        *nightly([("tests/model/test_linear_triton.py", "trees or any_tree")]),
+        ("tests/model/attention/test_kernels.py", "not variant", "not nightly"),
+        ("tests/model/test_scaled_triton.py", "not variant", "not nightly"),
+        ("tests/model/test_linear_triton.py", "numbers or mistakes", "not nightly"),
+        ("tests/model/test_linear_triton.py", "trees and of_the_step or any_tree and dtype2", "not nightly"),
+        *nightly([("tests/model/attention/test_kernels.py", "not variant", "nightly")]),
+        *nightly([("tests/model/test_linear_triton.py", "trees or any_tree", "")]),
     ],
 )
-def test_the_kernels_pass_their_tests_in_the_interpreter(path: str, some: str) -> None:
+def test_the_kernels_pass_their_tests_in_the_interpreter(path: str, some: str, ring: str) -> None:
     """Those that need triton: none is skipped there."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", some]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", some, "-m", ring]
     given = environment(TRITON_INTERPRET="1")
     run = subprocess.run([*command, path], cwd=ROOT, env=given, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:]

@@ -239,7 +239,7 @@ def test_a_rank_that_dies_while_the_engine_runs_is_told_of(compile: bool, tmp_pa
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("compile", [False, *slow([True])], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compile", [False, *nightly([True])], ids=["eager", "compiled"])
 @pytest.mark.usefixtures("compiled_steps")
 def test_states_of_the_leading_rank_are_those_of_one_process(compile: bool, two: Ranks, tmp_path: Path) -> None:
     """All boundaries, from steps that return logits and from those that draw tokens; compared by the self-test too."""
