@@ -7,11 +7,13 @@ the node is in flight; one that is kept over a commit.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
-from paceline.core.tree import SpeculationTree, TreeNode
-from paceline.draft.growth import BestFirst, Frontier, Growth, InTurn, Sequential
+from paceline.core.native_tree import new_tree
+from paceline.core.tree import Refusal, SpeculationTree, TreeNode
+from paceline.draft.growth import BestFirst, Frontier, Growth, InTurn, Sequential, check_integrity, new_frontier
 from paceline.messages import Node
 
 VOCAB, K = 6, 4
@@ -40,24 +42,25 @@ def expected(tree: SpeculationTree, frontier: Frontier, growth: Growth, in_fligh
     return [node_id for _, node_id in sorted(keys)]
 
 
-def heap_of(frontier: Frontier) -> list[tuple[tuple[float, float], int, TreeNode]]:
-    frontier.peek()  # sorts it
-    return frontier._heap
+def reference(tree: SpeculationTree, growth: Growth) -> Frontier:
+    return Frontier(tree, growth)
 
 
+@pytest.mark.parametrize("make", [reference, pytest.param(new_frontier, marks=pytest.mark.compiler)])
 @pytest.mark.parametrize(
     "growth", [BestFirst(K, 3, 1e-3), InTurn(K, 3, 1e-3), Sequential(K)], ids=lambda g: type(g).__name__
 )
-def test_a_frontier_offers_what_the_definition_says(growth: Growth) -> None:
+def test_a_frontier_offers_what_the_definition_says(growth: Growth, make: Callable[..., Frontier]) -> None:
     rng = random.Random(7)
     num_offered = num_flying = 0
     for _ in range(12):
-        tree, next_id = SpeculationTree(VOCAB, 1), 1
-        frontier = Frontier(tree, growth)
+        tree, next_id = (SpeculationTree if make is reference else new_tree)(VOCAB, 1), 1
+        frontier = make(tree, growth)
+        assert isinstance(frontier, Frontier) == (make is reference)
         in_flight: set[int] = set()
         for _ in range(40):
             order = expected(tree, frontier, growth, in_flight)
-            assert [node.node_id for _, _, node in sorted(heap_of(frontier))] == order
+            assert [node.node_id for node in frontier.split()[0]] == order
             num_offered += len(order)
             if frontier.peek() is not None and rng.random() < 0.8:
                 node = frontier.pop()
@@ -66,10 +69,11 @@ def test_a_frontier_offers_what_the_definition_says(growth: Growth) -> None:
                 new = []
                 for token_id in range(rng.randint(0, 3)):
                     child = tree.attach(Node(next_id, node.node_id, token_id, rng.random()))
-                    assert isinstance(child, TreeNode)
+                    assert not isinstance(child, Refusal)
                     new.append(child)
                     next_id += 1
                 frontier.push_below(node, new)
+                assert all(frontier.wants(child) == (child in frontier.split()[0]) for child in new)
             elif rng.random() < 0.5:  # nodes of any path may be in flight, and some that the tree does not have
                 node = rng.choice(list(tree.nodes()))
                 in_flight = {1 << 20}
@@ -82,6 +86,14 @@ def test_a_frontier_offers_what_the_definition_says(growth: Growth) -> None:
             elif tree.anchor.children:
                 tree.walk([rng.choice(list(tree.anchor.children))])
                 frontier.commit(in_flight)
-            frontier.check_integrity()
+                if frontier.reach is not None:
+                    frontier.reach.observe(rng.randrange(K))
+            elif not tree.anchor.expanded:  # a token that the tree does not have
+                tree.walk([0])
+                tree.attach(Node(next_id, tree.anchor.node_id, 0, 1.0))
+                next_id += 1
+                frontier.commit(())
+                frontier.push_anchor()
+            check_integrity(frontier, tree)
     assert num_offered > 50
     assert num_flying > 20

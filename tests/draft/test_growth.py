@@ -8,7 +8,7 @@ import random
 import pytest
 
 from paceline.core.tree import SpeculationTree, TreeNode
-from paceline.draft.growth import BestFirst, Frontier, Growth, Reach, Sequential
+from paceline.draft.growth import BestFirst, Frontier, Growth, Reach, Sequential, check_integrity
 from paceline.messages import Node
 from paceline.types import SpeculationParams, warn_of_growth
 
@@ -39,7 +39,7 @@ class Grower:
             assert added is not None
             self.frontier.push_below(node, (added,))
             self.next_id += 1
-        self.frontier.check_integrity()
+        check_integrity(self.frontier, self.tree)
         return node
 
     def expand_all(self, limit: int = 10_000) -> list[TreeNode]:
@@ -81,7 +81,7 @@ def test_best_first_stops_where_no_proposal_can_reach_and_goes_on_after_a_commit
     kept = [n for n in grower.tree.nodes() if n.expanded and grower.path(n)[:2] == (0, 1)]
     grower.tree.walk((0, 1))
     grower.frontier.commit(())
-    grower.frontier.check_integrity()
+    check_integrity(grower.frontier, grower.tree)
     assert all(n.alive for n in kept)
     assert all(not n.expanded or n in kept for n in grower.tree.nodes())
     assert len(grower.expand_all()) == 4, "nodes at depth 0 and 1 had been expanded, those at depth 2 follow"

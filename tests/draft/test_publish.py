@@ -13,10 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.mutants import Mutant, mutant
 
 from paceline.core import native_tree
 from paceline.core.tree import TreeNode
-from paceline.draft import grower
+from paceline.draft import grower, growth
+from paceline.draft.growth import BestFirst, new_frontier
 from paceline.draft.session import DraftSession
 from paceline.drafters.calibration import Calibration, expect_address
 from paceline.drafters.protocol import Candidates, Leaf
@@ -64,13 +66,12 @@ def place(node: TreeNode) -> object:
 
 def state(session: DraftSession) -> object:
     """All that publishing may change of a session."""
-    tree, frontier = session.tree, session.frontier
+    tree, (wanted, unwanted) = session.tree, session.frontier.split()
     return (
         [place(node) for node in tree.nodes()],
         repr(tree.proposal(4)),
-        [(key, node_id, node.node_id) for key, node_id, node in frontier._heap],
-        [node.node_id for node in frontier._unwanted],
-        list(frontier._ahead.items()),
+        [node.node_id for node in wanted],
+        sorted(node.node_id for node in unwanted),
         [node.node_id for node in session.outbox],
         (tree.next_id, session.changed, session.idle),
         (list(session.calibration._cells), list(session.bonus._cells)),
@@ -98,8 +99,9 @@ def harmed(rankings: Sequence[Ranking], rng: random.Random, harm: float) -> list
 def grown(
     seed: int, harm: float, rounds: Sequence[int], kind: str, *, one_by_one: bool
 ) -> tuple[list[object], Harness]:
-    """States of two sessions after each of some steps, with the pass or without it; ``kind``: who ranks, and how."""
-    own = (lambda *_: None) if one_by_one else native_tree.grow_each
+    """States of two sessions after each of some steps, with native functions or without any; ``kind``: who ranks, and
+    how."""
+    passes = None if one_by_one else native_tree._passes()
     drafter = RankedDrafter(seed, harm=harm) if kind == "by the drafter" else TableDrafter()
     given = {} if kind == "by the drafter" else {"acceptance": kind}
     harness = Harness(drafter, tree_budget=40, fan_out=3)
@@ -118,7 +120,8 @@ def grown(
 
     with (
         mock.patch.object(harness, "steps", steps),
-        mock.patch.multiple(grower, grow_each=own, rank=ranks),
+        mock.patch.object(grower, "rank", ranks),
+        mock.patch.object(native_tree, "_passes", return_value=passes),
     ):
         for name in ("a", "b"):
             options = given | random.Random(f"{seed} {name}").choice(MODES)
@@ -145,6 +148,30 @@ def test_a_tree_grows_as_it_does_one_by_one(kind: str, seed: int, harm: float, r
     assert harness.engine.stats == twin.engine.stats
 
 
+@mutant(growth, "native_frontier")
+def _grows_siblings(native_frontier: Any, *args: Any, in_turn: bool, chain: bool) -> Any:
+    """A native frontier has siblings of a chain expanded."""
+    return native_frontier(*args, in_turn=in_turn, chain=False)
+
+
+@mutant(growth, "native_frontier")
+def _takes_the_unlikely(native_frontier: Any, tree: Any, k: int, min_log: float, reach: Any, **order: bool) -> Any:
+    """A native frontier has nodes of any probability expanded."""
+    return native_frontier(tree, k, -math.inf, reach, **order)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("mistake", [_grows_siblings, _takes_the_unlikely])
+def test_a_mutant_that_grows_in_another_order_is_noticed(mistake: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    mistake(monkeypatch)
+    rounds, kind = [4] * 12, "coupled"
+    differ = (
+        grown(seed, 0.0, rounds, kind, one_by_one=True)[0] != grown(seed, 0.0, rounds, kind, one_by_one=False)[0]
+        for seed in range(10)
+    )
+    assert any(differ)
+
+
 @pytest.mark.compiler
 @pytest.mark.parametrize("kind", ["by the drafter", "coupled", "rejection"])
 def test_leaves_of_the_common_case_are_left_to_nobody(kind: str) -> None:
@@ -168,8 +195,8 @@ def test_leaves_of_the_common_case_are_left_to_nobody(kind: str) -> None:
     ("places", "candidates", "message"),
     [
         ([()], [], "1 nodes have 0 rows"),
-        ([("tree",)], [([], [])], "exactly 6 arguments"),
-        ([("tree", "node", 1, 0, 0, 1.0)], [([], [])], "SpeculationTree"),
+        ([("tree",)], [([], [])], "no tuple of six"),
+        ([("tree", "node", 1, 0, 0, 1.0)], [([], [])], "no frontier of a native tree"),
         (None, [((), ())], "no lists"),
         (None, [((1,), (0.5, 0.5), (), None)], "1 ids, 2 gaps and 0 of a bonus"),
         (None, [((1,), (0.5,), (0.5, 0.5), None)], "1 ids, 1 gaps and 2 of a bonus"),
@@ -180,7 +207,8 @@ def test_leaves_of_the_common_case_are_left_to_nobody(kind: str) -> None:
 def test_candidates_that_do_not_fit_are_refused(places: Any, candidates: Any, message: str) -> None:
     tree = native_tree.new_tree(VOCAB, 5)
     calibration = Calibration(3)
-    place = (tree, tree.anchor, 3, calibration.address, calibration.address, 1.0)
+    frontier = new_frontier(tree, BestFirst(3))
+    place = (frontier, tree.anchor, 3, calibration.address, calibration.address, 1.0)
     with pytest.raises((TypeError, ValueError), match=message):
         native_tree.grow_each([place] if places is None else places, candidates, 0.01, expect_address())
     assert len(tree) == 0

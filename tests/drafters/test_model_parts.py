@@ -174,9 +174,9 @@ def test_rows_are_given_back_where_one_session_has_no_room() -> None:
     given_back = sorted(set(own._sessions["a"].free_rows) - set(range(room, own._sessions["a"].num_rows)))
     assert given_back == free
     assert sorted(own._sessions["a"].free_rows)[len(free) :] == [*range(room, own._sessions["a"].num_rows)]
-    with pytest.raises(TypeError, match="two lists of equal length"):
+    with pytest.raises(TypeError, match="a list of leaves, a dict"):
         parts_module._passes().parts_of([], [()], own._cache)
-    assert parts_module._passes().parts_of([()], [()], own._cache) is None
+    assert parts_module._passes().parts_of([()], {}, own._cache) is None
 
 
 def test_without_a_compiler_leaves_are_laid_out_by_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

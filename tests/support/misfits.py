@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ import torch
 from paceline.core import native_tree, rows
 from paceline.core.tree import Producer
 from paceline.drafters import calibration, parts
+from paceline.drafters.protocol import Leaf
 from paceline.messages import NodeColumns, SparseDistribution
 from paceline.model import layout
 from paceline.model.step_plan import SequenceStep, StepPlan
 
-REFUSALS = (ValueError, TypeError, IndexError, OverflowError, AttributeError, struct.error)
+REFUSALS = (ValueError, TypeError, IndexError, OverflowError, AttributeError, MemoryError, struct.error)
 """What a call may raise; anything else fails, and so does a process that ends."""
 VOCAB = 9
 ODD = (-1, 0, 1, 2, 3, 8, 63, 64, 65, 200, 2**31, 2**62, 2**63 - 1, -(2**63), 2**70)
@@ -142,7 +144,9 @@ def grown(rng: random.Random) -> None:
         ids, size = [number(rng, VOCAB) for _ in range(3)], rng.randint(0, 4)
         scored = ids, [rng.choice((-0.5, -float("inf"), float("nan"), -2.0)) for _ in range(size)]
         weighed = tuple(ids), (0.5,) * rng.choice((3, 3, size)), rng.choice(((), (0.5,) * 3, (0.5,) * size)), None
-        places.append((tree, rng.choice([*tree.nodes()]), number(rng), weights.address, weights.address, 0.5))
+        frontier = native_tree.native_frontier(tree, 4, -9.0, None, in_turn=False, chain=rng.random() < 0.5)
+        place = frontier, rng.choice([*tree.nodes()]), number(rng), weights.address, weights.address, 0.5
+        places.append(place)
         candidates.append(rng.choice((scored, weighed, weighed[:3])))
     native_tree.grow_each(places, candidates, 0.01, calibration.expect_address())
 
@@ -157,9 +161,31 @@ def observed(rng: random.Random) -> None:
 
 def leaves(rng: random.Random) -> None:
     tokens, node_rows = [1, 2], {number(rng): number(rng) for _ in range(2)}
-    session = rng.choice((object(), None)), rng.choice((tokens, (), tokens)), None, number(rng), node_rows
-    leaf = number(rng), tuple(numbers(rng, 2)), tuple(numbers(rng, 2))
-    parts._passes().parts_of([leaf] * rng.randint(1, 2), [session[: rng.choice((5, 5, 4))]] * rng.randint(1, 2), None)
+    session = SimpleNamespace(
+        tokens=rng.choice((tokens, (), tokens)), sampler=None, num_cached=number(rng), node_rows=node_rows
+    )
+    leaf = Leaf("s", number(rng), tuple(numbers(rng, 2)), tuple(numbers(rng, 2)))
+    sessions = {"s": rng.choice((session, session, None))}
+    parts._passes().parts_of([rng.choice((leaf, leaf, leaf[:3]))] * rng.randint(1, 2), sessions, None)
+
+
+def frontiers(rng: random.Random) -> None:
+    trees = [native_tree.new_tree(VOCAB, 5) for _ in range(2)]
+    given = SimpleNamespace(tokens=rng.choice((2, 4.0, 1, 1e400, None)))
+    frontier = native_tree.native_frontier(trees[0], number(rng), -1.0, given, in_turn=rng.random() < 0.5, chain=False)
+    assert frontier is not None
+    for tree in trees:
+        tree.grow(tree.anchor, (1, 2), [0.5, 0.5], True, None)
+    held = [node for tree in trees for node in tree.nodes()]
+    for _ in range(4):
+        nodes = rng.choices([*held, None], weights=[*[9] * len(held), 1], k=2)
+        frontier.push_below(nodes[0], nodes[1:])
+        trees[0].walk(numbers(rng, 1, VOCAB))
+        frontier.commit(numbers(rng, 2))
+        frontier.wants(nodes[1])
+        frontier.split()
+        if frontier.peek() is not None or rng.random() < 0.1:
+            frontier.pop()
 
 
 def drawn(rng: random.Random) -> None:
@@ -198,7 +224,7 @@ def drawn(rng: random.Random) -> None:
 
 
 CALLS: tuple[Callable[[random.Random], None], ...] = (
-    lay_out, buffers, masks, pages, trees, messages, grown, observed, leaves, drawn,
+    lay_out, buffers, masks, pages, trees, messages, grown, observed, leaves, drawn, frontiers,
 )  # fmt: skip
 
 

@@ -72,9 +72,21 @@ def add_each(trees: Sequence[SpeculationTree], nodes: Sequence[Sequence[Node]]) 
     return added
 
 
-Place = tuple[SpeculationTree, TreeNode, int, int, int, float]
-"""Where children are to grow: a tree of ``new_tree`` and a node in it, the most children, the addresses of the
-calibration of its candidates and of that of bonus tokens, and the share of these."""
+def native_frontier(
+    tree: SpeculationTree, k: int, min_log: float, reach: object, *, in_turn: bool, chain: bool
+) -> Any | None:
+    """Makes a native ``Frontier`` (``draft/growth.py``) of a tree of ``new_tree``; None: there are none here.
+
+    ``k``, ``min_log``: ``BestFirst``'s; ``in_turn``: nothing is expanded while a proposal is being verified; ``chain``:
+    in the order of ``Sequential``.
+    """
+    passes = _passes()
+    return None if passes is None else passes.Frontier(tree, k, min_log, in_turn, chain, reach)
+
+
+Place = tuple[object, TreeNode, int, int, int, float]
+"""Where children are to grow: the frontier of a tree of ``new_tree`` and a node in it, the most children, the addresses
+of the calibration of its candidates and of that of bonus tokens, and the share of these."""
 Scored = tuple[list[int], list[float]]
 """Candidates and their scores, best first."""
 Weighed = tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...], SparseDistribution | None]
@@ -85,7 +97,8 @@ from."""
 def grow_each(
     places: list[Place], candidates: Sequence[Scored | Weighed], least: float, expect: int
 ) -> list[list[TreeNode]] | None:
-    """Attaches the candidates of nodes as their children, without those less likely than ``least``.
+    """Attaches the candidates of nodes as their children, without those less likely than ``least``, and adds these to
+    the frontiers.
 
     ``expect``: address of the function that weighs them (``drafters/calibration.py``); 0: there is none.
 

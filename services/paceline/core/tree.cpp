@@ -1,5 +1,5 @@
-// The native SpeculationTree and TreeNode, which replace those of tree.py, with the same names; what grows them; and the
-// wire form of their nodes: see native_tree.py.
+// The native SpeculationTree and TreeNode, which replace those of tree.py, with the same names; the Frontier that replaces
+// the one of draft/growth.py; what grows them; and the wire form of nodes: see native_tree.py.
 
 #include "objects.h"
 
@@ -10,8 +10,10 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <limits>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -76,11 +78,11 @@ using Probability = double (*)(const void*, const void*, int64_t, int64_t, int64
 Probability probability;
 double tolerance;
 
-PyTypeObject *node_type, *tree_type;
+PyTypeObject *node_type, *tree_type, *frontier_type;
 PyObject *empty_tuple;
 
 struct Names {
-  PyObject *first, *node_id, *parent_id, *token_id, *prob, *sampled, *q, *packed_ids, *packed_probs;
+  PyObject *first, *node_id, *parent_id, *token_id, *prob, *sampled, *q, *packed_ids, *packed_probs, *tokens;
 } names;
 
 bool is_node(PyObject* object) { return Py_TYPE(object) == node_type; }
@@ -656,6 +658,210 @@ PyType_Slot tree_slots[] = {
 };
 PyType_Spec tree_spec = {"paceline_tree.SpeculationTree", sizeof(Tree), 0, Py_TPFLAGS_DEFAULT, tree_slots};
 
+// -- frontiers ----------------------------------------------------------------------------------------------------------
+
+// A node by its key, Growth.key.
+struct Entry {
+  double first, second;
+  Node* node;
+
+  bool operator>(const Entry& other) const {
+    return std::tie(first, second, node->node_id) > std::tie(other.first, other.second, other.node->node_id);
+  }
+};
+
+// The containers of a frontier, whose nodes it holds.
+struct Unexpanded {
+  std::vector<Entry> heap;  // the least entry first
+  std::vector<Node*> unwanted;
+  std::vector<int64_t> in_flight;  // nodes of the latest commit; once it is sorted in, those that the tree has
+};
+
+// A Frontier of draft/growth.py. The order is that of Sequential with `chain`, else BestFirst's; that and InTurn's are
+// `in_turn`.
+struct Frontier {
+  PyObject_HEAD
+  Tree* tree;
+  Unexpanded* nodes;
+  PyObject* reach;
+  int64_t k, num_in_flight;
+  double min_log, most_ahead;
+  char in_turn, chain, sorted;
+
+  int64_t ahead_of(const Node* node) const {
+    const auto &found = nodes->in_flight;
+    int64_t ahead = 0;
+    for (; node != nullptr; node = node->parent, ++ahead)
+      if (node == tree->anchor || std::find(found.begin(), found.end(), node->node_id) != found.end()) return ahead;
+    return INT64_MAX;  // the node is of no tree
+  }
+  // Growth.key. False: the node may not be expanded.
+  bool key(Node* node, int64_t ahead, Entry& entry) const {
+    if (static_cast<double>(ahead) > most_ahead || (in_turn && num_in_flight > 0)) return false;
+    if (chain) {
+      entry = {static_cast<double>(ahead), 0.0, node};
+      return ahead < k && (ahead == 0 || node->rank == 0);
+    }
+    entry = {0.0, -node->log_path, node};
+    return ahead <= k && !(node->log_path - tree->anchor->log_path < min_log);
+  }
+  // Takes a node that it holds.
+  void push(Node* node, int64_t ahead) {
+    Entry entry;
+    if (!key(node, ahead, entry)) return nodes->unwanted.push_back(node);
+    nodes->heap.push_back(entry);
+    std::push_heap(nodes->heap.begin(), nodes->heap.end(), std::greater<>{});
+  }
+  // Frontier._sort. False after an error.
+  bool sort() {
+    if (sorted) return true;
+    double most = kInfinity;
+    if (reach != Py_None) {
+      Ref tokens(PyObject_GetAttr(reach, names.tokens));
+      if (!tokens || ((most = PyFloat_AsDouble(tokens.get())) == -1.0 && PyErr_Occurred())) return false;
+    }
+    sorted = true, most_ahead = most, num_in_flight = 0;
+    std::erase_if(nodes->in_flight, [this](int64_t node_id) {
+      const Node* found = tree->nodes->get(node_id);
+      if (found != nullptr) num_in_flight = std::max(num_in_flight, found->position - tree->anchor->position);
+      return found == nullptr;
+    });
+    std::vector<Node*> all = std::move(nodes->unwanted);
+    for (const Entry& entry : nodes->heap) all.push_back(entry.node);
+    nodes->heap.clear(), nodes->unwanted.clear();
+    for (Node* node : all) {
+      if (node->alive) push(node, ahead_of(node));
+      else Py_DECREF(object(node));
+    }
+    return true;
+  }
+  // False after an error.
+  bool push_below(const Node* parent, PyObject* const* children, Py_ssize_t size) {
+    if (size == 0) return true;
+    if (!sort()) return false;
+    const int64_t above = ahead_of(parent), ahead = above == INT64_MAX ? above : above + 1;
+    for (Py_ssize_t i = 0; i < size; ++i) push(as_node(Py_NewRef(children[i])), ahead);
+    return true;
+  }
+};
+
+Frontier* as_frontier(PyObject* self) { return reinterpret_cast<Frontier*>(self); }
+
+// Frontier(tree, k, min_log, in_turn, chain, reach)
+PyObject* new_frontier(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  PyObject *tree, *reach;
+  long long k = 0;
+  double min_log = 0;
+  int in_turn = 0, chain = 0;
+  if (!PyArg_ParseTuple(arguments, "O!LdppO", tree_type, &tree, &k, &min_log, &in_turn, &chain, &reach)) return nullptr;
+  PyObject* self = PyType_GenericAlloc(type, 0);
+  if (self == nullptr) return nullptr;
+  Frontier* made = as_frontier(self);
+  made->tree = as_tree(Py_NewRef(tree)), made->reach = Py_NewRef(reach), made->nodes = new Unexpanded;
+  made->k = k, made->min_log = min_log, made->in_turn = in_turn != 0, made->chain = chain != 0;
+  made->nodes->unwanted.push_back(as_node(Py_NewRef(object(made->tree->anchor))));
+  return self;
+}
+
+void free_frontier(PyObject* self) {
+  Frontier* frontier = as_frontier(self);
+  if (frontier->nodes != nullptr) {
+    for (const Entry& entry : frontier->nodes->heap) Py_DECREF(object(entry.node));
+    for (Node* node : frontier->nodes->unwanted) Py_DECREF(object(node));
+    delete frontier->nodes;
+  }
+  Py_XDECREF(frontier->tree), Py_XDECREF(frontier->reach);
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* push_anchor(PyObject* self, PyObject*) {
+  Frontier* frontier = as_frontier(self);
+  if (frontier->sorted) return PyErr_Format(PyExc_ValueError, "nodes are sorted by an anchor");
+  frontier->nodes->unwanted.push_back(as_node(Py_NewRef(object(frontier->tree->anchor))));
+  Py_RETURN_NONE;
+}
+
+PyObject* push_below(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 2 || !is_node(arguments[0])) return PyErr_Format(PyExc_TypeError, "push_below takes a node and its children");
+  Ref nodes(PySequence_Fast(arguments[1], "nodes are no sequence"));
+  if (!nodes) return nullptr;
+  PyObject** items = PySequence_Fast_ITEMS(nodes.get());
+  const Py_ssize_t size = PySequence_Fast_GET_SIZE(nodes.get());
+  if (!std::all_of(items, items + size, is_node)) return PyErr_Format(PyExc_TypeError, "push_below takes nodes of a tree");
+  return as_frontier(self)->push_below(as_node(arguments[0]), items, size) ? Py_NewRef(Py_None) : nullptr;
+}
+
+PyObject* wants(PyObject* self, PyObject* node) {
+  if (!is_node(node)) return PyErr_Format(PyExc_TypeError, "wants takes a node of a tree");
+  Frontier* frontier = as_frontier(self);
+  Entry entry;
+  return frontier->sort() ? PyBool_FromLong(frontier->key(as_node(node), frontier->ahead_of(as_node(node)), entry)) : nullptr;
+}
+
+PyObject* peek(PyObject* self, PyObject*) {
+  if (!as_frontier(self)->sort()) return nullptr;
+  const auto& heap = as_frontier(self)->nodes->heap;
+  return or_none(heap.empty() ? nullptr : heap.front().node);
+}
+
+PyObject* pop(PyObject* self, PyObject*) {
+  if (!as_frontier(self)->sort()) return nullptr;
+  auto& heap = as_frontier(self)->nodes->heap;
+  if (heap.empty()) return PyErr_Format(PyExc_IndexError, "no node may be expanded");
+  std::pop_heap(heap.begin(), heap.end(), std::greater<>{});
+  PyObject* node = object(heap.back().node);
+  heap.pop_back();
+  return node;
+}
+
+PyObject* commit(PyObject* self, PyObject* in_flight) {
+  Ref ids(PySequence_Tuple(in_flight));
+  if (!ids) return nullptr;
+  std::vector<int64_t> found(static_cast<size_t>(PyTuple_GET_SIZE(ids.get())));
+  for (size_t i = 0; i < found.size(); ++i)
+    if (!read_int(PyTuple_GET_ITEM(ids.get(), static_cast<Py_ssize_t>(i)), found[i])) return nullptr;
+  as_frontier(self)->nodes->in_flight = std::move(found);
+  as_frontier(self)->sorted = false;
+  Py_RETURN_NONE;
+}
+
+PyObject* split(PyObject* self, PyObject*) {
+  if (!as_frontier(self)->sort()) return nullptr;
+  std::vector<Entry> wanted = as_frontier(self)->nodes->heap;
+  const auto& others = as_frontier(self)->nodes->unwanted;
+  std::sort(wanted.begin(), wanted.end(), [](const Entry& a, const Entry& b) { return b > a; });
+  Ref first(tuple_of(wanted.size(), [&](size_t i) { return Py_NewRef(object(wanted[i].node)); }));
+  Ref second(tuple_of(others.size(), [&](size_t i) { return Py_NewRef(object(others[i])); }));
+  return first && second ? PyTuple_Pack(2, first.get(), second.get()) : nullptr;
+}
+
+PyMethodDef frontier_methods[] = {
+    {"push_anchor", push_anchor, METH_NOARGS, nullptr},
+    method("push_below", push_below),
+    {"wants", wants, METH_O, nullptr},
+    {"peek", peek, METH_NOARGS, nullptr},
+    {"pop", pop, METH_NOARGS, nullptr},
+    {"commit", commit, METH_O, nullptr},
+    {"split", split, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyMemberDef frontier_members[] = {
+    {"reach", T_OBJECT_EX, offsetof(Frontier, reach), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyType_Slot frontier_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(new_frontier)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(free_frontier)},
+    {Py_tp_methods, frontier_methods},
+    {Py_tp_members, frontier_members},
+    {0, nullptr},
+};
+PyType_Spec frontier_spec = {"paceline_tree.Frontier", sizeof(Frontier), 0, Py_TPFLAGS_DEFAULT, frontier_slots};
+
 // -- growing ------------------------------------------------------------------------------------------------------------
 
 // paceline_expect in calibration.cpp.
@@ -724,9 +930,10 @@ PyObject* tuple_of_numbers(const double* values, size_t size) {
   return tuple_of(size, [values](size_t i) { return PyFloat_FromDouble(values[i]); });
 }
 
-// grow_each(places, candidates, least, expect) -> a list of the new children of each node. `places`: a list of (tree, node,
-// most children, address of its calibration, that of bonus tokens, share of these); `candidates`: of each node (ids, scores)
-// or the columns of a Ranking; `least`: probability of a child behind the first; `expect`: address of paceline_expect.
+// grow_each(places, candidates, least, expect) -> a list of the new children of each node, which its frontier has, too.
+// `places`: a list of (frontier, node, most children, address of its calibration, that of bonus tokens, share of these);
+// `candidates`: of each node (ids, scores) or the columns of a Ranking; `least`: probability of a child behind the first;
+// `expect`: address of paceline_expect.
 PyObject* grow_each(PyObject*, PyObject* arguments) {
   PyObject *places, *all, *address;
   double least = 0;
@@ -736,23 +943,23 @@ PyObject* grow_each(PyObject*, PyObject* arguments) {
     return PyErr_Format(PyExc_ValueError, "%zd nodes have %zd rows of candidates", size, PyList_GET_SIZE(all));
   const auto expect = reinterpret_cast<Expect>(PyLong_AsVoidPtr(address));
   if (PyErr_Occurred()) return nullptr;
-  std::vector<std::pair<Tree*, Node*>> nodes;
+  std::vector<std::pair<Frontier*, Node*>> nodes;
   Candidates candidates;
   for (Py_ssize_t i = 0; i < size; ++i) {
-    PyObject *tree, *node, *of = PyList_GET_ITEM(all, i);
-    Py_ssize_t most = 0, table = 0, guesses = 0;
-    double share = 0;
-    if (!PyTuple_Check(PyList_GET_ITEM(places, i)) || !PyTuple_CheckExact(of))
-      return PyErr_Format(PyExc_TypeError, "a place or its candidates are no tuple");
-    if (!PyArg_ParseTuple(PyList_GET_ITEM(places, i), "O!O!nnnd", tree_type, &tree, node_type, &node, &most, &table, &guesses,
-                          &share))
-      return nullptr;
-    nodes.push_back({as_tree(tree), as_node(node)});
-    candidates.tables.push_back(reinterpret_cast<const void*>(table)), candidates.shares.push_back(share);
-    const Py_ssize_t columns = PyTuple_GET_SIZE(of);
+    PyObject *place = PyList_GET_ITEM(places, i), *of = PyList_GET_ITEM(all, i);
+    if (!PyTuple_CheckExact(place) || PyTuple_GET_SIZE(place) != 6 || !PyTuple_CheckExact(of))
+      return PyErr_Format(PyExc_TypeError, "a place is no tuple of six, or its candidates are no tuple");
+    PyObject** held = PySequence_Fast_ITEMS(place);
+    if (Py_TYPE(held[0]) != frontier_type || !is_node(held[1]))
+      return PyErr_Format(PyExc_TypeError, "a place is no frontier of a native tree, or no node");
+    const Py_ssize_t most = PyLong_AsSsize_t(held[2]), columns = PyTuple_GET_SIZE(of);
+    const void *table = PyLong_AsVoidPtr(held[3]), *guesses = PyLong_AsVoidPtr(held[4]);
+    nodes.push_back({as_frontier(held[0]), as_node(held[1])});
+    candidates.tables.push_back(table), candidates.shares.push_back(PyFloat_AsDouble(held[5]));
+    if (PyErr_Occurred()) return nullptr;
     if (columns != 2 && columns != 4) return PyErr_Format(PyExc_TypeError, "candidates have %zd columns", columns);
     if (columns == 2 ? !candidates.add_scored(PyTuple_GET_ITEM(of, 0), PyTuple_GET_ITEM(of, 1), most)
-                     : !candidates.add_ranked(PySequence_Fast_ITEMS(of), reinterpret_cast<const void*>(guesses)))
+                     : !candidates.add_ranked(PySequence_Fast_ITEMS(of), guesses))
       return nullptr;
   }
   candidates.weigh(expect, least);
@@ -760,16 +967,18 @@ PyObject* grow_each(PyObject*, PyObject* arguments) {
   const int64_t* ids = candidates.token_ids.data();
   const double *gaps = candidates.gaps.data(), *probs = candidates.probs.data(), *bonus = candidates.bonus.data();
   for (size_t i = 0; grown && i < nodes.size(); ++i) {
-    const auto [tree, node] = nodes[i];
+    const auto [frontier, node] = nodes[i];
     const auto num = static_cast<size_t>(candidates.sizes[i]), kept = static_cast<size_t>(candidates.kept[i]);
     PyObject* of_node = tuple_of_numbers(gaps, num);
     PyObject* of_guesses = tuple_of_numbers(bonus, candidates.of_bonus[i] == nullptr ? 0 : num);
     if (of_node != nullptr) Py_XSETREF(node->gaps, of_node);
     if (of_guesses != nullptr) Py_XSETREF(node->bonus, of_guesses);
+    if (of_node == nullptr || of_guesses == nullptr) return nullptr;
     node->expanded = true;
-    PyObject* made = of_node && of_guesses ? grow_below(tree, node->node_id, ids, probs, kept, true, candidates.qs[i]) : nullptr;
+    PyObject* made = grow_below(frontier->tree, node->node_id, ids, probs, kept, true, candidates.qs[i]);
     if (made == nullptr) return nullptr;
     PyList_SET_ITEM(grown.get(), static_cast<Py_ssize_t>(i), made);
+    if (!frontier->push_below(node, PySequence_Fast_ITEMS(made), PyList_GET_SIZE(made))) return nullptr;
     ids += num, gaps += num, probs += num, bonus += num;
   }
   return grown.release();
@@ -1084,13 +1293,17 @@ PyMODINIT_FUNC PyInit_paceline_tree() {
                {names.sampled, "sampled"},
                {names.q, "q"},
                {names.packed_ids, "packed_ids"},
-               {names.packed_probs, "packed_probs"}}))
+               {names.packed_probs, "packed_probs"},
+               {names.tokens, "tokens"}}))
     return nullptr;
   empty_tuple = PyTuple_New(0);
-  PyObject *nodes = PyType_FromSpec(&node_spec), *trees = PyType_FromSpec(&tree_spec), *made = PyModule_Create(&module);
-  if (nodes == nullptr || trees == nullptr || made == nullptr) return nullptr;
+  PyObject *nodes = PyType_FromSpec(&node_spec), *trees = PyType_FromSpec(&tree_spec);
+  PyObject *frontiers = PyType_FromSpec(&frontier_spec), *made = PyModule_Create(&module);
+  if (nodes == nullptr || trees == nullptr || frontiers == nullptr || made == nullptr) return nullptr;
   node_type = reinterpret_cast<PyTypeObject*>(nodes), tree_type = reinterpret_cast<PyTypeObject*>(trees);
-  if (PyModule_AddObjectRef(made, "TreeNode", nodes) < 0 || PyModule_AddObjectRef(made, "SpeculationTree", trees) < 0)
+  frontier_type = reinterpret_cast<PyTypeObject*>(frontiers);
+  if (PyModule_AddObjectRef(made, "TreeNode", nodes) < 0 || PyModule_AddObjectRef(made, "SpeculationTree", trees) < 0 ||
+      PyModule_AddObjectRef(made, "Frontier", frontiers) < 0)
     return nullptr;
   return made;
 }

@@ -27,7 +27,7 @@ from paceline.checkpoint.grammar import Grammars
 from paceline.core.processors import Grammar, SamplerState
 from paceline.draft import hints
 from paceline.draft.grower import DraftGrower
-from paceline.draft.growth import BestFirst, Growth, InTurn, Sequential
+from paceline.draft.growth import BestFirst, Growth, InTurn, Sequential, check_integrity
 from paceline.draft.overlap import Overlap
 from paceline.draft.session import DraftSession
 from paceline.draft.stats import DraftStats
@@ -191,7 +191,7 @@ class DraftEngine:
         """Asserts the invariants of every session and of the drafter; O(nodes)."""
         for session in self._sessions.values():
             session.tree.check_integrity()
-            session.frontier.check_integrity()
+            check_integrity(session.frontier, session.tree)
             assert not session.tree.lost
             assert session.tree.context_len == session.sampler.num_tokens
             assert session.tree.next_id > max(node.node_id for node in session.tree.nodes())

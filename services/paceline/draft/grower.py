@@ -5,9 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from itertools import chain
-from typing import cast
 
-from paceline.core.native_tree import Place, grow_each
+from paceline.core.native_tree import Place, Scored, Weighed, grow_each
 from paceline.core.tree import TreeNode
 from paceline.draft import hints
 from paceline.draft.growth import MIN_PROB
@@ -19,7 +18,7 @@ from paceline.drafters.growing.grower import Grower
 from paceline.drafters.growing.session import END_SHARE
 from paceline.drafters.protocol import Candidates, Drafter
 from paceline.drafters.ranking import Ranking, rank, rankings_of
-from paceline.model.chain import Ranked, Stop
+from paceline.model.chain import Stop
 
 _LEAST_CHAINED = 0.2
 """A path of one call ends where it is less likely than this: siblings further up may be the better nodes."""
@@ -97,49 +96,45 @@ class DraftGrower(Grower[DraftSession]):
         if self.drafter.tokens_per_leaf > 1:
             super().publish_all(nodes, candidates)
             return
-        ranked: Ranked | list[Ranking] | None = candidates.ranked
+        ranked: Sequence[Scored | Weighed] | None = candidates.ranked
+        rankings: list[Ranking] = []
         if ranked is None:
-            ranked = rank(candidates, [session.ranking_row(session.leaf(node)) for session, node in nodes])
+            rankings = rank(candidates, [session.ranking_row(session.leaf(node)) for session, node in nodes])
+            ranked = [(it.token_ids, it.gaps, it.bonus, it.q) for it in rankings]
         num_done = self._publish_natively(nodes, ranked)
         if num_done == len(nodes):
             return
-        if candidates.ranked is None:
-            rankings = cast(list[Ranking], ranked)
-        else:
+        if candidates.ranked is not None:
             rankings = rankings_of(candidates.ranked, [session.fan_out for session, _ in nodes])
         nodes, rankings = nodes[num_done:], rankings[num_done:]
         for (session, node), ranking, probs in zip(nodes, rankings, self.expected(nodes, rankings), strict=True):
             self.publish(session, node, ranking, probs)
 
     def _publish_natively(
-        self, nodes: Sequence[tuple[DraftSession, TreeNode]], ranked: Ranked | Sequence[Ranking]
+        self, nodes: Sequence[tuple[DraftSession, TreeNode]], candidates: Sequence[Scored | Weighed]
     ) -> int:
         """Publishes the candidates of the first nodes by one native function: up to a session with a hint, which puts
         further nodes between those of others. Returns the number of these nodes."""
-        num = next((i for i, (session, _) in enumerate(nodes) if session.hinted), len(nodes))
-        places: list[Place] = [
-            (
-                session.tree,
-                node,
-                session.fan_out,
-                session.calibration.address,
-                session.bonus.address,
-                1.0 if node is session.end else END_SHARE,
-            )
-            for session, node in nodes[:num]
-        ]
-        columns = [it if isinstance(it, tuple) else (it.token_ids, it.gaps, it.bonus, it.q) for it in ranked[:num]]
-        grown = grow_each(places, columns, MIN_PROB, expect_address())
+        places: list[Place] = []
+        for session, node in nodes:
+            if session.hinted:
+                break
+            weights, bonus = session.calibration.address, session.bonus.address
+            share = 1.0 if node is session.end else END_SHARE
+            places.append((session.frontier, node, session.fan_out, weights, bonus, share))
+        grown = grow_each(places, candidates[: len(places)], MIN_PROB, expect_address())
         if grown is None:
             return 0
+        num_published = 0
         for (session, node), new in zip(nodes, grown, strict=False):
             session.changed = True
             session.outbox += new
-            self._stats.nodes_published += len(new)
+            num_published += len(new)
             if node is session.end:
                 session.place(node)
-            session.frontier.push_below(node, new)
-        return num
+                session.frontier.commit(session.in_flight)  # the children have other keys now
+        self._stats.nodes_published += num_published
+        return len(places)
 
     def publish(
         self,

@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 from typing import Protocol
 
+from paceline.core.native_tree import native_frontier
 from paceline.core.statistics import DecayingMax
 from paceline.core.tree import SpeculationTree, TreeNode
 
@@ -49,10 +50,6 @@ class Growth(Protocol):
         """Sort key of an unexpanded node."""
         ...
 
-    def keys(self, siblings: Sequence[TreeNode], anchor: TreeNode, ahead: int, num_in_flight: int) -> list[Key | None]:
-        """``key`` of each of several nodes that are equally far ahead."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class BestFirst:
@@ -61,23 +58,16 @@ class BestFirst:
     k: int
     fan_out: int = 4
     min_path_prob: float = 0.02
-    _min_log: float = field(init=False, repr=False)
+    min_log: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_min_log", math.log(self.min_path_prob))
+        object.__setattr__(self, "min_log", math.log(self.min_path_prob))
 
     def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> Key | None:
         """Path probability, for nodes near enough to serve the next proposal."""
-        if ahead > self.k or node.log_path - anchor.log_path < self._min_log:
+        if ahead > self.k or node.log_path - anchor.log_path < self.min_log:
             return None
         return 0.0, -node.log_path
-
-    def keys(self, siblings: Sequence[TreeNode], anchor: TreeNode, ahead: int, num_in_flight: int) -> list[Key | None]:
-        """``key`` of each, without a call for each."""
-        if ahead > self.k:
-            return [None] * len(siblings)
-        start, least = anchor.log_path, self._min_log
-        return [None if (log := node.log_path) - start < least else (0.0, -log) for node in siblings]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +77,6 @@ class InTurn(BestFirst):
     def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> Key | None:
         """Orders nodes as ``BestFirst`` while nothing is in flight; else None."""
         return None if num_in_flight else BestFirst.key(self, node, anchor, ahead, num_in_flight)
-
-    def keys(self, siblings: Sequence[TreeNode], anchor: TreeNode, ahead: int, num_in_flight: int) -> list[Key | None]:
-        """``key`` of each."""
-        return [None] * len(siblings) if num_in_flight else BestFirst.keys(self, siblings, anchor, ahead, num_in_flight)
 
 
 _KEEP_REACH = 0.9
@@ -135,10 +121,6 @@ class Sequential:
         wanted = num_in_flight == 0 and ahead < self.k and (ahead == 0 or node.rank == 0)
         return (float(ahead), 0.0) if wanted else None
 
-    def keys(self, siblings: Sequence[TreeNode], anchor: TreeNode, ahead: int, num_in_flight: int) -> list[Key | None]:
-        """``key`` of each."""
-        return [self.key(node, anchor, ahead, num_in_flight) for node in siblings]
-
 
 class Frontier:
     """The unexpanded nodes of one tree in a policy's order. O(log n) per node, O(n) for the first use after commits."""
@@ -180,15 +162,12 @@ class Frontier:
             return
         if self._committed is not None:
             self._sort()
-        if (ahead := self._ahead.get(parent.node_id)) is None:
-            ahead = self._ahead_of(parent)
-        ahead += 1
+        ahead = self._ahead_of(parent) + 1
         if ahead > self._most_ahead:
             self._unwanted.extend(nodes)
             return
-        keys = self._growth.keys(nodes, self._tree.anchor, ahead, self._num_in_flight)
-        for node, key in zip(nodes, keys, strict=True):
-            if key is None:
+        for node in nodes:
+            if (key := self._growth.key(node, self._tree.anchor, ahead, self._num_in_flight)) is None:
                 self._unwanted.append(node)
             else:
                 heappush(self._heap, (key, node.node_id, node))
@@ -258,8 +237,22 @@ class Frontier:
         heapify(heap)
         self._heap, self._unwanted = heap, unwanted
 
-    def check_integrity(self) -> None:
-        """Asserts that exactly the unexpanded nodes of the tree are here, once each."""
+    def split(self) -> tuple[Sequence[TreeNode], Sequence[TreeNode]]:
+        """The nodes that may be expanded before the next commit, in order, and the others."""
         self._sort()
-        here = [node.node_id for _, _, node in self._heap] + [node.node_id for node in self._unwanted]
-        assert sorted(here) == sorted(node.node_id for node in self._tree.nodes() if not node.expanded)
+        return [node for _, _, node in sorted(self._heap)], self._unwanted
+
+
+def check_integrity(frontier: Frontier, tree: SpeculationTree) -> None:
+    """Asserts that exactly the unexpanded nodes of the tree are in its frontier, once each."""
+    here = [node.node_id for nodes in frontier.split() for node in nodes]
+    assert sorted(here) == sorted(node.node_id for node in tree.nodes() if not node.expanded)
+
+
+def new_frontier(tree: SpeculationTree, growth: Growth) -> Frontier:
+    """Makes a ``Frontier``, a native one where ``native_tree.new_tree`` makes native trees."""
+    made = Frontier(tree, growth)
+    in_turn, chain = isinstance(growth, InTurn | Sequential), isinstance(growth, Sequential)
+    min_log = growth.min_log if isinstance(growth, BestFirst) else 0.0
+    native: Frontier | None = native_frontier(tree, growth.k, min_log, made.reach, in_turn=in_turn, chain=chain)
+    return native or made

@@ -9,7 +9,7 @@ from paceline.core.native_tree import columns_of, new_tree
 from paceline.core.processors import SamplerState
 from paceline.core.statistics import Ewma
 from paceline.core.tree import TreeNode
-from paceline.draft.growth import HOLD_ROUNDS, ROUND_WEIGHT, Frontier, Growth
+from paceline.draft.growth import HOLD_ROUNDS, ROUND_WEIGHT, Growth, new_frontier
 from paceline.drafters.calibration import Calibration, bonus_probs
 from paceline.drafters.growing.session import GrowingSession
 from paceline.drafters.protocol import Leaf
@@ -63,7 +63,7 @@ class DraftSession(GrowingSession):
         )
         self.epoch = message.epoch
         self.growth = growth
-        self.frontier = Frontier(self.tree, growth)
+        self.frontier = new_frontier(self.tree, growth)
         self.num_proposed = 0
         """Length of the proposal that is being verified, 0 until it is known."""
         self.outbox: list[TreeNode] = []

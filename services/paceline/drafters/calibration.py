@@ -288,6 +288,7 @@ def prepare() -> None:
     _library()
 
 
+@functools.cache
 def expect_address() -> int:
     """Address of ``paceline_expect`` for other native code; 0: there is no library here."""
     library = _library()

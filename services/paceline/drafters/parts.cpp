@@ -9,27 +9,28 @@ namespace {
 
 using paceline::intern, paceline::method, paceline::Ref;
 
-// Columns of a leaf and of its session, as parts.py hands them over.
-enum { kNodeId, kPathIds, kPath, kNumOfLeaf };
-enum { kSession, kTokens, kSampler, kNumCached, kNodeRows, kNumOfSession };
+// Columns of a leaf, which is a tuple, and those of a session in parts.py.
+enum { kSessionId, kNodeId, kPathIds, kPath, kNumOfLeaf };
+enum { kTokens, kSampler, kNumCached, kNodeRows, kNumOfSession };
 
-PyObject *part_type, *chain_step, *take_rows, *free_rows, *positions_name, *extend;
+PyObject *part_type, *chain_step, *columns_of, *take_rows, *free_rows, *positions_name, *extend;
 PyTypeObject* row_type;
 
-// prepare(part_type, row_type, chain_step): Part and Row, a tuple of two; and rows.chain_step.
+// prepare(part_type, row_type, chain_step, columns_of): Part and Row, a tuple of two; rows.chain_step; and what makes the
+// columns of a session.
 PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 3 || !PyType_Check(arguments[1]) ||
+  if (count != 4 || !PyType_Check(arguments[1]) ||
       !PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(arguments[1]), &PyTuple_Type))
-    return PyErr_Format(PyExc_TypeError, "prepare takes a type, one of tuples, and a function");
+    return PyErr_Format(PyExc_TypeError, "prepare takes a type, one of tuples, and two functions");
   part_type = Py_NewRef(arguments[0]);
   row_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(arguments[1]));
-  chain_step = Py_NewRef(arguments[2]);
+  chain_step = Py_NewRef(arguments[2]), columns_of = Py_NewRef(arguments[3]);
   Py_RETURN_NONE;
 }
 
 // The leaves of one session, which stand next to each other.
 struct Group {
-  PyObject* columns;
+  PyObject *session, *columns;
   Py_ssize_t first, stop;
   Py_ssize_t num_pending;
 
@@ -55,23 +56,28 @@ bool plain(PyObject* leaves, Group& group) {
   return true;
 }
 
-// A tuple of so many columns.
-bool is_row(PyObject* columns, Py_ssize_t size) { return PyTuple_CheckExact(columns) && PyTuple_GET_SIZE(columns) == size; }
+// True for a tuple, or one with names, of so many columns.
+bool is_row(PyObject* columns, Py_ssize_t size) { return PyTuple_Check(columns) && PyTuple_GET_SIZE(columns) == size; }
 
-// Finds the groups of leaves. False if there is more than the plain case, or after an error.
-bool find_groups(PyObject* leaves, PyObject* sessions, std::vector<Group>& groups) {
+// Finds the groups of leaves, whose columns are appended to `held`. False if there is more than the plain case, or after an
+// error.
+bool find_groups(PyObject* leaves, PyObject* sessions, std::vector<Group>& groups, PyObject* held) {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leaves); ++i) {
-    PyObject* columns = PyList_GET_ITEM(sessions, i);
-    if (!is_row(PyList_GET_ITEM(leaves, i), kNumOfLeaf) || !is_row(columns, kNumOfSession) ||
-        !PyTuple_CheckExact(of_leaf(leaves, i, kPath)) || !PyTuple_CheckExact(of_leaf(leaves, i, kPathIds)))
+    if (!is_row(PyList_GET_ITEM(leaves, i), kNumOfLeaf) || !PyTuple_CheckExact(of_leaf(leaves, i, kPath)) ||
+        !PyTuple_CheckExact(of_leaf(leaves, i, kPathIds)))
       return false;
-    const bool same = !groups.empty() && groups.back()[kSession] == PyTuple_GET_ITEM(columns, kSession);
-    if (!same) groups.push_back({columns, i, i, 0});
+    PyObject* session = PyDict_GetItemWithError(sessions, of_leaf(leaves, i, kSessionId));
+    if (session == nullptr) return false;
+    if (groups.empty() || groups.back().session != session) {
+      Ref columns(PyObject_CallOneArg(columns_of, session));
+      if (!columns || !is_row(columns.get(), kNumOfSession) || PyList_Append(held, columns.get()) < 0) return false;
+      groups.push_back({session, columns.get(), i, i, 0});
+    }
     ++groups.back().stop;
   }
   for (size_t i = 0; i < groups.size(); ++i) {
     for (size_t j = 0; j < i; ++j)
-      if (groups[j][kSession] == groups[i][kSession]) return false;
+      if (groups[j].session == groups[i].session) return false;
     if (!plain(leaves, groups[i])) return false;
   }
   return true;
@@ -107,7 +113,7 @@ PyObject* part_of(PyObject* leaves, const Group& group, PyObject* rows) {
   const bool anchor = group.num_pending > 0;
   Ref tokens(PyList_New(size)), depths(PyList_New(size)), seen(PyList_New(size)), kept(PyDict_New());
   Positions positions;
-  if (!tokens || !depths || !seen || !kept || !positions.open(group[kSession])) return nullptr;
+  if (!tokens || !depths || !seen || !kept || !positions.open(group.session)) return nullptr;
   for (Py_ssize_t i = 0; i < size; ++i) {
     PyObject *row = PyList_GET_ITEM(rows, i), *path_ids = anchor ? nullptr : of_leaf(leaves, group.first + i, kPathIds);
     const Py_ssize_t depth = anchor ? i : PyTuple_GET_SIZE(path_ids) - 1;  // own rows before this one
@@ -128,10 +134,10 @@ PyObject* part_of(PyObject* leaves, const Group& group, PyObject* rows) {
   }
   Ref num_logits(PyLong_FromSsize_t(anchor ? 1 : size)), num_pending(PyLong_FromSsize_t(group.num_pending));
   if (!num_logits || !num_pending) return nullptr;
-  Ref step(PyObject_CallFunctionObjArgs(chain_step, group[kSession], tokens.get(), depths.get(), rows, seen.get(),
+  Ref step(PyObject_CallFunctionObjArgs(chain_step, group.session, tokens.get(), depths.get(), rows, seen.get(),
                                         num_logits.get(), nullptr));
   if (!step) return nullptr;
-  return PyObject_CallFunctionObjArgs(part_type, group[kSession], step.get(), num_pending.get(), kept.get(), nullptr);
+  return PyObject_CallFunctionObjArgs(part_type, group.session, step.get(), num_pending.get(), kept.get(), nullptr);
 }
 
 // Appends Row(sampler, path) of each leaf of a group. False after an error.
@@ -157,29 +163,28 @@ bool is_rows(PyObject* rows, PyObject* size) {
 void give_back(const Group& group, PyObject* rows) {
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
-  Ref free(PyObject_GetAttr(group[kSession], free_rows));
+  Ref free(PyObject_GetAttr(group.session, free_rows));
   Ref done(free ? PyObject_CallMethodObjArgs(free.get(), extend, rows, nullptr) : nullptr);
   PyErr_Restore(type, value, traceback);
 }
 
 // parts_of(leaves, sessions, cache) -> (parts, rows): the Part of each session, and the Row of each leaf, in order; None,
 // and nothing is done, if there is more than the plain case. Raises what RowSession.take_rows raises; nothing is done then.
-// `leaves`, `sessions`: lists of a tuple for each leaf.
+// `leaves`: a list of Leaf; `sessions`: RowSessions by their ids.
 PyObject* parts_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 3 || !PyList_CheckExact(arguments[0]) || !PyList_CheckExact(arguments[1]) ||
-      PyList_GET_SIZE(arguments[0]) != PyList_GET_SIZE(arguments[1]))
-    return PyErr_Format(PyExc_TypeError, "parts_of takes two lists of equal length and a cache");
+  if (count != 3 || !PyList_CheckExact(arguments[0]) || !PyDict_CheckExact(arguments[1]))
+    return PyErr_Format(PyExc_TypeError, "parts_of takes a list of leaves, a dict of sessions and a cache");
   PyObject* leaves = arguments[0];
   std::vector<Group> groups;
-  if (!find_groups(leaves, arguments[1], groups)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
-  Ref parts(PyList_New(0)), all(PyList_New(0)), taken(PyList_New(0));
-  if (!parts || !all || !taken) return nullptr;
+  Ref parts(PyList_New(0)), all(PyList_New(0)), taken(PyList_New(0)), held(PyList_New(0));
+  if (!parts || !all || !taken || !held) return nullptr;
+  if (!find_groups(leaves, arguments[1], groups, held.get())) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
   for (const Group& group : groups) {
     const Py_ssize_t num_leaves = group.stop - group.first;
     Ref size(PyLong_FromSsize_t(group.num_pending > 0 ? group.num_pending : num_leaves));
-    Ref rows(size ? PyObject_CallMethodObjArgs(group[kSession], take_rows, arguments[2], size.get(), nullptr) : nullptr);
-    const bool held = rows && is_rows(rows.get(), size.get()) && PyList_Append(taken.get(), rows.get()) == 0;
-    Ref part(held ? part_of(leaves, group, rows.get()) : nullptr);
+    Ref rows(size ? PyObject_CallMethodObjArgs(group.session, take_rows, arguments[2], size.get(), nullptr) : nullptr);
+    const bool fit = rows && is_rows(rows.get(), size.get()) && PyList_Append(taken.get(), rows.get()) == 0;
+    Ref part(fit ? part_of(leaves, group, rows.get()) : nullptr);
     if (part && PyList_Append(parts.get(), part.get()) == 0 && add_rows(leaves, group, all.get())) continue;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(taken.get()); ++i)
       give_back(groups[static_cast<size_t>(i)], PyList_GET_ITEM(taken.get(), i));

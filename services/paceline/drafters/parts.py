@@ -22,9 +22,8 @@ from paceline.errors import EngineError, ResourceExhaustedError
 from paceline.model.kv_cache import KVCache
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_OF_LEAF = attrgetter("node_id", "path_ids", "path")
-_OF_SESSION = attrgetter("tokens", "sampler", "num_cached", "node_rows")
-"""The columns of a leaf and of its session, in the order of ``parts.cpp``."""
+_COLUMNS = attrgetter("tokens", "sampler", "num_cached", "node_rows")
+"""What ``parts.cpp`` takes of a session, in its order."""
 log = logging.getLogger(__name__)
 
 
@@ -45,8 +44,7 @@ def parts_of(
     if (passes := _passes()) is None:
         return None
     try:
-        held = [(session, *_OF_SESSION(session)) for session in [sessions[leaf.session_id] for leaf in leaves]]
-        parts: tuple[list[Part], list[Row]] | None = passes.parts_of([*map(_OF_LEAF, leaves)], held, cache)
+        parts: tuple[list[Part], list[Row]] | None = passes.parts_of([*leaves], sessions, cache)
     except ResourceExhaustedError:
         return None
     return parts
@@ -57,7 +55,7 @@ def _passes() -> Any:
     """The compiled pass; None if it cannot be compiled or loaded here, for a reason that is logged once."""
     try:
         passes = extension(_SOURCE, "paceline_parts", "the pass over the leaves of a forward")
-        passes.prepare(Part, Row, chain_step)
+        passes.prepare(Part, Row, chain_step, _COLUMNS)
     except (EngineError, ImportError, TypeError) as error:
         log.warning("leaves are laid out by Python, which is slower: %s", error)
         return None

@@ -62,7 +62,6 @@ from torch import Tensor
 from paceline.core.processors import SamplerState
 from paceline.core.tree import Proposal
 from paceline.errors import EngineError, RanksLostError
-from paceline.messages import record
 from paceline.model.chain import Ranked, Stop
 from paceline.model.features import OUT, Features
 from paceline.model.kv_cache import KVCache, LayerSpec
@@ -101,8 +100,7 @@ class DrafterSessionError(EngineError):
         self.session_id = session_id
 
 
-@record
-class Leaf:
+class Leaf(NamedTuple):
     """A node to expand: the drafter is asked for candidates of the token after it."""
 
     session_id: str
