@@ -25,7 +25,9 @@ from paceline.checkpoint.linear import LinearSpec, Slots
 from paceline.config.engines import Quantization
 from paceline.core.tree import Proposal
 from paceline.errors import EngineError
+from paceline.model.kv_cache import page_hash
 from paceline.model.linear import families, native, operator
+from paceline.model.linear import layers as linear_layers
 from paceline.model.linear.plan import CHUNKS_OF_PAGE, NONE, Chunk, LinearSlots, LinearStep
 from paceline.model.loading import prepare
 from paceline.model.quantized import pack_quantized, require_quantized
@@ -235,6 +237,32 @@ def test_what_a_failed_step_has_stored_is_not_used() -> None:
     (part,) = linear.plan([step]).sequences
     assert part.state != NONE
     assert len(part.chunks) == 1
+
+
+def test_a_failed_step_leaves_no_state_for_a_prefix_or_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It folds the end of a page that has been published; the session ends, as one without memory does."""
+    runner, pages = runner_of("qwen3_5_text", FP32), runner_of("qwen3_5_text", FP32).cache.allocate(2)
+    cache, digest = runner.cache, page_hash(b"", _TEXT[:64])
+    runner.forward([chunk(_TEXT, 0, 60, pages)])
+    held = cache.hold(pages, 60, NONE)
+    runner.forward([replace(chunk(_TEXT, 60, 68, pages, 8), committed=61)])
+    held = cache.hold(pages, 68, held)  # seven draft tokens were accepted
+    cache.publish(pages[0], digest)
+    with monkeypatch.context() as patch:
+        patch.setattr(linear_layers, "run", _without_memory)
+        with pytest.raises(MemoryError):
+            runner.forward([replace(chunk(_TEXT, 68, 69, pages), committed=69)])
+    cache.copy_states(pages, [digest])
+    assert cache.state_copies is not None
+    assert digest not in cache.state_copies
+    cache.let_go(held)
+    cache.release(pages)
+    assert cache.match_prefix(_TEXT[:100]) == ([], [])
+    cache.check_integrity([])
+
+
+def _without_memory(*arguments: Any) -> Tensor:
+    raise MemoryError
 
 
 def test_branches_take_no_states() -> None:

@@ -158,11 +158,16 @@ class ModelRunner:
     def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """Returns logits and states of a plan. The states may have rows of padding at the end."""
         self.num_forwards += 1
-        with torch.no_grad():
-            self.cache.copy(plan.copies)
-            if plan.linear is not None:
-                self.cache.copy_rows(plan.linear.copies)
-            outputs = self.backend.run(self._step, plan)
+        try:
+            with torch.no_grad():
+                self.cache.copy(plan.copies)
+                if plan.linear is not None:
+                    self.cache.copy_rows(plan.linear.copies)
+                outputs = self.backend.run(self._step, plan)
+        except BaseException:
+            if self.cache.linear is not None:
+                self.cache.linear.abandon()
+            raise
         if self.cache.linear is not None:
             self.cache.linear.confirm()
         return outputs

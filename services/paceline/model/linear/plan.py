@@ -312,9 +312,7 @@ class LinearSlots:
         Raises:
             EngineError: the state before a sequence is no longer there, or no slot is free.
         """
-        for key in self._unconfirmed:  # the step before failed
-            self._drop_state(key)
-        self._unconfirmed = []
+        self.abandon()
         self._promised.clear()
         self._in_step.clear()
         self._free_rows += self._ended
@@ -328,6 +326,12 @@ class LinearSlots:
 
     def confirm(self) -> None:
         """Marks the states that the last planned step has stored as known. Call it once the step has run."""
+        self._unconfirmed = []
+
+    def abandon(self) -> None:
+        """Drops the states that the last planned step was to store: it has failed, or has not run."""
+        for key in self._unconfirmed:
+            self._drop_state(key)
         self._unconfirmed = []
 
     def _copy(self, source: int, target: int) -> Iterator[tuple[int, int]]:
