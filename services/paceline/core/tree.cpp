@@ -876,6 +876,12 @@ struct Candidates {
   std::vector<double> gaps, probs, shares, bonus;
   std::vector<PyObject*> qs;  // that the first one was drawn from; Py_None: all are drawn alike
 
+  // Makes room for so many nodes, with 8 candidates each.
+  void reserve(size_t size) {
+    sizes.reserve(size), tables.reserve(size), of_bonus.reserve(size), shares.reserve(size), qs.reserve(size);
+    token_ids.reserve(8 * size), gaps.reserve(8 * size), bonus.reserve(8 * size);
+  }
+
   bool add_ids(PyObject* ids, size_t size) {
     for (size_t i = 0; i < size; ++i) {
       token_ids.push_back(0);
@@ -945,6 +951,7 @@ PyObject* grow_each(PyObject*, PyObject* arguments) {
   if (PyErr_Occurred()) return nullptr;
   std::vector<std::pair<Frontier*, Node*>> nodes;
   Candidates candidates;
+  nodes.reserve(static_cast<size_t>(size)), candidates.reserve(static_cast<size_t>(size));
   for (Py_ssize_t i = 0; i < size; ++i) {
     PyObject *place = PyList_GET_ITEM(places, i), *of = PyList_GET_ITEM(all, i);
     if (!PyTuple_CheckExact(place) || PyTuple_GET_SIZE(place) != 6 || !PyTuple_CheckExact(of))
