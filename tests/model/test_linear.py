@@ -261,6 +261,27 @@ def test_a_failed_step_leaves_no_state_for_a_prefix_or_a_copy(monkeypatch: pytes
     cache.check_integrity([])
 
 
+@pytest.mark.parametrize("start", [20, 32])
+def test_a_prompt_goes_on_after_a_failed_step(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the state and the rows that it had: in smaller parts, as in a step without memory."""
+    runner = runner_of("qwen3_5_text", FP32)
+    cache = runner.cache
+    (first,), pages = cache.allocate(1), cache.allocate(2)
+    expected = runner.forward([chunk(_TEXT, 0, 60, [first], 1)])
+    runner.forward([chunk(_TEXT, 0, start, pages)])
+    held = cache.hold(pages, start, NONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(linear_layers, "run", _without_memory)
+        with pytest.raises(MemoryError):
+            runner.forward([chunk(_TEXT, start, 60, pages, 1)])
+    cache.check_integrity([[first], pages], [held])
+    runner.forward([chunk(_TEXT, start, 40, pages)])
+    held = cache.hold(pages, 40, held)
+    assert torch.equal(runner.forward([chunk(_TEXT, 40, 60, pages, 1)]), expected)
+    cache.let_go(held)
+    cache.release([first, *pages])
+
+
 def _without_memory(*arguments: Any) -> Tensor:
     raise MemoryError
 
@@ -339,7 +360,12 @@ def test_sequences_of_different_groups_share_no_slot() -> None:
 
 def _reused_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot of a state that one session reads is given to another one in the same step."""
-    monkeypatch.setattr(LinearSlots, "_use_state", lambda self, key: self._state_of[key])
+
+    def changed(self: LinearSlots, key: int) -> int:
+        self._free_states.append(slot := self._state_of[key])
+        return slot
+
+    monkeypatch.setattr(LinearSlots, "_use_state", changed)
 
 
 def _no_dependencies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,6 +199,8 @@ class LinearSlots:
         self._ended_states: list[int] = []  # the same, of states: the step may read them after it has stored others
         self._optional: list[tuple[Chunk, int]] = []  # chunks whose states, of these keys, are stored if slots are left
         self._unconfirmed: list[int] = []  # keys whose states are only there once the step has run
+        self._replaced_rows: list[int] = []  # keys whose rows nobody needs once the step has run,
+        self._replaced_states: list[int] = []  # and those of such states
         self._promised: dict[object, int] = {}
 
     @property
@@ -325,14 +327,19 @@ class LinearSlots:
         return LinearStep(sequences, copies)
 
     def confirm(self) -> None:
-        """Marks the states that the last planned step has stored as known. Call it once the step has run."""
-        self._unconfirmed = []
+        """Marks the states that the last planned step has stored as known, and drops what they take the place of. Call
+        it once the step has run."""
+        for key in self._replaced_rows:
+            self._drop_rows(key)
+        for key in self._replaced_states:
+            self._drop_state(key)
+        self._unconfirmed, self._replaced_rows, self._replaced_states = [], [], []
 
     def abandon(self) -> None:
         """Drops the states that the last planned step was to store: it has failed, or has not run."""
         for key in self._unconfirmed:
             self._drop_state(key)
-        self._unconfirmed = []
+        self._unconfirmed, self._replaced_rows, self._replaced_states = [], [], []
 
     def _copy(self, source: int, target: int) -> Iterator[tuple[int, int]]:
         """Makes a page share the states of another one. Yields (from, to) slots for copies of its rows."""
@@ -369,7 +376,7 @@ class LinearSlots:
             elif number >= boundary:
                 chunk.rows = self._take_rows(key)
             if number < boundary and step.committed < 0:  # nobody holds it, and the state at the boundary replaces them
-                self._drop_rows(key)
+                self._replaced_rows.append(key)
             if start < committed and number + 1 == boundary:  # not of a branch, which keeps the rows
                 chunk.store = self._store(key, must=True)
             elif start < committed and number + 1 == last_end:
@@ -378,7 +385,7 @@ class LinearSlots:
                 self._write_also(chunk, at, row, kept=number >= boundary)
             chunks.append(chunk)
         if step.committed < 0 and 0 < base < boundary and not _ends_page(key := _key(pages, base - 1)):
-            self._drop_state(key)  # that at the boundary takes its place
+            self._replaced_states.append(key)  # that at the boundary takes its place
         return SequencePart(state, chunks)
 
     def _base(self, pages: Sequence[int], first: int, start: int) -> int:
