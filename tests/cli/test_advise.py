@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 from tests.drafters.head_files import made
-from tests.support.models import save_pair
+from tests.support.models import letters_tokenizer, save_pair
+from tests.support.packed import write_packed
 
+from paceline.checkpoint.files import Checkpoint
 from paceline.cli import measure as measure_module
 from paceline.cli.main import main
 from paceline.cli.measure import acceptance_of
@@ -139,6 +142,20 @@ def test_the_target_may_be_named_first_and_an_assumed_device_is_said(capsys: pyt
         "assumed: an H100, 3,350 GB/s; name yours by --bandwidth-gb-s or --target-step-ms\n1 device,"
     )
     assert "model_id: paceline/embedded-target" in printed
+
+
+def test_a_step_reads_fp8_weights_as_a_gpu_keeps_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_packed(tmp_path, "fp8, blocks")
+    letters_tokenizer(300).save_pretrained(tmp_path)
+    checkpoint = Checkpoint.open(str(tmp_path))
+    kept, plain = checkpoint.size(on_gpu=True), checkpoint.size()
+    assert kept is not None
+    assert plain is not None
+    assert main(["advise", str(tmp_path), "--bandwidth-gb-s", "0.001"]) == 0
+    found = re.search(r"step of one token takes (\S+) ms", capsys.readouterr().out)
+    assert found is not None
+    assert float(found[1]) == pytest.approx(kept.weights_bytes / 1e3, rel=0.01)
+    assert kept.weights_bytes < 0.9 * plain.weights_bytes
 
 
 def test_a_plugin_is_forecast_by_what_was_measured_of_it(capsys: pytest.CaptureFixture[str]) -> None:

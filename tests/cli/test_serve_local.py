@@ -223,7 +223,6 @@ def test_after_sigterm_streams_end_by_themselves_or_by_an_event_and_requests_are
         "--no-compile",
         "--http-port",
         str(port),
-        "--quiet",
     ]
     command += ["--grpc-port", str(grpc_port), "--set", "server.drain_timeout_s=5"]
     command += ["--set", "target_config.engine_kwargs.max_sessions=89"]  # 88,003 tokens outlast 5 s anywhere
@@ -270,4 +269,6 @@ def test_after_sigterm_streams_end_by_themselves_or_by_an_event_and_requests_are
             assert server.wait(60) == 0
         finally:
             server.kill()
-        assert "Traceback" not in server.stderr.read()
+        told = server.stderr.read()
+        assert "Traceback" not in told
+        assert "paceline: requests in progress are being completed; interrupt again to end them" in told

@@ -406,6 +406,21 @@ def test_a_target_whose_weights_do_not_fit(folders, monkeypatch):
     assert found(config, memory=False) == []
 
 
+def test_bytes_that_each_rank_lacks_are_parameters_of_all_ranks(folders, monkeypatch):
+    """The mutant: what one rank lacks is taken for what the model has too many."""
+    more = ("target_config.engine_kwargs.dtype=float32", "target_config.engine_kwargs.tensor_parallel_size=2")
+    config = service(folders, "target", None, *more)
+    facts = Checkpoint.open(str(folders / "target")).size("float32")
+    step = target_workspace(config, facts, 2, max_sessions=1)
+    there = 2 * (PROCESS_BYTES + facts.of_rank(2).weights_bytes + step)
+
+    def largest(num_bytes):
+        with_memory(monkeypatch, num_bytes)
+        return int(re.search(r"of at most ([\d,]+) parameters", one(config).message)[1].replace(",", ""))
+
+    assert largest(there) - largest(there - 4096) == 4096 // 4
+
+
 @pytest.mark.parametrize(
     ("settings", "key"),
     [

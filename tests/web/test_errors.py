@@ -192,6 +192,7 @@ def test_paths_and_methods_that_are_not_served(url):
     status, _, body = call(f"{url}/v1/embeddings", {})
     assert status == 404
     assert "this path is not served" in body["error"]["message"]
+    assert "/playground" not in body["error"]["message"]
     assert "embeddings" not in body["error"]["message"]
     assert "/v1/completions" in body["error"]["message"]
     for path, methods in {

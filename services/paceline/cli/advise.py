@@ -190,7 +190,7 @@ def run_advise(args: argparse.Namespace) -> int:
         given = {head.method for head in heads}
         heads += heads_of([f"{kind}=paceline/embedded-{kind}" for kind in _EMBEDDED_HEADS if kind not in given])
     checkpoint = Checkpoint.open(resolve(target))
-    size = checkpoint.size()
+    size = checkpoint.size(on_gpu=args.source is None)  # FP8 weights stay 8 bits there
     if size is None:
         raise ConfigError(f"--target is {target!r}: its weights are not on this machine, fetch it first")
     found = methods_at_hand(checkpoint, draft and resolve(draft), heads, args.plugin and args.plugin.name)

@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 import ssl
+import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -333,6 +334,9 @@ class _Server(uvicorn.Server):
     async def _drained(self) -> None:
         """Serves what is in progress, and refuses what comes, until it has ended or a second signal comes."""
         draining = asyncio.create_task(self._drain(), name="paceline-drain")
+        await asyncio.wait([draining], timeout=_SIGNAL_S)
+        if not draining.done() and not logs.is_quiet():
+            print("paceline: requests in progress are being completed; interrupt again to end them", file=sys.stderr)
         while not draining.done() and self._num_signals < 2:
             await asyncio.wait([draining], timeout=_SIGNAL_S)
         draining.cancel()

@@ -90,7 +90,8 @@ class _Fit:
         """Finding that no setting helps. ``smallest``: the settings that need the least memory."""
         needed = self.needed(**smallest)
         remedy = "choose a smaller model or a larger machine"
-        fitting = size.num_parameters - -(-(needed - self.room.left) // size.item_bytes)
+        excess = (needed - self.room.left) * self.of().num_ranks  # each rank holds its share
+        fitting = size.num_parameters - -(-excess * size.num_parameters // size.weights_bytes)
         if fitting > 0:
             remedy = f"choose a smaller model, of at most {fitting:,} parameters, or a larger machine"
         if size.item_bytes > 2 and needed - size.weights_bytes // 2 < self.room.left:

@@ -359,7 +359,9 @@ def make_app(edge: Edge) -> FastAPI:
 
 
 def _paths(app: FastAPI) -> Iterator[str]:
-    return (route.path for route in app.routes if hasattr(route, "path"))
+    """The paths that clients call, without the files of the page."""
+    paths = (route.path for route in app.routes if hasattr(route, "path"))
+    return (path for path in paths if not path.startswith("/playground/"))
 
 
 def _methods(app: FastAPI, scope: Scope) -> set[str]:
