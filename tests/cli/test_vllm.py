@@ -177,6 +177,22 @@ def test_what_is_refused_says_what_to_do(capsys, flags, sentence):
     assert sentence in capsys.readouterr().err
 
 
+def test_code_of_a_checkpoint_is_allowed_by_its_key_before_anything_else_asks(folder, tmp_path, capsys):
+    """Of a model type that transformers does not know, as Kimi-K2's."""
+    other = Path(shutil.copytree(folder, tmp_path / "kimi"))
+    config = json.loads((other / "config.json").read_text()) | {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoConfig": "a.B"},
+    }
+    (other / "config.json").write_text(json.dumps(config))
+    key = "target_config.engine_kwargs.trust_remote_code"
+    assert served(str(other), "--set", f"{key}=true").target_config.engine_kwargs.trust_remote_code
+    assert main(["check", str(other)]) == 2
+    assert "is not run unless engine_kwargs.trust_remote_code is true" in capsys.readouterr().err
+    assert main(["check", str(other), "--trust-remote-code"]) == 2
+    assert f"only with --set {key}=true" in capsys.readouterr().err
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 

@@ -42,9 +42,12 @@ def is_embedded(target: str | None) -> bool:
     return target is None or resolve(target) == resolve(EMBEDDED_TARGET)
 
 
-def choose(target: str) -> Chosen:
-    """Returns the best available method to draft for a target. Raises ConfigError for a path that holds no model."""
-    checkpoint = Checkpoint.find(target)
+def choose(target: str, trust_remote_code: bool = False) -> Chosen:
+    """Returns the best available method to draft for a target.
+
+    Raises ConfigError for a path that holds no model, or one whose code may not run (``trust_remote_code``).
+    """
+    checkpoint = Checkpoint.find(target, trust_remote_code)
     if checkpoint is not None and checkpoint.folder is not None:
         size = size_of(checkpoint.config, 0, 1)
         num = len(mtp_modules(weight_names(checkpoint.folder), checkpoint.config, size.num_layers))

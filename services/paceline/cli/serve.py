@@ -11,6 +11,7 @@ import argparse
 import json
 import shlex
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,7 @@ def read_config(args: argparse.Namespace) -> ServiceConfig:
     Raises ConfigError.
     """
     take_model_argument(args)
+    settings = vllm_settings(args)
     config = (ServiceConfig() if args.config is None else ServiceConfig.from_file(args.config)).with_environment()
     if args.draft is not None and args.drafter not in (None, "model"):
         raise ConfigError(f"--draft {args.draft} is given with --drafter {args.drafter}, which does not take it")
@@ -178,9 +180,10 @@ def read_config(args: argparse.Namespace) -> ServiceConfig:
     names_draft = any(override.startswith("draft_config") for override in overrides)
     unnamed = isinstance(draft, ModelDraftConfig) and "model_loading_config" not in draft.model_fields_set
     if not is_embedded(args.target) and unnamed and not names_draft:
-        overrides += _at_hand(args)
+        overrides.append(_override("draft_config", None))
+        overrides += _at_hand(args, config.with_overrides(overrides))
     config = config.with_overrides(overrides)
-    return with_rope_flags(args, config.with_overrides(_further(args, config)))
+    return with_rope_flags(args, config.with_overrides(_further(args, config, settings)))
 
 
 def _speculation(args: argparse.Namespace) -> list[str]:
@@ -195,21 +198,20 @@ def _speculation(args: argparse.Namespace) -> list[str]:
     return [_override("draft_config", draft), _override("target_config.engine_kwargs.heads", listed)]
 
 
-def _at_hand(args: argparse.Namespace) -> list[str]:
+def _at_hand(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
     """Overrides for a target without a draft, which drafts by what is at hand; says how. Raises ConfigError."""
     for flag in ("placement", "draft_device", "drafts"):
         if getattr(args, flag) is not None:
             raise ConfigError(f"{flag_of(flag)} is given without --draft and --drafter: there is no draft to place")
-    overrides = [_override("draft_config", None)]
     if args.head or any(override.startswith("target_config.engine_kwargs.heads") for override in args.set):
-        return overrides
-    chosen = choose(args.target)
+        return []
+    chosen = choose(args.target, config.target_config.engine_kwargs.trust_remote_code)
     narrate(f"paceline: {chosen.line}")
-    return [*overrides, _override("target_config.engine_kwargs.heads", [head.model_dump() for head in chosen.heads])]
+    return [_override("target_config.engine_kwargs.heads", [head.model_dump() for head in chosen.heads])]
 
 
-def _further(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
-    """Overrides that depend on what there is to override."""
+def _further(args: argparse.Namespace, config: ServiceConfig, settings: Mapping[str, Any]) -> list[str]:
+    """Overrides that depend on what there is to override. ``settings``: those of vLLM's flags."""
     keys, draft = [*_TARGET_KEYS, *_SERVER_KEYS, *_LIST_KEYS, _PAGE_KEY], config.draft_config
     if isinstance(draft, ModelDraftConfig):
         keys += [key.replace("target_config", "draft_config") for key in _ENGINE_KEYS]
@@ -219,7 +221,7 @@ def _further(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
     values |= {key: getattr(args, name) for name, key in _FILE_KEYS.items()}
     given = {key: value for key, value in values.items() if value is not None}
     given |= {} if args.draft_device is None else {"draft_config.engine_kwargs.device": args.draft_device}
-    given |= vllm_settings(args)
+    given |= settings
     given |= _sized("target", args.targets) | _sized("router", args.routers)
     given |= {} if draft is None else _sized("draft", args.drafts)
     if args.head:
