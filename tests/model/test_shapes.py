@@ -26,6 +26,7 @@ from paceline.model import selftest, shapes
 from paceline.model.attention import native as cpu_attention
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled import package
+from paceline.model.linear import native as linear_attention
 from paceline.model.loading import prepare
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
@@ -429,6 +430,18 @@ def test_a_package_is_native_if_it_calls_no_other_operator(
     monkeypatch.setattr(package, "CompiledPackage", lambda path, *, is_native: found.append(is_native))
     package.load_package(path)
     assert found == [is_native]
+
+
+@needs_products
+def test_every_operator_of_ours_leaves_a_package_native() -> None:
+    """A package's source declares them all, also those that it does not call."""
+    assert cpu_linear.usable()
+    assert cpu_attention.unavailable() is linear_attention.unavailable() is None
+    made = [cpu_attention, linear_attention]
+    declared = cpu_linear.shims() | {op: shim for each in made for op, shim in each.compiled_shims().items()}
+    names = {found for shims in declared.values() for found in package._LIBRARY_CALL.findall("".join(shims).encode())}
+    assert len(names) >= 5
+    assert names <= package._NATIVE
 
 
 def test_padded_pages_cover_and_are_stable() -> None:

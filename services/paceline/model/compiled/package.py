@@ -60,6 +60,7 @@ _NATIVE = {
     b"gated_silu",
     b"attend_pages",
     b"round_to_fp8",
+    b"score_pages",
     b"layer_callback",
     b"ranks_sum",
     b"ranks_gather",
