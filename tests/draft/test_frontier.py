@@ -13,7 +13,8 @@ import pytest
 
 from paceline.core.native_tree import new_tree
 from paceline.core.tree import Refusal, SpeculationTree, TreeNode
-from paceline.draft.growth import BestFirst, Frontier, Growth, InTurn, Sequential, check_integrity, new_frontier
+from paceline.draft.growth import BestFirst, Frontier, Growth, InTurn, Sequential, check_integrity
+from paceline.draft.session import new_frontier
 from paceline.messages import Node
 
 VOCAB, K = 6, 4

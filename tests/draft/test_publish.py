@@ -17,9 +17,9 @@ from tests.support.mutants import Mutant, mutant
 
 from paceline.core import native_tree
 from paceline.core.tree import TreeNode
-from paceline.draft import grower, growth
-from paceline.draft.growth import BestFirst, new_frontier
-from paceline.draft.session import DraftSession
+from paceline.draft import grower, session
+from paceline.draft.growth import BestFirst
+from paceline.draft.session import DraftSession, new_frontier
 from paceline.drafters.calibration import Calibration, expect_address
 from paceline.drafters.protocol import Candidates, Leaf
 from paceline.drafters.ranking import Ranking, RankingRow, rank
@@ -148,13 +148,13 @@ def test_a_tree_grows_as_it_does_one_by_one(kind: str, seed: int, harm: float, r
     assert harness.engine.stats == twin.engine.stats
 
 
-@mutant(growth, "native_frontier")
+@mutant(session, "native_frontier")
 def _grows_siblings(native_frontier: Any, *args: Any, in_turn: bool, chain: bool) -> Any:
     """A native frontier has siblings of a chain expanded."""
     return native_frontier(*args, in_turn=in_turn, chain=False)
 
 
-@mutant(growth, "native_frontier")
+@mutant(session, "native_frontier")
 def _takes_the_unlikely(native_frontier: Any, tree: Any, k: int, min_log: float, reach: Any, **order: bool) -> Any:
     """A native frontier has nodes of any probability expanded."""
     return native_frontier(tree, k, -math.inf, reach, **order)

@@ -272,14 +272,13 @@ def test_any_budget_gives_identical_tokens(temperature: float, monkeypatch: pyte
 
 @pytest.mark.parametrize("adaptive", [True, *slow([False])])
 def test_measured_control_gives_identical_tokens(adaptive: bool) -> None:
-    """Steps that take time by their size, so that budget, waiting and pauses act as they do in service."""
+    """Steps that take time by their size, so that waiting and pauses act as they do in service."""
     target, draft = pair("qwen3")
     requests = mixed_batch(1.0, max_tokens=60)
     reference = plain_reference(target, requests)
     pump = Pump(target, draft, seed=6, adaptive=adaptive, step_s=lambda n: 0.004 * max(32, n))
     assert_same(pump.run(requests), reference)
     stats = pump.target.stats
-    assert (stats.draft_rows_trimmed > 4) == adaptive
     assert (stats.drafts_paused > 0) == adaptive
     assert stats.bubble_s > 0
 

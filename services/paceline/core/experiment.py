@@ -28,6 +28,8 @@ TRIAL_SHARE = 0.01
 """Share of the time that all trials may lose."""
 KEPT, WORTH = 1.01, 1.04
 """Speedup over plain decoding from which drafting goes on, and from which it starts."""
+_ROUNDING = 1e-9
+"""Difference of a rate from its mark that comes from rounding: what costs nothing and brings nothing goes on."""
 _CERTAIN = 2.5
 """Standard errors by which a rate differs from its mark if the verdict is clear."""
 _MOST_STEP_S = 1.0
@@ -75,12 +77,12 @@ class Experiment:
         return _CERTAIN * (1.0 + 2.0 / (n - 1)) * error
 
     def verdict(self, mark: float = 0.0) -> bool | None:
-        """True if the alternative's rate is above the mark, False if it is not; None: not known yet."""
+        """True if the alternative's rate is at the mark or above, False if it is below; None: not known yet."""
         n = self.sample.count
         if n < LEAST or (n < WINDOW and n & (n - 1)):
             return None
         off = self.sample.rate() - mark
-        return off > 0.0 if n >= WINDOW or abs(off) > self.margin() else None
+        return off > -_ROUNDING if n >= WINDOW or abs(off) > self.margin() else None
 
     def end(self, budget: Budget, *, won: bool, loss_s: float = 0.0) -> None:
         """Ends a trial. An alternative that has lost pauses."""

@@ -12,7 +12,6 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 from typing import Protocol
 
-from paceline.core.native_tree import native_frontier
 from paceline.core.statistics import DecayingMax
 from paceline.core.tree import SpeculationTree, TreeNode
 
@@ -247,12 +246,3 @@ def check_integrity(frontier: Frontier, tree: SpeculationTree) -> None:
     """Asserts that exactly the unexpanded nodes of the tree are in its frontier, once each."""
     here = [node.node_id for nodes in frontier.split() for node in nodes]
     assert sorted(here) == sorted(node.node_id for node in tree.nodes() if not node.expanded)
-
-
-def new_frontier(tree: SpeculationTree, growth: Growth) -> Frontier:
-    """Makes a ``Frontier``, a native one where ``native_tree.new_tree`` makes native trees."""
-    made = Frontier(tree, growth)
-    in_turn, chain = isinstance(growth, InTurn | Sequential), isinstance(growth, Sequential)
-    min_log = growth.min_log if isinstance(growth, BestFirst) else 0.0
-    native: Frontier | None = native_frontier(tree, growth.k, min_log, made.reach, in_turn=in_turn, chain=chain)
-    return native or made

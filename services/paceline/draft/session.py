@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from paceline.core.native_tree import columns_of, new_tree
+from paceline.core.native_tree import columns_of, native_frontier, new_tree
 from paceline.core.processors import SamplerState
 from paceline.core.statistics import Ewma
-from paceline.core.tree import TreeNode
-from paceline.draft.growth import HOLD_ROUNDS, ROUND_WEIGHT, Growth, new_frontier
+from paceline.core.tree import SpeculationTree, TreeNode
+from paceline.draft.growth import HOLD_ROUNDS, ROUND_WEIGHT, BestFirst, Frontier, Growth, InTurn, Sequential
 from paceline.drafters.calibration import Calibration, bonus_probs
 from paceline.drafters.growing.session import GrowingSession
 from paceline.drafters.protocol import Leaf
@@ -169,3 +169,12 @@ class DraftSession(GrowingSession):
         self.outbox += placed
         self.changed = self.changed or bool(placed)
         return placed
+
+
+def new_frontier(tree: SpeculationTree, growth: Growth) -> Frontier:
+    """Makes a ``Frontier``, a native one where ``native_tree.new_tree`` makes native trees."""
+    made = Frontier(tree, growth)
+    in_turn, chain = isinstance(growth, InTurn | Sequential), isinstance(growth, Sequential)
+    min_log = growth.min_log if isinstance(growth, BestFirst) else 0.0
+    native: Frontier | None = native_frontier(tree, growth.k, min_log, made.reach, in_turn=in_turn, chain=chain)
+    return native or made
