@@ -32,7 +32,7 @@ from paceline.router.router import Router
 from paceline.router.session import Session
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.host import EngineHost
-from paceline.runtime.server import EngineServer, describer
+from paceline.runtime.server import EngineServer
 from paceline.security.certificates import Certificates
 from paceline.types import Acceptance, Cause, Chunk, Mode, Request, Round, SamplingParams, SpeculationParams
 
@@ -123,7 +123,8 @@ class PacedFactory:
 
 def _timed(draft: Any) -> Any:
     """A draft's engine that counts the seconds in which it takes messages and steps."""
-    draft.measured = measured = {"busy_s": 0.0}
+    measured = {"busy_s": 0.0}
+    _telling(draft, measured)
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any) -> Any:
@@ -141,8 +142,8 @@ def _timed(draft: Any) -> Any:
 
 def _priced(target: Any) -> Any:
     """A target's engine that sums up the seconds for which it takes a branch, step by step."""
-    target.measured = measured = {"branch_s": 0.0}
-    step = target.step
+    measured, step = {"branch_s": 0.0}, target.step
+    _telling(target, measured)
 
     def wrapped() -> Any:
         before = target.stats.steps
@@ -154,15 +155,15 @@ def _priced(target: Any) -> Any:
     return target
 
 
-def _describer(kind: str) -> Callable[[Any], dict[str, Any]]:
-    """Facts of an engine, with what was measured here among its counters."""
-    describe = describer(kind)
+def _telling(engine: Any, measured: dict[str, float]) -> None:
+    """Puts what is measured here among the counters of an engine's facts."""
+    facts = engine.facts
 
-    def described(engine: Any) -> dict[str, Any]:
-        facts = dict(describe(engine))
-        return facts | {"counters": {**facts["counters"], **engine.measured}}
+    def told() -> dict[str, Any]:
+        known = facts()
+        return {**known, "counters": {**known["counters"], **measured}}
 
-    return described
+    engine.facts = told
 
 
 class _Metrics(RouterMetrics):
@@ -183,7 +184,6 @@ def _serve(factory: PacedFactory, replica_id: str, core: int | None, pipe: Conne
         host: EngineHost[Any] = EngineHost(
             factory.kind,
             factory,
-            _describer(factory.kind),
             replica_id=replica_id,
             max_sessions=factory.config.target.max_sessions,
             cores=() if core is None else (core,),
