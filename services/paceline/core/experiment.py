@@ -93,8 +93,8 @@ class Experiment:
             self.pause(budget)
 
     def pause(self, budget: Budget) -> None:
-        """Begins a pause, at least until the budget allows a trial."""
-        self.until = max(budget.now + pause_s(self.num_failures), budget.free_at)
+        """Begins a pause, at least until the budget has been free for a second: others have their turn first."""
+        self.until = max(budget.now + pause_s(self.num_failures), budget.free_at + SHORTEST_PAUSE_S)
 
 
 def pause_s(num_failures: int) -> float:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from tests.support.mutants import mutant
 from tests.target.simulation import cpu_cost
 
+from paceline.core.experiment import Budget, Experiment, pause_s
 from paceline.core.statistics import RateEstimate
 from paceline.target.control.allocation import Allocation
 from paceline.target.control.load_trials import LoadTrials
+from paceline.target.control.session_gate import Judgement, Pause, SessionGate
+
+if TYPE_CHECKING:
+    from paceline.target.session import TargetSession
 
 
 def load_trials(cost: Callable[[int], float] = cpu_cost) -> LoadTrials:
@@ -138,6 +146,41 @@ def test_what_has_changed_is_noticed(before: float, after: float, within_s: floa
     service.gain = after
     service.run(within_s)
     assert service.run(10.0) == pytest.approx(float(after > 1), abs=0.1)
+
+
+def give_a_paused_session_its_turn() -> None:
+    """A trial of plain decoding, at half the speed of drafts and with steps of 0.24 s, takes the budget of 96 s."""
+    trials = load_trials(cost=lambda size: 12 * cpu_cost(size))
+    trials.only_plain, gate, budget = False, SessionGate(trials.allocation), trials.allocation.budget
+    gate.trials = trials
+    session = SimpleNamespace(session_id="s", epoch=1, drafting=Experiment(num_failures=4), max_tokens=9, num_tokens=1)
+    session.resume_drafting = lambda now, forget: None
+    session.drafting.end(budget, won=False)
+    gate.paused["s"] = Pause(cast("TargetSession", session), Judgement.NO_GAIN, 1)
+    step_s = 12 * cpu_cost(1)
+    while gate.num_resumptions == 0 and trials.num_trials < 3:
+        wanted = trials.wanted(1)
+        trials.measure(1, 1 + wanted, step_s, drafting=wanted)
+        budget.step(step_s)
+        gate.tick(budget.now, 1, [])
+    assert budget.free_at > 64.0, "the pause of the load ends when the budget is free"
+    assert (gate.num_resumptions, trials.num_trials) == (1, 1)
+
+
+def test_a_load_whose_trials_are_expensive_leaves_a_paused_session_its_turn() -> None:
+    give_a_paused_session_its_turn()
+
+
+@mutant(Experiment, "pause")
+def the_load_takes_each_free_moment(original: Any, experiment: Experiment, budget: Budget) -> None:
+    original(experiment, budget)
+    experiment.until = max(budget.now + pause_s(experiment.num_failures), budget.free_at)
+
+
+def test_a_load_that_takes_each_free_moment_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    the_load_takes_each_free_moment(monkeypatch)
+    with pytest.raises(AssertionError):
+        give_a_paused_session_its_turn()
 
 
 def test_two_that_are_equal_do_not_alternate() -> None:
