@@ -122,6 +122,15 @@ class Trees:
         self.drafter.advance(name, token_ids, node_ids, kept)
         self.drafter.check_integrity()
 
+    def say(self, name: str, tokens: list[int]) -> None:
+        """Commits tokens that no node has."""
+        last = 1_000_000 + len(self.texts[name]) + len(tokens)
+        self.paths[name], self.expanded[name] = {last: ((), ())}, set()
+        self.texts[name] += tokens
+        self.samplers[name].append(tokens)
+        self.drafter.advance(name, tokens, [*range(last - len(tokens) + 1, last + 1)], ())
+        self.drafter.check_integrity()
+
 
 def grow(seed: int, rounds: int, *args: Any, **options: Any) -> Trees:
     """Random rounds of three sessions."""
@@ -175,6 +184,53 @@ def test_sessions_wait_for_a_state_and_leaves_go_without_where_rows_are_full() -
         trees.close(f"s{i}")
     assert trees.num_refused > 0
     assert trees.num_checked > 40
+
+
+def wait_for_long() -> None:
+    """A session of one token gets 150 more while it waits for a state, and 50 while those are computed, 40 at once."""
+    trees = Trees(4, max_sessions=1, state_slots=2)
+    linear = trees.runner.cache.linear
+    assert linear is not None
+    linear.slots, linear._free_rows = Slots(2, 7), linear._free_rows[-7:]
+    sizes, forward = list[int](), trees.runner.forward
+
+    def measured(steps: Any, *args: Any) -> Any:
+        sizes.append(sum(len(step.token_ids) for step in steps))
+        return forward(steps, *args)
+
+    trees.runner.forward = measured  # type: ignore[method-assign]
+    for i in range(2):
+        trees.open(f"s{i}", prompt(i, 1))
+    trees.prefill()
+    for i in range(20):
+        trees.say("s1", prompt(i, 10))
+        if i == 14:
+            trees.close("s0")
+        if i >= 14:
+            trees.drafter.prefill()
+    trees.prefill()
+    trees.expand()
+    assert trees.num_checked == 1
+    assert sum(sizes) == 201
+    assert max(sizes) <= 40
+
+
+def test_tokens_of_a_session_that_waited_for_long_are_computed_in_chunks() -> None:
+    wait_for_long()
+
+
+@mutant(ModelDrafter, "advance")
+def _prompts_alone_are_chunked(advance: Any, self: ModelDrafter, session_id: str, *rest: Any) -> None:
+    session = self._sessions[session_id]
+    num_prefill = session.num_prefill
+    advance(self, session_id, *rest)
+    session.num_prefill = num_prefill
+
+
+def test_tokens_that_are_computed_in_one_call_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _prompts_alone_are_chunked(monkeypatch)
+    with pytest.raises(AssertionError):
+        wait_for_long()
 
 
 @mutant(BranchSession, "_fork")

@@ -299,7 +299,10 @@ class ModelDrafter(OfSessions[RowSession]):
         pairs: Iterable[tuple[int, int]] = zip(token_ids, node_ids, strict=True)
         if self._translation is not None:
             pairs = self._translation.committed(token_ids, node_ids)
+        is_ready = session.ready
         session.follow(self._cache, pairs, kept)
+        if not is_ready:  # it may wait for long: all its tokens but the last are computed in chunks
+            session.num_prefill = len(session.tokens) - 1
         if len(session.tokens) > self._max_len:
             raise ResourceExhaustedError(self._too_long(len(session.tokens)))
 
