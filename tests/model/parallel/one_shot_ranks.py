@@ -169,6 +169,57 @@ def deaths(module: Any) -> str:
     return "holds" if answer == ((False, True), [True] * 3, [3, 2]) else str(answer)
 
 
+class First:
+    """Rank 0 of two alone, with calls from ``start`` on; what rank 1 has done is written by hand."""
+
+    def __init__(self, module: Any, start: int) -> None:
+        num_bytes = module.OneShot.num_bytes(2, SLOT, BLOCK)
+        self.memory = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2)]
+        sizes = {"slot_bytes": SLOT, "block_bytes": BLOCK, "twice_bytes": TWICE}
+        self.end = module.OneShot(0, self.memory, torch.zeros(1, dtype=torch.int32), limit=5, timed=False, **sizes)
+        self.end._calls.fill_(start)
+
+    def counters(self, rank: int) -> Tensor:
+        """Those in a rank's memory: [blocks, 2] int32."""
+        return self.memory[rank][: SLOT // BLOCK * 8].view(torch.int32).view(-1, 2)
+
+    def come(self, block: int, call: int, given: Tensor) -> None:
+        """Rank 1 writes a block of its tensor and raises its counter in the memory of rank 0."""
+        slot = SLOT // BLOCK * 8 + (call & 1) * SLOT + block * BLOCK
+        values = given.view(torch.uint8)[block * BLOCK : (block + 1) * BLOCK]
+        self.memory[1][slot : slot + len(values)] = values
+        self.counters(0)[block, 1] = call
+
+
+def wrapped(module: Any) -> str:
+    """Rank 1 is a call ahead, or behind, where one of the two counters has wrapped around."""
+    last, first, ones = 2**31 - 1, -(2**31), torch.ones(17)
+    ahead, behind = First(module, last - 1), First(module, last)
+    ahead.come(0, last, ones)
+    ahead.counters(0)[0, 1] = first
+    behind.come(0, last, ones)
+    summed, missed = ahead.end.sum(ones), behind.end.sum(ones)
+    if not torch.equal(summed, ones + ones) or ahead.end.failed():
+        return "a rank that is ahead is taken for one behind"
+    return "holds" if bool(missed.isnan().all()) and behind.end.failed() else "a rank behind is taken for one ahead"
+
+
+def owners(module: Any) -> str:
+    """Of a two-shot sum rank 1 sends its terms, and dies before it takes the sums of its own blocks, every second one:
+    rank 0 gives no other numbers for them, and from there on writes and counts no more."""
+    first, given = First(module, 0), numbers(1, 0, 1500, torch.float32)
+    for block in range(0, 6, 2):
+        first.come(block, 1, given)
+    result, sum_of_first = first.end.sum(given), 2 * given[: BLOCK // 4]
+    isnan = [bool(part.isnan().all()) for part in result.split(BLOCK // 4)]
+    counters = first.counters(1)[:6, 0].tolist()
+    if isnan != [False, *[True] * 5] or not first.end.failed():
+        return f"blocks without a sum: {isnan}"
+    if not torch.equal(result[: BLOCK // 4], sum_of_first):
+        return "the block that was complete is another sum"
+    return "holds" if counters == [1, 1, 0, 0, 0, 0] else f"rank 0 has counted {counters}"
+
+
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CASES: dict[str, Callable[[Any], str]] = {
     **{f"{degree} {str(dtype)[6:]}": lambda m, d=degree, t=dtype: sums(m, d, t) for degree, dtype in (
@@ -178,6 +229,8 @@ CASES: dict[str, Callable[[Any], str]] = {
     "gathers": gathers,
     "overtaken": overtaken,
     "deaths": deaths,
+    "wrapped": wrapped,
+    "owners": owners,
 }  # fmt: skip
 
 if __name__ == "__main__":

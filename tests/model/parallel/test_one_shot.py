@@ -54,7 +54,7 @@ def said(case: str, *changes: str) -> str:
 
 def test_ranks_out_of_step_have_the_bits_of_a_sum_in_their_order() -> None:
     """Of two, three and four ranks, one- and two-shot; past the last number of a counter; of gathers; when a rank reads
-    late, or dies."""
+    late, or dies, or the owner of a block does."""
     assert said("all") == "holds"
 
 
@@ -78,8 +78,18 @@ OWN_FIRST = (
             "((False, True), [True, True, True], [5",
         ),
         ("deaths", ('float("nan")', "0.0"), "((False, True), [False, False, True]"),
+        ("wrapped", ('scope="sys") - call', 'scope="sys").to(tl.int64) - call'), "a rank that is ahead is taken for"),
+        ("owners", ("(owner == RANK) | (owner == other)", "owner == RANK"), "blocks without a sum: [False, False"),
     ],
-    ids=["one slot", "own term first", "sums in 16 bits", "a broken rank goes on", "a broken rank gives zeros"],
+    ids=[
+        "one slot",
+        "own term first",
+        "sums in 16 bits",
+        "a broken rank goes on",
+        "a broken rank gives zeros",
+        "counters that wrap around are compared as numbers",
+        "nobody waits for the owner of a block",
+    ],
 )
 def test_a_mutant_of_the_kernel_is_caught(case: str, changes: tuple[str, ...], answer: str) -> None:
     assert said(case, *changes).startswith(answer)
