@@ -43,7 +43,7 @@ GUARDS_ELSEWHERE = {
     "lossless/test_fuzz.py::test_a_mistake_is_noticed_and_shrunk": {"slow"},
     "lossless/test_hybrid_pool.py::test_wrong_states_of_the_target_are_noticed": {"slow", "nightly"},
     "lossless/test_methods.py::test_a_drafter_that_is_one_position_late_is_noticed": {"slow"},
-    "lossless/test_pool_drafters.py::test_a_wrong_q_is_caught": {"slow"},
+    "lossless/test_rejection_law.py::test_a_wrong_q_is_caught": {"fast", "slow"},
     "model/attention/test_native.py::test_mutants_are_noticed": {"slow"},
     "model/compiled/test_blocks.py::test_scales_of_another_row_are_noticed": {"slow"},
     "model/parallel/test_linear.py::test_a_rank_that_copies_no_rows_is_noticed": {"nightly"},
@@ -85,8 +85,8 @@ MANY_CASES = {
     "drafters/test_head_sessions.py::test_fed_in_any_chunks_on_any_pages_the_tree_is_that_of_one_forward": _FORMATS,
     "k8s/test_operator_rules.py::test_a_mutant_is_refused": "a mutant of every rule",
     "lossless/test_engines.py::test_alone_everywhere": _PRODUCT,
-    "lossless/test_hybrids.py::test_any_subtrees_give_identical_tokens": _HYBRIDS,
-    "lossless/test_hybrids.py::test_modes_give_identical_tokens": _HYBRIDS,
+    "lossless/test_layer_kinds.py::test_any_subtrees_give_identical_tokens": _HYBRIDS,
+    "lossless/test_layer_kinds.py::test_modes_give_identical_tokens": _HYBRIDS,
     "lossless/test_methods.py::test_a_cell_is_what_the_table_says": "the table; all but about 20 are nightly",
     "drafters/test_branch_rows.py::test_every_node_has_the_candidates_of_its_path": _HYBRIDS,
     "lossless/test_hybrids.py::test_a_draft_that_is_its_target_is_accepted": _HYBRIDS,
@@ -124,7 +124,7 @@ MANY_CASES = {
 COMPARISONS = {
     "bench/test_load.py": 14,
     "draft/test_rejection.py": 4,
-    "lossless/test_engines.py": 4,
+    "lossless/test_rejection_law.py": 12,
     "lossless/test_seeds.py": 12,
     "lossless/test_statistical.py": 20,
 }

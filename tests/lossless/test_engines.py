@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
-from scipy import stats
-from tests.lossless.power import detectable_tv
 from tests.lossless.test_reference import accepts_one_more, model_of
-from tests.support.models import EOS, LOSSLESS_FAMILIES, VOCAB, noisy_copy, pair, prompt, random_model
+from tests.support.models import EOS, LOSSLESS_FAMILIES, VOCAB, pair, prompt, random_model
 from tests.support.mutants import mutant
 from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
 from tests.support.rings import nightly, pairs_first, slow
-from transformers import LlamaConfig
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import load_tokenizer
@@ -30,7 +25,6 @@ from paceline.core.processors import Row, SamplerState
 from paceline.core.reference import Model, speculative_decode
 from paceline.core.sampling import process
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
-from paceline.messages import Nodes, SparseDistribution
 from paceline.model import kv_cache
 from paceline.model.loading import load_pretrained, prepare
 from paceline.model.selftest import check_invariance
@@ -419,177 +413,6 @@ def test_random_checkpoints_bf16_are_identical_bit_for_bit(family: str, temperat
 
 
 # -- the rejection rule --------------------------------------------------------------------------------------------
-
-_TINY_VOCAB = 4
-FALSE_ALARM = 1e-8
-"""Probability that a correct implementation fails one of these tests, were the seeds not fixed."""
-
-
-@pytest.fixture(scope="module")
-def tiny_pair():
-    """A target over four tokens, and a draft that disagrees with it considerably."""
-    config = LlamaConfig(
-        vocab_size=_TINY_VOCAB,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=16,
-        initializer_range=0.3,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = random_model(config, seed=4, peak=1.0)
-    draft = noisy_copy(model, 0.8, seed=2)
-    return (
-        model,
-        prepare(random_model(config, seed=4, peak=1.0), compile=False),
-        prepare(draft, compile=False),
-    )
-
-
-def _law(model, start: list[int], length: int) -> dict[tuple[int, ...], float]:
-    """The exact joint law of the next tokens by plain sampling at temperature 1."""
-    texts = list(itertools.product(range(_TINY_VOCAB), repeat=length))
-    with torch.no_grad():
-        logits = model(torch.tensor([[*start, *t] for t in texts]), use_cache=False).logits.double()
-    log_p = logits.log_softmax(-1)
-    return {
-        t: math.exp(sum(log_p[i, len(start) - 1 + j, t[j]].item() for j in range(length))) for i, t in enumerate(texts)
-    }
-
-
-def _sample_texts(tiny_pair, num: int, mode: Mode, length: int, tamper=None) -> tuple[Counter, int, int]:
-    _, target, draft = tiny_pair
-    sampling = {"temperature": 1.0, "max_tokens": length}
-    speculation = SpeculationParams(mode=mode, acceptance=Acceptance.REJECTION, max_draft_tokens=3)
-    requests = {f"s{i}": Request([1, 2, 3], SamplingParams(seed=i, **sampling), speculation) for i in range(num)}
-    pump = Pump(
-        target,
-        draft,
-        pages=128,
-        draft_pages=128,
-        max_sessions=128,
-        max_step_tokens=512,
-        max_leaves=128,
-        top_m=_TINY_VOCAB,
-        late=0.1,
-        tamper=tamper,
-        max_model_len=64,
-    )
-    return _texts_of(pump, requests)
-
-
-def _texts_of(pump: Pump, requests: dict[str, Request]) -> tuple[Counter, int, int]:
-    """How often each text came out of requests, 128 at a time; how many tokens were drafted, and accepted."""
-    results: list[Result] = []
-    names = list(requests)
-    for first in range(0, len(names), 128):
-        for name in names[first : first + 128]:
-            pump.submit(name, requests[name])
-        results += pump.run({}).values()
-        pump.sessions.clear()
-        pump.results = {}
-    drafted = sum(r.speculation.drafted for r in results)
-    return Counter(r.token_ids for r in results), drafted, sum(r.speculation.accepted for r in results)
-
-
-def _cells(law: dict[tuple[int, ...], float], num: int) -> list[tuple[int, ...]]:
-    """The texts that are counted one by one; the others expect fewer than five of ``num`` and are merged."""
-    return [text for text, p in law.items() if num * p >= 5]
-
-
-def _p_value(counts: Counter, law: dict[tuple[int, ...], float]) -> float:
-    """Chi-square goodness of fit; cells that expect fewer than five are merged."""
-    num = sum(counts.values())
-    observed, expected, rest = [], [], [0.0, 0.0]
-    for text, p in law.items():
-        if num * p >= 5:
-            observed.append(counts[text])
-            expected.append(num * p)
-        else:
-            rest[0] += counts[text]
-            rest[1] += num * p
-    if rest[1] > 0:
-        observed.append(rest[0])
-        expected.append(rest[1])
-    total = sum(expected)
-    return float(stats.chisquare(observed, [e * num / total for e in expected]).pvalue)
-
-
-def _wrong_q(message):
-    """The mutant: a q that is valid in itself but not what the token was drawn from."""
-    if not isinstance(message, Nodes):
-        return [message]
-    nodes = []
-    for node in message.nodes:
-        if node.q is not None:
-            ids = node.q.token_ids
-            node = replace(node, q=SparseDistribution.of(ids, (1 / len(ids),) * len(ids)))
-        nodes.append(node)
-    return [replace(message, nodes=tuple(nodes))]
-
-
-@pytest.mark.parametrize(
-    ("mode", "num", "tv"),
-    [
-        (Mode.SEQUENTIAL, 2000, 0.16),
-        *slow([(Mode.OVERLAPPED, 2000, 0.16)]),
-        *nightly([(Mode.SEQUENTIAL, 50_000, 0.036), (Mode.OVERLAPPED, 50_000, 0.036)]),
-    ],
-)
-def test_rejection_rule_keeps_the_law(tiny_pair, mode: Mode, num: int, tv: float) -> None:
-    """Joint law of four tokens through both engines against the exact one; a total variation of ``tv`` between them
-    would be seen with probability 0.99 (``power.py``). The same code without engines is held to 0.03 and, every night,
-    to 0.01 in ``test_statistical.py``. See FALSE_ALARM."""
-    law = _law(tiny_pair[0], [1, 2, 3], 4)
-    assert sum(law.values()) == pytest.approx(1)
-    assert detectable_tv(num, len(_cells(law, num)) + 1, FALSE_ALARM) <= tv
-    counts, drafted, accepted = _sample_texts(tiny_pair, num, mode, 4)
-    assert 0.2 * drafted < accepted < 0.95 * drafted
-    assert drafted > 0.4 * num
-    assert _p_value(counts, law) > FALSE_ALARM
-
-
-def test_rejection_rule_with_a_wrong_q_is_caught(tiny_pair) -> None:
-    """The test above fails for the mutant, end to end."""
-    law = _law(tiny_pair[0], [1, 2, 3], 4)
-    counts, _, _ = _sample_texts(tiny_pair, 2000, Mode.SEQUENTIAL, 4, tamper=_wrong_q)
-    assert _p_value(counts, law) < FALSE_ALARM
-
-
-def _only_the_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A budget that lets a chain through only if its first token is not too likely (earlier rounds say 0.7 or less)."""
-
-    def unlikely_only(self, offers, **options):
-        return [len(o) if o and o[0] < 0.75 else 0 for o in offers]
-
-    monkeypatch.setattr(Allocation, "allocate_draft_tokens", unlikely_only)
-    monkeypatch.setattr(SessionGate, "review", lambda *args: None)
-
-
-def _tells_what_was_drawn(message):
-    """A draft that gives each node the probability with which its token was drawn."""
-    if not isinstance(message, Nodes):
-        return [message]
-    nodes = tuple(
-        n if n.q is None else replace(n, prob=n.q.probs[n.q.token_ids.index(n.token_id)]) for n in message.nodes
-    )
-    return [replace(message, nodes=nodes)]
-
-
-@pytest.mark.slow
-def test_rejection_rule_keeps_the_law_under_any_budget(tiny_pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A budget that would choose chains by the probabilities of their nodes gets to see none of them; a total variation
-    of 0.2 would be seen."""
-    _only_the_unlikely(monkeypatch)
-    law = _law(tiny_pair[0], [1, 2, 3], 4)
-    assert detectable_tv(1280, len(_cells(law, 1280)) + 1, FALSE_ALARM) <= 0.2
-    counts, drafted, _ = _sample_texts(tiny_pair, 1280, Mode.OVERLAPPED, 4, tamper=_tells_what_was_drawn)
-    assert drafted > 400
-    assert _p_value(counts, law) > FALSE_ALARM
 
 
 def test_rejection_rule_logprobs_and_repeatability() -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tests.lossless.test_trees import any_subtrees
-from tests.support.hybrids import FAMILIES, KnowingDrafter, hybrid, poison
-from tests.support.models import prompt
+from tests.support.hybrids import FAMILIES, hybrid, poison
+from tests.support.known import Known, known, known_with_prefix, requests_of, with_prefix
 from tests.support.mutants import mutant
-from tests.support.pump import Pump, Request, assert_continued, assert_same, in_mode, plain_reference
+from tests.support.pump import Pump, assert_same, in_mode
 from tests.support.rings import nightly, slow
 from tests.target.test_leaks import Storm
 
@@ -30,10 +29,8 @@ from paceline.model.loading import LoadedModel
 from paceline.model.step_plan import SequenceStep
 from paceline.target.scheduler import Scheduled
 from paceline.target.session import TargetSession
-from paceline.types import PAGE_SIZE, Mode, Result, SamplingParams, SpeculationParams, noise_key
+from paceline.types import PAGE_SIZE, Mode, SpeculationParams, noise_key
 
-CONTEXTS = (15, 16, 47, 63, 64, 65, 1, 17, 48, 79, 127, 128)
-"""Lengths of prompts: before, at and behind the ends of chunks and pages."""
 FAST = ("qwen3_5_text", torch.bfloat16, 6)
 """A dense family, its dtype, and the sessions of tests in the fast ring."""
 SLOW = [
@@ -42,96 +39,27 @@ SLOW = [
     ("falcon_h1", torch.float32, 6),
 ]
 EACH = [(family, dtype, 12) for family in FAMILIES for dtype in (torch.float32, torch.bfloat16)]
-_PREFIX = prompt(999, 64)
 
 
-def requests_of(num: int, max_tokens: int = 20) -> dict[str, Request]:
-    """Sessions whose prompts end around boundaries; every third shares a page with others."""
-    requests = {}
-    for i, length in enumerate(CONTEXTS[:num]):
-        tokens = [*_PREFIX, *prompt(i, 1 + length % 20)] if i % 3 == 0 else prompt(i, length)
-        requests[f"s{i}"] = Request(
-            tokens,
-            SamplingParams(temperature=(0.0, 0.7)[i % 2], max_tokens=max_tokens, seed=i, ignore_eos=True),
-            SpeculationParams(max_draft_tokens=(8, 3, 16)[i % 3]),
-        )
-    return requests
-
-
-@functools.cache
-def reference_of(family: str, dtype: torch.dtype, num: int, max_tokens: int = 20) -> dict[str, Result]:
-    """Each request alone, one token at a time."""
-    return plain_reference(hybrid(family, dtype), requests_of(num, max_tokens))
-
-
-def pump_of(target: LoadedModel, requests: dict[str, Request], reference: dict[str, Result], **options: Any) -> Pump:
-    """A pump whose drafter knows the reference."""
-    texts = {name: [*requests[name].prompt, *result.token_ids] for name, result in reference.items()}
-    drafter = KnowingDrafter(texts, target.vocab_size)
-    pump = Pump(target, None, drafter=drafter, draft_steps=(1, 8), **options)
-    poison(pump.target.runner)
-    return pump
-
-
-def served(family: str, dtype: torch.dtype, num: int, *modes: Mode, pages: int, seed: int = 0) -> list[Pump]:
-    """Pumps that have served all requests in each mode; asserts that their tokens are the reference's."""
-    target, requests, reference = hybrid(family, dtype), requests_of(num), reference_of(family, dtype, num)
-    pumps = []
-    for mode in modes:
-        pump = pump_of(target, requests, reference, seed=seed, pages=pages, max_step_tokens=48)
-        assert_same(pump.run(in_mode(requests, mode)), reference)
-        pumps.append(pump)
-    return pumps
-
-
-@pytest.mark.parametrize(("family", "dtype", "num"), [FAST, *slow(SLOW), *nightly(EACH)])
-def test_modes_give_identical_tokens(family: str, dtype: torch.dtype, num: int) -> None:
-    """Chains, with arrivals, preemption, shared prefixes, prompts in chunks."""
-    plain, sequential, overlapped = served(family, dtype, num, *Mode, pages=5 if num < 10 else 9)
-    assert plain.target.stats.preemptions > 0
-    assert plain.target.stats.cached_tokens > 0
-    for pump in (sequential, overlapped):
-        assert sum(result.speculation.accepted for result in pump.results.values()) > 30
-
-
-@pytest.mark.parametrize(("family", "dtype", "num"), [FAST, *slow(SLOW), *nightly(EACH)])
-def test_any_subtrees_give_identical_tokens(
-    family: str, dtype: torch.dtype, num: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Branches that leave each other before, at and behind boundaries; the accepted one goes on."""
-    any_subtrees(monkeypatch)
-    (pump,) = served(family, dtype, num, Mode.OVERLAPPED, pages=14, seed=4)
-    assert pump.target.stats.branches > 15
-    assert pump.target.stats.branches_used > 0
-
-
-@pytest.mark.parametrize(("family", "dtype", "num"), [FAST, *slow(SLOW)])
-def test_a_session_goes_on_elsewhere(family: str, dtype: torch.dtype, num: int) -> None:
-    """Another engine continues what the first has generated, as after a migration, from any length."""
-    target, requests, reference = hybrid(family, dtype), requests_of(num), reference_of(family, dtype, num)
-    assert_continued(pump_of(target, requests, reference), requests, reference, (1, 15, 16, 17, 5, 19))
+def sessions_of(family: str, dtype: torch.dtype, num: int, max_tokens: int = 20) -> Known:
+    """Sessions of a small hybrid model."""
+    return known(hybrid, (family, dtype), num, max_tokens)
 
 
 @pytest.mark.parametrize(("family", "dtype", "num"), [FAST, *slow(SLOW)])
 def test_prefix_hits_and_the_loss_of_states_give_identical_tokens(family: str, dtype: torch.dtype, num: int) -> None:
     """A second round of the same prompts hits the first one's pages; without their states it hits none."""
-    target = hybrid(family, dtype)
-    requests = with_prefix(requests_of(num // 2, max_tokens=12))
-    reference = plain_reference(target, requests)
-    pump = pump_of(target, requests, reference, pages=40)
+    sessions = known_with_prefix(hybrid, (family, dtype), num // 2)
+    pump = sessions.pump(pages=40)
     slots, hits = pump.target.runner.cache.linear, []
     assert slots is not None
     for forget in (False, False, True):
         if forget:  # as if other sessions had needed their slots
             for key in [*slots._state_of]:
                 slots._drop_state(key)
-        before = pump.target.stats.cached_tokens
-        pump.results.clear()
-        pump.sessions.clear()
-        assert_same(pump.run(requests, arrivals=0.02), reference)
-        hits.append(pump.target.stats.cached_tokens - before)
+        hits.append(sessions.served_again(pump))
     assert hits[1] > max(hits[0], hits[2])
-    assert hits[1] >= len(requests) * 128
+    assert hits[1] >= len(sessions.requests) * 128
 
 
 def test_steps_without_memory_give_identical_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,10 +73,10 @@ def test_steps_without_memory_give_identical_tokens(monkeypatch: pytest.MonkeyPa
             raise MemoryError
         return run(inputs, *rest)
 
-    reference_of(*FAST)
+    sessions = sessions_of(*FAST)
     any_subtrees(monkeypatch, most=6)  # what one session verifies cannot be divided
     monkeypatch.setattr(linear_layers, "run", short_of_memory)
-    served(*FAST, Mode.OVERLAPPED, pages=14, seed=2)
+    sessions.served(Mode.OVERLAPPED, pages=14, seed=2)
     assert len(failed) > 10
 
 
@@ -176,20 +104,13 @@ def test_preempted_sessions_go_on_from_copies_of_their_states(
 def preempt_sessions(family: str, dtype: torch.dtype, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serves sessions that share two pages and have too few for themselves."""
     _states_are_taken(monkeypatch)
-    requests = with_prefix(requests_of(num))
-    reference = plain_reference(hybrid(family, dtype), requests)
-    pump = pump_of(hybrid(family, dtype), requests, reference, pages=2 + num, max_step_tokens=48)
-    assert_same(pump.run(requests), reference)
+    sessions = Known.of(hybrid(family, dtype), with_prefix(requests_of(num)))
+    pump = sessions.pump(pages=2 + num, max_step_tokens=48)
+    assert_same(pump.run(sessions.requests), sessions.reference)
     assert pump.target.stats.preemptions > 0
     copies = pump.target.runner.cache.state_copies
     assert copies is not None
     assert copies.num_restored > 0
-
-
-def with_prefix(requests: dict[str, Request]) -> dict[str, Request]:
-    """The requests after two pages that all share."""
-    first = [*_PREFIX, *prompt(7, 64)]
-    return {name: replace(request, prompt=[*first, *request.prompt]) for name, request in requests.items()}
 
 
 def drafter_of(model: LoadedModel, kind: Any = ModelDrafter, **options: Any) -> ModelDrafter:
@@ -200,12 +121,12 @@ def drafter_of(model: LoadedModel, kind: Any = ModelDrafter, **options: Any) -> 
 
 def drafting_for_itself(family: str, dtype: torch.dtype, num: int, mode: Mode, **options: Any) -> Pump:
     """A pump whose draft is its target, and has served all requests; asserts that their tokens are the reference's."""
-    target, requests, reference = hybrid(family, dtype), requests_of(num), reference_of(family, dtype, num)
-    options.setdefault("drafter", drafter_of(target))
-    pump = Pump(target, None, pages=40, max_step_tokens=48, draft_steps=(1, 8), **options)
+    sessions = sessions_of(family, dtype, num)
+    options.setdefault("drafter", drafter_of(sessions.target))
+    pump = Pump(sessions.target, None, pages=40, max_step_tokens=48, draft_steps=(1, 8), **options)
     for runner in (pump.target.runner, pump.drafter._runner):
         poison(runner)
-    assert_same(pump.run(in_mode(requests, mode)), reference)
+    assert_same(pump.run(in_mode(sessions.requests, mode)), sessions.reference)
     assert pump.drafter._cache.num_used == 0
     return pump
 
@@ -252,9 +173,9 @@ class ModelStorm(Storm):
     """A storm over a model, of sessions whose texts are known. Tokens and logits are those of plain decoding."""
 
     def __init__(self, seed: int, family: str, dtype: torch.dtype) -> None:
-        self.target, self.compared = hybrid(family, dtype), 0
-        self.requests, self.rows = [*requests_of(12, _LONGEST).values()], logits_of(family, dtype)
-        self.reference = [result.token_ids for result in reference_of(family, dtype, 12, _LONGEST).values()]
+        known_ones, self.rows, self.compared = sessions_of(family, dtype, 12, _LONGEST), logits_of(family, dtype), 0
+        self.target, self.requests = known_ones.target, [*known_ones.requests.values()]
+        self.reference = [result.token_ids for result in known_ones.reference.values()]
         self.request_of: dict[str, int] = {}
         super().__init__(seed)
         forward = self.runner.forward
@@ -313,9 +234,9 @@ class ModelStorm(Storm):
 @functools.cache
 def logits_of(family: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """The logits behind each request's prompt and each of its tokens, computed one token at a time."""
-    runner, found = hybrid(family, dtype).runner(4), []
-    reference = reference_of(family, dtype, 12, _LONGEST)
-    for request, result in zip(requests_of(12, _LONGEST).values(), reference.values(), strict=True):
+    sessions, found = sessions_of(family, dtype, 12, _LONGEST), []
+    runner = sessions.target.runner(4)
+    for request, result in zip(sessions.requests.values(), sessions.reference.values(), strict=True):
         text, pages = [*request.prompt, *result.token_ids], runner.cache.allocate(4)
         rows = [
             runner.forward([SequenceStep(text[at : at + 1], range(at, at + 1), range(at, at + 1), pages, 1)])[0]
@@ -400,7 +321,7 @@ MUTANTS = [_matches_without_states, _slots_by_row_of_the_step]
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mistakes_are_noticed(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """By tokens, or by a state that is gone."""
-    reference_of(*FAST)
+    sessions = sessions_of(*FAST)
     mutant(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
-        served(*FAST, Mode.OVERLAPPED, pages=5)
+        sessions.served(Mode.OVERLAPPED, pages=5)
