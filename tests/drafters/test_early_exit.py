@@ -14,7 +14,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
-from tests.drafters.asked import Answer, Run, Said, check_head, check_rejection, difference, paged, run_head
+from tests.drafters.asked import Answer, Run, Said, check_head, difference, paged, run_head
 from tests.drafters.head_files import write_exit
 from tests.drafters.head_oracles import exit_states
 from tests.model.families import checkpoint, small_config
@@ -43,7 +43,7 @@ from paceline.model.step import Step
 from paceline.preflight.heads import heads_size
 from paceline.target.build import build_target_engine
 from paceline.target.session import TargetSession
-from paceline.types import PAGE_SIZE, Acceptance, Result, SamplingParams, SpeculationParams, pages_for
+from paceline.types import PAGE_SIZE, Result, SamplingParams, SpeculationParams, pages_for
 
 PREFIX = prompt(999, PAGE_SIZE)
 
@@ -68,9 +68,9 @@ def first_layer(family: str) -> PreTrainedModel:
     return model
 
 
-def requests_of(temperature: float, acceptance: Acceptance = Acceptance.COUPLED) -> dict[str, Request]:
+def requests_of(temperature: float) -> dict[str, Request]:
     prompts = [prompt(n, n) for n in (2, 63, 64, 65, 129)] + [[*PREFIX, *prompt(i, i)] for i in (1, 40)]
-    speculation = SpeculationParams(max_draft_tokens=4, acceptance=acceptance)
+    speculation = SpeculationParams(max_draft_tokens=4)
     return {
         f"s{i}": Request(tokens, SamplingParams(temperature=temperature, max_tokens=20, seed=i), speculation)
         for i, tokens in enumerate(prompts)
@@ -117,17 +117,6 @@ def test_it_says_what_the_first_layers_say_and_no_text_changes(family: str) -> N
     """Prompts in chunks, a shared prefix, preemption, sliding windows, four tokens deep."""
     said = partial(said_by, family)
     check_head(pump_of(family), requests_of(1.0), plain(family, 1.0), said, 4, within=1e-3)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_greedy_and_adaptive_texts_are_plains(temperature: float) -> None:
-    pump, mounted, _ = pump_of("llama", adaptive=True, pages=40)
-    assert_same(pump.run(requests_of(temperature)), plain("llama", temperature))
-    assert mounted.stats.rows > 0
-
-
-def test_under_the_rejection_rule_its_tokens_are_drawn_and_some_are_accepted() -> None:
-    check_rejection(pump_of("llama"), requests_of(1.0, Acceptance.REJECTION), 20)
 
 
 @mutant(early_exit, "Paged")

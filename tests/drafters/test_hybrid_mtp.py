@@ -6,17 +6,18 @@ The oracle takes transformers' layers, computes every row anew, and knows nothin
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.drafters.asked import Answer, Run, check_head, difference, lengths_of, run_head
 from tests.model.families import checkpoint
 from tests.support.hybrids import hybrid_config
 from tests.support.models import letters_tokenizer, prompt
-from tests.support.pump import Pump, Request, assert_same, plain_reference
+from tests.support.pump import Request, plain_reference
 from tests.support.rings import slow
 from torch import Tensor
 
@@ -24,12 +25,9 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.mtp import mtp_parts
 from paceline.drafters.heads.load import mtp_layers, open_head
 from paceline.drafters.heads.mtp import MtpModule, Parts
-from paceline.drafters.protocol import Candidates, Leaf
 from paceline.errors import ConfigError
-from paceline.messages import Outcome
 from paceline.model.features import OUT, Features
 from paceline.model.loading import LoadedModel, prepare
-from paceline.target.heads.mounted import MountedHead
 from paceline.types import SamplingParams, SpeculationParams
 
 TOKENS = 4
@@ -162,58 +160,28 @@ def requests_of(temperature: float, max_tokens: int = 24) -> dict[str, Request]:
     }
 
 
-class Watched(Pump):
-    """An engine with the module as its head; what that is asked and answers, and the tokens of each round."""
-
-    def __init__(self, checkpoint: Checkpoint, model: LoadedModel, **options: Any) -> None:
-        plan = open_head("mtp", None, checkpoint, num_tokens=TOKENS)
-        assert (mtp_layers(checkpoint), len(plan.layers), plan.features) == (1, 1, model.features)
-        head = plan.load(torch.float32, torch.device("cpu"), max_leaves=8)
-        self.mounted = MountedHead("mtp", head, num_tokens=TOKENS)
-        super().__init__(model, None, heads=[self.mounted], **{"pages": 14, "late": 0.0} | options)
-        cache, self.asked, expand = self.target.runner.cache, [], head.expand
-        head.bind(cache, cache.add_layers(head.layers))
-        self.lengths: list[int] = []
-
-        def watched(leaves: Sequence[Leaf]) -> Candidates:
-            answer = expand(leaves)
-            for i, leaf in enumerate(leaves):
-                tokens = [*self.target._sessions[leaf.session_id].tokens]
-                self.asked.append((tokens, leaf.path, answer.token_ids[i], answer.log_q[i]))
-            return answer
-
-        head.expand = watched  # type: ignore[method-assign]
-
-    def _on_target(self, messages: list[Any]) -> None:
-        self.lengths += [len(message.token_ids) for message in messages if isinstance(message, Outcome)]
-        super()._on_target(messages)
-
-    def difference(self, oracle: Callable[[Sequence[int], Sequence[int]], Tensor], num: int = 40) -> float:
-        """The largest difference of log probabilities from an oracle's, over answers of every depth."""
-        worst = 0.0
-        for tokens, path, ids, log_q in self.asked[:: len(self.asked) // num | 1]:
-            said = oracle(tokens, path)[-1].log_softmax(-1)
-            some = log_q.isfinite()
-            worst = max(worst, float((said[ids[some]] - log_q[some]).abs().max()))
-        return worst
+def run_module(checkpoint: Checkpoint, model: LoadedModel, **options: Any) -> Run:
+    """An engine with the module as its head."""
+    plan = open_head("mtp", None, checkpoint, num_tokens=TOKENS)
+    assert (mtp_layers(checkpoint), len(plan.layers), plan.features) == (1, 1, model.features)
+    head = plan.load(torch.float32, torch.device("cpu"), max_leaves=8)
+    return run_head(model, head, TOKENS, **{"pages": 14} | options)
 
 
-def watched(family: str, folder: Path, **options: Any) -> Watched:
-    return Watched(written(family, folder), loaded(family), **options)
+def watched(family: str, folder: Path, **options: Any) -> Run:
+    return run_module(written(family, folder), loaded(family), **options)
+
+
+def said_by(family: str, answer: Answer) -> Tensor:
+    return oracle(family, answer.tokens, answer.path)[-1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_says_what_the_published_module_says_and_no_text_changes(family: str, tmp_path: Path) -> None:
     """Prompts in chunks, shared prefixes, preemption, all depths, rejections."""
-    requests = requests_of(1.0)
-    pump = watched(family, tmp_path, pages=5, adaptive=False)
-    assert_same(pump.run(requests, arrivals=1.0), plain_reference(loaded(family), requests))
-    assert not pump.mounted.failure
-    assert pump.target.stats.preemptions > 0
-    assert {len(path) for _, path, _, _ in pump.asked} == {*range(TOKENS)}
-    assert 0 < pump.target.stats.head_rows_used < pump.mounted.stats.rows
-    assert pump.difference(functools.partial(oracle, family)) < 1e-4
-    assert pump.target.runner.cache.num_used == 0
+    requests, said = requests_of(1.0), functools.partial(said_by, family)
+    reference = plain_reference(loaded(family), requests)
+    check_head(watched(family, tmp_path, pages=5), requests, reference, said, TOKENS, num=40, arrivals=1.0)
 
 
 def lengths_of_oracle(family: str, tokens: Sequence[int], text: Sequence[int]) -> list[int]:
@@ -232,16 +200,17 @@ def lengths_of_oracle(family: str, tokens: Sequence[int], text: Sequence[int]) -
 @pytest.mark.parametrize("family", FAMILIES)
 def test_accepted_lengths_are_those_of_greedy_assisted_generation(family: str, tmp_path: Path) -> None:
     """From prompts that end before, at and behind the end of a chunk."""
-    pump, longest = watched(family, tmp_path, adaptive=False), 0
+    (pump, *_), longest = watched(family, tmp_path), 0
+    lengths = lengths_of(pump)
     for name in ("s0", "s1", "s3"):
         request = requests_of(0.0, 20)[name]
-        pump.lengths.clear()
+        lengths.clear()
         result = pump.run({name: request})[name]
         ids = torch.tensor([[*request.prompt]])
         text = published(family).target.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None)
         assert [*request.prompt, *result.token_ids] == text[0].tolist()
         expected = lengths_of_oracle(family, request.prompt, result.token_ids)
-        assert pump.lengths[:-1] == expected[:-1]
+        assert lengths[:-1] == expected[:-1]
         longest = max(longest, *expected[:-1])
     assert longest > 2
 
@@ -266,9 +235,9 @@ def _without_its_experts(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mutant", [_inputs_swapped, _recycled_before_the_norm, _without_its_experts])
 def test_wrong_modules_are_noticed(mutant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
-    pump = watched("nemotron_h", tmp_path, adaptive=False)
+    pump, _, asked = watched("nemotron_h", tmp_path)
     pump.run({"s1": requests_of(1.0)["s1"]})
-    assert pump.difference(functools.partial(oracle, "nemotron_h"), 8) > 1e-2
+    assert difference(asked, functools.partial(said_by, "nemotron_h"), 8) > 1e-2
 
 
 def test_layers_with_a_state_are_refused_in_a_module(tmp_path: Path) -> None:

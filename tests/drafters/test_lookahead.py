@@ -25,7 +25,7 @@ from paceline.target import scheduler as target_scheduler
 from paceline.target.engine import TargetEngine
 from paceline.target.heads.mounted import MountedHead
 from paceline.target.runners import Runners
-from paceline.types import PAGE_SIZE, Acceptance, Mode, Result, SamplingParams, SpeculationParams
+from paceline.types import PAGE_SIZE, Mode, Result, SamplingParams, SpeculationParams
 
 WINDOW, NGRAM, GUESSES = 4, 4, 3
 PREFIX = prompt(999, PAGE_SIZE)
@@ -149,14 +149,6 @@ def test_where_pages_or_tokens_are_short_nothing_rides() -> None:
     assert pump.target.stats.preemptions > 0
     assert max(sizes) <= 33
     assert 0 < len(head.rode) < pump.target.stats.rounds / 2
-
-
-def test_under_the_rejection_rule_its_tokens_are_drawn_and_some_are_accepted() -> None:
-    pump, _ = pump_of("llama")
-    requests = requests_of(0.3, acceptance=Acceptance.REJECTION)
-    results = pump.run(requests)
-    assert all(len(result.token_ids) == 40 for result in results.values())
-    assert 0 < mounted_of(pump).stats.rows_used < mounted_of(pump).stats.rows
 
 
 def test_plain_sessions_have_none() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
-from tests.drafters.asked import Answer, Run, check_head, check_rejection, difference, paged, run_head, stale
+from tests.drafters.asked import Answer, Run, check_head, difference, paged, run_head, stale
 from tests.drafters.head_files import HeadFile, streams
 from tests.drafters.test_early_exit import requests_of
 from tests.support.models import FAMILIES, letters_tokenizer, random_model
@@ -39,7 +39,7 @@ from paceline.model.loading import LoadedModel, prepare
 from paceline.model.step import Step
 from paceline.preflight.heads import heads_size
 from paceline.target.build import build_target_engine
-from paceline.types import Acceptance, Result
+from paceline.types import Result
 
 METHOD, BOUNDARY, STREAMS = "speculative_streaming", 1, 4
 
@@ -102,17 +102,6 @@ def test_they_say_what_rows_of_a_whole_forward_say_and_no_text_changes(family: s
     """Prompts in chunks, a shared prefix, preemption, sliding windows, all depths."""
     said = partial(said_by, family)
     check_head(pump_of(family, tmp_path, pages=9), requests_of(1.0), plain(family, 1.0), said, STREAMS)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_greedy_and_adaptive_texts_are_plains(temperature: float, tmp_path: Path) -> None:
-    pump, mounted, _ = pump_of("llama", tmp_path, adaptive=True, pages=40)
-    assert_same(pump.run(requests_of(temperature)), plain("llama", temperature))
-    assert mounted.stats.rows > 0
-
-
-def test_under_the_rejection_rule_its_tokens_are_drawn_and_some_are_accepted(tmp_path: Path) -> None:
-    check_rejection(pump_of("llama", tmp_path), requests_of(1.0, Acceptance.REJECTION), 20)
 
 
 # -- mutants: the text stays plain's, but what is proposed is not what the oracle says ---------------------------------
