@@ -27,11 +27,3 @@ def test_a_cache_that_cannot_be_written_is_an_error_of_the_engine(
     monkeypatch.setattr(Path, call, full)
     with pytest.raises(EngineError, match=r"the cache .* cannot be written: No space left on device"):
         compiled(SOURCE, "0", (), "nothing")
-
-
-def test_passes_are_left_to_python_where_nothing_can_be_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.core import native_tree
-
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file"))
-    assert native_tree._passes.__wrapped__() is None  # apart from what this process has loaded

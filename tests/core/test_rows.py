@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.native import adversarial, agree, keys_of, references
 
 from paceline.core import noise, rows, sampling, sparse, verification
 from paceline.core.noise import Stream, gumbel, gumbel_argmax, gumbel_at, gumbel_max, uniform
@@ -43,43 +44,6 @@ SPREADS = st.sampled_from([0.0, 0.5, 5.0, 30.0, 200.0, 1e6])
 SHAPES = st.sampled_from(["as drawn", "ascending", "descending", "many ties", "one token", "negative zeros"])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 CUTS: tuple[dict[str, Any], ...] = ({}, {"top_k": 3}, {"min_p": 0.05}, {"top_k": 40, "min_p": 1e-3})
-
-
-@pytest.fixture(autouse=True)
-def _native():
-    """The tests compare two ways: without the library there is one."""
-    assert rows.usable(torch.zeros(1, 1), torch.float32), "its library does not compile"
-
-
-def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "usable", lambda *_: False)
-
-
-def adversarial(seed: int, num_rows: int, size: int, spread: float, shape: str) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(num_rows, size, generator=generator) * spread
-    if shape in ("ascending", "descending"):
-        x = x.sort(-1, descending=shape == "descending").values
-    elif shape == "many ties":
-        x = x.round()
-    elif shape == "one token":
-        x.fill_(-math.inf)[:, size // 2] = -3.5
-    elif shape == "negative zeros":
-        x = torch.where(x > 0, 0.0, -0.0)
-    if shape == "as drawn":
-        x[torch.rand(num_rows, size, generator=generator) < 0.3] = -math.inf
-        x[:, 0].clamp_(min=-10)
-    return x
-
-
-def keys_of(seed: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed + 1)
-    seeds = torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator)
-    return (
-        seeds,
-        torch.arange(num_rows) * 2**33 + seed % 1000,
-        torch.randint(0, 2**32, (num_rows,), generator=generator),
-    )
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4), SIZES, SPREADS, SHAPES, st.sampled_from([0, 1, 4, 4095]))
@@ -544,21 +508,17 @@ def test_candidates_are_ranked_as_by_the_dense_noise(seed, num_rows, size, sprea
         assert found[row][: len(finite)] == finite
 
 
-def test_ranking_without_native_code_agrees(monkeypatch):
+def test_ranking_agrees_with_its_reference():
     generator = torch.Generator().manual_seed(3)
     token_ids = torch.stack([torch.randperm(500, generator=generator)[:40] for _ in range(20)])
     log_q = torch.log_softmax(torch.randn(20, 40, generator=generator) * 3, -1)
     log_q[3, 5], log_q[4, 0] = math.nan, -math.inf
     states = [SamplerState(SamplingParams(temperature=1.0), i, (0,), vocab_size=500) for i in range(20)]
     batch = [Row(state) for state in states]
-    found, scores = best_coupled(token_ids, log_q, batch, 6)
-    without_native(monkeypatch)
-    slow, slow_scores = best_coupled(token_ids, log_q, batch, 6)
-    assert found == slow
-    torch.testing.assert_close(torch.tensor(scores), torch.tensor(slow_scores), rtol=0, atol=4e-6)
-    ranked, _ = rank_coupled(
-        token_ids[:1], log_q[:1], torch.tensor([0]), torch.tensor([1]), torch.zeros(1, dtype=torch.bool)
-    )
+    found, _ = agree(lambda: best_coupled(token_ids, log_q, batch, 6), rows, atol=4e-6)
+    greedy = torch.zeros(1, dtype=torch.bool)
+    with references(rows):
+        ranked, _ = rank_coupled(token_ids[:1], log_q[:1], torch.tensor([0]), torch.tensor([1]), greedy)
     assert ranked[0, :6].tolist() == found[0]
 
 
@@ -571,23 +531,23 @@ def sessions(num_rows: int, size: int, num_guessed: int = 4, **options: Any) -> 
     return [Row(state_of(size, i, num_guessed, **options), (i, 1)) for i in range(num_rows)]
 
 
-def test_draft_tokens_without_native_code_are_drawn_alike(monkeypatch):
+def test_drawing_draft_tokens_agrees_with_its_reference():
     """The same tokens, and the q that each was drawn from."""
-    generator = torch.Generator().manual_seed(3)
     num_rows = 200
-    logits = torch.randn(num_rows, 300, generator=generator) * 3
+    logits = torch.randn(num_rows, 300, generator=torch.Generator().manual_seed(3)) * 3
     token_ids, log_q = draft_candidates(logits, sessions(num_rows, 300), 70)
     log_q[::7, 3:] = -math.inf
-    seeds, positions, nonces = keys_of(5, num_rows)
-    arguments = token_ids, log_q, seeds, positions, nonces, [1.0, 0.25] * (num_rows // 2), [2, 3, 70, 0] * 50
-    found = sample_draft(*arguments)
-    without_native(monkeypatch)
-    for quick, slow in zip(found, sample_draft(*arguments), strict=True):
-        assert quick.token_id == slow.token_id
-        assert quick.q.token_ids == slow.q.token_ids
-        assert quick.q.probs == pytest.approx(slow.q.probs, rel=1e-12)
-        assert sparse.probability(quick.q, quick.token_id, 300) > 0
-    assert len({sample.token_id for sample in found}) > num_rows / 4, "tokens are drawn at random"
+    saguaro, most = [1.0, 0.25] * (num_rows // 2), [2, 3, 70, 0] * 50
+    found = agree(
+        lambda: [
+            (each.token_id, list(each.q.token_ids), list(each.q.probs))
+            for each in sample_draft(token_ids, log_q, *keys_of(5, num_rows), saguaro, most)
+        ],
+        rows,
+        rtol=1e-12,
+    )
+    assert all(dict(zip(ids, probs, strict=True))[token_id] > 0 for token_id, ids, probs in found)
+    assert len({token_id for token_id, *_ in found}) > num_rows / 4, "tokens are drawn at random"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -648,23 +608,18 @@ def test_there_is_nothing_unlisted_where_no_one_asks_or_all_is_listed():
 
 @pytest.mark.parametrize("saguaro", [1.0, 0.5])
 @pytest.mark.parametrize("further", [False, True])
-def test_guessed_siblings_without_native_code_agree(further, saguaro, monkeypatch):
-    generator = torch.Generator().manual_seed(2)
-    logits = 2 * torch.randn(60, 500, generator=generator)
+def test_guessing_siblings_agrees_with_its_reference(further, saguaro):
+    logits = 2 * torch.randn(60, 500, generator=torch.Generator().manual_seed(2))
     batch = sessions(60, 500)
     token_ids, log_q = draft_candidates(logits, batch, 40)
     log_q[4, 5:], log_q[5, 1:] = -math.inf, -math.inf
     beyond = unlisted(logits, batch, token_ids, log_q) if further else None
     wanted = [RankingRow(row, Rule.REJECTION, 1 + i % 6, saguaro) for i, row in enumerate(batch)]
     drawn = token_ids[:, 1].tolist()
-    found = guess_siblings(token_ids, log_q, drawn, wanted, beyond)
-    without_native(monkeypatch)
-    for i, (quick, slow) in enumerate(zip(found, guess_siblings(token_ids, log_q, drawn, wanted, beyond), strict=True)):
-        assert quick[0] == slow[0]
-        assert drawn[i] not in quick[0]
-        assert quick[1] == pytest.approx(slow[1], abs=4e-6)
-        assert quick[2] == pytest.approx(slow[2], abs=4e-6)
-        assert len(quick[2]) == 1 + len(quick[0]) <= 1 + i % 6
+    found = agree(lambda: guess_siblings(token_ids, log_q, drawn, wanted, beyond), rows, atol=4e-6)
+    for i, (ids, _, bonus) in enumerate(found):
+        assert drawn[i] not in ids
+        assert len(bonus) == 1 + len(ids) <= 1 + i % 6
 
 
 @given(st.integers(0, 2**32), SIZES, SPREADS, SHAPES, DTYPES, st.sampled_from(CUTS), st.integers(1, 70))
@@ -730,7 +685,7 @@ def test_only_drafts_by_the_rejection_rule_draw_at_once():
 
 @pytest.mark.parametrize("spread", [0.3, 3.0, 20.0])
 @pytest.mark.parametrize("coarse", [False, True])
-def test_truncation_is_the_same_with_and_without_native_code(monkeypatch, spread, coarse):
+def test_truncation_agrees_with_its_reference(spread, coarse):
     """Flat rows whose nucleus is most of the vocabulary beside peaked ones, with ties and without."""
     generator = torch.Generator().manual_seed(int(10 * spread))
     logits = torch.randn(6, 3000, generator=generator) * spread
@@ -745,32 +700,19 @@ def test_truncation_is_the_same_with_and_without_native_code(monkeypatch, spread
     ]
     states = [SamplerState(SamplingParams(**{"temperature": 1.0, **o}), 1, (0,), vocab_size=3000) for o in options]
     batch = [Row(state) for state in states]
-    native = process(logits, batch).scores
+    native = agree(lambda: process(logits, batch).scores, rows)
     alone = torch.cat([process(logits[i : i + 1], [row]).scores for i, row in enumerate(batch)])
     assert torch.equal(native, alone)
-    without_native(monkeypatch)
-    assert torch.equal(native, process(logits, batch).scores)
 
 
-def test_noise_without_native_code_is_the_same(monkeypatch):
+def test_noise_agrees_with_its_reference():
     seeds, positions, nonces = keys_of(5, 40)
     x = adversarial(5, 40, 2000, 2.0, "as drawn")
-    picked = gumbel_argmax(x, seeds, positions, Stream.DRAFT, nonces)
-    best, ids = gumbel_max(x, seeds, positions, Stream.COUPLED, 12)
-    without_native(monkeypatch)
-    assert torch.equal(picked, gumbel_argmax(x, seeds, positions, Stream.DRAFT, nonces))
-    slow_best, slow_ids = gumbel_max(x, seeds, positions, Stream.COUPLED, 12)
-    assert torch.equal(ids, slow_ids)
-    assert torch.equal(best, slow_best)
-
-
-@pytest.mark.parametrize("lane", [0, 1, 7])
-def test_uniform_numbers_without_native_code_are_the_same(lane, monkeypatch):
+    agree(lambda: gumbel_argmax(x, seeds, positions, Stream.DRAFT, nonces), rows)
+    agree(lambda: gumbel_max(x, seeds, positions, Stream.COUPLED, 12), rows)
     seeds, positions, _ = keys_of(6, 500)
-    numbers = uniform(seeds, positions, Stream.ACCEPT, lane)
-    assert len(set(numbers.tolist())) == 500
-    without_native(monkeypatch)
-    assert torch.equal(numbers, uniform(seeds, positions, Stream.ACCEPT, lane))
+    for numbers in agree(lambda: [uniform(seeds, positions, Stream.ACCEPT, lane) for lane in (0, 1, 7)], rows):
+        assert len(set(numbers.tolist())) == 500
 
 
 FAULTS: dict[str, Any] = {

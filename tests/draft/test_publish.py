@@ -212,8 +212,3 @@ def test_candidates_that_do_not_fit_are_refused(places: Any, candidates: Any, me
     with pytest.raises((TypeError, ValueError), match=message):
         native_tree.grow_each([place] if places is None else places, candidates, 0.01, expect_address())
     assert len(tree) == 0
-
-
-def test_without_a_compiler_every_leaf_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_tree, "_passes", lambda: None)
-    assert native_tree.grow_each([], [], 0.01, 1) is None

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import copy
 import random
-import sysconfig
 from array import array
 from collections import Counter
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -177,14 +175,6 @@ def test_rows_are_given_back_where_one_session_has_no_room() -> None:
     with pytest.raises(TypeError, match="a list of leaves, a dict"):
         parts_module._passes().parts_of([], [()], own._cache)
     assert parts_module._passes().parts_of([()], {}, own._cache) is None
-
-
-def test_without_a_compiler_leaves_are_laid_out_by_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(parts_module, "_passes", parts_module._passes.__wrapped__)
-    own = drafter()
-    own._sessions = {"s": random_session(random.Random(1), own._cache)}
-    assert parts_of([leaf_of(random.Random(1), own._sessions["s"], 99)], own._sessions, own._cache) is None
 
 
 def leaf_of(rng: random.Random, session: RowSession, node_id: int, name: str = "s") -> Leaf:
