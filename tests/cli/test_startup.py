@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from tests.support.fakes import Clock
 
 from paceline.cli.generate import tell_unfinished
 from paceline.cli.main import build_parser
@@ -20,17 +21,9 @@ from paceline.logs import BUILT, STAGES
 from paceline.types import ReplicaStatus
 
 
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 def shown(*, terminal: bool, live: bool = True, lasting: bool = True) -> str:
     """What a start of two engines shows."""
-    out, clock = io.StringIO(), Clock()
+    out, clock = io.StringIO(), Clock(100.0)
     stages = logging.getLogger(STAGES)
     console = Console(file=out, force_terminal=terminal, width=60)
     with StartView(console, live=live, lasting=lasting, clock=clock) as view:

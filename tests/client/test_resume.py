@@ -12,6 +12,7 @@ import pytest
 from tests.client.support import TEXT, both
 from tests.rpc.test_status import Failed
 from tests.support.fake_service import WORDS, chunk, complete, endless, wait_until
+from tests.support.fakes import Clock
 
 from paceline.client import AsyncClient, Client
 from paceline.client import connection as connection_module
@@ -192,15 +193,8 @@ async def test_leaving_an_async_stream_while_it_waits_to_go_on(server, how):
 # -- limits and pauses -------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 def retries(resume=True, **options):
-    clock = Clock()
+    clock = Clock(100.0)
     return Retries(resume, clock=clock, uniform=lambda low, high: high, **options), clock
 
 

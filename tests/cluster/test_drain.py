@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from tests.support.fakes import Clock
 
 from paceline.cluster import drain as drain_module
 from paceline.cluster import local_streams
@@ -51,19 +52,8 @@ class FakeCluster:
         return True, ""
 
 
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
 def run(timeout_s=60.0, nodes=None, streams_until=0.0, wall=None, **options):
-    clock = Clock()
+    clock = Clock(1000.0)
     cluster = FakeCluster(*(nodes or (Node("a", "10.0.0.1"), Node("b", "10.0.0.2"))), clock=clock, **options)
     streams = {"num_streams": lambda: int(clock.now < 1000.0 + streams_until), "clock": clock, "sleep": clock.sleep}
     streams["wall"] = wall or clock
@@ -138,7 +128,7 @@ def test_streams_of_a_node_that_still_drains_are_left_to_the_cluster():
 
 
 def test_without_a_cluster_only_streams_are_waited_for():
-    clock = Clock()
+    clock = Clock(1000.0)
     assert drain(None, "here", 60.0, num_streams=lambda: clock.now < 1012.0, clock=clock, sleep=clock.sleep)
     assert 12 <= clock.now - 1000.0 <= 13
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as parse
+from tests.support.fakes import Clock
 
 from paceline.fleet.monitor import Monitor
 from paceline.fleet.report import Report, Reporter
@@ -22,14 +23,6 @@ from paceline.metrics.router import RouterMetrics
 from paceline.types import Cause, ReplicaStatus, Round, RouterView
 
 MODEL = "llama"
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 class Process:
@@ -156,7 +149,7 @@ class TestSums:
 
 class TestLifetimes:
     def test_a_silent_process_keeps_its_counts_and_loses_its_gauges(self):
-        clock = Clock()
+        clock = Clock(100.0)
         monitor, process = Monitor(clock=clock), Process("router-0")
         process.router.round(Round(4, 2, Cause.HIT), 3, 0.02)
         process.router.sessions(0, 5, 0)
@@ -173,7 +166,7 @@ class TestLifetimes:
         assert seen["vllm:num_requests_running", (("engine", "0"), ("model_name", MODEL))] == 5
 
     def test_a_restart_adds_to_what_was_counted_before(self):
-        clock = Clock()
+        clock = Clock(100.0)
         monitor, process = Monitor(clock=clock), Process("draft-0", "draft")
         monitor.push(process.report({"nodes_used": 10}))
         process.restart()
@@ -198,7 +191,7 @@ class TestLifetimes:
         assert monitor.exposition() == before
 
     def test_many_short_lived_processes_cost_little(self):
-        clock = Clock()
+        clock = Clock(100.0)
         monitor, process = Monitor(clock=clock), Process("target-0", "target")
         for _ in range(300):
             monitor.push(process.report({"rounds": 2}))
@@ -242,7 +235,7 @@ class TestStrangers:
 
 class TestServerInfo:
     def test_pools_and_rates(self):
-        clock = Clock()
+        clock = Clock(100.0)
         monitor = Monitor(clock=clock)
         router = Process("router-0")
         for stats in (Round(4, 3, Cause.HIT), Round(4, 1, Cause.HIT), Round(0, 0, Cause.TOKEN), Round(0, 0, Cause.K)):
@@ -266,7 +259,7 @@ class TestServerInfo:
         assert (info.pools, info.sessions_running, info.hit_rate) == ({}, 0, 0.5)
 
     def test_a_replica_that_was_killed_is_gone_soon_and_one_that_drains_stays(self):
-        clock = Clock()
+        clock = Clock(100.0)
         monitor, router = Monitor(clock=clock), Process("router-0")
         drafts = {name: Process(name, "draft") for name in ("killed", "draining", "busy")}
 
@@ -301,7 +294,7 @@ class TestProperty:
     @settings(max_examples=150)
     @given(steps=st.lists(_STEP, max_size=60), random=st.randoms(use_true_random=False))
     def test_the_sum_over_processes_is_the_sum_of_the_events(self, steps, random):
-        clock = Clock()
+        clock = Clock(100.0)
         monitor = Monitor(clock=clock)
         processes = [Process(f"router-{i}") for i in range(3)]
         post: list[Report] = []  # sent, not yet arrived

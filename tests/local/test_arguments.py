@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from tests.support.fakes import Idle
 from tests.support.letters import Letters
 
 from paceline.checkpoint.files import Checkpoint
@@ -18,10 +19,11 @@ from paceline.types import Cause, FinishReason, Round, SamplingFields, SamplingP
 CONTEXT = 64
 
 
-class Speller:
+class Speller(Idle):
     """A target that writes "to return", one letter per round; a session of seed 13 is at fault."""
 
     def __init__(self, emit: Any) -> None:
+        super().__init__()
         self._emit = emit
 
     def receive(self, messages: Sequence[Any]) -> None:
@@ -35,18 +37,6 @@ class Speller:
                     at = len(message.token_ids) + i
                     round_ = Round(0, 0, Cause.DISABLED)
                     self._emit([Outcome(message.session_id, 0, at, (letter,), (0.0,), round_, reason)])
-
-    def step(self) -> bool:
-        return False
-
-    def wait_s(self) -> float | None:
-        return None
-
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")

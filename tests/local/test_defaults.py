@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.fakes import Idle
 from tests.support.letters import Letters
 from tests.support.models import FAMILIES
 from transformers import GenerationConfig
@@ -110,35 +111,10 @@ def by_router(request: Request, defaults: SamplingParams) -> SamplingParams:
     return message.sampling
 
 
-class Silent:
-    """An engine that takes messages and does nothing."""
-
-    def __init__(self) -> None:
-        self.received: list[Any] = []
-
-    def __call__(self, emit: Any) -> Silent:
-        return self
-
-    def receive(self, messages: Any) -> None:
-        self.received += messages
-
-    def step(self) -> bool:
-        return False
-
-    def wait_s(self) -> None:
-        return None
-
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
-
-
 def by_pipeline(request: Request, checkpoint: Checkpoint, **options: Any) -> SamplingParams:
     """The parameters of the session that the one-process pipeline makes of a request."""
     config = LocalConfig(target=TargetModel(path="scripted"), worker="thread", **options)
-    pipeline = LocalPipeline(config, target_factory=Silent(), tokenizer=Letters(), checkpoint=checkpoint)  # type: ignore[arg-type]
+    pipeline = LocalPipeline(config, target_factory=lambda emit: Idle(), tokenizer=Letters(), checkpoint=checkpoint)  # type: ignore[arg-type]
     with pipeline:
         return pipeline.submit(request.prompt, request.sampling).session.sampling
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tests.support.fakes import Scripted
 from tests.support.letters import Letters
 
 from paceline.checkpoint.files import Checkpoint
@@ -15,43 +16,15 @@ from paceline.messages import (
     CloseSession,
     Commit,
     DraftState,
-    Nodes,
     OpenSession,
     Outcome,
     SessionFailed,
     SpeculationWanted,
-    TreeLost,
 )
 from paceline.router.session import MAX_DRAFT_RETRIES
-from paceline.types import Cause, FinishReason, Mode, Result, Round, SamplingParams, SpeculationParams
+from paceline.types import Cause, FinishReason, Result, Round, SamplingParams, SpeculationParams
 
 TIMEOUT_S = 30
-
-
-class Scripted:
-    """An engine that answers as told and keeps what it was sent."""
-
-    def __init__(self, emit: Callable[[Sequence[Any]], None], answer: Callable[[Any], Sequence[Any]]) -> None:
-        self.emit, self.answer = emit, answer
-        self.received: list[Any] = []
-
-    def receive(self, messages: Sequence[Any]) -> None:
-        for message in messages:
-            self.received.append(message)
-            if answers := self.answer(message):
-                self.emit(list(answers))
-
-    def step(self) -> bool:
-        return False
-
-    def wait_s(self) -> float | None:
-        return None
-
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
 
 
 def serve(
@@ -153,30 +126,3 @@ def test_a_session_that_the_draft_fails_is_tried_again_and_then_left_plain() -> 
     result, _, to_draft = serve(target, draft, 1 + MAX_DRAFT_RETRIES)
     assert result.text == "d"
     assert [m.epoch for m in to_draft if isinstance(m, OpenSession)] == list(range(1 + MAX_DRAFT_RETRIES))
-
-
-def test_a_lost_tree_is_opened_again() -> None:
-    def target(message: Any) -> Sequence[Any]:
-        if isinstance(message, Nodes):
-            return (TreeLost(message.session_id, 0),) if message.epoch == 0 else (token(message, 0, last=True),)
-        return ()
-
-    def draft(message: Any) -> Sequence[Any]:
-        return (Nodes(message.session_id, message.epoch, 3, ()),) if isinstance(message, OpenSession) else ()
-
-    result, to_target, to_draft = serve(target, draft, 3)
-    assert result.text == "d"
-    assert [m.epoch for m in to_draft if isinstance(m, OpenSession)] == [0, 1]
-    assert [m.draft_epoch for m in to_target if isinstance(m, DraftState)] == [1]
-
-
-def test_a_plain_session_never_meets_the_draft() -> None:
-    def target(message: Any) -> Sequence[Any]:
-        if isinstance(message, OpenSession):
-            wanted = SpeculationWanted(message.session_id, 0, True)
-            return TreeLost(message.session_id, 0), wanted, token(message, 0, last=True)
-        return ()
-
-    result, _, to_draft = serve(target, nothing, 0, mode=Mode.PLAIN)
-    assert result.text == "d"
-    assert to_draft == []

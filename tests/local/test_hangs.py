@@ -16,8 +16,9 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from tests.local.test_drafts import Scripted, nothing, token
+from tests.local.test_drafts import nothing, token
 from tests.local.test_local import config_of, eventually, run, sampled
+from tests.support.fakes import Scripted
 from tests.support.letters import Letters
 from tests.support.models import prompt, save_pair
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from tests.runtime.test_page_mover import in_loop
+from tests.support.fakes import Idle
 
 from paceline.errors import EngineError
 from paceline.runtime.host import EngineHost
 
 
-class Engine:
+class Engine(Idle):
     """An engine that counts its steps, and has work only while it is ``busy``."""
 
     def __init__(self) -> None:
@@ -30,15 +31,6 @@ class Engine:
             raise RuntimeError("broken by a test")
         self.num_steps += 1
         return self.busy
-
-    def wait_s(self) -> float | None:
-        return None
-
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
 
 
 async def started() -> tuple[EngineHost[Any], Engine]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from tests.support.fakes import Idle
 
 from paceline.config.memory import settle
 from paceline.errors import ConfigError, EngineError
@@ -27,7 +28,7 @@ from paceline_bench.processes import read_process
 TIMEOUT_S = 30
 
 
-class Echo:
+class Echo(Idle):
     """Sends every message back; obeys a few words."""
 
     def __init__(self, emit: Any) -> None:
@@ -66,9 +67,6 @@ class Echo:
 
     def facts(self) -> dict[str, Any]:
         return {"num_sessions": self.num_received}
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)

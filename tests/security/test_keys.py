@@ -8,6 +8,7 @@ import logging
 
 import pytest
 from tests.security.conftest import digest, write, write_keys
+from tests.support.fakes import Clock
 
 from paceline.errors import ConfigError, ResourceExhaustedError, UnauthenticatedError
 from paceline.metrics.access import AccessMetrics
@@ -19,13 +20,6 @@ from paceline.security.keys import KeyRing
 from paceline.types import Usage
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-fedcba9876543210"
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -44,7 +38,7 @@ def registry():
 
 @pytest.fixture
 def access(path, registry):
-    return Access(KeyRing(path), AccessMetrics(registry), clock=Clock())
+    return Access(KeyRing(path), AccessMetrics(registry), clock=Clock(100.0))
 
 
 def bearer(key: str):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from tests.support.fakes import Clock
 
 from paceline.checkpoint.grammar import Grammars
 from paceline.draft.engine import DraftEngine
@@ -40,16 +41,6 @@ class Request:
     generated: tuple[int, ...] = ()
     """Output of a broken stream, which the session continues."""
     cache_salt: str = ""
-
-
-class Clock:
-    """Virtual seconds."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Pump:
