@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.models import VOCAB, noisy_copy, prompt, random_model
+from tests.drafters.one_session import OneSession
+from tests.support.models import noisy_copy, random_model
 from tests.support.mutants import mutant
 
 from paceline.config import (
-    CascadeOptions,
     DraftSetup,
-    LocalConfig,
     NgramOptions,
     ServiceConfig,
     SuffixOptions,
-    TargetModel,
     TargetSetup,
 )
-from paceline.core.processors import Row, SamplerState
-from paceline.core.sampling import best_coupled, draft_candidates
+from paceline.core.processors import Row
+from paceline.core.sampling import best_coupled
 from paceline.drafters import cascade
 from paceline.drafters.cascade import VerticalDrafter
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.protocol import Candidates, Leaf
-from paceline.embedded import DRAFT_DIR, TARGET_DIR
+from paceline.embedded import DRAFT_DIR
 from paceline.errors import ConfigError
-from paceline.local import LocalPipeline
 from paceline.model.loading import prepare
 from paceline.preflight.service import examine
-from paceline.types import Mode, SamplingParams, SpeculationParams
 
 TOP_M, GUESSES = 12, 3
 SIZES = {"max_leaves": 8, "max_prefill_tokens": 64, "top_m": TOP_M}
@@ -40,52 +36,31 @@ def models():
     return large, noisy_copy(large, 0.05)
 
 
-class Vertical:
+class Vertical(OneSession):
     """A cascade of two models; every row is compared with transformers on the whole text."""
 
     def __init__(self, temperature: float) -> None:
         self.large, self.small = models()
-        made = (prepare(model, compile=False) for model in models())
-        large, small = (loaded.runner(12) for loaded in made)
+        large, small = self.runners = [prepare(model, compile=False).runner(12) for model in models()]
         guesser = ModelDrafter(small, **SIZES)
-        self.runners = (large, small)
-        self.drafter = VerticalDrafter(large, guesser=guesser, num_guesses=GUESSES, **SIZES)
-        self.text = prompt(1, 40)
-        self.sampler = SamplerState(SamplingParams(temperature=temperature), 3, self.text, vocab_size=VOCAB)
-        self.drafter.open("s", self.text, self.sampler)
-        while self.drafter.prefill():
-            pass
-
-    def logits(self, model, path) -> torch.Tensor:
-        with torch.no_grad():
-            return model(torch.tensor([[*self.text, *path]]), use_cache=False).logits[0, -1:]
+        super().__init__(VerticalDrafter(large, guesser=guesser, num_guesses=GUESSES, **SIZES), 40, temperature)
 
     def first(self, model, path) -> int:
         """What a model drafts after a path."""
-        row = Row(self.sampler, tuple(path))
-        ids, log_q = draft_candidates(self.logits(model, path), [row], TOP_M)
-        return best_coupled(ids, log_q, [row], 1)[0][0][0]
+        return best_coupled(*self.expected(model, path, TOP_M), [Row(self.sampler, tuple(path))], 1)[0][0][0]
 
     def expand(self, *leaves: Leaf) -> Candidates:
-        candidates = self.drafter.expand(leaves)
-        self.drafter.check_integrity()
+        candidates = self.candidates(leaves)
         for i, leaf in enumerate(leaves):
             guesses: list[int] = []
             while len(guesses) < GUESSES:
                 guesses.append(self.first(self.small, (*leaf.path, *guesses)))
             assert candidates.guesses[i] == tuple(guesses)
             for depth in range(GUESSES + 1):
-                path = (*leaf.path, *guesses[:depth])
-                ids, log_q = draft_candidates(self.logits(self.large, path), [Row(self.sampler, path)], TOP_M)
+                ids, log_q = self.expected(self.large, (*leaf.path, *guesses[:depth]), TOP_M)
                 assert torch.equal(candidates.token_ids[i, depth], ids[0])
                 assert torch.allclose(candidates.log_q[i, depth], log_q[0], atol=2e-5)
         return candidates
-
-    def commit(self, tokens: list[int], nodes: list[int], kept: list[int]) -> None:
-        self.sampler.append(tokens)
-        self.text += tokens
-        self.drafter.advance("s", tokens, nodes, kept)
-        self.drafter.check_integrity()
 
 
 def growth(temperature: float) -> None:
@@ -172,16 +147,3 @@ def test_its_setup_and_its_memory_are_those_of_its_parts() -> None:
     config = ServiceConfig.parse({"draft_config": {"kind": "cascade", "engine_kwargs": missing}})
     keys = [finding.key for finding in examine(config, ports=False).findings]
     assert "draft_config.engine_kwargs.drafters[0].model" in keys
-
-
-@pytest.mark.slow
-def test_a_pipeline_serves_it() -> None:
-    run = {"dtype": "float32", "compile": False}
-    options = CascadeOptions.model_validate({"drafters": [EMBEDDED, {"kind": "ngram"}], "tree_step_tokens": 8})
-    target = TargetModel(path=str(TARGET_DIR), batch_invariant="off", adaptive=False, **run)
-    sampling = SamplingParams(max_tokens=16, ignore_eos=True)
-    with LocalPipeline(LocalConfig(target=target, draft=options, worker="thread", pin_cores=False)) as pipeline:
-        plain = pipeline.submit("import os\n\ndef ", sampling, SpeculationParams(mode=Mode.PLAIN)).result
-        result = pipeline.submit("import os\n\ndef ", sampling, SpeculationParams(mode=Mode.SEQUENTIAL)).result
-    assert result.token_ids == plain.token_ids
-    assert result.speculation.accepted > 0

