@@ -75,7 +75,6 @@ MANY_CASES = {
     "cli/test_main.py::test_a_mistake_is_one_sentence": _TABLE,
     "cli/test_drafting.py::test_the_method_of_every_published_format_is_found": _FORMATS,
     "lossless/test_fuzz.py::test_many_random_sessions_have_the_tokens_of_plain_decoding": "parts of one long search",
-    "client/test_failures.py::test_every_error_arrives_as_itself": "every error through either client, early and late",
     "client/test_requests.py::test_what_cannot_be_sent_is_refused_here": _TABLE,
     "config/test_tree.py::test_a_value_that_is_not_allowed_is_named_with_its_key": _TABLE,
     "core/test_verification.py::test_a_proposal_is_cut_before_a_q_that_cannot_be_trusted": "every way to be untrue",

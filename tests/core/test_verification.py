@@ -156,22 +156,6 @@ def test_a_rejection_before_an_invalid_q_is_not_its_fault():
     assert (verdict.num_accepted, verdict.token_ids, verdict.num_invalid) == (0, (0,), 0)
 
 
-def test_disjoint_p_and_q_reject_always_and_recover_from_p():
-    log_p = torch.tensor([[0.5, 0.5, 0.0, 0.0]]).log().expand(2, 4)
-    for seed in range(50):
-        (verdict,) = verify(rows_of(log_p, seed), [Proposal((3,), (dense([0, 0, 0.5, 0.5]),))], [REJECTION])
-        assert verdict.num_accepted == 0
-        assert verdict.token_ids[0] in (0, 1)
-
-
-def test_equal_p_and_q_accept_always():
-    for seed in range(50):
-        processed = random_rows(2, seed)
-        probs = processed.log_probs[0].double().exp().tolist()
-        (verdict,) = verify(processed, [Proposal((seed % V,), (dense(probs),))], [REJECTION])
-        assert verdict.num_accepted == 1
-
-
 def test_tiny_q_is_not_rounded_away():
     """q(x) = 1e-12 against p(x) = 1e-13: accepted one time in ten, as exactly as any other ratio."""
     log_p = torch.tensor([1 - 1e-13, 1e-13], dtype=torch.float64).log().expand(2, 2)

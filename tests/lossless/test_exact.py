@@ -16,7 +16,7 @@ from paceline.core import verification
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import ProcessedRows, process
 from paceline.core.tree import Proposal
-from paceline.core.verification import KeyedChoices, draft_distributions, verify
+from paceline.core.verification import draft_distributions, verify
 from paceline.messages import SparseDistribution
 from paceline.types import Acceptance, SamplingParams
 
@@ -336,15 +336,3 @@ def test_mutant_penalties_frozen_at_the_start_of_the_round():
 
 def test_mutant_greedy_misses():
     assert session_error(PROCESSORS["temperature"], greedy_misses=True) > VISIBLE
-
-
-def impossible_accepted(compare) -> bool:
-    """Whether u = 0 accepts a token that p gives no mass."""
-    choices = KeyedChoices.__new__(KeyedChoices)
-    choices._uniforms = [0.0]
-    return compare(choices, 0, 0.0)
-
-
-def test_mutant_less_or_equal():
-    assert not impossible_accepted(KeyedChoices.accept)
-    assert impossible_accepted(lambda choices, row, probability: choices._uniforms[row] <= probability)

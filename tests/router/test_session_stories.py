@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
-from collections import deque
 
 import pytest
 from hypothesis import given
@@ -14,17 +12,14 @@ from tests.router.sessions import PROMPT, make, outcome
 from paceline.messages import (
     CloseSession,
     DraftState,
-    InFlight,
-    Node,
     Nodes,
     OpenSession,
-    Outcome,
     SessionFailed,
     SpeculationWanted,
     TreeLost,
 )
 from paceline.router.session import Actions
-from paceline.types import Chunk, FinishReason
+from paceline.types import FinishReason
 
 
 class Peers:
@@ -162,120 +157,3 @@ def test_whatever_happens_both_engines_know_what_the_session_knows(first, draft_
 @given(st.lists(st.sampled_from([h for h in HAPPENINGS if h not in ("cancel", "finish")]), min_size=5, max_size=8))
 def test_longer_stories(happenings):
     play(happenings)
-
-
-class SimulatedTarget:
-    """Emits the next tokens of a fixed text, whatever it is told; restarts from the history it is given."""
-
-    def __init__(self, text, rng):
-        self.text, self.rng = text, rng
-        self.outbox: deque[Outcome | InFlight] = deque()
-        self.position = self.epoch = -1
-
-    def receive(self, message):
-        if isinstance(message, OpenSession):
-            assert message.epoch > self.epoch
-            self.epoch, self.position = message.epoch, len(message.token_ids) - message.num_prompt_tokens
-            assert message.token_ids[message.num_prompt_tokens :] == self.text[: self.position]
-        elif isinstance(message, CloseSession):
-            self.position = len(self.text)
-
-    def step(self, session):
-        if self.position < 0 or self.position >= len(self.text):
-            return
-        size = self.rng.randint(1, 4)
-        tokens = self.text[self.position : self.position + size]
-        at = len(PROMPT) + self.position
-        self.position += len(tokens)
-        finish = FinishReason.LENGTH if self.position == len(self.text) else None
-        self.outbox.append(outcome(session, tokens, len(tokens) - 1, finish, self.epoch, at=at))
-        if finish is None:
-            self.outbox.append(InFlight("s", self.epoch, at + len(tokens), (1, 2)))
-
-
-class SimulatedDraft:
-    """Keeps the context it was told, so that the test can compare it with the truth."""
-
-    def __init__(self):
-        self.epoch = -1
-        self.context: list[int] | None = None
-        self.outbox: deque[Nodes | SessionFailed] = deque()
-
-    def receive(self, message):
-        if isinstance(message, OpenSession):
-            assert message.epoch > self.epoch
-            self.epoch, self.context = message.epoch, list(message.token_ids)
-        elif isinstance(message, CloseSession):
-            self.context = None
-        elif message.epoch == self.epoch and self.context is not None:
-            assert message.context_len == len(self.context)
-            self.context += message.token_ids
-
-    def step(self):
-        if self.context is not None:
-            self.outbox.append(Nodes("s", self.epoch, len(self.context), (Node(1, 0, 65, 0.5),)))
-
-
-EVENTS = ("target", "draft", "deliver_target", "deliver_draft", "digest", "draft_down", "draft_up", "reopen")
-
-
-@given(
-    text=st.binary(min_size=1, max_size=40).map(lambda b: bytes(65 + x % 26 for x in b)),
-    events=st.lists(st.sampled_from(EVENTS), max_size=120),
-    rng_seed=st.integers(0, 2**16),
-)
-def test_any_order_of_delays_failures_and_restarts_gives_the_same_tokens(text, events, rng_seed):
-    rng = random.Random(rng_seed)
-    text = tuple(text)
-    session = make()
-    target, draft = SimulatedTarget(text, rng), SimulatedDraft()
-    chunks: list[Chunk] = []
-    draft_up = True
-
-    def carry_out(actions):
-        for message in actions.to_target:
-            if isinstance(message, Nodes | DraftState):
-                assert message.epoch >= 0
-            target.receive(message)
-        if draft_up:
-            for message in actions.to_draft:
-                draft.receive(message)
-        chunks.extend(actions.chunks)
-
-    def check_draft():
-        if session.draft_available:
-            assert draft.context == [*PROMPT, *text[: len(draft.context or ()) - len(PROMPT)]]
-
-    carry_out(session.open())
-    for event in [*events, *(["target", "deliver_target", "deliver_target"] * (len(text) + 40))]:
-        if event == "target":
-            target.step(session)
-        elif event == "draft":
-            draft.step()
-        elif event == "deliver_target" and target.outbox:
-            message = target.outbox.popleft()
-            stale = message.epoch != target.epoch
-            before = session.relay_stats.dropped
-            carry_out(session.on_target(message))
-            assert not stale or session.relay_stats.dropped == before + 1
-        elif event == "deliver_draft" and draft.outbox:
-            message = draft.outbox.popleft()
-            carry_out(session.on_draft(message))
-            carry_out(session.on_draft(message))  # nodes may be duplicated: the tree knows their ids
-        elif event == "digest":
-            carry_out(session.digest())
-        elif event == "draft_down":
-            carry_out(session.on_draft_down())
-            draft_up, draft.context = False, None
-        elif event == "draft_up":
-            draft_up = True
-            carry_out(session.on_draft_up())
-        elif event == "reopen" and not session.finished:
-            carry_out(session.reopen_target())  # what the old target still has in its outbox is stale now
-        check_draft()
-    carry_out(session.digest())
-
-    assert session.result is not None
-    assert session.result.token_ids == text
-    assert session.result.text == bytes(text).decode() == "".join(c.text for c in chunks)
-    assert draft.context is None or not draft_up

@@ -20,7 +20,6 @@ from paceline.messages import (
     OpenSession,
     Outcome,
     SessionFailed,
-    SparseDistribution,
     SpeculationWanted,
     TreeLost,
 )
@@ -139,18 +138,6 @@ def test_random_load_keeps_every_invariant(seed: int, monkeypatch: pytest.Monkey
     assert stats.steps == len(sizes)
     assert stats.tokens_emitted == sum(len(r.token_ids) for r in reference.values())
     assert stats.nodes_invalid == 0
-
-
-@pytest.mark.slow
-def test_preemption_recomputes_the_same_tokens() -> None:
-    """Four sessions that grow to three pages each in six pages."""
-    target, draft = pair("llama")
-    requests = {f"s{i}": Request(prompt(i, 60), SamplingParams(temperature=1, seed=i, max_tokens=90)) for i in range(4)}
-    reference = plain_reference(target, requests)
-    for mode in (Mode.PLAIN, Mode.OVERLAPPED):
-        pump = Pump(target, draft, pages=6)
-        assert_same(pump.run(in_mode(requests, mode), arrivals=1.0), reference)
-        assert pump.target.stats.preemptions > 0
 
 
 def test_prefix_sharing_gives_the_same_tokens_for_less_work() -> None:
@@ -442,49 +429,6 @@ def test_logits_that_are_not_finite_fail_only_their_session() -> None:
     assert all("not finite" in reason for reason in pump.failures.values())
 
 
-def _garbage(rng: random.Random, rate: float):
-    """Damages what goes to the target: wrong ids, tokens, probabilities, parents, q; duplicates; late nodes."""
-
-    def tamper(message):
-        if not isinstance(message, Nodes):
-            return [message]
-        nodes = []
-        for node in message.nodes:
-            nan = float("nan")
-            changes = rng.choice(
-                (
-                    {"token_id": rng.choice((-1, VOCAB, 10**9, rng.randrange(VOCAB)))},
-                    {"prob": rng.choice((nan, -1.0, 2.0, float("inf"), 0.0, 1.0))},
-                    {"parent_id": rng.choice((-5, 0, node.node_id, node.node_id + 3, 10**6))},
-                    {"node_id": rng.choice((-1, 0, node.node_id + 1))},
-                    {"q": SparseDistribution.of((0, 0), (nan, 2.0))},
-                    {"sampled": False},
-                )
-            )
-            nodes.append(replace(node, **changes) if rng.random() < rate else node)
-        changed = replace(message, nodes=tuple(nodes), context_len=message.context_len + rng.randint(-1, 1))
-        if rng.random() < rate / 4:
-            return []
-        return [changed, changed] if rng.random() < rate else [changed]
-
-    return tamper
-
-
-@pytest.mark.parametrize("rate", [0.5, *slow([0.03])])
-def test_garbage_from_the_draft_never_changes_the_output(rate: float) -> None:
-    """Coupled: the same tokens; what was wrong with the nodes is counted."""
-    target, draft = pair("llama")
-    requests = {
-        f"s{i}": Request(prompt(i, 8 + 9 * i), SamplingParams(temperature=i % 2, seed=i, max_tokens=24))
-        for i in range(8)
-    }
-    pump = Pump(target, draft, tamper=_garbage(random.Random(0), rate))
-    assert_same(pump.run(requests), plain_reference(target, requests))
-    assert pump.target.stats.nodes_invalid > 2
-    assert pump.target.stats.nodes_stale > 20
-    assert sum(r.speculation.drafted for r in pump.results.values()) > 5
-
-
 def test_stale_unknown_and_duplicate_messages_are_counted_and_dropped() -> None:
     """Other epochs, sessions that are not open, a second open of the same epoch."""
     direct = Direct()
@@ -529,22 +473,6 @@ def test_a_tree_that_misses_nodes_is_reported_once_and_followed_again(early: boo
     outcomes = direct.drain()["s"]
     assert tokens_of(outcomes) == want
     assert max(o.round.num_accepted for o in outcomes) == 4
-
-
-@pytest.mark.slow
-def test_nodes_lost_on_the_way_cost_a_new_draft_not_the_text() -> None:
-    """A message in twenty never arrives: the same tokens, and proposals go on."""
-    target, draft = pair("llama")
-    rng = random.Random(0)
-    requests = {f"s{i}": Request(prompt(i, 20), SamplingParams(temperature=1, seed=i, max_tokens=60)) for i in range(3)}
-
-    def drop(message):
-        return [] if isinstance(message, Nodes) and rng.random() < 0.05 else [message]
-
-    pump = Pump(target, draft, late=0.1, tamper=drop)
-    assert_same(pump.run(requests), plain_reference(target, requests))
-    assert pump.target.stats.trees_lost > 2
-    assert sum(r.speculation.accepted for r in pump.results.values()) > 40
 
 
 def test_a_newer_open_replaces_the_session() -> None:
@@ -599,48 +527,6 @@ def test_sequential_mode_recovers_from_a_silent_draft() -> None:
     before = direct.clock.now
     assert tokens_of(direct.drain()["s"]) == want
     assert direct.clock.now - before < 0.1
-
-
-def test_a_draft_that_dies_in_the_middle_never_changes_the_text() -> None:
-    """Engine silent or declared down: plain decoding goes on with the same tokens."""
-    target, draft = pair("llama")
-    requests = {f"s{i}": Request(prompt(i, 30), SamplingParams(temperature=1, seed=i, max_tokens=30)) for i in range(4)}
-    reference = plain_reference(target, requests)
-    for mode in (Mode.SEQUENTIAL, Mode.OVERLAPPED):
-        for declared in (False, True):
-            pump = Pump(target, draft, seed=3)
-            for name, request in in_mode(requests, mode).items():
-                pump.submit(name, request)
-            for _ in range(12):
-                pump.tick()
-            pump.draft_dead = True
-            if declared:
-                for session in pump.sessions.values():
-                    pump._send(session.on_draft_down())
-            assert_same(pump.run({}), reference)
-            if declared:
-                causes = {c for r in pump.results.values() for c in r.speculation.causes}
-                assert Cause.DRAFT_DOWN in causes
-
-
-@pytest.mark.slow
-def test_a_draft_that_comes_back_is_used_again() -> None:
-    """Down and up again under a new epoch: the same tokens, and proposals again."""
-    target, draft = pair("llama")
-    requests = {"s": Request(prompt(1, 30), SamplingParams(temperature=1, seed=5, max_tokens=60))}
-    reference = plain_reference(target, requests)
-    pump = Pump(target, draft, seed=3, late=0.0)
-    pump.submit("s", requests["s"])
-    for _ in range(10):
-        pump.tick()
-    session = pump.sessions["s"]
-    pump._send(session.on_draft_down())
-    for _ in range(6):
-        pump.tick()
-    accepted = session.stats.accepted
-    pump._send(session.on_draft_up())
-    assert_same(pump.run({}), reference)
-    assert session.stats.accepted > accepted + 5
 
 
 def test_a_draft_token_into_a_dead_end_never_fails_its_session() -> None:
