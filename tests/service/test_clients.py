@@ -5,46 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-import grpc
 import pytest
 from tests.service.support import replicas, routed, tiny_pair
+from tests.support.door import opened
 
 from paceline.client import AsyncClient, Client
 from paceline.errors import DeadlineExceededError, InvalidRequestError
-from paceline.router.service import GenerationService
-from paceline.rpc.status import to_status
 from paceline.types import FinishReason, SamplingParams
-from paceline.v1 import generation_pb2 as pb
-from paceline.v1.generation_pb2_grpc import GenerationServiceServicer, add_GenerationServiceServicer_to_server
 
 PROMPT = "the quick brown fox "
-
-
-class _Host(GenerationServiceServicer):
-    """The GenerationService on a grpc.aio server, as Serve hosts it."""
-
-    def __init__(self, router):
-        self._service = GenerationService(router)
-
-    async def Generate(self, request, context):
-        try:
-            async with contextlib.aclosing(self._service.generate(request)) as responses:
-                async for response in responses:
-                    yield response
-        except Exception as error:
-            code, details, trailers = to_status(error)
-            context.set_code(code)
-            context.set_details(details)
-            context.set_trailing_metadata(trailers)
-
-    async def Cancel(self, request, context):
-        return pb.CancelResponse(cancelled=self._service.cancel(request.request_id))
-
-    async def GetModelInfo(self, request, context):
-        raise NotImplementedError
-
-    async def GetServerInfo(self, request, context):
-        raise NotImplementedError
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +25,8 @@ def engines(checkpoints):
 @contextlib.asynccontextmanager
 async def served(checkpoints, engines):
     """The address of a service over a router, and the router."""
-    async with routed(tiny_pair(checkpoints), *engines) as (router, *_):
-        server = grpc.aio.server()
-        add_GenerationServiceServicer_to_server(_Host(router), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        try:
-            yield f"127.0.0.1:{port}", router
-        finally:
-            await server.stop(None)
+    async with routed(tiny_pair(checkpoints), *engines) as (router, *_), opened(router) as address:
+        yield address, router
 
 
 async def _idle(router):

@@ -13,7 +13,7 @@ from tests.router.test_link import delay
 from tests.service.support import Replica, collect, replicas, routed, tiny_pair, until
 from tests.support.rings import nightly, slow
 
-from paceline.errors import DeadlineExceededError, EngineError, ResourceExhaustedError
+from paceline.errors import DeadlineExceededError, EngineError
 from paceline.types import Cause, Mode, SamplingParams, SpeculationParams
 
 STEP_S = 0.02
@@ -105,24 +105,6 @@ async def test_a_lost_draft_costs_neither_a_token_nor_a_pause_and_its_successor_
             assert {Cause.DRAFT_DOWN, Cause.DISABLED, Cause.LATE} & set(causes(chunks))
             assert back_at, "the stream was too short to see the draft come back"
             assert Cause.HIT in causes(chunks[back_at[0] :])
-
-
-@pytest.mark.slow
-async def test_all_streams_of_a_lost_target_end_at_another_one_that_is_full(checkpoints, plain):
-    """Two targets with 16 sessions each, whose streams last longer than the router waits without any target."""
-    config = tiny_pair(checkpoints, max_sessions=16)
-    with replicas(config, targets=2, target_pause_s=STEP_S) as (targets, drafts):
-        async with routed(config, targets, drafts, recovery_timeout_s=0.5) as (router, _, _):
-            await until(lambda: len(router._targets.open_links()) == 2)
-            samplings = [ONE.model_copy(update={"seed": seed, "max_tokens": 90}) for seed in range(32)]
-            tasks = [asyncio.create_task(collect(router, PROMPT, sampling=each)) for each in samplings]
-            links = router._targets.links.values()
-            await until(lambda: all(a.session.stats.rounds > 3 for a in router._active.values()) and router.num_running)
-            assert [len(link.sessions) for link in links] == [16, 16]
-            targets[0].kill()
-            await until(lambda: len(router._orphaned) == 16)
-            for sampling, (_, result) in zip(samplings, await asyncio.gather(*tasks), strict=True):
-                assert result.token_ids == plain(PROMPT, sampling)
 
 
 @pytest.mark.slow
@@ -224,26 +206,6 @@ def open_sessions(router):
 
 
 @pytest.mark.slow
-async def test_leaving_a_stream_frees_it_on_both_replicas(checkpoints):
-    config = tiny_pair(checkpoints)
-    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
-        async with routed(config, targets, drafts) as (router, _, _):
-            endless = ONE.model_copy(update={"max_tokens": 1500})
-
-            async def leave():
-                await collect(router, PROMPT, sampling=endless)
-
-            for _ in range(8):
-                task = asyncio.create_task(leave())
-                await asyncio.sleep(0.1)
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-            assert router._active == {}
-            await until(lambda: open_sessions(router) == [0, 0])
-            await until(lambda: [status.kv_pages_used for status in router.statuses()["target"]] == [0])
-
-
-@pytest.mark.slow
 async def test_a_router_that_goes_away_leaves_nothing_behind(checkpoints):
     config = tiny_pair(checkpoints)
     with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
@@ -258,24 +220,6 @@ async def test_a_router_that_goes_away_leaves_nothing_behind(checkpoints):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@pytest.mark.slow
-async def test_a_full_queue_refuses_at_once_with_a_hint_and_serves_what_it_took(checkpoints, plain):
-    config = tiny_pair(checkpoints, max_sessions=2)
-    with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
-        async with routed(config, targets, drafts, max_queued_requests=2) as (router, _, _):
-            await until(lambda: router.ready)
-            short = ONE.model_copy(update={"max_tokens": 160})
-            tasks = [asyncio.create_task(collect(router, PROMPT, sampling=short)) for _ in range(4)]
-            await until(lambda: (router.num_running, router.num_queued) == (2, 2))
-            with pytest.raises(ResourceExhaustedError, match="2 are queued: at most 2 may wait") as refusal:
-                await collect(router, PROMPT, sampling=short)
-            assert (router.num_running, router.num_queued) == (2, 2), "it did not wait for anybody"
-            assert refusal.value.retry_after_s > 0
-            for _, result in await asyncio.gather(*tasks):
-                assert result.token_ids == plain(PROMPT, short)
-            assert router.num_queued == 0
 
 
 @pytest.mark.slow

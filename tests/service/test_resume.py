@@ -11,10 +11,9 @@ import os
 import signal
 from types import SimpleNamespace
 
-import grpc
 import pytest
 from tests.service.support import replicas, routed, tiny_pair
-from tests.service.test_clients import _Host
+from tests.support.door import opened
 from tests.support.processes import context
 
 from paceline.client import AsyncClient, Client
@@ -22,7 +21,6 @@ from paceline.cluster.ports import free_ports
 from paceline.config import apply_worker_environment
 from paceline.local import LocalPipeline
 from paceline.types import Mode, SamplingParams, SpeculationParams
-from paceline.v1.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 
 PROMPT = "the quick brown fox "
 NUM_TOKENS = 300
@@ -56,11 +54,7 @@ def _router_main(config, members, port, pipe):
     pools = [[SimpleNamespace(member=member) for member in kind] for kind in members]
 
     async def main():
-        async with routed(config, *pools) as (router, *_):
-            server = grpc.aio.server()
-            add_GenerationServiceServicer_to_server(_Host(router), server)
-            server.add_insecure_port(f"127.0.0.1:{port}")
-            await server.start()
+        async with routed(config, *pools) as (router, *_), opened(router, port=port):
             pipe.send(port)
             await asyncio.to_thread(multiprocessing.parent_process().join)
 

@@ -75,7 +75,7 @@ def _fail(context: Any, error: Exception) -> None:
 
 @contextlib.asynccontextmanager
 async def opened(
-    router: Router, max_message_bytes: int | None = None, tracing: Tracing | None = None
+    router: Router, max_message_bytes: int | None = None, tracing: Tracing | None = None, port: int = 0
 ) -> AsyncIterator[str]:
     """Serves a router; yields HOST:PORT. ``max_message_bytes``: None: the configuration's default, -1: no limit."""
     limit = max_message_bytes or ServiceConfig().server.max_message_bytes
@@ -84,7 +84,7 @@ async def opened(
     door = Door(router, tracing)
     for add in (add_generation, add_health, add_reflection):
         add(door, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:
         yield f"127.0.0.1:{port}"

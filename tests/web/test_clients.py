@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Literal
 
 import openai
@@ -27,11 +26,6 @@ def client(at):
         yield made
 
 
-def test_an_answer_is_parsed_as_a_model(client):
-    answer = client.chat.completions.parse(model=MODEL, messages=USER, response_format=Place, max_tokens=100, **OPTIONS)
-    assert isinstance(answer.choices[0].message.parsed, Place)
-
-
 def test_a_strict_tool_is_called_in_a_stream(client):
     """The client sends ``strict: true`` and parses the arguments itself."""
     with client.chat.completions.stream(
@@ -48,30 +42,6 @@ def test_a_strict_tool_is_called_in_a_stream(client):
         (choice,) = stream.get_final_completion().choices
     (called,) = choice.message.tool_calls
     assert isinstance(called.function.parsed_arguments, Place)
-
-
-def test_the_asynchronous_client_parses_responses(at):
-    async def test():
-        async with openai.AsyncOpenAI(base_url=f"{at}/v1", api_key="none", max_retries=0) as client:
-            return await client.responses.parse(
-                model=MODEL, input="hi", text_format=Place, max_output_tokens=100, **OPTIONS
-            )
-
-    assert isinstance(asyncio.run(test()).output_parsed, Place)
-
-
-def test_a_tool_chooses_itself_and_its_answer_goes_back(client):
-    """The two calls of an agent: a call that is demanded, then the tool's answer among the messages."""
-    asked = {"model": MODEL, "tools": [pydantic_function_tool(Place)], "max_tokens": 120, **OPTIONS}
-    first = client.chat.completions.create(messages=USER, tool_choice="required", **asked).choices[0].message
-    turns = [
-        *USER,
-        first.model_dump(exclude_none=True),
-        *({"role": "tool", "tool_call_id": one.id, "content": "sunny"} for one in first.tool_calls),
-    ]
-    second = client.chat.completions.create(messages=turns, tool_choice="none", **asked)
-    assert second.choices[0].message.tool_calls is None
-    assert second.usage.prompt_tokens > len(turns)
 
 
 def test_guidellms_calls_are_answered(at):
