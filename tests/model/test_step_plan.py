@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-import sysconfig
 from array import array
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -266,14 +265,6 @@ def test_buffers_and_pages_that_do_not_fit_are_refused() -> None:
             layout.copy_pages(pools, [(0, pages[0])])
 
 
-def test_python_gathers_where_its_headers_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    expected = StepPlan.of(_batch(1), SCRATCH_ROW)
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(layout, "_passes", layout._passes.__wrapped__)
-    assert layout.gather(_batch(1)) is None
-    assert torch.equal(StepPlan.of(_batch(1), SCRATCH_ROW).buffer, expected.buffer)
-
-
 def test_a_layout_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = step_plan._ragged
     monkeypatch.setattr(layout, "_passes", lambda: None)
@@ -283,29 +274,46 @@ def test_a_layout_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch)
             _assert_plain(_batch(seed), Shapes())
 
 
-@pytest.mark.compiler
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("local = std::min(begin + p, tokens - 1)", "local = std::min(begin + p, tokens - 2 + (tokens == 1))"),
-        ("pages[p < tables ? p : 0]", "pages[p < tables ? p : tables - 1]"),
-        ("first += tokens, pages += tables", "first += tokens, pages += tables - (i == 1)"),
-        ("visible[i] + local * seen", "visible[i] + (local ? local - 1 : 0) * seen"),
-        ("row + (i - from) % kPage", "row + i % kPage"),
-        ("j <= *own", "j < *own"),
-        ("begin + p < tokens - 1) own", "begin + p < tokens - 2) own"),
-    ],
-)
-def test_a_native_layout_that_is_wrong_is_noticed(
-    right: str, wrong: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+FAULTS = {
+    "local = std::min(begin + p, tokens - 1)": "local = std::min(begin + p, tokens - 1 - (fault(0) && tokens > 1))",
+    "pages[p < tables ? p : 0]": "pages[p < tables ? p : fault(1) ? tables - 1 : 0]",
+    "first += tokens, pages += tables": "first += tokens, pages += tables - (fault(2) && i == 1)",
+    "visible[i] + local * seen": "visible[i] + (local - (fault(3) && local)) * seen",
+    "row + (i - from) % kPage": "row + (i - (fault(4) ? 0 : from)) % kPage",
+    "j <= *own": "j + fault(5) <= *own",
+    "begin + p < tokens - 1) own": "begin + p < tokens - 1 - fault(6)) own",
+}
+"""Texts of the source, and the same with a fault, which the variable FAULT switches on: they are compiled at once."""
+_SWITCH = """
+#include <cstdlib>
+static bool fault(int number) {
+  const char* set = std::getenv("FAULT");
+  return set != nullptr && std::atoi(set) == number;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The native layout with all faults, none of which is on."""
     text = layout._SOURCE.read_text(encoding="utf-8")
-    assert right in text
-    changed = tmp_path / "layout.cpp"
-    changed.write_text(text.replace(right, wrong), encoding="utf-8")
-    monkeypatch.setattr(layout, "_SOURCE", changed)
-    passes = layout._passes.__wrapped__()
-    monkeypatch.setattr(layout, "_passes", lambda: passes)
+    for right, wrong in FAULTS.items():
+        assert right in text
+        text = text.replace(right, wrong)
+    changed = tmp_path_factory.mktemp("faulty") / "layout.cpp"
+    changed.write_text(_SWITCH + text, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "_SOURCE", changed)
+        return layout._passes.__wrapped__()
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("number", range(len(FAULTS)))
+def test_a_native_layout_that_is_wrong_is_noticed(number: int, faulty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_passes", lambda: faulty)
+    if number == 0:
+        assert all(_is_plain(_batch(seed), Shapes(spare_tokens=3)) for seed in range(48)), "without a fault it is right"
+    monkeypatch.setenv("FAULT", str(number))
     assert not all(_is_plain(_batch(seed), Shapes(spare_tokens=3)) for seed in range(48))
 
 
