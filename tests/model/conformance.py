@@ -18,6 +18,7 @@ expert, so in bfloat16 one row in five may be anywhere.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -193,6 +194,51 @@ def run_text(runner: ModelRunner, tokens: Sequence[int] | None) -> tuple[Tensor,
         rows.append(runner.forward([_step(text, at, at + 1, pages)]).clone())
     runner.cache.release(pages)
     return torch.cat(rows), text
+
+
+def assert_follows(
+    runner: ModelRunner,
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    stops: Sequence[int],
+    num_new: int,
+    limit: float = FP32_LIMIT,
+) -> None:
+    """Raises AssertionError unless a prompt in steps that end at ``stops``, and greedy decoding behind it, have the
+    tokens of transformers, and its logits within ``limit``."""
+    text, rows, num = [*prompt], [], len(prompt)
+    pages = runner.cache.allocate(pages_for(num + num_new))
+    for first, stop in itertools.pairwise((0, *stops, num)):
+        rows.append(runner.forward([_step(text, first, stop, pages)]).clone())
+    for at in range(num, num + num_new):
+        text.append(int(rows[-1][-1].argmax()))
+        rows.append(runner.forward([_step(text, at, at + 1, pages)]).clone())
+    ids = torch.tensor([prompt])
+    settings = {"do_sample": False, "max_new_tokens": num_new, "pad_token_id": 0, "eos_token_id": None}
+    assert text == model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
+    assert float(_differences(torch.cat(rows), transformers_logits(model, text)).max()) <= limit
+    runner.cache.release(pages)
+    runner.cache.check_integrity([])
+
+
+def assert_invariant(runner: ModelRunner) -> None:
+    """Raises AssertionError unless the self-test holds, with branches."""
+    report = check_invariance(runner, max_len=300, max_step_tokens=128)
+    assert report.holds, str(report)
+    assert report.has_branches
+    runner.cache.check_integrity([])
+
+
+def assert_invariant_on_two_ranks(model: PreTrainedModel, folder: Path) -> None:
+    """The same of a checkpoint in float32 on two ranks."""
+    model.save_pretrained(folder / "model")
+    with Ranks(2, folder) as ranks:
+        assert ranks.run(_invariant_rank, str(folder / "model"))[0]
+
+
+def _invariant_rank(group: Collectives, path: str) -> bool:
+    led(load(group, path, torch.float32), assert_invariant)
+    return True
 
 
 def _verified(runner: ModelRunner, text: list[int]) -> Tensor:

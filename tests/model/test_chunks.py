@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.model.conformance import FP32_LIMIT
+from tests.model.conformance import FP32_LIMIT, assert_follows, assert_invariant
 from tests.model.families import checkpoint, small_config
-from tests.model.test_forward import chunk, ragged
+from tests.model.test_forward import ragged
 from tests.support.models import prompt
 from tests.support.rings import slow
 from torch import Tensor
@@ -56,16 +56,7 @@ def farthest(runner: ModelRunner) -> float:
 def test_tokens_and_logits_are_those_of_transformers() -> None:
     """Prefill in ragged chunks with others in the step, then decoding over two borders."""
     assert farthest(ours().runner(16)) <= FP32_LIMIT
-    text, runner = prompt(3, 60), ours().runner(4)
-    ids = torch.tensor([text])
-    settings = {"do_sample": False, "max_new_tokens": 80, "pad_token_id": 0, "eos_token_id": None}
-    want = llama4().generate(ids, attention_mask=torch.ones_like(ids), **settings)
-    pages, tokens = runner.cache.allocate(3), list(text)
-    logits = runner.forward([chunk(tokens, 0, len(tokens), pages)])
-    while len(tokens) < 140:
-        tokens.append(int(logits[-1].argmax()))
-        logits = runner.forward([chunk(tokens, len(tokens) - 1, len(tokens), pages)])
-    assert tokens == want[0].tolist()
+    assert_follows(ours().runner(4), llama4(), prompt(3, 60), (), 80)
 
 
 def test_a_mutant_that_slides_instead_is_noticed() -> None:
@@ -94,9 +85,7 @@ def test_a_mutant_whose_temperature_follows_the_place_in_the_step_is_noticed(mon
 @pytest.mark.parametrize("dtype", [torch.float32, *slow([torch.bfloat16])], ids=str)
 def test_the_self_test_holds(dtype: torch.dtype) -> None:
     """With branches that leave each other before a border and end behind it."""
-    report = check_invariance(ours(dtype).runner(16), max_len=300, max_step_tokens=128)
-    assert report.holds, str(report)
-    assert report.has_branches
+    assert_invariant(ours(dtype).runner(16))
 
 
 def test_a_checkpoint_with_images_is_served_by_its_text_model(tmp_path: Path) -> None:

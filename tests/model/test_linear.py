@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.model.conformance import FP32_LIMIT, transformers_logits
+from tests.model.conformance import FP32_LIMIT, assert_follows, assert_invariant, transformers_logits
 from tests.model.families import checkpoint
 from tests.support.hybrids import FAMILIES, hybrid, hybrid_config, hybrid_model, poison
 from tests.support.models import prompt
@@ -58,19 +58,7 @@ def runner_of(family: str, dtype: torch.dtype) -> ModelRunner:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_greedy_tokens_are_those_of_transformers(family: str) -> None:
     """Prefill in chunks that end anywhere, then decoding."""
-    model, tokens = hybrid_model(family), list(_TEXT[:100])
-    runner = hybrid(family).runner(8)
-    generated = model.generate(torch.tensor([tokens]), max_new_tokens=20, do_sample=False)[0].tolist()
-    expected = transformers_logits(model, generated)
-    pages = runner.cache.allocate(2)
-    rows = [runner.forward([chunk(tokens, a, b, pages, b - a)]) for a, b in ((0, 37), (37, 38), (38, 100))]
-    for at in range(100, 120):
-        tokens.append(int(rows[-1][-1].argmax()))
-        rows.append(runner.forward([chunk(tokens, at, at + 1, pages, 1)]))
-    assert tokens == generated
-    assert float((torch.cat(rows) - expected).abs().max() / expected.abs().max()) < 2 * FP32_LIMIT
-    runner.cache.release(pages)
-    runner.cache.check_integrity([])
+    assert_follows(hybrid(family).runner(8), hybrid_model(family), _TEXT[:100], (37, 38), 20, 2 * FP32_LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +73,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(family: str) -> None
 )
 def test_the_self_test_holds(family: str, dtype: torch.dtype) -> None:
     """With branches, across ends of chunks."""
-    report = check_invariance(runner_of(family, dtype), max_len=300, max_step_tokens=128)
-    assert report.holds
-    assert report.has_branches
-    runner_of(family, dtype).cache.check_integrity([])
+    assert_invariant(runner_of(family, dtype))
 
 
 class Walk:

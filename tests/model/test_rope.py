@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.model.conformance import FP32_LIMIT
+from tests.model.conformance import FP32_LIMIT, assert_follows
 from tests.model.families import checkpoint, small_config
-from tests.model.test_forward import chunk, ragged
+from tests.model.test_forward import ragged
 from tests.support.models import prompt
 from transformers import PreTrainedModel
 
@@ -53,17 +53,8 @@ def test_logits_are_those_of_transformers_on_the_service_s_side(max_model_len: i
 @pytest.mark.parametrize(("max_model_len", "length"), [(LIMIT, 40), (LONGEST, 70)])
 def test_greedy_tokens_are_those_of_generate(max_model_len: int, length: int) -> None:
     """A prompt and its continuation on one side."""
-    text, num_new = prompt(3, length), 8
-    ids = torch.tensor([text])
-    settings = {"do_sample": False, "max_new_tokens": num_new, "pad_token_id": 0, "eos_token_id": None}
-    want = phi3().generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
     runner = prepare(phi3(), compile=False, max_model_len=max_model_len).runner(4)
-    pages, tokens = runner.cache.allocate(2), list(text)
-    logits = runner.forward([chunk(tokens, 0, length, pages)])
-    for _ in range(num_new):
-        tokens.append(int(logits[-1].argmax()))
-        logits = runner.forward([chunk(tokens, len(tokens) - 1, len(tokens), pages)])
-    assert tokens == want
+    assert_follows(runner, phi3(), prompt(3, length), (), 8)
 
 
 def test_a_mutant_with_the_other_factors_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

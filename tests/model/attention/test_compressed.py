@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from tests.model.attention.test_indexed import by_library
-from tests.model.conformance import FP32_LIMIT, transformers_logits
+from tests.model.conformance import FP32_LIMIT, assert_follows, assert_invariant, assert_invariant_on_two_ranks
 from tests.model.families import checkpoint, small_config
-from tests.model.parallel.ranks import Ranks, led, load
 from tests.model.test_linear import chunk, differing_of
 from tests.support.compressed import compressed, compressed_config, compressed_model, published_config
 from tests.support.models import prompt
@@ -34,7 +33,6 @@ from paceline.model.attention import compressed as operator
 from paceline.model.attention import indexed
 from paceline.model.kv_cache import KVCache
 from paceline.model.loading import load_model, prepare
-from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.plan import plan_shards
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
@@ -51,17 +49,8 @@ _SPANS = (0, 37, 38, 100, 125, 127, 128, 129, 255, 256, 257, 300)
 @pytest.mark.parametrize("heavy", [128, *slow([16])])
 def test_logits_and_greedy_tokens_are_those_of_transformers(heavy: int) -> None:
     """With prefill in chunks that end before, at and behind ends of windows, beyond top-k."""
-    model, tokens = compressed_model(heavy), list(prompt(3, 300))
     runner = compressed(heavy=heavy, num_heads=16).runner(8)
-    pages = runner.cache.allocate(5)
-    rows = [runner.forward([chunk(tokens, a, b, pages, b - a)]) for a, b in pairwise(_SPANS)]
-    for at in range(300, 310):
-        tokens.append(int(rows[-1][-1].argmax()))
-        rows.append(runner.forward([chunk(tokens, at, at + 1, pages, 1)]))
-    generated = model.generate(torch.tensor([tokens[:300]]), max_new_tokens=10, do_sample=False)[0].tolist()
-    expected = transformers_logits(model, tokens)
-    assert tokens == generated
-    assert float((torch.cat(rows) - expected).abs().max() / expected.abs().max()) <= FP32_LIMIT
+    assert_follows(runner, compressed_model(heavy), prompt(3, 300), _SPANS[1:-1], 10)
 
 
 def test_sums_are_in_one_order() -> None:
@@ -74,9 +63,7 @@ def test_sums_are_in_one_order() -> None:
 @pytest.mark.parametrize(("dtype", "heavy"), [(FP32, 128), *slow([(BF16, 128), (BF16, 16)])])
 def test_the_self_test_holds(dtype: torch.dtype, heavy: int) -> None:
     """With branches, across ends of windows."""
-    report = check_invariance(compressed(dtype, heavy).runner(24), max_len=300, max_step_tokens=128)
-    assert report.holds, str(report)
-    assert report.has_branches
+    assert_invariant(compressed(dtype, heavy).runner(24))
 
 
 @pytest.mark.parametrize(
@@ -192,22 +179,10 @@ def test_a_mutant_that_chooses_among_equals_as_a_library_does_is_noticed(monkeyp
     assert not check_invariance(compressed().runner(24), max_len=300, max_step_tokens=128).holds
 
 
-def _holds(runner: ModelRunner) -> bool:
-    report = check_invariance(runner, max_len=300, max_step_tokens=128)
-    return report.holds and report.has_branches
-
-
-def _on_rank(group: Collectives, path: str) -> bool | None:
-    found: bool | None = led(load(group, path, FP32), _holds)
-    return found
-
-
 @pytest.mark.parametrize("heavy", slow([128]))
 def test_the_self_test_holds_on_two_ranks(heavy: int, tmp_path: Path) -> None:
     """Each keeps all entries."""
-    compressed_model(heavy).save_pretrained(tmp_path / "model")
-    with Ranks(2, tmp_path) as ranks:
-        assert ranks.run(_on_rank, str(tmp_path / "model"))[0]
+    assert_invariant_on_two_ranks(compressed_model(heavy), tmp_path)
 
 
 def test_published_and_saved_configurations_keep_the_same() -> None:

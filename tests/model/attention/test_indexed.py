@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.model.conformance import FP32_LIMIT, transformers_logits
-from tests.model.parallel.ranks import Ranks, led, load
+from tests.model.conformance import assert_follows, assert_invariant, assert_invariant_on_two_ranks
 from tests.model.test_linear import chunk, differing_of
 from tests.support.compilers import needs_attention
 from tests.support.indexed import FAMILIES, TOP_K, indexed, indexed_config, indexed_model
@@ -28,8 +27,6 @@ from paceline.model.attention import indexed as operator
 from paceline.model.attention import native
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.loading import load_model
-from paceline.model.parallel.collectives import Collectives
-from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
 from paceline.model.step import Step
 from paceline.types import PAGE_SIZE
@@ -42,17 +39,8 @@ CONTEXTS = (1, TOP_K - 3, TOP_K, TOP_K + 1, 63, 64, 65, 130)
 @pytest.mark.parametrize("family", ["deepseek_v32", *slow(FAMILIES[1:])])
 def test_logits_and_greedy_tokens_are_those_of_transformers(family: str) -> None:
     """Beyond top-k, with prefill in chunks; of 16 heads, as no scores are equal then."""
-    model, tokens = indexed_model(family, 16), list(prompt(3, 100))
     runner = indexed(family, num_heads=16).runner(8)
-    generated = model.generate(torch.tensor([tokens]), max_new_tokens=20, do_sample=False)[0].tolist()
-    pages = runner.cache.allocate(2)
-    rows = [runner.forward([chunk(tokens, a, b, pages, b - a)]) for a, b in ((0, 37), (37, 38), (38, 100))]
-    for at in range(100, 120):
-        tokens.append(int(rows[-1][-1].argmax()))
-        rows.append(runner.forward([chunk(tokens, at, at + 1, pages, 1)]))
-    expected = transformers_logits(model, generated)
-    assert tokens == generated
-    assert float((torch.cat(rows) - expected).abs().max() / expected.abs().max()) <= FP32_LIMIT
+    assert_follows(runner, indexed_model(family, 16), prompt(3, 100), (37, 38), 20)
 
 
 def test_scores_are_sums_in_one_order() -> None:
@@ -111,9 +99,7 @@ def test_of_equal_scores_the_first_are_chosen() -> None:
 )
 def test_the_self_test_holds(family: str, dtype: torch.dtype) -> None:
     """With branches, across top-k."""
-    report = check_invariance(indexed(family, dtype).runner(24), max_len=300, max_step_tokens=128)
-    assert report.holds, str(report)
-    assert report.has_branches
+    assert_invariant(indexed(family, dtype).runner(24))
 
 
 @pytest.mark.parametrize(
@@ -140,22 +126,10 @@ def test_a_neighbor_of_many_pages_changes_nothing() -> None:
     assert torch.equal(together[1:], alone)
 
 
-def _holds(runner: ModelRunner) -> bool:
-    report = check_invariance(runner, max_len=300, max_step_tokens=128)
-    return report.holds and report.has_branches
-
-
-def _on_rank(group: Collectives, path: str) -> bool | None:
-    found: bool | None = led(load(group, path, FP32), _holds)
-    return found
-
-
 @pytest.mark.parametrize("family", slow(["glm_moe_dsa"]))
 def test_the_self_test_holds_on_two_ranks(family: str, tmp_path: Path) -> None:
     """Each keeps all index keys, and chooses alike."""
-    indexed_model(family).save_pretrained(tmp_path / "model")
-    with Ranks(2, tmp_path) as ranks:
-        assert ranks.run(_on_rank, str(tmp_path / "model"))[0]
+    assert_invariant_on_two_ranks(indexed_model(family), tmp_path)
 
 
 def by_library(scores: Tensor, top_k: int) -> Tensor:
