@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tests.model.attention.test_latent import DEEPSEEK_V3
@@ -177,7 +178,9 @@ def test_a_port_in_use_is_an_error(capsys, models):
         taken = server.getsockname()[1]
         status, out = check(capsys, *models, ports=(taken, free_ports(1)[0]))
     assert status == 1
-    assert f"error: server.grpc_port is {taken}, which cannot be used (address already in use)" in out
+    assert f"error: server.grpc_port is {taken}, and another process listens there: --grpc-port " in out
+    status, out = check(capsys, *models, "--address", "auto", ports=(taken, taken + 1))
+    assert (status, "grpc_port" in out, "this machine" in out) == (0, False, False), "other machines listen there"
 
 
 def test_a_model_that_is_not_here_is_not_guessed(capsys, models, monkeypatch):
@@ -198,6 +201,44 @@ def test_a_model_that_cannot_be_used(capsys, models, tmp_path):
     assert status == 1
     assert "error: target_config.model_loading_config.model_source cannot be used: " in out
     assert rows_of(out)["target_config"]["KV"] == "?"
+
+
+def test_a_configuration_alone_is_sized(capsys, models, tmp_path):
+    (tmp_path / "config.json").write_text((Path(models[1]) / "config.json").read_text())
+    _, whole = check_json(capsys, *models, "--address", "auto")
+    flags = ["--target", str(tmp_path), *models[2:]]
+    status, lone = check_json(capsys, *flags, "--address", "auto")
+    assert status == 0
+    assert [pool["estimate"] for pool in lone["pools"]] == [pool["estimate"] for pool in whole["pools"]]
+    keys = [f"target_config.model_loading_config.{name}" for name in ("model_source", "tokenizer_source")]
+    assert [finding["key"] for finding in lone["findings"][:2]] == keys
+    assert "which holds no weights: the sizes are computed from its config.json" in lone["findings"][0]["message"]
+    status, here = check_json(capsys, *flags)
+    assert (status, here["pools"][0]["estimate"] is None) == (1, False), "it cannot start here, and is sized"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "eighty", "81920"])
+def test_the_memory_of_a_gpu_is_a_number_of_gib(capsys, value):
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "--device-memory-gib", value])
+    assert ended.value.code == 2
+    assert f"argument --device-memory-gib: {value!r}: a number above 0 and at most 4096" in capsys.readouterr().err
+
+
+def test_a_gpu_service_is_sized_by_the_memory_of_its_gpus(capsys, models):
+    """No GPU, driver or CUDA build of torch is needed here; the draft without a GPU is said to run on cores."""
+    gpu = ["--device", "cuda", "--set", "target_config.engine_kwargs.kv_fraction=0.5"]
+    status, found = check_json(capsys, *models, *gpu, "--device-memory-gib", "2")
+    assert (status, found["left_bytes"], found["gpu_bytes"]) == (0, None, 2 * GIB)
+    parts = found["pools"][0]["estimate"]
+    others = sum(parts[f"{name}_bytes"] for name in ("weights", "workspace"))
+    assert parts["kv_bytes"] == pytest.approx(0.5 * (2 * GIB - others), rel=0.01)
+    _, out = check(capsys, *models, *gpu, "--device-memory-gib", "2")
+    assert re.search(r"target_config: weights, KV and workspace are in the memory of a GPU: 1\.\d\d GiB of its 2", out)
+    assert "draft_config: it runs on CPU cores, as it reserves no GPU: accelerator_type or --draft-device cuda" in out
+    status, out = check(capsys, *models, *gpu, "--device-memory-gib", "0.001")
+    assert status == 1
+    assert "and a GPU has 0.00 GiB" in out
 
 
 def test_the_memory_of_gpus_is_not_claimed_to_be_known(capsys, models, memory, monkeypatch):

@@ -468,6 +468,21 @@ def test_what_load_may_bring_is_a_warning_with_the_nearest_setting(folders, monk
     assert finding.key not in [f.key for f in fewer.findings]
 
 
+def test_kv_fraction_of_several_ranks_counts_the_pages_of_one(folders):
+    """The least memory of a GPU that the estimate takes is enough, and a hundredth less is not."""
+    engine = "target_config.engine_kwargs"
+    config = service(folders, "target", None, f"{engine}.kv_fraction=1.0", f"{engine}.device=cuda").with_overrides(
+        [f"{engine}.tensor_parallel_size=2"]
+    )
+    how = {"memory": False, "cores": False, "ports": False}
+    of_rank = checks.examine(config, **how).pools[0].estimate
+    assert of_rank.num_ranks == 2
+    enough = of_rank.device_bytes
+    assert [f for f in checks.examine(config, **how, gpu_bytes=enough).findings if f.severity == "error"] == []
+    (finding,) = checks.examine(config, **how, gpu_bytes=enough * 99 // 100).findings
+    assert finding.key.startswith(engine)
+
+
 def test_kv_fraction_needs_one_session(folders, monkeypatch):
     facts = Checkpoint.open(str(folders / "target")).size()
     settings = ["target_config.engine_kwargs.kv_fraction=1.0", "target_config.engine_kwargs.max_step_tokens=33"]
@@ -622,7 +637,7 @@ def test_a_port_in_use_is_named_with_a_free_one(name):
         config = on(**{name: port})
         (finding,) = check_service(config)
         assert (finding.severity, finding.key) == (ERROR, f"server.{name}")
-        assert finding.message.startswith(f"server.{name} is {port}, which cannot be used (address already in use): ")
+        assert finding.message.startswith(f"server.{name} is {port}, and another process listens there: ")
         assert found(config) == []
         proposed = int(finding.message.split()[-3])
         assert proposed not in (port, config.server.grpc_port, config.server.http_port)

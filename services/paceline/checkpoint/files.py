@@ -28,7 +28,7 @@ from paceline.checkpoint.gguf.described import gguf_weights
 from paceline.checkpoint.gguf.weights import GgufWeights
 from paceline.checkpoint.hub import fetch_gguf, require_fetchable
 from paceline.checkpoint.packing import packing_of
-from paceline.checkpoint.size import ModelSize, WeightCounts, count_weights, model_size
+from paceline.checkpoint.size import ModelSize, WeightCounts, count_weights, has_weights, model_size
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from paceline.errors import ConfigError
 from paceline.types import SamplingParams
@@ -60,6 +60,8 @@ class Checkpoint:
     """True if Python code that comes with it may run."""
     generation_config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """Content of generation_config.json; {} if there is none."""
+    counted: WeightCounts | None = None
+    """Its weights by its configuration, of one without files of weights; None: their headers tell."""
 
     @classmethod
     def open(cls, source: str, trust_remote_code: bool = False) -> Self:
@@ -190,8 +192,15 @@ class Checkpoint:
         """The tokenizer, loaded at first use. Raises ConfigError if there is none."""
         return load_tokenizer(self.path, self.trust_remote_code)
 
+    @property
+    def has_weights(self) -> bool:
+        """True unless its directory is here and holds no file of weights."""
+        return self.folder is None or has_weights(self.folder)
+
     @cached_property
     def _counts(self) -> WeightCounts | None:
+        if self.counted is not None:
+            return self.counted
         return None if self.folder is None else count_weights(self.folder, packing_of(self.quantization))
 
     def size(

@@ -227,6 +227,12 @@ def count_weights(folder: Path, packing: Packing | None = None) -> WeightCounts:
     return WeightCounts(num_bytes // 4, 0, 0, 0)  # at most four bytes each
 
 
+def has_weights(folder: Path) -> bool:
+    """True if there is any file of weights, sound or not, or an index of them."""
+    names = ("model.safetensors.index.json", "model.safetensors", "pytorch_model*.bin")
+    return gguf_weights(folder) is not None or any(next(folder.glob(name), None) is not None for name in names)
+
+
 def _entries(path: Path) -> dict[str, _Entry]:
     """The tensors by one safetensors header. The file is eight bytes of header length, the header in JSON, the data."""
     size = path.stat().st_size

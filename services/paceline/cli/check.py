@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _UNKNOWN = "?"
 _MAX_KEYS = 12
+_MOST_GIB = 4096
+"""The largest memory of a GPU that is taken for one: bytes and MiB are larger."""
 _COMPILER = "about 0.2 GiB"
 """Measured with the embedded target: 189 MiB until the replica ends."""
 
@@ -34,6 +36,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``paceline check``."""
     parser.description = "Reports what memory each replica takes, and what keeps the service from starting here."
     add_config_flags(parser)
+    parser.add_argument(
+        "--address",
+        metavar="RAY_ADDRESS",
+        help="as of paceline serve: other machines run it, and nothing of this one is checked (nor is it asked)",
+    )
+    parser.add_argument(
+        "--device-memory-gib",
+        type=_gib,
+        metavar="GIB",
+        help="memory of each GPU of the machines that run it: also checks that the models fit; implies --address",
+    )
     parser.add_argument(
         "--against",
         metavar="FILE|URL",
@@ -48,9 +61,11 @@ def run_check(args: argparse.Namespace) -> int:
     """Runs ``paceline check``."""
     config = read_config(args)
     against = None if args.against is None else _comparison(args.against, config)
+    gpu_bytes = None if args.device_memory_gib is None else int(args.device_memory_gib * (1 << 30))
+    here = args.address is None and gpu_bytes is None
     with working("reading the checkpoints"):
         # As ``serve`` does: its Ray is told of all the cores that it needs.
-        examination = examine(config, cores=False, surge=True, forms=True)
+        examination = examine(config, memory=here, cores=False, ports=here, surge=True, forms=True, gpu_bytes=gpu_bytes)
     if args.json:
         found = as_json(examination) | ({} if against is None else {"against": asdict(against)})
         print(json.dumps(found, indent=2))
@@ -59,11 +74,22 @@ def run_check(args: argparse.Namespace) -> int:
     return EXIT_DONE if examination.may_start else EXIT_FAILED
 
 
+def _gib(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= _MOST_GIB:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number above 0 and at most {_MOST_GIB} is needed, such as 80")
+    return value
+
+
 def as_json(examination: Examination) -> dict[str, Any]:
     """The object that ``--json`` prints."""
     return {
         "may_start": examination.may_start,
         "left_bytes": examination.left_bytes,
+        "gpu_bytes": examination.gpu_bytes,
         "needed_bytes": examination.machine_bytes,
         "ray_bytes": RAY_BYTES,
         "pools": [_pool_as_json(pool) for pool in examination.pools],
@@ -81,13 +107,13 @@ def _pool_as_json(pool: Pool) -> dict[str, Any]:
 def report(config: ServiceConfig, examination: Examination) -> Iterator[str]:
     """The lines that are printed."""
     left = examination.left_bytes
-    assert left is not None, "the replicas run here"
     yield from table([_HEADER, *(_row(pool) for pool in examination.pools)], sys.stdout)
     yield ""
     for pool in examination.pools:
-        yield from _remarks(config, pool)
+        yield from _remarks(config, pool, examination)
     yield f"Ray and Serve take about {gib(RAY_BYTES)} in addition to the replicas."
-    yield f"Together {gib(examination.machine_bytes)}; this machine has {gib(left)} left."
+    has = "" if left is None else f"; this machine has {gib(left)} left"
+    yield f"Together {gib(examination.machine_bytes)} of host memory{has}."
     yield ""
     yield from (f"{finding.severity}: {finding.message}" for finding in examination.findings)
     yield "The service may start." if examination.may_start else "The service would not start."
@@ -136,20 +162,31 @@ def _row(pool: Pool) -> tuple[str, ...]:
     return (pool.key, *counts, *cells)
 
 
+def _of_gpu(config: ServiceConfig, pool: Pool, gpu_bytes: int | None) -> Iterator[str]:
+    """A sentence about the memory of a GPU. ``gpu_bytes``: as of the Examination."""
+    parts = f"{pool.key}: weights, KV and workspace are in the memory of a GPU"
+    if gpu_bytes is not None and pool.estimate is not None:
+        yield f"{parts}: {gib(pool.estimate.device_bytes)} of its {gib(gpu_bytes)}."
+        return
+    by_share = pool.key == "target_config" and config.target_config.engine_kwargs.kv_fraction is not None
+    then = "; kv_fraction decides then how many pages there are" if by_share else ""
+    yield f"{parts}, which is read when the replica starts{then}. --device-memory-gib GIB sizes it now."
+
+
 def _keeps_something_else(estimate: MemoryEstimate) -> bool:
     return estimate.num_pages > 0 and estimate.kv_bytes == 0
 
 
-def _remarks(config: ServiceConfig, pool: Pool) -> Iterator[str]:
+def _remarks(config: ServiceConfig, pool: Pool, examination: Examination) -> Iterator[str]:
     """Explanations of a pool's numbers, a sentence each."""
     estimate = pool.estimate
     if estimate is None:
         yield f"{pool.key}: nothing is known of {pool.model_id!r}; see below."
         return
-    by_share = pool.key == "target_config" and config.target_config.engine_kwargs.kv_fraction is not None
     if pool.on_gpu:
-        where = "weights, KV and workspace are in the memory of a GPU, which is read when the replica starts"
-        yield f"{pool.key}: {where}" + ("; kv_fraction decides then how many pages there are." if by_share else ".")
+        yield from _of_gpu(config, pool, examination.gpu_bytes)
+    elif pool.key == "draft_config" and estimate.weights_bytes and examination.pools[0].on_gpu:
+        yield f"{pool.key}: it runs on CPU cores, as it reserves no GPU: accelerator_type or --draft-device cuda does."
     if pool.rotary is not None:
         yield f"{pool.key}: {pool.rotary}, the context that these were trained for."
     if estimate.packed_bytes:

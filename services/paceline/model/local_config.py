@@ -9,7 +9,11 @@ import threading
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.size import WeightCounts
+from paceline.errors import ConfigError
 
 BUILDING = threading.Lock()
 """Held while a model is built: that is done under process-wide defaults (device, dtype, initialization)."""
@@ -31,6 +35,24 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """Takes no memory."""
     with BUILDING, torch.device("meta"):
         return build(config)
+
+
+def counts_by_config(checkpoint: Checkpoint) -> WeightCounts:
+    """Counts the weights of the model that a configuration describes, all of them as plain floats; loads none.
+
+    Raises:
+        ConfigError: transformers builds no model of it.
+    """
+    code = {"trust_remote_code": checkpoint.trust_remote_code}
+    try:
+        with BUILDING, torch.device("meta"):
+            config = AutoConfig.from_pretrained(checkpoint.location, **code)
+            shapes = [one.shape for one in AutoModelForCausalLM.from_config(config, **code).parameters()]
+    except Exception as error:  # of whatever class the configuration names
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"no model can be built by its config.json: {reason}") from error
+    whole = sum(shape.numel() for shape in shapes if len(shape) < 2)
+    return WeightCounts(sum(shape.numel() for shape in shapes), whole, 0, 0)
 
 
 def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:

@@ -197,7 +197,7 @@ def target_estimate(
     )
     num_pages = least
     if options.kv_fraction is not None and page_bytes:
-        free = left_bytes - estimate.total_bytes
+        free = left_bytes - (estimate.device_bytes if on_gpu else estimate.total_bytes)
         num_pages = max(least, int(options.kv_fraction * free) // page_bytes - 1)  # one is the scratch page
     return replace(
         estimate,

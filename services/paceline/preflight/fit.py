@@ -35,6 +35,8 @@ class Room:
     """True: the memory is a GPU's, which holds no process."""
 
     def __str__(self) -> str:
+        if self.on_gpu and not self.started:
+            return f"a GPU has {gib(self.left)}"
         return f"this {'GPU' if self.on_gpu else 'machine'} has {gib(self.left)} left"
 
     def least(self, estimate: MemoryEstimate) -> int:
@@ -116,7 +118,7 @@ def check_target(setup: TargetSetup, size: ModelSize, limit: int, room: Room) ->
     if not certain.holds():
         return [_smaller_target(certain, options, size, limit)]
     if options.kv_fraction is not None and size.page_bytes:
-        page_bytes = size.page_bytes + heads.page_bytes(size.item_bytes)
+        page_bytes = size.of_rank(options.tensor_parallel_size).page_bytes + heads.page_bytes(size.item_bytes)
         refused = _check_fraction(options.kv_fraction, page_bytes, of(), _max_len(options.max_model_len, limit), room)
         return [refused] if refused else []
     return [] if likely.holds() else [_smaller_target(likely, options, size, limit)]

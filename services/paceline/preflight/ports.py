@@ -26,10 +26,19 @@ def check_ports(host: str, grpc_port: int, http_port: int) -> list[Finding]:
                 return [Finding.error("server.host", problem)]
             others = range(port + 1, min(port + _PORTS_TRIED, 65536))
             free = next((p for p in others if p not in (grpc_port, http_port) and is_free(p, host)), None)
-            remedy = "choose another port" if free is None else f"{free} is free"
-            reason = (error.strerror or str(error)).lower()
-            findings.append(Finding.error(f"server.{name}", f"is {port}, which cannot be used ({reason}): {remedy}"))
+            remedy = "choose another port" if free is None else f"--{name.replace('_', '-')} {free} is free"
+            problem = f"is {port}, {_reason(error)}: {remedy}"
+            findings.append(Finding.error(f"server.{name}", problem))
     return findings
+
+
+def _reason(error: OSError) -> str:
+    """Why a port cannot be used, as a clause."""
+    if error.errno == errno.EADDRINUSE:
+        return "and another process listens there"
+    if error.errno == errno.EACCES:
+        return "and this user may not listen below 1024"
+    return f"which cannot be used ({(error.strerror or str(error)).lower()})"
 
 
 def bind(host: str, port: int) -> None:

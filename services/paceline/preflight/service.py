@@ -110,6 +110,8 @@ class Examination:
     pools: tuple[Pool, ...]
     left_bytes: int | None
     """Free memory of this machine. None: others run the replicas."""
+    gpu_bytes: int | None = None
+    """Memory of each GPU. None: not known."""
 
     @property
     def machine_bytes(self) -> int:
@@ -150,23 +152,26 @@ def examine(
     ports: bool = True,
     surge: bool = False,
     forms: bool = False,
+    gpu_bytes: int | None = None,
 ) -> Examination:
     """Examines the pools that would be started, and finds everything that is wrong with them.
 
     ``memory`` and ``cores``: also whether this machine has enough, which is moot where others run the replicas, or
     where Ray is told of more cores than there are. ``ports``: also whether they are free, which they are not where
     the service runs already. ``surge``: also whether a change in place leaves a target, which is moot for a service
-    that ends with its command. ``forms``: also whether heads have the target's sizes, which takes torch and seconds.
+    that ends with its command. ``forms``: also whether heads have the target's sizes, and how large a model without
+    weights would be, which takes torch and seconds. ``gpu_bytes``: memory of each GPU; None: it is not known.
     """
     findings: list[Finding] = []
     target_setup, draft_setup, draft_config = config.target_setup(), config.draft_setup(), config.draft_config
-    target, draft = _read_model(_TARGET, config.target_config, findings, here=memory), None
+    how = {"here": memory, "forms": forms}
+    target, draft = _read_model(_TARGET, config.target_config, findings, **how), None
     if isinstance(draft_config, ModelDraftConfig):
-        draft = _read_model(_DRAFT, draft_config, findings, here=memory)
+        draft = _read_model(_DRAFT, draft_config, findings, **how)
     left = available_bytes() if memory else None
     parts = _read_cascade(config, draft_setup, target, findings, here=memory)
     pools = (
-        _target_pool(config, target_setup, target, left or 0),
+        _target_pool(config, target_setup, target, left or 0, gpu_bytes or 0),
         *_draft_pools(config, draft_setup, target, draft, parts),
         _router_pool(config),
     )
@@ -179,8 +184,8 @@ def examine(
             assert draft_setup is not None
             max_len, (_, options) = target.max_len(target_setup.options.max_model_len), draft_setup.model
             findings += _check_together(target, draft, max_len, options)
-    if left is not None:
-        findings += _check_memory(target_setup, draft_setup, pools, target, draft, left)
+    if target is not None:
+        findings += _check_memory(target_setup, draft_setup, pools, target, draft, left, gpu_bytes)
     findings += [Finding.error(key, problem) for key, problem in config.numbered_gpus()]
     if memory:
         findings += _check_gpus(config)
@@ -195,7 +200,7 @@ def examine(
             check_exposure(config)
         )
     findings.sort(key=lambda finding: finding.severity is Severity.WARNING)
-    return Examination(tuple(findings), pools, left)
+    return Examination(tuple(findings), pools, left, gpu_bytes)
 
 
 # -- models ------------------------------------------------------------------------------------------------
@@ -206,7 +211,8 @@ class _Model:
     """A checkpoint on this machine, and its tokenizer."""
 
     checkpoint: Checkpoint
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """None: its configuration is here without one."""
     size: ModelSize
 
     @property
@@ -229,16 +235,21 @@ class _Model:
 
 
 def _read_model(
-    pool: str, config: TargetConfig | ModelDraftConfig, findings: list[Finding], *, here: bool
+    pool: str, config: TargetConfig | ModelDraftConfig, findings: list[Finding], *, here: bool, forms: bool = False
 ) -> _Model | None:
     """Returns the model of a pool; None if it is not on this machine or has a fault, which is added to ``findings``.
 
-    ``here``: True: the replicas run on this machine, and fetch missing files.
+    ``here``: True: the replicas run on this machine, and fetch missing files. ``forms``: True: a configuration without
+    weights and tokenizer is sized, too.
     """
     options, loading, key = config.engine_kwargs, config.model_loading_config, f"{pool}.model_loading_config"
     key += ".model_source" if loading.model_source is not None else ".model_id"
+    report = Finding.error if here else Finding.warning
     try:
         checkpoint = Checkpoint.find(loading.source, options.trust_remote_code)
+        if forms and checkpoint is not None and not checkpoint.has_weights and find_spec("torch") is not None:
+            checkpoint = _counted(checkpoint)
+            findings.append(report(key, _without_weights(checkpoint)))
         how: dict[str, Any] = {"on_gpu": _on_gpu(config), "kv_cache_dtype": options.kv_cache_dtype}
         size = None if checkpoint is None else checkpoint.size(options.dtype, options.quantization, **how)
         if checkpoint is None or size is None:
@@ -251,7 +262,7 @@ def _read_model(
     except ConfigError as error:
         findings.append(Finding.error(key, f"cannot be used: {error}"))
         return None
-    key = f"{pool}.model_loading_config"
+    key, tokenizer = f"{pool}.model_loading_config", None
     try:
         source = loading.tokenizer
         tokenizer = (
@@ -260,10 +271,12 @@ def _read_model(
             else load_tokenizer(str(local_folder(source) or source), options.trust_remote_code)
         )
     except ConfigError as error:
-        findings.append(Finding.error(f"{key}.tokenizer_source", f"cannot be used: {error}"))
-        return None
-    # Added tokens may lie beyond: a text model's rows end where the rows of images begin.
-    most = 1 + max({*tokenizer.vocab.values()} - tokenizer.added_tokens.keys(), default=-1)
+        is_lone = checkpoint.counted is not None
+        finding = report if is_lone else Finding.error
+        findings.append(finding(f"{key}.tokenizer_source", f"cannot be used: {error}"))
+        if not is_lone:
+            return None
+    most = 0 if tokenizer is None else _num_tokens(tokenizer)
     if most > checkpoint.vocab_size:
         problem = f"has {most} tokens and its model only {checkpoint.vocab_size}: name its own tokenizer"
         findings.append(Finding.error(f"{key}.tokenizer_source", problem))
@@ -285,6 +298,24 @@ def _read_model(
     if here and options.cpu_threads > 1:
         findings += _check_threads(pool, options)
     return _Model(checkpoint, tokenizer, size)
+
+
+def _num_tokens(tokenizer: Tokenizer) -> int:
+    """One more than the largest id. Added tokens may lie beyond: a text model's rows end where images' rows begin."""
+    return 1 + max({*tokenizer.vocab.values()} - tokenizer.added_tokens.keys(), default=-1)
+
+
+def _without_weights(checkpoint: Checkpoint) -> str:
+    """A clause about a checkpoint without weights, which continues a sentence that begins with its key."""
+    found = f"names {checkpoint.path!r}, which holds no weights: the sizes are computed from its config.json"
+    return found if checkpoint.quantization is None else f"{found}, as if they were not quantized"
+
+
+def _counted(checkpoint: Checkpoint) -> Checkpoint:
+    """Returns a checkpoint without weights with those that its configuration describes. Raises ConfigError."""
+    from paceline.model.local_config import counts_by_config  # loads torch
+
+    return replace(checkpoint, counted=counts_by_config(checkpoint))
 
 
 def _check_threads(pool: str, options: ModelOptions) -> list[Finding]:
@@ -359,8 +390,10 @@ def _check_heads(setup: TargetSetup, target: _Model, *, forms: bool) -> list[Fin
         try:
             alone = options.model_copy(update={"heads": [head], "hints": None})
             heads_size(replace(setup, options=alone), target.size, max_len)
-            if head.method == "draft_model" and head.source is not None and local_folder(head.source) is not None:
-                require_same_tokens(target.tokenizer, load_tokenizer(head.source, options.trust_remote_code))
+            source = head.source if head.method == "draft_model" else None
+            if source is not None and local_folder(source) is not None:
+                if target.tokenizer is not None:
+                    require_same_tokens(target.tokenizer, load_tokenizer(source, options.trust_remote_code))
             elif forms and head.entry.open and find_spec("torch") is not None:
                 function(head.entry.open)(head, target.checkpoint)
         except ConfigError as error:
@@ -402,7 +435,8 @@ def _check_together(target: _Model, draft: _Model, max_len: int, options: DraftO
     key = f"{_DRAFT}.model_loading_config"
     try:
         require_draft_model(draft.checkpoint.config, "its model", draft.checkpoint.path)
-        require_tokens(target.tokenizer, draft.tokenizer, options.vocabulary)
+        if target.tokenizer is not None and draft.tokenizer is not None:
+            require_tokens(target.tokenizer, draft.tokenizer, options.vocabulary)
         parallel_draft(draft.checkpoint, options.parallel_tokens)
     except ConfigError as error:
         findings.append(Finding.error(key, f"does not fit: {error}"))
@@ -420,7 +454,7 @@ def _check_together(target: _Model, draft: _Model, max_len: int, options: DraftO
 # -- the machine -------------------------------------------------------------------------------------------
 
 
-def _target_pool(config: ServiceConfig, setup: TargetSetup, target: _Model | None, left: int) -> Pool:
+def _target_pool(config: ServiceConfig, setup: TargetSetup, target: _Model | None, left: int, gpu_bytes: int) -> Pool:
     part = config.target_config
     on_gpu = _on_gpu(part)
     estimate = rotary = None
@@ -432,7 +466,7 @@ def _target_pool(config: ServiceConfig, setup: TargetSetup, target: _Model | Non
             max_len,
             on_gpu=on_gpu,
             heads=known_heads_size(setup, target.size, max_len, on_gpu=on_gpu),
-            left_bytes=0 if on_gpu else left // setup.options.tensor_parallel_size,
+            left_bytes=gpu_bytes if on_gpu else left // setup.options.tensor_parallel_size,
         )
     model_id = part.model_loading_config.model_id
     return Pool(_TARGET, model_id, part.deployment_config.first_replicas, on_gpu, estimate, rotary)
@@ -529,24 +563,31 @@ def _check_memory(
     pools: Sequence[Pool],
     target: _Model | None,
     draft: _Model | None,
-    left: int,
+    left: int | None,
+    gpu_bytes: int | None,
 ) -> list[Finding]:
-    """Checks the replicas that run on CPUs against the free memory of this machine."""
+    """Checks the replicas on CPUs against the free memory of this machine, and those on GPUs against one of theirs."""
     if target is None:
         return []
-    on_cpu = {pool.key for pool in pools if not pool.on_gpu}
+
+    def room(key: str, num_ranks: int) -> Room | None:
+        if next(pool.on_gpu for pool in pools if pool.key == key):
+            return None if gpu_bytes is None else Room(gpu_bytes, on_gpu=True)
+        return None if left is None else Room(left // num_ranks)  # ranks share the machine
+
     findings: list[Finding] = []
-    if _TARGET in on_cpu:  # ranks share the machine
-        room = Room(left // target_setup.options.tensor_parallel_size)
-        findings += check_target(target_setup, target.size, target.limit, room)
-    if draft is not None and _DRAFT in on_cpu and draft_setup is not None:
-        _, options = draft_setup.model
-        room = Room(left // options.tensor_parallel_size)
-        findings += check_draft(draft_setup, draft.size, min(target.limit, draft.limit), room)
-    if draft_setup is not None and isinstance(draft_setup.options, HeadDraftOptions) and _DRAFT in on_cpu:
-        size = _remote_size(draft_setup.options, target)
-        findings += [] if size is None else check_draft(draft_setup, size, target.limit, Room(left))
-    return findings or _check_sum(target_setup.options.kv_fraction, pools, left)
+    if (there := room(_TARGET, target_setup.options.tensor_parallel_size)) is not None:
+        findings += check_target(target_setup, target.size, target.limit, there)
+    if draft_setup is not None:
+        size, limit, num_ranks = None, target.limit, 1
+        if draft is not None:
+            size, limit = draft.size, min(limit, draft.limit)
+            num_ranks = draft_setup.model[1].tensor_parallel_size
+        elif isinstance(draft_setup.options, HeadDraftOptions):
+            size = _remote_size(draft_setup.options, target)
+        if size is not None and (there := room(_DRAFT, num_ranks)) is not None:
+            findings += check_draft(draft_setup, size, limit, there)
+    return findings or ([] if left is None else _check_sum(target_setup.options.kv_fraction, pools, left))
 
 
 def _expected_bytes(pools: Sequence[Pool]) -> int:
@@ -623,7 +664,7 @@ def _check_gpus(config: ServiceConfig) -> list[Finding]:
             config_of = config.target_config if pool == _TARGET else config.draft_config
             kind = getattr(config_of, "accelerator_type", None)
             what = f"accelerator_type: {kind}" if kind else "a GPU"
-            remedy = "join a cluster that has one (--address), or leave accelerator_type and num_gpus out and use 'cpu'"
+            remedy = "name a Ray cluster that has one (--address), or use 'cpu' without accelerator_type and num_gpus"
             problem = f"asks for {what}, and no NVIDIA driver on this machine shows a GPU: {remedy}"
             findings.append(Finding.error(pool, problem))
     elif (wanted := sum(reserved.values())) > gpus + 1e-9:
