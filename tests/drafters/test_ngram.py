@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.processors import SamplerState
 from paceline.drafters import suffix
-from paceline.drafters.protocol import DrafterSessionError, Leaf
 from paceline.drafters.suffix import SuffixAutomaton, SuffixDrafter, ngram_drafter
 from paceline.types import SamplingParams
 
@@ -56,48 +53,6 @@ def test_equals_a_scan(text: list[int], path: list[int], lo: int, more: int, m: 
 
 def sampler(text: list[int]) -> SamplerState:
     return SamplerState(SamplingParams(), 0, text, vocab_size=50)
-
-
-def test_drafter_prefills_in_chunks_and_follows_commits() -> None:
-    drafter = ngram_drafter(min_match=1, max_match=3, num_candidates=2, max_leaves=4)
-    text = [i % 5 for i in range(10_000)]
-    drafter.open("s", text, sampler(text))
-    assert not drafter.ready("s")
-    assert drafter.prefill()
-    drafter.advance("s", [0, 1], [1, 2], [])  # a commit that overtakes the prefill
-    while drafter.prefill():
-        drafter.check_integrity()
-    assert drafter.ready("s")
-    drafter.advance("s", [7, 7, 9, 7, 7], [3, 4, 5, 6, 7], [])
-    leaves = [Leaf("s", 7, (), ()), Leaf("s", 8, (8,), (3,)), Leaf("s", 9, (9,), (42,))]
-    candidates = drafter.expand(leaves)
-    assert candidates.token_ids.tolist()[0][0] == 9
-    assert candidates.token_ids.tolist()[1][0] == 4
-    torch.testing.assert_close(candidates.log_q[:2].exp(), torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
-    assert candidates.log_q[2].exp().tolist() == [0.0, 0.0]
-    drafter.close("s")
-    drafter.close("s")
-    drafter.check_integrity()
-    with pytest.raises(DrafterSessionError):
-        drafter.expand(leaves)
-
-
-def _a_token_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What followed the token before the last one of a path."""
-    found = SuffixDrafter._candidates
-    monkeypatch.setattr(SuffixDrafter, "_candidates", lambda self, session, path: found(self, session, path[:-1]))
-
-
-def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Committed tokens are never indexed."""
-    monkeypatch.setattr(SuffixDrafter, "advance", lambda self, session_id, token_ids, node_ids, kept: None)
-
-
-@pytest.mark.parametrize("mutant", [_a_token_behind, _stale], ids=lambda m: m.__name__.strip("_"))
-def test_mutants_are_caught(mutant: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_drafter_prefills_in_chunks_and_follows_commits()
 
 
 def test_the_wrong_order_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

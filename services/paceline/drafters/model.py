@@ -136,7 +136,7 @@ class ModelDrafter(OfSessions[RowSession]):
 
     def ready(self, session_id: str) -> bool:
         """True once the session's prompt is computed."""
-        return self._sessions[session_id].ready
+        return self._session(session_id).ready
 
     def expand(self, leaves: Sequence[Leaf]) -> Candidates:
         """Candidates of the leaves by one forward; a leaf without room for its row gets none."""

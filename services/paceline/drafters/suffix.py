@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.core.processors import SamplerState
-from paceline.drafters.protocol import Candidates, DrafterSessionError, Leaf, Plain, Stateless
+from paceline.drafters.protocol import Candidates, Leaf, OfSessions, Stateless
 
 _PREFILL_TOKENS = 1024
 _PARTS, _PART_COST = 4, 16
@@ -196,7 +196,7 @@ class SharedTexts:
             del self._parts[salt]
 
 
-class SuffixDrafter(Stateless, Plain):
+class SuffixDrafter(Stateless, OfSessions[_Session]):
     """A ``Drafter``, and a ``Head``: the suffix automata of a session's own text, of outputs with its salt, and of a
     corpus.
 
@@ -273,24 +273,21 @@ class SuffixDrafter(Stateless, Plain):
         """Matches the end of every leaf's text."""
         rows: list[list[tuple[int, float]]] = []
         for leaf in leaves:
-            session = self._sessions.get(leaf.session_id)
-            if session is None:
-                raise DrafterSessionError(leaf.session_id, "is not open")
-            best = self._candidates(session, leaf.path)
+            best = self._candidates(self._session(leaf.session_id), leaf.path)
             rows.append(best + [(0, 0.0)] * (self._num_candidates - len(best)))
         token_ids = torch.tensor([[token_id for token_id, _ in row] for row in rows])
         return Candidates(token_ids, torch.tensor([[prob for _, prob in row] for row in rows]).log())
 
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
         """Indexes the committed tokens, after the prompt's."""
-        session = self._sessions[session_id]
+        session = self._session(session_id)
         session.tokens.extend(token_ids)
         if session_id not in self._unready:
             self._index(session, len(token_ids))
 
     def close(self, session_id: str) -> None:
         """Drops the session's own automaton; its output stays among the shared texts."""
-        self._sessions.pop(session_id, None)
+        super().close(session_id)
         self._unready.pop(session_id, None)
 
     def check_integrity(self) -> None:
