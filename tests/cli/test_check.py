@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tests.model.attention.test_latent import DEEPSEEK_V3
 from tests.support.models import FAMILIES, letters_tokenizer, random_model, save_pair
 
@@ -319,3 +322,18 @@ def test_the_set_of_rotary_factors_is_named(capsys, models, tmp_path):
                         (short, "short rotary factors, as max_model_len is 512, at most 512")):  # fmt: skip
         _, out = check(capsys, "--target", str(tmp_path), *models[2:], "--no-compile", *flags)
         assert f"target_config: the {side}, the context that these were trained for." in out
+
+
+def test_scales_of_keys_and_values_are_named(capsys, models, tmp_path):
+    """Where the cache is in FP8; a wrong one keeps the service from starting."""
+    tensors = load_file(f"{models[1]}/model.safetensors")
+    shutil.copytree(models[1], tmp_path, dirs_exist_ok=True)
+    capsys.readouterr()
+    engine = "target_config.engine_kwargs"
+    named = "target_config: keys and values in FP8 have the checkpoint's scales in 1 layer: 0.25 to 1."
+    for scale, said in ((0.25, named), (-1.0, "cannot be used")):
+        own = {"model.layers.0.self_attn.k_scale": torch.tensor(scale)}
+        save_file(tensors | own, tmp_path / "model.safetensors", {"format": "pt"})
+        status, out = check(capsys, "--target", str(tmp_path), *models[2:], "--set", f"{engine}.kv_cache_dtype=fp8")
+        assert said in out
+        assert status == int(scale < 0)

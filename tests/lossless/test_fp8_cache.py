@@ -1,6 +1,7 @@
 """Plain decoding, chains, subtrees, prefix hits and preemption give one text over a KV cache in FP8, on any kernel.
 
-The reference is plain decoding with such a cache: keys and values are rounded once, and every reader sees them rounded.
+The reference is plain decoding with such a cache: keys and values are divided by the scales of their layer and rounded
+once, and every reader sees them rounded.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ from tests.support.mutants import Mutant, mutant
 from tests.support.pump import Pump, Request, assert_same, plain_reference
 from torch import Tensor
 
+from paceline.checkpoint.kv_scales import KVScales
 from paceline.model.attention import paged
+from paceline.model.kv_cache import from_pages
 from paceline.model.loading import LoadedModel, prepare
 from paceline.types import Result
+
+SCALES = {0: KVScales(0.013, 0.21), 1: KVScales(0.4, 0.0037)}
+"""Of the first layers; later ones have scale 1."""
 
 
 @functools.cache
@@ -32,7 +38,7 @@ def loaded(kernel: Any, kv_cache_dtype: Any = "fp8", noise: float = 0.0) -> Load
     """A tiny llama, or one that drafts for it."""
     model = random_model("llama")
     model = noisy_copy(model, noise) if noise else model
-    return prepare(model, compile=False, attention=kernel, kv_cache_dtype=kv_cache_dtype)
+    return prepare(model, compile=False, attention=kernel, kv_cache_dtype=kv_cache_dtype, kv_scales=SCALES)
 
 
 @functools.cache
@@ -91,6 +97,12 @@ def rounded_twice_in_long_steps(original: Any, rows: Tensor) -> Tensor:
     return original(first if len(rows) > 8 else rows)  # type: ignore[no-any-return]
 
 
+@mutant(paged, "_divided")
+def scales_of_the_step(original: Any, x: Tensor, scale: float) -> Tensor:
+    """Measured anew in each step that takes a prompt."""
+    return original(x, float(x.abs().max()) / 448 if x.shape[2] > 8 else scale)  # type: ignore[no-any-return]
+
+
 def own_rows_are_read_as_they_were_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token attends to its own key and value, and to those of its step, before they are rounded."""
     written: list[tuple[Tensor, Tensor]] = []
@@ -125,6 +137,7 @@ def native_prompts_are_rounded_otherwise(monkeypatch: pytest.MonkeyPatch) -> Non
         ("sdpa", None),
         ("sdpa", another_scale_for_few_tokens),
         ("sdpa", rounded_twice_in_long_steps),
+        ("sdpa", scales_of_the_step),
         ("sdpa", own_rows_are_read_as_they_were_computed),
         pytest.param("native", native_prompts_are_rounded_otherwise, marks=needs_attention),
     ],
@@ -139,10 +152,15 @@ def test_a_mutant_changes_texts(kernel: Any, wrong: Mutant | None, monkeypatch: 
 
 
 def test_an_early_exit_reads_the_pages_of_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own nodes are not rounded, so it says about what the first layers say. Mutant: bytes are read as numbers."""
+    """Its own nodes are not rounded, so it says about what the first layers say. Mutant: without scales."""
     features = test_early_exit.EarlyExit.features
     target = prepare(
-        test_early_exit.whole_model("llama"), compile=False, features=features, attention="sdpa", kv_cache_dtype="fp8"
+        test_early_exit.whole_model("llama"),
+        compile=False,
+        features=features,
+        attention="sdpa",
+        kv_cache_dtype="fp8",
+        kv_scales=SCALES,
     )
     monkeypatch.setattr(test_early_exit, "target", lambda family: target)
     requests, said = test_early_exit.requests_of(1.0), functools.partial(test_early_exit.said_by, "llama")
@@ -152,7 +170,7 @@ def test_an_early_exit_reads_the_pages_of_its_target(monkeypatch: pytest.MonkeyP
     assert mounted.stats.rows > 0
     assert difference(asked, said) < 1.0
     with monkeypatch.context() as patch:
-        patch.setattr("paceline.drafters.heads.paged.from_pages", lambda pages, dtype: pages.to(dtype))
+        patch.setattr("paceline.drafters.heads.paged.from_pages", lambda pages, dtype, scale: from_pages(pages, dtype))
         pump, _, asked = test_early_exit.pump_of("llama")
         assert_same(pump.run(requests), want)
         assert difference(asked, said) > 2.0

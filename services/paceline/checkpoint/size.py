@@ -117,13 +117,15 @@ class ModelSize:
         return 0 if self.linear is None else self.linear.slots_bytes(slots, self.item_bytes)
 
 
-class _Entry(NamedTuple):
-    """A tensor by the header of its file."""
+class Entry(NamedTuple):
+    """A tensor by the header of its safetensors file."""
 
     dtype: str
     """As safetensors names it."""
     shape: tuple[int, ...]
     num_bytes: int
+    first_byte: int
+    """Its place in the file."""
 
 
 class WeightCounts(NamedTuple):
@@ -213,11 +215,8 @@ def count_weights(folder: Path, packing: Packing | None = None) -> WeightCounts:
         whole = sum(math.prod(shape) for shape in shapes if len(shape) < 2)
         return WeightCounts(sum(map(math.prod, shapes)), whole, 0, 0)
     try:
-        index = read_json(folder, "model.safetensors.index.json").get("weight_map")
-        if isinstance(index, dict):
-            return _count([_entries(folder / str(name)) for name in sorted(set(index.values()))], packing)
-        if (folder / "model.safetensors").exists():
-            return _count([_entries(folder / "model.safetensors")], packing)
+        if files := headers(folder):
+            return _count([*files.values()], packing)
         pickled = sorted(folder.glob("pytorch_model*.bin"))
         num_bytes = sum(path.stat().st_size for path in pickled)
     except OSError as error:
@@ -233,7 +232,16 @@ def has_weights(folder: Path) -> bool:
     return gguf_weights(folder) is not None or any(next(folder.glob(name), None) is not None for name in names)
 
 
-def _entries(path: Path) -> dict[str, _Entry]:
+def headers(folder: Path) -> dict[Path, dict[str, Entry]]:
+    """The tensors of each safetensors file of a checkpoint; {} if it has none. Raises ConfigError or OSError."""
+    index = read_json(folder, "model.safetensors.index.json").get("weight_map")
+    if isinstance(index, dict):
+        return {folder / name: _entries(folder / name) for name in sorted(set(map(str, index.values())))}
+    single = folder / "model.safetensors"
+    return {single: _entries(single)} if single.exists() else {}
+
+
+def _entries(path: Path) -> dict[str, Entry]:
     """The tensors by one safetensors header. The file is eight bytes of header length, the header in JSON, the data."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -242,10 +250,10 @@ def _entries(path: Path) -> dict[str, _Entry]:
     try:
         found = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         end: int = max((entry["data_offsets"][1] for entry in found.values()), default=0)
-        entries = {
-            name: _Entry(str(one["dtype"]), tuple(one["shape"]), one["data_offsets"][1] - one["data_offsets"][0])
-            for name, one in found.items()
-        }
+        entries = {}
+        for name, one in found.items():
+            first, stop = one["data_offsets"]
+            entries[name] = Entry(str(one["dtype"]), tuple(one["shape"]), stop - first, 8 + length + first)
         for entry in entries.values():
             math.prod(entry.shape)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -255,7 +263,7 @@ def _entries(path: Path) -> dict[str, _Entry]:
     return entries
 
 
-def _count(files: Sequence[Mapping[str, _Entry]], packing: Packing | None) -> WeightCounts:
+def _count(files: Sequence[Mapping[str, Entry]], packing: Packing | None) -> WeightCounts:
     """Adds up the tensors of all files; a weight and its scales may be in two of them."""
     entries = {name: entry for file in files for name, entry in file.items()}
     tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}

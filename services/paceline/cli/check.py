@@ -189,6 +189,8 @@ def _remarks(config: ServiceConfig, pool: Pool, examination: Examination) -> Ite
         yield f"{pool.key}: it runs on CPU cores, as it reserves no GPU: accelerator_type or --draft-device cuda does."
     if pool.rotary is not None:
         yield f"{pool.key}: {pool.rotary}, the context that these were trained for."
+    if pool.kv_scales is not None:
+        yield f"{pool.key}: {pool.kv_scales}."
     if estimate.packed_bytes:
         yield f"{pool.key}: compiled weights are held twice; the start that compiles them keeps {_COMPILER} more."
     if estimate.linear_bytes:

@@ -62,8 +62,8 @@ class ModelOptions(Strict):
     it, else sdpa."""
     kv_cache_dtype: KVCacheDType = "auto"
     """The dtype of keys and values in the KV cache. ``auto``: the model's. ``fp8``, or ``fp8_e4m3``: one byte a number.
-    They are rounded to float8_e4m3fn, with scale 1, when they are written. This changes the model's output, which is
-    then that of plain decoding with such a cache."""
+    They are divided by the checkpoint's scales, else by 1, and rounded to float8_e4m3fn when they are written. This
+    changes the model's output, which is then that of plain decoding with such a cache."""
 
     @model_validator(mode="after")
     def _has_products_to_share(self) -> Self:

@@ -13,8 +13,9 @@ A page is in exactly one of three states:
 Only full pages of committed tokens are hashed; the hash chains over everything before the page, so equal hashes
 mean equal prefixes and equal KV.
 
-Keys and values are in the dtype of the model, or in FP8 (float8_e4m3fn), in tensors of uint8. For FP8 they are rounded
-once, when they are written (``to_fp8``). Every token attends to what the pages hold, its own key and value included.
+Keys and values are in the dtype of the model, or in FP8 (float8_e4m3fn), in tensors of uint8. For FP8 they are divided
+by the layer's scales and rounded once, when they are written (``to_fp8``). Every token attends to what the pages hold,
+times these scales, its own key and value included.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.checkpoint.kv_scales import UNSCALED, KVScales
 from paceline.checkpoint.linear import LinearSpec, Slots
 from paceline.core.deferred import upload
 from paceline.errors import ResourceExhaustedError
@@ -54,6 +56,8 @@ class LayerSpec:
     """0: the layer has no values, or they are the beginning of its keys (``attention/latent.py``)."""
     is_fp8: bool = False
     """True: keys and values are kept in FP8; False: in the dtype of the model."""
+    scales: KVScales = UNSCALED
+    """What they are divided by before they are rounded to FP8."""
 
     @property
     def num_values(self) -> int:
@@ -91,6 +95,8 @@ class KVCache:
         self._dtype = dtype
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self.scales: list[KVScales] = []
+        """What keys and values of each layer are divided by before they are rounded to FP8."""
         self.num_layers = 0
         """Number of the model's own layers. The layers of heads come after them."""
         self._allocate(layers, device)
@@ -120,6 +126,7 @@ class KVCache:
         # Written to here and now: zeros that are only promised would let a process grow for as long as it serves.
         for la in layers:
             dtype = la.page_dtype(self._dtype)
+            self.scales.append(la.scales)
             self.keys.append(torch.empty(*shape, la.num_kv_heads, la.key_dim, dtype=dtype, device=device).zero_())
             self.values.append(torch.empty(*shape, la.num_kv_heads, la.value_dim, dtype=dtype, device=device).zero_())
 
@@ -368,9 +375,10 @@ def to_fp8(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-_MOST, _MOST).to(torch.float8_e4m3fn).view(FP8)
 
 
-def from_pages(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What pages hold, in the dtype of the model, which holds each number of FP8 exactly."""
-    return (x.view(torch.float8_e4m3fn) if x.dtype == FP8 else x).to(dtype)
+def from_pages(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """What pages hold, in the dtype of the model, which holds each number of FP8 exactly; times ``scale``."""
+    numbers = (x.view(torch.float8_e4m3fn) if x.dtype == FP8 else x).to(dtype)
+    return numbers if scale == 1 else numbers * scale
 
 
 def root_hash(salt: str, generation: int = 0) -> bytes:

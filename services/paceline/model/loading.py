@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from transformers.utils import logging as hf_logging
 from paceline.checkpoint import indexed
 from paceline.checkpoint.files import Checkpoint, context_length
 from paceline.checkpoint.folder import require_no_code
+from paceline.checkpoint.kv_scales import UNSCALED, KVScales, described, kv_scales
 from paceline.checkpoint.linear import LinearLayers, LinearSpec, Slots, require_runnable
 from paceline.checkpoint.packing import packing_of
 from paceline.checkpoint.size import ModelSize, gib, size_of
@@ -32,6 +33,7 @@ from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
 from paceline.model.attention.indexed import indexers_of
 from paceline.model.attention.kernels import Attention, Kernel, kernel_for
+from paceline.model.attention.paged import scale_pages
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.aot import NoCompilerError, cached_step, compiled_step, find_compiler
 from paceline.model.compiled.backend import StepFunction
@@ -259,6 +261,10 @@ def load_model(
     else:
         require_whole(checkpoint, options.quantization, group.degree)
         model = load_shard(checkpoint, dtype, group, progress=_progress(group))
+    pages: dict[str, Any] = {"kv_cache_dtype": options.kv_cache_dtype}
+    if options.kv_cache_dtype != "auto":
+        log.info("%s: %s", checkpoint.path, described(checkpoint))
+        pages["kv_scales"] = kv_scales(checkpoint)
     if examination is not None:
         eager = prepare(
             model,
@@ -266,7 +272,7 @@ def load_model(
             attention=options.attention,
             features=examination.features,
             max_model_len=max_model_len,
-            kv_cache_dtype=options.kv_cache_dtype,
+            **pages,
         )
         lead(eager.runner(examination.num_pages), examination)
     compile = can_compile if options.compile == "auto" else options.compile
@@ -279,7 +285,7 @@ def load_model(
         "features": features,
         "callback_boundary": callback_boundary,
         "max_model_len": max_model_len,
-        "kv_cache_dtype": options.kv_cache_dtype,
+        **pages,
     }
     try:
         loaded = prepare(model, compile="later" if later else compile, **settings)
@@ -350,6 +356,7 @@ def prepare(
     callback_boundary: int | None = None,
     max_model_len: int | None = None,
     kv_cache_dtype: KVCacheDType = "auto",
+    kv_scales: Mapping[int, KVScales] | None = None,
 ) -> LoadedModel:
     """Makes a loaded transformers model runnable. All ranks of a sharded model must call it, since it runs a step.
 
@@ -362,6 +369,7 @@ def prepare(
         callback_boundary: where a listener receives states during a step (``layer_callback.py``); None: nowhere.
         max_model_len: the longest context; None: the model's own limit.
         kv_cache_dtype: of keys and values on the pages; index keys have the model's dtype in any case.
+        kv_scales: of keys and values in FP8, by layer; layers that are missing have scale 1.
 
     Raises:
         ConfigError: the model cannot run on the paged attention or on the ``attention`` kernel; ``compile`` is set, but
@@ -384,7 +392,12 @@ def prepare(
     layers, linear, window, spare_tokens = probe_layers(model, taps)
     if kv_cache_dtype != "auto":
         attending = model.config.get_text_config().num_hidden_layers
-        layers = [replace(each, is_fp8=each != NO_KV and i < attending) for i, each in enumerate(layers)]
+        known = kv_scales or {}
+        for i, each in enumerate(layers[:attending]):
+            if each != NO_KV:
+                scales = known.get(i, UNSCALED) if each.value_dim else UNSCALED  # of latents none are known
+                layers[i] = replace(each, is_fp8=True, scales=scales)
+    scale_pages(model, layers)
     products_at_hand = cpu_linear.at_hand()
     never = compile == "later" and not (cpu_attention.at_hand() and products_at_hand)
     choose = partial(

@@ -18,6 +18,7 @@ from typing import Any
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder
 from paceline.checkpoint.hub import absent, why_not_fetched
+from paceline.checkpoint.kv_scales import described
 from paceline.checkpoint.linear import require_draft_model, why_not_runnable
 from paceline.checkpoint.packing import why_whole
 from paceline.checkpoint.pard import parallel_draft
@@ -82,6 +83,8 @@ class Pool:
     """Memory of a rank of one replica. None: its model is not on this machine, or cannot be used, as a finding says."""
     rotary: str | None = None
     """A clause that names the set of rotary factors of a model with two of them; None: it has one."""
+    kv_scales: str | None = None
+    """A clause that names the scales of keys and values in FP8; None: they are in the dtype of the model."""
 
     @property
     def num_processes(self) -> int:
@@ -214,6 +217,8 @@ class _Model:
     tokenizer: Tokenizer | None
     """None: its configuration is here without one."""
     size: ModelSize
+    kv_scales: str | None = None
+    """As in ``Pool``."""
 
     @property
     def learned_positions(self) -> bool:
@@ -243,6 +248,7 @@ def _read_model(
     weights and tokenizer is sized, too.
     """
     options, loading, key = config.engine_kwargs, config.model_loading_config, f"{pool}.model_loading_config"
+    scales: str | None = None
     key += ".model_source" if loading.model_source is not None else ".model_id"
     report = Finding.error if here else Finding.warning
     try:
@@ -252,6 +258,8 @@ def _read_model(
             findings.append(report(key, _without_weights(checkpoint)))
         how: dict[str, Any] = {"on_gpu": _on_gpu(config), "kv_cache_dtype": options.kv_cache_dtype}
         size = None if checkpoint is None else checkpoint.size(options.dtype, options.quantization, **how)
+        if checkpoint is not None and size is not None and options.kv_cache_dtype != "auto":
+            scales = described(checkpoint)
         if checkpoint is None or size is None:
             if here and (reason := why_not_fetched()) is not None:
                 findings.append(Finding.error(key, absent(loading.source, reason)))
@@ -297,7 +305,7 @@ def _read_model(
     findings += _check_degree(pool, options, checkpoint)
     if here and options.cpu_threads > 1:
         findings += _check_threads(pool, options)
-    return _Model(checkpoint, tokenizer, size)
+    return _Model(checkpoint, tokenizer, size, scales)
 
 
 def _num_tokens(tokenizer: Tokenizer) -> int:
@@ -457,8 +465,9 @@ def _check_together(target: _Model, draft: _Model, max_len: int, options: DraftO
 def _target_pool(config: ServiceConfig, setup: TargetSetup, target: _Model | None, left: int, gpu_bytes: int) -> Pool:
     part = config.target_config
     on_gpu = _on_gpu(part)
-    estimate = rotary = None
+    estimate = rotary = scales = None
     if target is not None:
+        scales = target.kv_scales
         max_len, rotary = target.max_len(setup.options.max_model_len), target.rotary(setup.options.max_model_len)
         estimate = target_estimate(
             setup,
@@ -469,7 +478,7 @@ def _target_pool(config: ServiceConfig, setup: TargetSetup, target: _Model | Non
             left_bytes=gpu_bytes if on_gpu else left // setup.options.tensor_parallel_size,
         )
     model_id = part.model_loading_config.model_id
-    return Pool(_TARGET, model_id, part.deployment_config.first_replicas, on_gpu, estimate, rotary)
+    return Pool(_TARGET, model_id, part.deployment_config.first_replicas, on_gpu, estimate, rotary, scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,9 +505,10 @@ class DraftPool:
         *,
         on_gpu: bool = False,
         rotary: str | None = None,
+        kv_scales: str | None = None,
     ) -> Pool:
         """The pool's line."""
-        return Pool(_DRAFT, model_id, self.part.deployment_config.first_replicas, on_gpu, estimate, rotary)
+        return Pool(_DRAFT, model_id, self.part.deployment_config.first_replicas, on_gpu, estimate, rotary, kv_scales)
 
 
 def _draft_pools(
@@ -521,11 +531,11 @@ def pool_of_text(given: DraftPool) -> Pool:
 def pool_of_model(given: DraftPool) -> Pool:
     """A draft model; nothing is known of one that is not here."""
     part, model, on_gpu = given.part, given.draft, _on_gpu(given.part)
-    estimate = rotary = None
+    estimate = rotary = scales = None
     if model is not None:
-        rotary = model.rotary(given.setup.max_model_len)
+        rotary, scales = model.rotary(given.setup.max_model_len), model.kv_scales
         estimate = draft_estimate(given.setup, model.size, given.max_len(model), on_gpu=on_gpu)
-    return given.pool(part.drafter_name, estimate, on_gpu=on_gpu, rotary=rotary)
+    return given.pool(part.drafter_name, estimate, on_gpu=on_gpu, rotary=rotary, kv_scales=scales)
 
 
 def pool_of_head(given: DraftPool) -> Pool:

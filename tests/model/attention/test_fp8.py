@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.kv_scales import UNSCALED, KVScales
 from paceline.checkpoint.size import ModelSize, size_of
 from paceline.config import DraftOptions, DraftSetup, ModelOptions, ServiceConfig, TargetOptions, TargetSetup
 from paceline.errors import ConfigError
@@ -102,6 +103,9 @@ def test_the_native_operator_reads_what_the_bytes_stand_for(dims: tuple[int, int
         replace(it, keys=keys).attend()
 
 
+SCALES = {1: KVScales(0.013, 0.21)}
+
+
 @contextmanager
 def rounding_transformers(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """``model`` with an attention that rounds all keys and values, its own included: what a cache in FP8 means."""
@@ -109,7 +113,11 @@ def rounding_transformers(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **_: Any
     ) -> tuple[Tensor, None]:
-        kept = [x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) for x in (key, value)]
+        scales = SCALES.get(module.layer_idx, UNSCALED)
+        kept = [
+            (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scale
+            for x, scale in zip((key, value), scales, strict=True)
+        ]
         k, v = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in kept)
         return F.scaled_dot_product_attention(query, k, v, is_causal=True, scale=scaling).transpose(1, 2), None
 
@@ -130,7 +138,8 @@ def test_logits_are_those_of_rounded_keys_and_values(kernel: Any) -> None:
         want = rounding(torch.tensor([tokens]), use_cache=False).logits[0]
     with torch.no_grad():
         exact = model(torch.tensor([tokens]), use_cache=False).logits[0]
-    runner = prepare(model, compile=False, attention=kernel, kv_cache_dtype="fp8").runner(4)
+    loaded = prepare(model, compile=False, attention=kernel, kv_cache_dtype="fp8", kv_scales=SCALES)
+    runner = loaded.runner(4)
     assert {pool.dtype for pool in runner.cache.pools} == {FP8}
     pages = runner.cache.allocate(2)
     spans = [(0, 37), (37, 60), *((i, i + 1) for i in range(60, 90))]

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,14 @@ from tests.support.rings import nightly, slow
 from transformers import LlamaConfig, PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.kv_scales import KVScales
 from paceline.config import ModelOptions
 from paceline.model.compiled import aot as compile_module
 from paceline.model.compiled import package
 from paceline.model.compiled.aot import NoCompilerError, artifact_key
 from paceline.model.compiled.package import CompiledPackage
 from paceline.model.features import OUT, Features
-from paceline.model.kv_cache import FP8
+from paceline.model.kv_cache import FP8, LayerSpec
 from paceline.model.loading import LoadedModel, load_model, prepare
 from paceline.model.selftest import check_invariance
 from paceline.model.shapes import MIN_TOKENS
@@ -85,6 +87,9 @@ def test_compiled_tokens_equal_eager_ones_and_the_artifact_is_used_again(
     assert list((own_cache / "compiled").glob("*.pt2")) == artifacts
 
 
+FP8_LAYER = LayerSpec(1, 8, 8, is_fp8=True)
+
+
 def test_the_key_tells_everything_apart_that_shapes_the_artifact() -> None:
     """Weights, dtype, window, kernel, configuration and states; equal models have equal keys."""
     base = artifact_key(smallest(), None)
@@ -99,11 +104,12 @@ def test_the_key_tells_everything_apart_that_shapes_the_artifact() -> None:
         artifact_key(smallest().to(torch.bfloat16), None),
         artifact_key(smallest(), 128),
         artifact_key(smallest(), None, "native"),
-        artifact_key(smallest(), None, fp8=True),
+        artifact_key(smallest(), None, layers=[FP8_LAYER]),
+        artifact_key(smallest(), None, layers=[replace(FP8_LAYER, scales=KVScales(0.5, 1.0))]),
         artifact_key(renormed, None),
         *(artifact_key(smallest(), None, features=features) for features in STATES),
     }
-    assert len(others | {base}) == 7 + len(STATES)
+    assert len(others | {base}) == 8 + len(STATES)
 
 
 CASES = [(f, dtype) for f in FAMILIES if f != "qwen3_moe" for dtype in (torch.float32, torch.bfloat16)]

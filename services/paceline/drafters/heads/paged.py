@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.checkpoint.kv_scales import KVScales
 from paceline.model.kv_cache import KVCache, flat_rows, from_pages
 from paceline.types import PAGE_SIZE, pages_for
 
@@ -127,6 +128,10 @@ class Paged:
         index = self._first + layer
         return self._cache.keys[index].flatten(0, 1), self._cache.values[index].flatten(0, 1)
 
+    def _scales(self, layer: int) -> KVScales:
+        assert self._cache is not None, "the head is bound to a cache before it attends"
+        return self._cache.scales[self._first + layer]
+
     def _group(
         self,
         layer: int,
@@ -172,8 +177,9 @@ class Paged:
             if more_k is not None and more_v is not None:
                 k_extra[index, : len(positions)], v_extra[index, : len(positions)] = more_k, more_v
         rows = rows.to(device)
-        k = torch.cat([from_pages(keys[rows], key.dtype), k_extra], 1).transpose(1, 2)
-        v = torch.cat([from_pages(values[rows], value.dtype), v_extra], 1).transpose(1, 2)
+        scales = self._scales(layer)
+        k = torch.cat([from_pages(keys[rows], key.dtype, scales.keys), k_extra], 1).transpose(1, 2)
+        v = torch.cat([from_pages(values[rows], value.dtype, scales.values), v_extra], 1).transpose(1, 2)
         # Heads that share keys are more rows of them, so that the context is not copied for each.
         kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
         q = q.view(count, most, kv_heads, groups, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)

@@ -12,6 +12,8 @@ A token's result never depends on its neighbours: of ``native`` and ``triton`` b
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,9 +23,9 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from paceline.model.attention.kernels import Kernel
-from paceline.model.attention.latent import over_latents
+from paceline.model.attention.latent import Attention, over_latents
 from paceline.model.attention.native import attend, round_to_fp8
-from paceline.model.kv_cache import FP8, from_pages, to_fp8
+from paceline.model.kv_cache import FP8, LayerSpec, from_pages, to_fp8
 
 IMPLEMENTATIONS: dict[Kernel, str] = {
     "sdpa": "paceline_paged",
@@ -31,9 +33,52 @@ IMPLEMENTATIONS: dict[Kernel, str] = {
     "triton": "paceline_paged_triton",
 }
 """The names under which transformers finds the kernels."""
+_SCALES = "_paceline_kv_scales"
+"""The attribute of an attention layer that holds its ``KVScales``."""
+
+
+def scale_pages(model: torch.nn.Module, layers: Sequence[LayerSpec]) -> None:
+    """Gives attention layers of a model the scales of their pages in FP8."""
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and 0 <= index < len(layers):
+            setattr(module, _SCALES, layers[index].scales)
+
+
+def over_scales(attend: Attention) -> Attention:
+    """An attention function whose pages in FP8 hold keys and values divided by the scales of their layer.
+
+    The scale of keys is a factor of all scores, that of values one of the result: the kernels know neither.
+    """
+
+    @functools.wraps(attend)
+    def attending(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        *,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        of_keys, of_values = getattr(module, _SCALES, (1.0, 1.0))
+        if of_keys == of_values == 1 or kwargs["keys"][int(module.layer_idx)].dtype != FP8:
+            return attend(module, query, key, value, mask, scaling=scaling, **kwargs)
+        scaling = (key.shape[-1] ** -0.5 if scaling is None else scaling) * of_keys
+        key, value = _divided(key, of_keys), _divided(value, of_values)  # for pages alone, where they are rounded once
+        out, *others = attend(module, query, key, value, mask, scaling=scaling, **kwargs)
+        return out * of_values, *others
+
+    return attending
+
+
+def _divided(x: Tensor, scale: float) -> Tensor:
+    return x.float() / scale
 
 
 @over_latents
+@over_scales
 def paged_attention(
     module: torch.nn.Module,
     query: Tensor,  # [1, num_heads, T, key_dim]

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.export import Dim
 from transformers import PreTrainedModel
 
+from paceline.checkpoint.kv_scales import UNSCALED
 from paceline.checkpoint.linear import LinearSpec, Slots
 from paceline.errors import ConfigError, EngineError
 from paceline.model import layer_callback
@@ -85,12 +86,12 @@ def artifact_key(
     features: Features | None = None,
     callback_boundary: int | None = None,
     *,
-    fp8: bool = False,
+    layers: Sequence[LayerSpec] = (),
 ) -> str:
     """Digest of all that shapes the artifact.
 
-    That is: weights, configuration, library versions, instruction set, kernel, whether its pages are in FP8, the states
-    that the step returns or passes to a listener, and for a rank its exchange.
+    That is: weights, configuration, library versions, instruction set, kernel, whether its pages are in FP8 and by
+    which scales, the states that the step returns or passes to a listener, and for a rank its exchange.
     """
     digest = hashlib.blake2b(digest_size=16)
     share = share_of(model)
@@ -106,8 +107,8 @@ def artifact_key(
     }
     if kernel != "sdpa":
         facts["attention"] = kernel
-    if fp8:
-        facts["pages"] = "fp8"
+    if any(layer.is_fp8 for layer in layers):
+        facts["pages"] = f"fp8 {[layer.scales for layer in layers if layer.scales != UNSCALED]}"
     if features is not None:
         facts["states"] = [*features.boundaries, features.every_position]
     if callback_boundary is not None:
@@ -130,10 +131,6 @@ def artifact_key(
     return digest.hexdigest()
 
 
-def _are_fp8(layers: Sequence[LayerSpec]) -> bool:
-    return any(layer.is_fp8 for layer in layers)
-
-
 def cached_step(
     model: PreTrainedModel,
     layers: list[LayerSpec],
@@ -150,7 +147,7 @@ def cached_step(
     """
     if not any(cache_dir.glob("*.pt2")):  # without reading every weight
         return None
-    key = artifact_key(model, sliding_window, kernel, features, callback_boundary, fp8=_are_fp8(layers))
+    key = artifact_key(model, sliding_window, kernel, features, callback_boundary, layers=layers)
     path = cache_dir / f"{key}.pt2"
     return _load(path, kernel) if path.exists() else None
 
@@ -183,7 +180,7 @@ def compiled_step(
         )
     features = None if taps is None else taps.features
     boundary = None if callback is None else callback.boundary
-    key = artifact_key(model, sliding_window, kernel, features, boundary, fp8=_are_fp8(layers))
+    key = artifact_key(model, sliding_window, kernel, features, boundary, layers=layers)
     path = cache_dir / f"{key}.pt2"
     cache_dir.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
