@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from tests.model.families import small_config
 from tests.model.parallel.ranks import Ranks, follow, load
 from tests.model.parallel.test_tables import LIMIT, TEXT, logits_of_two
-from tests.support.models import prompt
-from tests.support.packed import FORMATS, write_packed
+from tests.support.models import prompt, random_model
+from tests.support.packed import CONFIG, FORMATS, write_packed
 from tests.support.pump import Pump, Request, in_mode
 from tests.support.rings import slow
 from torch import Tensor
@@ -156,9 +156,11 @@ def requests() -> dict[str, Request]:
     return {f"{mode.name} {name}": one for mode, those in modes.items() for name, one in those.items()}
 
 
-def run_engine(group: Collectives, path: str) -> tuple[dict[str, tuple[int, ...]], int] | None:
+def run_engine(
+    group: Collectives, path: str, quantization: Any = None
+) -> tuple[dict[str, tuple[int, ...]], int] | None:
     """On rank 0: the texts of an engine over all ranks, and the tokens that were accepted."""
-    model = load(group, path, torch.float32)
+    model = load(group, path, torch.float32, quantization=quantization)
     if group.rank > 0:
         follow(model)
         return None
@@ -177,7 +179,7 @@ def run_engine(group: Collectives, path: str) -> tuple[dict[str, tuple[int, ...]
 def test_two_ranks_give_the_text_of_plain_decoding(name: str, two: Ranks, tmp_path: Path) -> None:
     """And the text of one rank, whose sums are in another order: logits of random weights are rarely so close."""
     write_packed(tmp_path, name)
-    require_whole(Checkpoint.open(str(tmp_path)), None, 2)
+    require_whole(Checkpoint.open(str(tmp_path)), 2)
     (texts, accepted), _ = two.run(run_engine, str(tmp_path), transport="shared")
     for request, text in texts.items():
         assert text == texts[request.replace(Mode.OVERLAPPED.name, Mode.PLAIN.name)]
@@ -185,6 +187,15 @@ def test_two_ranks_give_the_text_of_plain_decoding(name: str, two: Ranks, tmp_pa
     model = load_model(Checkpoint.open(str(tmp_path)), ModelOptions(dtype="float32", device="cpu", compile=False))
     alone = Pump(model, None, pages=16, max_sessions=8).run(requests())
     assert texts == {request: result.token_ids for request, result in alone.items()}
+
+
+@pytest.mark.parametrize("quantization", slow(["int8", "int4"]))
+def test_two_ranks_give_the_text_of_weights_that_they_round(quantization: str, two: Ranks, tmp_path: Path) -> None:
+    random_model(CONFIG).save_pretrained(tmp_path)
+    (texts, accepted), _ = two.run(run_engine, str(tmp_path), quantization, transport="shared")
+    for request, text in texts.items():
+        assert text == texts[request.replace(Mode.OVERLAPPED.name, Mode.PLAIN.name)]
+    assert accepted > 0
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", *slow(["qwen3_moe", "qwen3_next"])])
@@ -261,7 +272,7 @@ def test_families_in_fp8_on_two_ranks(family: str, two: Ranks, tmp_path: Path) -
 def test_what_is_not_read_is_refused_by_name(config: dict[str, Any], said: str) -> None:
     checkpoint = Checkpoint("m", 64, (2,), 64, quantization=config)
     with pytest.raises(ConfigError) as caught:
-        require_whole(checkpoint, None, 2)
+        require_whole(checkpoint, 2)
     assert said in str(caught.value)
     assert str(caught.value).endswith(": one process runs quantized weights, so set it to 1")
 

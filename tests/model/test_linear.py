@@ -30,7 +30,7 @@ from paceline.model.linear import families, native, operator
 from paceline.model.linear import layers as linear_layers
 from paceline.model.linear.plan import CHUNKS_OF_PAGE, NONE, Chunk, LinearSlots, LinearStep
 from paceline.model.loading import prepare
-from paceline.model.quantized import pack_quantized, require_quantized
+from paceline.model.quantized import round_linear
 from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
 from paceline.model.step_plan import SequenceStep
@@ -197,8 +197,7 @@ def test_quantized_weights_have_the_bits_of_decoding(
 ) -> None:
     """And logits that are near those of plain weights."""
     model, plain = checkpoint(hybrid_config(family)).to(dtype), hybrid(family, dtype).runner(4)
-    pack_quantized(model, None, quantization)
-    require_quantized(model, family, quantization)
+    round_linear(model, quantization, torch.device("cpu"), family)
     runner = poison(prepare(model, compile=False).runner(40, max_sessions=16))
     step = [chunk(_TEXT, 0, 40, [0], 40)]
     rows, expected = runner.forward(step).float(), plain.forward(step).float()

@@ -204,22 +204,18 @@ def why_not_dequantized(config: Mapping[str, Any]) -> str:
     return found if isinstance(found, str) else ""
 
 
-def why_whole(config: Mapping[str, Any] | None, quantization: str | None, name: str) -> str | None:
+def why_whole(config: Mapping[str, Any] | None, name: str) -> str | None:
     """Says why ranks cannot share a model, as a clause: they read slices of plain weights, or of what they dequantize.
     None: they can.
 
     Args:
         config: the ``quantization_config`` of the checkpoint, if it has one.
-        quantization: the option.
         name: of the model.
     """
-    if quantization is not None:
-        how = f"quantization is {quantization!r}"
-    elif config is None or packing_of(config) is not None:
+    if config is None or packing_of(config) is not None:
         return None
-    else:
-        how = f"model {name!r} is quantized by {method_of(config)!r}"
-        how += f" with {reason}" if (reason := why_not_dequantized(config)) else ""
+    how = f"model {name!r} is quantized by {method_of(config)!r}"
+    how += f" with {reason}" if (reason := why_not_dequantized(config)) else ""
     return f"{how}: one process runs quantized weights, so set it to 1"
 
 

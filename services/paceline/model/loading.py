@@ -37,7 +37,6 @@ from paceline.model.attention.paged import scale_pages
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.aot import NoCompilerError, cached_step, compiled_step, find_compiler
 from paceline.model.compiled.backend import StepFunction
-from paceline.model.compiled.blocks import OUTPUTS
 from paceline.model.compiled.graphs import CudaGraphs, make_backend, require_graphs
 from paceline.model.compiled.parts import compile_parts
 from paceline.model.dequantized import dequantized_files, plain_config
@@ -59,13 +58,11 @@ from paceline.model.quantized import (
     pack_quantized,
     parameter_counts,
     quantization_of,
-    require_quantized,
-    require_whole,
+    round_linear,
     why_eager,
 )
 from paceline.model.rope import settle_rope
 from paceline.model.runner import ModelRunner
-from paceline.model.scaled import round_layers
 from paceline.model.states import StateTaps, require_boundaries
 from paceline.model.step import Step, name_of, probe_layers
 from paceline.model.step_plan import StepShape
@@ -259,8 +256,7 @@ def load_model(
         if options.quantization is None and keeps_blocks(checkpoint, dtype, device):
             pack_quantized(model, checkpoint.gguf, None)
     else:
-        require_whole(checkpoint, options.quantization, group.degree)
-        model = load_shard(checkpoint, dtype, group, progress=_progress(group))
+        model = load_shard(checkpoint, dtype, group, options.quantization, progress=_progress(group))
     pages: dict[str, Any] = {"kv_cache_dtype": options.kv_cache_dtype}
     if options.kv_cache_dtype != "auto":
         log.info("%s: %s", checkpoint.path, described(checkpoint))
@@ -536,11 +532,7 @@ def load_pretrained(
         raise ConfigError(f"model {path!r} would run kernels from a hub, whose bits are theirs: they must be off")
     kept.fill(model, device)
     if quantization is not None:
-        if device.type == "cpu":
-            pack_quantized(model, gguf, quantization)
-        else:
-            round_layers(model, device, OUTPUTS)
-        require_quantized(model, path, quantization)
+        round_linear(model, quantization, device, path, gguf)
     return model if model.device == device else model.to(device)
 
 

@@ -30,7 +30,7 @@ from paceline.config import Quantization
 from paceline.errors import ConfigError
 from paceline.model.compiled.blocks import OUTPUTS, quantize
 from paceline.model.compiled.linear import PackedLinear, blocks_usable, quantized_layers, replace_layers
-from paceline.model.scaled import scaled_layers, why_not_scaled
+from paceline.model.scaled import Whole, round_layers, scaled_layers, why_not_scaled
 
 _OUTPUT_LAYER_BITS = 8
 """Bits of the output layer, where others have 4. No later layer averages its rounding errors out."""
@@ -73,10 +73,10 @@ def load_options(
     return {"device_map": {"": str(device)}} if importlib.util.find_spec("accelerate") is not None else {}
 
 
-def require_whole(checkpoint: Checkpoint, quantization: Quantization | None, degree: int) -> None:
-    """Raises ConfigError if several ranks were to share quantized weights: they read slices of plain ones, or of what
-    they dequantize."""
-    if (reason := why_whole(checkpoint.quantization, quantization, checkpoint.path)) is not None:
+def require_whole(checkpoint: Checkpoint, degree: int) -> None:
+    """Raises ConfigError if several ranks were to share weights that cannot be split: they read slices of plain ones,
+    or of what they dequantize."""
+    if (reason := why_whole(checkpoint.quantization, checkpoint.path)) is not None:
         raise ConfigError(f"tensor_parallel_size is {degree} and {reason}")
 
 
@@ -86,20 +86,52 @@ def keeps_blocks(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
     return fast and checkpoint.gguf is not None and blocks_usable()
 
 
-def pack_quantized(model: PreTrainedModel, weights: GgufWeights | None, quantization: Quantization | None) -> None:
+def round_linear(
+    model: PreTrainedModel,
+    quantization: Quantization,
+    device: torch.device,
+    path: str,
+    weights: GgufWeights | None = None,
+    whole: Whole | None = None,
+) -> None:
+    """Rounds the linear layers of a model that runs on ``device``. Call ``load_options`` first.
+
+    Args:
+        model: a model with plain weights, or a rank's part of one.
+        quantization: the option.
+        device: where it will run.
+        path: of the model.
+        weights: a GGUF file whose blocks of 32 run as they are on the CPU.
+        whole: the model of which this is a part; None: it is whole itself.
+
+    Raises:
+        ConfigError: it has no layer that can be rounded.
+    """
+    whole = whole or Whole()
+    if device.type == "cpu":
+        pack_quantized(model, weights, quantization, whole)
+    else:
+        round_layers(model, device, OUTPUTS, whole)
+    _require_quantized(model, path, quantization)
+
+
+def pack_quantized(
+    model: PreTrainedModel, weights: GgufWeights | None, quantization: Quantization | None, whole: Whole | None = None
+) -> None:
     """Replaces the linear layers of a model on the CPU by quantized ones. Call ``blocks_usable`` first.
 
     Layers that a GGUF file stores in blocks of 32 run on these blocks. All others are rounded by ``quantization``, or
     stay as they are. Gates with few outputs always stay as they are, so that no choice of an expert depends on
-    rounding.
+    rounding. A rank that has whole blocks of a weight has those of the ``whole`` model.
     """
+    whole = whole or Whole()
     output_layer = model.get_output_embeddings()
     embedding = next((name for name, part in model.named_modules() if part is model.get_input_embeddings()), "")
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     rounded: list[str] = []
 
     def make(path: str, layer: torch.nn.Linear) -> PackedLinear | None:
-        if layer.out_features < OUTPUTS:
+        if whole.num_outputs(path, layer) < OUTPUTS:
             return None
         stored = None
         if weights is not None:
@@ -120,7 +152,7 @@ def pack_quantized(model: PreTrainedModel, weights: GgufWeights | None, quantiza
         log.info("%.0f M weights of linear layers take %.0f MB in blocks", packed / 1e6, num_bytes / 1e6)
 
 
-def require_quantized(model: PreTrainedModel, path: str, quantization: Quantization) -> None:
+def _require_quantized(model: PreTrainedModel, path: str, quantization: Quantization) -> None:
     """Raises ConfigError if nothing of a model's layers was quantized: they are none of torch's."""
     packed = [layer for layer in quantized_layers(model) if layer is not model.get_output_embeddings()]
     if not packed and not scaled_layers(model):

@@ -106,26 +106,44 @@ def without_weights(model: nn.Module, paths: Collection[str]) -> dict[str, Scale
     return made
 
 
-def round_layers(model: PreTrainedModel, device: torch.device, least_outputs: int) -> None:
+class Whole:
+    """The model that is rounded, where a rank has a part of each layer; this one: it has all of them."""
+
+    def num_outputs(self, path: str, layer: nn.Linear) -> int:
+        """Outputs of the whole layer at a path."""
+        return layer.out_features
+
+    def largest(self, path: str, own: Tensor) -> Tensor:
+        """The largest number of each output of the whole layer at a path, by the largest of this part of it."""
+        return own
+
+
+def round_layers(model: PreTrainedModel, device: torch.device, least_outputs: int, whole: Whole | None = None) -> None:
     """Rounds the weights of a model's linear layers to 8 bits, of an output by one scale, and keeps them on ``device``.
 
-    The output layer and layers of fewer outputs, such as gates, stay as they are.
+    The output layer and layers of fewer outputs, such as gates, stay as they are. Ranks have the codes and scales of
+    the ``whole`` model.
     """
-    output_layer = model.get_output_embeddings()
+    output_layer, whole = model.get_output_embeddings(), whole or Whole()
 
     def make(path: str, layer: nn.Linear) -> ScaledLinear | None:
-        if layer is output_layer or layer.out_features < least_outputs:
+        if layer is output_layer or whole.num_outputs(path, layer) < least_outputs:
             return None
-        return ScaledLinear(layer).hold(rounded(layer.weight.detach().to(device)), device, path)
+        weight = layer.weight.detach().to(device)
+        return ScaledLinear(layer).hold(rounded(weight, whole.largest(path, largest_of(weight))), device, path)
 
     replace_layers(model, make)
 
 
-def rounded(weight: Tensor) -> Scaled:
-    """A matrix as integers of 8 bits with a scale for each output."""
-    whole = weight.float()
-    scales = whole.abs().amax(1, keepdim=True) / 127
-    codes = (whole / scales.masked_fill(scales == 0, 1)).round().clamp(-127, 127)
+def largest_of(weight: Tensor) -> Tensor:
+    """The largest number of each output of a matrix, without its sign: [outputs] float32."""
+    return weight.float().abs().amax(1)
+
+
+def rounded(weight: Tensor, largest: Tensor) -> Scaled:
+    """A matrix as integers of 8 bits with a scale for each output, by ``largest_of`` it or of what it is a part of."""
+    scales = largest[:, None] / 127
+    codes = (weight.float() / scales.masked_fill(scales == 0, 1)).round().clamp(-127, 127)
     return Scaled(codes.to(torch.int8), scales)
 
 

@@ -364,7 +364,7 @@ def _check_degree(key: str, options: ModelOptions, checkpoint: Checkpoint) -> li
     """Checks that ranks can divide whole attention heads, and read the weights. Each model class has further rules
     (``model/parallel/plan.py``)."""
     config, size = checkpoint.config, options.tensor_parallel_size
-    reason = why_whole(checkpoint.quantization, options.quantization, checkpoint.path)
+    reason = why_whole(checkpoint.quantization, checkpoint.path)
     if size > 1 and reason is not None:
         return [Finding.error(f"{key}.engine_kwargs.tensor_parallel_size", f"is {size} and {reason}")]
     heads = (config.get("text_config") or config).get("num_attention_heads")

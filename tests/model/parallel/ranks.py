@@ -187,9 +187,11 @@ def pausing(runner: ModelRunner, pause_s: float) -> tuple[int, list[int]]:
     return runner.vocab_size, tokens
 
 
-def load(group: Collectives, path: str, dtype: torch.dtype, compile: bool = False) -> LoadedModel:
+def load(
+    group: Collectives, path: str, dtype: torch.dtype, compile: bool = False, quantization: Any = None
+) -> LoadedModel:
     """A rank's model."""
-    return prepare(load_shard(Checkpoint.open(path), dtype, group), compile=compile)
+    return prepare(load_shard(Checkpoint.open(path), dtype, group, quantization), compile=compile)
 
 
 def led(model: LoadedModel, use: Callable[..., Any], *args: Any) -> Any:

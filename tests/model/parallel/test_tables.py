@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.model.parallel.ranks import Ranks, run_invariance
 from tests.support.models import prompt
 from tests.support.rings import slow
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.errors import ConfigError
@@ -55,23 +56,32 @@ class Neighbors(Collectives):
         self._barrier.abort()
 
 
-def logits_of_two(path: str) -> Tensor:
+def logits_of_two(path: str, quantization: Any = None) -> Tensor:
     """[tokens, vocab] of TEXT by two ranks, with transformers' own attention."""
+
+    @torch.no_grad()
+    def logits(model: PreTrainedModel) -> Tensor:
+        found: Tensor = model(torch.tensor([TEXT]), use_cache=False).logits[0]
+        return found
+
+    return torch.cat(by_two(logits, path, quantization), dim=-1)
+
+
+def by_two(run: Callable[[PreTrainedModel], Any], path: str, quantization: Any = None) -> list[Any]:
+    """What ``run`` returns of the models of two ranks, in threads."""
     given: list[Tensor | None] = [None, None]
     barrier = threading.Barrier(2)
 
-    def of_rank(rank: int) -> Tensor:
+    def of_rank(rank: int) -> Any:
         group = Neighbors(rank, given, barrier)
         try:
-            model = sharded.load_shard(Checkpoint.open(path), torch.float32, group)
-            with torch.no_grad():
-                return model(torch.tensor([TEXT]), use_cache=False).logits[0]
+            return run(sharded.load_shard(Checkpoint.open(path), torch.float32, group, quantization))
         except BaseException:
             group.close()
             raise
 
     with ThreadPoolExecutor(2) as threads:
-        return torch.cat([*threads.map(of_rank, range(2))], dim=-1)
+        return [*threads.map(of_rank, range(2))]
 
 
 TEXT = prompt(1, 70)
@@ -280,7 +290,7 @@ def test_ranks_dequantize_the_experts_of_gpt_oss(tmp_path: Path, monkeypatch: py
     beginning is noticed."""
     want = packed(tmp_path)
     opened = Checkpoint.open(str(tmp_path))
-    require_whole(opened, None, 2)
+    require_whole(opened, 2)
     whole = sum(math.prod(shape) for shape in shapes_of(meta_model(small_config("gpt_oss"))).values())
     assert (size := opened.size()) is not None
     assert (size.num_parameters, size.saved_bytes) == (whole, 0)

@@ -113,6 +113,7 @@ class PackedLinear(nn.Module):
         ``blocks_usable``."""
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.num_held: int = layer.weight.shape[0]  # outputs: of a rank's output layer fewer than all of the layer's
         packed = pack(layer.weight.detach()) if blocks is None else pack_blocks(blocks)
         self.register_buffer("packed", packed, persistent=blocks is not None)
         bias = None if layer.bias is None else layer.bias.detach().float()
@@ -126,12 +127,12 @@ class PackedLinear(nn.Module):
     @property
     def num_weights(self) -> int:
         """Weights of the layer that was packed."""
-        return self.in_features * self.out_features
+        return self.in_features * self.num_held
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., K] -> [..., N]``."""
         product = torch.ops.paceline.packed_linear if torch.compiler.is_compiling() else linear
-        result: Tensor = product(x, self.packed, self.bias, self.out_features)
+        result: Tensor = product(x, self.packed, self.bias, self.num_held)
         return result
 
 

@@ -20,13 +20,15 @@ from transformers.initialization import no_init_weights
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.packing import packing_of
+from paceline.config import Quantization
 from paceline.model.dequantized import DequantizedFiles, dequantized_files, plain_config
 from paceline.model.kept import KeptWeights
 from paceline.model.local_config import BUILDING, build
 from paceline.model.parallel.collectives import Collectives
 from paceline.model.parallel.load import CheckpointFiles, Files, GgufFiles, Progress, read_shard
-from paceline.model.parallel.plan import Range, ShardPlan, plan_shards
-from paceline.model.quantized import require_whole
+from paceline.model.parallel.plan import ParameterShard, Range, ShardPlan, plan_shards
+from paceline.model.quantized import load_options, require_whole, round_linear
+from paceline.model.scaled import Whole
 
 _SHARE = "_paceline_share"
 _LOAD_LIMIT_S = 3600.0
@@ -45,18 +47,26 @@ class Share:
 
 
 def load_shard(
-    checkpoint: Checkpoint, dtype: torch.dtype, group: Collectives, *, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    group: Collectives,
+    quantization: Quantization | None = None,
+    *,
+    progress: Progress | None = None,
 ) -> PreTrainedModel:
     """This rank's share of a checkpoint, ready for ``prepare``. Returns when all ranks have loaded theirs.
 
     ``progress`` is called with the bytes that are loaded and the bytes of this rank, after every parameter.
 
     Raises:
-        ConfigError: no causal language model in safetensors, or it cannot be split into ``group.degree`` ranks.
+        ConfigError: no causal language model in safetensors, it cannot be split into ``group.degree`` ranks, or
+            ``quantization`` cannot run here.
         EngineError: another rank has failed.
     """
     path, gguf = checkpoint.path, checkpoint.gguf
-    require_whole(checkpoint, None, group.degree)
+    require_whole(checkpoint, group.degree)
+    if quantization is not None:
+        load_options(checkpoint, quantization, group.device, dtype)
     config, kept = plain_config(checkpoint), KeptWeights()
     plan = plan_shards(config, group.rank, group.degree)
     files: Files
@@ -79,6 +89,8 @@ def load_shard(
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, model.get_parameter(first))
     model.name_or_path = path
+    if quantization is not None:
+        round_linear(model, quantization, group.device, path, whole=_OfRanks(plan, group))
     apply_plan(model, plan, group)
     group.barrier(timeout_s=_LOAD_LIMIT_S)
     return model.to(group.device).eval()
@@ -109,6 +121,26 @@ def share_of(model: PreTrainedModel) -> Share | None:
     """Returns the share that a rank's model holds; None if the model is whole."""
     share: Share | None = getattr(model, _SHARE, None)
     return share
+
+
+class _OfRanks(Whole):
+    """The model of all ranks, of which this one has the part by ``plan``."""
+
+    def __init__(self, plan: ShardPlan, group: Collectives) -> None:
+        self._plan, self._group = plan, group
+
+    def num_outputs(self, path: str, layer: nn.Linear) -> int:
+        return self._shard(path).shape[0]
+
+    def largest(self, path: str, own: Tensor) -> Tensor:
+        if self._shard(path).dim != 1:
+            return own
+        of_ranks = self._group.host.all_gather(own.cpu(), timeout_s=_LOAD_LIMIT_S)
+        return of_ranks.amax(0).to(own.device)
+
+    def _shard(self, path: str) -> ParameterShard:
+        name = f"{path}.weight"
+        return self._plan.parameters[self._plan.aliases.get(name, name)]
 
 
 def _assign(model: PreTrainedModel, name: str, tensor: Tensor) -> None:
