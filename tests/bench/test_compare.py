@@ -17,7 +17,7 @@ from paceline.config import ServiceConfig
 from paceline.drafters.catalogue import METHODS
 from paceline.embedded import TARGET_DIR
 from paceline.errors import ConfigError, EngineError
-from paceline.types import Mode, SpeculationParams
+from paceline.types import Mode, SamplingParams, SpeculationParams
 from paceline_bench.baselines import GenerateProcess, GenerateRequest
 from paceline_bench.compare import made, run, table
 from paceline_bench.compare.run import Found, Load
@@ -52,6 +52,7 @@ class Engines:
     def __init__(self, texts: dict[str, tuple[int, ...]] | None = None, failing: Sequence[str] = ()) -> None:
         self.asked: list[tuple[str, int]] = []
         self.salts: set[str] = set()
+        self.sampling: list[SamplingParams] = []
         self._texts, self._failing = texts or {}, failing
 
     def open(self, arm: Arm, spec: Spec, stack: Any) -> run.Ask:
@@ -61,6 +62,7 @@ class Engines:
         def ask(jobs: Sequence[Job], params: Any, salt: str) -> list[Reply]:
             self.asked.append((arm.name, jobs[0].sampling.max_tokens or 0))
             self.salts.add(salt)
+            self.sampling += [job.sampling for job in jobs]
             if arm.name in self._failing:
                 raise EngineError("ValueError: no such layers")
             rounds = (RoundRecord(0, 0, 1, "", 0.5), RoundRecord(4, 1, 3, "hit", 1.5))
@@ -93,6 +95,15 @@ def test_prompts_are_in_the_cache_before_a_unit_begins(monkeypatch: pytest.Monke
     engines = Engines()
     measured(monkeypatch, engines, spec_of(max_tokens=30))
     assert [name for name, n in engines.asked if n == 2] == ["plain", "own"] * 2
+
+
+def test_an_arm_has_sampling_parameters_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = Engines()
+    arms = {"plain": {}, "form": {"sampling": {"structured_output": {"regex": "[ab]*"}}}}
+    measured(monkeypatch, engines, spec_of(arms=arms, sampling={"top_p": 0.5}, max_tokens=30))
+    assert {(job.top_p, job.ignore_eos, job.structured_output is None) for job in engines.sampling} == {
+        (0.5, True, True), (0.5, False, False),
+    }  # fmt: skip
 
 
 def test_arms_of_one_configuration_share_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,18 +144,21 @@ def test_prompts_are_questions_as_the_chat_template_renders_them(tmp_path: Path)
 
 def test_a_service_takes_no_defaults_of_the_checkpoint_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as top_p: its texts at a temperature would be others than those of the engines in this process."""
-    started: list[dict[str, Any]] = []
+    started, servers = list[dict[str, Any]](), list[Any]()
 
     @contextlib.contextmanager
-    def service(tree: dict[str, Any]) -> Iterator[Any]:
+    def service(tree: dict[str, Any], *, server: dict[str, Any] | None) -> Iterator[Any]:
         started.append(tree)
+        servers.append(server)
         yield SimpleNamespace(address="localhost:1")
 
     monkeypatch.setattr(run, "ServiceProcess", service)
-    arm = Arm("served", TREE, SpeculationParams(), service=True)
+    tls = {"certificate": "cert.pem", "key": "key.pem"}
+    arm = Arm("served", {**TREE, "server": {"tls": tls}}, SpeculationParams(), service=True)
     with contextlib.ExitStack() as stack:
         run.open_arm(arm, spec_of(), stack)
     assert ServiceConfig.parse(started[0]).router_config.generation_config == "none"
+    assert servers == [{"tls": tls}]
 
 
 def test_another_text_than_the_baselines_is_counted_and_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +236,7 @@ def test_every_file_is_read_and_its_arms_are_configurations(path: Path, monkeypa
         ({"arms": {"plain": {}, "own": {"transformers": "magic"}}}, "arms.own.transformers is 'magic': use one of"),
         ({"arms": {"plain": {}, "own": {"requests": {"mode": "fast"}}}}, "arms.own.requests"),
         ({"arms": {"plain": {}, "own": {"requests": 3}}}, "arms.own.requests is 3: it holds"),
+        ({"arms": {"plain": {}, "own": {"sampling": {"top_p": 2}}}}, "arms.own.sampling: .*top_p"),
         ({"arms": {"plain": {}, "own": {"equal": "no"}}}, "arms.own.equal is 'no': use true or false"),
         ({"arms": {"plain": {}, "own": {"draft_delay_s": "long"}}}, "arms.own.draft_delay_s is 'long': use seconds"),
         ({"arms": {"plain": {}, "own": {"settle_s": float("inf")}}}, "arms.own.settle_s is inf: use seconds"),

@@ -14,16 +14,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.local_service import local_of
+from paceline.client import AsyncClient, Tls
 from paceline.config import DraftSetup, LocalConfig, ServiceConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.local import LocalPipeline
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.workers import Emit, Engine, EngineFactory, available_cores
-from paceline.types import Mode, Rendezvous, SamplingParams, SpeculationParams
+from paceline.types import Mode, Rendezvous, SpeculationParams
 from paceline_bench.baselines import GenerateProcess, GenerateRequest
 from paceline_bench.compare.spec import Arm, Spec, merged
 from paceline_bench.jobs import Job, Reply, TimedChunks, run_jobs
@@ -116,7 +118,7 @@ class Group:
                 self._settle(one, load, prompts[:size])
         for turn, chosen in enumerate(units * spec.repeats):
             if spec.cached:
-                self._warm(found, self._jobs(load, prompts, chosen, 2))
+                self._warm(found, self._jobs(found[0].arm, load, prompts, chosen, 2))
             salt = "" if spec.cached else f"{load} {turn}"
             at = turn % len(found)
             for one in (*found[at:], *found[:at]):
@@ -136,9 +138,11 @@ class Group:
                 except PacelineError as error:
                     _fail(one, self._spec, error)
 
-    def _jobs(self, load: Load, prompts: Sequence[Prompt], chosen: Sequence[int], max_tokens: int) -> list[Job]:
-        options = {"temperature": load.temperature, "max_tokens": max_tokens, "ignore_eos": True}
-        return [Job(prompts[i], SamplingParams(seed=i, **options)) for i in chosen]
+    def _jobs(self, arm: Arm, load: Load, prompts: Sequence[Prompt], chosen: Sequence[int], num: int) -> list[Job]:
+        """Requests of an arm, each of ``num`` tokens."""
+        whole = arm.sampling.structured_output is None  # the other ends where its form does
+        own = {"temperature": load.temperature, "max_tokens": num, "ignore_eos": whole}
+        return [Job(prompts[i], arm.sampling.model_copy(update={"seed": i, **own})) for i in chosen]
 
     def _settle(self, one: Found, load: Load, prompts: Sequence[Prompt]) -> None:
         """A short unit, and then others for as long as the arm says."""
@@ -146,7 +150,8 @@ class Group:
         max_tokens, chosen = min(_WARM_UP_TOKENS, self._spec.max_tokens), range(len(prompts))
         while not one.failure:
             try:
-                self._asks[one.arm.name](self._jobs(load, prompts, chosen, max_tokens), one.arm.params, "settle")
+                jobs = self._jobs(one.arm, load, prompts, chosen, max_tokens)
+                self._asks[one.arm.name](jobs, one.arm.params, "settle")
             except PacelineError as error:
                 _fail(one, self._spec, error)
             if time.monotonic() >= end:
@@ -156,7 +161,7 @@ class Group:
     def _unit(self, one: Found, load: Load, prompts: Sequence[Prompt], chosen: Sequence[int], salt: str) -> None:
         if one.failure:
             return
-        jobs = self._jobs(load, prompts, chosen, self._spec.max_tokens)
+        jobs = self._jobs(one.arm, load, prompts, chosen, self._spec.max_tokens)
         try:
             replies = self._asks[one.arm.name](jobs, one.arm.params, salt)
         except PacelineError as error:
@@ -213,8 +218,9 @@ def open_arm(arm: Arm, spec: Spec, stack: ExitStack) -> Ask:
         return _transformers(arm, config, stack)
     if arm.service:
         tree = merged(arm.tree, {"router_config": {"generation_config": "none"}})  # as in one process
-        address = stack.enter_context(ServiceProcess(tree)).address
-        return lambda jobs, params, salt: asyncio.run(_streamed(address, jobs, params, salt))
+        address = stack.enter_context(ServiceProcess(tree, server=tree.pop("server", None))).address
+        tls = None if config.server.tls is None else Tls(ca_file=Path(config.server.tls.certificate))  # self-signed
+        return lambda jobs, params, salt: asyncio.run(_streamed(address, tls, jobs, params, salt))
     local = local_of(config).model_copy(update={"worker": spec.worker, "generation_config": "none"})
     sessions = {"max_sessions": max(spec.sessions)}
     target = local.target.model_copy(update=sessions if "max_sessions" not in local.target.model_fields_set else {})
@@ -223,11 +229,11 @@ def open_arm(arm: Arm, spec: Spec, stack: ExitStack) -> Ask:
     return functools.partial(run_jobs, pipeline)
 
 
-async def _streamed(address: str, jobs: Sequence[Job], params: SpeculationParams, salt: str) -> list[Reply]:
-    from paceline.client import AsyncClient
-
+async def _streamed(
+    address: str, tls: Tls | None, jobs: Sequence[Job], params: SpeculationParams, salt: str
+) -> list[Reply]:
     started = time.perf_counter()
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, tls=tls) as client:
 
         async def one(job: Job) -> Reply:
             times: TimedChunks = []

@@ -17,9 +17,9 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import Field, ValidationError
@@ -28,8 +28,9 @@ from paceline.config.base import Config
 from paceline.errors import ConfigError, PacelineError
 from paceline.errors.files import read_text
 from paceline.errors.refusals import explain
-from paceline.types import SpeculationParams
+from paceline.types import SamplingParams, SpeculationParams
 
+_Params = TypeVar("_Params", SpeculationParams, SamplingParams)
 OTHERS = Literal["transformers", "assisted", "universal", "lookup", "early_exit", "mtp"]
 
 
@@ -54,6 +55,8 @@ class Spec(Config):
     """A service's configuration."""
     requests: dict[str, Any] = Field(default={})
     """Speculation parameters."""
+    sampling: dict[str, Any] = Field(default={})
+    """Sampling parameters beyond temperature, length and seed, such as ``structured_output``."""
     arms: dict[str, dict[str, Any]] = Field(default={})
     methods: Methods | None = None
     """Further arms."""
@@ -87,6 +90,7 @@ class Arm:
     tree: Mapping[str, Any]
     """A service's configuration."""
     params: SpeculationParams
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     service: bool = False
     transformers: OTHERS | None = None
     """transformers in this mode, with the models of the configuration. Its texts may be others, and it may fail."""
@@ -103,7 +107,7 @@ class Arm:
         return self.transformers is None
 
 
-_OF_AN_ARM = ("requests", "service", "transformers", "equal", "draft_delay_s", "settle_s")
+_OF_AN_ARM = ("requests", "sampling", "service", "transformers", "equal", "draft_delay_s", "settle_s")
 
 
 def _is_seconds(value: Any) -> bool:
@@ -114,6 +118,7 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "service": (lambda value: isinstance(value, bool), "use true or false"),
     "equal": (lambda value: isinstance(value, bool), "use true or false"),
     "requests": (lambda value: isinstance(value, Mapping), "it holds speculation parameters by name"),
+    "sampling": (lambda value: isinstance(value, Mapping), "it holds sampling parameters by name"),
     "draft_delay_s": (_is_seconds, "use seconds, at least 0; .inf: the draft never answers"),
     "settle_s": (lambda value: _is_seconds(value) and value <= 3600, "use seconds, 0 to 3600"),
 }
@@ -162,11 +167,19 @@ def arm_of(spec: Spec, name: str, changes: Mapping[str, Any]) -> Arm:
         if key in own and not is_right(own[key]):
             raise ConfigError(f"arms.{name}.{key} is {own[key]!r}: {allowed}")
     tree = merged(spec.configuration, {key: value for key, value in changes.items() if key not in _OF_AN_ARM})
+    params = _made(SpeculationParams, {**spec.requests, **own.pop("requests", {})}, f"arms.{name}.requests")
+    sampling = _made(SamplingParams, {**spec.sampling, **own.pop("sampling", {})}, f"arms.{name}.sampling")
+    return Arm(name, tree, params, sampling, **{"service": spec.service and name != spec.baseline, **own})
+
+
+def _made(kind: type[_Params], given: Mapping[str, Any], key: str) -> _Params:
+    """Parameters of a request. Raises ConfigError."""
     try:
-        params = SpeculationParams(**{**spec.requests, **own.pop("requests", {})})
+        return kind(**given)
+    except ValidationError as error:
+        raise ConfigError(f"{key}: {explain(error, kind)}") from error
     except (TypeError, ValueError, PacelineError) as error:
-        raise ConfigError(f"arms.{name}.requests: {error}") from error
-    return Arm(name, tree, params, **{"service": spec.service and name != spec.baseline, **own})
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
