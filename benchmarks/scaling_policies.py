@@ -1,11 +1,7 @@
 """Policies for the number of targets, compared under one load each: `python benchmarks/scaling_policies.py`.
 
 Time is virtual (``paceline_bench/fleets.py``). Paceline's rows are the demand and the scaler of production, Serve's row
-is Ray's own code. The others were tried:
-
-- ``sessions, waiting included``: what Paceline did before; each waiting request is a session that needs a place.
-- ``the same, held while starting``: no order beyond those whose machines still start.
-- ``arrivals x duration of 60 s``: and a queue that drains in 300 s; durations are known beforehand.
+is Ray's own code. In ``sessions, waiting included`` each waiting request is a session that needs a place.
 
 A target has 64 places, 51.2 sessions are enough for it. Requests that are refused come again when they are told to.
 Machines are paid from their order.
@@ -16,7 +12,6 @@ from __future__ import annotations
 import argparse
 import math
 import types
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +23,7 @@ from paceline.fleet.signals import Fleet
 from paceline_bench.fleets import Load, Machines, Policy, PoolWorld
 
 PLACES, ENOUGH, MOST = 64, 0.8 * 64, 16
-UP_S, DOWN_S, DRAIN_S = 15.0, 300.0, 300.0
+UP_S, DOWN_S = 15.0, 300.0
 
 Needed = Callable[[Fleet, Scaler, float], float]
 
@@ -57,31 +52,6 @@ def paceline(load: Load) -> Policy:
 def by_sessions(load: Load) -> Policy:
     """Each session, waiting or not, needs a place."""
     return scaled(lambda fleet, scaler, now: fleet.sessions / ENOUGH)
-
-
-def held(load: Load) -> Policy:
-    """The same, but nothing is ordered while something starts."""
-
-    def needed(fleet: Fleet, scaler: Scaler, now: float) -> float:
-        assert scaler.wanted is not None
-        most = scaler.wanted if scaler.wanted > fleet.targets else math.inf
-        return min(fleet.sessions / ENOUGH, most)
-
-    return scaled(needed)
-
-
-def by_arrivals(load: Load) -> Policy:
-    """The mean rate of a minute times the duration, which is given, and the queue over ``DRAIN_S``."""
-    arrived: deque[float] = deque(maxlen=60)
-    queued = [0]
-
-    def needed(fleet: Fleet, scaler: Scaler, now: float) -> float:
-        arrived.append(fleet.opened + fleet.queued - queued[0])
-        queued[0] = fleet.queued
-        running, steady = fleet.sessions - fleet.queued, sum(arrived) / len(arrived) * load.duration_s
-        return (max(running, steady) + fleet.queued * load.duration_s / DRAIN_S) / ENOUGH
-
-    return scaled(needed)
 
 
 def serves_own(load: Load) -> Policy:
@@ -119,8 +89,6 @@ POLICIES: dict[str, Callable[[Load], Policy]] = {
     "sessions, waiting included": by_sessions,
     "Paceline": paceline,
     "Serve's default": serves_own,
-    "the same, held while starting": held,
-    "arrivals x duration of 60 s": by_arrivals,
 }
 
 LOADS = {
@@ -149,19 +117,9 @@ def main() -> None:
             for policy_name, policy in POLICIES.items():
                 world = measure(load, policy, start_s)
                 waits = sorted(world.waits)
-                rows.append(
-                    (
-                        name,
-                        f"{start_s:g}",
-                        policy_name,
-                        f"{world.machine_s / 3600:.2f}",
-                        str(world.most_ordered),
-                        str(world.refused),
-                        f"{waits[len(waits) // 2]:g}",
-                        f"{waits[int(0.99 * len(waits))]:g}",
-                        f"{sum(waits) / len(waits):.1f}",
-                    )
-                )
+                wait = (f"{waits[len(waits) // 2]:g}", f"{waits[int(0.99 * len(waits))]:g}")
+                machines = (f"{world.machine_s / 3600:.2f}", str(world.most_ordered), str(world.refused))
+                rows.append((name, f"{start_s:g}", policy_name, *machines, *wait, f"{sum(waits) / len(waits):.1f}"))
     print("\n".join(table([head, *rows])))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 from paceline.cli.table import table
 from paceline.plan.closed_form import Load, Prediction, System, best_k, plain
@@ -49,47 +50,24 @@ def gain(system: System, load: Load) -> float:
 def main() -> None:
     """Prints both tables."""
     print("tokens/s and device over co-located drafting, by sessions per target and targets per draft, in closed form;")
-    print(
-        f"simulated at 4 targets per draft, {FLEET} targets, {ROUNDS} rounds; there K and in closed form the others\n"
-    )
-    header = (
-        "acceptance",
-        "draft/target",
-        "sessions",
-        *(f"1:{n}" for n in SHARED),
-        "1:4 simulated",
-        "K",
-        "K co-located",
-        "plain",
-        "sequential",
-    )
-    rows: list[tuple[str, ...]] = [header]
+    print(f"simulated at 4 targets per draft, {FLEET} targets, {ROUNDS} rounds; there K and in closed form the others")
+    shared = [f"1:{n}" for n in SHARED]
+    header = ("acceptance", "draft/target", "sessions", *shared, "1:4 simulated", "K", "K co-located")
+    rows: list[tuple[str, ...]] = [(*header, "plain", "sequential")]
     reached: Counter[str] = Counter()
-    for acceptance in ACCEPTANCES:
-        for ratio in RATIOS:
-            for sessions in SESSIONS:
-                system = system_of(STEP_S, ratio, acceptance)
-                gains = [gain(system, Load(sessions * FLEET, FLEET, FLEET // n)) for n in SHARED]
-                load = Load(sessions * FLEET, FLEET, FLEET // 4)
-                alone, in_turn = Load(load.sessions, FLEET + load.drafts), replace(system, colocated=True)
-                own = best_k(in_turn, alone, Mode.SEQUENTIAL, most=8)
-                best = best_k(system, load, Mode.OVERLAPPED, most=8)
-                others = plain(system, alone), best_k(system, load, Mode.SEQUENTIAL, most=8)
-                four = rate_of(system, load, best) / rate_of(in_turn, alone, own)
-                reached.update({f"1:{n}": g >= WISHED for n, g in zip(SHARED, gains, strict=True)})
-                reached["1:4 simulated"] += four >= WISHED
-                rows.append(
-                    (
-                        f"{acceptance:g}",
-                        f"{ratio:g}",
-                        str(sessions),
-                        *(f"{g:.2f}" for g in gains),
-                        f"{four:.2f}",
-                        str(best.k),
-                        str(own.k),
-                        *(f"{p.tokens_per_s / own.tokens_per_s:.2f}" for p in others),
-                    )
-                )
+    for acceptance, ratio, sessions in product(ACCEPTANCES, RATIOS, SESSIONS):
+        system = system_of(STEP_S, ratio, acceptance)
+        gains = [gain(system, Load(sessions * FLEET, FLEET, FLEET // n)) for n in SHARED]
+        load = Load(sessions * FLEET, FLEET, FLEET // 4)
+        alone, in_turn = Load(load.sessions, FLEET + load.drafts), replace(system, colocated=True)
+        own = best_k(in_turn, alone, Mode.SEQUENTIAL, most=8)
+        best = best_k(system, load, Mode.OVERLAPPED, most=8)
+        others = plain(system, alone), best_k(system, load, Mode.SEQUENTIAL, most=8)
+        gains.append(rate_of(system, load, best) / rate_of(in_turn, alone, own))
+        reached.update({name: g >= WISHED for name, g in zip((*shared, "1:4 simulated"), gains, strict=True)})
+        numbers = [f"{g:.2f}" for g in gains], [f"{p.tokens_per_s / own.tokens_per_s:.2f}" for p in others]
+        case = (f"{acceptance:g}", f"{ratio:g}", str(sessions))
+        rows.append((*case, *numbers[0], str(best.k), str(own.k), *numbers[1]))
     print("\n".join(table(rows)))
     print(f"\nat least {WISHED:g}, of {len(rows) - 1}: " + ", ".join(f"{n} {count}" for n, count in reached.items()))
     print("\nthe draft's step, in target steps, with which 1:4 reaches it in closed form:\n")

@@ -7,12 +7,6 @@ differs. No model takes part, so that nothing but the drafters is compared. The 
 where it expects to be wrong, has a line of its own.
 
     python benchmarks/suffix.py
-
-The same served: a whole pipeline whose target writes these texts in the place of its model's, whatever is drafted, on
-files cut to `--lines`. Draft tokens cost it nothing, so that every step verifies as many as there are. The drafters run
-in the target, beside its prompt lookup; one that is not adaptive has none, and verifies all that a request allows.
-
-    python benchmarks/suffix.py --served
 """
 
 from __future__ import annotations
@@ -20,28 +14,19 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.tokenizer import load_tokenizer
-from paceline.config import LocalConfig, ModelOptions, TargetModel
 from paceline.core.processors import SamplerState
 from paceline.core.statistics import DecayingRatio
-from paceline.drafters.protocol import Candidates, Drafter, Head, Leaf
+from paceline.drafters.protocol import Drafter, Leaf
 from paceline.drafters.suffix import SuffixDrafter, ngram_drafter
 from paceline.embedded import TARGET_DIR
-from paceline.local import LocalPipeline
-from paceline.model.loading import load_model
-from paceline.model.step_plan import SequenceStep
-from paceline.target.engine import TargetEngine
 from paceline.target.lookup import Lookup, new_shares
-from paceline.target.mount import MountedHead
-from paceline.types import PAGE_SIZE, SamplingParams, SpeculationParams
+from paceline.types import SamplingParams
 
 NAMES = ("core/tree.py", "drafters/suffix.py", "router/retry.py", "model/kv_cache.py")
 FILES = Path(__file__).parents[1] / "services" / "paceline"
@@ -206,89 +191,6 @@ DRAFTERS: dict[str, Callable[[], Begin]] = {
 }
 
 
-class Replay:
-    """A target that writes given texts: the logits of its steps are those of the token that comes next in the text."""
-
-    def __init__(self) -> None:
-        self.text: Sequence[int] = ()
-        """Prompt and output of the one session that there is."""
-        self._vocab_size = 0
-
-    def factory(
-        self, num_tokens: int, k: int, heads: Sequence[MountedHead], *, adaptive: bool
-    ) -> Callable[[Any], TargetEngine]:
-        """What builds its engine for contexts of ``num_tokens``; steps with up to ``k`` draft tokens cost the same."""
-
-        from paceline_bench.virtual import FreeRows
-
-        def build(emit: Any) -> TargetEngine:
-            options = ModelOptions(dtype="float32", device="cpu", compile=False)
-            runner = load_model(Checkpoint.open(str(TARGET_DIR)), options).runner(num_tokens // PAGE_SIZE + 2)
-            self._vocab_size = runner.vocab_size
-            runner.forward = self._forward  # type: ignore[method-assign]
-            engine = TargetEngine(
-                runner,
-                emit,
-                max_sessions=1,
-                max_step_tokens=256,
-                max_model_len=num_tokens,
-                adaptive=adaptive,
-                trees=False,
-                heads=heads,
-            )
-            engine.allocation.cost = FreeRows(k)  # type: ignore[assignment]
-            engine._adapt = lambda step: None  # type: ignore[method-assign]
-            return engine
-
-        return build
-
-    def _forward(self, steps: Sequence[SequenceStep]) -> Tensor:
-        positions = [position for step in steps for position in step.positions[len(step.positions) - step.num_logits :]]
-        logits = torch.zeros(len(positions), self._vocab_size)
-        for row, position in enumerate(positions):
-            logits[row, self.text[position + 1] if position + 1 < len(self.text) else 0] = 100.0
-        return logits
-
-
-class Silent(SuffixDrafter):
-    """A head that never has a token, and leaves a target to its own prompt lookup."""
-
-    def expand(self, leaves: Sequence[Leaf]) -> Candidates:
-        """Nothing."""
-        return Candidates(torch.zeros(len(leaves), 1, dtype=torch.long), torch.full((len(leaves), 1), -torch.inf))
-
-
-SERVED: dict[str, Callable[[], Head]] = {
-    "prompt lookup of the target": Silent,
-    "prompt lookup, n-grams of 1 to 4": lambda: ngram_drafter(max_match=4),
-    "suffix, own text": SuffixDrafter,
-    "suffix, own text, not adaptive": SuffixDrafter,
-}
-"""What drafts in the target, beside its prompt lookup, which is on unless the target is not adaptive."""
-
-
-def served(name: str, turns: Sequence[tuple[list[int], list[int]]], k: int) -> float:
-    """Accepted tokens per round of turns that a pipeline serves. Raises AssertionError if a text is another one."""
-    replay, heads = Replay(), [MountedHead(name, SERVED[name](), num_tokens=k)]
-    longest = max(len(context) + len(output) for context, output in turns) + PAGE_SIZE
-    checkpoint = replace(Checkpoint.open(str(TARGET_DIR)), max_model_len=longest, eos_token_ids=())
-    tokens = rounds = 0
-    with LocalPipeline(
-        LocalConfig(target=TargetModel(path=str(TARGET_DIR)), worker="thread"),
-        target_factory=replay.factory(longest, k, heads, adaptive="not adaptive" not in name),
-        tokenizer=load_tokenizer(str(TARGET_DIR)),
-        checkpoint=checkpoint,
-    ) as pipeline:
-        for context, output in turns:
-            replay.text = [*context, *output]
-            sampling = SamplingParams(max_tokens=len(output), temperature=0, ignore_eos=True)
-            speculation = SpeculationParams(max_draft_tokens=k)
-            result = pipeline.submit(context, sampling, speculation).result
-            assert [*result.token_ids] == output, "another text than the target's"
-            tokens, rounds = tokens + result.speculation.accepted, rounds + result.speculation.rounds
-    return tokens / rounds
-
-
 def main() -> None:
     """Prints accepted tokens per round of every drafter."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -297,18 +199,14 @@ def main() -> None:
     parser.add_argument("--edits", type=int, default=6, help="edits of each turn")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lines", type=int, default=120, help="of each file")
-    parser.add_argument("--served", action="store_true", help="by a pipeline, and not by the drafters alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
     encode = load_tokenizer(str(TARGET_DIR)).encode
     files = {name: (FILES / name).read_text(encoding="utf-8").splitlines()[: args.lines] for name in NAMES}
     turns = turns_of(conversations(files, args.turns, args.edits, args.seed), encode)
-    what = "accepted tokens per round" + (", served" if args.served else "")
-    print(f"{what:40s}" + "".join(f"{f'K={k}':>9s}" for k in args.draft_tokens))
-    for name in SERVED if args.served else DRAFTERS:
-        row = []
-        for k in args.draft_tokens:
-            row.append(served(name, turns, k) if args.served else per_round(DRAFTERS[name](), turns, k))
+    print(f"{'accepted tokens per round':40s}" + "".join(f"{f'K={k}':>9s}" for k in args.draft_tokens))
+    for name, begin in DRAFTERS.items():
+        row = [per_round(begin(), turns, k) for k in args.draft_tokens]
         print(f"{name:40s}" + "".join(f"{value:9.2f}" for value in row), flush=True)
 
 

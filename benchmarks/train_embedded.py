@@ -10,7 +10,6 @@ the training stages continue from their last checkpoint:
     draft       the same for the draft (a short start; the next stage does the work)
     distill     train the draft on the target's full distribution, on the corpus and on the target's own text
     publish     write both checkpoints in bfloat16 to `--publish-to`
-    evaluate    measure the published pair on held-out files and print JSON
 
 Training is data-parallel over `--processes` processes of one torch thread each: a multi-threaded region
 stalls whenever anything else wants one of its cores. The schedule follows the clock (`--minutes`), so the
@@ -44,7 +43,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB = 4096
 END_OF_TEXT = "<|endoftext|>"
@@ -75,13 +74,6 @@ TOP = 128
 CE_WEIGHT = 0.1
 SAMPLED_SHARE = 0.2
 PLAIN_SHARE = 0.3
-
-SAMPLE_PROMPTS = (
-    "import os\nimport sys\n\ndef main():\n",
-    'class Queue:\n    """A first-in first-out queue."""\n\n    def __init__(self',
-    'def read_lines(path):\n    """Return the lines of the file."""\n    with open(',
-    "    def __repr__(self):\n        return",
-)
 
 
 @dataclass(frozen=True)
@@ -580,7 +572,7 @@ def launch(options: Options) -> None:
     spawn(worker, args=(options,), nprocs=options.processes)  # type: ignore[no-untyped-call]
 
 
-# ------------------------------------------------------------------------------------- publish and evaluate
+# -------------------------------------------------------------------------------------------------- publish
 
 
 def publish(options: Options) -> None:
@@ -600,115 +592,10 @@ def publish(options: Options) -> None:
     (options.publish_to / "held_out.json").write_text(json.dumps(held_out, indent=1) + "\n")
 
 
-def greedy_continuations(model: LlamaForCausalLM, prompts: Tensor, num_new: int) -> Tensor:
-    """Continue `prompts` [batch, p] greedily by exactly `num_new` tokens, [batch, p + num_new]."""
-    return sample_continuations(model, prompts, num_new, torch.zeros(len(prompts)))
-
-
-def accepted_per_round(agrees: Tensor, depth: int) -> float:
-    """Mean drafted tokens accepted per greedy round of `depth`, replayed on `agrees` [batch, n]."""
-    rounds = accepted = 0
-    for row in agrees.tolist():
-        position = 0
-        while position + depth < len(row):
-            run = 0
-            while run < depth and row[position + run]:
-                run += 1
-            rounds, accepted, position = rounds + 1, accepted + run, position + run + 1
-    return accepted / rounds
-
-
-@torch.no_grad()
-def agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokens: Tensor) -> dict[str, float]:
-    """How often the pair agrees: on the held-out text itself and on the target's greedy continuations."""
-    target_losses, draft_losses, same, overlap = [], [], [], []
-    rows = tokens[: len(tokens) // 513 * 513].view(-1, 513)
-    for window in torch.split(rows, 4):
-        theirs = target(input_ids=window[:, :-1]).logits.log_softmax(-1)
-        ours = draft(input_ids=window[:, :-1]).logits.log_softmax(-1)
-        target_losses.append(F.nll_loss(theirs.flatten(0, 1), window[:, 1:].flatten(), reduction="none"))
-        draft_losses.append(F.nll_loss(ours.flatten(0, 1), window[:, 1:].flatten(), reduction="none"))
-        same.append((theirs.argmax(-1) == ours.argmax(-1)).flatten())
-        overlap.append(torch.minimum(theirs.exp(), ours.exp()).sum(-1).flatten())
-    prompts = windows(tokens, 64, 127, torch.Generator().manual_seed(2))
-    continued = greedy_continuations(target, prompts, 128)
-    guesses = torch.cat([draft(input_ids=part[:, :-1]).logits.argmax(-1) for part in torch.split(continued, 8)])
-    agrees = guesses[:, 127:] == continued[:, 128:]
-    sampled = sample_continuations(target, prompts, 128, torch.ones(len(prompts)))
-    accepted = []
-    for part in torch.split(sampled, 8):
-        pair = [model(input_ids=part[:, :-1]).logits[:, 127:].softmax(-1) for model in (target, draft)]
-        accepted.append(torch.minimum(*pair).sum(-1))
-    distinct = [len({row[i : i + 4] for i in range(125)}) / 125 for row in map(tuple, continued[:, 128:].tolist())]
-    return {
-        "held_out_tokens": rows.numel(),
-        "target_loss_nats_per_token": float(torch.cat(target_losses).mean()),
-        "draft_loss_nats_per_token": float(torch.cat(draft_losses).mean()),
-        "agreement_on_held_out_text": float(torch.cat(same).float().mean()),
-        "acceptance_at_temperature_1_on_held_out_text": float(torch.cat(overlap).mean()),
-        "acceptance_at_temperature_1_on_sampled_continuations": float(torch.cat(accepted).mean()),
-        "agreement_on_greedy_continuations": float(agrees.float().mean()),
-        "agreement_on_their_first_32_tokens": float(agrees[:, :32].float().mean()),
-        "accepted_per_round_of_4": accepted_per_round(agrees, 4),
-        "accepted_per_round_of_8": accepted_per_round(agrees, 8),
-        "distinct_4_grams_of_continuations": statistics.mean(distinct),
-    }
-
-
-@torch.no_grad()
-def forward_ms(models: list[LlamaForCausalLM]) -> list[float]:
-    """Median milliseconds of each model's eager one-token forward after 256 cached tokens, one thread.
-
-    The models take turns in runs of 8 - a draft proposes several tokens in a row - so that whatever else the
-    machine does meets them alike.
-    """
-    prompt, one = torch.zeros(1, 256, dtype=torch.long), torch.zeros(1, 1, dtype=torch.long)
-    caches = [model(input_ids=prompt, use_cache=True).past_key_values for model in models]
-    times: list[list[float]] = [[] for _ in models]
-    for index in range(8 * 15 * len(models)):
-        chosen = index // 8 % len(models)
-        start = time.perf_counter()
-        models[chosen](input_ids=one, past_key_values=caches[chosen], use_cache=True)
-        times[chosen].append(1e3 * (time.perf_counter() - start))
-    return [statistics.median(own) for own in times]
-
-
-def evaluate(options: Options) -> None:
-    """Print the figures of the model card as JSON, then completions, greedy and at temperature 0.6."""
-    torch.set_num_threads(1)
-    figures: dict[str, float] = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        pair = [
-            LlamaForCausalLM.from_pretrained(options.publish_to / name, dtype=dtype) for name in ("target", "draft")
-        ]
-        target, draft = pair
-        costs = forward_ms(pair)
-        short = str(dtype).removeprefix("torch.")
-        figures |= {
-            f"target_forward_ms_{short}": costs[0],
-            f"draft_forward_ms_{short}": costs[1],
-            f"cost_ratio_{short}": costs[1] / costs[0],
-        }
-    figures |= {
-        "target_parameters": target.num_parameters(),
-        "draft_parameters": draft.num_parameters(),
-        "parameter_ratio": draft.num_parameters() / target.num_parameters(),
-    }
-    figures |= agreement(target, draft, load_tokens(options.work, "held_out"))
-    print(json.dumps({key: round(value, 4) for key, value in figures.items()}, indent=1), flush=True)
-    words = AutoTokenizer.from_pretrained(options.publish_to / "target", trust_remote_code=False)
-    for text in SAMPLE_PROMPTS:
-        ids = torch.tensor([words.encode(text)])
-        for temperature in (0.0, 0.6):
-            torch.manual_seed(0)
-            rows = sample_continuations(target, ids, 100, torch.tensor([temperature]))
-            print(f"---- temperature {temperature}", words.decode(rows[0]), sep="\n")
-
-
 def parse_options(arguments: list[str]) -> Options:
     here = Path(__file__).resolve().parent
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    stages = ["corpus", "tokenizer", "target", "draft", "distill", "publish", "evaluate"]
+    stages = ["corpus", "tokenizer", "target", "draft", "distill", "publish"]
     parser.add_argument("stage", choices=stages)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "paceline-train")
     parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
@@ -733,8 +620,6 @@ def main() -> None:
         tokenizer(options)
     elif options.stage == "publish":
         publish(options)
-    elif options.stage == "evaluate":
-        evaluate(options)
     else:
         launch(options)
 

@@ -22,53 +22,45 @@ from paceline.types import Mode
 
 RESULTS = Path(__file__).parent / "results"
 _HEADER = (
-    "",
-    "sessions",
-    "tokens/s",
-    "closed form",
-    "error",
-    "simulation",
-    "error",
-    "tok/round",
-    "closed form",
-    "hits",
-    "closed form",
-    "possible",
-    "reached",
+    *("", "sessions", "tokens/s", "closed form", "error", "simulation", "error"),
+    *("tok/round", "closed form", "hits", "closed form", "possible", "reached"),
 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="predictions of the plan's model against measurements")
-    parser.add_argument(
-        "files", type=Path, nargs="*", default=[RESULTS / f"local-{n}.json" for n in ("light", "heavy")]
-    )
+    pair, service = [RESULTS / f"local-{n}.json" for n in ("light", "heavy")], RESULTS / "service-150m.json"
+    parser.add_argument("files", type=Path, nargs="*", default=pair)
     parser.add_argument("--seconds", type=float, default=60.0, help="simulated for each row (default 60)")
-    parser.add_argument(
-        "--service",
-        type=Path,
-        default=RESULTS / "service-150m.json",
-        help="a JSON of paceline bench serve, of the pair of the first FILE",
-    )
+    parser.add_argument("--service", type=Path, default=service, help="of paceline bench serve, with FILE's pair")
     options = parser.parse_args()
     runs = [(path, measurements) for path in options.files for measurements in read(path)]
-    of_runs = [c for path, measurements in runs for c in show(path, measurements, options.seconds)]
+    found = [(path, m, show(path, m, options.seconds)) for path, m in runs]
     print("one session:")
-    print_errors(of_runs)
-    for path, measurements in runs:
-        print_reached(path, measurements, of_runs)
+    print_errors([c for _, _, comparisons in found for c in comparisons])
+    for path, measurements, comparisons in found:
+        overlapped = [c for c in comparisons if c.row.mode is Mode.OVERLAPPED]
+        if overlapped:
+            best = max(overlapped, key=lambda c: c.row.tokens_per_s)
+            run = f"{path.name}, temperature {measurements.temperature:g}"
+            print(f"{run}: {best.row.name} reaches {best.reached:.1%} of what is possible")
         print_cores(path, measurements)
     if options.service:
         print()
-        service = read_service(options.service, runs[0][1].system)
-        print_errors([c for measurements in service for c in show(options.service, measurements, options.seconds)])
+        several = read_service(options.service, runs[0][1].system)
+        print_errors([c for measurements in several for c in show(options.service, measurements, options.seconds)])
 
 
 def show(path: Path, measurements: Measurements, seconds: float) -> list[Comparison]:
-    """Prints one temperature of a run."""
-    comparisons = compare(measurements, seconds=seconds)
-    print(f"{path.name}, temperature {measurements.temperature:g}: {inputs(measurements)}")
-    print("\n".join(table([_HEADER, *(row(c) for c in comparisons)])))
+    """Prints one temperature of a run, with the inputs that were taken from it."""
+    comparisons, system = compare(measurements, seconds=seconds), measurements.system
+    print(
+        f"{path.name}, temperature {measurements.temperature:g}: acceptance {system.outcomes.acceptance:.3f}, "
+        f"r {system.outcomes.power:.2f}, target step {system.target.seconds(1) * 1e3:.1f} ms, draft step "
+        f"{system.draft.seconds(1) * 1e3:.2f} ms, link {system.link_s * 1e3:.2f} ms, "
+        f"{system.draft_width} nodes a draft step"
+    )
+    print("\n".join(table([_HEADER, *map(row, comparisons)])))
     print(best_k(comparisons))
     return comparisons
 
@@ -76,22 +68,9 @@ def show(path: Path, measurements: Measurements, seconds: float) -> list[Compari
 def print_errors(everything: list[Comparison]) -> None:
     """Prints the errors of tokens per second in closed form, by mode."""
     for mode in Mode:
-        errors = [abs(c.error) for c in everything if c.row.mode is mode]
-        if errors:
-            print(
-                f"{mode.value}: mean error {sum(errors) / len(errors):.1%}, most {max(errors):.1%}, {len(errors)} rows"
-            )
-
-
-def print_reached(path: Path, measurements: Measurements, everything: list[Comparison]) -> None:
-    """Prints what the fastest K of overlapped decoding reached."""
-    found = [c for c in everything if c.row in measurements.rows and c.row.mode is Mode.OVERLAPPED]
-    if found:
-        best = max(found, key=lambda c: c.row.tokens_per_s)
-        print(
-            f"{path.name}, temperature {measurements.temperature:g}: {best.row.name} reaches {best.reached:.1%} of "
-            "what is possible"
-        )
+        if errors := [abs(c.error) for c in everything if c.row.mode is mode]:
+            mean = sum(errors) / len(errors)
+            print(f"{mode.value}: mean error {mean:.1%}, most {max(errors):.1%}, {len(errors)} rows")
 
 
 def print_cores(path: Path, measurements: Measurements) -> None:
@@ -106,30 +85,14 @@ def print_cores(path: Path, measurements: Measurements) -> None:
         print("\n".join(table(rows)))
 
 
-def inputs(measurements: Measurements) -> str:
-    """Inputs that were taken from the run."""
-    system = measurements.system
-    return (
-        f"acceptance {system.outcomes.acceptance:.3f}, r {system.outcomes.power:.2f}, "
-        f"target step {system.target.seconds(1) * 1e3:.1f} ms, draft step {system.draft.seconds(1) * 1e3:.2f} ms, "
-        f"link {system.link_s * 1e3:.2f} ms, {system.draft_width} nodes a draft step"
-    )
-
-
 def row(c: Comparison) -> tuple[str, ...]:
     """One line of the table."""
+    rates = [each.tokens_per_s for each in (c.row, c.predicted, c.simulated)]
+    hits = ["-" if each.hit_rate is None else f"{each.hit_rate:.3f}" for each in (c.row, c.predicted)]
     return (
-        c.row.name,
-        str(c.row.sessions),
-        f"{c.row.tokens_per_s:.1f}",
-        f"{c.predicted.tokens_per_s:.1f}",
-        f"{c.error:+.1%}",
-        f"{c.simulated.tokens_per_s:.1f}",
-        f"{c.simulated.tokens_per_s / c.row.tokens_per_s - 1:+.1%}",
-        f"{c.row.tokens_per_round:.2f}",
-        f"{c.predicted.tokens_per_round:.2f}",
-        "-" if c.row.hit_rate is None else f"{c.row.hit_rate:.3f}",
-        "-" if c.predicted.hit_rate is None else f"{c.predicted.hit_rate:.3f}",
+        *(c.row.name, str(c.row.sessions), f"{rates[0]:.1f}", f"{rates[1]:.1f}", f"{c.error:+.1%}", f"{rates[2]:.1f}"),
+        *(f"{rates[2] / rates[0] - 1:+.1%}", f"{c.row.tokens_per_round:.2f}", f"{c.predicted.tokens_per_round:.2f}"),
+        *hits,
         *((f"{c.possible.tokens_per_s:.1f}", f"{c.reached:.1%}") if c.row.mode is Mode.OVERLAPPED else ("-", "-")),
     )
 
