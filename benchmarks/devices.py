@@ -175,7 +175,7 @@ async def measure(setting: Setting, seconds: float, repeats: int) -> None:
     with paced.processes() as started:
         kinds = [*[("target", target)] * setting.targets, ("draft", draft)]
         members = paced.replicas(started, config, kinds, disturbed=setting.disturbed)
-        own = paced.in_turn(started, config, target, draft, setting.own, setting.disturbed) if setting.own else []
+        own = paced.in_turn(started, setting.own, config, target, draft, setting.disturbed)
         async with contextlib.AsyncExitStack() as stack:
             routers = {
                 delay_s: await stack.enter_async_context(paced.routed(config, members, delay_s=delay_s))
@@ -201,13 +201,11 @@ def planned(row: Way, w: paced.Window, times: Sequence[float], rule: Acceptance,
     """What `paceline plan` is told of a row: the engines' settings, and what was measured of the parts."""
     target, draft = (paced.Pace(step_s, step_s / ROWS) for step_s in times)
     first_s = w.draft_step_s - (w.draft_leaves / max(w.draft_steps, 1) - 1) * draft.row_s
-    coupled = rule is Acceptance.COUPLED
-    outcomes = Outcomes.derived(acceptance or 0.5, coupled=coupled)
+    steps = StepTable.affine(target.step_s, target.row_s), StepTable.affine(max(draft.step_s, first_s), draft.row_s)
+    outcomes = Outcomes.derived(acceptance or 0.5, coupled=rule is Acceptance.COUPLED)
     if row.mode is not Mode.OVERLAPPED:
         return System(
-            StepTable.affine(target.step_s, target.row_s),
-            StepTable.affine(max(draft.step_s, first_s), draft.row_s),
-            outcomes,
+            *(*steps, outcomes),
             gap_s=w.gap_s(target),
             link_s=w.link_s if row.name == "sequential" else 0.0,
             colocated=row.name != "sequential",
@@ -216,9 +214,7 @@ def planned(row: Way, w: paced.Window, times: Sequence[float], rule: Acceptance,
         outcomes = outcomes.with_siblings(found, FAN_OUT)
     rows = round(w.looked_up / max(w.lookups, 1))
     return System(
-        StepTable.affine(target.step_s, target.row_s),
-        StepTable.affine(max(draft.step_s, first_s), draft.row_s),
-        outcomes,
+        *(*steps, outcomes),
         link_s=w.link_s,
         gap_s=w.gap_s(target),
         fan_out=FAN_OUT,
@@ -249,21 +245,19 @@ def rows_of(
     draft = setting.paces[1]
     best = 0.0  # of rows in turn, without a host
     head = ("", "K", "delay ms", "tokens/s", "a device", "x in turn", "of no delay", "accepted", "tok/round", "hits")
-    rows: list[tuple[str, ...]] = [
-        (
-            *head,
-            "siblings",
-            "lookups",
-            "draft ms",
-            "gap ms",
-            "link ms",
-            "branch ms",
-            "plan",
-            "error",
-            "no host",
-            "published",
-        )
-    ]
+    more = (
+        "siblings",
+        "lookups",
+        "draft ms",
+        "gap ms",
+        "link ms",
+        "branch ms",
+        "plan",
+        "error",
+        "no host",
+        "published",
+    )
+    rows: list[tuple[str, ...]] = [(*head, *more)]
     for way, w in found.items():
         trees = way.mode is Mode.OVERLAPPED
         accepted = paced.acceptance([w]) if way.k else 0.0
@@ -281,30 +275,22 @@ def rows_of(
         )
         best = max(best, bound) if way.mode is Mode.SEQUENTIAL else best
         known = PUBLISHED.get((way.name, way.k)) if setting.published and (temperature, sessions) == (0, 1) else None
-        rows.append(
-            (
-                way.name,
-                str(way.k or "-"),
-                f"{1e3 * way.delay_s:g}",
-                f"{w.tokens_per_s:.1f}",
-                f"{w.tokens_per_s / setting.devices(way):.1f}",
-                f"{w.tokens_per_s / base:.2f}",
-                f"{w.tokens_per_s / first[way.mode, way.k].tokens_per_s:.2f}",
-                f"{accepted:.3f}" if way.k else "-",
-                f"{w.tokens_per_round:.2f}",
-                "-" if w.hit_rate is None else f"{w.hit_rate:.2f}",
-                f"{w.siblings_hold(of_first) or 0.0:.2f}" if trees else "-",
-                f"{system.lookup_share:.2f}" if trees else "-",
-                f"{1e3 * w.draft_step_s:.2f}" if way.k else "-",
-                f"{1e3 * system.gap_s:.2f}",
-                f"{1e3 * system.link_s:.2f}" if trees else "-",
-                f"{1e3 * system.branch_s:.2f}" if trees else "-",
-                f"{forecast:.1f}",
-                f"{forecast / w.tokens_per_s - 1:+.1%}",
-                f"{bound / best:.2f}" if trees else "-",
-                "" if known is None else f"{known:g}",
-            )
+        speeds = w.tokens_per_s / setting.devices(way), w.tokens_per_s / base
+        over_first = w.tokens_per_s / first[way.mode, way.k].tokens_per_s
+        row = (way.name, str(way.k or "-"), f"{1e3 * way.delay_s:g}", f"{w.tokens_per_s:.1f}", f"{speeds[0]:.1f}")
+        row += (
+            f"{speeds[1]:.2f}",
+            f"{over_first:.2f}",
+            f"{accepted:.3f}" if way.k else "-",
+            f"{w.tokens_per_round:.2f}",
         )
+        row += ("-" if w.hit_rate is None else f"{w.hit_rate:.2f}",)
+        siblings = (w.siblings_hold(of_first) or 0.0, system.lookup_share)
+        row += tuple(f"{share:.2f}" if trees else "-" for share in siblings)
+        row += (f"{1e3 * w.draft_step_s:.2f}" if way.k else "-", f"{1e3 * system.gap_s:.2f}")
+        row += tuple(f"{1e3 * s:.2f}" if trees else "-" for s in (system.link_s, system.branch_s))
+        row += (f"{forecast:.1f}", f"{forecast / w.tokens_per_s - 1:+.1%}", f"{bound / best:.2f}" if trees else "-")
+        rows.append((*row, "" if known is None else f"{known:g}"))
     return rows
 
 

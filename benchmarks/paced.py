@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import multiprocessing
 import os
 import time
@@ -33,9 +34,9 @@ from paceline.router.session import Session
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.host import EngineHost
 from paceline.runtime.server import EngineServer
-from paceline.security.certificates import Certificates
 from paceline.types import Acceptance, Cause, Chunk, Mode, Request, Round, SamplingParams, SpeculationParams
 
+Prompts = Sequence[Sequence[int]]
 _START_TIMEOUT_S = 600.0
 _TIMEOUT_S = 30.0
 """Limit of a silent or busy replica: a first forward of a shape can take a second where others want the cores too."""
@@ -126,17 +127,14 @@ def _timed(draft: Any) -> Any:
     measured = {"busy_s": 0.0}
     _telling(draft, measured)
 
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return call(*arguments)
-            finally:
-                measured["busy_s"] += time.perf_counter() - started
+    def timed(call: Callable[..., Any], *arguments: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return call(*arguments)
+        finally:
+            measured["busy_s"] += time.perf_counter() - started
 
-        return wrapped
-
-    draft.receive, draft.step = timed(draft.receive), timed(draft.step)
+    draft.receive, draft.step = (functools.partial(timed, call) for call in (draft.receive, draft.step))
     return draft
 
 
@@ -176,19 +174,13 @@ class _Metrics(RouterMetrics):
         self.links, self.links_s = self.links + 1, self.links_s + latency_s
 
 
-def _serve(factory: PacedFactory, replica_id: str, core: int | None, pipe: Connection) -> None:
+def _serve(factory: PacedFactory, replica_id: str, pipe: Connection) -> None:
     """A replica's process."""
     apply_worker_environment()
 
     async def run() -> None:
-        host: EngineHost[Any] = EngineHost(
-            factory.kind,
-            factory,
-            replica_id=replica_id,
-            max_sessions=factory.config.target.max_sessions,
-            cores=() if core is None else (core,),
-        )
-        server = EngineServer(host)
+        num, kind = factory.config.target.max_sessions, factory.kind
+        server = EngineServer(EngineHost(kind, factory, replica_id=replica_id, max_sessions=num))
         await server.start()
         pipe.send(server.address)
         await asyncio.to_thread(multiprocessing.parent_process().join)
@@ -259,10 +251,6 @@ class Window:
             self.lookups_accepted += chunk.round.lookup_accepted
 
     @property
-    def over(self) -> bool:
-        return time.perf_counter() - self.started >= self.warm_s + self.seconds
-
-    @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
 
@@ -329,20 +317,15 @@ class InTurn:
         self._num_opened = 0
 
     def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sessions: int,
-        sampling: SamplingParams,
-        speculation: SpeculationParams,
-        warm_s: float,
-        seconds: float,
+        self, prompts: Prompts, sessions: int, sampling: SamplingParams, speculation: SpeculationParams, *times: float
     ) -> Window:
-        """So many sessions at once, one request after the other."""
+        """``sessions`` at once, one request after the other; ``times``: seconds to warm up, and of the window."""
+        warm_s, seconds = times
         window = Window(warm_s, seconds, speculation.max_draft_tokens)
         before = self._counted()
         if not sessions:
             time.sleep(warm_s + seconds)
-        while not window.over:
+        while time.perf_counter() - window.started < warm_s + seconds:
             while len(self._sessions) < sessions:
                 self._open(prompts[self._num_opened % len(prompts)], sampling, speculation)
             while self._draft.step() or self._from_draft:
@@ -398,22 +381,18 @@ class InTurn:
             self._target.receive(actions.to_target)
 
 
-def _take_turns(
-    config: LocalConfig, target: Pace, draft: Pace, disturbed: Callable[[Any], Any] | None, pipe: Connection
-) -> None:
+def _take_turns(*given: Any) -> None:
     """The process of an ``InTurn``: arguments of ``run`` in, a Window out."""
     apply_worker_environment()
     import torch
 
     torch.set_num_threads(1)
-    device = InTurn(config, target, draft, disturbed)
+    *arguments, pipe = given
+    device = InTurn(*arguments)
     pipe.send(None)
-    while True:
-        try:
-            arguments = pipe.recv()
-        except EOFError:
-            return
-        pipe.send(device.run(*arguments))
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(device.run(*pipe.recv()))
 
 
 @dataclass
@@ -462,32 +441,22 @@ def replicas(
     started: list[Process],
     config: LocalConfig,
     paces: Sequence[tuple[str, Pace]],
-    cores: Sequence[int] = (),
     disturbed: Callable[[Any], Any] | None = None,
 ) -> dict[str, list[Member]]:
     """Targets and drafts, ready to be connected to, by kind."""
     begun = []
     for i, (kind, pace) in enumerate(paces):
-        core = cores[i] if i < len(cores) else None
-        process = Process.start(_serve, PacedFactory(kind, config, pace, disturbed, True), f"{kind}-{i}", core)
-        started.append(process)
-        begun.append((kind, f"{kind}-{i}", process))
+        begun.append(Process.start(_serve, PacedFactory(kind, config, pace, disturbed, True), f"{kind}-{i}"))
+    started += begun
     members: dict[str, list[Member]] = {"target": [], "draft": []}
-    for kind, replica_id, process in begun:
-        members[kind].append(Member(replica_id, process.answer()))
+    for i, ((kind, _), process) in enumerate(zip(paces, begun, strict=True)):
+        members[kind].append(Member(f"{kind}-{i}", process.answer()))
     return members
 
 
-def in_turn(
-    started: list[Process],
-    config: LocalConfig,
-    target: Pace,
-    draft: Pace,
-    count: int,
-    disturbed: Callable[[Any], Any] | None = None,
-) -> list[Process]:
-    """Co-located devices, ready to ``run``."""
-    begun = [Process.start(_take_turns, config, target, draft, disturbed) for _ in range(count)]
+def in_turn(started: list[Process], count: int, *arguments: Any) -> list[Process]:
+    """Co-located devices, ready to ``run``; ``arguments``: of ``InTurn``."""
+    begun = [Process.start(_take_turns, *arguments) for _ in range(count)]
     started += begun
     for process in begun:
         process.answer()
@@ -504,19 +473,14 @@ def _delay(link: Any, delay_s: float) -> None:
 
 @contextlib.asynccontextmanager
 async def routed(
-    config: LocalConfig,
-    members: dict[str, list[Member]],
-    *,
-    delay_s: float = 0.0,
-    certificates: Certificates | None = None,
+    config: LocalConfig, members: dict[str, list[Member]], *, delay_s: float = 0.0
 ) -> AsyncIterator[Router]:
-    """A router of its own to these replicas; ``delay_s`` is added to each way of its draft links, ``certificates`` are
-    what it shows them."""
+    """A router of its own to these replicas; ``delay_s`` is added to each way of its draft links."""
     info = TargetInfo(load_tokenizer(config.target.path), config.target.max_model_len or 4096, ())
     pools = StaticPool("target", members["target"]), StaticPool("draft", members["draft"])
     settings = RouterConfig(target_timeout_s=_TIMEOUT_S, draft_timeout_s=_TIMEOUT_S)
     metrics = _Metrics(Registry("router"), "paced")
-    router = Router(info, *pools, settings, metrics=metrics, certificates=certificates)
+    router = Router(info, *pools, settings, metrics=metrics)
     await router.start()
     for link in router._drafts.links.values() if delay_s else ():
         _delay(link, delay_s)
@@ -530,15 +494,11 @@ _numbers = iter(range(1 << 62))
 
 
 async def load(
-    router: Router,
-    prompts: Sequence[Sequence[int]],
-    sessions: int,
-    sampling: SamplingParams,
-    speculation: SpeculationParams,
-    warm_s: float,
-    seconds: float,
-) -> Window:
-    """So many sessions at once on the router, one request after the other, until the time is over."""
+    router: Router, prompts: Prompts, sessions: int, sampling: SamplingParams, speculation: SpeculationParams,
+    *times: float,
+) -> Window:  # fmt: skip
+    """As ``InTurn.run``, on a router."""
+    warm_s, seconds = times
     window = Window(warm_s, seconds, speculation.max_draft_tokens)
     before = _counters(router)
 

@@ -313,7 +313,7 @@ def draft_size(text: str) -> int | None:
 
 def add_virtual_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of ``paceline bench virtual``."""
-    parser.add_argument("kind", choices=("overlap", "rows", "hints"), help="overlap, rows or hints")
+    parser.add_argument("kind", choices=("overlap", "rows", "hits", "hints"), help="overlap, rows, hits or hints")
     parser.add_argument("--draft-step", type=float, default=0.2, help="in target steps (default 0.2)")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -321,6 +321,7 @@ def add_virtual_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-tokens", type=int, default=8, help="K of overlapped decoding (default 8)")
     parser.add_argument("--sequential-draft-tokens", type=int, nargs="+", default=[2, 3, 4, 6])
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 8, 12, 16, 32], help="draft tokens of a step")
+    parser.add_argument("--fan-out", type=int, default=3, help="children below each node of hits (default 3)")
     parser.add_argument("--boundaries", type=int, nargs="+", default=[6, 7], help="layers below the exit of hints")
     parser.add_argument("--head", metavar="FOLDER", help="exit head of the boundary")
     parser.add_argument("--compile", action="store_true", help="faster; compiles once per machine")

@@ -8,6 +8,8 @@ outcome, per unit of virtual time and per target step. An engine takes a message
     overlap   sequential decoding at each K, and best-first growth with 16 and 32 branches in a draft step
     rows      chains and subtrees of as many draft tokens, which cost nothing up to ``--rows``; the draft grows its tree
               until it has nothing more to do, so that every step has the best proposal that there is
+    hits      accepted draft tokens, and hits after rejected and accepted ones, by rule: one draft token a round, and
+              ``--fan-out`` children below each node of the tree
     hints     hints from an exit after each of ``--boundaries`` layers, which come when these layers have run, against
               none (Mirror speculative decoding)
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +40,7 @@ from paceline.router.session import Session
 from paceline.target.engine import TargetEngine
 from paceline.target.hints import Hints
 from paceline.target.mount import behind
-from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline.types import Acceptance, Cause, Mode, Round, SamplingParams, SpeculationParams
 from paceline_bench.prompts import Prompt, held_out_prompts
 
 _CHAIN = 16
@@ -165,6 +168,8 @@ class Simulation:
         self._clock = Clock()
         self._events: list[tuple[float, Any]] = []
         self._nodes: list[Any] = []
+        self.rounds: list[Round] = []
+        """Of the last session."""
         runner: Any = TimedRunner(target.runner(64), self._clock)
         self.target = TargetEngine(
             runner,
@@ -201,7 +206,7 @@ class Simulation:
         to_target.put(target_s, actions.to_target)
         to_draft.put(target_s, actions.to_draft)
         tokens: list[int] = []
-        first, first_s = 0, 0.0
+        self.rounds, first, first_s = [], 0, 0.0
         while True:
             if target_s < draft_s or (target_s == draft_s and self._draft_step_s):
                 self._clock.now_s = now_s = target_s
@@ -226,6 +231,7 @@ class Simulation:
                         if not tokens:
                             first, first_s = len(event.token_ids), at_s
                         tokens += event.token_ids
+                        self.rounds.append(event.round)
                         if event.finish_reason is not None:
                             self.draft.receive(to_draft.take(math.inf))
                             return tokens, first, (at_s - first_s) / UNIT_S
@@ -253,6 +259,18 @@ class Served:
     tokens: int = 0
     units: float = 0.0
     steps: int = 0
+    accepted: list[bool] = field(default_factory=list)
+    """Whether each first draft token was accepted."""
+    hits: dict[bool, list[bool]] = field(default_factory=lambda: {False: [], True: []})
+    """Whether the tree held the outcome of each rejected, and of each accepted one."""
+
+    def count(self, rounds: Sequence[Round]) -> None:
+        """Counts the draft tokens of a session, and the hits after them."""
+        for before, after in itertools.pairwise(rounds):
+            if before.num_drafted:
+                self.accepted.append(before.num_accepted > 0)
+                if before.num_drafted == 1:
+                    self.hits[before.num_accepted > 0].append(after.cause is Cause.HIT)
 
     @property
     def per_unit(self) -> float:
@@ -280,6 +298,7 @@ def serve(
         before = simulation.target.stats.rounds
         tokens, first, took = simulation.run(session)
         served.texts.append(tokens)
+        served.count(simulation.rounds)
         served.tokens, served.units = served.tokens + len(tokens) - first, served.units + took
         served.steps += simulation.target.stats.rounds - before - 1
     return served
@@ -323,6 +342,20 @@ def rows(args: argparse.Namespace, pair: Pair, served: Serve) -> Iterator[Row]:
             yield f"{temperature:g}", str(number), f"{chain:.2f}", f"{tree:.2f}", f"{tree / chain - 1:+.0%}"
 
 
+def hits(args: argparse.Namespace, pair: Pair, served: Serve) -> Iterator[Row]:
+    """Rows of ``hits``."""
+    yield "T", "rule", "accepted", "hits after a rejected token", "after an accepted one", "rounds"
+    rules = {"coupled": {}, "rejection": {}, "rejection, saguaro 0.25": {"saguaro": 0.25}}
+    for temperature in args.temperatures:
+        for name, options in rules.items() if temperature else [("greedy", {})]:
+            rule = Acceptance.REJECTION if name.startswith("rejection") else Acceptance.COUPLED
+            params = SpeculationParams(max_draft_tokens=1, acceptance=rule, **options)
+            simulation = Simulation(*pair.models, draft_step=args.draft_step, fan_out=args.fan_out, adaptive=False)
+            found = served(simulation, temperature, params)
+            shares = (f"{sum(each) / max(len(each), 1):.3f}" for each in (found.accepted, *found.hits.values()))
+            yield f"{temperature:g}", name, *shares, str(len(found.accepted))
+
+
 def hints(args: argparse.Namespace, pair: Pair, served: Serve) -> Iterator[Row]:
     """Rows of ``hints``."""
     yield "T", "hints at", "tokens/unit", "tokens/step", "nodes used"
@@ -348,7 +381,7 @@ def hints(args: argparse.Namespace, pair: Pair, served: Serve) -> Iterator[Row]:
             yield f"{temperature:g}", at, f"{found.per_unit:.3f}", f"{found.per_step:.3f}", f"{used:.3f}"
 
 
-KINDS = {"overlap": overlap, "rows": rows, "hints": hints}
+KINDS = {"overlap": overlap, "rows": rows, "hits": hits, "hints": hints}
 
 
 class Pair:
@@ -387,10 +420,11 @@ def run(args: argparse.Namespace) -> int:
     def served(simulation: Simulation, temperature: float, speculation: SpeculationParams) -> Served:
         nonlocal different
         found = serve(simulation, prompts, temperature, args.max_tokens, speculation)
-        different += found.texts != texts.setdefault(temperature, found.texts)
+        if not temperature or speculation.acceptance is Acceptance.COUPLED:  # no other text is claimed to be the same
+            different += found.texts != texts.setdefault(temperature, found.texts)
         return found
 
-    print(f"draft step {args.draft_step:g}, {args.prompts} prompts x {args.max_tokens} tokens, coupled rule")
+    print(f"draft step {args.draft_step:g}, {args.prompts} prompts x {args.max_tokens} tokens")
     print(*table(list(KINDS[args.kind](args, pair, served))), sep="\n")
     if different:
         print(f"{different} ways wrote another text than the first one")

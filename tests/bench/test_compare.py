@@ -234,6 +234,7 @@ def test_every_file_is_read_and_its_arms_are_configurations(path: Path, monkeypa
         ({"best_of": "none"}, "best_of is 'none'"),
         ({"sessions": [1], "prompt": 3}, "prompt"),
         ({"arms": {"plain": {}, "own": {"transformers": "magic"}}}, "arms.own.transformers is 'magic': use one of"),
+        ({"arms": {"plain": {}, "own": {"peer": "vllm"}}}, "arms.own.peer is 'vllm': it has the form ENGINE=PYTHON"),
         ({"arms": {"plain": {}, "own": {"requests": {"mode": "fast"}}}}, "arms.own.requests"),
         ({"arms": {"plain": {}, "own": {"requests": 3}}}, "arms.own.requests is 3: it holds"),
         ({"arms": {"plain": {}, "own": {"sampling": {"top_p": 2}}}}, "arms.own.sampling: .*top_p"),

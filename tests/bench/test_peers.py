@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,14 @@ from tests.bench.arguments import refusal_of
 from paceline.cli.main import main
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import EngineError
+from paceline.types import SamplingParams, SpeculationParams
 from paceline_bench import peers
+from paceline_bench.compare.run import open_arm
+from paceline_bench.compare.spec import Spec, arm_of
+from paceline_bench.jobs import Job
 from paceline_bench.local import methods
 from paceline_bench.peers import PeerProcess, Unit, start_of
+from paceline_bench.prompts import Prompt
 from paceline_bench.report.documents import read_run
 from paceline_bench.report.sections import all_sections
 from paceline_bench.settings import LocalSettings, Peer
@@ -73,6 +79,17 @@ def test_an_engine_answers_every_prompt_and_sleeps_between_units(python: str, en
             assert 0 < long.prefill_s == long.rounds[0].at_s < long.prefill_s + long.decode_s
         pid = process._process.pid
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_comparison_has_an_arm_of_another_engine(python: str) -> None:
+    target = {"model_loading_config": {"model_id": "paceline/embedded-target"}, "engine_kwargs": {"dtype": "bfloat16"}}
+    tree = {"target_config": target, "draft_config": None}
+    spec = Spec.model_validate({"configuration": tree, "baseline": "own", "arms": {"own": {}}})
+    with ExitStack() as stack:
+        ask = open_arm(arm_of(spec, "own", {"peer": f"vllm={python}"}), spec, stack)
+        sampling = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+        (reply,) = ask([Job(Prompt("", (7, 20)), sampling)], SpeculationParams(), "")
+    assert reply.token_ids == (21, 22, 23)
 
 
 def test_llama_cpp_answers_every_prompt_in_batches_of_its_width(python: str) -> None:

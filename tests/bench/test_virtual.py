@@ -31,6 +31,13 @@ def test_subtrees_bring_no_fewer_tokens_than_chains(capsys: pytest.CaptureFixtur
     assert float(tree) >= float(chain) * 0.9
 
 
+def test_hits_are_counted_apart_after_rejected_and_accepted_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    ((_, rule, accepted, after_rejected, after_accepted, rounds),) = rows_of(capsys, "hits")
+    assert (rule, int(rounds) > 10) == ("greedy", True)
+    assert all(0.0 < float(share) <= 1.0 for share in (accepted, after_accepted))
+    assert 0.0 <= float(after_rejected) <= 1.0
+
+
 def test_hints_change_no_text(capsys: pytest.CaptureFixture[str]) -> None:
     none, some = rows_of(capsys, "hints", "--boundaries", "6")
     assert (none[1], some[1:4]) == ("none", ["6", "of", "8"])

@@ -141,8 +141,8 @@ _COLUMNS = """
 _MEASURED = """
 ## Measured
 
-`benchmarks/specs/methods.yaml` runs the embedded target with its draft, with its own heads and those of
-`benchmarks/train_heads.py`, and with methods without weights: eager, in float32, one request at a time. All methods,
+`benchmarks/specs/methods.yaml` runs the embedded target with its draft, with its own heads and those that it trains,
+and with methods without weights: eager, in float32, one request at a time. All methods,
 plain decoding and transformers' own methods take turns, prompt by prompt. Heads and draft are small and were trained
 for minutes ([model card](../services/paceline/embedded/README.md)): the figures show that each method works, not its
 speedup on other models. The draft of another vocabulary (3,000 of 4,096 tokens) and the PARD draft (adapted for 400

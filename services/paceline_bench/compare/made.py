@@ -153,8 +153,8 @@ _MAKERS: dict[str, Callable[..., str]] = {
 }
 
 
-def made_head(kind: str, folder: Path, num_steps: int) -> str:
-    """A head of the embedded target that has seen two thousand tokens; one that is there already is taken."""
+def made_head(kind: str, folder: Path, num_steps: int, num_tokens: int) -> str:
+    """A head of the embedded target, trained on this project's source; one that is there already is taken."""
     if not (folder / "report.json").exists():
         options = TrainingOptions(
             HeadForm(kind, boundaries=_BOUNDARIES.get(kind, ())),
@@ -162,7 +162,7 @@ def made_head(kind: str, folder: Path, num_steps: int) -> str:
             [Path(paceline.__file__).parent / "core"],
             folder,
             Schedule(num_steps),
-            num_tokens=2048,
+            num_tokens=num_tokens,
             temperatures=(),
             held_out_rows=2,
         )
@@ -202,14 +202,13 @@ def model_of(method: Method, spec: Spec, folder: Path) -> str | None:
     if not method.needs_model or kind not in KINDS:
         return None
     if spec.methods.training_steps:
-        return made_head(kind, Path(spec.methods.heads or folder) / kind, spec.methods.training_steps)
+        own = spec.methods
+        return made_head(kind, Path(own.heads or folder) / kind, own.training_steps, own.training_tokens)
     if spec.methods.heads is None:
         return None
     head = Path(spec.methods.heads) / kind
     if not (head / "report.json").is_file():
-        raise ConfigError(
-            f"heads is {spec.methods.heads}: it holds no trained {kind}: benchmarks/train_heads.py makes it"
-        )
+        raise ConfigError(f"heads is {spec.methods.heads}: it holds no trained {kind}: training_steps makes it")
     return str(head.resolve())
 
 

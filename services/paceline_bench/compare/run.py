@@ -21,6 +21,7 @@ from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.local_service import local_of
 from paceline.client import AsyncClient, Tls
 from paceline.config import DraftSetup, LocalConfig, ServiceConfig
+from paceline.config.loading import place_of
 from paceline.errors import ConfigError, PacelineError
 from paceline.local import LocalPipeline
 from paceline.runtime.build import EngineSpec
@@ -29,9 +30,11 @@ from paceline.types import Mode, Rendezvous, SpeculationParams
 from paceline_bench.baselines import GenerateProcess, GenerateRequest
 from paceline_bench.compare.spec import Arm, Spec, merged
 from paceline_bench.jobs import Job, Reply, TimedChunks, run_jobs
+from paceline_bench.peers import PeerProcess, Unit, start_of
 from paceline_bench.processes import ServiceProcess
 from paceline_bench.prompts import Prompt, chat_prompts, held_out_prompts
 from paceline_bench.records import RequestRecord
+from paceline_bench.settings import Peer
 
 _WARM_UP_TOKENS = 24
 _REQUEST_TIMEOUT_S = 600.0
@@ -95,7 +98,9 @@ class Group:
         self._asks: dict[str, Ask] = {}
         opened: dict[str, Ask] = {}
         for arm in arms:
-            key = json.dumps([arm.tree, arm.service, arm.draft_delay_s, arm.transformers and arm.name], default=str)
+            key = json.dumps(
+                [arm.tree, arm.service, arm.draft_delay_s, arm.peer, arm.transformers and arm.name], default=str
+            )
             try:
                 if key not in opened:
                     opened[key] = open_arm(arm, spec, stack)
@@ -216,6 +221,8 @@ def open_arm(arm: Arm, spec: Spec, stack: ExitStack) -> Ask:
     config = ServiceConfig.parse(arm.tree)
     if arm.transformers is not None:
         return _transformers(arm, config, stack)
+    if arm.peer is not None:
+        return _peer(arm.peer, config, spec, stack)
     if arm.service:
         tree = merged(arm.tree, {"router_config": {"generation_config": "none"}})  # as in one process
         address = stack.enter_context(ServiceProcess(tree, server=tree.pop("server", None))).address
@@ -260,19 +267,29 @@ def _transformers(arm: Arm, config: ServiceConfig, stack: ExitStack) -> Ask:
                 target.source, None if draft is None else draft.source, target.options.dtype, core
             )
             started.append(stack.enter_context(process))
-        prompts, limits = (
-            tuple(job.prompt.token_ids for job in jobs),
-            tuple(job.sampling.max_tokens or 1 for job in jobs),
-        )
-        sampling = jobs[0].sampling
-        request = GenerateRequest(mode, prompts, limits, sampling.temperature or 0.0, sampling.seed or 0)
         try:
-            return started[0].generate(request)
+            return started[0].generate(GenerateRequest(mode, *_asked(jobs)))
         except PacelineError:
             started.clear()
             raise
 
     return ask
+
+
+def _peer(given: str, config: ServiceConfig, spec: Spec, stack: ExitStack) -> Ask:
+    """Another engine with the target of the arm, which decodes plainly."""
+    (engine, _, python), setup = given.partition("="), config.target_setup()
+    cores, path = available_cores()[: setup.options.cpu_threads or 1], str(place_of(setup.source))
+    start = start_of(Peer(engine, python), (path, ""), 0, cores, setup.options.dtype, max(spec.sessions))
+    process = stack.enter_context(PeerProcess(python, start))
+    return lambda jobs, params, salt: process.generate(Unit(*_asked(jobs), draft_tokens=0))
+
+
+def _asked(jobs: Sequence[Job]) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], float, int]:
+    """Prompts, their limits, temperature and first seed, as other engines take them."""
+    prompts, first = tuple(job.prompt.token_ids for job in jobs), jobs[0].sampling
+    limits = tuple(job.sampling.max_tokens or 1 for job in jobs)
+    return prompts, limits, first.temperature or 0.0, first.seed or 0
 
 
 def _slow_draft(config: LocalConfig, delay_s: float) -> EngineFactory[Any, Any] | None:

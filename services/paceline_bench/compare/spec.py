@@ -44,6 +44,8 @@ class Methods(Config):
     """Folder of trained heads, one for each kind. Without it methods that read such a head are left out."""
     training_steps: int = Field(default=0, ge=0)
     """Training steps of heads that are not in ``heads``; 0: they are not made."""
+    training_tokens: int = Field(default=2048, ge=1024)
+    """Tokens that these heads are trained on."""
     pard_steps: int = Field(default=400, ge=0)
 
 
@@ -94,6 +96,9 @@ class Arm:
     service: bool = False
     transformers: OTHERS | None = None
     """transformers in this mode, with the models of the configuration. Its texts may be others, and it may fail."""
+    peer: str | None = None
+    """Another engine, ENGINE=PYTHON, with target and cores of the configuration. Its texts may be others, and it may
+    fail."""
     equal: bool = True
     """Its texts must be the baseline's; another sharding or compilation of the target rounds otherwise."""
     draft_delay_s: float = 0.0
@@ -104,10 +109,10 @@ class Arm:
     @property
     def is_ours(self) -> bool:
         """True if it must not fail."""
-        return self.transformers is None
+        return self.transformers is None and self.peer is None
 
 
-_OF_AN_ARM = ("requests", "sampling", "service", "transformers", "equal", "draft_delay_s", "settle_s")
+_OF_AN_ARM = ("requests", "sampling", "service", "transformers", "peer", "equal", "draft_delay_s", "settle_s")
 
 
 def _is_seconds(value: Any) -> bool:
@@ -119,6 +124,7 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "equal": (lambda value: isinstance(value, bool), "use true or false"),
     "requests": (lambda value: isinstance(value, Mapping), "it holds speculation parameters by name"),
     "sampling": (lambda value: isinstance(value, Mapping), "it holds sampling parameters by name"),
+    "peer": (lambda value: isinstance(value, str) and "=" in value, "it has the form ENGINE=PYTHON"),
     "draft_delay_s": (_is_seconds, "use seconds, at least 0; .inf: the draft never answers"),
     "settle_s": (lambda value: _is_seconds(value) and value <= 3600, "use seconds, 0 to 3600"),
 }
