@@ -25,6 +25,7 @@ from paceline.client import AsyncClient
 from paceline.errors import ResourceExhaustedError
 from paceline.types import SamplingParams
 from paceline_bench.processes import ServiceProcess
+from paceline_bench.traffic import service_of, tell
 
 PROMPT = "def read_file(path):"
 WARM_UP_S = 20.0
@@ -83,10 +84,8 @@ async def measure(args: argparse.Namespace, address: str) -> Seen:
     async with AsyncClient(address) as client:
         await client.wait_ready(120)
         begins_s = time.monotonic() + WARM_UP_S
-        crowd = [
-            asyncio.create_task(_client(client, number, args.max_tokens, seen, begins_s))
-            for number in range(args.clients)
-        ]
+        clients = (_client(client, number, args.max_tokens, seen, begins_s) for number in range(args.clients))
+        crowd = [asyncio.create_task(one) for one in clients]
         await asyncio.sleep(WARM_UP_S + args.seconds)
         for task in crowd:
             task.cancel()
@@ -112,19 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    target, draft = embedded_paths()
-    config = {
-        "target_config": {
-            "model_loading_config": {"model_id": "crowd-target", "model_source": str(target)},
-            "engine_kwargs": {"compile": False, "max_sessions": args.sessions},
-        },
-        "draft_config": {
-            "model_loading_config": {"model_id": "crowd-draft", "model_source": str(draft)},
-            "engine_kwargs": {"compile": False},
-        },
-        "router_config": {"max_queued_requests": args.queued},
-    }
-    with ServiceProcess(config, say=lambda text: print(f"  {text}", file=sys.stderr, flush=True)) as service:
+    engines = {"compile": False, "max_sessions": args.sessions}, {"compile": False}
+    config = service_of(embedded_paths(), engines) | {"router_config": {"max_queued_requests": args.queued}}
+    with ServiceProcess(config, say=tell) as service:
         seen = asyncio.run(measure(args, service.address))
     print(f"{args.clients} clients, {args.sessions} served at once, {args.queued} waiting, {args.seconds:g} s")
     print(f"answers          {seen.answers} ({seen.answers / args.seconds:.1f} a second), {len(seen.failed)} failed")

@@ -48,7 +48,7 @@ from paceline.plan.outcomes import Outcomes
 from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
 from paceline.router.router import Router
-from paceline.types import PAGE_SIZE, Acceptance, Mode, SamplingParams
+from paceline.types import PAGE_SIZE, Acceptance, Mode, SamplingParams, SpeculationParams
 from paceline_bench.prompts import held_out_prompts
 
 ROWS = 295
@@ -147,7 +147,8 @@ class Devices:
 
     async def window(self, way: Way, sessions: int, sampling: SamplingParams, rule: Acceptance, seconds: float) -> None:
         """Measures a way once more."""
-        speculation = paced.speculation_of(way.mode, way.k, rule)
+        drafting = {} if way.mode is Mode.PLAIN else {"max_draft_tokens": way.k, "acceptance": rule}
+        speculation = SpeculationParams(mode=way.mode, **drafting)
         if way.name == "co-located" or (way.mode is Mode.PLAIN and len(self.own) > 1):
             shares = [len(range(i, sessions, len(self.own))) for i in range(len(self.own))]
             for process, share in zip(self.own, shares, strict=True):
@@ -172,29 +173,26 @@ async def measure(setting: Setting, seconds: float, repeats: int) -> None:
     )
     target, draft = setting.paces
     prompts = [prompt.token_ids for prompt in held_out_prompts(load_tokenizer(config.target.path), 24)]
-    with paced.processes() as started:
+    async with contextlib.AsyncExitStack() as stack:
         kinds = [*[("target", target)] * setting.targets, ("draft", draft)]
-        members = paced.replicas(started, config, kinds, disturbed=setting.disturbed)
-        own = paced.in_turn(started, setting.own, config, target, draft, setting.disturbed)
-        async with contextlib.AsyncExitStack() as stack:
-            routers = {
-                delay_s: await stack.enter_async_context(paced.routed(config, members, delay_s=delay_s))
-                for delay_s in dict.fromkeys(way.delay_s for way in setting.ways)
-            }
-            for temperature, rule, sessions in setting.cells:
-                devices = Devices(routers, own, prompts)
-                for repeat in range(repeats):
-                    turn = repeat % len(setting.ways)
-                    for way in (*setting.ways[turn:], *setting.ways[:turn]):
-                        sampling = SamplingParams(
-                            max_tokens=OUTPUT_TOKENS, temperature=temperature, ignore_eos=True, seed=repeat
-                        )
-                        await devices.window(way, sessions, sampling, rule, seconds)
-                found = {way: paced.total(windows) for way, windows in devices.windows.items()}
-                print(f"temperature {temperature:g}, {rule.value} rule, {sessions} at once")
-                print(
-                    "\n".join(table(rows_of(setting, found, (temperature, rule, sessions), prompts))) + "\n", flush=True
-                )
+        members = paced.replicas(stack, config, kinds, disturbed=setting.disturbed)
+        own = paced.in_turn(stack, setting.own, config, target, draft, setting.disturbed)
+        routers = {
+            delay_s: await stack.enter_async_context(paced.routed(config, members, delay_s=delay_s))
+            for delay_s in dict.fromkeys(way.delay_s for way in setting.ways)
+        }
+        for temperature, rule, sessions in setting.cells:
+            devices = Devices(routers, own, prompts)
+            for repeat in range(repeats):
+                turn = repeat % len(setting.ways)
+                for way in (*setting.ways[turn:], *setting.ways[:turn]):
+                    sampling = SamplingParams(
+                        max_tokens=OUTPUT_TOKENS, temperature=temperature, ignore_eos=True, seed=repeat
+                    )
+                    await devices.window(way, sessions, sampling, rule, seconds)
+            found = {way: paced.total(windows) for way, windows in devices.windows.items()}
+            print(f"temperature {temperature:g}, {rule.value} rule, {sessions} at once")
+            print("\n".join(table(rows_of(setting, found, (temperature, rule, sessions), prompts))) + "\n", flush=True)
 
 
 def planned(row: Way, w: paced.Window, times: Sequence[float], rule: Acceptance, acceptance: float) -> System:

@@ -34,13 +34,13 @@ from paceline.client import AsyncClient
 from paceline.config import LocalConfig, TargetModel
 from paceline.errors import PacelineError
 from paceline.local import LocalPipeline
-from paceline.types import Acceptance, SamplingParams, SpeculationParams
+from paceline.types import SamplingParams, SpeculationParams
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import types_pb2
 from paceline.v1.generation_pb2_grpc import GenerationServiceStub
 from paceline_bench.processes import Process, ServiceProcess
 from paceline_bench.prompts import held_out_prompts
-from paceline_bench.traffic import Expected, Template, expect, fault_in
+from paceline_bench.traffic import Expected, Template, expect, fault_in, service_of, tell
 
 SERVE = {
     "ray::ServeController": "controller",
@@ -256,32 +256,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     engine = {"compile": False, "max_sessions": args.streams}  # each target holds all of them
     with LocalPipeline(LocalConfig(target=TargetModel(path=str(target), compile=False))) as pipeline:
         prompts = [prompt.token_ids for prompt in held_out_prompts(pipeline.tokenizer, args.streams, 1)]
-        templates = [
-            Template(
-                prompt,
-                SamplingParams(
-                    max_tokens=args.max_tokens,
-                    temperature=rng.choice([0.0, 1.0]),
-                    seed=rng.getrandbits(64),
-                    presence_penalty=rng.choice([0.0, 0.5]),
-                    ignore_eos=True,
-                ),
-                SpeculationParams(acceptance=Acceptance.COUPLED),
-                (),
-            )
-            for prompt in prompts
-        ]
+        templates = []
+        for prompt in prompts:
+            own = {"temperature": rng.choice([0.0, 1.0]), "seed": rng.getrandbits(64)}
+            own |= {"presence_penalty": rng.choice([0.0, 0.5]), "max_tokens": args.max_tokens, "ignore_eos": True}
+            templates.append(Template(prompt, SamplingParams(**own), SpeculationParams(), ()))
         expected = expect(pipeline, templates)
-    pools = {"target": (target, args.targets, engine), "draft": (draft, args.drafts, {"compile": False})}
-    config = {
-        f"{kind}_config": {
-            "model_loading_config": {"model_id": f"faults-{kind}", "model_source": str(path)},
-            "engine_kwargs": options,
-            "deployment_config": {"num_replicas": count},
-        }
-        for kind, (path, count, options) in pools.items()
-    } | {"router_config": {"deployment_config": {"num_replicas": args.routers}}}
-    with ServiceProcess(config, say=lambda text: print(f"  {text}", file=sys.stderr, flush=True)) as service:
+    config = service_of((target, draft), (engine, {"compile": False}), (args.targets, args.drafts))
+    config["router_config"] = {"deployment_config": {"num_replicas": args.routers}}
+    with ServiceProcess(config, say=tell) as service:
         found = asyncio.run(measure(args, service, templates, expected))
     names = list(dict.fromkeys(seen.fault for seen in found))
     print("\n".join([HEADER, *(row([seen for seen in found if seen.fault == name]) for name in names)]))

@@ -44,30 +44,15 @@ from paceline_bench.grow import grow, parse_size
 RESULTS = Path(__file__).parent / "results"
 VERIFIED = (1, 4, 8, 16)
 LEAVES = (1, 8, 16)
-_LLAMA = {
-    "llama-1B": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-    },
-    "llama-8B": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-    },
-}
+_SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim", "tie_word_embeddings")
+_LLAMA = {"llama-1B": (2048, 8192, 16, 64, True), "llama-8B": (4096, 14336, 32, 128, False)}
+_COMMON = {"vocab_size": 128_256, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 
 
 def make_model(name: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
     """The model of that name, on ``device``."""
     if name in _LLAMA:
-        config = LlamaConfig(vocab_size=128_256, num_key_value_heads=8, max_position_embeddings=8192, **_LLAMA[name])
+        config = LlamaConfig(**_COMMON, **dict(zip(_SHAPE, _LLAMA[name], strict=True)))
         with torch.device(device):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     kind, _, size = name.partition("-")
@@ -112,10 +97,8 @@ def bandwidth(device: str, clock: Clock) -> float:
     return 2 * num_bytes / clock.seconds(lambda: target.copy_(source), 20)
 
 
-def runners(
-    model: LoadedModel, num_pages: int, limits: Limits, *, eager_too: bool
-) -> Iterator[tuple[str, ModelRunner]]:
-    """With graphs where the device has them, then the eager twin of the same shapes, if wanted or there is no other."""
+def runners(model: LoadedModel, num_pages: int, limits: Limits, eager_too: bool) -> Iterator[tuple[str, ModelRunner]]:
+    """With graphs where the device has them, then eagerly in the same shapes, if requested or there is no other."""
     if model.device.type == "cuda":
         graphs = model.runner(num_pages)
         record_steps(graphs, limits, model.max_len, "auto")
@@ -124,12 +107,8 @@ def runners(
             return
     eager = model.runner(num_pages)
     if model.device.type == "cuda":
-        eager.backend = DeviceBackend(
-            *(eager.cache, model.dtype, model.sliding_window),
-            kernel=model.kernel,
-            recorder=None,
-            max_shapes=model.max_cuda_graphs,
-        )
+        settings = {"kernel": model.kernel, "recorder": None, "max_shapes": model.max_cuda_graphs}
+        eager.backend = DeviceBackend(eager.cache, model.dtype, model.sliding_window, **settings)
         eager.record(limits)
     yield "eager", eager
 
@@ -153,9 +132,8 @@ def draft_seconds(runner: ModelRunner, num_leaves: int, context: int, clock: Clo
     visible[:, :context], visible[range(num_leaves), rows] = True, True
     positions = torch.arange(context + num_leaves).clamp_(max=context)
     step = SequenceStep([1] * num_leaves, [context] * num_leaves, rows, pages, num_leaves, visible, positions)
-    state = SamplerState(
-        SamplingParams(temperature=0), 0, (1,), vocab_size=runner.vocab_size, device=runner.cache.keys[0].device
-    )
+    where = {"vocab_size": runner.vocab_size, "device": runner.cache.keys[0].device}
+    state = SamplerState(SamplingParams(temperature=0), 0, (1,), **where)
     leaves = [Row(state)] * num_leaves
     try:
         return clock.seconds(lambda: download(*draft_candidates(runner.forward([step]), leaves, 48)), repeats)
@@ -170,9 +148,8 @@ def plain_tokens_per_s(runner: ModelRunner, context: int, num_tokens: int, tempe
     def emit(events: list[FromTarget]) -> None:
         times.extend(time.perf_counter() for event in events if isinstance(event, Outcome))
 
-    engine = TargetEngine(
-        runner, emit, max_sessions=1, max_step_tokens=256, max_model_len=context + num_tokens + PAGE_SIZE
-    )
+    longest = context + num_tokens + PAGE_SIZE
+    engine = TargetEngine(runner, emit, max_sessions=1, max_step_tokens=256, max_model_len=longest)
     engine.calibrate()
     sampling = SamplingParams(temperature=temperature, max_tokens=num_tokens, ignore_eos=True)
     for session_id in ("first", "measured"):
@@ -196,7 +173,7 @@ def report(name: str, device: str, args: argparse.Namespace, peak: float, clock:
     size = f"{model.num_parameters / 1e9:.2f} B parameters, {num_bytes / 1e9:.2f} GB read per token"
     yield f"{name}: {size}, floor {1e3 / floor:.3f} ms = {floor:.1f} tokens/s"
     limits = Limits(1, 64, pages_for(longest))
-    for kind, runner in runners(model, num_pages, limits, eager_too=args.eager):
+    for kind, runner in runners(model, num_pages, limits, args.eager):
         for temperature in (0.0, 1.0):
             rate = plain_tokens_per_s(runner, args.context, args.tokens, temperature)
             share = f"{rate:9.1f} tokens/s = {100 * rate / floor:5.1f} % of the floor's rate"
@@ -215,7 +192,7 @@ def report_draft(device: str, args: argparse.Namespace, clock: Clock) -> Iterato
     )
     limits = Limits(1, max(LEAVES), pages_for(args.context + 256), is_tree=True)
     yield f"embedded draft: {model.num_parameters / 1e6:.1f} M parameters"
-    for kind, runner in runners(model, 2 * limits.max_pages + 2, limits, eager_too=args.eager):
+    for kind, runner in runners(model, 2 * limits.max_pages + 2, limits, args.eager):
         times = [1e3 * draft_seconds(runner, n, args.context, clock, args.repeats) for n in LEAVES]
         cells = "  ".join(f"{n}: {ms:.3f}" for n, ms in zip(LEAVES, times, strict=True))
         yield f"  tree step, {kind:7} ms by leaves  {cells}"
@@ -250,10 +227,8 @@ def main() -> None:
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     say(f"{device_name}, torch {torch.__version__}, transformers {transformers.__version__}, {args.dtype}")
-    say(
-        f"copy {peak / 1e9:.0f} GB/s, attention {args.attention}, context {args.context}, {args.tokens} tokens, "
-        f"medians of {args.repeats}"
-    )
+    run = f"attention {args.attention}, context {args.context}, {args.tokens} tokens, medians of {args.repeats}"
+    say(f"copy {peak / 1e9:.0f} GB/s, {run}")
     for line in report_draft(args.device, args, clock):
         say(line)
     for name in args.models.split(","):

@@ -30,7 +30,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +65,10 @@ class Service:
         self._command = [*command, "--http-port", str(self.port), "--grpc-port", str(self.grpc_port)]
         self._shift = Path(tempfile.mkdtemp(prefix="paceline-")) / "shift"
         self._shift.write_text("+0")
-        faked = {
-            "LD_PRELOAD": str(clock),
-            "FAKETIME_TIMESTAMP_FILE": str(self._shift),
-            "FAKETIME_CACHE_DURATION": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        }
-        self.faked = clock is not None
-        self.descriptors = descriptors
-        self._environment = os.environ | (faked if self.faked else {})
+        faked = {"TIMESTAMP_FILE": str(self._shift), "CACHE_DURATION": "1", "DONT_FAKE_MONOTONIC": "1"}
+        self.faked, self.descriptors, self._environment = clock is not None, descriptors, dict(os.environ)
+        if self.faked:
+            self._environment |= {"LD_PRELOAD": str(clock)} | {f"FAKETIME_{k}": value for k, value in faked.items()}
         self._process = self._start()
         self._running = True
         self.begin()
@@ -88,15 +83,10 @@ class Service:
         self.longest_s, self.num_chunks, self.num_failed, self.began = 0.0, 0, 0, time.monotonic()
 
     def _start(self) -> subprocess.Popen[str]:
-        limit = self.descriptors
-        process = subprocess.Popen(
-            self._command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=self._environment,
-            preexec_fn=None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)),
-        )
+        options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": self._environment}
+        if (limit := self.descriptors) is not None:
+            options["preexec_fn"] = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        process = subprocess.Popen(self._command, text=True, **options)
         assert process.stdout is not None
         if not any(line.strip() == "ready" for line in process.stdout):
             raise SystemExit("the service has not started")
@@ -104,7 +94,7 @@ class Service:
         return process
 
     def _stream(self) -> None:
-        body = json.dumps({"prompt": "def main():", "max_tokens": 400, "stream": True, "ignore_eos": True})
+        body = json.dumps({"prompt": "def main():", "stream": True, **ENDLESS})
         while self._running:
             try:
                 connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -177,31 +167,12 @@ class Service:
 
     def at_once(self, count: int, path: str, body: bytes) -> str:
         """The statuses of equal requests at the same time."""
-        found: list[str] = []
-        threads = [threading.Thread(target=lambda: found.append(self.post(path, body)[:3])) for _ in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return " ".join(sorted(found))
+        with ThreadPoolExecutor(count) as pool:
+            return " ".join(sorted(pool.map(lambda _: self.post(path, body)[:3], range(count))))
 
-    def unread(self, count: int) -> str:
-        """A request while as many streams of HTTP are never read."""
-        body = json.dumps({"prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True, "logprobs": 5})
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
-        with contextlib.ExitStack() as stack:
-            for _ in range(count):
-                one = stack.enter_context(socket.socket())
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                one.connect(("127.0.0.1", self.port))
-                one.sendall(f"{head}\r\n\r\n{body}".encode())
-            return self._beside()
-
-    def unread_answers(self, count: int) -> str:
-        """A request while as many large whole answers are never read."""
-        body = json.dumps({"prompt": "a b " * 500, "max_tokens": 1, "n": 8, "prompt_logprobs": 20}).encode()
+    def unread(self, count: int, wait_s: float = 0.0, **fields: Any) -> str:
+        """A request while as many answers over HTTP are never read; it is sent after ``wait_s``."""
+        body = json.dumps(fields).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         with contextlib.ExitStack() as stack:
             for _ in range(count):
@@ -209,7 +180,7 @@ class Service:
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 one.connect(("127.0.0.1", self.port))
                 one.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            time.sleep(20.0)
+            time.sleep(wait_s)
             return self._beside()
 
     def silent_grpc(self, count: int) -> str:
@@ -243,7 +214,7 @@ class Service:
 
     def storm(self, count: int, times: int) -> str:
         """Streams that are all reset once they have begun, again and again."""
-        body = json.dumps({"prompt": "def f(", "max_tokens": 400, "stream": True, "ignore_eos": True}).encode()
+        body = json.dumps({"prompt": "def f(", "stream": True, **ENDLESS}).encode()
         head = (
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         )
@@ -396,6 +367,10 @@ REQUESTS: dict[str, Callable[[], pb.GenerateRequest]] = {
 }
 
 
+def _prompt(text: bytes) -> bytes:
+    return b'{"prompt":"' + text + b'"}'
+
+
 def _form(**form: Any) -> bytes:
     """A request whose output has a costly form."""
     return json.dumps({"prompt": "a", "max_tokens": 400, "structured_outputs": form}).encode()
@@ -422,15 +397,15 @@ def _messages(count: int) -> bytes:
     return json.dumps({"max_tokens": 1, "messages": [{"role": "user", "content": "a"}] * count}).encode()
 
 
+ENDLESS: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
+LARGE: dict[str, Any] = {"prompt": "a b " * 500, "max_tokens": 1, "n": 8, "prompt_logprobs": 20}
 ATTACKS: dict[str, Callable[[Service], str]] = {
     "16 MiB of {}": lambda s: s.post("/v1/chat/completions", b'{"messages":[' + b"{}," * (5 * MIB) + b"{}]}"),
     "4 MiB of {}": lambda s: s.post("/v1/chat/completions", b'{"messages":[' + b"{}," * MIB + b"{}]}"),
     "2 million token ids": lambda s: s.post("/v1/completions", b'{"prompt":[' + b"7," * (2 * MIB) + b"7]}"),
-    "4 MiB of text": lambda s: s.post("/v1/completions", b'{"prompt":"' + b"a b " * MIB + b'"}'),
-    "1 MiB of text, 7 at once": lambda s: s.at_once(
-        7, "/v1/completions", b'{"prompt":"' + b"a b " * (MIB // 4) + b'"}'
-    ),
-    "4 MiB to /tokenize": lambda s: s.post("/tokenize", b'{"prompt":"' + b"a b " * MIB + b'"}'),
+    "4 MiB of text": lambda s: s.post("/v1/completions", _prompt(b"a b " * MIB)),
+    "1 MiB of text, 7 at once": lambda s: s.at_once(7, "/v1/completions", _prompt(b"a b " * (MIB // 4))),
+    "4 MiB to /tokenize": lambda s: s.post("/tokenize", _prompt(b"a b " * MIB)),
     "15,000 unknown fields": lambda s: s.post(
         "/v1/completions", json.dumps({"prompt": "a", "max_tokens": 1} | {f"x{i}": i for i in range(15_000)}).encode()
     ),
@@ -447,16 +422,12 @@ ATTACKS: dict[str, Callable[[Service], str]] = {
     "multiples of two primes": lambda s: s.post(
         "/v1/completions", _form(json={"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967)]})
     ),
-    "64 streams never read": lambda s: s.unread(64),
-    "4 answers of 8 x 1,000 log probabilities": lambda s: s.at_once(
-        4,
-        "/v1/completions",
-        json.dumps({"prompt": "a b " * 500, "max_tokens": 1, "n": 8, "prompt_logprobs": 20}).encode(),
-    ),
+    "64 streams never read": lambda s: s.unread(64, prompt="a", stream=True, logprobs=5, **ENDLESS),
+    "4 answers of 8 x 1,000 log probabilities": lambda s: s.at_once(4, "/v1/completions", json.dumps(LARGE).encode()),
     "log probabilities beyond the bound": lambda s: s.post(
         "/v1/completions", json.dumps({"prompt": "a b " * 900, "n": 16, "prompt_logprobs": 20}).encode()
     ),
-    "16 large answers never read": lambda s: s.unread_answers(16),
+    "16 large answers never read": lambda s: s.unread(16, 20.0, **LARGE),
     "400 silent gRPC connections": lambda s: s.silent_grpc(400),
     "a tool's type doubled by $ref": lambda s: s.at_once(4, "/v1/chat/completions", _doubled(15, 3)),
     "a user of 1 MB": lambda s: s.post(

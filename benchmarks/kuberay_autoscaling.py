@@ -11,7 +11,6 @@ operator, which turns pods into machines: namespaces of their own for network, p
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import ctypes
 import json
@@ -75,15 +74,9 @@ async def load(address: str, sessions: int, mode: str, seconds: float) -> None:
             while time.monotonic() < until and not STOP.exists():
                 last = time.monotonic()
                 try:
-                    stream = client.generate(
-                        PROMPT,
-                        speculation=SpeculationParams(mode=Mode(mode)),
-                        max_tokens=NUM_TOKENS,
-                        seed=7,
-                        temperature=1.0,
-                        ignore_eos=True,
-                        timeout_s=240,
-                    )
+                    sampling = {"max_tokens": NUM_TOKENS, "seed": 7, "temperature": 1.0, "ignore_eos": True}
+                    speculation = SpeculationParams(mode=Mode(mode))
+                    stream = client.generate(PROMPT, speculation=speculation, timeout_s=240, **sampling)
                     tokens: list[int] = []
                     async for chunk in stream:
                         tokens += chunk.token_ids
@@ -128,15 +121,8 @@ def confinement(service: dict[str, Any]) -> tuple[str, str]:
 def environment() -> dict[str, str]:
     """Arguments of ``hosts.sh``."""
     shared = [str(path) for path in (REPOSITORY, TESTBED) if path.is_relative_to("/tmp")]
-    return os.environ | {
-        "CLU_ROOT": str(ROOT),
-        "CLU_PFX": "pkb",
-        "CLU_GW": SWITCH,
-        "CLU_LEN": "24",
-        "CLU_VENV": sys.prefix,
-        "CLU_SHM": "1g",
-        "CLU_SHARE": ":".join(shared),
-    }
+    own = {"ROOT": str(ROOT), "PFX": "pkb", "GW": SWITCH, "LEN": "24", "VENV": sys.prefix, "SHM": "1g"}
+    return os.environ | {f"CLU_{name}": value for name, value in {**own, "SHARE": ":".join(shared)}.items()}
 
 
 def hosts(*arguments: str, timeout_s: float = 90.0) -> subprocess.CompletedProcess[str]:
@@ -176,17 +162,12 @@ def listen_in(namespace: str, address: tuple[str, int]) -> socket.socket:
 
 def manifest(overlay: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The RayService of an overlay, and the environment of its pods."""
-    built = subprocess.run(
-        ["kubectl", "kustomize", str(REPOSITORY / "k8s" / "overlays" / overlay)], capture_output=True, check=True
-    )
-    documents = {
-        doc["kind"]: doc for doc in yaml.safe_load_all(built.stdout) if doc["kind"] in ("RayService", "ConfigMap")
-    }
+    command = ["kubectl", "kustomize", str(REPOSITORY / "k8s" / "overlays" / overlay)]
+    built = subprocess.run(command, capture_output=True, check=True).stdout
+    kinds = {document["kind"]: document for document in yaml.safe_load_all(built)}
     # programs of the image are in this environment here
-    variables = {
-        name: value.replace("/opt/paceline", sys.prefix) for name, value in documents["ConfigMap"]["data"].items()
-    }
-    return documents["RayService"], variables
+    data = kinds["ConfigMap"]["data"].items()
+    return kinds["RayService"], {name: value.replace("/opt/paceline", sys.prefix) for name, value in data}
 
 
 class Cluster:
@@ -260,12 +241,8 @@ class Cluster:
             listen_in("pkb-sw", (SWITCH, 6443)), server_side=True, do_handshake_on_connect=False
         )
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        cluster = {
-            "apiVersion": "ray.io/v1",
-            "kind": "RayCluster",
-            "metadata": {"name": NAME, "namespace": NAMESPACE},
-            "spec": self.spec,
-        }
+        metadata = {"name": NAME, "namespace": NAMESPACE}
+        cluster = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata, "spec": self.spec}
         code, answer = self.api.put(CLUSTERS, NAME, NAMESPACE, cluster, True)
         if code != 201:
             raise RuntimeError(f"the API server refused the RayCluster: {answer}")
@@ -320,12 +297,9 @@ class Cluster:
     def _pod(self, name: str, group: str, address: str, phase: str) -> None:
         kind = "head" if group == "headgroup" else "worker"
         labels = {"ray.io/cluster": NAME, "ray.io/group": group, "ray.io/node-type": kind, "ray.io/is-ray-node": "yes"}
-        pod = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": name, "namespace": NAMESPACE, "labels": labels},
-            "spec": {"containers": [{"name": "ray", "image": "paceline"}]},
-        }
+        metadata = {"name": name, "namespace": NAMESPACE, "labels": labels}
+        spec = {"containers": [{"name": "ray", "image": "paceline"}]}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
         if (PODS, NAMESPACE, name) not in self.api.store:
             self.api.put(PODS, name, NAMESPACE, pod, True)
         running = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
@@ -483,11 +457,14 @@ def phase(cluster: Cluster, title: str, grows: str, sessions: int, mode: str, se
     back = cluster.wait("back again", lambda state, pools, groups: groups == before and pools.get(grows) == 1, 150)
     most = {name: max(most[name], during[name], back[name]) for name in most}
     alone = all((count > before[name]) is (name == grows) for name, count in most.items())
-    sound = set(results[0].get("seen", {"failed": 1})) == {"completed"} and results[0]["different"] == 1
-    cluster.say(
-        f"at most {most}, now {cluster.groups()}: {'only ' + grows if alone else 'NOT only ' + grows} grew and returned"
-    )
-    return alone and sound
+    only = f"{'only' if alone else 'NOT only'} {grows} grew and returned"
+    cluster.say(f"at most {most}, now {cluster.groups()}: {only}")
+    return alone and sound(results)
+
+
+def sound(results: list[dict[str, Any]]) -> bool:
+    """Whether all streams ended with the same tokens."""
+    return set(results[0].get("seen", {"failed": 1})) == {"completed"} and results[0]["different"] == 1
 
 
 def diagnose(cluster: Cluster) -> None:
@@ -505,33 +482,19 @@ def drained(cluster: Cluster) -> bool:
     """A draft's pod is evicted below running streams; whether they went on and a successor came."""
     pod = cluster.pods("draft")[0]
     cluster.say(f"== {pod} is evicted: its preStop hook runs while 6 sessions stream")
-    command = cluster.spec["workerGroupSpecs"][1]["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"][
-        "command"
-    ]
+    (container,) = cluster.spec["workerGroupSpecs"][1]["template"]["spec"]["containers"]
+    command = container["lifecycle"]["preStop"]["exec"]["command"]
     with streams(cluster, 6, "overlapped", 60) as results:
         time.sleep(8)
         started = time.monotonic()
         cluster.machines[pod] = "terminating"  # it counts no longer: the operator makes its successor at once
-        said = hosts(
-            "run",
-            pod,
-            "env",
-            *(f"{k}={v}" for k, v in cluster.variables.items()),
-            f"RAY_ADDRESS={HEAD}:6379",
-            *cluster.as_user.split(),
-            *command,
-            timeout_s=150,
-        )
-        cluster.say(
-            f"preStop: status {said.returncode} after {time.monotonic() - started:.1f} s: {said.stderr.strip()[-300:]}"
-        )
+        variables = [f"{k}={v}" for k, v in (cluster.variables | {"RAY_ADDRESS": f"{HEAD}:6379"}).items()]
+        said = hosts("run", pod, "env", *variables, *cluster.as_user.split(), *command, timeout_s=150)
+        took = f"after {time.monotonic() - started:.1f} s"
+        cluster.say(f"preStop: status {said.returncode} {took}: {said.stderr.strip()[-300:]}")
         cluster.remove(pod)
         cluster.wait("a successor", lambda state, pools, groups: pools.get("draft") == 1 and state == "RUNNING", 90)
-    return (
-        said.returncode == 0
-        and set(results[0].get("seen", {"failed": 1})) == {"completed"}
-        and results[0]["different"] == 1
-    )
+    return said.returncode == 0 and sound(results)
 
 
 def deployed(service: dict[str, Any]) -> dict[str, Any]:
@@ -564,23 +527,15 @@ def main() -> int:
             phase(cluster, "load that needs targets", "target", 20, "plain", 170),
             drained(cluster),
         ]
-        log = hosts(
-            "run",
-            "head",
-            "bash",
-            "-c",
-            "grep -E 'Resized|Adding|Removing|Terminat|drain' /tmp/ray/session_latest/logs/monitor.log | tail -20",
-        )
-        print("the autoscaler's own log:\n" + log.stdout)
+        log = "grep -E 'Resized|Adding|Removing|Terminat|drain' /tmp/ray/session_latest/logs/monitor.log | tail -20"
+        print("the autoscaler's own log:\n" + hosts("run", "head", "bash", "-c", log).stdout)
     print("all as wanted" if all(good) else f"NOT as wanted: {good}")
     return 0 if all(good) else 1
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--load"]:
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--load", nargs=4)
-        address, sessions, mode, seconds = parser.parse_args().load
+        address, sessions, mode, seconds = sys.argv[2:]
         asyncio.run(load(address, int(sessions), mode, float(seconds)))
     else:
         sys.exit(main())

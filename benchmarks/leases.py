@@ -93,16 +93,11 @@ async def measure(pool: ServePool, num: int) -> tuple[str, ...]:
         lease.close()
     await until(lambda: pool.num_leases == 0)
     closed_s, idle_s = time.monotonic() - idle.at_s, idle.at_s - opened.at_s
-    return (
-        f"{num:,}",
-        f"{num / (opened.at_s - before.at_s):,.0f}",
-        f"{1e3 * (opened.all_s - before.all_s) / num:.2f}",
-        f"{1e3 * (opened.router_s - before.router_s) / num:.2f}",
-        f"{(idle.all_s - opened.all_s) / idle_s:.3f}",
-        f"{(idle.router_s - opened.router_s) / idle_s:.3f}",
-        f"{(idle.num_bytes - before.num_bytes) / num / 1024:.0f}",
-        f"{num / closed_s:,.0f}",
-    )
+    cpu_ms = [1e3 * seconds / num for seconds in _spent(before, opened)]
+    shares = [seconds / idle_s for seconds in _spent(opened, idle)]
+    kib = (idle.num_bytes - before.num_bytes) / num / 1024
+    row = (f"{num:,}", f"{num / (opened.at_s - before.at_s):,.0f}", *(f"{ms:.2f}" for ms in cpu_ms))
+    return (*row, *(f"{share:.3f}" for share in shares), f"{kib:.0f}", f"{num / closed_s:,.0f}")
 
 
 async def rows(handle: serve.handle.DeploymentHandle, num_replicas: int, numbers: list[int]) -> None:

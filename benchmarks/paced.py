@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -34,7 +34,7 @@ from paceline.router.session import Session
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.host import EngineHost
 from paceline.runtime.server import EngineServer
-from paceline.types import Acceptance, Cause, Chunk, Mode, Request, Round, SamplingParams, SpeculationParams
+from paceline.types import Cause, Chunk, Request, Round, SamplingParams, SpeculationParams
 
 Prompts = Sequence[Sequence[int]]
 _START_TIMEOUT_S = 600.0
@@ -204,32 +204,29 @@ class Window:
     hits: int = 0
     misses: int = 0
     ranked: int = 0
-    """Tokens of rounds that only verified a draft's, and whose last one came where the draft had candidates,"""
+    """Tokens of rounds that verified a draft's only, where the draft had candidates for the last one."""
     strangers: int = 0
-    """and those which were not among its candidates."""
+    """Such rounds whose last token was not among these candidates."""
     lookups: int = 0
-    """Rounds in which tokens were accepted that only the session's own text had,"""
+    """Rounds with accepted tokens that only the session's own text had."""
     looked_up: int = 0
-    """such tokens that they verified,"""
     lookups_accepted: int = 0
-    """and accepted."""
+    """Such tokens, verified and accepted."""
     draft_steps: int = 0
     draft_leaves: int = 0
-    """Nodes that these steps expanded."""
+    """Nodes that the draft's steps expanded."""
     draft_s: float = 0.0
-    """Seconds of those steps, with what the draft's thread does between two forwards."""
+    """Seconds of the draft's steps, and of its thread between two forwards."""
     steps: int = 0
-    """Steps of the target,"""
     step_rows: int = 0
-    """the tokens that they computed,"""
+    """Steps of the target, and the tokens that they computed."""
     steps_s: float = 0.0
-    """and their seconds, with those between two of them unless all sessions waited for drafts."""
+    """Seconds of these steps and between them, unless all sessions waited for drafts."""
     branch_s: float = 0.0
     """Seconds for which the target takes a branch, summed over its steps."""
     links: int = 0
-    """Messages that a draft has sent back to the router at once,"""
     links_s: float = 0.0
-    """and the seconds until they were there."""
+    """Messages that a draft has sent back at once, and the seconds until the router had them."""
     started: float = field(default_factory=time.perf_counter)
 
     def add(self, chunk: Chunk, before: Round | None = None) -> None:
@@ -426,19 +423,8 @@ class Process:
         self.pipe.close()
 
 
-@contextlib.contextmanager
-def processes() -> Iterator[list[Process]]:
-    """A list of which all are ended at the end."""
-    started: list[Process] = []
-    try:
-        yield started
-    finally:
-        for process in started:
-            process.stop()
-
-
 def replicas(
-    started: list[Process],
+    stack: contextlib.AsyncExitStack,
     config: LocalConfig,
     paces: Sequence[tuple[str, Pace]],
     disturbed: Callable[[Any], Any] | None = None,
@@ -447,18 +433,18 @@ def replicas(
     begun = []
     for i, (kind, pace) in enumerate(paces):
         begun.append(Process.start(_serve, PacedFactory(kind, config, pace, disturbed, True), f"{kind}-{i}"))
-    started += begun
+        stack.callback(begun[-1].stop)
     members: dict[str, list[Member]] = {"target": [], "draft": []}
     for i, ((kind, _), process) in enumerate(zip(paces, begun, strict=True)):
         members[kind].append(Member(f"{kind}-{i}", process.answer()))
     return members
 
 
-def in_turn(started: list[Process], count: int, *arguments: Any) -> list[Process]:
+def in_turn(stack: contextlib.AsyncExitStack, count: int, *arguments: Any) -> list[Process]:
     """Co-located devices, ready to ``run``; ``arguments``: of ``InTurn``."""
     begun = [Process.start(_take_turns, *arguments) for _ in range(count)]
-    started += begun
     for process in begun:
+        stack.callback(process.stop)
         process.answer()
     return begun
 
@@ -540,10 +526,3 @@ def _counters(router: Router) -> dict[str, float]:
         "links": metrics.links,
         "links_s": metrics.links_s,
     }
-
-
-def speculation_of(mode: Mode, k: int, rule: Acceptance = Acceptance.COUPLED) -> SpeculationParams:
-    """Speculation parameters of a request."""
-    if mode is Mode.PLAIN:
-        return SpeculationParams(mode=mode)
-    return SpeculationParams(mode=mode, max_draft_tokens=k, acceptance=rule)

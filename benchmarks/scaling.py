@@ -80,25 +80,18 @@ def config(phases_scale: float) -> ServiceConfig:
     """Quick policies: what takes minutes in production takes seconds here."""
     grpc_port, http_port = free_ports(2)
     no_cores = {"ray_actor_options": {"num_cpus": 0.0}, "graceful_shutdown_timeout_s": 30.0}
-    pace = {"upscale_delay_s": 4.0, "downscale_delay_s": 12.0 * phases_scale}
+    pace = {"upscale_delay_s": 4.0, "downscale_delay_s": 12.0 * phases_scale, "max_replicas": 3}
+    targets = pace | {"min_replicas": 1, "policy": {"window_s": 4.0}}
+    drafts = pace | {"min_replicas": 0, "policy": {"window_s": 4.0, "probe_interval_s": 40.0, "probe_s": 20.0}}
     return ServiceConfig.parse(
         {
             "target_config": {
                 "engine_kwargs": {"max_sessions": 4},
-                "deployment_config": no_cores
-                | {"autoscaling_config": pace | {"min_replicas": 1, "max_replicas": 3, "policy": {"window_s": 4.0}}},
+                "deployment_config": no_cores | {"autoscaling_config": targets},
             },
             "draft_config": {
                 "model_loading_config": {"model_id": "paceline/embedded-draft"},
-                "deployment_config": no_cores
-                | {
-                    "autoscaling_config": pace
-                    | {
-                        "min_replicas": 0,
-                        "max_replicas": 3,
-                        "policy": {"window_s": 4.0, "probe_interval_s": 40.0, "probe_s": 20.0},
-                    }
-                },
+                "deployment_config": no_cores | {"autoscaling_config": drafts},
             },
             "router_config": {"deployment_config": no_cores},
             "server": {"host": "127.0.0.1", "grpc_port": grpc_port, "http_port": http_port},
@@ -129,11 +122,7 @@ class Trace:
             sampler = asyncio.create_task(self._sample(client))
             for phase in self._phases:
                 self._wanted = {Mode.PLAIN: phase.plain, Mode.OVERLAPPED: phase.speculating}
-                print(
-                    f"{self._now():5.0f} s  {phase.what}: {phase.plain} plain, {phase.speculating} speculating",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                self._say(f"{phase.what}: {phase.plain} plain, {phase.speculating} speculating")
                 end = time.monotonic() + phase.seconds
                 while time.monotonic() < end:
                     self._fill(client)
@@ -145,6 +134,9 @@ class Trace:
 
     def _now(self) -> float:
         return time.monotonic() - self._began
+
+    def _say(self, text: str) -> None:
+        print(f"{self._now():5.0f} s  {text}", file=sys.stderr, flush=True)
 
     def _fill(self, client: AsyncClient) -> None:
         for mode, wanted in self._wanted.items():
@@ -174,7 +166,7 @@ class Trace:
             try:
                 self.samples.append(self._sample_of(await client.server_info(timeout_s=5.0), begun))
             except PacelineError as error:
-                print(f"{begun:5.0f} s  no sample: {error}", file=sys.stderr)
+                self._say(f"no sample: {error}")
             await asyncio.sleep(max(0.05, begun + 1.0 - self._now()))
 
     def _sample_of(self, info: ServerInfo, now: float) -> dict[str, Any]:
@@ -183,11 +175,7 @@ class Trace:
         for name, pool in pools.items():
             before = last.get(name, {})
             if (pool["wanted"], pool["actual"]) != (before.get("wanted"), before.get("actual")):
-                print(
-                    f"{now:5.0f} s  {name}: {pool['actual']} of {pool['wanted']}: {pool['reason']}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                self._say(f"{name}: {pool['actual']} of {pool['wanted']}: {pool['reason']}")
         return {
             "at_s": round(now, 2),
             "plain": len(self._running[Mode.PLAIN]),

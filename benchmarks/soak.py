@@ -35,6 +35,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from paceline.checkpoint.files import embedded_paths
 from paceline.client import AsyncClient, AsyncStream, Tls
 from paceline.config import LocalConfig, TargetModel
@@ -43,7 +45,7 @@ from paceline.local import LocalPipeline
 from paceline.types import FinishReason, Result, ServerInfo
 from paceline_bench.hostility import Hostility
 from paceline_bench.processes import Process, ServiceProcess, num_descriptors, read_process
-from paceline_bench.traffic import Expected, Template, Wire, expect, fault_in, make_templates, secured
+from paceline_bench.traffic import Expected, Template, Wire, expect, fault_in, make_templates, secured, service_of, tell
 
 SAMPLE_S = 5.0
 QUIET_TIMEOUT_S = 30.0
@@ -127,15 +129,9 @@ class Load:
         async with self._connected(self.service.address) as self._client:
             await self._client.wait_ready(60)
             await self._quiet()  # what is there without load
-            helpers = [
-                asyncio.create_task(part)
-                for part in (
-                    self._sample(),
-                    self._kill("draft", self.args.kill_draft_s),
-                    self._kill("target", self.args.kill_target_s),
-                    *([self.hostility.run(self.args.hostile)] if self.args.hostile else []),
-                )
-            ]
+            kills = self._kill("draft", self.args.kill_draft_s), self._kill("target", self.args.kill_target_s)
+            hostile = [self.hostility.run(self.args.hostile)] if self.args.hostile else []
+            helpers = [asyncio.create_task(part) for part in (self._sample(), *kills, *hostile)]
             try:
                 next_quiet = time.monotonic() + self.args.quiet_s
                 while (now := time.monotonic()) < until:
@@ -213,14 +209,9 @@ class Load:
             elif behavior == "leave":
                 client = await stack.enter_async_context(self._connected(self.service.address))
             template = self.templates[number]
-            stream = client.generate(
-                template.prompt,
-                template.sampling,
-                template.speculation,
-                stop=template.stop,
-                timeout_s=limit_s,
-                logprobs=self.rng.random() < 0.2,
-            )
+            request = (template.prompt, template.sampling, template.speculation)
+            options = {"stop": template.stop, "timeout_s": limit_s, "logprobs": self.rng.random() < 0.2}
+            stream = client.generate(*request, **options)
             if behavior in ("complete", "deadline"):
                 result = await stream.result
             else:
@@ -276,25 +267,12 @@ class Load:
 
     async def _sample(self, once: bool = False) -> None:
         while True:
-            at_s, quiet = self.now_s, once
-            for process in [*self.service.family(), read_process(os.getpid())]:
-                if process is None:
-                    continue
-                own = process.pid == os.getpid()
-                self.samples.append(
-                    {
-                        "at_s": at_s,
-                        "quiet": quiet,
-                        "pid": process.pid,
-                        "started": process.started,
-                        "role": "soak" if own else role_of(process),
-                        "command": process.command[:60],
-                        "rss_bytes": process.rss_bytes,
-                        "threads": process.threads,
-                        "cpu_s": process.cpu_s,
-                        "descriptors": num_descriptors(process.pid),
-                    }
-                )
+            at_s = self.now_s
+            for process in filter(None, [*self.service.family(), read_process(os.getpid())]):
+                fields = {name: getattr(process, name) for name in ("pid", "started", "rss_bytes", "threads", "cpu_s")}
+                role = "soak" if process.pid == os.getpid() else role_of(process)
+                fields |= {"role": role, "command": process.command[:60], "descriptors": num_descriptors(process.pid)}
+                self.samples.append({"at_s": at_s, "quiet": once, **fields})
             if once:
                 return
             await asyncio.sleep(SAMPLE_S)
@@ -395,26 +373,22 @@ class Trend:
 
 
 class Line(NamedTuple):
-    """A least-squares line."""
+    """A least-squares line: slope, its standard error, and the coefficient of determination, 0 to 1."""
 
     slope: float
     error: float
-    """Standard error of the slope."""
     fit: float
-    """Coefficient of determination, 0 to 1."""
 
 
 def line(points: Sequence[tuple[float, float]]) -> Line:
     """Fits a line; all zero if either coordinate is constant."""
-    count = len(points)
-    mean_x, mean_y = sum(x for x, _ in points) / count, sum(y for _, y in points) / count
-    xx = sum((x - mean_x) ** 2 for x, _ in points)
-    yy = sum((y - mean_y) ** 2 for _, y in points)
-    xy = sum((x - mean_x) * (y - mean_y) for x, y in points)
+    x, y = np.array(points).T
+    x, y = x - x.mean(), y - y.mean()
+    xx, yy, xy = float(x @ x), float(y @ y), float(x @ y)
     if xx == 0 or yy == 0:
         return Line(0.0, 0.0, 0.0)
-    rest = max(yy - xy * xy / xx, 0.0)
-    return Line(xy / xx, math.sqrt(rest / (count - 2) / xx) if count > 2 else math.inf, xy * xy / (xx * yy))
+    rest, spare = max(yy - xy * xy / xx, 0.0), len(points) - 2
+    return Line(xy / xx, math.sqrt(rest / spare / xx) if spare else math.inf, xy * xy / (xx * yy))
 
 
 def trends(samples: Sequence[Mapping[str, Any]]) -> list[Trend]:
@@ -432,20 +406,8 @@ def trends(samples: Sequence[Mapping[str, Any]]) -> list[Trend]:
                 continue
             span_s = later[-1][0] - later[0][0]
             slope, error, fit = line(later)
-            found.append(
-                Trend(
-                    life[-1]["role"],
-                    pid,
-                    what,
-                    points[-1][0] - points[0][0],
-                    points[0][1],
-                    points[-1][1],
-                    3600 * slope,
-                    3600 * error,
-                    slope * span_s,
-                    fit,
-                )
-            )
+            times = points[-1][0] - points[0][0], points[0][1], points[-1][1]
+            found.append(Trend(life[-1]["role"], pid, what, *times, 3600 * slope, 3600 * error, slope * span_s, fit))
     return found
 
 
@@ -491,22 +453,18 @@ def summary(load: Load, found: Sequence[Trend], wrong: Sequence[str]) -> str:
     checked = sum(e.checked for e in load.ended)
     tokens = sum(e.num_tokens for e in load.ended)
     times = sorted(e.seconds for e in load.ended if e.outcome == "complete")
-    lines = [
-        (
-            f"{load.now_s / 60:.1f} minutes: {len(load.ended)} requests, {tokens} tokens, {checked} compared with "
-            f"plain decoding ({sum(t.claimed for t in load.templates)} of {len(load.templates)} templates are claimed)"
-        ),
-        *(
-            f"  {behavior}: " + ", ".join(f"{n} {o}" for (b, o), n in sorted(counts.items()) if b == behavior)
-            for behavior in BEHAVIORS
-        ),
-        "killed: " + ", ".join(f"{n} {kind}s" for kind, n in sorted(Counter(k for _, k, _ in load.kills).items())),
-    ]
+    claimed = f"{sum(t.claimed for t in load.templates)} of {len(load.templates)} templates are claimed"
+    done = f"{len(load.ended)} requests, {tokens} tokens, {checked} compared with plain decoding ({claimed})"
+    lines = [f"{load.now_s / 60:.1f} minutes: {done}"]
+    for behavior in BEHAVIORS:
+        ends = ", ".join(f"{n} {o}" for (b, o), n in sorted(counts.items()) if b == behavior)
+        lines.append(f"  {behavior}: {ends}")
+    kills = sorted(Counter(kind for _, kind, _ in load.kills).items())
+    lines.append("killed: " + ", ".join(f"{n} {kind}s" for kind, n in kills))
     if times:
         at = [times[min(len(times) - 1, math.ceil(len(times) * p) - 1)] for p in (0.5, 0.99)]
-        lines.append(
-            f"complete requests took {at[0]:.2f} s (median), {at[1]:.2f} s (99 %), {times[-1]:.2f} s (longest)"
-        )
+        shown = f"{at[0]:.2f} s (median), {at[1]:.2f} s (99 %), {times[-1]:.2f} s (longest)"
+        lines.append(f"complete requests took {shown}")
     if statuses := load.hostility.statuses:
         lines.append(f"{statuses.total()} hostile calls, by what each got:")
         lines += [f"  {kind}: {count} {status}" for (kind, status), count in sorted(statuses.items())]
@@ -548,9 +506,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kill-draft-s", type=float, default=60.0, help="mean time between kills; 0: never")
     parser.add_argument("--kill-target-s", type=float, default=240.0, help="likewise")
     parser.add_argument("--secured", action="store_true", help="TLS outside and inside, and API keys")
-    parser.add_argument(
-        "--hostile", type=float, default=0.0, metavar="PER_S", help="hostile calls a second (default 0)"
-    )
+    parser.add_argument("--hostile", type=float, default=0.0, metavar="PER_S", help="hostile calls a second")
     parser.add_argument("--quiet-s", type=float, default=90.0, help="time between pauses (default 90)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -559,7 +515,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    args, rng = parse(argv), None
+    args = parse(argv)
     rng = random.Random(args.seed)
     engine = {"dtype": args.dtype, "compile": args.compile}
     model = TargetModel(path=args.target, **engine)
@@ -567,18 +523,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with LocalPipeline(LocalConfig(target=model)) as pipeline:
         templates = make_templates(pipeline, args.templates, args.max_tokens, rng)
         expected = expect(pipeline, templates)
-    config: dict[str, Any] = {
-        "target_config": {
-            "model_loading_config": {"model_id": "soak-target", "model_source": args.target},
-            "engine_kwargs": engine,
-            "deployment_config": {"num_replicas": args.targets},
-        },
-        "draft_config": {
-            "model_loading_config": {"model_id": "soak-draft", "model_source": args.draft},
-            "engine_kwargs": engine,
-            "deployment_config": {"num_replicas": args.drafts},
-        },
-    }
+    config = service_of((args.target, args.draft), (engine, engine), (args.targets, args.drafts))
     server: dict[str, Any] = {}
     tls, key = None, None
     with tempfile.TemporaryDirectory() as folder:
@@ -586,24 +531,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             key = "key-of-the-soak"
             server, internal, tls = secured(Path(folder), key)
             config |= internal
-        with ServiceProcess(config, server=server, say=lambda text: print(f"  {text}", file=sys.stderr)) as service:
+        with ServiceProcess(config, server=server, say=tell) as service:
             load = Load(service, templates, expected, args, rng, tls, key)
             asyncio.run(load.run())
     found = trends(load.samples)
     wrong = judge(load, found)
     print(summary(load, found, wrong))
     if args.json is not None:
-        data = {
-            "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
-            "faults": [*load.faults, *wrong],
-            "kills": load.kills,
-            "quiets": load.quiets,
-            "states": load.states,
-            "trends": [asdict(trend) for trend in found],
-            "requests": [asdict(ended) for ended in load.ended],
-            "samples": load.samples,
-        }
-        args.json.write_text(json.dumps(data) + "\n", encoding="utf-8")
+        data = {name: getattr(load, name) for name in ("kills", "quiets", "states", "samples")}
+        data |= {"settings": vars(args), "faults": [*load.faults, *wrong], "trends": [asdict(trend) for trend in found]}
+        data |= {"requests": [asdict(ended) for ended in load.ended]}
+        args.json.write_text(json.dumps(data, default=str) + "\n", encoding="utf-8")
     return 1 if load.faults or wrong else 0
 
 

@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,8 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+
+from paceline.cluster.ports import free_ports
 
 PROMPT = "def read_file(path):"
 WAYS = ("waits", "cold", "warm")
@@ -66,9 +67,7 @@ def generate(flags: list[str], cache: Path) -> tuple[float, float]:
 
 def serve(flags: list[str], cache: Path) -> tuple[float, float]:
     """Seconds until the first token of a request that is sent once the command is ready, and CPU seconds until then."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     with _command(["serve", "--local", "--http-port", str(port), *flags], cache) as (process, started):
         assert process.stdout is not None
         while process.stdout.readline().strip() != b"ready":
@@ -91,13 +90,9 @@ def _command(arguments: list[str], cache: Path) -> Iterator[tuple[subprocess.Pop
     """A command of Paceline with a cache of its own, and when it was started; ended with all its processes."""
     environment = {**os.environ, "PACELINE_CACHE": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
     started = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "paceline", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-        start_new_session=True,
-    )
+    pipes: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    command = [sys.executable, "-m", "paceline", *arguments]
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
     try:
         yield process, started
     finally:

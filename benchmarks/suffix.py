@@ -12,10 +12,10 @@ where it expects to be wrong, has a line of its own.
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -69,22 +69,6 @@ def conversations(
     return found
 
 
-class Rounds(Protocol):
-    """What proposes tokens for one text, round by round."""
-
-    def propose(self, num_tokens: int) -> Sequence[int]:
-        """The likeliest tokens to come, at most ``num_tokens``."""
-        ...
-
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """Appends what was written: accepted tokens of the last proposal, and one more."""
-        ...
-
-    def close(self) -> None:
-        """Ends the text."""
-        ...
-
-
 class OfDrafter:
     """The rounds of a session of a drafter."""
 
@@ -132,13 +116,14 @@ class OfLookup:
         """Does nothing."""
 
 
+Rounds = OfDrafter | OfLookup
 Begin = Callable[[str, Sequence[int]], Rounds]
 """From a session's name and context."""
 
 
 def of_drafter(drafter: Drafter) -> Begin:
     """Sessions of one drafter."""
-    return lambda session, context: OfDrafter(drafter, session, context)
+    return functools.partial(OfDrafter, drafter)
 
 
 def of_lookup() -> Begin:

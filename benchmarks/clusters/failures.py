@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -154,22 +155,15 @@ def launch(machines: Machines, config: Path, serve: Path, streams: int) -> Seen:
     machines.run(LAUNCHER, f"{UP} {config}", timeout_s=180)
     say(f"ray up: {time.time() - started:.0f} s")
     count = f". ~/paceline/environment.sh; python {Path(__file__).with_name('count_nodes.py')}"
-    wait_until(
-        "all nodes", lambda: machines.run("head", count, check=False).strip().endswith(str(len(CORE))), timeout_s=270
-    )
+    counted = functools.partial(machines.run, "head", count, check=False)
+    wait_until("all nodes", lambda: counted().strip().endswith(str(len(CORE))), timeout_s=270)
     say(f"{len(CORE)} nodes: {time.time() - started:.0f} s after the start of ray up")
     deploy(machines, serve)
     stop, output = machines.folder / "stop", machines.folder / "traffic.jsonl"
     traffic = Path(__file__).with_name("traffic.py")
-    script = (
-        f"PYTHONPATH=services {sys.executable} {traffic} {ADDRESSES['router']}:9000 {ADDRESSES['head']} {output} "
-        f"{stop} --streams {streams}"
-    )
-    machines.start(
-        LAUNCHER,
-        f"taskset -pc 1 $$ > /dev/null; renice -n 10 $$ > /dev/null; {script}",
-        machines.folder / "traffic.log",
-    )
+    script = f"{traffic} {ADDRESSES['router']}:9000 {ADDRESSES['head']} {output} {stop} --streams {streams}"
+    script = f"taskset -pc 1 $$ > /dev/null; renice -n 10 $$ > /dev/null; PYTHONPATH=services {sys.executable} {script}"
+    machines.start(LAUNCHER, script, machines.folder / "traffic.log")
     seen = Seen(output)
 
     def streaming() -> bool:
@@ -227,11 +221,8 @@ def disturb(machines: Machines, seen: Seen, failure: str, name: str, config: Pat
         return time.time()
     if what in ("upgrade", "wheel"):
         drain = ". ~/paceline/environment.sh; python -m paceline.cluster.drain --graceful-s 1830 --cold-start-s 0"
-        say(
-            machines.run(name, f"{drain} --timeout-s {DRAIN_S:.0f}", timeout_s=DRAIN_S + 30.0, check=False).strip()[
-                -300:
-            ]
-        )
+        drain += f" --timeout-s {DRAIN_S:.0f}"
+        say(machines.run(name, drain, timeout_s=DRAIN_S + 30.0, check=False).strip()[-300:])
     if what == "wheel":
         install = f"rm ~/paceline/dist/*.whl; cp {machines.other_wheel()} ~/paceline/dist; bash ~/paceline/setup.sh"
         machines.run(name, f". ~/paceline/environment.sh; stop_ray; {install}")
@@ -311,25 +302,10 @@ def off_for(seen: Seen, begin: float, end: float) -> str:
 
 
 HEAD = [
-    "failure",
-    "sessions there",
-    "node dead s",
-    "gap before s",
-    "gap s",
-    "streams ended",
-    "identical",
-    "broken",
-    "without drafts s",
-    "whole again s",
-    "after it was back s",
-    "host's load, 5 min",
+    *("failure", "sessions there", "node dead s", "gap before s", "gap s", "streams ended", "identical", "broken"),
+    *("without drafts s", "whole again s", "after it was back s", "host's load, 5 min"),
 ]
-
-
-SUMMARY = [
-    *("failure", "times", "streams ended", "identical", "broken"),
-    *("gap median s", "longest", "whole median s", "last"),
-]
+SUMMARY = ["failure", "times", *HEAD[5:8], "gap median s", "longest", "whole median s", "last"]
 
 
 def summary(rows: list[list[str]]) -> list[list[str]]:
@@ -412,24 +388,17 @@ def versions() -> str:
     """Versions and machine of the run."""
     import ray
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    return f"Ray {ray.__version__}, Python {platform.python_version()}, {commit.stdout.strip()}"
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False).stdout.strip()
+    return f"Ray {ray.__version__}, Python {platform.python_version()}, {commit}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("failures", nargs="*", default=FAILURES, metavar="FAILURE", help=", ".join(FAILURES))
     parser.add_argument("--output", type=Path, help="append the table to this file")
-    parser.add_argument(
-        "--keep", type=Path, metavar="FOLDER", help="copy the logs of the head and what clients saw there"
-    )
-    parser.add_argument(
-        "--misses",
-        type=int,
-        help="health checks that a node may miss, where cluster/environment.sh says 20",
-    )
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="copy the head's logs and what clients saw there")
+    parser.add_argument("--misses", type=int, help="health checks that a node may miss, else as environment.sh says")
     parser.add_argument("--repeats", type=int, default=1, help="how often all of them happen")
     parser.add_argument("--streams", type=int, default=3, help="at once")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no failure begins later than this")

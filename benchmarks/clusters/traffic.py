@@ -86,9 +86,7 @@ class Traffic:
                 info = await client.server_info(timeout_s=3.0)
                 counts = {name: len(replicas) for name, replicas in info.pools.items()}
                 sessions = {replica.node: replica.num_sessions for replica in info.pools.get("target", ())}
-                ids = {
-                    name: sorted(replica.replica_id for replica in replicas) for name, replicas in info.pools.items()
-                }
+                ids = {name: sorted(each.replica_id for each in replicas) for name, replicas in info.pools.items()}
                 if (pools := {"counts": counts, "sessions": sessions, "ids": ids}) != last:
                     self._note("pools", **pools)
                     last = pools
@@ -102,22 +100,16 @@ class Traffic:
         last = None
         while True:
             try:
-                answer = await asyncio.to_thread(self._ask, request)
-                rows = answer["data"]["result"]["result"]
-                states = {row["node_ip"]: "DEAD" for row in rows} | {
-                    row["node_ip"]: "ALIVE" for row in rows if row["state"] == "ALIVE"
-                }
+                answer = await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=2.0).read())
+                rows = json.loads(answer)["data"]["result"]["result"]
+                living = [row["node_ip"] for row in rows if row["state"] == "ALIVE"]
+                states = {row["node_ip"]: "DEAD" for row in rows} | dict.fromkeys(living, "ALIVE")
             except (OSError, ValueError, KeyError, TypeError):
                 states = {}
             if states != last:
                 self._note("nodes", states=states)
                 last = states
             await asyncio.sleep(POLL_S)
-
-    @staticmethod
-    def _ask(request: urllib.request.Request) -> Any:
-        with urllib.request.urlopen(request, timeout=2.0) as answer:
-            return json.load(answer)
 
 
 def main() -> None:

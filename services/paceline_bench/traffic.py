@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,25 @@ class Template:
     def claimed(self) -> bool:
         """True if its tokens have to be plain decoding's."""
         return self.sampling.temperature == 0 or self.speculation.acceptance is Acceptance.COUPLED
+
+
+def service_of(
+    models: Sequence[Path | str], engines: Sequence[Any], replicas: Sequence[int] = (1, 1)
+) -> dict[str, Any]:
+    """The configuration of a service: models, their engine options and numbers of replicas, target first."""
+    return {
+        f"{kind}_config": {
+            "model_loading_config": {"model_id": f"stressed-{kind}", "model_source": str(model)},
+            "engine_kwargs": engine,
+            "deployment_config": {"num_replicas": count},
+        }
+        for kind, model, engine, count in zip(("target", "draft"), models, engines, replicas, strict=True)
+    }
+
+
+def tell(text: str) -> None:
+    """Prints a line of a service that starts."""
+    print(f"  {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
