@@ -13,7 +13,7 @@ messages between tensor-parallel ranks stay narrow. The vocabulary always stays 
 carries ``grown_from_num_parameters``; a report with a figure measured on one must say so.
 
 A wider residual stream has zeros in the dimensions that are new. RMSNorm divides by the root of the mean of squares, so
-with n times as many dimensions it returns sqrt(n) times as much: its weights are divided by that, and epsilon by n,
+with n times the dimensions it returns sqrt(n) times the values: its weights are divided by that, and epsilon by n,
 which is exact in every format if n is a power of 4. New heads are query heads whose outputs have no weight, with key
 and value heads of their own.
 """

@@ -186,7 +186,7 @@ def llama_cpp(start: dict[str, Any]) -> tuple[str, Answer]:
         return chain
 
     def fill(waiting: list[list[int]], known: list[int]) -> dict[int, int]:
-        """Puts the tokens that wait into the batch, those of short sequences first; returns rows by the sequences that
+        """Puts the tokens that wait into the batch, short sequences first; returns rows by the sequences that
         have none left."""
         rows, batch.n_tokens = {}, 0
         for i in sorted(range(len(waiting)), key=lambda i: len(waiting[i])):

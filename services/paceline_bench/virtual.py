@@ -1,12 +1,12 @@
 """``paceline bench virtual``: the pair on a virtual clock, on real weights.
 
-The engines, tree, growth, ranking, calibration, waiting policy and the session's relay are those of production; only
+The engines, tree, growth, ranking, calibration, waiting policy and the session's relay are production code; only
 time is not. A target step lasts one unit, a draft tree step ``--draft-step`` units, whatever is in them, and messages
 take no time. So a figure shows what a method can win and nothing of this machine: tokens after a request's first
 outcome, per unit of virtual time and per target step. An engine takes a message between two of its steps.
 
     overlap   sequential decoding at each K, and best-first growth with 16 and 32 branches in a draft step
-    rows      chains and subtrees of as many draft tokens, which cost nothing up to ``--rows``; the draft grows its tree
+    rows      chains and subtrees of draft tokens that cost nothing up to ``--rows``; the draft grows its tree
               until it has nothing more to do, so that every step has the best proposal that there is
     hits      accepted draft tokens, and hits after rejected and accepted ones, by rule: one draft token a round, and
               ``--fan-out`` children below each node of the tree

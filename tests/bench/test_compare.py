@@ -135,7 +135,7 @@ def test_prompts_are_questions_as_the_chat_template_renders_them(tmp_path: Path)
         chat.render([{"role": "user", "content": text}], None, {"add_generation_prompt": True}) for text in ("ab", "ba")
     ]
     assert [prompt.token_ids for prompt in run.prompts_of(arm, spec, 2)] == [chat.encode(text) for text in rendered]
-    with pytest.raises(ConfigError, match=r"asked\.jsonl'?: it holds 2 questions, and 3 are wanted"):
+    with pytest.raises(ConfigError, match=r"asked\.jsonl'?: it holds 2 questions, and 3 are needed"):
         run.prompts_of(arm, spec, 3)
     without = spec.model_copy(update={"configuration": TREE})
     with pytest.raises(ConfigError, match="has no chat template, which is needed to render"):

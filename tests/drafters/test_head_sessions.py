@@ -212,7 +212,7 @@ def test_states_with_a_gap_end_their_session_alone() -> None:
     twin.open("a", 20)
     twin.head.feed([twin.part("a", 3)])
     twin.fed["a"] += 1
-    with pytest.raises(DrafterSessionError, match=r"session a: fed states from position 4; those of 3 are missing"):
+    with pytest.raises(DrafterSessionError, match=r"a: fed states from position 4; the states from 3 are missing"):
         twin.head.feed([twin.part("a", 2)])
     twin.fed["a"] = 3
     twin.head.feed([twin.part("a", 16)])

@@ -141,13 +141,13 @@ _COLUMNS = """
 _MEASURED = """
 ## Measured
 
-`benchmarks/specs/methods.yaml` runs the embedded target with its draft, with its own heads and those that it trains,
+`benchmarks/specs/methods.yaml` runs the embedded target with its draft, with its own heads and the ones it trains,
 and with methods without weights: eager, in float32, one request at a time. All methods,
 plain decoding and transformers' own methods take turns, prompt by prompt. Heads and draft are small and were trained
 for minutes ([model card](../services/paceline/embedded/README.md)): the figures show that each method works, not its
 speedup on other models. The draft of another vocabulary (3,000 of 4,096 tokens) and the PARD draft (adapted for 400
 steps) are made from the embedded draft; the plugin is the [example](own-drafters.md) of its page. Standard errors are
-over prompts. Tokens of a step do not depend on the machine, except those of overlapped drafting; tokens per second do.
+over prompts. Tokens of a step do not depend on the machine, except with overlapped drafting; tokens per second do.
 
 What transformers 5.23 cannot do here stands below a table: across vocabularies it samples only with a draft that has
 tokens which the target lacks, and its MTP wants modules in the target's own files, of a family that has them.

@@ -51,8 +51,8 @@ SECTIONS: list[tuple[str, str, list[Entry]]] = [
     (
         "Clients of a service",
         (
-            "`pip install paceline` is enough for these. Both clients have the same methods; those of `AsyncClient` "
-            "that wait are awaited. [Serving](serving.md#the-python-client) shows them at work."
+            "`pip install paceline` is enough for these. Both clients have the same methods; `AsyncClient`'s waiting "
+            "methods are coroutines. [Serving](serving.md#the-python-client) shows them at work."
         ),
         [
             Entry("paceline.Client", "client/blocking.py", ((_CONNECTION, "ClientBase"),), ("connection", "leave")),
@@ -65,8 +65,8 @@ SECTIONS: list[tuple[str, str, list[Entry]]] = [
     (
         "Engines on this machine",
         (
-            "Without a service: `pip install 'paceline[embedded]'`. Beside `path` the two models have the options of "
-            "[`target_config.engine_kwargs`](configuration.md#target_configengine_kwargs) and of "
+            "Without a service: `pip install 'paceline[embedded]'`. In addition to `path` the two models have the "
+            "options of [`target_config.engine_kwargs`](configuration.md#target_configengine_kwargs) and of "
             "`draft_config.engine_kwargs`; drafters without a model are in `paceline.config` as well."
         ),
         [

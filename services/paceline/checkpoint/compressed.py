@@ -33,7 +33,7 @@ class Entries(NamedTuple):
 
     @property
     def row_values(self) -> int:
-        """Numbers that are kept of a token: its part of each entry that it is in, and as many gates."""
+        """Numbers kept for a token: its part of each entry that holds it, and the same number of gates."""
         return (4 if self.overlaps else 2) * self.dim
 
     @property
@@ -48,7 +48,7 @@ class Entries(NamedTuple):
 
 
 def compressors(config: Mapping[str, Any]) -> list[Entries]:
-    """The entries of each compressor of a configuration, by layer, those of an indexer last; none of other models."""
+    """The entries of each compressor of a configuration, by layer, an indexer's last; other models have none."""
     text = _text(config)
     if text.get("model_type") != _FAMILY:
         return []

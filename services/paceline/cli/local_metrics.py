@@ -1,4 +1,4 @@
-"""Metrics and traces of ``paceline serve --local``: those of a router and of its replicas, where there are none."""
+"""Metrics and traces of ``paceline serve --local``, as a router and its replicas would have them."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def _at_hand(args: argparse.Namespace, config: ServiceConfig) -> list[str]:
 
 
 def _further(args: argparse.Namespace, config: ServiceConfig, settings: Mapping[str, Any]) -> list[str]:
-    """Overrides that depend on what there is to override. ``settings``: those of vLLM's flags."""
+    """Overrides that depend on what there is to override. ``settings``: of vLLM's flags."""
     keys, draft = [*_TARGET_KEYS, *_SERVER_KEYS, *_LIST_KEYS, _PAGE_KEY], config.draft_config
     if isinstance(draft, ModelDraftConfig):
         keys += [key.replace("target_config", "draft_config") for key in _ENGINE_KEYS]

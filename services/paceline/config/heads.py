@@ -1,5 +1,5 @@
-"""Heads: drafters of the target's hidden states, of its layers or of its text, in each target replica or, of those that
-states suffice for, in the draft pool."""
+"""Heads: drafters of the target's hidden states, of its layers or of its text, in each target replica or, where states
+suffice, in the draft pool."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def extension(
     """The extension module ``name`` that ``source`` defines, compiled as above.
 
     Args:
-        headers: that it includes, beside those here.
-        options: of the compiler, beside those of all extensions.
+        headers: other headers that it includes.
+        options: of the compiler, in addition to the common ones.
 
     Raises:
         EngineError: there are no headers of Python or no compiler, or it fails; with its first error.

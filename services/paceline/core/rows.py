@@ -489,7 +489,7 @@ def _rows(x: Tensor) -> tuple[object, ...]:
 
 
 def _same(token_ids: Tensor, log_q: Tensor) -> None:
-    """Refuses candidates whose ids and weights are not those that a function reads."""
+    """Refuses candidates with ids or weights that the native functions cannot read."""
     if token_ids.shape != log_q.shape or token_ids.dtype != torch.int64 or log_q.dtype != torch.float32:
         found = f"{token_ids.dtype} {[*token_ids.shape]} and {log_q.dtype} {[*log_q.shape]}"
         raise ValueError(f"candidates are {found}: int64 and float32 of one shape are allowed")

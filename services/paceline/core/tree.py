@@ -389,7 +389,7 @@ class SpeculationTree:
         sampled: bool = True,
         q: SparseDistribution | None = None,
     ) -> list[TreeNode]:
-        """Attaches new nodes below one of the tree, with its next ids; returns those that it has taken.
+        """Attaches new nodes below one of the tree, with its next ids; returns the ids of those taken.
 
         ``sampled``: of all of them; with a ``q``, only the first one was drawn from it.
         """

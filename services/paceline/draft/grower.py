@@ -114,7 +114,7 @@ class DraftGrower(Grower[DraftSession]):
         self, nodes: Sequence[tuple[DraftSession, TreeNode]], candidates: Sequence[Scored | Weighed]
     ) -> int:
         """Publishes the candidates of the first nodes by one native function: up to a session with a hint, which puts
-        further nodes between those of others. Returns the number of these nodes."""
+        further nodes in between. Returns the number of these nodes."""
         places: list[Place] = []
         for session, node in nodes:
             if session.hinted:

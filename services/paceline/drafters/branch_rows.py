@@ -2,7 +2,7 @@
 
 A linear layer reads the rows of a path one after the other, after the state that is known before them
 (``model/linear/plan.py``), so rows of a tree cannot lie anywhere, as ``RowSession``'s do. They lie on *branches*, as
-those of a target's subtrees (``target/branches.py``), which last from step to step here:
+as in a target's subtrees (``target/branches.py``), but they last from step to step:
 
     rows      .. 63 │ 64 .. 70  71   72
     trunk    page 4 │ page 9: context, a, b
@@ -62,7 +62,7 @@ class BranchPart:
     cache: KVCache
     paths: Sequence[Path]
     steps: Sequence[SequenceStep]
-    """Those of the paths, after one that stores the state of the session's last whole chunk, if it is due."""
+    """Steps of the paths, after one that stores the state of the session's last whole chunk, if it is due."""
     placed: Sequence[int]
     """Indices of the leaves that have a path; for the others there was no room."""
 
@@ -176,7 +176,7 @@ class BranchSession(RowSession):
         return BranchPart(self, cache, paths, [*self._fold(cache, paths), *steps], placed)
 
     def follow(self, cache: KVCache, pairs: Iterable[tuple[int, int]], kept: Sequence[int]) -> None:
-        """Extends the context by tokens, each with its node; commits rows of nodes, and drops those of nodes that are
+        """Extends the context by tokens, each with its node; commits rows of nodes, and drops rows of nodes that are
         not ``kept``."""
         ready, end = self.ready, self.trunk
         for token_id, node_id in pairs:

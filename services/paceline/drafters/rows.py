@@ -129,7 +129,7 @@ class RowSession:
             cache.publish(self.pages[index], digest)
 
     def follow(self, cache: KVCache, pairs: Iterable[tuple[int, int]], kept: Sequence[int]) -> None:
-        """Extends the context by tokens, each with its node; commits rows of nodes, and frees those of nodes that are
+        """Extends the context by tokens, each with its node; commits rows of nodes, and frees rows of nodes that are
         not ``kept``."""
         tokens, node_rows, ready = self.tokens, self.node_rows, self.ready
         for token_id, node_id in pairs:

@@ -13,7 +13,7 @@ OUT = -1
 """The boundary after the final norm, whose states the LM head reads."""
 STREAMS = -2
 """The boundary of the first residual stream after the last layer, in models with several (DeepSeek V4), which have no
-one state between layers. Those of the others follow: -3, -4, ..."""
+one state between layers. The others' follow: -3, -4, ..."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ class KVCache:
                 i: LinearPools.of(spec, self.linear.slots, dtype, device) for i, spec in linear.items()
             }
         self.state_copies: StateCopies | None = None
-        """Copies of states of linear layers, as many as there are slots; None: there are none."""
+        """Copies of states of linear layers, one per slot; None without such layers."""
         if self.linear is not None:
             self.state_copies = StateCopies(self.linear_pools.values(), self.linear.slots.states)
 

@@ -314,7 +314,7 @@ def _can_compile(device: torch.device, group: Collectives | None) -> bool:
 def _share(num_threads: int, loaded: LoadedModel) -> None:
     """Lets threads share the products and attention of this thread. Raises ConfigError if there are none to share."""
     if cpu_linear.usable():
-        cpu_linear.share_products(1)  # those of a model before this one, whose threads have their cores
+        cpu_linear.share_products(1)  # an earlier model's threads still have their cores
     if (reason := why_not_shared(num_threads, loaded)) is not None:
         raise ConfigError(f"cpu_threads is {num_threads}: {reason}")
     cpu_linear.share_products(num_threads)

@@ -11,7 +11,7 @@ rows, when
 3. the key length of every step is one of ``KEY_PAGES`` pages (modulo 8): within each 512-key block the kernel
    splits the sum over 256 or 320 keys in halves, all other multiples of 64 at the same 192 keys.
 
-The first is that of libraries' products, the others are those of torch's attention. Where a compiled model computes
+The first is for libraries' products, the others for torch's attention. Where a compiled model computes
 all of them natively (``compiled/linear.py``, ``attention/native.py``), each a sum in one order, a step has exactly its
 tokens; so it has where no promise depends on bits, as of a draft. ``Shapes`` says which rules a model's steps keep.
 

@@ -70,7 +70,7 @@ class MemoryEstimate:
     num_states: int = 0
     """Slots for these states, where there are such layers."""
     copies_bytes: int = 0
-    """Copies of as many states in host memory, which preempted sessions make."""
+    """Copies of the same number of states in host memory, for preempted sessions."""
     tree_bytes: int = 0
     workspace_bytes: int = 0
     num_pages: int = 0
@@ -92,7 +92,7 @@ class MemoryEstimate:
 
     @property
     def token_bytes(self) -> float:
-        """KV of one token in all layers, those of heads included."""
+        """KV of one token in all layers, heads included."""
         return self.kv_bytes / ((self.num_pages + 1) * PAGE_SIZE)
 
     @property

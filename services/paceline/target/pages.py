@@ -2,7 +2,7 @@
 
     old target   held ─▶ read ─▶ bytes ──▶ write ─▶ cached prefix ─▶ match_prefix   new target
 
-Pages enter the new target's prefix cache, and the session shares them as those of an earlier session. What is missing
+Pages enter the new target's prefix cache, and the session shares them like an earlier session's. What is missing
 is computed. A page is given to targets of the same *identity* alone: the bits of a probe that both have computed, and
 what computed them (``origin.py``), which is known a while after the start. Only whole pages of committed tokens move,
 under the salt of their session.
@@ -93,7 +93,7 @@ class PageStore:
         """Adds pages from ``index`` of the context on to the prefix cache; returns how many, which is 0 once the
         pages before them had to make room.
 
-        Raises ValueError if they are not whole pages of this target, or more than are wanted.
+        Raises ValueError if they are not whole pages of this target, or more than were requested.
         """
         hashes, cache = wanted.hashes[index : index + len(contents)], self._cache
         if len(hashes) < len(contents) or any(len(content) != self.page_bytes for content in contents):

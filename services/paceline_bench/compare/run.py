@@ -202,13 +202,13 @@ def prompts_of(arm: Arm, spec: Spec, count: int) -> list[Prompt]:
     """Prompts for the target of an arm.
 
     Raises:
-        ConfigError: there are fewer, or the target has no chat template where chats are wanted.
+        ConfigError: there are fewer, or the target has no chat template where chats are requested.
     """
     loading = ServiceConfig.parse(arm.tree).target_config.model_loading_config
     if spec.chats is None:
         return held_out_prompts(load_tokenizer(loading.tokenizer), count, spec.seed)
     if len(found := chat_prompts(loading.tokenizer, spec.chats)) < count:
-        raise ConfigError(f"chats is {str(spec.chats)!r}: it holds {len(found)} questions, and {count} are wanted")
+        raise ConfigError(f"chats is {str(spec.chats)!r}: it holds {len(found)} questions, and {count} are needed")
     return found[:count]
 
 

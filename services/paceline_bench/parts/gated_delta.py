@@ -2,7 +2,7 @@
 
 Each way has layers of its own, and ways take turns on one core, so that no cache holds a state before its turn. Of each
 way the fastest turn counts.
-Sizes are those of Qwen3-Next, Kimi Linear and Nemotron-H, and a tiny model's of the gated delta rule.
+Sizes are from Qwen3-Next, Kimi Linear and Nemotron-H, and a tiny model's of the gated delta rule.
 
     operator     the native operator, of tokens [first, first + T) of a chunk, without projections
     torch        its reference implementation

@@ -2,7 +2,7 @@
 
 Each way reads ``--mib`` of bfloat16 weights, which no cache holds, or those rounded, as several layers of one shape;
 they take turns with a plain read of the same memory. Of each the fastest counts, in seconds of its thread: others
-rarely disturb it. Products of up to four tokens should take what the read takes, those of many what the
+rarely disturb it. Products of up to four tokens should take what the read takes, products of many what the
 multipliers do.
 
     paceline bench parts linear [--shapes 20736x384 384x10368] [--tokens 1 4 16 64 512]

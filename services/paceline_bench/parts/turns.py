@@ -17,7 +17,7 @@ def in_turn(
     before: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[_Name, list[float]]:
-    """Seconds of each call. There are at least so many rounds, and as many as fit into ``seconds``; one that is not
+    """Seconds of each call. There are at least this number of rounds, and more while ``seconds`` last; one that is not
     counted comes first. ``before`` is called before each call."""
     spent: dict[_Name, list[float]] = {name: [] for name in ways}
     turn, end = -1, time.perf_counter() + seconds

@@ -87,7 +87,7 @@ def throughput(runs: Sequence[LocalRun]) -> Section:
     text = (
         "Decode tokens over decode seconds of all requests. Intervals: 95 % bootstrap over units (the requests that "
         "ran at once), for x plain in pairs. The plot has each mode at its best K; the table has all.\n"
-        "same: requests whose tokens are those of plain decoding, where that is claimed."
+        "same: requests with the tokens of plain decoding, where that is claimed."
     )
     drawn = plots.lines(panels, "requests at once", "tokens/s")
     return Section("Tokens per second by concurrency", text, rows_of(rows), drawn, group=3, best="tokens/s")
@@ -261,7 +261,7 @@ def floors(runs: Sequence[LocalRun]) -> Section | None:
     text = (
         "Floor: bytes of weights and KV that a step reads over the bandwidth of one core that reads 1 GiB, measured "
         "in the same run. Steps: medians of plain decoding's with one token per request, and of the draft's tree steps "
-        "of as many nodes in lock step. A draft that stays in the cache is faster than the memory's floor."
+        "of the same number of nodes in lock step. A draft that stays in the cache is faster than the memory's floor."
     )
     return Section("Steps against the memory's floor", text, rows_of(rows), group=2) if rows else None
 

@@ -41,7 +41,7 @@ _RATE_NOTE = """\
 tokens/s: all tokens over the wall clock of a unit, prefill included [least..most of single repeats]; a stream:
 tokens after a request's first round over their time"""
 _LATENCY_NOTE = """\
-Latency at the client, in ms: TTFT to the first tokens, TPOT per request, ITL per token (0 for those that come with
+Latency at the client, in ms: TTFT to the first tokens, TPOT per request, ITL per token (0 for tokens that come with
 another), GAP between two messages, E2EL to the last."""
 _GOODPUT_NOTE = "goodput: requests per second that keep every limit."
 _SPECULATION_NOTE = "tok/round, next token included, and accepted: by the server's own vllm:spec_decode counters."

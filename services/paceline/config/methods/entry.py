@@ -88,8 +88,8 @@ class PoolMethod(Entry):
     build: str
     """(``drafters.building.Building``) -> a ``Drafter``, or a ``Built`` with what else its engine takes of it."""
     host_bytes: Callable[[Any], int]
-    """Bytes of the machine's memory that its options ask for, beyond those of an engine; of a draft model and of a head
-    the checkpoint says how many (``preflight/service.py``)."""
+    """Bytes of the machine's memory that its options ask for, in addition to an engine's; of a draft model and a head
+    its checkpoint says it (``preflight/service.py``)."""
     examine: str = "paceline.drafters.at_hand:needs_nothing"
     """(Asked) -> ``AtHand``: what one of its forwards reads. Raises ConfigError where it cannot be used."""
     with_model: Callable[[dict[str, Any], str], None] | None = None
@@ -123,7 +123,7 @@ class PoolMethod(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadMethod(Entry):
-    """A drafter inside each target replica. Defaults are those of a head that reads the target's hidden states."""
+    """A drafter inside each target replica. Its defaults suit a head that reads the target's hidden states."""
 
     method: str
     """``heads[].method``."""

@@ -92,7 +92,7 @@ class CascadeOptions(Growing):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Those of its draft models, which share one GPU."""
+        """GPUs of its draft models, which share one."""
         return tuple(device for drafter in self.drafters for device in drafter.full_options(self).devices)
 
 

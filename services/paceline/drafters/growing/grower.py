@@ -130,7 +130,7 @@ class Grower(Generic[Session]):
         return len(ranked)
 
     def publish_all(self, nodes: Sequence[tuple[Session, TreeNode]], candidates: Candidates) -> None:
-        """Publishes the candidates of nodes; those of several tokens after each depth by depth.
+        """Publishes the candidates of nodes; candidates of several tokens each depth by depth.
 
         The next depth continues the token that the drafter has guessed, or the likeliest one if it guesses none. A
         depth without likely enough tokens is left to a later step.

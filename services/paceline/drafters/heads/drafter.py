@@ -131,7 +131,7 @@ class HeadDrafter(OfSessions[_Session]):
             if self.features.every_position and session.states and each.position > session.num_fed and not resumed:
                 raise DrafterSessionError(
                     each.session_id,
-                    f"fed states from position {each.position}; those of {session.num_fed} are missing",
+                    f"fed states from position {each.position}; the states from {session.num_fed} are missing",
                 )
         if not fed:
             return

@@ -1,4 +1,4 @@
-"""Gemma 4's own drafters: a few layers without keys and values, which attend to those of the target.
+"""Gemma 4's own drafters: a few layers without keys and values of their own, which attend to the target's.
 
 Google publishes one for each target, ``google/gemma-4-*-it-assistant``. The reference is transformers' modules
 ``gemma4_assistant`` and ``gemma4_unified_assistant``, and its candidate generator for them::

@@ -42,7 +42,7 @@ def _attention(
 
 
 def _require_no_indexers(config: Any) -> None:
-    windows = {*(getattr(config, "layer_types", None) or ())} == {SLIDING}  # those of DeepSeek V4 choose nothing
+    windows = {*(getattr(config, "layer_types", None) or ())} == {SLIDING}  # DeepSeek V4's choose nothing
     if getattr(config, "index_topk", None) is not None and not windows:
         raise ConfigError(f"layers of {config.model_type} choose keys by indexers, which heads do not run")
 

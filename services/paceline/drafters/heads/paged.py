@@ -1,4 +1,4 @@
-"""Attention of a head's rows to keys and values on the target's pages, and to those of undecided nodes."""
+"""Attention of a head's rows to keys and values on the target's pages and of undecided nodes."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, frequent: Sequence[int]
     model = content["model"]
     if model["type"] != "BPE":
         raise ConfigError(
-            f"--draft-vocab-size is given for a tokenizer of {model['type']}: only those of byte pairs can be smaller"
+            f"--draft-vocab-size is given for a tokenizer of {model['type']}: only byte-pair tokenizers can be smaller"
         )
     merges = [tuple(merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"]]
     parts = {"".join(merge): merge for merge in reversed(merges)}  # the first merge that makes it

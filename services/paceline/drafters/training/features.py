@@ -127,7 +127,7 @@ class FeatureCache:
         return Row(token_ids, torch.cat(parts, -1), num_prompt, num_tokens)
 
     def text(self, row: int) -> tuple[Tensor, int, int]:
-        """The token ids of one row, [length] int64, the tokens of its prompt, and those of prompt and continuation."""
+        """The token ids of one row, [length] int64, and the lengths of its prompt, and of prompt and continuation."""
         index, inner = divmod(row, self.rows.per_file)
         tokens = self._open("tokens", index)
         num_prompt, num_tokens = (int(tokens.get_tensor(name)[inner]) for name in ("num_prompt", "num_tokens"))

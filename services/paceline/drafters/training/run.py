@@ -253,7 +253,7 @@ def require_teacher(target: PreTrainedModel, teacher: Callable[[Tensor], Tensor]
     ours = teacher(row.states[None, : row.num_tokens].to(target.device)).float().softmax(-1)
     if float((own - ours).abs().sum(-1).mean()) > 0.1:  # half the sum is the total variation
         raise ConfigError(
-            f"the logits of {type(target).__name__} are not those of its LM head on its last state: "
+            f"the logits of {type(target).__name__} differ from its LM head's on its last state: "
             "heads for it cannot be trained"
         )
 

@@ -15,7 +15,7 @@ Attention goes over pages: before each ``rate`` pages of keys comes one of the 6
 place of a key depends on its position alone, and so does the order of sums.
 
 While a step is exported, no size depends on the values of a tensor: an entry is made of each token that is written, and
-is stored on the scratch page if the token ends no window; a query row copies as many pages as its window can span.
+is stored on the scratch page if the token ends no window; a query row copies the pages that its window can span.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def _num_groups(entries: Entries, step: _Step) -> int:
 
 
 def _entry_pages(compressor: Compressor, step: _Step) -> tuple[Tensor, Tensor]:
-    """Copies of entries ``[pages, page_size, 1, dim]``, and those of each query row ``[B, groups]``.
+    """Copies of entries ``[pages, page_size, 1, dim]``, and the copies of each query row ``[B, groups]``.
 
     Query rows next to each other may be of one sequence, and share them.
     """

@@ -69,7 +69,7 @@ def multiply_heads(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def _as_one_head(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys ``[1, 1, T, rank + rope]`` and values ``[1, 1, T, rank]``, in the place of those of all heads."""
+    """Keys ``[1, 1, T, rank + rope]`` and values ``[1, 1, T, rank]``, instead of each head's own."""
     return torch.cat([latents, rotated], -1), latents
 
 

@@ -1,8 +1,8 @@
 """Attention that reads pages in place, for the CPU: no gathered copy of the keys, and bits that no neighbour changes.
 
 Every query takes its keys in blocks of one page, in the order of its rows, by the same operations whatever queries
-share the block: a token's bits are those of being decoded alone, however it is chunked, padded or batched. What a mask
-hides contributes nothing, not even NaN; a block that is hidden whole costs nothing. The operator is in
+share the block: a token has the bits of being decoded alone, however it is chunked, padded or batched. Masked keys
+contribute nothing, not even NaN; a block that is hidden whole costs nothing. The operator is in
 ``native.cpp``: float32 sums, called by compiled models without the interpreter's lock. Threads that help the one that
 calls it take query rows and KV heads of their own (``share_by``).
 

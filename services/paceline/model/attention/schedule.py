@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # importing it takes a second, and estimates of memory need i
     from torch import Tensor
 
 MOST_KEY_DIM, MOST_VALUE_DIM = 576, 512
-"""Numbers of a head's key and value that the kernel takes: those of DeepSeek's latents."""
+"""Numbers of a head's key and value that the kernel takes, as DeepSeek's latents have."""
 MAX_SCRATCH_BYTES = 256 << 20
 """Most bytes of partial results of one call. One place alone may need more."""
 RECORDED_SCRATCH_BYTES = 512 << 20
@@ -113,7 +113,7 @@ def calls(places: Sequence[int], splits: Sequence[int], most: int) -> list[Call]
 class Seen:
     """The keys that the queries of one step see, on its device.
 
-    A place sees the keys ``first .. stop`` of its row, less those that ``mask`` hides.
+    A place sees the keys ``first .. stop`` of its row that ``mask`` does not hide.
     """
 
     first: Tensor
@@ -127,7 +127,7 @@ class Seen:
     sizes: tuple[list[int], list[int]] | None = None
     """Places and splits of each row, if the host knows them; None while a step is recorded."""
     capacity: int = 0
-    """While a step is recorded: the most partial sums that its tokens can need, and then those that it has room for."""
+    """While a step is recorded: the most partial sums that its tokens can need; then the number it has room for."""
     programs: int = 1 << 30
     """While a step is recorded: the fewest programs that walk a row in any of its layers; 0: some walk none."""
     _made: dict[tuple[int, int, int], tuple[list[tuple[Call, Tensor]], Tensor | None]] = field(default_factory=dict)

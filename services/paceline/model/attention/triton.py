@@ -139,7 +139,7 @@ def _with_keys(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr,
     HIDES: tl.constexpr,
 ):
-    """Softmax sums with those of tile ``index`` of the keys, whose hidden keys add exact zeros.
+    """Softmax sums after adding tile ``index`` of the keys, whose hidden keys add exact zeros.
 
     With ``HIDES`` a tile that is not ``shown`` is not read.
     """
@@ -185,7 +185,7 @@ def _with_keys(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _merged(top, total, out, more_top, more_total, more_out):  # type: ignore[no-untyped-def]
-    """Softmax sums with those of the next split."""
+    """Softmax sums after adding the next split."""
     higher = tl.maximum(top, more_top)
     level = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
     fade, share = tl.exp(top - level), tl.exp(more_top - level)
@@ -709,7 +709,7 @@ def _attended(
 
 
 def walked_block(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> int:
-    """Queries of a tile of rows that are walked: the largest whose bits are those of ``_partial`` on this device.
+    """Queries of a tile of rows that are walked: the largest with the same bits as ``_partial`` on this device.
 
     The first call for each size of heads compares them, unless a step is being recorded.
     """

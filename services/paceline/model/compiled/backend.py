@@ -233,7 +233,7 @@ class DeviceBackend:
         return not own.is_tree and int(places @ splits) <= most
 
     def most_keys(self, shape: StepShape) -> int:
-        """Keys that every token of a recorded step may see: those of its page tables for whose partial sums it has
+        """Keys that every token of a recorded step may see: the part of its page tables for whose partial sums it has
         room."""
         if shape not in self._most_sums or shape.is_tree:
             return shape.num_keys

@@ -154,7 +154,7 @@ def shapes_to_record(limits: Limits, most: int) -> list[StepShape]:
 
 
 def token_shapes(limits: Limits, most: int) -> list[StepShape]:
-    """Returns at most ``most`` shapes for attention in place, of few tokens before those of many.
+    """Returns at most ``most`` shapes for attention in place, shapes of few tokens first.
 
     Such a step costs what its tokens see (``attention/schedule.py``), so its number of tokens is its shape: it has room
     for all ways to spread them over sessions, and for the longest context. A step whose tokens are mostly of prompts

@@ -15,7 +15,8 @@ from paceline.model.compiled.linear import has_bfloat16
 
 
 def replace_linears(exported: ExportedProgram, *, plain: bool = True) -> int:
-    """Turns every bfloat16 product by a parameter into the operator, those of one input into one; how many there were.
+    """Turns every bfloat16 product by a parameter into the operator, products of one input into one; returns how many.
+
     What then is the SiLU of one half of a product times the other half is an operator, too, as helpers share it.
     Products by quantized weights, which are the operator already, are joined in the same way.
 

@@ -247,7 +247,7 @@ def why_not_shared(num_threads: int, device: torch.device, dtype: torch.dtype) -
         return f"the model is in {name}, and products are shared in bfloat16 alone; 1 is allowed"
     if not usable():
         return "the native products, which are shared, need AVX512-BF16 and a C++ compiler; 1 is allowed"
-    num_cores = len(os.sched_getaffinity(0))  # the instructions are those of Linux's machines
+    num_cores = len(os.sched_getaffinity(0))  # only Linux machines have the instructions
     if num_threads > num_cores:
         cores, allowed = ("1 core", "1 is") if num_cores == 1 else (f"{num_cores} cores", f"1 to {num_cores} are")
         return f"this process may run on {cores}; {allowed} allowed"

@@ -1,6 +1,6 @@
 """What our forward of a linear layer takes from its module in transformers: sizes, weights, projections, its output.
 
-A family is a class of such modules. The sums between projections and output are those of its kind (``operator.py``).
+A family is a class of such modules. The sums between projections and output depend on its kind (``operator.py``).
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def _mamba2_finish(layer: Any, out: Tensor, gate: Tensor) -> Tensor:
 
 
 def _of_falcon(layer: Any, x: Tensor) -> Projected:
-    """Each part of the projection has a factor. Sizes in the module are those of all ranks, in weights of the rank."""
+    """Each part of the projection has a factor. Sizes in the module are of all ranks, sizes of weights of one rank."""
     inner, size = layer.intermediate_size, layer.groups_time_state_size
     first = layer.mup_vector[0, 0, [0, inner, 2 * inner, 2 * inner + size, 2 * inner + 2 * size]]
     spec = _mamba2_sizes(layer)

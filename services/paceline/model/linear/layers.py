@@ -3,7 +3,7 @@
 transformers' own forward has another form for one token than for many, whose chunks begin where a call begins; so its
 bits depend on how a text is cut. Where its optional kernel packages or kernels from a hub are installed it has further
 ones. None of these runs: the module's projections, norm and weights are used (``families.py``). Between them runs
-``operator.py``, or its native twin where that is available; on a GPU ``triton.py``.
+``operator.py``, or its native implementation where that is available; on a GPU ``triton.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.model.linear.plan import LinearStep
 def replace_linear_layers(model: PreTrainedModel, name: str) -> dict[int, LinearSpec]:
     """Replaces the forward of each linear layer by one over slots. Returns the layers' sizes by layer index.
 
-    Layers of other classes stay as they are; ``probe_layers`` refuses those that it does not support.
+    Layers of other classes stay as they are; ``probe_layers`` refuses the unsupported ones.
 
     Raises:
         ConfigError: a layer does not compute what ``operator.py`` does.

@@ -74,7 +74,7 @@ class SequencePart:
 
     @property
     def slots(self) -> tuple[list[tuple[bool, int]], list[tuple[bool, int]]]:
-        """The slots that it reads and those that it writes: (True for states, slot) each."""
+        """The slots that it reads and that it writes: (True for states, slot) each."""
         reads, writes = [] if self.state == NONE else [(True, self.state)], []
         for chunk in self.chunks:
             if chunk.store != NONE:
@@ -177,7 +177,7 @@ class LinearStep:
 
 
 def num_numbers(num_tokens: int) -> int:
-    """Numbers for which recorded steps of ``num_tokens`` tokens have room: those of sequences of one token each, which
+    """Numbers for which recorded steps of ``num_tokens`` tokens have room: sequences of one token each, which
     are in two chunks and are written to one further place. Only steps with many copies for branches have more."""
     return 64 + 18 * num_tokens
 

@@ -1,6 +1,6 @@
 """Linear layers for CUDA: one program for a head's columns, sequence after sequence of a group, chunk after chunk.
 
-The formulas are those of ``operator.py``, and so are the rows and states that are kept. A chunk is always one tile of
+Formulas, and the rows and states that are kept, are the same as in ``operator.py``. A chunk is always one tile of
 CHUNK rows, of which those before the step's are read and those after it are zeros. Each product is taken over the
 same tiles and each sum in one order, so a token's bits do not depend on what else a step holds: decoding, prefill
 and verification run the same code over the same tile. The order differs from the CPU's.

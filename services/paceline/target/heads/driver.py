@@ -102,7 +102,7 @@ class Heads:
 
     @property
     def reserves(self) -> int:
-        """Rows beyond those of a step for which a session must hold pages: a head's last row is one further."""
+        """Rows, in addition to a step's, for which a session must hold pages: a head's last row is one further."""
         return int(any(m.head.layers and not m.failure for m in self.mounted))
 
     def open(self, session: TargetSession) -> None:
@@ -188,7 +188,7 @@ class Heads:
                 mounted.catch_up(session)
 
     def feed(self, computed: Sequence[Computed], states: Tensor | None) -> None:
-        """Feeds the heads with a step, after its outcomes were committed. ``states``: None if none were wanted."""
+        """Feeds the heads with a step, after its outcomes were committed. ``states``: None if none were requested."""
         if states is not None:
             self._feeding.keep_page_states(computed, states)
         for mounted in self.mounted:
