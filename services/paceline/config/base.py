@@ -2,6 +2,8 @@
 
 YAML 1.1, which PyYAML, Ray and most tools of Kubernetes read, takes the words on, off, yes and no for booleans and
 ``1e-3`` for text. A field knows its type, whichever tool read the file, so the word is restored here.
+
+A new option costs one edit: a field of the class that holds it.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class DeploymentConfig(Strict):
     """None: one, or what autoscaling_config says."""
     autoscaling_config: AutoscalingConfig | None = None
     max_ongoing_requests: int = Field(default=4096, ge=1)
-    """A session is one long call on each pool. This is no more than a guard: the engines queue what they cannot run,
-    and the router refuses what is too much."""
+    """A session is one long call on each pool. This is only a guard: engines queue sessions beyond their capacity, and
+    the router refuses requests beyond its queue."""
     max_queued_requests: int | None = Field(default=None, ge=-1)
     backpressure_config: dict[str, Any] | None = None
     graceful_shutdown_timeout_s: float = Field(default=600.0, ge=0)

@@ -26,7 +26,7 @@ a scale each, multiplied by inputs that are rounded to 8 bits. GPUs: ``int8`` al
 
 
 class ModelOptions(Strict):
-    """Options of a model's execution. A new option of both models costs one edit: a field of this class."""
+    """Options of a model's execution."""
 
     dtype: DType = "auto"
     """The number format. ``auto``: bfloat16 where the device multiplies it natively, else float32."""
@@ -99,8 +99,7 @@ class ModelOptions(Strict):
 
 
 class Growing(Strict):
-    """Options of how any drafter grows its speculation trees. A new option of all drafters costs one edit: a field of
-    this class."""
+    """Options of how any drafter grows its speculation trees."""
 
     tree_budget: int = Field(default=256, ge=1, le=4096)
     """Nodes kept per session beyond the context."""
@@ -110,9 +109,9 @@ class Growing(Strict):
     fan_out: int = Field(default=6, ge=1, le=32)
     """F, alternative next tokens prepared at a position."""
     min_path_prob: float = Field(default=0.02, gt=0, lt=1)
-    """Best-first growth leaves alone what the text goes through with a lower probability before the next outcome. Lower
-    where a step of the draft takes several milliseconds on a device of its own: fewer rounds then begin without a
-    proposal. Every node also costs its target some microseconds."""
+    """The least probability of a path that best-first growth follows before the next outcome. Lower it if a step of the
+    draft takes several milliseconds on a device of its own: fewer rounds then begin without a proposal. Every node also
+    costs its target some microseconds."""
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -27,8 +27,7 @@ else:  # by the names of vLLM's ``speculative_config``
 
 
 class HeadOptions(Strict):
-    """A head: a drafter inside each target replica. The keys are named as in vLLM's ``speculative_config``. A new
-    option of all heads costs one edit: a field of this class."""
+    """A head: a drafter inside each target replica. The keys are named as in vLLM's ``speculative_config``."""
 
     method: HeadName
     """``draft_model``: a smaller model with the target's tokenizer, in the target's process. ``early_exit``: the first
@@ -105,7 +104,7 @@ class HeadOptions(Strict):
 
 class HeadDraftOptions(Growing):
     """Options of a head in the draft pool: a drafter that reads the target's hidden states, which the target sends
-    after every outcome. A new option costs one edit: a field of this class."""
+    after every outcome."""
 
     method: HeadName
     """``mtp``, ``eagle``, ``eagle3``, ``peagle``, ``dflash``, ``dspark`` or ``jetspec``; the others are served in the

@@ -26,8 +26,8 @@ class ScalingPolicy(Strict):
     window_s: float = Field(default=5.0, ge=2, le=600)
     """Seconds over which shares and percentiles are taken."""
     hysteresis: float = Field(default=0.2, ge=0.05, le=0.9)
-    """A replica goes when the others would be less than full by this share of their goal. Noise of a signal up to
-    hysteresis / (2 - hysteresis) of its mean changes nothing to and fro."""
+    """A replica is removed when the others would stay below their goal by this share. Noise of a signal up to
+    hysteresis / (2 - hysteresis) of its mean does not make the number go up and down."""
     max_step_up: float = Field(default=2.0, gt=1)
     """Maximum growth factor of the pool in one decision; it may always grow by one replica."""
     max_step_down: float = Field(default=0.5, gt=0, lt=1)
@@ -47,7 +47,7 @@ class TargetPolicy(ScalingPolicy):
     """Seconds within which nine of ten further rounds of a session should come (inter-token latency; a round brings
     one token or more). None: no goal."""
     queue_drain_s: float = Field(default=300.0, ge=1, le=86400)
-    """Seconds within which waiting requests should get a place: fewer ask for more targets than arrivals do."""
+    """Seconds within which waiting requests should get a place. A smaller value asks for more targets."""
     burst_window_s: float | Literal["auto"] | None = "auto"
     """Seconds, 1 to 86400, within which bursts shorter than ``upscale_delay_s`` count together. If requests waited for
     that delay in total, in at least two bursts, the pool is sized for the load of these moments. ``auto``: twice
@@ -68,7 +68,7 @@ class DraftPolicy(ScalingPolicy):
     late: float = Field(default=0.05, ge=0, lt=1)
     """The share of rounds whose continuation may come too late; while it is less, busy drafts keep up."""
     drafts_per_target: float | Literal["auto"] | None = "auto"
-    """More drafts than this for each target are no use. ``auto``: by the model of time, from measured times."""
+    """The most drafts for each target. ``auto``: by the model of time, from measured times."""
     probe_interval_s: float = Field(default=300.0, gt=0)
     """Speculation without gain is tried again after this time, then after 2, 4 and 8 times as long."""
     probe_s: float = Field(default=90.0, gt=0)

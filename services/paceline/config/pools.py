@@ -63,8 +63,8 @@ class RouterConfig(Strict):
     target_timeout_s: float = Field(default=5.0, gt=0)
     """Silence after which a target counts as hung: sessions move to another."""
     page_move_timeout_s: float = Field(default=30.0, ge=0, le=3600)
-    """Longest time that a session which leaves a draining target waits for its KV pages from there. What has not come
-    by then is computed again, and with 0 everything."""
+    """Longest time that a session which leaves a draining target waits for its KV pages from there. Missing pages are
+    then computed again; 0: all of them."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Longest time of a request, waiting included; it ends with DEADLINE_EXCEEDED. None: as the client says."""
     generation_config: Literal["auto", "none"] = "auto"

@@ -32,6 +32,6 @@ class InternalTls(Strict):
     key: str = Field(min_length=1)
     """PEM file: the private key of the certificate, without a passphrase."""
     ca: str = Field(min_length=1)
-    """PEM file: the authority that signs the certificates of this service, and of nothing else."""
+    """PEM file: the authority that signs the certificates of this service, and no others."""
     server_name: str = Field(default="internal.paceline", min_length=1)
-    """DNS name in every certificate: replicas have no names, and addresses that change."""
+    """DNS name in every certificate, since replicas have no names of their own and their addresses change."""

@@ -99,14 +99,14 @@ class ServerConfig(Strict):
     is read. It must hold the longest prompt. ``paceline serve`` sets it for gRPC; elsewhere
     RAY_SERVE_GRPC_MAX_MESSAGE_SIZE of every process does."""
     drain_timeout_s: float = Field(default=20.0, ge=0)
-    """Time that requests in progress have to end once ``paceline serve`` is told to stop (SIGTERM, Ctrl-C); what is
-    left then ends by an error. New requests are refused meanwhile, and health says so. A second signal does not
+    """Time that requests in progress have to end once ``paceline serve`` is told to stop (SIGTERM, Ctrl-C); later
+    ones end with an error. New requests are refused meanwhile, and health checks fail. A second signal does not
     wait."""
     grpc_max_connection_age_s: float = Field(default=30.0, ge=0.1)
     """Age at which a gRPC connection is told to take no new calls; its streams go on. Clients, which are balanced by
     connection, so find routers that were added, and leave one that is stopped."""
     tls: ServerTls | None = None
-    """None: what clients send and get is not encrypted."""
+    """None: traffic with clients is not encrypted."""
     api_keys: str | None = Field(default=None, min_length=1)
     """YAML file of the API keys and their limits. None: any caller may call."""
     share_cache_between_keys: bool = False
@@ -197,7 +197,7 @@ class ServiceConfig(Strict):
     router_config: RouterConfig = RouterConfig()
     server: ServerConfig = ServerConfig()
     internal_tls: InternalTls | None = None
-    """None: what the processes of the service tell each other is not encrypted."""
+    """None: traffic between the service's processes is not encrypted."""
     log: LogConfig = LogConfig()
     tracing: TracingConfig | None = None
     """None: requests leave no traces for OpenTelemetry."""

@@ -22,7 +22,7 @@ class HintOptions(Strict):
     """Layers below it run before the hint, by the final norm and the LM head; fewer than the target has."""
     model: str | None = Field(default=None, min_length=1)
     """Directory of an exit head of that boundary, which ``paceline train-head early_exit`` writes, or an id that
-    transformers resolves: it makes of the state what the final norm is to have. None: that has the state as it is."""
+    transformers resolves: its output replaces the state before the final norm. None: the state as it is."""
     top: int = Field(default=8, ge=1, le=64)
     """Tokens for each place of a proposal."""
     weight: float = Field(default=0.5, gt=0, le=1)
@@ -37,7 +37,7 @@ class HintOptions(Strict):
 
 
 class TargetOptions(ModelOptions):
-    """Options of a target engine. A new option costs one edit: a field of this class."""
+    """Options of a target engine."""
 
     max_sessions: int = Field(default=16, ge=1, le=1024)
     """Sessions that are in progress at once on one replica; further ones wait."""

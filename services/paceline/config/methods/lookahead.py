@@ -9,8 +9,7 @@ from paceline.config.methods.entry import HeadMethod, Row
 
 
 class LookaheadOptions(Strict):
-    """Sizes of lookahead decoding, as W, N and G of its paper (Fu et al. 2024). A new option costs one edit: a field of
-    this class."""
+    """Sizes of lookahead decoding, as W, N and G of its paper (Fu et al. 2024)."""
 
     window: int = Field(default=5, ge=1, le=32)
     """Columns of guesses, W: a step has W (N - 1) - 1 further tokens per session."""

@@ -17,7 +17,7 @@ from paceline.types import MAX_DRAFT_TOKENS, Mode
 
 
 class DraftOptions(Growing, ModelOptions):
-    """Options of the engine of a draft model. A new option costs one edit: a field of this class."""
+    """Options of the engine of a draft model."""
 
     max_sessions: int | None = Field(default=None, ge=1, le=16384)
     """Sessions that the KV pages are sized for; one draft may serve several targets. None: the target's number."""

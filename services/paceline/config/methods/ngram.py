@@ -14,7 +14,7 @@ from paceline.errors.refusals import Fault
 
 class NgramOptions(Growing):
     """Options of the n-gram drafter, which copies continuations from earlier occurrences of the last tokens in the
-    session's own context. A new option costs one edit: a field of this class."""
+    session's own context."""
 
     min_match: int = Field(default=1, ge=1, le=16)
     """The shortest suffix that is looked up, in tokens."""

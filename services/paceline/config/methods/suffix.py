@@ -19,8 +19,7 @@ TOKEN_BYTES = 400
 
 
 class SuffixMatching(Strict):
-    """Options of suffix decoding: what it matches, and how far it proposes from a match (Oliaro et al. 2024). A new
-    option costs one edit: a field of this class."""
+    """Options of suffix decoding: what it matches, and how far it proposes from a match (Oliaro et al. 2024)."""
 
     max_tree_depth: int = Field(default=24, ge=1, le=256)
     """The longest match, in tokens."""

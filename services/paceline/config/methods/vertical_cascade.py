@@ -46,8 +46,7 @@ class CascadeDrafter(Strict):
 
 
 class CascadeOptions(Growing):
-    """Options of drafters that draft together in one replica, the largest one first. A new option costs one edit: a
-    field of this class."""
+    """Options of drafters that draft together in one replica, the largest one first."""
 
     drafters: list[CascadeDrafter] = Field(min_length=2, max_length=4)
     """Each verifies the guesses of the next one, so all but the last are draft models."""
