@@ -169,7 +169,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _drop(self) -> None:
-        """Has all answers dropped: uvicorn knows of the last request alone that its client has left."""
+        """Drops all answers: uvicorn reports only for the last request that its client has left."""
         for cycle in (self._answered, *(cycle for cycle, _ in self.pipeline)):
             if cycle is not None:
                 cycle.disconnected = True

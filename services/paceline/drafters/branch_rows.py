@@ -112,7 +112,7 @@ class BranchSession(RowSession):
         self.hold(cache)
 
     def end(self, cache: KVCache) -> None:
-        """Gives up all states and pages."""
+        """Releases all states and pages."""
         for branch in (self.trunk, *self.branches):
             cache.let_go(branch.held)
         cache.release(self.held_pages)

@@ -98,7 +98,7 @@ class RowSession:
         return ()
 
     def end(self, cache: KVCache) -> None:
-        """Gives up all pages."""
+        """Releases all pages."""
         cache.release(self.pages)
 
     def chunk(self, cache: KVCache, stop: int) -> SequenceStep:

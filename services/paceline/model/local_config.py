@@ -32,7 +32,7 @@ def build(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Takes no memory."""
+    """Needs no memory."""
     with BUILDING, torch.device("meta"):
         return build(config)
 

@@ -28,7 +28,7 @@ class Joined:
         self._buffer = bytearray()
 
     def add(self, part: target_pb2.PagesPart) -> list[bytes]:
-        """Takes the next part; returns the pages that it completes.
+        """Adds the next part; returns the pages that it completes.
 
         Raises ValueError for a part that is empty, too long, or not as it was sent.
         """

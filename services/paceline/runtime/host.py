@@ -386,7 +386,7 @@ class EngineHost(Generic[Out]):
             self._deliver([CloseSession(session_id, epoch) for session_id, epoch in ended])
 
     def _deliver(self, messages: Sequence[ToEngine]) -> None:
-        """Gives messages to the engine, except for sessions that wait for their pages."""
+        """Passes messages to the engine, except for sessions that wait for their pages."""
         if self._arrivals is not None and not self._arrivals.idle(messages):
             messages = [message for message in messages if not self._arrivals.keeps(message)]
         if messages:

@@ -89,7 +89,7 @@ class Runners:
         return self.current.execution if self._compilation is None else self._compilation.execution
 
     def advance(self) -> None:
-        """Lets sessions that begin from now on be compiled, if the compiled step has come."""
+        """Starts new sessions on the compiled step, once there is one."""
         if self._compilation is not None and (step := self._compilation.take()) is not None:
             compiled = self.current.compiled(step)
             self._by_generation[self.generation + 1] = compiled

@@ -107,7 +107,7 @@ class Origins:
 
 
 def allow_cors(app: FastAPI, origins: Origins) -> None:
-    """Lets web pages of these origins call."""
+    """Allows calls from web pages of these origins."""
     if origins.given is None and origins.has_keys:
         return
     app.add_middleware(

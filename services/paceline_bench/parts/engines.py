@@ -150,12 +150,12 @@ class Router:
             self._send(session.open())
 
     def on_target(self, batch: bytes) -> None:
-        """Takes a batch from the target."""
+        """Relays a batch from the target."""
         messages: list[Any] = [*decode_from_target(target_pb2.FromTarget.FromString(batch))[0]]  # nobody sends an Echo
         self._send(self._relay.on_target(messages))
 
     def on_draft(self, batch: bytes) -> None:
-        """Takes a batch from the draft."""
+        """Relays a batch from the draft."""
         messages: list[Any] = [*decode_from_draft(draft_pb2.FromDraft.FromString(batch))[0]]
         self._send(self._relay.on_draft(messages))
 

@@ -99,7 +99,7 @@ def ways(path: str, heads: Sequence[str], k: int, mlp: str) -> list[Way]:
 
 
 def run(way: Way, session: Session, num_steps: int, warm_up: int, *, kept: bool) -> list[int]:
-    """Takes the times of a session's steps, if they are ``kept``; returns its tokens."""
+    """Records the times of a session's steps, if they are ``kept``; returns its tokens."""
     engine, (mounted,) = way.engine, way.engine.heads.mounted or (None,)
     engine.receive(session.open(draft_available=False).to_target)
     tokens: list[int] = []

@@ -65,7 +65,7 @@ class CorpusReport:
 
 
 def write_corpus(options: TrainingOptions, progress: Progress) -> CorpusReport:
-    """Has a target continue texts, writes them to ``options.out`` as a corpus, and measures it on held-out texts.
+    """Continues texts by a target, writes them to ``options.out`` as a corpus, and measures it on held-out texts.
 
     An interrupted run continues where it was. ``paceline serve`` finds the folder inside the target's or next to it.
 

@@ -17,7 +17,7 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def pass_arguments_on(model: PreTrainedModel) -> None:
-    """Gives such a part all arguments that its layer has. A second call changes nothing."""
+    """Passes such a part all arguments of its layer. A second call changes nothing."""
     for module in model.modules():
         if type(module).__name__ in _DROPPING and not hasattr(module, "passing"):
             layer: Any = module

@@ -342,7 +342,7 @@ def _logit_rows(model: PreTrainedModel, kernel: Kernel, features: Features | Non
 
 
 def _int8_lowering(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
-    """Lets Inductor multiply by int8 weights without converting them first.
+    """Makes Inductor multiply by int8 weights without converting them first.
 
     The exporter asserts the dtype of each conversion. An assertion on a weight hides the product from Inductor.
     Inductor then folds the weight to the dtype of the product, which doubles its memory.

@@ -46,7 +46,7 @@ def replace_linear_layers(model: PreTrainedModel, name: str) -> dict[int, Linear
 
 
 def _number_attention(model: PreTrainedModel) -> None:
-    """Gives the attention of Zamba2's layers, which share its weights, the indices of these layers."""
+    """Sets the indices of Zamba2's layers in their attention, whose weights they share."""
     for layer in model.modules():
         if type(layer).__name__ == "Zamba2HybridLayer":
             layer.shared_transformer.self_attn.layer_idx = layer.mamba_decoder.layer_idx

@@ -72,7 +72,7 @@ class Heads:
         return bool(self.mounted)
 
     def use(self, num_cores: int, *, drafting: bool) -> None:
-        """Takes on how many cores heads run from now on, and whether sessions are to have drafts."""
+        """Sets on how many cores heads run from now on, and whether sessions may have drafts."""
         if (num_cores, drafting) != self._circumstances:
             self._circumstances = num_cores, drafting
             for mounted in self.mounted:
@@ -137,7 +137,7 @@ class Heads:
         return NO_PROPOSAL
 
     def forget_guesses(self, session: TargetSession, guesses: Proposal) -> None:
-        """Takes back that guesses of a session ride: there is no room for them."""
+        """Leaves out a session's guesses: the step has no room for them."""
         for mounted in self.mounted:
             mounted.forget_guesses(session.session_id, len(guesses))
 
@@ -163,7 +163,7 @@ class Heads:
     # -- what the target has decided -----------------------------------------------------------------------------------
 
     def observe(self, session: TargetSession, proposal: Proposal, accepted: Sequence[int], row_s: float) -> None:
-        """Takes the verdict on a session's proposal, before it is committed.
+        """Records the verdict on a session's proposal, before it is committed.
 
         Args:
             session: it was verified for.
@@ -182,7 +182,7 @@ class Heads:
         return self._offering.pop(session.session_id, None)
 
     def advance(self, session: TargetSession) -> None:
-        """Has the heads that are on take what was committed for a session that goes on."""
+        """Advances the active heads to the committed context of a running session."""
         for mounted in self.mounted:
             if mounted.follows:
                 mounted.catch_up(session)
