@@ -99,9 +99,6 @@ class App:
         states = application.deployments[deployment].replica_states
         return {str(getattr(state, "value", state)): count for state, count in states.items() if count}
 
-    async def running(self, deployment: str) -> int:
-        return (await self.states(deployment)).get("RUNNING", 0)
-
 
 async def until(condition, timeout_s: float = 60.0, what: str = ""):
     """Waits until ``condition``, a function or coroutine function, is true; returns what it gave."""

@@ -1,11 +1,9 @@
-"""The application on a real cluster: streams, cancels, deadlines, leases, scaling, drains and deaths."""
+"""The application on a real cluster: streams, errors, cancels, deadlines, metrics, traces and leases."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 import urllib.request
 from pathlib import Path
 
@@ -108,15 +106,6 @@ def test_build_names_the_deployments_and_passes_options_through(pair):
         build_draft_deployment(config.with_overrides(["draft_config=null"]))
     with pytest.raises(ConfigError, match="no such key"):
         build({"target_confg": {}})
-
-
-async def test_streams_equal_plain_decoding_in_one_process(app):
-    prompts = [letters(20 + i, i) for i in range(4)]
-    async with stub_of(app) as stub:
-        results = await asyncio.gather(*(collect(stub.Generate(request(p, 64))) for p in prompts))
-    assert [ids for ids, _, _ in results] == plain(app, prompts, 64)
-    assert all(c.finish_reason == "length" and c.completion_tokens == 64 for _, _, c in results)
-    await assert_all_free(app)
 
 
 async def test_errors_come_with_status_details_and_trailers(app):
@@ -370,63 +359,4 @@ async def test_a_session_holds_one_lease_on_its_target_and_at_most_one_on_a_draf
         assert await leases(app, app.DRAFT) <= 3  # a target gives a draft back that does not pay
         for call in calls:
             call.cancel()
-    await assert_all_free(app)
-
-
-@pytest.mark.nightly
-async def test_draft_pool_to_zero_and_back_while_streams_run(app):
-    prompts = [letters(15, i) for i in range(3)]
-
-    async def gone():
-        return await app.running(app.DRAFT) == 0 and not await replicas(app, "draft")
-
-    async def back():
-        return await app.running(app.DRAFT) == 1 and all(r.get("draft") for r in await app.ask("Router", "statuses"))
-
-    expected = plain(app, prompts, 200)
-    async with stub_of(app) as stub:
-
-        async def stream(prompt):
-            return await collect(stub.Generate(request(prompt, 200)))
-
-        await app.scale(app.DRAFT, 0)
-        first = await asyncio.gather(*(stream(p) for p in prompts))
-        await until(lambda: gone(), 20, "no draft runs")
-        without = await asyncio.gather(*(stream(p) for p in prompts))
-        await app.scale(app.DRAFT, 1)
-        await until(lambda: back(), 60, "a draft runs")
-        again = await asyncio.gather(*(stream(p) for p in prompts))
-    for results in (first, without, again):
-        assert [ids for ids, _, _ in results] == expected
-    assert sum(c.speculation.drafted for _, _, c in without) == 0
-
-
-@pytest.mark.nightly
-async def test_a_target_that_drains_or_dies_takes_no_stream_with_it(app):
-    prompts = [letters(15, i) for i in range(4)]
-
-    async def both():
-        seen = await app.ask("Router", "statuses")
-        return await app.running(app.TARGET) == 2 and all(len(r["target"]) == 2 for r in seen)
-
-    async def one():
-        states = await app.states(app.TARGET)
-        return states == {"RUNNING": 1}
-
-    await app.scale(app.TARGET, 2)
-    await until(lambda: both(), 60, "two targets run")
-    async with stub_of(app) as stub:
-        streams = [asyncio.create_task(collect(stub.Generate(request(p, LONG)))) for p in prompts]
-        await asyncio.sleep(0.5)
-        await app.scale(app.TARGET, 1)
-        await until(lambda: one(), 40, "one target has drained and ended")
-        drained = await asyncio.gather(*streams)
-        streams = [asyncio.create_task(collect(stub.Generate(request(p, LONG)))) for p in prompts]
-        await asyncio.sleep(0.5)
-        (pid,) = [status.pid for status in await replicas(app, "target")]
-        os.kill(pid, signal.SIGKILL)
-        killed = await asyncio.gather(*streams)
-    expected = plain(app, prompts, LONG)
-    assert [ids for ids, _, _ in drained] == expected
-    assert [ids for ids, _, _ in killed] == expected
     await assert_all_free(app)
