@@ -7,19 +7,16 @@ import json
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tests.support.replays import Rounds, brought, replayed, rounds_of, texts_of
 from tests.support.rings import nightly, slow
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import HeadOptions, TargetOptions, TargetSetup
-from paceline.drafters.heads.drafter import TOP_M, HeadDrafter
-from paceline.drafters.training.features import states
-from paceline.drafters.training.replay import Agreement, agreement
 from paceline.embedded import HEAD_DIRS, TARGET_DIR, held_out_files
-from paceline.messages import DraftState, OpenSession, Outcome
+from paceline.messages import DraftState, OpenSession
 from paceline.model.loading import load_pretrained
 from paceline.target.build import build_target_engine
 from paceline.target.control.head_gate import HeadGate
@@ -53,7 +50,7 @@ def rounds(
     temperature: float,
     max_tokens: int = NEW_TOKENS,
     prompt_tokens: int = PROMPT_TOKENS,
-) -> list[list[tuple[int, ...]]]:
+) -> Rounds:
     """The tokens of each outcome of each session."""
     engine.sent.clear()
     names = [f"{mode}{temperature}{i}" for i in range(NUM_PROMPTS)]
@@ -64,58 +61,22 @@ def rounds(
         engine.receive([DraftState(name, 1, available=False)])
     while engine.num_sessions:
         engine.step()
-    outcomes = [message for message in engine.sent if isinstance(message, Outcome)]
-    return [[each.token_ids for each in outcomes if each.session_id == name] for name in names]
-
-
-def replayed(head: HeadDrafter, texts: list[list[int]], temperature: float) -> Agreement:
-    """What the trainer says of these texts, with as many candidates as the engine has."""
-
-    def unroll(*arguments: Any) -> Iterator[torch.Tensor]:
-        for logits in head.module.unroll(*arguments):
-            yield logits.masked_fill(logits < logits.topk(TOP_M).values[..., -1:], float("-inf"))
-
-    model = load_pretrained(Checkpoint.open(str(TARGET_DIR)), torch.float32).eval()
-    token_ids = torch.tensor(texts)
-    own = states(model, token_ids, head.features.boundaries)
-    with torch.no_grad():
-        log_p = model(token_ids, use_cache=False).logits.log_softmax(-1)
-    return agreement(
-        unroll,
-        log_p,
-        token_ids,
-        torch.cat(own, -1).float(),
-        torch.full((NUM_PROMPTS,), PROMPT_TOKENS),
-        torch.full((NUM_PROMPTS,), token_ids.shape[1]),
-        DEPTHS,
-        greedy=temperature == 0,
-        target_ids=head.module.target_ids,
-    )
+    return rounds_of(engine.sent, names)
 
 
 @pytest.mark.parametrize("method", [*slow(METHODS[:1]), *nightly(METHODS[1:])])
 def test_what_a_head_brings_is_what_its_replay_says(method: str) -> None:
     engine = built(method)
     (mounted,) = engine.heads.mounted
+    model = load_pretrained(Checkpoint.open(str(TARGET_DIR)), torch.float32).eval()
+    read = mounted.head.module, mounted.head.features.boundaries
     for temperature in (0.0, 1.0):
         found = rounds(engine, Mode.OVERLAPPED, temperature)
-        texts = [[token for part in parts for token in part] for parts in found]
-        plain = rounds(engine, Mode.PLAIN, temperature)
-        assert texts == [[token for part in parts for token in part] for parts in plain]
-        whole = [[*ids, *text] for ids, text in zip(prompts(), texts, strict=True)]
-        expected = replayed(mounted.head, whole, temperature)
-        accepted, num_rounds = 0, 0
-        for row, parts in enumerate(found):
-            t = PROMPT_TOKENS - 1  # the first outcome is the prompt's own
-            for part in parts[1:]:
-                if t < int(expected.end[row]):
-                    accepted, num_rounds = accepted + len(part) - 1, num_rounds + 1
-                t += len(part)
-        assert num_rounds > 50
-        error = expected.standard_error(DEPTHS)
-        wanted = expected.accepted_per_round(DEPTHS)
-        print(f"{method} T={temperature:g}: {accepted / num_rounds:.3f} per round, replay {wanted:.3f} +- {error:.3f}")
-        assert abs(accepted / num_rounds - wanted) <= 2 * error
+        assert texts_of(found) == texts_of(rounds(engine, Mode.PLAIN, temperature))
+        expected = replayed(model, *read, prompts(), found, DEPTHS, temperature)
+        (got, error), wanted = brought(found, expected, PROMPT_TOKENS, DEPTHS), expected.accepted_per_round(DEPTHS)
+        print(f"{method} T={temperature:g}: {got:.3f} per round, replay {wanted:.3f} +- {error:.3f}")
+        assert abs(got - wanted) <= 2 * error
     assert not mounted.failure
 
 
@@ -137,8 +98,7 @@ def test_prompts_from_the_prefix_cache_keep_their_acceptance(method: str, is_spo
                     layer.zero_()
         cached = rounds(engine, Mode.OVERLAPPED, temperature, 40, prompt_tokens)
         assert engine.stats.cached_tokens >= NUM_PROMPTS * (2 * PAGE_SIZE - 1)
-        texts = [[[*itertools.chain(*parts)] for parts in found] for found in (fresh, cached)]
-        assert texts[0] == texts[1]
+        assert texts_of(fresh) == texts_of(cached)
         assert sum(len(part) - 1 for parts in fresh for part in parts) > NUM_PROMPTS
         are_equal.append(cached == fresh)
         assert not mounted.failure
@@ -167,9 +127,8 @@ def test_acceptance_comes_back_after_a_pause(monkeypatch: pytest.MonkeyPatch) ->
             found = rounds(engine, Mode.OVERLAPPED, 1.0, most)
         brought.append([len(part) - 1 for parts in found for part in parts[off.stop + 1 : -1]])
         if is_paused:
-            text = [[token for part in parts for token in part] for parts in found]
-    plain = rounds(engine, Mode.PLAIN, 1.0, most)
-    assert text == [[token for part in parts for token in part] for parts in plain]
+            text = texts_of(found)
+    assert text == texts_of(rounds(engine, Mode.PLAIN, 1.0, most))
     assert mounted.stats.holes == NUM_PROMPTS
     without, after = (sum(each) / len(each) for each in brought)
     print(f"{after:.3f} tokens a round after the pause, {without:.3f} without it")

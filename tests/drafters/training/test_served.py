@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import random
 import re
 import shutil
 import string
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support import replays
 from tests.support.models import letters_tokenizer
+from tests.support.replays import Rounds, brought, rounds_of, texts_of
 from tests.support.rings import nightly, slow
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,17 +23,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from paceline.checkpoint.files import Checkpoint
 from paceline.config import HeadOptions, LocalConfig, TargetOptions, TargetSetup
 from paceline.config.local import TargetModel
-from paceline.core import rows as native
-from paceline.drafters.heads.drafter import TOP_M
 from paceline.drafters.heads.load import open_head
 from paceline.drafters.heads.module import HeadModule
 from paceline.drafters.heads.streaming import open_streams
-from paceline.drafters.training.features import states
 from paceline.drafters.training.options import HeadForm, Schedule, TrainingOptions
-from paceline.drafters.training.replay import Agreement, agreement
+from paceline.drafters.training.replay import Agreement
 from paceline.drafters.training.run import train_head
 from paceline.local import LocalPipeline
-from paceline.messages import OpenSession, Outcome
+from paceline.messages import OpenSession
 from paceline.model.loading import load_pretrained
 from paceline.target.build import build_target_engine
 from paceline.types import Mode, SamplingParams, SpeculationParams
@@ -178,7 +174,7 @@ def parameters(i: int, temperature: float, mode: Mode) -> tuple[SamplingParams, 
     return sampling, SpeculationParams(mode=mode, max_draft_tokens=DEPTHS)
 
 
-def written(target: Path, source: Path, temperature: float, mode: Mode = Mode.OVERLAPPED) -> list[list[list[int]]]:
+def written(target: Path, source: Path, temperature: float, mode: Mode = Mode.OVERLAPPED) -> Rounds:
     """The tokens of each outcome of each session."""
     sent: list[Any] = []
     options = TargetOptions(**OPTIONS, heads=[head_options(source)])
@@ -189,11 +185,10 @@ def written(target: Path, source: Path, temperature: float, mode: Mode = Mode.OV
         engine.step()
     (mounted,) = engine.heads.mounted
     assert not mounted.failure
-    outcomes = [message for message in sent if isinstance(message, Outcome)]
-    return [[[*o.token_ids] for o in outcomes if o.session_id == f"s{i}"] for i in range(NUM_TEXTS)]
+    return rounds_of(sent, [f"s{i}" for i in range(NUM_TEXTS)])
 
 
-def written_by_a_pipeline(target: Path, source: Path, temperature: float, mode: Mode) -> list[list[list[int]]]:
+def written_by_a_pipeline(target: Path, source: Path, temperature: float, mode: Mode) -> Rounds:
     """The same through ``LocalPipeline``: the tokens of each round."""
     local = LocalConfig(
         target=TargetModel(path=str(target), **OPTIONS, heads=[head_options(source)]), worker="thread", pin_cores=False
@@ -217,58 +212,14 @@ def opened(target: Path, source: Path, model: Any) -> tuple[HeadModule, tuple[in
     return module, plan.features.boundaries
 
 
-def replayed(target: Path, source: Path, found: list[list[list[int]]], temperature: float) -> Agreement:
-    """What the trainer says of these texts, with as many candidates as the engine has: a native pass draws from all
-    tokens, others from the likeliest ones."""
+def replayed(target: Path, source: Path, found: Rounds, temperature: float) -> Agreement:
     model = load_pretrained(Checkpoint.open(str(target)), torch.float32).eval()
-    module, boundaries = opened(target, source, model)
-    texts = [[*ids, *itertools.chain(*parts)] for ids, parts in zip(prompts(target), found, strict=True)]
-    token_ids = torch.tensor(texts)
-
-    def unroll(*arguments: Any) -> Iterator[Tensor]:
-        for logits in module.unroll(*arguments):
-            if native.usable(logits.flatten(0, -2), torch.float32):
-                yield logits
-                continue
-            yield logits.masked_fill(logits < logits.topk(TOP_M).values[..., -1:], float("-inf"))
-
-    with torch.no_grad():
-        log_p = model(token_ids, use_cache=False).logits.log_softmax(-1)
-    return agreement(
-        unroll,
-        log_p,
-        token_ids,
-        torch.cat(states(model, token_ids, boundaries), -1).float(),
-        torch.full((NUM_TEXTS,), PROMPT),
-        torch.full((NUM_TEXTS,), token_ids.shape[1] - 1),  # the last token is no draft's: a proposal stops before it
-        DEPTHS,
-        greedy=temperature == 0,
-        states_ahead=DEPTHS if module.exits else 0,
-    )
-
-
-def brought(found: list[list[list[int]]], expected: Agreement) -> tuple[float, float]:
-    """Accepted tokens of a round, of the rounds that the replay counts, and the standard error of their difference from
-    it: of the choice of texts and of what the noise lets a draft propose, which is certain at temperature 0."""
-    accepted, num_rounds, variance = 0, 0, 0.0
-    weights = torch.arange(1, 2 * DEPTHS, 2)  # of P(at least k are accepted) in the mean square
-    for row, parts in enumerate(found):
-        t = PROMPT - 1  # the first outcome is the prompt's own
-        for part in parts[1:]:
-            if t < int(expected.end[row]):
-                accepted, num_rounds = accepted + len(part) - 1, num_rounds + 1
-                reach = expected.probability[row, t].double().cumprod(-1)
-                variance += float((weights * reach).sum() - reach.sum() ** 2)
-            t += len(part)
-    return accepted / num_rounds, math.hypot(expected.standard_error(DEPTHS), math.sqrt(variance) / num_rounds)
+    return replays.replayed(model, *opened(target, source, model), prompts(target), found, DEPTHS, temperature)
 
 
 def test_the_text_is_that_of_plain_decoding(target: Path, trained: Path) -> None:
     for temperature in (0.0, 1.0):
-        texts, plain = (
-            [list(itertools.chain(*parts)) for parts in written(target, trained, temperature, mode)]
-            for mode in (Mode.OVERLAPPED, Mode.PLAIN)
-        )
+        texts, plain = (texts_of(written(target, trained, temperature, mode)) for mode in (Mode.OVERLAPPED, Mode.PLAIN))
         assert texts == plain
 
 
@@ -292,7 +243,7 @@ def test_a_trained_head_brings_what_its_replay_says(
     for temperature in (0.0, 1.0) if both else (0.0,):
         found = written(target, source, temperature)
         expected = replayed(target, trained, found, temperature)
-        (got, error), wanted = brought(found, expected), expected.accepted_per_round(DEPTHS)
+        (got, error), wanted = brought(found, expected, PROMPT, DEPTHS), expected.accepted_per_round(DEPTHS)
         print(f"T={temperature:g}: {got:.3f} per round, replay {wanted:.3f} +- {error:.3f}")
         assert wanted > 0.4
         if is_read_rightly:
@@ -308,7 +259,7 @@ def test_a_trained_head_brings_the_same_through_a_pipeline(target: Path, trained
         found, plain = (
             written_by_a_pipeline(target, trained, temperature, mode) for mode in (Mode.OVERLAPPED, Mode.PLAIN)
         )
-        assert [[*itertools.chain(*parts)] for parts in found] == [[*itertools.chain(*parts)] for parts in plain]
+        assert texts_of(found) == texts_of(plain)
         expected = replayed(target, trained, found, temperature)
-        got, error = brought(found, expected)
+        got, error = brought(found, expected, PROMPT, DEPTHS)
         assert abs(got - expected.accepted_per_round(DEPTHS)) <= 2 * error
