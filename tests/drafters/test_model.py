@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
 import torch
 from tests.support.models import VOCAB, prompt, random_model
-from tests.support.rings import nightly, slow
 
 from paceline.core.processors import Row, SamplerState
 from paceline.core.sampling import draft_candidates, unlisted
@@ -320,56 +318,6 @@ def test_without_room_there_are_no_candidates_and_later_there_are() -> None:
     twin.prefill()
     assert twin.drafter.ready("c")
     twin.expand(("c", 0), ("a", twin.child("a", unlucky, 33)))
-
-
-@pytest.mark.parametrize(
-    ("family", "seed"),
-    [("llama", 1), *slow([("llama", 0), ("gemma3", 1)]), *nightly([("llama", 2), ("gemma3", 0), ("gemma3", 2)])],
-)
-def test_random_growth(family: str, seed: int) -> None:
-    """Trees that grow, advance and miss at random in a tight cache: every candidate row equals a plain forward."""
-    rng = random.Random(seed)
-    twin = Twin(family, pages=3 + 2 * (seed % 2))
-    names = ["a", "b", "c"]
-    opened = 0
-    for turn in range(60):
-        if opened < len(names) and rng.random() < 0.3:
-            twin.open(names[opened], prompt(seed, 64) + prompt(opened, rng.randint(1, 20)))
-            opened += 1
-        twin.drafter.prefill()
-        twin.drafter.check_integrity()
-        leaves: list[tuple[str, int]] = []
-        for name in names[:opened]:
-            if not twin.drafter.ready(name):
-                continue
-            anchor = twin.anchors[name]
-            if anchor not in twin.expanded[name]:
-                leaves.append((name, anchor))
-                continue
-            for parent in [anchor, *twin.paths[name]]:
-                if parent in twin.expanded[name] and rng.random() < 0.3 and len(leaves) < 14:
-                    leaves.append((name, twin.child(name, parent, rng.randrange(10, VOCAB))))
-        if leaves:
-            twin.expand(*leaves, room=False)
-        for name in names[:opened]:
-            if rng.random() < 0.4:
-                known = [n for n, p in twin.paths[name].items() if len(p[0]) <= 3]
-                if known and rng.random() < 0.6:
-                    ids = twin.paths[name][rng.choice(known)][0]
-                    if any(n not in twin.paths[name] for n in ids):
-                        continue
-                    twin.commit(name, *ids)
-                else:
-                    twin.commit(name, twin.child(name, twin.anchors[name], rng.randrange(10, VOCAB)))
-        if turn == 45:
-            twin.drafter.close("a")
-            names.remove("a")
-            opened -= 1
-    assert twin.rows_checked > 50
-    for name in names:
-        twin.drafter.close(name)
-    twin.drafter.check_integrity()
-    assert twin.runner.cache.num_used == 0
 
 
 def test_an_error_leaves_the_sessions_as_they_were() -> None:
