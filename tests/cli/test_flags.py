@@ -74,7 +74,7 @@ def test_a_type_refuses_other_values(arguments):
 def test_a_docstring_and_a_default_give_the_help():
     texts = {name: help_of(field_at(Outer, f"inner.{name}")) for name in NAMES}
     assert texts["num_rows"] == "rows of a table, 100 %% of them (default: 3)"
-    assert texts["share"] == "KV share. None: all"
+    assert texts["share"] == "KV share (default: all)"
     assert texts["dtype"] == "default: auto"
     assert texts["strict"] == "refuse more (default: off)"
 

@@ -70,8 +70,9 @@ def help_of(field: FieldInfo) -> str:
     if text[1:2].islower():
         text = text[0].lower() + text[1:]
     default = None if field.is_required() else field.get_default(call_default_factory=True)
-    if default is None:
-        return text
+    if default is None:  # the docstring's last sentence says what its absence means
+        before, separator, meaning = text.rpartition(". None: ")
+        return f"{before} (default: {meaning})" if separator else text
     value = {True: "on", False: "off"}[default] if isinstance(default, bool) else f"{default}"
     return f"{text} (default: {value})" if text else f"default: {value}"
 
