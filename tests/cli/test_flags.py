@@ -102,7 +102,7 @@ FLAGS = {
     "--min-tokens --temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty "
     "--ignore-eos --include-stop-str-in-output --seed --seed-scope --logprobs-mode --mode --acceptance --draft-tokens",
     "serve": f"{SERVICE} --local --address --dashboard --print-environment --verbose",
-    "check": f"{SERVICE} --json --against",
+    "check": f"{SERVICE} --json --against --address --device-memory-gib",
     "config": f"{SERVICE} --markdown --schema",
     "demo": f"{MODEL} --local --verbose --max-tokens --temperature --seed --repeats",
     "status": "--address --json --watch --timeout " + CONNECTION,
