@@ -36,7 +36,7 @@ class Hostility:
         self._address, self._http, self._tls, self._rng = address, urlsplit(http_url), tls, rng
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self.statuses: Counter[tuple[str, str]] = Counter()
-        """How often each kind of call ended with each status."""
+        """Counts of calls by kind and final status."""
 
     @property
     def faults(self) -> list[str]:

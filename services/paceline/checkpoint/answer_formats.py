@@ -21,7 +21,7 @@ from paceline.checkpoint.call_readers import (
 )
 
 CallIds = Literal["random", "mistral", "kimi"]
-"""How the id of a call is made where the model writes none: by the form that the chat template demands."""
+"""Form of the id of a call, where the model writes none: the one that the chat template demands."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names of the field of a response template that holds reasoning."""
 

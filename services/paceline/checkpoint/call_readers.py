@@ -167,7 +167,7 @@ _OBJECT = re.compile(r"\s*(?=\{)")
 
 
 class CallReader(Protocol):
-    """How the calls of a format are read."""
+    """Reader of the calls of a format."""
 
     @property
     def patterns(self) -> tuple[str, ...]:

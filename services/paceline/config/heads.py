@@ -69,7 +69,7 @@ class HeadOptions(Strict):
 
     @property
     def entry(self) -> HeadMethod:
-        """What its method declares."""
+        """Entry of its method."""
         return HEADS[self.method]
 
     @model_validator(mode="after")

@@ -127,7 +127,7 @@ class DraftSetup:
 
     @property
     def entry(self) -> PoolMethod:
-        """What its method declares."""
+        """Entry of its method."""
         return next(entry for entry in POOL.values() if isinstance(self.options, entry.options))
 
     @property

@@ -10,7 +10,7 @@ from paceline.core import rows
 from paceline.messages import SparseDistribution
 
 TOLERANCE = 1e-6
-"""How far from 1 the probabilities of a distribution may sum."""
+"""Largest distance from 1 of the sum of a distribution's probabilities."""
 _ID, _PROB = np.dtype("<i4"), np.dtype("<f8")
 
 Columns = tuple[NDArray[np.int32], NDArray[np.float64]]

@@ -123,7 +123,7 @@ class DraftEngine:
 
     @property
     def execution(self) -> Execution:
-        """How the drafter's model runs. Any thread may ask."""
+        """Execution of the drafter's model (``types.Execution``). Any thread may ask."""
         return "" if self._runner is None else self._runner.execution
 
     @property

@@ -227,7 +227,7 @@ class BranchSession(RowSession):
     def _path(
         self, cache: KVCache, owner: object, node_ids: Sequence[int], token_ids: Sequence[int], tail: Sequence[int]
     ) -> Path:
-        """What a leaf's path still needs: in the branch of its last node with a row, or in a new one."""
+        """Missing rows of a leaf's path: in the branch of its last node with a row, or in a new one."""
         pending, branch, known = self.tokens[self.num_cached :], self.trunk, 0
         for node_id in () if pending else node_ids[:-1]:
             if (place := self.places.get(node_id)) is None:

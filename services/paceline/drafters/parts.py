@@ -23,7 +23,7 @@ from paceline.model.kv_cache import KVCache
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _COLUMNS = attrgetter("tokens", "sampler", "num_cached", "node_rows")
-"""What ``parts.cpp`` takes of a session, in its order."""
+"""Attributes of a session that ``parts.cpp`` reads, in its order."""
 log = logging.getLogger(__name__)
 
 

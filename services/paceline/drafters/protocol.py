@@ -86,7 +86,7 @@ __all__ = [
 ]
 
 Held = TypeVar("Held")
-"""What a drafter holds for each open session."""
+"""State of a drafter for each open session."""
 
 FATAL = (torch.AcceleratorError, RanksLostError)
 """Errors after which no call can succeed: they are the engine's own, not a session's."""

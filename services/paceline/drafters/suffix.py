@@ -119,8 +119,8 @@ class SuffixAutomaton:
         return state, length
 
     def followers(self, state: int) -> dict[int, tuple[int, int]]:
-        """How often each token has followed the substrings of a state that ``match`` returned, and when it last did, in
-        tokens of all texts."""
+        """Counts of each token after the substrings of a state that ``match`` returned, and the place of its last
+        one, in tokens of all texts."""
         return {token_id: (self._count[at], self._last[at]) for token_id, at in self._next[state].items()}
 
     def check_integrity(self) -> None:

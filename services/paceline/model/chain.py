@@ -15,7 +15,7 @@ from paceline.model.step_plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How the next tokens are ranked: by their logits at temperature 0, else by log q + the target's noise."""
+    """Ranking of the next tokens: by their logits at temperature 0, else by log q + the target's noise."""
 
     seed_bits: int
     position: int

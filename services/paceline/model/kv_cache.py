@@ -57,7 +57,7 @@ class LayerSpec:
     is_fp8: bool = False
     """True: keys and values are kept in FP8; False: in the dtype of the model."""
     scales: KVScales = UNSCALED
-    """What they are divided by before they are rounded to FP8."""
+    """Divisors before they are rounded to FP8."""
 
     @property
     def num_values(self) -> int:
@@ -96,7 +96,7 @@ class KVCache:
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.scales: list[KVScales] = []
-        """What keys and values of each layer are divided by before they are rounded to FP8."""
+        """Divisors of keys and values of each layer before they are rounded to FP8."""
         self.num_layers = 0
         """Number of the model's own layers. The layers of heads come after them."""
         self._allocate(layers, device)
@@ -376,7 +376,7 @@ def to_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 def from_pages(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    """What pages hold, in the dtype of the model, which holds each number of FP8 exactly; times ``scale``."""
+    """Contents of pages in the dtype of the model, which holds each number of FP8 exactly; times ``scale``."""
     numbers = (x.view(torch.float8_e4m3fn) if x.dtype == FP8 else x).to(dtype)
     return numbers if scale == 1 else numbers * scale
 

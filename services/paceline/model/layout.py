@@ -43,7 +43,7 @@ _MASKS = (torch.bfloat16, torch.float32)
 Sizes = Sequence[int]
 """Sizes of a step (``StepShape``): tokens, writes, rows of logits, rows, row length, pages, and 1 if it has trees."""
 Gathered = tuple[int, int, int, int, int, int, bool, tuple[tuple[int, int], ...], object]
-"""What ``gather`` finds in a step:
+"""Results of ``gather`` for a step:
 
 - number of tokens;
 - KV rows that it writes;

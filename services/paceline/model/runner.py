@@ -67,7 +67,7 @@ class ModelRunner:
 
     @property
     def execution(self) -> Execution:
-        """How the steps run. Any thread may ask."""
+        """Execution of the steps (``types.Execution``). Any thread may ask."""
         return self._execution if self._compilation is None else self._compilation.execution
 
     def compiled(self, step: StepFunction) -> ModelRunner:

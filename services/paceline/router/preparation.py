@@ -37,7 +37,7 @@ class _Lane:
     num_waiting: int = 0
     """Inputs that wait, the one in work included."""
     mean_s: float = 0.05
-    """How long one takes."""
+    """Duration of one."""
 
 
 class LateTrim:

@@ -43,7 +43,7 @@ Call = Callable[[Callable[[Any], Any]], Awaitable[Any]]
 
 @dataclass(slots=True)
 class Moves:
-    """What has been moved to this target."""
+    """Counts of what was moved to this target."""
 
     pages: int = 0
     bytes: int = 0

@@ -184,7 +184,7 @@ class TargetEngine:
 
     @property
     def execution(self) -> Execution:
-        """How sessions that begin now are run. Any thread may ask."""
+        """Execution of new sessions (``types.Execution``). Any thread may ask."""
         return self.runners.execution
 
     @property

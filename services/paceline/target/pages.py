@@ -120,7 +120,7 @@ class PageStore:
         return self._runners.current.cache
 
     def _identity(self, generation: int) -> bytes | None:
-        """What has to be equal at two targets whose pages are exchanged; None: this one exchanges none."""
+        """Identity that two targets must share to exchange pages; None: this one exchanges none."""
         probe, origin = self._probe(generation), b"" if self._origin is None else self._origin.digest
         return None if probe is None or origin is None else hashlib.blake2b(probe + origin, digest_size=16).digest()
 

@@ -85,7 +85,7 @@ class Runners:
 
     @property
     def execution(self) -> Execution:
-        """How sessions that begin now are run. Any thread may ask."""
+        """Execution of new sessions (``types.Execution``). Any thread may ask."""
         return self.current.execution if self._compilation is None else self._compilation.execution
 
     def advance(self) -> None:

@@ -42,7 +42,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class HeadOffer:
-    """What a head of the target offers for a session's coming round."""
+    """Proposal of a head of the target for a session's next round."""
 
     proposal: Proposal
     """Not empty."""
@@ -211,7 +211,7 @@ class TargetSession:
         self.nodes_context_len = -1
         """Length of the context at the draft when it sent its last nodes."""
         self.head_offer: HeadOffer | None = None
-        """What a head of the target offers for the coming round (``heads/``)."""
+        """Proposal of a head of the target for the next round (``heads/``)."""
         self._outcome: tuple[int, ...] = ()
         """Committed tokens that the tree has not been walked along yet."""
         self.cause = Cause.START

@@ -37,7 +37,7 @@ class Thinking(BodyPart):
 
 
 class OutputConfig(BodyPart):
-    """How the answer is made."""
+    """Output options of the answer."""
 
     PLACE = "output_config"
 
@@ -117,7 +117,7 @@ class CountBody(ToolsBody):
     thinking: Thinking = Thinking(type="adaptive")
     """Enables or disables reasoning before the answer."""
     output_config: OutputConfig = OutputConfig()
-    """How the answer is made."""
+    """Output options of the answer."""
     n: int = Field(default=1, ge=1, le=1)
     """One answer."""
 

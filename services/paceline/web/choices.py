@@ -127,7 +127,7 @@ class Totals:
 
 
 def speculation_of(result: Result) -> dict[str, Any]:
-    """How a finished choice speculated: the extension field of its last event."""
+    """Speculation of a finished choice: the extension field of its last event."""
     stats, timing = result.speculation, result.timing
     return {
         "seed": result.seed,

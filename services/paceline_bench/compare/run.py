@@ -45,7 +45,7 @@ Ask = Callable[[Sequence[Job], SpeculationParams, str], list[Reply]]
 
 @dataclass
 class Found:
-    """What one arm answered under one load: its units, and why it has none."""
+    """Answers of one arm under one load: its units, or its failure."""
 
     arm: Arm
     units: list[list[RequestRecord]] = field(default_factory=list)

@@ -128,7 +128,7 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "draft_delay_s": (_is_seconds, "use seconds, at least 0; .inf: the draft never answers"),
     "settle_s": (lambda value: _is_seconds(value) and value <= 3600, "use seconds, 0 to 3600"),
 }
-"""What fields of an arm may hold, and the words for it."""
+"""Checks of an arm's fields, and the words for them."""
 
 
 def read_spec(path: Path, given: Mapping[str, str], loads: Mapping[str, Any]) -> Spec:

@@ -80,7 +80,7 @@ class Side:
     engine: Any
     watch: Stopwatch
     outbox: list[Any]
-    """What the engine emits."""
+    """Messages that the engine emits."""
     decode: Callable[[bytes], Sequence[Any]]
     encode: Callable[[Sequence[Any]], bytes]
     count: Callable[[], int]
@@ -160,12 +160,12 @@ class Router:
         self._send(self._relay.on_draft(messages))
 
     def to_target(self) -> bytes | None:
-        """What goes to the target next; None: nothing."""
+        """The next batch to the target; None: nothing."""
         messages, self._to_target = self._to_target, []
         return encode_to_target(messages).SerializeToString() if messages else None
 
     def to_draft(self) -> bytes | None:
-        """What goes to the draft next; None: nothing."""
+        """The next batch to the draft; None: nothing."""
         messages, self._to_draft = self._to_draft, []
         return encode_to_draft(messages).SerializeToString() if messages else None
 

@@ -111,7 +111,7 @@ class Cell:
         return sessions
 
     def row(self, part: str, columns: Row) -> Row:
-        """What a part has spent, from the column of tokens on, in its row of the table."""
+        """The time of a part, from the column of tokens on, in its row of the table."""
         return (f"{part} {self.mode.value}", f"{self.temperature:g}", str(self.num_sessions), *columns)
 
 

@@ -25,7 +25,7 @@ class Clock:
         return now
 
     def take(self) -> list[float]:
-        """What it has shown since the last call."""
+        """The readings since the last call."""
         readings, self._readings = self._readings, []
         return readings
 

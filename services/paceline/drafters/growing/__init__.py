@@ -1,1 +1,1 @@
-"""How a tree grows with a drafter: in a draft replica, and by a head inside the target."""
+"""Growth of a tree with a drafter: in a draft replica, and by a head inside the target."""

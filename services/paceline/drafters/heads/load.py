@@ -44,7 +44,7 @@ class HeadPlan:
     _files: WeightFiles
     """With the names and shapes of plain weights."""
     _packing: Packing | None
-    """How these are quantized; None: they are plain."""
+    """Quantization of these weights; None: they are plain."""
     _form: HeadForm
     _facts: TargetFacts
 
@@ -298,7 +298,7 @@ def _require_boundaries(what: str, boundaries: tuple[int, ...], facts: TargetFac
 
 
 _PREFIXES = ("model.", "", "backbone.", "model.language_model.", "language_model.model.", "language_model.")
-"""What names of a target's weights begin with in its files."""
+"""Prefixes of the names of a target's weights in its files."""
 
 
 def target_table(checkpoint: Checkpoint, getter: str, dtype: torch.dtype, device: torch.device) -> nn.Module:

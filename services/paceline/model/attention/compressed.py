@@ -57,7 +57,7 @@ class Compressor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What compressors read of a step: see ``paged_attention``."""
+    """Inputs of compressors in a step: see ``paged_attention``."""
 
     keys: Sequence[Tensor]
     write_rows: Tensor

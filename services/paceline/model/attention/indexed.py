@@ -38,7 +38,7 @@ _MOST_PRODUCTS = 2**22
 
 @dataclass(frozen=True, slots=True)
 class IndexedStep:
-    """What indexers read of a step. A model passes it on to them in the place of its attention mask."""
+    """Inputs of indexers in a step. A model passes it on to them in the place of its attention mask."""
 
     pools: list[Tensor]
     """``keys`` of ``paged_attention``, of which some hold index keys ``[pages, page_size, 1, head_dim]``."""

@@ -74,7 +74,7 @@ def _as_one_head(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _weights(module: Any) -> tuple[Tensor, Tensor]:
-    """What multiplies queries ``[heads, rank, nope]``, and what multiplies sums of latents ``[heads, value, rank]``."""
+    """Factors of queries ``[heads, rank, nope]`` and of sums of latents ``[heads, value, rank]``."""
     size, weight = module.qk_nope_head_dim, module.kv_b_proj.weight
     of_heads = weight.view(-1, size + module.v_head_dim, weight.shape[1])
     return of_heads[:, :size].transpose(1, 2), of_heads[:, size:]

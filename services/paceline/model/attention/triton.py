@@ -53,7 +53,7 @@ _TRIED_PAGES, _NUM_TRIED = 9, 1 << 22
 rounding hides most differences.
 """
 _BLOCKS: dict[tuple[object, ...], int] = {}
-"""What ``walked_block`` has found, by device, dtype and sizes of heads."""
+"""Results of ``walked_block`` by device, dtype and sizes of heads."""
 log = logging.getLogger(__name__)
 
 

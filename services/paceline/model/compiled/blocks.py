@@ -21,7 +21,7 @@ OUTPUTS = 16
 
 
 class Layout(NamedTuple):
-    """How weights lie in the tiles of a format."""
+    """Layout of weights in the tiles of a format."""
 
     bits: int
     has_minima: bool

@@ -125,7 +125,7 @@ class Gates(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """What a chunk's rows do to a state, and read from it."""
+    """Effect of a chunk's rows on a state, and their reads of it."""
 
     queries: Tensor  # [CHUNK, key heads, key_dim]
     keys: Tensor  # the same
