@@ -42,7 +42,7 @@ def test_a_proposal_is_as_long_as_it_may_be() -> None:
     """None at a length of 0; and not beyond where it is next to certain to be wrong."""
     found = lookup([1, 2, 3, 1, 2])
     assert [len(found.proposal(k)) for k in (-1, 0, 1, 7, 3)] == [0, 0, 1, 7, 3]
-    assert [len(lookup([1, 2, 3, 1, 2], share).proposal(7)) for share in (50, 25, 0)] == [4, 2, 0]
+    assert [len(lookup([1, 2, 3, 1, 2], share).proposal(7)) for share in (50, 25, 0)] == [5, 2, 0]
 
 
 def test_probabilities_are_learned_from_what_was_not_proposed() -> None:

@@ -20,14 +20,17 @@ from dataclasses import dataclass, field
 from paceline.core.statistics import RateSample
 
 LEAST, WINDOW = 4, 32
-"""Observations before the first verdict, and for the last one; the former also lets a change come into force."""
+"""Observations before the first verdict, and for the last one; the former also lets a change come into force.
+
+The latter is also how many observations an average of rounds, tokens or gaps remembers (``Ewma(1 / WINDOW)``).
+"""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 64.0
 PATIENCE_S = LEAST * SHORTEST_PAUSE_S
 """Time for a draft to send its first tokens in a trial."""
 TRIAL_SHARE = 0.01
 """Share of the time that all trials may lose."""
-KEPT, WORTH = 1.01, 1.04
-"""Speedup over plain decoding from which drafting goes on, and from which it starts."""
+KEPT, WORTH = 1 + TRIAL_SHARE, 1 + LEAST * TRIAL_SHARE
+"""Speedup over plain decoding from which drafting goes on, since it earns its trials, and from which it starts."""
 _ROUNDING = 1e-9
 """Difference of a rate from its mark that comes from rounding: what costs nothing and brings nothing goes on."""
 _CERTAIN = 2.5

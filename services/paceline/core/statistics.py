@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+ENGINE_KEEP, SESSION_KEEP = 0.998, 0.98
+"""Factors by which the sums of an engine and of a session fade in one step: they remember 500 steps and 50."""
+
 
 @dataclass(slots=True)
 class Ewma:
@@ -59,12 +62,12 @@ class DecayingRatio:
     @classmethod
     def of_engine(cls) -> DecayingRatio:
         """A share of predictions that were right in all sessions of an engine; it leans on a prior."""
-        return cls(0.998, 8.0)
+        return cls(ENGINE_KEEP, 8.0)
 
     @classmethod
     def of_session(cls, engine: DecayingRatio) -> DecayingRatio:
         """The share in one session, which leans on its engine's."""
-        return cls(0.98, 32.0, engine)
+        return cls(SESSION_KEEP, 32.0, engine)
 
     def add(self, part: float, whole: float, num_steps: float = 1.0) -> None:
         """Adds a measurement after ``num_steps`` steps, here and in the parent."""

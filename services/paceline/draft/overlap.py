@@ -14,8 +14,6 @@ from paceline.core.statistics import Ewma
 
 _LEAST_ROUNDS = 2 * WINDOW
 """Rounds of either kind before they are compared."""
-_WEIGHT = 0.02
-"""Weight of a round in the averages."""
 _TRIAL_EVERY = 2 * LEAST
 """One in this many sessions uses the other choice, so that the comparison stays true."""
 
@@ -26,14 +24,14 @@ class Overlap:
 
     forced: bool | None = None
     """The fixed choice; None: by measurement."""
-    accepted: dict[bool, Ewma] = field(default_factory=lambda: {ahead: Ewma(_WEIGHT) for ahead in (True, False)})
+    accepted: dict[bool, Ewma] = field(default_factory=lambda: {ahead: Ewma(1 / WINDOW) for ahead in (True, False)})
     """Draft tokens accepted of a proposal, by whether it was made ahead."""
     rounds: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
-    depth_s: Ewma = field(default_factory=lambda: Ewma(_WEIGHT))
+    depth_s: Ewma = field(default_factory=lambda: Ewma(1 / WINDOW))
     """t_d: seconds of one depth of a proposal."""
-    num_proposed: Ewma = field(default_factory=lambda: Ewma(_WEIGHT))
+    num_proposed: Ewma = field(default_factory=lambda: Ewma(1 / WINDOW))
     """K: tokens of a proposal."""
-    verify_s: Ewma = field(default_factory=lambda: Ewma(_WEIGHT))
+    verify_s: Ewma = field(default_factory=lambda: Ewma(1 / WINDOW))
     """T_v: seconds from a proposal's announcement to its outcome."""
     num_sessions: int = 0
 

@@ -25,12 +25,12 @@ from collections.abc import Sequence
 
 from paceline.core.statistics import DecayingRatio
 from paceline.core.tree import NO_PROPOSAL, Producer, Proposal
+from paceline.target.control.allocation import LEAST_PATH
 
 SHORTEST, LONGEST = 2, 8
 """Tokens of a match. Longer ones count as the longest."""
 
 _PRIOR = 0.2
-_LEAST_PATH = 0.04
 _INDEXED_AT_ONCE = 4096
 """Tokens indexed when a proposal is asked for: about a millisecond."""
 
@@ -104,7 +104,7 @@ class Lookup:
         for i in range(num_tokens):
             prob = self._shares[min(self._match + i, LONGEST) - SHORTEST].value(_PRIOR)
             path *= prob
-            if path < _LEAST_PATH:
+            if path < LEAST_PATH:
                 break
             token_ids.append(self._tokens[self._at + i % period])
             probs.append(prob)

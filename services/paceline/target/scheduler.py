@@ -30,7 +30,7 @@ from paceline.target.heads.driver import Heads
 from paceline.target.session import TargetSession
 from paceline.types import Mode, pages_for
 
-_RESTING_SESSIONS = 8
+_RESTING_SESSIONS = 2 * LEAST
 """Back-off of prompt lookups, which cost time per session. After 4 consecutive steps without a lookup they pause for
 one step, after the next for two, ..: at most 7, and at most one step per 8 sessions, or any number of sessions where
 the steps without them are launched ahead."""
@@ -129,7 +129,7 @@ class Scheduler:
         *,
         max_sessions: int,
         max_step_tokens: int,
-        max_scored_rows: int = 16,
+        max_scored_rows: int,
         allocation: Allocation | None = None,
         trial_rows: Callable[[TargetSession], int] = lambda session: 0,
         heads: Heads | None = None,

@@ -16,11 +16,12 @@ from paceline.messages import OpenSession
 from paceline.model.kv_cache import KVCache, flat_rows, page_hash, root_hash
 from paceline.model.linear.plan import NONE
 from paceline.target.control.allocation import AcceptanceHistory, expected_tokens
+from paceline.target.control.compared import NUM_RANKS
 from paceline.target.control.subtree import SubtreeOffer
 from paceline.target.lookup import Lookup
 from paceline.types import PAGE_SIZE, Acceptance, Cause, FinishReason, Mode, pages_for
 
-FAN_OUT = 3
+FAN_OUT = NUM_RANKS
 """Candidates of a head that are ranked at each place; the gap to the second says how certain the first is."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.core.experiment import WINDOW
 from paceline.messages import Node, Nodes, OpenSession
 from paceline.target.control.waiting import DRAFT_TIMEOUT_S, WaitPolicy
 from paceline.target.session import TargetSession
@@ -164,9 +165,9 @@ def test_what_is_learned_of_a_round() -> None:
     """Acceptance counts tokens up to the first rejection; a first token counts apart."""
     made = policy(acceptance=0.5, first_acceptance=0.5)
     made.observe_rounds([(4, 1, 2, 0.04, 0.0)])
-    assert made.first_acceptance.get(0) == pytest.approx(0.5 + 0.02 * 0.5)
-    after_accept = 0.5 + 0.02 * 0.5
-    assert made.acceptance.get(0) == pytest.approx(after_accept + 0.02 * (0 - after_accept))
+    after_accept = 0.5 + 0.5 / WINDOW
+    assert made.first_acceptance.get(0) == pytest.approx(after_accept)
+    assert made.acceptance.get(0) == pytest.approx(after_accept * (1 - 1 / WINDOW))
     assert made.tokens_per_round.get(0) == pytest.approx(2.0)
 
 

@@ -31,23 +31,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.core.experiment import WINDOW, Budget
-from paceline.core.statistics import DecayingHistogram, DecayingRatio, Ewma
+from paceline.core.experiment import WINDOW, WORTH, Budget
+from paceline.core.statistics import ENGINE_KEEP, SESSION_KEEP, DecayingHistogram, DecayingRatio, Ewma
 from paceline.core.tree import Proposal
 from paceline.target.control.step_cost import StepCost
 from paceline.target.control.subtree import Ranked, SubtreeOffer
 
 PRIOR_ACCEPTANCE = 0.7
-BEST_ACCEPTANCE = 0.95
-"""Acceptance of a drafter of which nothing is known, so that it is tried."""
+LEAST_PATH = 0.02
+"""Tokens of heads and of prompt lookup end where a path is less likely: it is almost certain to be wrong."""
 ENOUGH_TRIALS = WINDOW
 """Verified tokens after which an acceptance is known well enough."""
-IDLE_KEEP = 0.98
-_BRANCH_KEEP, _BRANCH_WEIGHT, _BRANCH_IDLE_KEEP = 0.99, 8.0, 0.999
-_GAP_WEIGHT = 0.05
-"""Weight of a step in the averages of what lies between two."""
-_LEAST_GAIN = 0.05
-"""Draft tokens of many sessions have to make them faster by this share; of one by any."""
 _JUDGED_STEPS = WINDOW // 2
 """Steps between two checks whether any draft token can have positive expected gain."""
 _CHAINS_EVERY = WINDOW
@@ -116,8 +110,8 @@ class AcceptanceHistory:
 
     def fade(self) -> None:
         """Makes this history count less after a round without a trial, so that bad luck does not last."""
-        self._of_trials.fade(IDLE_KEEP)
-        self._of_predicted.fade(IDLE_KEEP)
+        self._of_trials.fade(SESSION_KEEP)
+        self._of_predicted.fade(SESSION_KEEP)
 
     def forget(self) -> None:
         """Starts again because another draft serves from now on."""
@@ -277,8 +271,8 @@ def ideal_gain(
 
 
 def least_gain(num_sessions: int) -> float:
-    """Minimum speedup for which a step of ``num_sessions`` has draft tokens: from 1 for one session to 1.05."""
-    return 1.0 + _LEAST_GAIN * (1.0 - 1.0 / max(1, num_sessions))
+    """Minimum speedup for which a step of ``num_sessions`` has draft tokens: from 1 for one session to ``WORTH``."""
+    return WORTH - (WORTH - 1.0) / max(1, num_sessions)
 
 
 def load_class(num_sessions: int) -> int:
@@ -295,9 +289,9 @@ class Allocation:
     """Sessions may have siblings verified, where they have positive expected gain; False: chains only."""
     cost: StepCost = field(default_factory=StepCost)
     """Seconds of a step on the cores that take it now."""
-    overhead_s: Ewma = field(default_factory=lambda: Ewma(_GAP_WEIGHT))
+    overhead_s: Ewma = field(default_factory=lambda: Ewma(1 / WINDOW))
     """Seconds from a step's verdicts to the next forward while there is something to do, if that waits for them."""
-    hidden: Ewma = field(default_factory=lambda: Ewma(_GAP_WEIGHT))
+    hidden: Ewma = field(default_factory=lambda: Ewma(1 / WINDOW))
     """Share of plain steps, 0 to 1, that do not wait for the one before, so that nothing lies between them."""
     lengths: DecayingHistogram = field(default_factory=DecayingHistogram)
     """Lengths of the proposals that were verified."""
@@ -308,7 +302,7 @@ class Allocation:
     """Acceptance of the tokens of heads in all sessions."""
     branch_prior_s: float = 0.0
     """Seconds of a branch beyond its rows, as measured before the first session."""
-    branch: DecayingRatio = field(default_factory=lambda: DecayingRatio(_BRANCH_KEEP, _BRANCH_WEIGHT))
+    branch: DecayingRatio = field(default_factory=DecayingRatio.of_engine)
     """Seconds of a branch beyond its rows, as measured while serving."""
     tokens_per_s: Ewma = field(default_factory=Ewma)
     """Tokens per second of the steps."""
@@ -347,7 +341,7 @@ class Allocation:
         self._num_offers += 1
         if self._num_offers % _CHAINS_EVERY == 0:
             return False
-        self.branch.fade(_BRANCH_IDLE_KEEP)
+        self.branch.fade(ENGINE_KEEP)
         return 2 * self.branch_s * self.tokens_per_s.get(0.0) < 1  # a sibling is never likelier than a half
 
     def plain_s(self, num_sessions: int) -> float:

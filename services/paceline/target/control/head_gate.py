@@ -23,9 +23,7 @@ from paceline.core.statistics import Ewma
 from paceline.target.control.allocation import load_class
 
 _COMPARED_EVERY = round(LEAST / TRIAL_SHARE)
-"""In ``LEAST`` of so many times a head is asked depth by depth, and in twice as many for chains, to measure both."""
-_CHAIN_SHARE = 0.6
-""""Much less" than a depth with several leaves, which bring about a twentieth more tokens a step."""
+"""In ``LEAST`` of so many times a head is asked depth by depth, and in as many for chains, to measure both."""
 
 
 @dataclass(slots=True)
@@ -75,19 +73,19 @@ class HeadGate:
 
     def chains(self, num_sessions: int, width: int) -> bool:
         """True if one call per session, for its best path, is better than depth by depth with up to ``width`` leaves:
-        if a token of all paths takes much less time than such a depth, which brings more tokens. Counts as being
-        asked."""
+        if a token of all paths takes less than half the time of such a depth, which brings more tokens. Counts as
+        being asked."""
         if width == 1 and num_sessions == 1:
             return True
         turn, self._num_asked = self._num_asked % _COMPARED_EVERY, self._num_asked + 1
-        if turn < 3 * LEAST:
+        if turn < 2 * LEAST:
             return turn >= LEAST
         tree_s = self.level_s.get((load_class(num_sessions * width), False)) or self.level_s.get(
             (load_class(num_sessions), False)
         )
         if self.chain_s is None or tree_s is None:
             return num_sessions == 1
-        return num_sessions * self.chain_s < _CHAIN_SHARE * tree_s.get(0.0)
+        return 2 * num_sessions * self.chain_s < tree_s.get(0.0)
 
     @property
     def chain_s(self) -> float | None:
@@ -96,7 +94,7 @@ class HeadGate:
 
     def observe_chains(self, lengths: Sequence[int], seconds: float) -> None:
         """Records the time of paths of these lengths, one for each session."""
-        self._chain_s = self._chain_s or Ewma(0.3)
+        self._chain_s = self._chain_s or Ewma()
         self._chain_s.add(seconds / sum(lengths))
         for first in (True, False):
             self.observe_depth(len(lengths), seconds / max(lengths), first=first)

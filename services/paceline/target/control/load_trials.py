@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.experiment import KEPT, LEAST, PATIENCE_S, TRIAL_SHARE, WORTH, Experiment
 from paceline.core.statistics import RateEstimate
-from paceline.target.control.allocation import BEST_ACCEPTANCE, ENOUGH_TRIALS, Allocation, load_class
+from paceline.target.control.allocation import ENOUGH_TRIALS, Allocation, load_class
 
 _CLEAR = 1.3
 """Speedup by the cost of a step for which no trial is needed."""
@@ -223,7 +223,7 @@ class LoadTrials:
     def _is_open(self, num_sessions: int, load: _Load) -> bool:
         """True if the alternative could be faster, judged by the cost of a step."""
         if not load.choice:
-            return self.allocation.gain(num_sessions, BEST_ACCEPTANCE, LARGEST_K) >= WORTH
+            return self.allocation.gain(num_sessions, 1.0, LARGEST_K) >= WORTH
         if not self.only_plain:
             return True
         most = 1 << load_class(num_sessions)  # the most sessions of this load, for which rates are kept

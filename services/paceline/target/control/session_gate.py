@@ -27,7 +27,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from paceline.core.experiment import KEPT, LEAST, PATIENCE_S, WINDOW, WORTH, Experiment
+from paceline.core.experiment import KEPT, LEAST, PATIENCE_S, SHORTEST_PAUSE_S, WINDOW, WORTH, Experiment
 from paceline.core.statistics import RateSample
 from paceline.messages import SpeculationWanted
 from paceline.target.control.allocation import Allocation, load_class
@@ -36,7 +36,7 @@ from paceline.target.session import Account, TargetSession
 
 log = logging.getLogger(__name__)
 
-_PEAK_S = 0.25
+_PEAK_S = SHORTEST_PAUSE_S / LEAST
 """Seconds over which the highest concurrency is that of the load."""
 
 

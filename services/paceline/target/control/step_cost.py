@@ -20,27 +20,19 @@ import sys
 from collections.abc import Iterable
 
 from paceline.core.experiment import LEAST, WINDOW
+from paceline.core.statistics import Ewma
 from paceline.model.shapes import MIN_TOKENS, QUERY_MULTIPLE, padded_row_len
 
 _EXACT, _LARGE = 64, 256
 """Sizes are kept one by one up to 64, so that lumps of the cost show; by padded size to 256, in steps of 64 beyond."""
 
-_LEVEL_WEIGHT = 0.15
-_NOISE, _LEVEL_DRIFT, _SIZE_DRIFT = 1e-2, 2e-2, 5e-6
-"""Variances in the filter of a step's seconds, all of logarithms.
+_LEVEL_DRIFT, _NEW, _SIZE_DRIFT = 2.0, 0.5, 1 / WINDOW**2
+"""Variances in the filter of a step's seconds, of logarithms, in units of one measurement's about its expected value.
 
-In order: of one measurement about its expected value; of the change of the level in a step; of the change of a size's
-ratio in a step.
+In order: of the change of the level in a step; of the ratio of a size that is new; of its change in a step.
 """
-_ONCE, _BETWEEN = 5e-3, 2e-3
-"""Variances of the logarithm of a ratio: measured once; interpolated between two sizes."""
-_FEW, _SOON = 3, 64
-"""A size measured less than ``_FEW`` times, and not in the last ``_SOON`` steps, is forgotten: an outlier there must
-not keep that size from being tried again."""
-_MOST_RATIO = 1.5
-"""A single step counts as at most this factor slower or faster than expected."""
-_MOST_LOG = math.log(_MOST_RATIO)
-_LARGEST_TABLE = 1024
+_MOST_LOG = math.log(2.0)
+"""A single step counts as at most twice as slow or as fast as expected."""
 
 
 def size_class(num_tokens: int) -> int:
@@ -71,7 +63,8 @@ class StepCost:
         self._sizes: dict[int, _Size] = {}
         self._now = 1.0  # level of the last step
         self._variance = _LEVEL_DRIFT  # of its logarithm
-        self._level = self._least_level = 1.0  # its average
+        self._log_level = Ewma()  # average of its logarithm
+        self._level = self._least_level = 1.0  # by that average
         self._num_observed = 0
         self._stale = 0
         self._table: list[float] = [0.0, 0.0]
@@ -93,27 +86,29 @@ class StepCost:
         if size is None:
             if not self._sizes:
                 self._now = self._level = self._least_level = seconds
+                self._log_level.add(math.log(seconds))
             if not min(self._sizes, default=at) < at < max(self._sizes, default=at):
-                self._sizes[at] = _Size(seconds / self._now, _ONCE, 1, self._num_observed)
+                self._sizes[at] = _Size(seconds / self._now, _NEW, 1, self._num_observed)
                 self._rebuild()
                 return
-            size = self._sizes[at] = _Size(_at(self._table, at), _BETWEEN, 0, self._num_observed)
+            size = self._sizes[at] = _Size(_at(self._table, at), _NEW, 0, self._num_observed)
         # Averages are of logarithms: a step twice as slow and one twice as fast cancel out.
         off_by = math.log(seconds / (self._now * size.value))
         off_by = min(max(off_by, -_MOST_LOG), _MOST_LOG)
         of_level = self._variance + _LEVEL_DRIFT
         of_size = size.variance + _SIZE_DRIFT * (self._num_observed - size.seen_at)
-        level_gain = of_level / (of_level + of_size + _NOISE) if size.count else 0.0
-        size_gain = of_size / (of_level + of_size + _NOISE)
+        level_gain = of_level / (of_level + of_size + 1.0) if size.count else 0.0
+        size_gain = of_size / (of_level + of_size + 1.0)
         self._now *= math.exp(level_gain * off_by)
         size.value *= math.exp(size_gain * off_by)
         self._variance, size.variance = of_level * (1.0 - level_gain), of_size * (1.0 - size_gain)
-        self._level *= (self._now / self._level) ** _LEVEL_WEIGHT
+        self._log_level.add(math.log(self._now))
+        self._level = math.exp(self._log_level.get(0.0))
         self._least_level = min(self._least_level, self._level)
         size.count += 1
         size.seen_at = self._num_observed
         self._stale += 1
-        if self._stale >= 2 * LEAST or size.count <= _FEW:
+        if self._stale >= 2 * LEAST or size.count <= 2:
             self._rebuild()
 
     def seconds(self, num_tokens: int) -> float:
@@ -134,8 +129,8 @@ class StepCost:
     def _rebuild(self) -> None:
         self._stale = 0
         now = self._num_observed
-        largest = max(self._sizes)
-        for at in [a for a, s in self._sizes.items() if s.count < _FEW and now - s.seen_at > _SOON]:
+        # An outlier at a size that was measured once must not keep that size from being tried again.
+        for at in [a for a, s in self._sizes.items() if s.count < 2 and now - s.seen_at > 2 * WINDOW]:
             if len(self._sizes) > 1:
                 del self._sizes[at]
         points = _monotone([(at, s.value, float(min(s.count, WINDOW))) for at, s in sorted(self._sizes.items())])
@@ -146,13 +141,9 @@ class StepCost:
             points = [(MIN_TOKENS, value), *points]
         points = [(0, value), *points]
         last, value = points[-1]
-        end = min(_LARGEST_TABLE, 2 * max(last, largest) + _EXACT)
-        if len(self._sizes) > 1:
-            slope = (value - _interpolate(points, last // 2)) / (last - last // 2)
-        else:
-            slope = 0.25 * value / max(last, 2 * MIN_TOKENS)
-        if end > last:
-            points.append((end, value + slope * (end - last)))
+        slope = (value - _interpolate(points, last // 2)) / (last - last // 2) if len(self._sizes) > 1 else 0.0
+        end = 2 * last + _EXACT
+        points.append((end, value + slope * (end - last)))
         self._table = _fill(points)
         self._floor = _fill(lower_hull(points))
         self._lower = [a if a < b else b for a, b in zip(self._floor, self._table, strict=True)]

@@ -21,9 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from paceline.core.statistics import Ewma
+from paceline.core.experiment import LEAST, WINDOW
+from paceline.core.statistics import SESSION_KEEP, Ewma
 from paceline.messages import Nodes
-from paceline.target.control.allocation import IDLE_KEEP, PRIOR_ACCEPTANCE
+from paceline.target.control.allocation import PRIOR_ACCEPTANCE
 from paceline.types import Mode
 
 if TYPE_CHECKING:  # sessions hold tensors, and the decision is also made without any (``plan``)
@@ -33,10 +34,6 @@ DRAFT_TIMEOUT_S = 1.0
 """A draft that has sent nothing for so long while a session waited counts as silent until it sends again."""
 GIVE_UP = 3.0
 """Waiting ends at this multiple of the expected delay."""
-_ACCEPTANCE_WEIGHT = 0.02
-"""Weight of a token in the averages of acceptance: each is 0 or 1."""
-_ROUND_WEIGHT = 0.05
-"""Weight of a round in the averages of rounds."""
 _STEP_S, _SHORTEST_S = 0.02, 1e-6
 """Seconds of a step before one was measured, and the least of any step."""
 
@@ -78,23 +75,23 @@ class WaitPolicy:
     """Tree step of the draft, as the draft reports it."""
     link_s: Ewma = field(default_factory=lambda: Ewma(value=0.0))
     """Delay of a first answer beyond the draft's own steps: the link round trip, and queueing at the draft."""
-    answered: Ewma = field(default_factory=lambda: Ewma(0.25, 1.0))
+    answered: Ewma = field(default_factory=lambda: Ewma(1 / LEAST, 1.0))
     """Share of waits for a first draft token that ended with one; late answers count as well."""
-    first_acceptance: Ewma = field(default_factory=lambda: Ewma(_ACCEPTANCE_WEIGHT, PRIOR_ACCEPTANCE))
+    first_acceptance: Ewma = field(default_factory=lambda: Ewma(1 / WINDOW, PRIOR_ACCEPTANCE))
     """Share of first draft tokens of a proposal that are accepted."""
-    acceptance: Ewma = field(default_factory=lambda: Ewma(_ACCEPTANCE_WEIGHT, PRIOR_ACCEPTANCE))
+    acceptance: Ewma = field(default_factory=lambda: Ewma(1 / WINDOW, PRIOR_ACCEPTANCE))
     """Share of draft tokens that are accepted if all before them were."""
-    draft_tokens: Ewma = field(default_factory=lambda: Ewma(_ROUND_WEIGHT))
+    draft_tokens: Ewma = field(default_factory=lambda: Ewma(1 / WINDOW))
     """Draft tokens accepted in a round that had any to verify."""
-    answer_tokens: Ewma = field(default_factory=lambda: Ewma(_ROUND_WEIGHT))
+    answer_tokens: Ewma = field(default_factory=lambda: Ewma(1 / WINDOW))
     """Draft tokens accepted in a round that waited for its first one; ``draft_tokens`` until there was a wait."""
-    answer_wait_s: Ewma = field(default_factory=lambda: Ewma(_ROUND_WEIGHT))
+    answer_wait_s: Ewma = field(default_factory=lambda: Ewma(1 / WINDOW))
     """How long it waited in all."""
-    hits: dict[bool, Ewma] = field(default_factory=lambda: {True: Ewma(_ROUND_WEIGHT), False: Ewma(_ROUND_WEIGHT)})
+    hits: dict[bool, Ewma] = field(default_factory=lambda: {True: Ewma(1 / WINDOW), False: Ewma(1 / WINDOW)})
     """Share of rounds whose draft had tokens when they began, after rounds that verified tokens of it (True) and after
     others."""
-    tokens_per_round: Ewma = field(default_factory=lambda: Ewma(_ROUND_WEIGHT))
-    round_s: Ewma = field(default_factory=lambda: Ewma(_ROUND_WEIGHT))
+    tokens_per_round: Ewma = field(default_factory=lambda: Ewma(1 / WINDOW))
+    round_s: Ewma = field(default_factory=lambda: Ewma(1 / WINDOW))
 
     def observe_rounds(self, rounds: Sequence[FinishedRound]) -> None:
         """Records finished rounds, in order."""
@@ -112,10 +109,10 @@ class WaitPolicy:
             if num_drafted:
                 self.draft_tokens.add(float(num_accepted))
             else:  # a slow or unlucky spell must not end waiting permanently
-                self.link_s.value = IDLE_KEEP * self.link_s.get(0.0)
+                self.link_s.value = SESSION_KEEP * self.link_s.get(0.0)
                 if self.answer_tokens.value is not None:
                     far = self.draft_tokens.get(0.0) - self.answer_tokens.value
-                    self.answer_tokens.value += (1.0 - IDLE_KEEP) * far
+                    self.answer_tokens.value += (1.0 - SESSION_KEEP) * far
             if waited_s > 0.0:
                 self.observe_answer(num_accepted, waited_s)
 
@@ -230,12 +227,12 @@ class WaitPolicy:
         return since + limit_s if worth_waiting(gain, cost, rate) else None
 
     def _next_s(self) -> float:
-        """Expected seconds between two messages of a draft that grows a session."""
-        return self.draft_step_s.get(self.step_s.get(_STEP_S) / 4)
+        """Expected seconds between two messages of a draft that grows a session: a target's step until one came."""
+        return self.draft_step_s.get(self.step_s.get(_STEP_S))
 
     def _answer_s(self) -> float:
         """Expected seconds of the draft's own steps after a miss: half of the one it is in, and one for the answer."""
-        return 1.5 * self._next_s()
+        return self._next_s() / 2 + self._next_s()
 
     def _more_hits(self) -> float:
         """Added probability that a round begins with tokens of the draft, after one that verified some."""

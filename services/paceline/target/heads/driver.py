@@ -28,7 +28,7 @@ from torch import Tensor
 from paceline.core.tree import NO_PROPOSAL, Producer, Proposal
 from paceline.drafters.protocol import Features
 from paceline.model.kv_cache import KVCache
-from paceline.target.control.allocation import BEST_ACCEPTANCE, ENOUGH_TRIALS, Allocation
+from paceline.target.control.allocation import ENOUGH_TRIALS, Allocation
 from paceline.target.heads.feeding import Computed, Feeding
 from paceline.target.heads.followed import Followed
 from paceline.target.heads.mounted import MountedHead
@@ -270,7 +270,7 @@ class Heads:
         if not self.is_on(mounted, num_sessions):
             return False
         hits = mounted.coupled.or_better_known(mounted.rejection)
-        acceptance = hits.rate() if hits.trials >= ENOUGH_TRIALS else BEST_ACCEPTANCE
+        acceptance = hits.rate() if hits.trials >= ENOUGH_TRIALS else 1.0
         return self._allocation.could_pay(num_sessions, acceptance, mounted.num_tokens)
 
     def _prefill(self) -> None:

@@ -19,12 +19,11 @@ from paceline.drafters.growing.blame import OnFailure
 from paceline.drafters.growing.grower import Grower
 from paceline.drafters.protocol import Head
 from paceline.drafters.ranking import Rule
-from paceline.target.control.allocation import expected_tokens, least_gain
+from paceline.target.control.allocation import LEAST_PATH, expected_tokens, least_gain
 from paceline.target.control.head_gate import HeadGate
 from paceline.target.heads.followed import Followed
 from paceline.target.session import HeadOffer
 
-_LEAST_PATH = 0.02
 MOST_LEAVES = 4
 """Nodes of a session that one depth expands."""
 
@@ -110,7 +109,7 @@ class HeadGrower(Grower[Followed]):
         """
         gate, started = self.gate, self.clock()
         lengths: list[int] = []
-        least = max(_LEAST_PATH, tokens_per_s * (gate.chain_s or 0.0)) if gate.adaptive else 0.0
+        least = max(LEAST_PATH, tokens_per_s * (gate.chain_s or 0.0)) if gate.adaptive else 0.0
         for followed, node in at:
             if not self.failure:
                 most, stop = self._depth_left(followed, node), followed.stop(node, least)
@@ -146,7 +145,7 @@ class HeadGrower(Grower[Followed]):
         if self._depth_left(followed, node) <= 0:
             return False
         blind = followed.rule is Rule.REJECTION or not self.gate.adaptive
-        return blind or followed.probability(node) >= _LEAST_PATH
+        return blind or followed.probability(node) >= LEAST_PATH
 
     def _gain(self, followed: Followed) -> float:
         """Expected number of tokens that a proposal of the head adds to the session's own lookup."""
