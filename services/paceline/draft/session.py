@@ -14,7 +14,7 @@ from paceline.drafters.calibration import Calibration, bonus_probs
 from paceline.drafters.growing.session import GrowingSession
 from paceline.drafters.protocol import Leaf
 from paceline.drafters.ranking import Rule
-from paceline.messages import NodeColumns, OpenSession, SparseDistribution
+from paceline.messages import NodeColumns, OpenSession
 
 LEAST_PROB = 1e-9
 """The least probability that an outcome is taken to have."""
@@ -155,20 +155,10 @@ class DraftSession(GrowingSession):
             child = parent.children[token_id]
             child.shift(parent.log_path + math.log(max(prob, LEAST_PROB)) - child.log_path)
 
-    def publish(
-        self,
-        parent: TreeNode,
-        token_ids: Sequence[int],
-        probs: Sequence[float],
-        *,
-        sampled: bool = True,
-        q: SparseDistribution | None = None,
-    ) -> list[TreeNode]:
-        """``GrowingSession.publish``; queues the accepted nodes for sending."""
-        placed = super().publish(parent, token_ids, probs, sampled=sampled, q=q)
-        self.outbox += placed
-        self.changed = self.changed or bool(placed)
-        return placed
+    def placed(self, nodes: list[TreeNode]) -> None:
+        """Queues new nodes for sending."""
+        self.outbox += nodes
+        self.changed = self.changed or bool(nodes)
 
 
 def new_frontier(tree: SpeculationTree, growth: Growth) -> Frontier:

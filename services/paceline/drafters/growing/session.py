@@ -100,11 +100,13 @@ class GrowingSession:
         sampled: bool = True,
         q: SparseDistribution | None = None,
     ) -> list[TreeNode]:
-        """Attaches new nodes to the tree; returns the accepted ones.
+        """Attaches new nodes to the tree as ``SpeculationTree.grow`` does; returns the accepted ones."""
+        placed = self.tree.grow(parent, token_ids, probs, sampled, q)
+        self.placed(placed)
+        return placed
 
-        ``sampled``: of all of them; with a ``q``, only the first one was drawn from it.
-        """
-        return self.tree.grow(parent, token_ids, probs, sampled, q)
+    def placed(self, nodes: list[TreeNode]) -> None:
+        """Learns of new nodes of the tree."""
 
     def publish_children(self, parent: TreeNode, ranking: Ranking, probs: Sequence[float]) -> list[TreeNode]:
         """Attaches the children of an expanded node, one per entry of ``probs``; returns the accepted ones."""

@@ -37,7 +37,7 @@ def _attention(
     scaling, window = kwargs.get("scaling"), kwargs.get("sliding_window")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if sinks is not None and isinstance(attend, AttendSinks):
-        return attend.with_sinks(module.layer_idx, query, key, value, scaling, window, sinks), None
+        attend = attend.with_sinks(sinks)
     return attend(module.layer_idx, query, key, value, scaling, window), None
 
 

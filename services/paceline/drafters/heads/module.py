@@ -49,17 +49,8 @@ class Attend(Protocol):
 class AttendSinks(Attend, Protocol):
     """Attention that can also have sinks: a logit of each head that attends to nothing."""
 
-    def with_sinks(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attends as ``Attend`` does, with ``sinks`` [num_heads]; None: there are none."""
+    def with_sinks(self, sinks: Tensor) -> Attend:
+        """This attention with ``sinks`` [num_heads]."""
         ...
 
 
@@ -233,12 +224,6 @@ class Unrolled:
         self._past: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        """Implements ``Attend``. The first call of a layer has the context, each later call the next depth."""
-        return self.with_sinks(layer, query, key, value, scaling, window, None)
-
-    def with_sinks(
         self,
         layer: int,
         query: Tensor,
@@ -246,9 +231,9 @@ class Unrolled:
         value: Tensor,
         scaling: float,
         window: int | None,
-        sinks: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Implements ``AttendSinks``."""
+        """Implements ``Attend``. The first call of a layer has the context, each later call the next depth."""
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         past = self._past.setdefault(layer, [])
@@ -269,3 +254,7 @@ class Unrolled:
         for step, (_, values) in enumerate(past[1:]):
             out = out + weights[..., num_rows + step, None] * values
         return out.transpose(1, 2)
+
+    def with_sinks(self, sinks: Tensor) -> Attend:
+        """Implements ``AttendSinks``."""
+        return partial(self, sinks=sinks)

@@ -219,18 +219,9 @@ class _Recording:
         self.seen[layer] = LayerSpec(key.shape[1], key.shape[3], values)
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
-    def with_sinks(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Notes the keys and values of a layer."""
-        return self(layer, query, key, value, scaling, window)
+    def with_sinks(self, sinks: Tensor) -> Attend:
+        """Implements ``AttendSinks``: they change nothing that is kept."""
+        return self
 
 
 class _NoRotation(nn.Module):

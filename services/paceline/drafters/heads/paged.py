@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.checkpoint.kv_scales import KVScales
+from paceline.drafters.heads.module import Attend
 from paceline.model.kv_cache import KVCache, flat_rows, from_pages
 from paceline.types import PAGE_SIZE, pages_for
 
@@ -83,12 +85,6 @@ class Paged:
         self._cache, self._first, self._parts = cache, first_layer, parts
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        """Implements ``Attend``: [1, heads, T, dim] -> [1, T, heads, value_dim]."""
-        return self.with_sinks(layer, query, key, value, scaling, window, None)
-
-    def with_sinks(
         self,
         layer: int,
         query: Tensor,
@@ -96,9 +92,9 @@ class Paged:
         value: Tensor,
         scaling: float,
         window: int | None,
-        sinks: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Implements ``AttendSinks``."""
+        """Implements ``Attend``: [1, heads, T, dim] -> [1, T, heads, value_dim]."""
         keys, values = self._pools(layer)
         if values.shape[-1] == 0:  # they are the beginning of the keys
             values = keys[..., : value.shape[-1]]
@@ -112,6 +108,10 @@ class Paged:
                     layer, group, query[0].transpose(0, 1), key, value, keys, values, scaling, window, sinks, out
                 )
         return out[None]
+
+    def with_sinks(self, sinks: Tensor) -> Attend:
+        """Implements ``AttendSinks``."""
+        return partial(self, sinks=sinks)
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Writes the rows of parts that are written: [1, kv heads, T, dim]."""
