@@ -221,20 +221,20 @@ def test_a_chain_that_is_wrong_is_noticed(pair, monkeypatch: pytest.MonkeyPatch,
 
 def test_chains_are_compared_with_trees_by_their_times() -> None:
     gate = HeadGate()
-    assert [gate.chains(1, 4) for _ in range(12)] == [False] * 4 + [True] * 8, "both are measured first"
+    assert [gate.chains(1, 4) for _ in range(8)] == [False] * 4 + [True] * 4, "both are measured first"
     assert gate.chains(1, 4), "nothing is known of it"
     assert not gate.chains(2, 4)
     gate.observe_depth(4, 1.0, first=False)
-    gate.observe_depth(8, 1.2, first=False)
+    gate.observe_depth(8, 1.3, first=False)
     gate.observe_chains([5], 4.0)
     assert not gate.chains(1, 4)
     assert gate.chains(1, 1), "there are no siblings to choose"
     for _ in range(60):
         gate.observe_chains([5, 3], 2.4)
-    assert gate.chain_s == pytest.approx(0.3)
+    assert gate.chain_s == pytest.approx(0.3, rel=0.01)
     assert gate.depth_s(2, first=False) == pytest.approx(0.48, rel=0.01)
     assert gate.chains(1, 4), "0.3 s a token, where a depth takes one second"
-    assert gate.chains(2, 4), "0.6 where it takes 1.2"
+    assert gate.chains(2, 4), "0.6 where it takes 1.3"
     assert not gate.chains(3, 4)
     assert sum(not gate.chains(1, 4) for _ in range(400)) == 4, "and again, now and then"
 
