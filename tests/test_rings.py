@@ -57,6 +57,7 @@ GUARDS_ELSEWHERE = {
     "service/hostile/test_drafts.py::test_a_tree_without_the_guard_is_caught": {"fast", "slow"},
     "target/test_branches.py::test_a_branch_at_a_shifted_row_is_caught": {"fast", "slow"},
     "target/test_branches.py::test_a_branch_at_a_shifted_row_is_caught_on_two_ranks": {"slow", "nightly"},
+    "target/test_flight_ranks.py::test_tokens_of_another_step_or_session_are_caught": {"slow"},
     "target/control/test_session_gate.py::test_a_draft_that_has_become_good_is_noticed_by_short_sessions": {"slow"},
 }
 """Outside the fast ring, as they compile a kernel, start processes or wait for a limit."""

@@ -210,9 +210,9 @@ def test_a_rank_that_draws_by_another_seed_is_caught(
     """The mutant: the first rank draws its part of the vocabulary with other noise than is drawn without ranks."""
     real = ranks_module.sample_sharded
 
-    def mutant(group, logits, first, keys, temperatures):
+    def mutant(group, logits, first, keys, *others):
         other = type(keys)(keys.greedy, keys.seeds ^ 1, keys.positions, keys.num_greedy)
-        return real(group, logits, first, other, temperatures)
+        return real(group, logits, first, other, *others)
 
     monkeypatch.setattr(ranks_module, "sample_sharded", mutant)
     with LocalPipeline(config_of(checkpoints, target=2, draft=None)) as pipeline:
@@ -381,16 +381,10 @@ def test_what_is_drawn_goes_to_other_ranks_unchanged() -> None:
 
     picks = Picks.of([None, row(2**64 - 1, 0.7, 5), None, row(3, 0.0, 9)])
     twin = Picks.decode(picks.encode())
-    for mine, other in (
-        (picks.index, twin.index),
-        (picks.temperatures, twin.temperatures),
-        (picks.keys.seeds, twin.keys.seeds),
-        (picks.keys.positions, twin.keys.positions),
-        (picks.keys.greedy, twin.keys.greedy),
-    ):
-        assert torch.equal(mine, other)
-    assert twin.index.tolist() == [1, 3]
-    assert twin.keys.num_greedy == 1
+    assert torch.equal(picks.numbers, twin.numbers)
+    bits = torch.tensor([0.7, 1.0]).view(torch.int32).tolist()
+    assert twin.numbers.tolist() == [[1, -1, 5, 0, bits[0]], [3, 3, 9, 1, bits[1]]]
+    assert twin.others(5) == [0, 2, 4]
 
 
 class _Fake:

@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.core import deferred, verification
 from paceline.model.compiled.backend import DeviceBackend, Outputs, StepFunction
 from paceline.model.loading import LoadedModel
+from paceline.model.parallel import runner as ranks
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import StepPlan
 from paceline.target import engine
@@ -62,7 +63,8 @@ class LateDevice:
             self.wait(self.busy_until)
             return decide(*args)
 
-        patch.setattr(verification, "Download", Download)
+        for reads in (verification, ranks):
+            patch.setattr(reads, "Download", Download)
         patch.setattr(engine, "decide", decide_late)
 
     def adopt(self, runner: ModelRunner, model: LoadedModel) -> None:

@@ -142,7 +142,8 @@ def unsure(seed: int) -> type[Drawn]:
 
         @property
         def token_ids(self) -> Tensor:
-            return (super().token_ids + self.fails) % VOCAB
+            token_ids = super().token_ids
+            return (token_ids + 1) % VOCAB if self.fails else token_ids
 
         def verdicts(self, proposals: Sequence[Proposal]) -> list[Verdict] | None:
             found = super().verdicts(proposals)

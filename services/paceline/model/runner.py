@@ -97,7 +97,11 @@ class ModelRunner:
     @property
     def is_asynchronous(self) -> bool:
         """True if ``forward`` only queues a step, so that ``forward_drawn`` saves time."""
-        return self.backend.is_asynchronous and self.cache.linear is None
+        return self.backend.is_asynchronous
+
+    def check(self) -> None:
+        """Raises RanksLostError if a step that is done has lost another rank, so that its tokens mean nothing. Waits
+        for nothing."""
 
     def forward(self, steps: Sequence[SequenceStep]) -> Tensor:
         """Writes the KV of all new tokens and returns logits ``[sum(num_logits), vocab_size]``, steps in order."""

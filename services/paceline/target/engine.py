@@ -40,6 +40,7 @@ from paceline.messages import (
     TreeLost,
 )
 from paceline.model.compiled.background import Compilation
+from paceline.model.parallel.runner import Sampled
 from paceline.model.runner import ModelRunner
 from paceline.model.shapes import most_scored_rows
 from paceline.model.step_plan import SequenceStep
@@ -291,16 +292,16 @@ class TargetEngine:
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
         """Launches the step after ``flight`` from the tokens that the device samples; None: it has to wait."""
-        if flight.drawn is None or not self._overlaps:
+        token_ids = flight.token_ids
+        if token_ids is None or not self._overlaps:
             return None
-        verifying = [part for part in flight.parts if part.verifies]
+        sampled = sorted([part for part in flight.parts if part.verifies], key=flight.is_whole)
         parts = self._scheduler.schedule_ahead([part for part in flight.parts if self._is_open(part.session)])
         if not parts:
             return None
-        chosen = {id(part.session) for part in parts if part.is_ahead}
-        token_ids = flight.drawn.token_ids
-        if len(chosen) < len(verifying):
-            index = [row for row, part in enumerate(verifying) if id(part.session) in chosen]
+        rows = {id(part.session): row for row, part in enumerate(sampled)}
+        index = [rows[id(part.session)] for part in parts if part.is_ahead]
+        if index != [*range(len(sampled))]:
             token_ids = token_ids[upload(index, token_ids.device, torch.int64)]
         forwarded = self.runners.forward_ahead(parts, token_ids)
         return None if forwarded is None else self._launched(parts, forwarded, is_ahead=True)
@@ -312,13 +313,18 @@ class TargetEngine:
             if not part.verifies:
                 part.session.commit_rows(self.runner.cache, part.stop)
         verifying = [part for part in parts if part.verifies]
-        drawn = None
+        flight = Flight(parts, forwarded, is_ahead=is_ahead)
         if self._overlaps and verifying and all(not p.num_drafted and p.session.samples_ahead for p in verifying):
+            rows = [row for part in verifying if flight.is_whole(part) for row in part.rows()]
+            token_ids = [sampled.token_ids for sampled in forwarded.sampled]
             try:
-                drawn = Drawn(forwarded.logits, [row for part in verifying for row in part.rows()])
+                if rows:
+                    flight.drawn = Drawn(forwarded.logits, rows)
+                    token_ids.append(flight.drawn.token_ids)
+                flight.token_ids = token_ids[0] if len(token_ids) == 1 else torch.cat(token_ids)
             except (RuntimeError, MemoryError) as error:
                 without_memory(error)  # it is decided in parts, later
-        return Flight(parts, forwarded, drawn, is_ahead)
+        return flight
 
     @property
     def _overlaps(self) -> bool:
@@ -332,6 +338,7 @@ class TargetEngine:
     def _finish(self, flight: Flight) -> None:
         """Waits for a step, commits its verdicts and sends the outcomes."""
         forwarded, verdicts = flight.forwarded, self._verdicts(flight)
+        self.runners.check()
         flight.release_pages(self.runner.cache)
         step = self._meter.decided(flight.parts)
         if flight.is_ahead:  # sessions may have ended since
@@ -354,18 +361,19 @@ class TargetEngine:
 
     def _verdicts(self, flight: Flight) -> list[Verdict | PacelineError]:
         """Verdicts of the parts that verify, in order. Drops the step ahead where the device could not decide."""
-        if flight.drawn is not None:
-            found = flight.drawn.verdicts([part.proposal for part in flight.parts if part.verifies])
-            if found is not None:
-                return [*found]
+        verifying = [part for part in flight.parts if part.verifies]
+        whole = [part for part in verifying if flight.is_whole(part)]
+        drawn = None if flight.drawn is None else flight.drawn.verdicts([part.proposal for part in whole])
+        if flight.drawn is not None and drawn is None:
             self._drop_ahead()
-        return self._verify(flight.parts, flight.forwarded)
+        others: Sequence[Verdict | PacelineError] = drawn or _decide(flight.forwarded.logits, whole)
+        return _with_sampled(verifying, flight.forwarded.sampled, others)
 
     def _drop_ahead(self) -> None:
         """Gives up the step that was launched ahead: its tokens were no verdicts. Its prefill chunks are valid."""
         ahead, self._flight = self._flight, None
-        if ahead is not None and ahead.drawn is not None:
-            ahead.drawn.wait()
+        if ahead is not None:
+            ahead.wait()
 
     def _abandon(self, parts: Sequence[Scheduled], error: NoMemoryError) -> None:
         """Ends the session that a step had no memory for; the others are in the next step."""
@@ -620,27 +628,6 @@ class TargetEngine:
                 in_flight.append(InFlight(session.session_id, session.epoch, part.stop, node_ids))
         return in_flight
 
-    def _verify(self, parts: Sequence[Scheduled], forwarded: Forwarded) -> list[Verdict | PacelineError]:
-        """Verdicts of the parts that verify, in order; an error where one of them has none."""
-        verifying = [part for part in parts if part.verifies]
-        if forwarded.token_ids is None:
-            return _decide(forwarded.logits, verifying)
-        others = iter(_decide(forwarded.logits, [part for part in verifying if not part.session.picks]))
-        verdicts: list[Verdict | PacelineError] = []
-        start = 0
-        for part in verifying:
-            if not part.session.picks:
-                verdicts.append(next(others))
-                continue
-            end = start + part.num_drafted + 1  # the part's rows are [start, end) of the rows drawn by the runner
-            try:
-                drawn = forwarded.token_ids[start:end], forwarded.logprobs[start:end]
-                verdicts.append(verify_picked(part.proposal, *drawn))
-            except PacelineError as error:
-                verdicts.append(error)
-            start = end
-        return verdicts
-
     def _commit(self, step: MeasuredStep, verdicts: Sequence[Verdict | PacelineError]) -> list[FromTarget]:
         """Commits the verdicts of a step and the rows that it computed for them. A session whose verdict is an error
         ends."""
@@ -837,6 +824,32 @@ def _round(part: Scheduled, cause: Cause, num_accepted: int) -> Round:
 
 
 _made = functools.lru_cache(1024)(Round)  # there are few different ones, and one of each session in a step
+
+
+def _with_sampled(
+    verifying: Sequence[Scheduled], sampled: Sequence[Sampled], others: Sequence[Verdict | PacelineError]
+) -> list[Verdict | PacelineError]:
+    """Verdicts of the parts that verify, in order. ``others``: of those whose tokens no ranks sample."""
+    if not sampled:
+        return [*others]
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    for some_ids, some_logprobs in [each.wait() for each in sampled]:
+        token_ids += some_ids
+        logprobs += some_logprobs
+    left, start = iter(others), 0
+    verdicts: list[Verdict | PacelineError] = []
+    for part in verifying:
+        if not part.session.picks:
+            verdicts.append(next(left))
+            continue
+        end = start + part.num_drafted + 1  # the part's rows are [start, end) of those that ranks sample
+        try:
+            verdicts.append(verify_picked(part.proposal, token_ids[start:end], logprobs[start:end]))
+        except PacelineError as error:
+            verdicts.append(error)
+        start = end
+    return verdicts
 
 
 def _decide(logits: Tensor, parts: Sequence[Scheduled]) -> list[Verdict | PacelineError]:

@@ -9,7 +9,7 @@ asynchronous device it launches the next step before it finishes this one, from 
 So the host's work takes time only where it is longer than the device's. At most two steps are in flight, and the
 second is launched under one rule: nothing of it depends on what the first decides, except for the values of tokens.
 
-- The target runs on one accelerator, has no head, sends no hidden states or hints, and shares no cores with a draft.
+- The target runs on accelerators, has no head, sends no hidden states or hints, and shares no cores with a draft.
 - The step in flight verifies no draft tokens, and no running session may have any in the next one: it has no draft, and
   prompt lookups have no expected gain, or pause because they were without result.
 - No running session's next token needs earlier ones on the host, as those of structured output, penalties and bad words
@@ -18,7 +18,8 @@ second is launched under one rule: nothing of it depends on what the first decid
 
 Otherwise the step is finished first. A session that has ended meanwhile (stop token, cancellation) still has a row in
 the step ahead. That row's verdict is dropped, and the session's pages are kept until the step is done. Where the device
-cannot decide a step (``Drawn.verdicts``), the step ahead is dropped as a whole.
+cannot decide a step (``Drawn.verdicts``), the step ahead is dropped as a whole. Several ranks launch the same steps,
+ahead or not, and what one of them lacks ends a step before it is committed (``model/parallel/runner.py``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from paceline.core.verification import Drawn
 from paceline.model.kv_cache import KVCache
@@ -40,12 +43,26 @@ class Flight:
 
     parts: Sequence[Scheduled]
     forwarded: Forwarded
-    drawn: Drawn | None
-    """The tokens that the device samples; None: the host decides."""
+    drawn: Drawn | None = None
+    """The tokens that the device samples from whole rows of logits; None: it samples none, and the host decides."""
+    token_ids: Tensor | None = None
+    """[parts that verify] int64: all tokens that devices sample, first those of ``Forwarded.sampled``; None: the next
+    step needs more than these."""
     is_ahead: bool = False
     """It was launched before the step in front of it was finished."""
     pages: list[int] = field(default_factory=list)
     """Pages of sessions that have ended since it was launched: it may still write to them."""
+
+    def is_whole(self, part: Scheduled) -> bool:
+        """True if a verifying part's tokens are sampled from whole rows of logits."""
+        return not (self.forwarded.sampled and part.session.picks)
+
+    def wait(self) -> None:
+        """Waits until the step is done."""
+        for sampled in self.forwarded.sampled:
+            sampled.wait()
+        if self.drawn is not None:
+            self.drawn.wait()
 
     def keep_pages(self, session: TargetSession) -> None:
         """Holds the pages of a session that ends, if the step computes tokens of it."""

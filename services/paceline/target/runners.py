@@ -26,7 +26,7 @@ from paceline.errors import EngineError
 from paceline.model.compiled.background import Compilation
 from paceline.model.compiled.graphs import is_out_of_memory, release_cached
 from paceline.model.layer_callback import heard_by
-from paceline.model.parallel.runner import LeadingRunner, NoRoomError
+from paceline.model.parallel.runner import LeadingRunner, NoRoomError, Sampled
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import SequenceStep
 from paceline.target.scheduler import Scheduled
@@ -45,12 +45,12 @@ class NoMemoryError(Exception):
 
 
 class Forwarded(NamedTuple):
-    """Result of a forward. If the runner has drawn tokens of some parts itself, ``logits`` are of the other parts."""
+    """Result of a forward. If ranks sample tokens of some parts, ``logits`` are of the other parts."""
 
     logits: Tensor
     """[rows, vocab]: one row per draft token of each verifying part, and one more."""
-    token_ids: Sequence[int] | None = None
-    logprobs: Sequence[float] = ()
+    sampled: Sequence[Sampled] = ()
+    """What the ranks sample for the sessions that allow it, in order; (): whoever has the logits decides all parts."""
     states: Tensor | None = None
     """[n, width]: hidden states for the heads, of all tokens or of those with logits; None: no head reads any."""
     guessed: Tensor | None = None
@@ -134,11 +134,9 @@ class Runners:
                 states.append(one.states[: _num_states(group, every_position=features.every_position)])
         guessed = [one.guessed for one in done if one.guessed is not None]
         scored = [one.scored for one in done if one.scored is not None]
-        drawn = [one for one in done if one.token_ids is not None]
         return Forwarded(
             torch.cat([one.logits for one in done]),
-            [token_id for one in drawn for token_id in one.token_ids or ()] if drawn else None,
-            [logprob for one in drawn for logprob in one.logprobs],
+            [sampled for one in done for sampled in one.sampled],
             states=torch.cat(states) if states else None,
             guessed=torch.cat(guessed) if guessed else None,
             scored=torch.cat(scored) if scored else None,
@@ -154,12 +152,17 @@ class Runners:
         None: the device has no memory for them in addition to the step in flight."""
         steps = [step for part in parts for step in part.sequence_steps()]
         try:
-            return Forwarded(self.current.forward_drawn(steps, token_ids))
+            return _run(self.current, parts, steps, 0, wants_states=False, drawn=token_ids)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if not _may_try_again(self.current, error):
                 raise
         release_cached()
         return None
+
+    def check(self) -> None:
+        """Raises RanksLostError if a step that is done has lost another rank (``ModelRunner.check``)."""
+        for runner in self._by_generation.values():
+            runner.check()
 
     def close(self) -> None:
         """Ends the compilation and releases the other ranks of the model, if there are any. Idempotent."""
@@ -192,15 +195,20 @@ def _in_memory(
         with nullcontext() if on_states is None else heard_by(partial(on_states, parts)):
             return [(parts, _forward(runner, parts, wants_states=wants_states))]
     except (RuntimeError, MemoryError) as error:
-        has_begun = isinstance(runner, LeadingRunner) and not isinstance(error, NoRoomError)
-        if has_begun or not is_out_of_memory(error):
-            raise  # other ranks are in the middle of this forward
+        if not _may_try_again(runner, error):
+            raise
         reason = str(error).partition("\n")[0]
     release_cached()
     if (halves := _halves(parts)) is None:
         raise NoMemoryError(parts[0].session, reason)
     log.warning("the device has no memory for a step of %d tokens: %s", sum(p.num_tokens for p in parts), reason)
     return [run for half in halves for run in _in_memory(runner, half, wants_states=wants_states, on_states=on_states)]
+
+
+def _may_try_again(runner: ModelRunner, error: Exception) -> bool:
+    """True if a forward failed for lack of memory, and no other rank is in the middle of it."""
+    has_begun = isinstance(runner, LeadingRunner) and not isinstance(error, NoRoomError)
+    return not has_begun and is_out_of_memory(error)
 
 
 def without_memory(error: Exception) -> EngineError:
@@ -252,16 +260,19 @@ def _run(
     num_further: int,
     *,
     wants_states: bool,
+    drawn: Tensor | None = None,
 ) -> Forwarded:
-    """Runs the model; the last ``num_further`` rows of logits decide nothing."""
+    """Runs the model; the last ``num_further`` rows of logits decide nothing. ``drawn``: of ``forward_drawn``."""
     if isinstance(runner, LeadingRunner):
         rows = [row if part.session.picks else None for part in parts if part.verifies for row in part.rows()]
         rows += [None] * num_further
         if any(row is not None for row in rows):
             if wants_states:
-                return Forwarded(*runner.forward_and_pick_with_states(steps, rows))
-            return Forwarded(*runner.forward_and_pick(steps, rows))
+                logits, sampled, states = runner.forward_and_pick_with_states(steps, rows)
+                return Forwarded(logits, [sampled], states)
+            logits, sampled = runner.forward_and_pick(steps, rows, drawn)
+            return Forwarded(logits, [sampled])
     if wants_states:
         logits, states = runner.forward_with_states(steps)
         return Forwarded(logits, states=states)
-    return Forwarded(runner.forward(steps))
+    return Forwarded(runner.forward(steps) if drawn is None else runner.forward_drawn(steps, drawn))

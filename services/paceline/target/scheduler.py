@@ -214,7 +214,8 @@ class Scheduler:
         """Chooses the parts of the step after the one ``in_flight``, which verifies no draft tokens, as if no session
         ended with that; none if more than the sampled tokens must be known first (``flight.py``).
 
-        First come parts for the next token of sessions in flight, then prefill chunks. No session is preempted.
+        First come parts for the next token of sessions in flight, then prefill chunks. No session is preempted. What
+        the step in flight computes belongs to the contexts: its sessions hold the states of linear layers after it.
         """
         self._admit()
         running = self.running
@@ -232,17 +233,22 @@ class Scheduler:
                     if not part.verifies:
                         continue
                     verifying.add(session)
+                    session.hold_state(self._cache, part.stop)
                     if stop < session.max_tokens and budget > 0:
+                        self._promise(session, stop, 0, NO_PROPOSAL)
                         session.reserve(self._cache, stop)
                         parts.append(Scheduled(session, part.stop, stop, NO_PROPOSAL))
                         budget -= 1
                 for session in running:
                     if budget > 0 and session not in verifying:
                         stop, _ = session.next_chunk(budget, 0)
+                        self._promise(session, stop, 0, NO_PROPOSAL)
                         session.reserve(self._cache, stop)
                         parts.append(Scheduled(session, session.num_computed, stop, NO_PROPOSAL))
                         budget -= stop - session.num_computed
         except ResourceExhaustedError:
+            if self._cache.linear is not None:
+                self._cache.linear.abandon()
             return []
         return parts
 

@@ -417,13 +417,17 @@ class TargetSession:
     def commit_rows(self, cache: KVCache, num_computed: int) -> None:
         """Declares the KV of rows [0, num_computed) valid and committed; shares pages that became full."""
         self.num_computed = num_computed
-        self.held_state = cache.hold(self.pages, num_computed, self.held_state)
+        self.hold_state(cache, num_computed)
         while (len(self._hashes) + 1) * PAGE_SIZE <= num_computed:
             index = len(self._hashes)
             previous = self._hashes[-1] if self._hashes else self._root
             digest = page_hash(previous, self.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
             self._hashes.append(digest)
             cache.publish(self.pages[index], digest)
+
+    def hold_state(self, cache: KVCache, num_computed: int) -> None:
+        """Holds the last state of linear layers of rows [0, num_computed), which are the context's."""
+        self.held_state = cache.hold(self.pages, num_computed, self.held_state)
 
     def cut(self, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
         """The number of verified tokens to emit, and the reason if the session ends with them."""

@@ -3,18 +3,22 @@
 Wall time of plain steps on a stub of an accelerator, which is done with each step ``--device-ms`` after the one before
 it. The engine, its plans, the packing of steps and the keys of the noise are real; nothing is launched or computed, and
 tokens are made up. *serial*: each step is finished before the next one is launched, so a step takes the host's time and
-the device's. *ahead*: as on a GPU (``target/flight.py``). *hidden* is the share of the host's time that is gone.
+the device's. *ahead*: as on a GPU (``target/flight.py``). *hidden* is the share of the host's time that is gone. Of
+several *ranks* the others are processes, which are sent every step and pack it; what ranks exchange on their devices is
+left out.
 
-    paceline bench parts overlap [--sessions 1 16 64 256] [--device-ms 8] [--steps 100]
+    paceline bench parts overlap [--ranks 1 2] [--sessions 1 16 64 256] [--device-ms 8] [--steps 100]
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -22,7 +26,7 @@ import torch
 from torch import Tensor
 
 from paceline.cli.table import table
-from paceline.config import LocalConfig, TargetModel
+from paceline.config import LocalConfig, TargetModel, TargetSetup
 from paceline.config.memory import settle
 from paceline.core import sampling
 from paceline.core.processors import Row
@@ -32,12 +36,15 @@ from paceline.embedded import TARGET_DIR
 from paceline.messages import OpenSession
 from paceline.model.compiled.backend import DeviceBackend, Outputs, StepFunction
 from paceline.model.compiled.buckets import Limits
+from paceline.model.parallel import runner as ranks
+from paceline.model.parallel.runner import Picks, RankRunner
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import StepPlan
+from paceline.runtime.ranks import meeting_file
 from paceline.target import engine as target_engine
-from paceline.target.build import build_target_engine
+from paceline.target.build import build_target_engine, build_target_follower
 from paceline.target.engine import TargetEngine
-from paceline.types import Mode, SamplingParams, SpeculationParams
+from paceline.types import Mode, Rendezvous, SamplingParams, SpeculationParams
 
 _PROMPT_LEN, _STEP_TOKENS, _PAGES = 120, 640, 16
 _FIRST_STEPS = 20
@@ -99,12 +106,57 @@ def drawn_by(device: StubDevice) -> type[Any]:
     return StubDrawn
 
 
-def new_engine(max_sessions: int) -> TargetEngine:
+def sampled_by(device: StubDevice) -> type[Any]:
+    """What stands for tokens that several ranks sample (``Sampled``): the same token for all."""
+
+    class StubSampled:
+        def __init__(self, token_ids: Tensor, logprobs: Tensor) -> None:
+            self.token_ids = token_ids
+            self._done_at = device.busy_until
+
+        def wait(self) -> tuple[list[int], list[float]]:
+            """Waits for the step."""
+            device.wait(self._done_at)
+            return [9] * len(self.token_ids), [0.0] * len(self.token_ids)
+
+    return StubSampled
+
+
+def without_exchanges() -> ExitStack:
+    """While it is open, ranks exchange nothing within their steps."""
+
+    def sample(picks: Picks, *_: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros(len(picks.numbers), dtype=torch.int64), torch.zeros(len(picks.numbers))
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(Picks, "sample", sample))
+    stack.enter_context(mock.patch.object(RankRunner, "_forward", ModelRunner._run))
+    stack.enter_context(mock.patch.object(RankRunner, "require_room", return_value=None))
+    return stack
+
+
+def follow(setup: TargetSetup, rendezvous: Rendezvous, max_sessions: int, begins: Any) -> None:
+    """Takes the steps of the first rank, and only packs them as soon as ``begins`` is set."""
+    torch.set_num_threads(1)
+    follower = build_target_follower(setup, rendezvous)
+    runner = follower._runner
+
+    def begin(plan: StepPlan) -> None:
+        if begins.is_set() and not isinstance(runner.backend, StubBackend):
+            runner.backend = StubBackend(StubDevice(0.0), runner, max_sessions)
+            without_exchanges()
+
+    with mock.patch.object(runner, "require_room", side_effect=begin):
+        while follower.step():
+            pass
+
+
+def new_setup(max_sessions: int, degree: int) -> TargetSetup:
     """A target with the embedded model, which will compute nothing."""
     options: dict[str, Any] = {"dtype": "bfloat16", "compile": False, "batch_invariant": "off"}
     limits: dict[str, Any] = {"max_sessions": max_sessions, "max_step_tokens": _STEP_TOKENS}
-    config = LocalConfig(target=TargetModel(path=str(TARGET_DIR), **limits, **options), draft=None)
-    return build_target_engine(config.target_setup(), lambda messages: None)
+    limits["tensor_parallel_size"] = degree
+    return LocalConfig(target=TargetModel(path=str(TARGET_DIR), **limits, **options), draft=None).target_setup()
 
 
 def open_sessions(engine: TargetEngine, num_sessions: int, num_steps: int) -> None:
@@ -134,23 +186,37 @@ def step_s(engine: TargetEngine, num_sessions: int, num_steps: int) -> float:
     return statistics.median(after - before for before, after in itertools.pairwise(times))
 
 
-def row(num_sessions: int, device_ms: float, num_steps: int) -> tuple[str, ...]:
-    """The row of a number of sessions."""
-    engine, device = new_engine(num_sessions), StubDevice(1e-3 * device_ms)
+def row(degree: int, num_sessions: int, device_ms: float, num_steps: int) -> tuple[str, ...]:
+    """The row of a number of ranks and of sessions."""
+    setup, spawn = new_setup(num_sessions, degree), multiprocessing.get_context("spawn")
+    begins, meeting = spawn.Event(), Rendezvous(meeting_file(), degree, timeout_s=60.0) if degree > 1 else None
+    others = [
+        spawn.Process(target=follow, args=(setup, meeting.of(rank), num_sessions, begins), daemon=True)
+        for rank in range(1, degree)
+        if meeting is not None
+    ]
+    for other in others:
+        other.start()
+    engine, device = build_target_engine(setup, lambda messages: None, meeting), StubDevice(1e-3 * device_ms)
+    begins.set()
     engine.runner.backend = backend = StubBackend(device, engine.runner, num_sessions)
     settle()
     took = []
-    with mock.patch.object(target_engine, "Drawn", drawn_by(device)):
+    with without_exchanges() if others else ExitStack() as stack:
+        stack.enter_context(mock.patch.object(target_engine, "Drawn", drawn_by(device)))
+        stack.enter_context(mock.patch.object(ranks, "Sampled", sampled_by(device)))
         with mock.patch.object(engine._scheduler, "schedule_ahead", return_value=[]):
             took.append(1e3 * step_s(engine, num_sessions, num_steps))
         took.append(1e3 * step_s(engine, num_sessions, num_steps))
-    engine.close()
+        engine.close()
+    for other in others:
+        other.join()
     serial, ahead = took
     assert backend.num_unrecorded == 0
     assert engine.stats.steps_ahead > num_steps
     hidden = (serial - ahead) / (serial - device_ms)
     times = (f"{ms:.2f}" for ms in (device_ms, serial, ahead))
-    return (str(num_sessions), *times, f"{1e3 * num_sessions / ahead:.0f}", f"{hidden:.0%}")
+    return (str(degree), str(num_sessions), *times, f"{1e3 * num_sessions / ahead:.0f}", f"{hidden:.0%}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -158,11 +224,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "paceline bench parts overlap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--device-ms", type=float, default=8.0, help="of a step")
     parser.add_argument("--steps", type=int, default=100, help="per row")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows: list[tuple[str, ...]] = [("sessions", "device ms", "serial ms", "ahead ms", "tokens/s", "hidden")]
-    rows += [row(number, args.device_ms, args.steps) for number in args.sessions]
+    rows: list[tuple[str, ...]] = [("ranks", "sessions", "device ms", "serial ms", "ahead ms", "tokens/s", "hidden")]
+    cells = itertools.product(args.ranks, args.sessions)
+    rows += [row(*cell, args.device_ms, args.steps) for cell in cells]
     print("\n".join(table(rows)))

@@ -291,7 +291,7 @@ def _sampled(
         steps = [SequenceStep([t[-1]], [at], [at], own, num_logits=1) for t, own in zip(texts, pages, strict=True)]
         processed = process(runner.forward(steps), [Row(state) for state in states])
         wanted = sample_coupled(processed)
-        _, token_ids, found = runner.forward_and_pick(steps, [Row(state) for state in states])
+        token_ids, found = runner.forward_and_pick(steps, [Row(state) for state in states])[1].wait()
         index = torch.tensor(token_ids)[:, None]
         torch.testing.assert_close(torch.tensor(found), processed.log_probs.gather(-1, index)[:, 0])
         for i, token_id in enumerate(token_ids):
@@ -344,7 +344,8 @@ def _states(runner: LeadingRunner, tested: bool) -> tuple[Tensor, Tensor, Tensor
     steps = two_texts(runner)
     logits, states = runner.forward_with_states(steps)
     greedy = SamplerState(SamplingParams(temperature=0.0), 0, (11,), vocab_size=runner.vocab_size, device="cpu")
-    _, token_ids, _, again = runner.forward_and_pick_with_states(steps, [Row(greedy)] * len(logits))
+    _, sampled, again = runner.forward_and_pick_with_states(steps, [Row(greedy)] * len(logits))
+    token_ids, _ = sampled.wait()
     for step in steps:
         runner.cache.release(step.pages)
     return logits, states, again, token_ids, str(check_invariance(runner)) if tested else ""

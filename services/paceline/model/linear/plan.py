@@ -315,7 +315,6 @@ class LinearSlots:
             EngineError: the state before a sequence is no longer there, or no slot is free.
         """
         self.abandon()
-        self._promised.clear()
         self._in_step.clear()
         self._free_rows += self._ended
         self._free_states += self._ended_states
@@ -336,7 +335,9 @@ class LinearSlots:
         self._unconfirmed, self._replaced_rows, self._replaced_states = [], [], []
 
     def abandon(self) -> None:
-        """Drops the states that the last planned step was to store: it has failed, or has not run."""
+        """Drops the states that the last planned step was to store, and what was reserved for the coming one: it has
+        failed, or has not run."""
+        self._promised.clear()
         for key in self._unconfirmed:
             self._drop_state(key)
         self._unconfirmed, self._replaced_rows, self._replaced_states = [], [], []

@@ -6,6 +6,12 @@
 
 The plan is all that they need. It names the KV pages, which mean the same on every rank: only the first rank hands
 them out, and the others clear what it has cleared before they take the step.
+
+On GPUs no host waits for a device between two steps: a step may begin with tokens that the first rank's GPU still
+samples. These go from GPU to GPU at the beginning of the step, so no rank keeps anything from one step to the next.
+Each step is announced to all hosts, and has found room on all ranks, before the first of them begins it, whether or not
+another step is in flight. A rank that is gone is noticed when the next step is announced, and one that does not come on
+the device before a step is committed (``check``).
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from torch import Tensor
 
 from paceline.config import ModelOptions
 from paceline.core import cuda
+from paceline.core.deferred import Download, upload
 from paceline.core.processors import Row
 from paceline.core.sampling import RowKeys
 from paceline.errors import EngineError, RanksLostError
@@ -40,8 +47,9 @@ from paceline.types import Rendezvous
 
 _IDLE_S = 10 * 365 * 86400.0
 """The others wait for a step as long as it takes; a first rank that dies or leaves ends their waiting at once."""
-_HEADER = struct.Struct("<III")
-"""Bytes of the pages that are cleared, of the plan, and of the picks; without a plan of the limits of recordings."""
+_HEADER = struct.Struct("<IIII")
+"""Bytes of the pages that are cleared, of the plan, and of the picks; without a plan of the limits of recordings. Then
+the number of the step's tokens that the first rank's device still samples."""
 _LIMITS = struct.Struct("<IIII?")
 _MULTIPLE = 64
 """Numbers of tokens that shapes do not round up (``padded_tokens``)."""
@@ -55,37 +63,56 @@ class Picks:
     gathered.
     """
 
-    index: Tensor
-    """[n] int64 rows."""
-    keys: RowKeys
-    temperatures: Tensor
-    """[n] float32; 1 on greedy rows."""
+    numbers: Tensor
+    """[n, 5] int64 on the host: the row, its seed and position, 1 if it is greedy, and the bits of its float32
+    temperature, which is 1 on greedy rows."""
 
     @classmethod
     def of(cls, rows: Sequence[Row | None]) -> Self:
         """Builds the keys of the rows that are not None."""
         picked = [(i, row) for i, row in enumerate(rows) if row is not None]
-        numbers = [(i, row.state.seed_bits, row.position, row.state.greedy) for i, row in picked]
-        return cls._from(torch.tensor(numbers), torch.tensor([row.state.temperature for _, row in picked]))
-
-    @classmethod
-    def _from(cls, numbers: Tensor, temperatures: Tensor) -> Self:
-        index, seeds, positions, greedy = numbers.view(-1, 4).unbind(-1)
-        return cls(index, RowKeys(greedy.bool(), seeds, positions, int(greedy.sum())), temperatures)
+        keys = torch.tensor([(i, row.state.seed_bits, row.position, row.state.greedy) for i, row in picked])
+        temperatures = torch.tensor([row.state.temperature for _, row in picked], dtype=torch.float32)
+        return cls(torch.cat((keys, temperatures.view(torch.int32)[:, None].long()), dim=1))
 
     def encode(self) -> bytes:
         """Packs the keys into a frame for ``decode``."""
-        keys = self.keys
-        numbers = torch.stack((self.index, keys.seeds, keys.positions, keys.greedy.long()), dim=-1)
-        return numbers.numpy().tobytes() + self.temperatures.numpy().tobytes()
+        return self.numbers.numpy().tobytes()
 
     @classmethod
     def decode(cls, frame: bytes) -> Self:
         """Unpacks a frame that another rank has encoded."""
-        data = bytearray(frame)
-        count = len(data) // 36
-        numbers = torch.frombuffer(data, dtype=torch.int64, count=4 * count)
-        return cls._from(numbers, torch.frombuffer(data, dtype=torch.float32, offset=32 * count))
+        return cls(torch.frombuffer(bytearray(frame), dtype=torch.int64).view(-1, 5))
+
+    def sample(self, group: Collectives, local: Tensor, vocab: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """``sample_sharded`` of the rows of ``local`` [rows, width], this rank's logits of the tokens ``vocab``."""
+        (first, stop), device = vocab, local.device
+        index, seeds, positions, greedy, temperatures = upload(self.numbers, device).unbind(-1)
+        sampled = (self.numbers[:, 3] == 0).nonzero().squeeze(-1)
+        keys = RowKeys(greedy.bool(), seeds, positions, len(self.numbers) - len(sampled))
+        picked = local[index, : stop - first]
+        return sample_sharded(
+            group, picked, first, keys, temperatures.int().view(torch.float32), upload(sampled, device)
+        )
+
+    def others(self, num_rows: int) -> list[int]:
+        """The rows of the step that are gathered."""
+        return sorted({*range(num_rows)}.difference(self.numbers[:, 0].tolist()))
+
+
+class Sampled:
+    """Tokens that the ranks sample, on their way to the first one's host."""
+
+    def __init__(self, token_ids: Tensor, logprobs: Tensor) -> None:
+        """Queues the download; waits for nothing. ``token_ids``: [n] int64 on the device. ``logprobs``: [n] float32."""
+        self.token_ids = token_ids
+        self._download = Download(torch.stack((token_ids.double(), logprobs.double())))
+
+    def wait(self) -> tuple[list[int], list[float]]:
+        """Waits for the step: tokens and log-probabilities. If one of these is not finite, the logits had NaN, +inf, or
+        -inf only, and the token means nothing."""
+        token_ids, logprobs = self._download.wait()[0].tolist()
+        return [int(token_id) for token_id in token_ids], logprobs
 
 
 class NoRoomError(MemoryError):
@@ -109,8 +136,15 @@ class RankRunner(ModelRunner):
 
     def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """Runs one step on this rank: logits of the whole vocabulary, and states, which are the same on all ranks."""
-        local, states = super()._run(plan)
+        local, states = self._forward(plan)
         return self._join(local), states
+
+    def _forward(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        """This rank's part of the logits, and states. Tokens that are still being sampled are the first rank's."""
+        if plan.drawn is not None:
+            drawn = self.share.group.all_gather(plan.drawn)[0]
+            plan = plan._replace(drawn=drawn.clamp(min=0))  # a rank that does not come has all bits set
+        return super()._run(plan)
 
     def require_room(self, plan: StepPlan) -> None:
         """Finds out whether all ranks have memory for a step, before any of them waits for another within it.
@@ -138,27 +172,29 @@ class RankRunner(ModelRunner):
     def _reserve(self, shape: StepShape) -> None:
         torch.empty(self._step_bytes(shape), dtype=torch.uint8, device=self.cache.keys[0].device)
 
-    @property
-    def is_asynchronous(self) -> bool:
-        """False: its ranks meet in every step."""
-        return False
-
     def run_and_pick(self, plan: StepPlan, picks: Picks) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Logits ``[rows that are not picked, vocab_size]``, of the picked ones tokens and log-probabilities ``[n]``,
         int64 and float32 (see ``sample_sharded``), and states."""
-        local, states = super()._run(plan)
-        (first, stop), device = self.share.vocab, local.device
-        others = torch.ones(len(local), dtype=torch.bool)
-        others[picks.index] = False
-        keys = picks.keys
-        here = RowKeys(keys.greedy.to(device), keys.seeds.to(device), keys.positions.to(device), keys.num_greedy)
-        picked = local[picks.index.to(device), : stop - first]
-        tokens, logprobs = sample_sharded(self.share.group, picked, first, here, picks.temperatures.to(device))
-        return self._join(local[others.to(device)]), tokens, logprobs, states
+        local, states = self._forward(plan)
+        tokens, logprobs = picks.sample(self.share.group, local, self.share.vocab)
+        others = upload(picks.others(len(local)), local.device, torch.int64)
+        return self._join(local[others]), tokens, logprobs, states
+
+    def check(self) -> None:
+        """Raises RanksLostError if a rank did not come to a step that is done (``ModelRunner.check``)."""
+        with self.together():
+            pass
 
     def close(self) -> None:
         """Leaves the other ranks, which end then. Idempotent."""
+        self._drain()
         self.share.group.close()
+
+    def _drain(self) -> None:
+        """Waits for the steps in flight: ranks read each other's memory in them."""
+        device = self.cache.keys[0].device
+        if device.type == "cuda" and not self.lost:
+            torch.cuda.synchronize(device)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -214,40 +250,38 @@ class LeadingRunner(RankRunner):
             return super()._run(plan)
 
     def forward_and_pick(
-        self, steps: Sequence[SequenceStep], rows: Sequence[Row | None]
-    ) -> tuple[Tensor, list[int], list[float]]:
-        """Runs ``forward``, but returns a sampled token in place of the logits where ``rows`` has a row.
+        self, steps: Sequence[SequenceStep], rows: Sequence[Row | None], drawn: Tensor | None = None
+    ) -> tuple[Tensor, Sampled]:
+        """Runs ``forward``, but samples tokens in place of the logits where ``rows`` has a row.
 
         Only for rows whose sole processor is the temperature. Raises as ``run``.
 
         Args:
             steps: as for ``forward``.
             rows: one for each row of logits; None: its logits are returned.
+            drawn: the step's first tokens (``forward_drawn``); None: all are in ``steps``.
 
         Returns:
-            Logits ``[number of None, vocab_size]``, and tokens and log-probabilities of the other rows. If a
-                log-probability is
-            not finite, the logits had NaN, +inf, or -inf only, and the token means nothing.
+            Logits ``[number of None, vocab_size]``, and tokens and log-probabilities of the other rows.
         """
-        return self._pick(steps, rows)[:3]
+        return self._pick(steps, rows, drawn)[:2]
 
     def forward_and_pick_with_states(
         self, steps: Sequence[SequenceStep], rows: Sequence[Row | None]
-    ) -> tuple[Tensor, list[int], list[float], Tensor]:
+    ) -> tuple[Tensor, Sampled, Tensor]:
         """``forward_and_pick``, with states as in ``forward_with_states``."""
-        logits, token_ids, logprobs, states = self._pick(steps, rows)
-        return logits, token_ids, logprobs, self._of_tokens(states, steps)
+        logits, sampled, states = self._pick(steps, rows, None)
+        return logits, sampled, self._of_tokens(states, steps)
 
     def _pick(
-        self, steps: Sequence[SequenceStep], rows: Sequence[Row | None]
-    ) -> tuple[Tensor, list[int], list[float], Tensor | None]:
-        plan, picks = self.plan(steps), Picks.of(rows)
+        self, steps: Sequence[SequenceStep], rows: Sequence[Row | None], drawn: Tensor | None
+    ) -> tuple[Tensor, Sampled, Tensor | None]:
+        plan, picks = self.plan(steps)._replace(drawn=drawn), Picks.of(rows)
         with self.together():
             self._tell(plan, picks.encode())
             self.require_room(plan)
             logits, tokens, logprobs, states = self.run_and_pick(plan, picks)
-            values = torch.stack((tokens.double(), logprobs.double())).tolist()  # one transfer
-        return logits, [int(token) for token in values[0]], values[1], states
+        return logits, Sampled(tokens, logprobs), states
 
     def announce(self, limits: Limits, max_len: int) -> None:
         """Has the other ranks record their part of the steps (``Follower``), and waits until all are ready to.
@@ -269,17 +303,19 @@ class LeadingRunner(RankRunner):
     def close(self) -> None:
         """Lets the followers end, and leaves them. Idempotent."""
         if not self.lost:
+            self._drain()
             with contextlib.suppress(RanksLostError):
                 self.end()
             self.lost = True
         super().close()
 
     def _tell(self, plan: StepPlan, picks: bytes) -> None:
-        self._send(plan.encode(), picks)
+        self._send(plan.encode(), picks, 0 if plan.drawn is None else len(plan.drawn))
 
-    def _send(self, frame: bytes, more: bytes) -> None:
+    def _send(self, frame: bytes, more: bytes, num_drawn: int = 0) -> None:
         cleared = torch.tensor(self.cache.cleared, dtype=torch.int32).numpy().tobytes()
-        self.share.group.broadcast(_HEADER.pack(len(cleared), len(frame), len(more)) + cleared + frame + more)
+        header = _HEADER.pack(len(cleared), len(frame), len(more), num_drawn)
+        self.share.group.broadcast(header + cleared + frame + more)
         self.cache.cleared.clear()
 
 
@@ -309,7 +345,7 @@ class Follower:
             if not message:
                 self._ended = True
                 return False
-            num_cleared, num_plan, num_picks = _HEADER.unpack_from(message)
+            num_cleared, num_plan, num_picks, num_drawn = _HEADER.unpack_from(message)
             start = _HEADER.size + num_cleared
             if num_cleared:
                 pages = torch.frombuffer(bytearray(message[_HEADER.size : start]), dtype=torch.int32)
@@ -318,6 +354,9 @@ class Follower:
                 self._record(message[start:])
                 return True
             plan = StepPlan.decode(message[start : start + num_plan])
+            if num_drawn:  # the first rank has them
+                unknown = torch.zeros(num_drawn, dtype=torch.int64, device=runner.cache.keys[0].device)
+                plan = plan._replace(drawn=unknown)
             try:
                 runner.require_room(plan)
             except NoRoomError:

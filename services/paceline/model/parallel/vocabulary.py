@@ -11,15 +11,16 @@ from paceline.model.parallel.collectives import Collectives
 
 
 def sample_sharded(
-    group: Collectives, logits: Tensor, first: int, keys: RowKeys, temperatures: Tensor
+    group: Collectives, logits: Tensor, first: int, keys: RowKeys, temperatures: Tensor, sampled: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The tokens that ``process`` and ``sample_coupled`` draw from the whole rows, without any processor but the
-    temperature: argmax_v(logits[v] / temperature + g[v]), g = 0 on greedy rows.
+    temperature: argmax_v(logits[v] / temperature + g[v]), g = 0 on greedy rows. Waits for no device.
 
     Args:
         logits: [rows, tokens] of any float dtype, this rank's of the tokens from ``first``. Not modified.
         keys: of all rows, the same on all ranks.
         temperatures: [rows] float32; 1 on greedy rows.
+        sampled: [rows that are not greedy] int64, their numbers.
 
     Returns:
         Token ids [rows] int64 and their log-probabilities [rows] float32, on every rank. A log-probability that is
@@ -31,7 +32,6 @@ def sample_sharded(
     most, ids = x.max(-1)
     scores, ids = most.double(), ids + first
     if keys.num_greedy < len(x):
-        sampled = (~keys.greedy).nonzero().squeeze(-1)
         scores[sampled], ids[sampled] = gumbel_max(
             x[sampled], keys.seeds[sampled], keys.positions[sampled], Stream.COUPLED, first
         )

@@ -1,0 +1,148 @@
+"""What the ranks of ``test_flight_ranks.py`` do: the first one serves sessions, and the others take its steps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+from tests.model.parallel.ranks import load
+from tests.support.late import LateDevice
+from tests.support.mutants import mutant
+from tests.support.pump import Pump, Request
+from torch import Tensor
+
+from paceline.errors import EngineError, RanksLostError
+from paceline.messages import Outcome
+from paceline.model.compiled.backend import DeviceBackend
+from paceline.model.parallel.collectives import Collectives, TorchCollectives
+from paceline.model.parallel.runner import Follower, RankRunner, Sampled
+from paceline.model.runner import ModelRunner
+from paceline.model.step_plan import StepPlan
+from paceline.target.runners import Runners
+from paceline.types import Result
+
+PAGES = 24
+_last: list[Any] = [None]
+
+
+@mutant(ModelRunner, "_run")
+def stale_follower(run: Any, runner: ModelRunner, plan: StepPlan) -> Any:
+    """Computes the tokens that were sampled one step earlier."""
+    before, _last[0] = _last[0], plan.drawn
+    if plan.drawn is not None and before is not None and before.shape == plan.drawn.shape:
+        plan = plan._replace(drawn=before)
+    return run(runner, plan)
+
+
+@mutant(Runners, "forward_ahead")
+def stale_leader(forward: Any, runners: Runners, parts: Any, token_ids: Tensor) -> Any:
+    """Sends the tokens of two steps ago."""
+    before, _last[0] = _last[0], token_ids
+    return forward(runners, parts, before if before is not None and before.shape == token_ids.shape else token_ids)
+
+
+@mutant(Runners, "forward_ahead")
+def tokens_of_others(forward: Any, runners: Runners, parts: Any, token_ids: Tensor) -> Any:
+    """Sends each session's token to another one."""
+    return forward(runners, parts, token_ids.roll(1))
+
+
+@mutant(RankRunner, "require_room")
+def without_room(require: Any, runner: RankRunner, plan: StepPlan) -> None:
+    """Has no memory for one in three of the steps that are launched ahead."""
+    with pytest.MonkeyPatch.context() as patch:
+        if plan.drawn is not None and random.Random(runner.num_forwards).random() < 0.3:
+            patch.setattr(runner, "_reserve", _no_memory)
+        require(runner, plan)
+
+
+def _no_memory(shape: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@mutant(RankRunner, "check")
+def unchecked(check: Any, runner: RankRunner) -> None:
+    """Commits whatever has come."""
+
+
+@mutant(Follower, "step")
+def mortal(step: Any, follower: Follower) -> bool:
+    """Dies after its 20th step."""
+    if follower._runner.num_forwards == 20:
+        os.kill(os.getpid(), 9)
+    return bool(step(follower))
+
+
+def broken(patch: pytest.MonkeyPatch) -> None:
+    """From the 12th step on a rank does not come on the device: tokens mean nothing, as the exchange knows."""
+    num_waits = 0
+
+    def wait(sampled: Sampled) -> tuple[list[int], list[float]]:
+        nonlocal num_waits
+        num_waits += 1
+        token_ids, logprobs = real(sampled)
+        return ([0] * len(token_ids), logprobs) if num_waits >= 12 else (token_ids, logprobs)
+
+    def check(group: TorchCollectives) -> None:
+        if num_waits >= 12:
+            raise RanksLostError("a rank did not come")
+
+    real = Sampled.wait
+    patch.setattr(Sampled, "wait", wait)
+    patch.setattr(TorchCollectives, "check", check)
+
+
+def serve(
+    group: Collectives,
+    path: str,
+    asked: dict[str, Request],
+    is_ahead: bool,
+    mistakes: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
+    seed: int = 0,
+    **options: Any,
+) -> tuple[dict[str, Result], int, dict[str, list[int]]] | None:
+    """On rank 0: results, the number of steps ahead, and all tokens of outcomes by session. Of ranks that were lost,
+    there are no results.
+
+    ``mistakes``: names of those of each rank. ``is_ahead``: the first rank's steps are queued.
+    """
+    _last[0] = None
+    model = load(group, path, torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in mistakes[group.rank]:
+            globals()[name](patch)
+        if group.rank:
+            runner = model.runner(PAGES)
+            cache, dtype, window = runner.cache, runner.dtype, runner.sliding_window
+            runner.backend = DeviceBackend(cache, dtype, window, kernel=model.kernel, recorder=None, max_shapes=1000)
+            follower = Follower(runner)
+            while follower.step():
+                pass
+            return None
+        pump = Pump(model, None, pages=PAGES, max_step_tokens=100, late=0.1, seed=seed, **options)
+        device = LateDevice(pump.clock, lambda n: 1e-3)
+        device.install(patch)
+        device.adopt(pump.target.runner, model)
+        pump.target.runner.backend.is_asynchronous = is_ahead
+        tokens: dict[str, list[int]] = {}
+        emit = pump.from_target.extend
+
+        def heard(messages: Any) -> None:
+            for each in messages:
+                if isinstance(each, Outcome):
+                    tokens.setdefault(each.session_id, []).extend(each.token_ids)
+            emit(messages)
+
+        pump.target._emit = heard
+        try:
+            results = pump.run(asked)
+        except RanksLostError:
+            with contextlib.suppress(EngineError):
+                group.broadcast(b"")  # the other one ends, if it is there
+            return {}, pump.target.stats.steps_ahead, tokens
+        pump.target.close()
+        return results, pump.target.stats.steps_ahead, tokens
