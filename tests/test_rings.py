@@ -48,7 +48,7 @@ GUARDS_ELSEWHERE = {
     "model/compiled/test_blocks.py::test_scales_of_another_row_are_noticed": {"slow"},
     "model/parallel/test_linear.py::test_a_rank_that_copies_no_rows_is_noticed": {"nightly"},
     "model/parallel/test_one_shot.py::test_a_mutant_of_the_kernel_is_caught": {"slow"},
-    "model/test_linear_native.py::test_mistakes_are_noticed": {"slow", "nightly"},
+    "model/test_linear_native.py::test_mistakes_are_noticed": {"slow"},
     "model/test_quantized.py::test_verifying_with_another_copy_of_the_weights_is_caught": {"slow"},
     "plan/test_advice.py::test_a_forecast_that_forgets_what_drafting_costs_is_noticed": {"tools"},
     "runtime/test_ranks.py::test_a_rank_that_draws_by_another_seed_is_caught": {"slow"},

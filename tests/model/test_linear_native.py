@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.compilers import needs_attention
-from tests.support.rings import nightly, slow
+from tests.support.compilers import needs_attention, with_faults
+from tests.support.rings import slow
 from torch import Tensor
 
 from paceline.checkpoint.linear import CHUNK, Kind, LinearSpec, Slots
@@ -184,20 +184,29 @@ def test_numbers_that_fit_no_slot_are_refused(wrong: SequencePart) -> None:
         native.run_step(numbers, pools, SMALL, gates)
 
 
-MUTANTS = {
-    "rows in another order": ("for (int64_t j = 0; j < t; ++j) {", "for (int64_t j = t - 1; j >= 0; --j) {"),
-    "products and sums are fused": ("_mm512_add_ps(sum, _mm512_mul_ps(a, b))", "_mm512_fmadd_ps(a, b, sum)"),
-    "the last row is not folded": ("int j = 0; j < kChunk;", "int j = 0; j < kChunk - 1;"),
-    "no inputs before the chunk": ("if (slot != kNone) load_rows", "if (false) load_rows"),
-    "further places are not written": ("i < chunk.num_also; ++i) {", "i < 0; ++i) {"),
+FAULTS = {
+    "rows in another order": (
+        "for (int64_t j = 0; j < t; ++j) {",
+        "for (int64_t step = 0; step < t; ++step) {\n        const int64_t j = fault(0) ? t - 1 - step : step;",
+    ),
+    "products and sums are fused": (
+        "return _mm512_add_ps(sum, _mm512_mul_ps(a, b));",
+        "return fault(1) ? _mm512_fmadd_ps(a, b, sum) : _mm512_add_ps(sum, _mm512_mul_ps(a, b));",
+    ),
+    "the last row is not folded": ("int j = 0; j < kChunk;", "int j = 0; j < kChunk - fault(2);"),
+    "no inputs before the chunk": ("if (slot != kNone) load_rows", "if (slot != kNone && !fault(3)) load_rows"),
+    "further places are not written": ("i < chunk.num_also; ++i) {", "i < chunk.num_also && !fault(4); ++i) {"),
 }
+"""Texts of the source, and the same with a fault (``with_faults``)."""
 
 
-@pytest.mark.parametrize("name", [*slow([*MUTANTS][:2]), *nightly([*MUTANTS][2:])])
-def test_mistakes_are_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_mistakes_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    (right, wrong), source, path = MUTANTS[name], native.SOURCE.read_text(encoding="utf-8"), tmp_path / "native.cpp"
-    assert source.count(right) == 1
-    path.write_text(source.replace(right, wrong), encoding="utf-8")
+    path = tmp_path / "native.cpp"
+    path.write_text(with_faults(native.SOURCE, FAULTS.values()), encoding="utf-8")
     library = native.load(path)
-    assert any(differing(library, SMALL, BF16, seed) for seed in range(6))
+    assert not any(differing(library, SMALL, BF16, seed) for seed in range(6)), "without a fault it is right"
+    for number, name in enumerate(FAULTS):
+        monkeypatch.setenv("FAULT", str(number))
+        assert any(differing(library, SMALL, BF16, seed) for seed in range(6)), name

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.compilers import with_faults
 
 from paceline.model import layout, step_plan
 from paceline.model.attention.chunks import Chunks
@@ -283,25 +284,14 @@ FAULTS = {
     "j <= *own": "j + fault(5) <= *own",
     "begin + p < tokens - 1) own": "begin + p < tokens - 1 - fault(6)) own",
 }
-"""Texts of the source, and the same with a fault, which the variable FAULT switches on: they are compiled at once."""
-_SWITCH = """
-#include <cstdlib>
-static bool fault(int number) {
-  const char* set = std::getenv("FAULT");
-  return set != nullptr && std::atoi(set) == number;
-}
-"""
+"""Texts of the source, and the same with a fault (``with_faults``)."""
 
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The native layout with all faults, none of which is on."""
-    text = layout._SOURCE.read_text(encoding="utf-8")
-    for right, wrong in FAULTS.items():
-        assert right in text
-        text = text.replace(right, wrong)
     changed = tmp_path_factory.mktemp("faulty") / "layout.cpp"
-    changed.write_text(_SWITCH + text, encoding="utf-8")
+    changed.write_text(with_faults(layout._SOURCE, FAULTS.items()), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "_SOURCE", changed)
         return layout._passes.__wrapped__()

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import shutil
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -47,6 +47,25 @@ def products_with(folder: Path, faults: Mapping[str, tuple[str, str]]) -> ctypes
         assert source.count(right) == 1, right
         (copies / name).write_text(source.replace(right, wrong), encoding="utf-8")
     return cpu_linear.load(copies / cpu_linear._SOURCE.name)
+
+
+_SWITCH = """
+#include <cstdlib>
+static bool fault(int number) {
+  const char* set = std::getenv("FAULT");
+  return set != nullptr && std::atoi(set) == number;
+}
+"""
+
+
+def with_faults(source: Path, faults: Iterable[tuple[str, str]]) -> str:
+    """A source with some texts replaced. In it ``fault(n)`` is true while the variable FAULT is n, so that many faults
+    are compiled at once."""
+    text = source.read_text(encoding="utf-8")
+    for right, wrong in faults:
+        assert right in text, right
+        text = text.replace(right, wrong)
+    return _SWITCH + text
 
 
 @functools.cache

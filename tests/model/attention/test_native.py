@@ -23,7 +23,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.support.compilers import needs_attention, needs_products
+from tests.support.compilers import needs_attention, needs_products, with_faults
 from tests.support.models import prompt, random_model
 from tests.support.rings import pairs_first
 from torch import Tensor
@@ -475,23 +475,14 @@ for fault in os.environ["FAULTS"]:
     print(max(float((it.attend().double() - by_definition(it)).abs().max()) for it in inputs))
 """
 
-_CHOSEN = """
-#include <cstdlib>
-static bool fault(char number) { return *std::getenv("FAULT") == number; }
-"""
-
 
 def in_a_process(tmp_path: Path, faults: Sequence[tuple[str, str]], *options: str) -> list[tuple[int, float]]:
     """Tokens that differ, and the largest error: of the operator as it is, then with one fault of its source at a time.
 
-    They are compiled at once: ``fault(number)`` is True in the run of that one, from 1.
+    They are numbered from 1 (``with_faults``).
     """
     source = tmp_path / "cpu_attention.cpp"
-    text = cpu_attention._SOURCE.read_text(encoding="utf-8")
-    for right, wrong in faults:
-        assert text.count(right) == 1
-        text = text.replace(right, wrong)
-    source.write_text(_CHOSEN + text, encoding="utf-8")
+    source.write_text(with_faults(cpu_attention._SOURCE, faults), encoding="utf-8")
     numbers = "".join(map(str, range(len(faults) + 1)))
     environment = {**os.environ, "PACELINE_CACHE": str(tmp_path), "PYTHONPATH": f"{ROOT}:{ROOT / 'services'}"}
     environment["FAULTS"] = numbers
@@ -506,7 +497,7 @@ MUTANTS = {
     "order of blocks": (
         "for (const Block& block : blocks_) {",
         (
-            "if (fault('1') && num_places > 2) std::reverse(blocks_.begin(), blocks_.end());\n"
+            "if (fault(1) && num_places > 2) std::reverse(blocks_.begin(), blocks_.end());\n"
             "    for (const Block& block : blocks_) {"
         ),
     ),
@@ -514,12 +505,12 @@ MUTANTS = {
         "const float level = std::max(state.level, _mm512_reduce_max_ps(top));",
         (
             "float level = std::max(state.level, _mm512_reduce_max_ps(top));\n"
-            "    if (fault('2') && num_active_ > 2) level += 0.3f;"
+            "    if (fault(2) && num_active_ > 2) level += 0.3f;"
         ),
     ),
     "hidden NaN": (
         "const bool apart = block.all != ~0ull && !finite;",
-        "const bool apart = !fault('3') && block.all != ~0ull && !finite;",
+        "const bool apart = !fault(3) && block.all != ~0ull && !finite;",
     ),
 }
 
