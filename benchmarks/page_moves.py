@@ -7,7 +7,7 @@ then drains; in turn their pages move, or not (``page_move_timeout_s: 0``). The 
 tokens of the old target and the first of the new one, the longest of all streams. Meanwhile a further stream runs at
 the new target: the longest time between two of its tokens says how long the others hold it up. Both ways have the same
 prompts and seeds, under salts of their own, so nothing is cached, and their tokens must be the same. Exit status 1 if
-they are not. Without drafts, eagerly.
+they are not, or if ``--backend nixl`` and a page did not come by NIXL. Without drafts, eagerly.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Pause:
     other_gap_s: float
     """The longest time between two tokens of a stream that the new target already served."""
     pages: int
+    bytes_by_nixl: int
     tokens: list[tuple[int, ...]]
 
 
@@ -152,7 +153,7 @@ async def drain(
         other = Stream(beside, Request(f"{salt}other", "def main():", endless, PLAIN, cache_salt=salt))
         for stream in (*streams, other):
             await stream.until(BEFORE)
-        pages = counted(beside, "pages_moved")
+        pages, by_nixl = counted(beside, "pages_moved"), counted(beside, "page_bytes_by_nixl")
         pool.set_members([old, new])
         while len(router._targets.open_links()) < 2:
             await asyncio.sleep(0.005)
@@ -166,9 +167,10 @@ async def drain(
         beside.cancel(f"{salt}other")
         await other.task
         pages = counted(beside, "pages_moved") - pages
+        by_nixl = counted(beside, "page_bytes_by_nixl") - by_nixl
         tokens = [stream.result.token_ids for stream in streams if stream.result is not None]
         pause_s = max(stream.gap_s(begun, ended) for stream in streams)
-        return Pause(len(prompts), moved, pause_s, other.gap_s(begun, ended), pages, tokens)
+        return Pause(len(prompts), moved, pause_s, other.gap_s(begun, ended), pages, by_nixl, tokens)
 
 
 def prompts_of(vocab_size: int, count: int, length: int, seed: int) -> list[tuple[int, ...]]:
@@ -191,6 +193,8 @@ async def measure(config: LocalConfig, args: argparse.Namespace, members: Sequen
                 pair.append(await drain(info, old, new, prompts, f"{repeat}-{count}-{moved}-", moved=moved))
             if pair[0].tokens != pair[1].tokens:
                 raise SystemExit("the tokens of a moved session differ")
+            if any(pause.pages and args.backend == "nixl" and not pause.bytes_by_nixl for pause in pair):
+                raise SystemExit("pages did not come by NIXL")
             pauses += pair if repeat else []
             for each in pair:
                 print({k: v for k, v in asdict(each).items() if k != "tokens"}, file=sys.stderr, flush=True)
@@ -222,10 +226,13 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1500, help="tokens of each prompt (default: %(default)s)")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4], help="streams that move at once")
     parser.add_argument("--repeats", type=int, default=5, help="drains of each kind (default: %(default)s)")
+    parser.add_argument("--backend", choices=["nixl", "host"], default="host", help="how pages move (default: host)")
     parser.add_argument("--json", type=Path, help="write all drains to this file")
     args = parser.parse_args()
     config = LocalConfig(
-        target=TargetModel(path=args.target, max_model_len=4096, max_sessions=16, compile=False),
+        target=TargetModel(
+            path=args.target, max_model_len=4096, max_sessions=16, compile=False, kv_transfer_backend=args.backend
+        ),
         draft=None,
         pin_cores=False,
     )

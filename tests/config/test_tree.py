@@ -68,7 +68,7 @@ TARGET_VALUES = {
     "dtype": "float32", "compile": False, "background_compilation": False, "device": "cpu", "quantization": "int8",
     "tensor_parallel_size": 2,
     "rank_timeout_s": 3.0, "cuda_graphs": False, "max_cuda_graphs": 9, "attention": "sdpa", "max_sessions": 3,
-    "kv_cache_dtype": "fp8",
+    "kv_cache_dtype": "fp8", "kv_transfer_backend": "host",
     "max_model_len": 512, "max_step_tokens": 64, "adaptive": False, "tree_verification": "off", "mtp_modules": "off",
     "kv_pages": 20, "state_slots": 40,
     "kv_fraction": None, "cpu_threads": 1, "hints": None,

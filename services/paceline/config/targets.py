@@ -13,6 +13,8 @@ from paceline.config.methods.lookahead import LookaheadOptions
 from paceline.errors.refusals import Fault
 from paceline.types import least_states
 
+KVTransferBackend = Literal["auto", "nixl", "host"]
+
 
 class HintOptions(Strict):
     """Hints to overlapped drafts while the target's upper layers run (Mirror speculative decoding): the likeliest
@@ -54,6 +56,10 @@ class TargetOptions(ModelOptions):
     tree_verification: Literal["auto", "off"] = "auto"
     """Verify alternative tokens in addition to the likeliest one of a position. ``auto``: with ``adaptive``, where
     they have positive expected gain; ``off``: chains only. Sessions under the rejection rule always have chains."""
+    kv_transfer_backend: KVTransferBackend = "auto"
+    """How KV pages come from a draining target. ``nixl``: read by NIXL from the other target's memory, where both have
+    it; ``host``: through the memory of both hosts and gRPC. ``auto``: NIXL where it is installed, unless
+    ``internal_tls`` is set, since NIXL does not encrypt."""
     kv_pages: int | None = Field(default=None, ge=1)
     """KV pages of 64 tokens. None: kv_fraction, else enough for max_sessions at 1024 positions, or one at
     max_model_len."""

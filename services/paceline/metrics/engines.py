@@ -69,6 +69,18 @@ for _engine, _field, _unit, _help in (
     ("target", "messages_malformed", "messages", "Messages that targets could not read."),
     ("target", "pages_moved", "pages", "KV pages that came with sessions from draining targets."),
     ("target", "page_bytes_moved", "bytes", "Bytes of these pages."),
+    (
+        "target",
+        "page_bytes_by_nixl",
+        "bytes",
+        "Bytes of these pages that were read by NIXL; the rest through host memory.",
+    ),
+    (
+        "target",
+        "nixl_failed",
+        "sessions",
+        "Sessions whose KV pages NIXL did not read, and that came another way or not.",
+    ),
     ("target", "moves_failed", "sessions", "Sessions whose KV pages, or some of them, did not come from a target."),
     ("target", "waits", "steps", "Steps before which every session of a target waited for its draft."),
     ("target", "ahead_depth", "nodes", "Nodes on the best paths, at most the lookahead each, when steps ended."),

@@ -251,9 +251,7 @@ class KVCache:
             page = self._page_of.get(previous)
             if page is None:
                 break
-            if self._refs[page] == 0:
-                del self._cached[page]
-            self._refs[page] += 1
+            self._take(page)
             pages.append(page)
             hashes.append(previous)
         if self.linear is not None and (count := self._num_known(self.linear, pages, hashes)) < len(pages):
@@ -285,6 +283,18 @@ class KVCache:
                 break
             pages.append(page)
         return pages
+
+    def share(self, hashes: Sequence[bytes]) -> list[int]:
+        """``find``, with a reference to each page."""
+        pages = self.find(hashes)
+        for page in pages:
+            self._take(page)
+        return pages
+
+    def _take(self, page: int) -> None:
+        if self._refs[page] == 0:
+            del self._cached[page]
+        self._refs[page] += 1
 
     def hold(self, pages: Sequence[int], num_computed: int, held: int) -> int:
         """Moves a session's hold on a state of linear layers (``LinearSlots.hold``), where there are any."""

@@ -270,8 +270,7 @@ class EngineHost(Generic[Out]):
         counters = {**facts.pop("counters", {}), "messages_foreign": self.num_foreign}
         counters["messages_malformed"] = self.num_malformed
         if self._arrivals is not None:
-            moves = self._arrivals.moves
-            counters |= {"pages_moved": moves.pages, "page_bytes_moved": moves.bytes, "moves_failed": moves.failures}
+            counters |= self._arrivals.counters()
             for key in ("num_sessions", "num_waiting"):
                 facts[key] = facts.get(key, 0) + len(self._arrivals)
         return replace(self._status, busy_s=self._busy_s(), counters=counters, **facts)

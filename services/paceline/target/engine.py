@@ -485,7 +485,7 @@ class TargetEngine:
     def check_integrity(self) -> None:
         """Asserts the invariants of sessions, scheduler and pages."""
         kept = [] if self._flight is None else self._flight.pages
-        self._scheduler.check_integrity(list(self._sessions.values()), kept)
+        self._scheduler.check_integrity(list(self._sessions.values()), [*kept, *self.pages.lent])
         for session in self._sessions.values():
             session.check_integrity()
         self.heads.check_integrity(list(self._sessions.values()))

@@ -45,6 +45,25 @@ class WantedPages:
     page_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class PageMemory:
+    """Where the pages of a target lie: what another device reads or writes by address."""
+
+    kind: str
+    """``cpu`` or ``cuda``."""
+    device: int
+    pools: tuple[tuple[int, int, int], ...]
+    """Of each layer's keys and values: address, number of pages, bytes of a page."""
+
+    def blocks(
+        self, pages: Sequence[int], addresses: Sequence[int] = (), device: int = -1
+    ) -> list[tuple[int, int, int]]:
+        """Address, bytes and device of each part of pages; ``addresses``, ``device``: of another target's pools."""
+        addresses = addresses or [address for address, _, _ in self.pools]
+        sizes, device = [size for _, _, size in self.pools], self.device if device < 0 else device
+        return [(at + page * size, size, device) for at, size in zip(addresses, sizes, strict=True) for page in pages]
+
+
 class PageStore:
     """The pages of one target as bytes. The engine's thread owns it, and calls it between steps."""
 
@@ -53,6 +72,7 @@ class PageStore:
         self._runners, self._origin = runners, origin
         self._proven = batch_invariant == "yes"
         self._probes: dict[int, bytes] = {}  # by generation
+        self._lent: dict[object, list[int]] = {}
 
     @property
     def page_bytes(self) -> int:
@@ -98,17 +118,60 @@ class PageStore:
         hashes, cache = wanted.hashes[index : index + len(contents)], self._cache
         if len(hashes) < len(contents) or any(len(content) != self.page_bytes for content in contents):
             raise ValueError(f"pages are of {self.page_bytes} bytes each, and {len(wanted.hashes)} are wanted")
-        if len(cache.find(wanted.hashes[:index])) < index:
-            return 0
-        try:
-            pages = cache.allocate(len(contents))
-        except ResourceExhaustedError:
-            return 0
-        for page, digest, content in zip(pages, hashes, contents, strict=True):
+        pages = self._allocate(wanted, index, len(contents))
+        for page, content in zip(pages, contents, strict=False):
             _fill(cache, page, content)
-            cache.publish(page, digest)
-        cache.release(pages)
+        return self._publish(wanted, index, pages)
+
+    def _allocate(self, wanted: WantedPages, index: int, count: int) -> list[int]:
+        """Pages from ``index`` of the context on; none once the pages before them had to make room, or without room."""
+        if len(self._cache.find(wanted.hashes[:index])) < index:
+            return []
+        try:
+            return self._cache.allocate(count)
+        except ResourceExhaustedError:
+            return []
+
+    def _publish(self, wanted: WantedPages, index: int, pages: Sequence[int]) -> int:
+        for page, digest in zip(pages, wanted.hashes[index:], strict=False):
+            self._cache.publish(page, digest)
+        self._cache.release(pages)
         return len(pages)
+
+    def memory(self) -> PageMemory | None:
+        """Where all pages lie, once the device has done what it was told; None: pages are not moved."""
+        cache = self._cache
+        if not self._is_whole(self._runners.current):
+            return None
+        device = cache.pools[0].device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        pools = [(pool.data_ptr(), pool.shape[0], pool[0].nbytes) for pool in cache.pools if pool.numel()]
+        return PageMemory(device.type, device.index or 0, tuple(pools))
+
+    def lend(self, key: object, hashes: Sequence[bytes]) -> list[int]:
+        """The pages of the first hashes that are here, which stay as they are until ``give_back``."""
+        self._lent[key] = self._cache.share(hashes)
+        return self._lent[key]
+
+    def reserve(self, key: object, wanted: WantedPages, index: int, count: int) -> list[int]:
+        """Pages for those from ``index`` of the context on, for ``publish`` or ``give_back``; none if there is no
+        room, or the pages before them had to make room."""
+        self._lent[key] = self._allocate(wanted, index, count)
+        return self._lent[key]
+
+    def publish(self, key: object, wanted: WantedPages, index: int) -> int:
+        """Adds reserved pages, which are complete now, to the prefix cache; returns how many."""
+        return self._publish(wanted, index, self._lent.pop(key))
+
+    def give_back(self, key: object) -> None:
+        """Ends what ``lend`` or ``reserve`` has begun. Idempotent."""
+        self._cache.release(self._lent.pop(key, []))
+
+    @property
+    def lent(self) -> list[int]:
+        """All pages that are lent or reserved."""
+        return [page for pages in self._lent.values() for page in pages]
 
     def settle(self, wanted: WantedPages) -> None:
         """Makes the end of the context leave the cache before its beginning, as that of any prefix."""
@@ -124,13 +187,18 @@ class PageStore:
         probe, origin = self._probe(generation), b"" if self._origin is None else self._origin.digest
         return None if probe is None or origin is None else hashlib.blake2b(probe + origin, digest_size=16).digest()
 
+    def _is_whole(self, runner: ModelRunner) -> bool:
+        """True if pages hold all that there is of a context, and their bits were tested."""
+        cache = self._cache
+        has_rest = cache.linear is not None or len(cache.keys) > cache.num_layers
+        return self._proven and not has_rest and not isinstance(runner, RankRunner)
+
     def _probe(self, generation: int) -> bytes | None:
         """The bits and the layout of a probe; None: there are none, and no pages are exchanged."""
         if generation in self._probes:
             return self._probes[generation]
         runner, cache = self._runners.generations.get(generation), self._cache
-        whole = cache.linear is None and len(cache.keys) == cache.num_layers and not isinstance(runner, RankRunner)
-        if runner is None or not self._proven or not whole:
+        if runner is None or not self._is_whole(runner):
             return None
         try:
             bits = _probe(runner)

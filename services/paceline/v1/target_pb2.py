@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import types_pb2 as paceline_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/target.proto\x12\x0bpaceline.v1\x1a\x17paceline/v1/types.proto\"[\n\x0cPagesRequest\x12\x10\n\x08identity\x18\x01 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x12\n\nfirst_page\x18\x04 \x01(\r\"(\n\tPagesPart\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x02 \x01(\x07\"8\n\x08ToTarget\x12,\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x1a.paceline.v1.TargetCommand\"\x8b\x02\n\rTargetCommand\x12\x30\n\x0copen_session\x18\x01 \x01(\x0b\x32\x18.paceline.v1.OpenSessionH\x00\x12\x32\n\rclose_session\x18\x02 \x01(\x0b\x32\x19.paceline.v1.CloseSessionH\x00\x12.\n\x0b\x64raft_state\x18\x03 \x01(\x0b\x32\x17.paceline.v1.DraftStateH\x00\x12!\n\x04\x65\x63ho\x18\x05 \x01(\x0b\x32\x11.paceline.v1.EchoH\x00\x12\x30\n\x0ctree_updates\x18\x06 \x01(\x0b\x32\x18.paceline.v1.TreeUpdatesH\x00\x42\t\n\x07\x63ommandJ\x04\x08\x04\x10\x05\"l\n\nDraftState\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tavailable\x18\x03 \x01(\x08\x12\x13\n\x0b\x64raft_epoch\x18\x04 \x01(\x04\x12\x13\n\x0b\x63ontext_len\x18\x05 \x01(\r\"r\n\nFromTarget\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.paceline.v1.TargetEvent\x12/\n\x06status\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.ReplicaStatusH\x00\x88\x01\x01\x42\t\n\x07_status\"\x85\x04\n\x0bTargetEvent\x12\'\n\x07outcome\x18\x01 \x01(\x0b\x32\x14.paceline.v1.OutcomeH\x00\x12*\n\tin_flight\x18\x02 \x01(\x0b\x32\x15.paceline.v1.InFlightH\x00\x12*\n\ttree_lost\x18\x03 \x01(\x0b\x32\x15.paceline.v1.TreeLostH\x00\x12\x34\n\x0esession_failed\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.SessionFailedH\x00\x12<\n\x12speculation_wanted\x18\x05 \x01(\x0b\x32\x1e.paceline.v1.SpeculationWantedH\x00\x12!\n\x04\x65\x63ho\x18\x06 \x01(\x0b\x32\x11.paceline.v1.EchoH\x00\x12%\n\x06states\x18\x07 \x01(\x0b\x32\x13.paceline.v1.StatesH\x00\x12)\n\x08outcomes\x18\x08 \x01(\x0b\x32\x15.paceline.v1.OutcomesH\x00\x12,\n\nin_flights\x18\t \x01(\x0b\x32\x16.paceline.v1.InFlightsH\x00\x12!\n\x04hint\x18\n \x01(\x0b\x32\x11.paceline.v1.HintH\x00\x12\x32\n\rprompt_scores\x18\x0b \x01(\x0b\x32\x19.paceline.v1.PromptScoresH\x00\x42\x07\n\x05\x65vent\"\x8d\x02\n\x07Outcome\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0b\x63ontext_len\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x01\x12,\n\x05round\x18\x06 \x01(\x0b\x32\x1d.paceline.v1.SpeculationRound\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12.\n\x0ctop_logprobs\x18\t \x03(\x0b\x32\x18.paceline.v1.TopLogprobs\"\xb7\x03\n\x08Outcomes\x12\x13\n\x0bsession_ids\x18\x01 \x03(\t\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\x04\x12\x14\n\x0c\x63ontext_lens\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x10\n\x08logprobs\x18\x06 \x01(\x0c\x12\x0f\n\x07\x64rafted\x18\x07 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x08 \x03(\r\x12\"\n\x06\x63\x61uses\x18\t \x03(\x0e\x32\x12.paceline.v1.Cause\x12\x16\n\x0elookup_drafted\x18\n \x03(\r\x12\x17\n\x0flookup_accepted\x18\x0b \x03(\r\x12\x14\n\x0chead_drafted\x18\x0c \x03(\r\x12\x15\n\rhead_accepted\x18\r \x03(\r\x12\x31\n\x0e\x66inish_reasons\x18\x0e \x03(\x0e\x32\x19.paceline.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x0f \x03(\r\x12\x18\n\x10num_top_logprobs\x18\x10 \x03(\r\x12.\n\x0ctop_logprobs\x18\x11 \x03(\x0b\x32\x18.paceline.v1.TopLogprobs\"`\n\x0cPromptScores\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12-\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobs\"T\n\x08InFlight\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0b\x63ontext_len\x18\x03 \x01(\r\x12\x10\n\x08node_ids\x18\x04 \x03(\r\"k\n\tInFlights\x12\x13\n\x0bsession_ids\x18\x01 \x03(\t\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\x04\x12\x14\n\x0c\x63ontext_lens\x18\x03 \x03(\r\x12\x11\n\tnum_nodes\x18\x04 \x03(\r\x12\x10\n\x08node_ids\x18\x05 \x01(\x0c\"-\n\x08TreeLost\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"t\n\x11SpeculationWanted\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06wanted\x18\x03 \x01(\x08\x12\x1a\n\rmost_sessions\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_most_sessions2\x8b\x01\n\rTargetService\x12<\n\x06Rounds\x12\x15.paceline.v1.ToTarget\x1a\x17.paceline.v1.FromTarget(\x01\x30\x01\x12<\n\x05Pages\x12\x19.paceline.v1.PagesRequest\x1a\x16.paceline.v1.PagesPart0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/target.proto\x12\x0bpaceline.v1\x1a\x17paceline/v1/types.proto\"o\n\x0cPagesRequest\x12\x10\n\x08identity\x18\x01 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x12\n\nfirst_page\x18\x04 \x01(\r\x12\x12\n\nby_address\x18\x05 \x01(\x08\"Q\n\tPagesPart\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x02 \x01(\x07\x12\'\n\x06places\x18\x03 \x01(\x0b\x32\x17.paceline.v1.PagePlaces\"M\n\nPagePlaces\x12\r\n\x05\x61gent\x18\x01 \x01(\x0c\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\r\x12\x11\n\taddresses\x18\x03 \x03(\x06\x12\r\n\x05pages\x18\x04 \x03(\r\"8\n\x08ToTarget\x12,\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x1a.paceline.v1.TargetCommand\"\x8b\x02\n\rTargetCommand\x12\x30\n\x0copen_session\x18\x01 \x01(\x0b\x32\x18.paceline.v1.OpenSessionH\x00\x12\x32\n\rclose_session\x18\x02 \x01(\x0b\x32\x19.paceline.v1.CloseSessionH\x00\x12.\n\x0b\x64raft_state\x18\x03 \x01(\x0b\x32\x17.paceline.v1.DraftStateH\x00\x12!\n\x04\x65\x63ho\x18\x05 \x01(\x0b\x32\x11.paceline.v1.EchoH\x00\x12\x30\n\x0ctree_updates\x18\x06 \x01(\x0b\x32\x18.paceline.v1.TreeUpdatesH\x00\x42\t\n\x07\x63ommandJ\x04\x08\x04\x10\x05\"l\n\nDraftState\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tavailable\x18\x03 \x01(\x08\x12\x13\n\x0b\x64raft_epoch\x18\x04 \x01(\x04\x12\x13\n\x0b\x63ontext_len\x18\x05 \x01(\r\"r\n\nFromTarget\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.paceline.v1.TargetEvent\x12/\n\x06status\x18\x02 \x01(\x0b\x32\x1a.paceline.v1.ReplicaStatusH\x00\x88\x01\x01\x42\t\n\x07_status\"\x85\x04\n\x0bTargetEvent\x12\'\n\x07outcome\x18\x01 \x01(\x0b\x32\x14.paceline.v1.OutcomeH\x00\x12*\n\tin_flight\x18\x02 \x01(\x0b\x32\x15.paceline.v1.InFlightH\x00\x12*\n\ttree_lost\x18\x03 \x01(\x0b\x32\x15.paceline.v1.TreeLostH\x00\x12\x34\n\x0esession_failed\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.SessionFailedH\x00\x12<\n\x12speculation_wanted\x18\x05 \x01(\x0b\x32\x1e.paceline.v1.SpeculationWantedH\x00\x12!\n\x04\x65\x63ho\x18\x06 \x01(\x0b\x32\x11.paceline.v1.EchoH\x00\x12%\n\x06states\x18\x07 \x01(\x0b\x32\x13.paceline.v1.StatesH\x00\x12)\n\x08outcomes\x18\x08 \x01(\x0b\x32\x15.paceline.v1.OutcomesH\x00\x12,\n\nin_flights\x18\t \x01(\x0b\x32\x16.paceline.v1.InFlightsH\x00\x12!\n\x04hint\x18\n \x01(\x0b\x32\x11.paceline.v1.HintH\x00\x12\x32\n\rprompt_scores\x18\x0b \x01(\x0b\x32\x19.paceline.v1.PromptScoresH\x00\x42\x07\n\x05\x65vent\"\x8d\x02\n\x07Outcome\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0b\x63ontext_len\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x01\x12,\n\x05round\x18\x06 \x01(\x0b\x32\x1d.paceline.v1.SpeculationRound\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12.\n\x0ctop_logprobs\x18\t \x03(\x0b\x32\x18.paceline.v1.TopLogprobs\"\xb7\x03\n\x08Outcomes\x12\x13\n\x0bsession_ids\x18\x01 \x03(\t\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\x04\x12\x14\n\x0c\x63ontext_lens\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x10\n\x08logprobs\x18\x06 \x01(\x0c\x12\x0f\n\x07\x64rafted\x18\x07 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x08 \x03(\r\x12\"\n\x06\x63\x61uses\x18\t \x03(\x0e\x32\x12.paceline.v1.Cause\x12\x16\n\x0elookup_drafted\x18\n \x03(\r\x12\x17\n\x0flookup_accepted\x18\x0b \x03(\r\x12\x14\n\x0chead_drafted\x18\x0c \x03(\r\x12\x15\n\rhead_accepted\x18\r \x03(\r\x12\x31\n\x0e\x66inish_reasons\x18\x0e \x03(\x0e\x32\x19.paceline.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x0f \x03(\r\x12\x18\n\x10num_top_logprobs\x18\x10 \x03(\r\x12.\n\x0ctop_logprobs\x18\x11 \x03(\x0b\x32\x18.paceline.v1.TopLogprobs\"`\n\x0cPromptScores\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12-\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.PromptLogprobs\"T\n\x08InFlight\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0b\x63ontext_len\x18\x03 \x01(\r\x12\x10\n\x08node_ids\x18\x04 \x03(\r\"k\n\tInFlights\x12\x13\n\x0bsession_ids\x18\x01 \x03(\t\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\x04\x12\x14\n\x0c\x63ontext_lens\x18\x03 \x03(\r\x12\x11\n\tnum_nodes\x18\x04 \x03(\r\x12\x10\n\x08node_ids\x18\x05 \x01(\x0c\"-\n\x08TreeLost\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"t\n\x11SpeculationWanted\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06wanted\x18\x03 \x01(\x08\x12\x1a\n\rmost_sessions\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_most_sessions2\x8b\x01\n\rTargetService\x12<\n\x06Rounds\x12\x15.paceline.v1.ToTarget\x1a\x17.paceline.v1.FromTarget(\x01\x30\x01\x12<\n\x05Pages\x12\x19.paceline.v1.PagesRequest\x1a\x16.paceline.v1.PagesPart0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,33 +33,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.target_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PAGESREQUEST']._serialized_start=66
-  _globals['_PAGESREQUEST']._serialized_end=157
-  _globals['_PAGESPART']._serialized_start=159
-  _globals['_PAGESPART']._serialized_end=199
-  _globals['_TOTARGET']._serialized_start=201
-  _globals['_TOTARGET']._serialized_end=257
-  _globals['_TARGETCOMMAND']._serialized_start=260
-  _globals['_TARGETCOMMAND']._serialized_end=527
-  _globals['_DRAFTSTATE']._serialized_start=529
-  _globals['_DRAFTSTATE']._serialized_end=637
-  _globals['_FROMTARGET']._serialized_start=639
-  _globals['_FROMTARGET']._serialized_end=753
-  _globals['_TARGETEVENT']._serialized_start=756
-  _globals['_TARGETEVENT']._serialized_end=1273
-  _globals['_OUTCOME']._serialized_start=1276
-  _globals['_OUTCOME']._serialized_end=1545
-  _globals['_OUTCOMES']._serialized_start=1548
-  _globals['_OUTCOMES']._serialized_end=1987
-  _globals['_PROMPTSCORES']._serialized_start=1989
-  _globals['_PROMPTSCORES']._serialized_end=2085
-  _globals['_INFLIGHT']._serialized_start=2087
-  _globals['_INFLIGHT']._serialized_end=2171
-  _globals['_INFLIGHTS']._serialized_start=2173
-  _globals['_INFLIGHTS']._serialized_end=2280
-  _globals['_TREELOST']._serialized_start=2282
-  _globals['_TREELOST']._serialized_end=2327
-  _globals['_SPECULATIONWANTED']._serialized_start=2329
-  _globals['_SPECULATIONWANTED']._serialized_end=2445
-  _globals['_TARGETSERVICE']._serialized_start=2448
-  _globals['_TARGETSERVICE']._serialized_end=2587
+  _globals['_PAGESREQUEST']._serialized_end=177
+  _globals['_PAGESPART']._serialized_start=179
+  _globals['_PAGESPART']._serialized_end=260
+  _globals['_PAGEPLACES']._serialized_start=262
+  _globals['_PAGEPLACES']._serialized_end=339
+  _globals['_TOTARGET']._serialized_start=341
+  _globals['_TOTARGET']._serialized_end=397
+  _globals['_TARGETCOMMAND']._serialized_start=400
+  _globals['_TARGETCOMMAND']._serialized_end=667
+  _globals['_DRAFTSTATE']._serialized_start=669
+  _globals['_DRAFTSTATE']._serialized_end=777
+  _globals['_FROMTARGET']._serialized_start=779
+  _globals['_FROMTARGET']._serialized_end=893
+  _globals['_TARGETEVENT']._serialized_start=896
+  _globals['_TARGETEVENT']._serialized_end=1413
+  _globals['_OUTCOME']._serialized_start=1416
+  _globals['_OUTCOME']._serialized_end=1685
+  _globals['_OUTCOMES']._serialized_start=1688
+  _globals['_OUTCOMES']._serialized_end=2127
+  _globals['_PROMPTSCORES']._serialized_start=2129
+  _globals['_PROMPTSCORES']._serialized_end=2225
+  _globals['_INFLIGHT']._serialized_start=2227
+  _globals['_INFLIGHT']._serialized_end=2311
+  _globals['_INFLIGHTS']._serialized_start=2313
+  _globals['_INFLIGHTS']._serialized_end=2420
+  _globals['_TREELOST']._serialized_start=2422
+  _globals['_TREELOST']._serialized_end=2467
+  _globals['_SPECULATIONWANTED']._serialized_start=2469
+  _globals['_SPECULATIONWANTED']._serialized_end=2585
+  _globals['_TARGETSERVICE']._serialized_start=2588
+  _globals['_TARGETSERVICE']._serialized_end=2727
 # @@protoc_insertion_point(module_scope)

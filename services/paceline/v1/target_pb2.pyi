@@ -27,11 +27,14 @@ class PagesRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     FIRST_PAGE_FIELD_NUMBER: _builtins.int
+    BY_ADDRESS_FIELD_NUMBER: _builtins.int
     identity: _builtins.bytes
     """Of what computes the bits of pages: equal at both targets."""
     cache_salt: _builtins.str
     first_page: _builtins.int
     """The first page that is missing."""
+    by_address: _builtins.bool
+    """The new target can read the memory of the pages by itself (NIXL), if it is told where they are."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The context, whose whole pages are asked for, and the salt of the session."""
@@ -43,10 +46,11 @@ class PagesRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         cache_salt: _builtins.str = ...,
         first_page: _builtins.int = ...,
+        by_address: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_page", b"first_page", "identity", b"identity", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_address", b"by_address", "cache_salt", b"cache_salt", "first_page", b"first_page", "identity", b"identity", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -60,21 +64,62 @@ class PagesPart(_message.Message):
 
     DATA_FIELD_NUMBER: _builtins.int
     CRC32_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     crc32: _builtins.int
+    @_builtins.property
+    def places(self) -> Global___PagePlaces:
+        """Comes alone, and only if it was asked for. The pages stay as they are until the call ends, and at least for 20 s
+        from the request on.
+        """
+
     def __init__(
         self,
         *,
         data: _builtins.bytes = ...,
         crc32: _builtins.int = ...,
+        places: Global___PagePlaces | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["places", b"places"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32", b"crc32", "data", b"data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32", b"crc32", "data", b"data", "places", b"places"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PagesPart: _TypeAlias = PagesPart  # noqa: Y015
+
+@_typing.final
+class PagePlaces(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    agent: _builtins.bytes
+    """NIXL's metadata of the old target."""
+    device: _builtins.int
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Address of the memory of each layer's pages. Page p begins at p times the size of a page in that layer."""
+
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        agent: _builtins.bytes = ...,
+        device: _builtins.int = ...,
+        addresses: _abc.Iterable[_builtins.int] | None = ...,
+        pages: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "agent", b"agent", "device", b"device", "pages", b"pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PagePlaces: _TypeAlias = PagePlaces  # noqa: Y015
 
 @_typing.final
 class ToTarget(_message.Message):
