@@ -76,6 +76,7 @@ PROCESSES = {"raylet": "raylet", "gcs": "gcs_server"}
 """Names of the processes that a failure kills."""
 BEFORE_S, OFF_S, AFTER_S, RECOVERY_S, DOWN_S = 6.0, 12.0, 6.0, 240.0, 120.0
 CHANGE_S, DRAIN_S = 300.0, 180.0
+COUNT = "import ray; ray.init('auto', logging_level='ERROR'); print(sum(node['Alive'] for node in ray.nodes()))"
 UP = "RAY_UP_enable_autoscaler_v2=0 RAY_AUTH_MODE=token ray up --yes --no-config-cache"
 
 
@@ -154,7 +155,7 @@ def launch(machines: Machines, config: Path, serve: Path, streams: int) -> Seen:
     started = time.time()
     machines.run(LAUNCHER, f"{UP} {config}", timeout_s=180)
     say(f"ray up: {time.time() - started:.0f} s")
-    count = f". ~/paceline/environment.sh; python {Path(__file__).with_name('count_nodes.py')}"
+    count = f'. ~/paceline/environment.sh; python -c "{COUNT}"'
     counted = functools.partial(machines.run, "head", count, check=False)
     wait_until("all nodes", lambda: counted().strip().endswith(str(len(CORE))), timeout_s=270)
     say(f"{len(CORE)} nodes: {time.time() - started:.0f} s after the start of ray up")

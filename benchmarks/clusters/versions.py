@@ -110,15 +110,11 @@ def plain(num_streams: int) -> list[list[int]]:
 
     target = TargetModel(path=str(pair() / "target"), dtype="float32", compile=False, device="cpu")
     with LocalPipeline(LocalConfig(target=target, draft=None, worker="thread", pin_cores=False)) as pipeline:
-        return [
-            list(
-                pipeline.generate(
-                    PROMPTS[i % len(PROMPTS)],
-                    SamplingParams(max_tokens=TOKENS, seed=i, temperature=float(i % 3 > 0), ignore_eos=True),
-                ).result.token_ids
-            )
-            for i in range(num_streams)
-        ]
+        found = []
+        for i in range(num_streams):
+            sampling = SamplingParams(max_tokens=TOKENS, seed=i, temperature=float(i % 3 > 0), ignore_eos=True)
+            found.append(list(pipeline.generate(PROMPTS[i % len(PROMPTS)], sampling).result.token_ids))
+        return found
 
 
 def pair() -> Path:
@@ -129,10 +125,8 @@ def pair() -> Path:
 def start(code: Path, *arguments: str) -> subprocess.Popen[str]:
     """This program in a process that imports the package from ``code``."""
     environment = os.environ | {"PYTHONPATH": str(code / "services"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, *arguments]
-    return subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=code
-    )
+    command, pipe = [sys.executable, __file__, *arguments], subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True, cwd=code)
 
 
 def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -164,16 +158,11 @@ def main() -> int:
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         code = {NEW: REPOSITORY, OLD: unpacked(args.commit, Path(folder))}
-        ids = [
-            subprocess.run(["git", "rev-parse", "--short", name], cwd=REPOSITORY, capture_output=True, text=True).stdout
-            for name in (args.commit, "HEAD")
-        ]
+        command = ["git", "rev-parse", "--short", args.commit, "HEAD"]
+        ids = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split()
         print(f"{time.strftime('%d %B %Y')}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores")
-        print(f"old {ids[0].strip()}, new {ids[1].strip()}; {args.streams} streams of {TOKENS} tokens; embedded pair")
-        print(
-            f"\n{'router':7} {'target':18} {'draft':6} {'equal':>7} {'drafted':>8} {'accepted':>9} {'turns':>6}",
-            flush=True,
-        )
+        print(f"old {ids[0]}, new {ids[1]}; {args.streams} streams of {TOKENS} tokens; embedded pair")
+        print(f"\n{'router':7} {'target':18} {'draft':6} {'equal':>7} {'drafted':>8} {'accepted':>9} {'turns':>6}")
         parts = {(kind, age): start(code[age], "--replica", kind) for kind in ("target", "draft") for age in code}
         try:
             members = {key: answer(process) for key, process in parts.items()}
@@ -186,12 +175,8 @@ def main() -> int:
                 equal = sum(each["tokens"] == tokens for each, tokens in zip(found["streams"], expected, strict=True))
                 drafted, accepted = (sum(each[name] for each in found["streams"]) for name in ("drafted", "accepted"))
                 wrong += equal < args.streams or not accepted or found["turns"] < 2
-                turns = f"{first}, {second}, {first}"
-                print(
-                    f"{router_age:7} {turns:18} {draft:6} {equal:>3} of {args.streams} {drafted:>7} {accepted:>9} "
-                    f"{found['turns']:>6}",
-                    flush=True,
-                )
+                pairing = f"{router_age:7} {f'{first}, {second}, {first}':18} {draft:6} {equal:>3} of {args.streams}"
+                print(f"{pairing} {drafted:>7} {accepted:>9} {found['turns']:>6}", flush=True)
         finally:
             for process in parts.values():
                 process.terminate()
