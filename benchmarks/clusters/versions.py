@@ -158,7 +158,7 @@ def main() -> int:
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         code = {NEW: REPOSITORY, OLD: unpacked(args.commit, Path(folder))}
-        command = ["git", "rev-parse", "--short", args.commit, "HEAD"]
+        command = ["git", "log", "--no-walk=unsorted", "--format=%h", args.commit, "HEAD"]
         ids = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split()
         print(f"{time.strftime('%d %B %Y')}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores")
         print(f"old {ids[0]}, new {ids[1]}; {args.streams} streams of {TOKENS} tokens; embedded pair")
