@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.runtime.test_page_mover import in_loop
 from tests.support.fakes import Idle
 
 from paceline.errors import EngineError
@@ -53,7 +52,6 @@ def note(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("busy", [False, True])
-@in_loop
 async def test_each_call_comes_before_a_step_of_its_own(busy: bool) -> None:
     host, engine = await started()
     engine.busy = busy
@@ -63,7 +61,6 @@ async def test_each_call_comes_before_a_step_of_its_own(busy: bool) -> None:
     await host.stop()
 
 
-@in_loop
 async def test_an_error_is_the_callers_and_the_engine_goes_on() -> None:
     host, _ = await started()
     with pytest.raises(ZeroDivisionError):
@@ -72,7 +69,6 @@ async def test_an_error_is_the_callers_and_the_engine_goes_on() -> None:
     await host.stop()
 
 
-@in_loop
 async def test_a_caller_that_gives_up_does_not_hold_up_the_next() -> None:
     host, _ = await started()
     held, waits = threading.Event(), asyncio.create_task(host.call(note))
@@ -87,7 +83,6 @@ async def test_a_caller_that_gives_up_does_not_hold_up_the_next() -> None:
     await host.stop()
 
 
-@in_loop
 async def test_a_call_ends_with_the_replica() -> None:
     host, _ = await started()
     held = threading.Event()
@@ -102,7 +97,6 @@ async def test_a_call_ends_with_the_replica() -> None:
         await host.call(note)
 
 
-@in_loop
 async def test_a_call_ends_with_the_engine() -> None:
     host, engine = await started()
     held = threading.Event()

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from tests.lossless.test_moved_pages import Engine
 from tests.model.attention.test_interpreter import ROOT
-from tests.runtime.test_page_mover import NUM_PAGES, TOKEN, call_of, context, in_loop, opened, serving
+from tests.runtime.test_page_mover import NUM_PAGES, TOKEN, call_of, context, opened, serving
 from tests.support.models import pair
 from tests.support.mutants import mutant
 from tests.support.nixl import StandIn
@@ -88,7 +88,6 @@ def right_text() -> list[int]:
 
 
 @pytest.mark.parametrize("blocks", [1, 8, 4096])
-@in_loop
 async def test_pages_are_read_from_the_memory_of_the_other_target(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_mover, "_MOST_BLOCKS", blocks)
     async with two_targets(StandIn()) as served:
@@ -100,7 +99,6 @@ async def test_pages_are_read_from_the_memory_of_the_other_target(blocks: int, m
         assert served.target.engine.stats.tokens_computed < 330 - NUM_PAGES * 64 + 80
 
 
-@in_loop
 async def test_pages_are_read_as_far_as_there_is_room() -> None:
     async with two_targets(StandIn(), pages=4) as served:
         assert await served.move() == (4, 4 * PAGE_BYTES)
@@ -108,7 +106,6 @@ async def test_pages_are_read_as_far_as_there_is_room() -> None:
         assert await served.move() == (0, 0)
 
 
-@in_loop
 async def test_places_of_another_layout_are_not_read() -> None:
     async with two_targets(StandIn()) as served:
         memory = served.target.engine.pages.memory()
@@ -120,7 +117,6 @@ async def test_places_of_another_layout_are_not_read() -> None:
 
 
 @pytest.mark.parametrize("has", ["neither", "the old target", "the new target"])
-@in_loop
 async def test_contents_come_where_one_of_two_has_no_nixl(has: str) -> None:
     async with two_targets(StandIn(), lends=has == "the old target") as served:
         if has != "the new target":
@@ -133,7 +129,6 @@ async def test_contents_come_where_one_of_two_has_no_nixl(has: str) -> None:
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_contents_come_where_a_transfer_fails_and_from_then_on() -> None:
     async with two_targets(StandIn(fails=True)) as served:
         assert await served.move() == (NUM_PAGES, NUM_PAGES * PAGE_BYTES)
@@ -144,7 +139,6 @@ async def test_contents_come_where_a_transfer_fails_and_from_then_on() -> None:
         assert served.mover.counters()["nixl_failed"] == 1, "it was not asked again"
 
 
-@in_loop
 async def test_a_transfer_that_hangs_keeps_its_pages_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its session has its pages another way, and late contents are used by nobody."""
     monkeypatch.setattr(page_mover, "_READ_S", 0.2)
@@ -161,7 +155,6 @@ async def test_a_transfer_that_hangs_keeps_its_pages_until_it_ends(monkeypatch: 
         assert served.text() == right_text()
 
 
-@in_loop
 async def test_a_session_that_ends_meanwhile_leaves_its_transfer_to_itself() -> None:
     async with two_targets(StandIn(looks=1 << 30)) as served:
         moving = asyncio.create_task(served.mover.move(served.address, opened()))
@@ -178,7 +171,6 @@ async def test_a_session_that_ends_meanwhile_leaves_its_transfer_to_itself() -> 
         served.target.engine.check_integrity()
 
 
-@in_loop
 async def test_a_target_that_stops_ends_its_transfers() -> None:
     async with two_targets(StandIn(looks=1 << 30)) as served:
         moving = asyncio.create_task(served.mover.move(served.address, opened()))
@@ -189,7 +181,6 @@ async def test_a_target_that_stops_ends_its_transfers() -> None:
         assert not served.target.engine.pages.lent
 
 
-@in_loop
 async def test_pages_are_lent_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_mover, "LENT_S", 0.1)
     monkeypatch.setattr(page_mover, "_READ_S", 0.0)
@@ -214,7 +205,6 @@ def test_lent_pages_are_not_evicted() -> None:
     assert cache.num_available == NUM_PAGES
 
 
-@in_loop
 async def test_memory_that_is_not_registered_is_neither_read_nor_lent() -> None:
     """A target that has other pages than those which it began with."""
     async with two_targets(StandIn()) as served:
@@ -284,10 +274,10 @@ def pages_are_not_kept(original: Any, store: PageStore, key: object, hashes: Any
     return store._cache.find(hashes)
 
 
-def test_pages_that_are_taken_too_early_change_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pages_that_are_taken_too_early_change_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     pages_are_taken_before_the_transfer_is_complete(monkeypatch)
     with pytest.raises(AssertionError):
-        test_pages_are_read_from_the_memory_of_the_other_target(4096, monkeypatch)
+        await test_pages_are_read_from_the_memory_of_the_other_target(4096, monkeypatch)
 
 
 def test_pages_that_are_not_kept_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -30,16 +30,6 @@ from paceline.v1.target_pb2 import PagesPart, PagesRequest
 
 NUM_PAGES = 5
 TOKEN = "secret"
-
-
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs a test in a loop of its own, for a minute at most."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **options: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **options), 60))
-
-    return run
 
 
 def call_of(store: PageStore) -> Callable[..., Any]:
@@ -96,7 +86,6 @@ async def move(target: Engine, answer: Callable[..., Any], token: str = TOKEN) -
 
 
 @pytest.mark.parametrize("read_bytes", [1, 3 * 32768, 4 << 20])
-@in_loop
 async def test_all_pages_come_whatever_the_size_of_a_part(read_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_mover, "READ_BYTES", read_bytes)
     target = Engine(pair("llama")[0])
@@ -107,7 +96,6 @@ async def test_all_pages_come_whatever_the_size_of_a_part(read_bytes: int, monke
     assert await move(target, honest) == (0, 0)
 
 
-@in_loop
 async def test_a_session_of_a_short_context_asks_nobody() -> None:
     async def nobody(request: PagesRequest, context: Any) -> None:
         raise AssertionError
@@ -163,7 +151,6 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-@in_loop
 async def test_what_came_before_a_fault_is_used(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_mover, "READ_BYTES", 32768)
     monkeypatch.setattr(page_mover, "_SILENCE_S", 0.2)
@@ -178,19 +165,16 @@ async def test_what_came_before_a_fault_is_used(fault: Any, monkeypatch: pytest.
     target.engine.check_integrity()
 
 
-@in_loop
 async def test_a_page_that_is_not_whole_is_not_taken() -> None:
     target = Engine(pair("llama")[0])
     assert await move(target, ends_within_a_page) == (0, 0)
 
 
-@in_loop
 async def test_nobody_is_given_pages_without_the_token() -> None:
     with pytest.raises(OSError, match="UNAUTHENTICATED"):
         await move(Engine(pair("llama")[0]), honest, "guessed")
 
 
-@in_loop
 async def test_another_identity_is_given_none() -> None:
     assert await move(Engine(pair("llama")[1]), honest) == (0, 0)
 
@@ -220,7 +204,6 @@ def state(epoch: int) -> DraftState:
     return DraftState("s7", epoch, available=False)
 
 
-@in_loop
 async def test_messages_of_a_session_wait_for_its_pages_in_order() -> None:
     mover, told = Mover(), list[Any]()
     arrivals = Arrivals(mover, told.extend)
@@ -242,7 +225,6 @@ async def test_messages_of_a_session_wait_for_its_pages_in_order() -> None:
 @pytest.mark.parametrize(
     "error", [OSError("no"), ValueError("no"), EngineError("no"), TimeoutError(), ZeroDivisionError("ours")]
 )
-@in_loop
 async def test_a_session_whose_pages_do_not_come_is_served_all_the_same(error: Exception) -> None:
     mover, told = Mover(), list[Any]()
     arrivals = Arrivals(mover, told.extend)
@@ -253,7 +235,6 @@ async def test_a_session_whose_pages_do_not_come_is_served_all_the_same(error: E
     assert (told, arrivals.moves.failures, len(arrivals)) == ([message], 1, 0)
 
 
-@in_loop
 async def test_a_session_waits_for_its_time_and_no_longer() -> None:
     told = list[Any]()
     arrivals = Arrivals(Mover(), told.extend)
@@ -263,7 +244,6 @@ async def test_a_session_waits_for_its_time_and_no_longer() -> None:
     assert (told, arrivals.moves.failures) == ([message], 1)
 
 
-@in_loop
 async def test_a_session_that_ends_meanwhile_is_never_opened() -> None:
     mover, told = Mover(), list[Any]()
     arrivals = Arrivals(mover, told.extend)
@@ -275,7 +255,6 @@ async def test_a_session_that_ends_meanwhile_is_never_opened() -> None:
     assert (told, len(arrivals), arrivals.moves.failures) == ([], 0, 0)
 
 
-@in_loop
 async def test_a_session_that_is_opened_again_meanwhile_waits_anew() -> None:
     mover, told = Mover(), list[Any]()
     arrivals = Arrivals(mover, told.extend)
@@ -291,7 +270,6 @@ async def test_a_session_that_is_opened_again_meanwhile_waits_anew() -> None:
     assert told == [again]
 
 
-@in_loop
 async def test_few_sessions_are_moved_at_once() -> None:
     mover, told = Mover(), list[Any]()
     arrivals = Arrivals(mover, told.extend)
