@@ -74,8 +74,73 @@ class Target:
         return max(device, host) if self.degree == 1 else device + host
 
 
+H200, EXPERT_LAUNCHES, ATTENTION_BYTES_PER_S = 4.8 / 3.35, 15, 1.5e12
+"""What an H200 reads, by what an H100 does; launches of a layer's router and experts beyond a dense one's; and the rate
+at which attention reads keys and values, 268 MB in 177 us. The grouped kernel has run on no device."""
+ISSUED_PER_S, INSTRUCTIONS = 2.83e13, {8: 7.8, 4: 9.1}
+"""Instructions for a number that an H100 or H200 issues in a second, and those of the compiled kernel, by bits."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts on ``degree`` GPUs."""
+
+    name: str
+    layers: int
+    with_experts: int
+    experts: int
+    chosen: int
+    numbers: float
+    """Of one expert."""
+    bits: int
+    scale_bytes: float
+    """For each number of an expert."""
+    rest_bytes: float
+    """All other weights."""
+    table: float
+    """Numbers of the embedding, which is held and not read."""
+    kv_bytes: float
+    """Of a session's context of 1,000 that a rank reads."""
+    degree: int
+    speed: float = 1.0
+    """Of the memory, by an H100's."""
+
+    @property
+    def rank_gib(self) -> float:
+        """Weights that a rank holds."""
+        experts = self.with_experts * self.experts * self.numbers * (self.bits / 8 + self.scale_bytes)
+        return (experts + self.rest_bytes) / self.degree / 2**30
+
+    def step_ms(self, sessions: int) -> float:
+        """Of a recorded step, and the host's time of it."""
+        rate = READ_BYTES_PER_S * self.speed
+        used = self.experts * (1 - (1 - self.chosen / self.experts) ** sessions)
+        numbers = self.with_experts * used * self.numbers / self.degree
+        experts = max(
+            numbers * (self.bits / 8 + self.scale_bytes) / rate, numbers * INSTRUCTIONS[self.bits] / ISSUED_PER_S
+        )
+        rest = (self.rest_bytes - 2 * self.table) / self.degree / rate
+        attention = sessions * self.kv_bytes / ATTENTION_BYTES_PER_S / self.speed
+        launches = self.layers * (LAUNCHES + FP8_LAUNCHES + EXPERT_LAUNCHES) * REPLAYED_LAUNCH_US / 1e6
+        sums = 0 if self.degree == 1 else 2 * self.layers * SUM_US / 1e6
+        return 1e3 * (experts + rest + attention + launches + sums) + HOST_MS[sessions]
+
+
+DEEPSEEK = 61, 58, 256, 8, 3 * 7168 * 2048, 8, 4 / 128, 1.03125 * 14.2e9 + 2 * 2.87e9, 129280 * 7168, 61 * 1152e3
+KIMI = 61, 60, 384, 8, 3 * 7168 * 2048, 4, 2 / 32, 2 * 11.7e9, 163840 * 7168, 61 * 1152e3
+GPT_OSS = 36, 36, 128, 4, 3 * 2944 * 2880, 4, 1 / 32, 2 * 2.2e9, 201088 * 2880, 18 * 2048 * 1128
+MIXTURES = [
+    Mixture("DeepSeek V3 FP8, 8 H200", *DEEPSEEK, 8, H200),
+    Mixture("Kimi-K2 INT4, 8 H100", *KIMI, 8),
+    Mixture("Kimi-K2 INT4, 8 H200", *KIMI, 8, H200),
+    Mixture("gpt-oss-120b, 1 H100", *GPT_OSS, 1),
+    Mixture("gpt-oss-120b, 1 H200", *GPT_OSS, 1, H200),
+]
+"""Rows of gpt-oss' experts are filled up from 2,880 to 2,944."""
+
+
 def main() -> int:
-    """Three tables."""
+    """Four tables."""
     titles = ("target", "sessions", "floor ms", "recorded ms", "tokens/s", "ahead ms", "tokens/s", "of floor")
     rows: list[tuple[str, ...]] = [titles]
     for target in (Target("8 B", 8.03e9, 32, 1), Target("70 B, 4 GPUs", 70.6e9, 80, 4)):
@@ -97,6 +162,14 @@ def main() -> int:
             numbers = [f"{1e3 * fp8.read_bytes / fp8.degree / 3.35e12:.1f}", f"{fp8.ahead_ms(sessions):.1f}"]
             rates = [f"{1e3 * sessions / each.ahead_ms(sessions):.0f}" for each in (fp8, plain)]
             rows.append((fp8.name, str(sessions), f"{weights / 1e9:.1f}", *numbers, *rates))
+    print("\n".join(table(rows)), end="\n\n")
+    rows = [("experts as stored", "GiB a rank", "sessions", "ms", "tokens/s")]
+    for mixture in MIXTURES:
+        for sessions in (1, 64):
+            ms = mixture.step_ms(sessions)
+            rows.append(
+                (mixture.name, f"{mixture.rank_gib:.0f}", str(sessions), f"{ms:.1f}", f"{1e3 * sessions / ms:.0f}")
+            )
     print("\n".join(table(rows)), end="\n\n")
     speeds = TILE_16_FLOPS, L2_SHARE * TILE_64_PRODUCTS * L2_BYTES_PER_S, TILE_64_PRODUCTS * L2_BYTES_PER_S
     prompts = [("prompt of an 8 B", "tiles of 16, s", "tiles of 64, s", "at most as fast, s")]

@@ -94,9 +94,9 @@ def test_an_engine_is_built_from_one_opening_of_each_checkpoint(tmp_path, monkey
         read[str(folder), name] += 1
         return read_json(folder, name)
 
-    def counts(folder, packing):
+    def counts(folder, packing, model_type):
         read[str(folder), "headers"] += 1
-        return count_weights(folder, packing)
+        return count_weights(folder, packing, model_type)
 
     monkeypatch.setattr(Checkpoint, "open", opens)
     monkeypatch.setattr(files, "read_json", reads)

@@ -1,7 +1,8 @@
-"""Weights of 8 bits that stay so on a GPU: they are the weights of the dequantized checkpoint, on one rank and on two.
+"""Quantized weights that stay so on a GPU: they are the weights of the dequantized checkpoint, on one rank and on two.
 
 On the CPU, whose operator dequantizes at each call: so logits must have the bits of those of plain weights. The kernel
-is tested in ``test_scaled_triton.py``. Mutants: a rank that takes the scales of another, scales of the wrong blocks.
+is tested in ``test_scaled_triton.py``. Mutants: a rank that takes the scales of another, scales of the wrong blocks,
+two experts exchanged.
 """
 
 from __future__ import annotations
@@ -12,23 +13,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.model.families import small_config
-from tests.model.parallel.test_tables import TEXT, logits_of_two
+from tests.model.parallel.test_tables import TEXT, logits_of_two, packed
 from tests.support.models import random_model
 from tests.support.mutants import Mutant, mutant
 from tests.support.packed import CONFIG, write_packed
 from torch import Tensor
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.packing import Format
 from paceline.config import ModelOptions
 from paceline.errors import ConfigError
 from paceline.model import kept, quantized
 from paceline.model.compiled.parts import _is_part
 from paceline.model.dequantized import DequantizedFiles
 from paceline.model.loading import load_model, load_pretrained
-from paceline.model.scaled import Scaled, ScaledLinear, largest_of, round_layers, rounded, scaled_layers
+from paceline.model.scaled import Scaled, ScaledLinear, ScaledWeight, largest_of, round_layers, rounded, scaled_layers
 
 CPU = torch.device("cpu")
-FORMATS = ["fp8, blocks", "fp8, tensor", "float-quantized, channel", "modelopt, channels"]
+FORMATS = [
+    "fp8, blocks", "fp8, tensor", "float-quantized, channel", "modelopt, channels", "pack-quantized",
+    "nvfp4-pack-quantized",
+]  # fmt: skip
 
 
 def keep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,19 +51,25 @@ def logits_of(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def test_kept_weights_are_those_of_the_dequantized_checkpoint(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one rank and on two, whose halves of 320 neurons begin in the middle of a block: these are dequantized."""
+    """On one rank and on two, whose halves of 320 neurons begin in the middle of a block: these have smaller groups."""
     write_packed(tmp_path, name)
     plain, of_two = logits_of(tmp_path), logits_of_two(str(tmp_path))
     keep(monkeypatch)
     checkpoint = Checkpoint.open(str(tmp_path))
     model = load_model(checkpoint, ModelOptions(dtype="bfloat16", device="cpu", compile=False))
-    assert model.quantization == "fp8"
+    assert model.quantization == {"pack-quantized": "int4", "nvfp4-pack-quantized": "fp4"}.get(name, "fp8")
     loaded = load_pretrained(checkpoint, torch.bfloat16)
     assert len(scaled_layers(loaded)) == 14
     assert type(loaded).__mro__[0].__name__ == "LlamaForCausalLM"
     assert model.num_parameters == checkpoint.size("bfloat16").num_parameters
     assert torch.equal(logits_of(tmp_path), plain)
     assert torch.equal(logits_of_two(str(tmp_path)), of_two)
+
+
+def held_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all weights as they are held."""
+    parts = [part for layer in scaled_layers(model) for part in (layer.codes, layer.scales, layer.factors)]
+    return sum(part.nbytes for part in [*parts, *model.parameters()] if part is not None)
 
 
 def test_a_gpu_holds_one_byte_for_each_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,41 +80,73 @@ def test_a_gpu_holds_one_byte_for_each_number(tmp_path: Path, monkeypatch: pytes
     assert checkpoint.size("float32", on_gpu=True).saved_bytes == 0
     keep(monkeypatch)
     model = load_pretrained(checkpoint, torch.bfloat16)
-    held = sum(part.codes.nbytes + part.scales.nbytes for part in scaled_layers(model))
-    rest = sum(parameter.nbytes for parameter in model.parameters())
-    assert kept_size.weights_bytes == held + rest < plain.weights_bytes
+    assert kept_size.weights_bytes == held_bytes(model) < plain.weights_bytes
     assert kept_size.of_rank(2).saved_bytes == kept_size.saved_bytes // 2
 
 
-@pytest.mark.parametrize(("family", "num_kept"), [("deepseek_v3", 14), ("qwen3_next", 13)])
-def test_families_that_are_published_in_fp8(
-    family: str, num_kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("family", "format", "num_kept"),
+    [("deepseek_v3", "fp8, blocks", 16), ("qwen3_next", "fp8, blocks", 17), ("deepseek_v3", "pack-quantized", 16)],
+)
+def test_families_that_are_published_quantized(
+    family: str, format: str, num_kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts, and what others read head by head, are dequantized."""
-    write_packed(tmp_path, "fp8, blocks", small_config(family))
-    plain = logits_of(tmp_path)
+    """Experts are never dequantized as a whole; what others read head by head is."""
+    write_packed(tmp_path, format, small_config(family))
+    plain, of_two = logits_of(tmp_path), logits_of_two(str(tmp_path))
     keep(monkeypatch)
+    read: list[str] = []
+
+    @mutant(DequantizedFiles, "copy")
+    def noting(copy, files, name, *rest):
+        read.append(name)
+        return copy(files, name, *rest)
+
+    noting(monkeypatch)
     model = load_pretrained(Checkpoint.open(str(tmp_path)), torch.bfloat16)
-    names = [name for name, part in model.named_modules() if isinstance(part, ScaledLinear)]
-    assert not [name for name in names if "kv_b_proj" in name or ".experts." in name]
+    names = [name for name, part in model.named_modules() if isinstance(part, ScaledWeight)]
+    assert not [name for name in names if "kv_b_proj" in name]
     assert len(names) == num_kept
     assert torch.equal(logits_of(tmp_path), plain)
+    assert torch.equal(logits_of_two(str(tmp_path)), of_two)
+    assert not [name for name in read if ".experts." in name]
+
+
+@mutant(ScaledWeight, "put")
+def exchanged(put, weight, part, place, name):
+    """Two experts in each other's place."""
+    put(weight, part, (1 - place[0], *place[1:]) if len(place) > 1 and place[0] < 2 else place, name)
+
+
+def test_experts_of_gpt_oss_stay_in_four_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two ranks as well, where the half of 96 neurons begins within a group of 32; and what is counted is held."""
+    packed(tmp_path)
+    checkpoint = Checkpoint.open(str(tmp_path))
+    plain, of_two = logits_of(tmp_path), logits_of_two(str(tmp_path))
+    keep(monkeypatch)
+    model = load_pretrained(checkpoint, torch.bfloat16)
+    assert [layer.method for layer in scaled_layers(model)] == ["fp4"] * 4
+    assert checkpoint.size("bfloat16", on_gpu=True).weights_bytes == held_bytes(model)
+    assert torch.equal(logits_of(tmp_path), plain)
+    assert torch.equal(logits_of_two(str(tmp_path)), of_two)
+    exchanged(monkeypatch)
+    assert not torch.equal(logits_of(tmp_path), plain)
 
 
 @mutant(DequantizedFiles, "read_scaled")
-def first_rows(read, files, name, box, group):
+def first_rows(read, files, name, box, format):
     """Scales of the first outputs, for any."""
     rows, columns = box
     return Scaled(
-        read(files, name, box, group).codes,
-        read(files, name, (slice(0, rows.stop - rows.start), columns), group).scales,
+        read(files, name, box, format).codes,
+        read(files, name, (slice(0, rows.stop - rows.start), columns), format).scales,
     )
 
 
 @mutant(DequantizedFiles, "read_scaled")
-def one_group(read, files, name, box, group):
+def one_group(read, files, name, box, format):
     """The scale of an output's first block for all of them."""
-    codes, scales = read(files, name, box, group)
+    codes, scales, _ = read(files, name, box, format)
     return Scaled(codes, scales[:, :1].expand_as(scales).contiguous())
 
 
@@ -119,7 +162,7 @@ def test_wrong_scales_are_noticed(wrong: Mutant, tmp_path: Path, monkeypatch: py
 
 def test_formats_of_other_bits_and_zero_points_are_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(monkeypatch)
-    for name in ("int-quantized", "awq", "modelopt NVFP4"):
+    for name in ("int-quantized", "awq"):
         write_packed(tmp_path / name, name)
         assert not scaled_layers(load_pretrained(Checkpoint.open(str(tmp_path / name)), torch.bfloat16))
         assert Checkpoint.open(str(tmp_path / name)).size("bfloat16", on_gpu=True).saved_bytes == 0
@@ -136,13 +179,13 @@ def test_a_weight_that_is_no_number_is_refused(tmp_path: Path, monkeypatch: pyte
         load_pretrained(Checkpoint.open(str(tmp_path)), torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
-def test_every_code_is_its_number(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("exponent", "dtype"), [(4, torch.float8_e4m3fn), (5, torch.float8_e5m2), (0, torch.int8)])
+def test_every_code_is_its_number(exponent: int, dtype: torch.dtype) -> None:
     """Numbers below the normal ones and negative zero among them."""
     codes = torch.arange(256, dtype=torch.uint8).view(dtype)
     codes = codes[codes.float().isfinite()][None]
     layer = ScaledLinear(torch.nn.Linear(codes.shape[1], 1, bias=False).bfloat16())
-    layer.hold(Scaled(codes, torch.tensor([[0.37]])), CPU, "")
+    layer.hold(Scaled(codes, torch.tensor([[0.37]])), Format(8, exponent), CPU, "")
     assert torch.equal(layer.weight.view(torch.int16), (codes.float() * 0.37).bfloat16().view(torch.int16))
 
 
@@ -155,7 +198,7 @@ def test_int8_rounds_the_linear_layers_of_a_model_with_linear_attention() -> Non
     assert any("linear_attn" in name for name in names)
     assert "lm_head" not in names
     for name in names:
-        codes, scales = rounded(before[name], largest_of(before[name]))
+        codes, scales, _ = rounded(before[name], largest_of(before[name]))
         assert codes.abs().max() == 127
         own = model.get_submodule(name).weight
         assert float(((own.float() - before[name].float()).abs() / scales).max()) <= 0.51 + 127 / 256  # and bfloat16's

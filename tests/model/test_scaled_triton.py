@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ import torch
 from tests.support.mutants import Mutant, mutant
 from torch import Tensor
 
-from paceline.model.scaled import Scaled, ScaledLinear
+from paceline.checkpoint.packing import Format
+from paceline.model.scaled import Scaled, ScaledLinear, ScaledWeight, stored_scales
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _CAN_RUN = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
@@ -53,14 +55,37 @@ def kernels() -> ModuleType:
     return scaled_triton
 
 
-def layer_of(dtype: torch.dtype, groups: int, *, biased: bool = False) -> ScaledLinear:
+BLOCKS = Format(8, 4, 128)
+FORMATS = [
+    BLOCKS, Format(8, 5), Format(8, 0), Format(4, 0, 64, "BF16"), Format(4, 2, 16, "F8_E4M3", True),
+    Format(4, 2, 32, "F8_E8M0"),
+]  # fmt: skip
+
+
+def part_of(format: Format, outputs: int, generator: torch.Generator) -> Scaled:
+    """Random outputs of a weight as they are stored."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    groups = -(-SIZES[0] // format.group) if format.group else 1
+    scales = (random(outputs, groups) + 0.5) * 0.002 * (1 if format.exponent in (0, 4) or format.bits == 8 else 40)
+    if format.has_factors:
+        scales *= 1000
+    if format.bits == 4:
+        codes = (random(outputs, SIZES[0] // 2) * 256).to(torch.uint8)
+    else:
+        dtype = {4: torch.float8_e4m3fn, 5: torch.float8_e5m2, 0: torch.int8}[format.exponent]
+        codes = (torch.randn(outputs, SIZES[0], generator=generator) * 40).clamp(-120, 120).to(dtype)
+    return Scaled(codes, stored_scales(scales, format), random(outputs) / 1000 if format.has_factors else None)
+
+
+def layer_of(format: Format, *, biased: bool = False) -> ScaledLinear:
     """A layer with random weights."""
     inputs, outputs = SIZES
-    generator = torch.Generator().manual_seed(1)
-    codes = (torch.randn(outputs, inputs, generator=generator) * 40).clamp(-120, 120).to(dtype)
-    scales = (torch.rand(outputs, groups, generator=generator) + 0.5) * 0.002
     plain = torch.nn.Linear(inputs, outputs, bias=biased).half()
-    return ScaledLinear(plain).hold(Scaled(codes, scales), torch.device("cpu"), "").to(DEVICE)
+    part = part_of(format, outputs, torch.Generator().manual_seed(1))
+    return ScaledLinear(plain).hold(part, format, torch.device("cpu"), "").to(DEVICE)
 
 
 def tokens(count: int) -> Tensor:
@@ -69,16 +94,14 @@ def tokens(count: int) -> Tensor:
 
 def product(layer: ScaledLinear, x: Tensor) -> Tensor:
     with torch.no_grad():
-        y: Tensor = kernels().multiply(x, layer.codes, layer.scales, layer.bias, layer.exponent)
+        y: Tensor = kernels().multiply(x, layer.for_kernel, layer.bias)
     return y
 
 
-@pytest.mark.parametrize(("dtype", "groups", "biased"), [
-    (torch.float8_e4m3fn, 3, False), (torch.float8_e5m2, 1, True), (torch.int8, 1, False),
-])  # fmt: skip
-def test_results_are_those_of_float64(dtype: torch.dtype, groups: int, biased: bool) -> None:
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_results_are_those_of_float64(format: Format) -> None:
     """By the weights of the dequantized checkpoint, of which a token with one input shows the very bits."""
-    layer = layer_of(dtype, groups, biased=biased)
+    layer = layer_of(format, biased=format.exponent == 5)
     x = tokens(5)
     weight = layer.weight.double()
     want = x.double() @ weight.T + (0 if layer.bias is None else layer.bias.detach().double())
@@ -91,7 +114,7 @@ def test_results_are_those_of_float64(dtype: torch.dtype, groups: int, biased: b
 
 def differing() -> int:
     """Tokens whose bits differ alone from those among 129 others, in any size of a step between."""
-    layer, x = layer_of(torch.float8_e4m3fn, 3), tokens(130)
+    layer, x = layer_of(BLOCKS), tokens(130)
     together, wrong = product(layer, x), 0
     for first, stop in ((0, 1), (127, 130), (3, 67), (0, 65)):
         wrong += int((product(layer, x[first:stop]) != together[first:stop]).any(1).sum())
@@ -108,10 +131,11 @@ def without_splits() -> Mutant:
     """Many tokens are summed without splits."""
 
     @mutant(kernels(), "_multiplied")
-    def changed(multiplied: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor:
+    def changed(multiplied: Callable[..., Tensor], x: Tensor, *rest: Any, **options: Any) -> Tensor:
+        num_rows = len(x) if len(rest) < 4 else len(rest[3].order)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels(), "_MOST_SPLITS", 1 if len(x) > 64 else 8)
-            return multiplied(x, *rest)
+            patch.setattr(kernels(), "_MOST_SPLITS", 1 if num_rows > 64 else 8)
+            return multiplied(x, *rest, **options)
 
     return changed
 
@@ -126,9 +150,10 @@ def test_tiles_are_compared_before_they_are_used(monkeypatch: pytest.MonkeyPatch
     x, sizes = tokens(1), kernels()._TRIED
     if DEVICE == "cpu":
         x, sizes = x.float(), (256, 32, 66)  # in float32 no rounding hides a difference
-    assert kernels().tiles_agree(x, 4, sizes)
+    weights = layer_of(BLOCKS).for_kernel
+    assert kernels().tiles_agree(x, weights, sizes)
     without_splits()(monkeypatch)
-    assert not kernels().tiles_agree(x, 4, sizes)
+    assert not kernels().tiles_agree(x, weights, sizes)
 
 
 def test_scratch_is_what_a_product_takes() -> None:
@@ -136,3 +161,71 @@ def test_scratch_is_what_a_product_takes() -> None:
     inputs, outputs = SIZES
     assert kernels().scratch_bytes(16, inputs, outputs) == 4 * 2 * 16 * outputs
     assert kernels().scratch_bytes(65, inputs, outputs) == 0
+
+
+def experts_of(format: Format) -> ScaledWeight:
+    """Four experts with random weights."""
+    inputs, outputs = SIZES
+    weight = ScaledWeight((4, outputs, inputs), torch.float16)
+    weight.allocate(format, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(3)
+    for expert in range(4):
+        weight.put(part_of(format, outputs, generator), (expert, slice(0, outputs)), "")
+    return weight.to(DEVICE)
+
+
+def chosen_by(num_tokens: int) -> Tensor:
+    """Two experts of four for each token; the third is chosen by the first tokens only."""
+    first = torch.arange(num_tokens) % 2
+    return torch.stack([first, torch.where(torch.arange(num_tokens) < 3, 2, 3)], 1).to(DEVICE)
+
+
+def mixed(weight: ScaledWeight, x: Tensor, chosen: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The sum of a token's two experts, one weighted by 0.75 and one by 0.25."""
+    weights = torch.tensor([0.75, 0.25], device=DEVICE).expand(len(x), 2)
+    routes = kernels().routed(x, chosen, weight.for_kernel)
+    results = kernels().multiply_routed(x, weight.for_kernel, bias, routes)
+    back = torch.empty_like(results)
+    back[routes.order.long()] = results
+    by_token: Tensor = kernels().weighted(back, chosen, weights, 4)
+    return by_token
+
+
+@pytest.mark.parametrize("format", [BLOCKS, FORMATS[-1]], ids=str)
+def test_experts_are_those_of_float64(format: Format) -> None:
+    weight, x, chosen = experts_of(format), tokens(5), chosen_by(5)
+    bias = torch.randn(4, SIZES[1]).half().to(DEVICE)
+    each = torch.einsum("ti,eoi->teo", x.double(), weight.weight.double()) + bias.double()
+    want = sum(w * each[torch.arange(5, device=DEVICE), chosen[:, i]] for i, w in enumerate((0.75, 0.25)))
+    assert torch.allclose(mixed(weight, x, chosen, bias).double(), want, rtol=2e-3, atol=2e-3)
+
+
+def test_results_return_to_the_tokens_order() -> None:
+    """The second product of an expert takes the order of the experts and gives that of the tokens."""
+    weight, x, chosen = experts_of(BLOCKS), tokens(5), chosen_by(5)
+    routes = kernels().routed(x, chosen, weight.for_kernel)
+    pairs = x.repeat_interleave(2, 0)[routes.order.long()]
+    results = kernels().multiply_routed(pairs, weight.for_kernel, None, routes, back=True)
+    want = torch.einsum("ti,eoi->teo", x.double(), weight.weight.double())
+    want = want[torch.arange(5, device=DEVICE)[:, None], chosen].flatten(0, 1)
+    assert torch.allclose(results.double(), want, rtol=2e-3, atol=2e-3)
+
+
+def differing_experts() -> int:
+    """Tokens whose bits differ alone, or in a few, from those among 39 others, whose pairs fill tiles of 32."""
+    weight, x = experts_of(FORMATS[-1]), tokens(40).to(torch.float16 if DEVICE == "cuda" else torch.float32)
+    chosen, wrong = chosen_by(40), 0
+    together = mixed(weight, x, chosen)
+    for first, stop in ((0, 1), (2, 4), (33, 40)):
+        alone = mixed(weight, x[first:stop], chosen[first:stop])
+        wrong += int((alone != together[first:stop]).any(1).sum())
+    return wrong
+
+
+def test_no_bit_of_an_expert_depends_on_who_else_chose_it() -> None:
+    assert differing_experts() == 0
+
+
+def test_experts_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_splits()(monkeypatch)
+    assert differing_experts() > 0

@@ -201,7 +201,9 @@ class Checkpoint:
     def _counts(self) -> WeightCounts | None:
         if self.counted is not None:
             return self.counted
-        return None if self.folder is None else count_weights(self.folder, packing_of(self.quantization))
+        text = self.config.get("text_config") or self.config
+        kind = str(text.get("model_type", ""))
+        return None if self.folder is None else count_weights(self.folder, packing_of(self.quantization), kind)
 
     def size(
         self,

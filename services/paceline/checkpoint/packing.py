@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from paceline.checkpoint.quantization import method_of
 from paceline.errors import ConfigError
@@ -27,8 +27,12 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
 """Numbers of four bits with one scale."""
 SCALED_BLOCK = 128
-"""Inputs of an output that share a scale, where a GPU multiplies by a weight as it is stored, if not all do."""
-_NOT_ALONE = (".experts.", "lm_head.", "kv_b_proj.", "dt_proj.")
+"""Inputs of a block of a weight that a GPU multiplies as it is stored: rows are filled up to a multiple of it."""
+LEAST_GROUP = 8
+"""The fewest inputs that share a scale there."""
+PLAIN_EXPERTS = ("dbrx", "jetmoe", "llama4_text", "longcat_flash", "muse_spark", "step3p7")
+"""Types of models whose experts run by a forward of their own, by plain weights."""
+_NOT_ALONE = ("lm_head.", "kv_b_proj.", "dt_proj.")
 """Parts of the names of weights that are not multiplied as one matrix, or that others read (``attention/latent.py``,
 ``linear/families.py``)."""
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
@@ -39,6 +43,45 @@ _ANY_SCALE = "_scale"
 """An ending that other parameters have, too, such as a ``logit_scale``."""
 _PACKED_TYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I8", "U8")
 """Number formats of safetensors in which no plain weight is stored."""
+_EXPONENTS = {"F8_E4M3": 4, "F8_E5M2": 5, "I8": 0}
+"""Bits of the exponent of a number of 8 bits, by its format; 0: an integer."""
+_SCALE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E8M0": 1, "F8_E4M3": 1}
+"""Number formats of scales that a GPU reads as they are stored."""
+
+
+class Format(NamedTuple):
+    """How a GPU holds a weight that it multiplies as it is stored: a number of ``bits`` for each, and scales."""
+
+    bits: int
+    """8 or 4; of 4 bits a byte has two."""
+    exponent: int
+    """Bits of a number's exponent; 0: integers, those of 4 bits less 8."""
+    group: int = 0
+    """Inputs of an output that share a scale: a power of two from ``LEAST_GROUP`` to ``SCALED_BLOCK``; 0: all."""
+    scales: str = "F32"
+    """Number format of the scales, as safetensors names it."""
+    has_factors: bool = False
+    """True: the scales of an output are multiplied by one more number (NVFP4)."""
+
+    @property
+    def name(self) -> str:
+        """What such weights are called."""
+        return f"fp{self.bits}" if self.exponent else f"int{self.bits}"
+
+    def num_bytes(self, outputs: int, inputs: int) -> int:
+        """Bytes of a matrix: its rows are filled up to blocks."""
+        filled = -(-inputs // SCALED_BLOCK) * SCALED_BLOCK
+        num_scales = filled // self.group if self.group else 1
+        of_row = filled * self.bits // 8 + num_scales * _SCALE_BYTES[self.scales] + (4 if self.has_factors else 0)
+        return outputs * of_row
+
+    def begun_at(self, *inputs: int) -> Format | None:
+        """The format of parts of a matrix that begin at these ``inputs``: with smaller groups where one lies across a
+        beginning. None if these are too small."""
+        group = math.gcd(self.group or SCALED_BLOCK, *inputs)
+        if group < LEAST_GROUP:
+            return None
+        return self._replace(group=group) if self.group else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,27 +163,39 @@ class Packing:
         if self.beside and stem.endswith(".weight"):
             yield stem.removesuffix("weight") + self.beside
 
-    def scaled(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, int]:
-        """Weights that a GPU can multiply as they are stored: the weight's name -> inputs that share a scale.
+    def scaled(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Format]:
+        """Weights that a GPU can multiply as they are stored, with their formats there, by the weights' names.
 
-        They are matrices of 8 bits without zero points that are multiplied as a whole.
+        They have no zero points, and groups of inputs in their order.
 
         Args:
             tensors: as for ``count_packed``.
         """
-        found: dict[str, int] = {}
+        found = {}
         for name, stem in self.stems(tensors).items():
-            kind, shape = tensors[stem + self.codes]
-            has_zeros = bool(self.zeros) and stem + self.zeros in tensors
-            is_alone = not any(part in name for part in _NOT_ALONE)
-            if self.of_type(kind).kind != "scaled" or len(shape) != 2 or has_zeros or not is_alone:
-                continue
-            scales = next(tensors[own][1] for own in self.scale_names(stem) if own in tensors)
-            inputs, columns = shape[1], scales[1] if len(scales) == 2 else 1
-            group = inputs if columns == 1 else self.block[1]
-            if group in (inputs, SCALED_BLOCK) and -(-inputs // group) == columns:
-                found[name] = group
+            if not any(part in name for part in _NOT_ALONE) and (format := self._format(stem, tensors)) is not None:
+                found[name] = format
         return found
+
+    def _format(self, stem: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Format | None:
+        """The format of a weight on a GPU; None if it is dequantized."""
+        kind, shape = tensors[stem + self.codes]
+        packing = self.of_type(kind)
+        if any(ending and stem + ending in tensors for ending in (self.zeros, self.groups)) or packing.needs_zeros:
+            return None
+        scale_kind, scales = next(tensors[own] for own in self.scale_names(stem) if own in tensors)
+        if packing.kind == "mxfp4":
+            return Format(4, 2, MXFP4_GROUP, "F8_E8M0") if len(shape) == 4 else None
+        if len(shape) != 2 or packing.transposed or (packing.kind == "words" and packing.bits != 4):
+            return None
+        bits, inputs = packing.bits, shape[1] * packing.per_word
+        exponent = {"scaled": _EXPONENTS.get(kind, 0), "words": 0}.get(packing.kind, 2)
+        columns = scales[1] if len(scales) == 2 else 1
+        group = 0 if columns == 1 else packing.block[1]
+        fits = columns == 1 or (group and -(-inputs // group) == columns)
+        if not fits or scale_kind not in _SCALE_BYTES:
+            return None
+        return Format(bits, exponent, group, scale_kind, bool(packing.second)).begun_at(SCALED_BLOCK)
 
     def parts(self, stem: str) -> Iterator[str]:
         """Names of the tensors that a weight may consist of."""
@@ -219,17 +274,29 @@ def why_whole(config: Mapping[str, Any] | None, name: str) -> str | None:
     return f"{how}: one process runs quantized weights, so set it to 1"
 
 
-def count_scaled(tensors: Mapping[str, tuple[str, tuple[int, ...]]], packing: Packing | None) -> tuple[int, int]:
+def count_scaled(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], packing: Packing | None, model_type: str = ""
+) -> tuple[int, int]:
     """Numbers of the weights that a GPU multiplies as they are stored, and the bytes that they take there.
 
-    Args: as ``count_packed``.
+    Args:
+        tensors: as for ``count_packed``.
+        packing: as there.
+        model_type: of the text model; "": one whose experts can stay as they are stored.
     """
-    numbers = num_bytes = 0
-    for name, group in (packing.scaled(tensors) if packing is not None else {}).items():
-        assert packing is not None
-        outputs, inputs = tensors[name.removesuffix(packing.plain) + packing.codes][1]
-        numbers += outputs * inputs
-        num_bytes += outputs * (-(-inputs // SCALED_BLOCK) * SCALED_BLOCK + 4 * -(-inputs // group))
+    if packing is None:
+        return 0, 0
+    numbers, num_bytes, stems = 0, 0, packing.stems(tensors)
+    for name, format in packing.scaled(tensors).items():
+        if model_type in PLAIN_EXPERTS and ".experts." in name:
+            continue
+        kind, codes = tensors[stems[name] + packing.codes]
+        own = packing.of_type(kind)
+        *experts, outputs, inputs = own.shape_of(codes)
+        if own.transposed:
+            outputs, inputs = inputs, outputs
+        numbers += math.prod(experts) * outputs * inputs
+        num_bytes += math.prod(experts) * format.num_bytes(outputs, inputs)
     return numbers, num_bytes
 
 

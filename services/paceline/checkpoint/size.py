@@ -200,12 +200,13 @@ def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num
     )
 
 
-def count_weights(folder: Path, packing: Packing | None = None) -> WeightCounts:
+def count_weights(folder: Path, packing: Packing | None = None, model_type: str = "") -> WeightCounts:
     """Adds up the headers of the weight files.
 
     Args:
         folder: the checkpoint.
         packing: how weights are quantized that are dequantized while they are read; None: there are none.
+        model_type: as for ``count_scaled``.
 
     Raises:
         ConfigError: a file is missing, cut short or cannot be read.
@@ -216,7 +217,7 @@ def count_weights(folder: Path, packing: Packing | None = None) -> WeightCounts:
         return WeightCounts(sum(map(math.prod, shapes)), whole, 0, 0)
     try:
         if files := headers(folder):
-            return _count([*files.values()], packing)
+            return _count([*files.values()], packing, model_type)
         pickled = sorted(folder.glob("pytorch_model*.bin"))
         num_bytes = sum(path.stat().st_size for path in pickled)
     except OSError as error:
@@ -263,7 +264,7 @@ def _entries(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _count(files: Sequence[Mapping[str, Entry]], packing: Packing | None) -> WeightCounts:
+def _count(files: Sequence[Mapping[str, Entry]], packing: Packing | None, model_type: str) -> WeightCounts:
     """Adds up the tensors of all files; a weight and its scales may be in two of them."""
     entries = {name: entry for file in files for name, entry in file.items()}
     tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
@@ -274,7 +275,7 @@ def _count(files: Sequence[Mapping[str, Entry]], packing: Packing | None) -> Wei
         whole,
         sum(math.prod(entry.shape) for entry in stored),
         sum(entry.num_bytes for entry in stored),
-        *count_scaled(tensors, packing),
+        *count_scaled(tensors, packing, model_type),
     )
 
 

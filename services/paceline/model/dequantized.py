@@ -14,20 +14,17 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.packing import MXFP4_GROUP, WORD_BITS, Packing
+from paceline.checkpoint.packing import MXFP4_GROUP, WORD_BITS, Format, Packing
 from paceline.errors import ConfigError
 from paceline.model.parallel.load import CheckpointFiles
-from paceline.model.scaled import Scaled
+from paceline.model.scaled import FLOAT4, Scaled, stored_scales
 
 Box = tuple[slice, ...]
 
 _NUM_AT_ONCE = 1 << 19
 """Numbers that are dequantized at once, in float32: what a processor's cache holds."""
-_FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values of the codes of a float of four bits, E2M1."""
-
-
-_TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8}
+_TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "U8": torch.uint8}
+"""How codes of a byte are read, by their number format."""
 
 
 class DequantizedFiles:
@@ -80,19 +77,28 @@ class DequantizedFiles:
         return whole
 
     @property
-    def scaled(self) -> dict[str, int]:
+    def scaled(self) -> dict[str, Format]:
         """Weights that can stay as they are stored (``Packing.scaled``)."""
         return self._packing.scaled({name: (self._files.type(name), self._files.shape(name)) for name in self._stored})
 
-    def read_scaled(self, name: str, box: Box, group: int) -> Scaled:
-        """A box of one of them. ``group``: inputs that share a scale; the box begins with a group."""
-        stem, (rows, columns) = self._stems[name], box
-        stored = stem + self._packing.codes
-        sizes = rows.stop - rows.start, columns.stop - columns.start
-        codes = torch.empty(sizes, dtype=_TYPES[self._files.type(stored)])
-        self._files.copy(stored, box, codes)
+    def read_scaled(self, name: str, box: Box, format: Format) -> Scaled:
+        """Outputs of one of them, or of one expert. Their inputs in the box begin with a group of ``format``."""
+        stem = self._stems[name]
+        packing = self._packings[stem]
+        if packing.kind == "mxfp4":
+            return self._expert(stem, box, format)
+        (rows, columns), stored = box, stem + packing.codes
+        num_rows, num_inputs = rows.stop - rows.start, columns.stop - columns.start
+        dtype, per_word = _TYPES.get(self._files.type(stored), torch.int32), packing.per_word
+        words = rows, slice(columns.start // per_word, -(-columns.stop // per_word))
+        codes = torch.empty(num_rows, words[1].stop - words[1].start, dtype=dtype)
+        self._files.copy(stored, words, codes)
+        codes = codes.view(torch.uint8)[:, : -(-num_inputs * format.bits // 8)]
+        group = format.group or num_inputs
         scales = self._spread(self._scales_name(stem), (rows, slice(columns.start, columns.stop, group)), stem)
-        return Scaled(codes, scales.expand(sizes[0], -(-sizes[1] // group)).contiguous())
+        scales = stored_scales(scales.expand(num_rows, -(-num_inputs // group)).contiguous(), format)
+        factor = self._factor(stem)
+        return Scaled(codes, scales, None if factor is None else factor.reshape(1).expand(num_rows))
 
     def copy(self, name: str, box: Box, target: Tensor) -> None:
         """Copies a box of a tensor to ``target``; a quantized one some of its rows at a time."""
@@ -118,16 +124,22 @@ class DequantizedFiles:
             box = (*box[:-2], box[-1], box[-2])
         numbers = self._codes(packing, stem + packing.codes, box, packing.packed_dim)
         if packing.kind == "nvfp4":
-            numbers = torch.tensor(_FLOAT4)[numbers]
+            numbers = torch.tensor(FLOAT4)[numbers]
         else:
             numbers = numbers.float() - self._zeros(stem, box)
-        numbers *= self._scales(stem, box)
-        if packing.second:
-            second = self._whole(stem + packing.second)
-            if second.numel() != 1:
-                raise self._misshapen(stem + packing.second)
-            numbers = numbers / second if packing.divides else numbers * second
+        scales, factor = self._scales(stem, box), self._factor(stem)
+        numbers *= scales if factor is None else scales * factor
         return numbers.transpose(-1, -2) if packing.transposed else numbers
+
+    def _factor(self, stem: str) -> Tensor | None:
+        """What all scales of a weight are multiplied by; None: nothing."""
+        name = stem + self._packings[stem].second
+        if name == stem:
+            return None
+        second = self._whole(name)
+        if second.numel() != 1:
+            raise self._misshapen(name)
+        return 1 / second if self._packings[stem].divides else second
 
     def _codes(self, packing: Packing, name: str, box: Box, packed_dim: int) -> Tensor:
         """A box of codes, unpacked: floats of 8 bits as float32, integers as int32."""
@@ -239,10 +251,22 @@ class DequantizedFiles:
         part = experts, outputs, groups
         codes = self._part(stem + self._packings[stem].codes, (*part, slice(0, MXFP4_GROUP // 2)), torch.int32)
         exponents = self._part(self._scales_name(stem), part, torch.int32) - 127
-        numbers = torch.tensor(_FLOAT4)[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(3)]
+        numbers = torch.tensor(FLOAT4)[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(3)]
         numbers = torch.ldexp(numbers, exponents[..., None]).flatten(2)
         first = inputs.start - groups.start * MXFP4_GROUP
         return numbers.narrow(2, first, inputs.stop - inputs.start).transpose(1, 2)
+
+    def _expert(self, stem: str, box: Box, format: Format) -> Scaled:
+        """A box [1, inputs, outputs] of gpt-oss' experts as it is stored; it begins with a group of ``format``."""
+        expert, inputs, outputs = box
+        groups = slice(inputs.start // MXFP4_GROUP, -(-inputs.stop // MXFP4_GROUP))
+        part, skipped = (expert, outputs, groups), inputs.start - groups.start * MXFP4_GROUP
+        num_inputs = inputs.stop - inputs.start
+        codes = self._part(stem + self._packings[stem].codes, (*part, slice(0, MXFP4_GROUP // 2)), torch.uint8)
+        scales = self._part(self._scales_name(stem), part, torch.uint8)[0]
+        scales = scales.repeat_interleave(MXFP4_GROUP // format.group, 1)[:, skipped // format.group :]
+        codes = codes[0].flatten(1)[:, skipped // 2 : (skipped + num_inputs) // 2]
+        return Scaled(codes.contiguous(), scales[:, : -(-num_inputs // format.group)].contiguous())
 
     def _whole(self, name: str) -> Tensor:
         return self._part(name, tuple(slice(0, size) for size in self._files.shape(name)), torch.float32)

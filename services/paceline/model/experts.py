@@ -4,6 +4,9 @@ A mixture of experts multiplies each expert by the tokens that chose it: one, tw
 another, and products of so few rows round differently (``shapes.py``). Here tokens of zeros, whose results nobody
 reads, fill every chosen expert up. The multiplying is left to transformers' ``grouped_mm``, which leaves out what is
 routed beyond the last expert, so that experts that nobody chose are not read.
+
+On a GPU the experts of a quantized checkpoint stay as they are stored (``kept.py``). ``scaled_triton.py`` multiplies by
+them, without padding.
 """
 
 from __future__ import annotations
@@ -17,9 +20,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
+from paceline.model.scaled import ScaledWeight
 from paceline.model.shapes import MIN_TOKENS
 
-_NAME = "paceline_padded"
+EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+"""Parameters of experts that may stay as they are stored."""
+_NAME = "paceline"
 
 
 def pad_experts(model: PreTrainedModel) -> bool:
@@ -41,11 +47,21 @@ def pad_experts(model: PreTrainedModel) -> bool:
     experts = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
     if not experts or not model._can_set_experts_implementation():
         return False
-    ExpertsInterface.register(_NAME, padded_experts)
-    model.set_experts_implementation(_NAME)
+    run_scaled(model)
     for module in experts:
         module._is_expert_parallel = True  # what is routed beyond the last expert is left out
     return True
+
+
+def takes_scaled(module: nn.Module) -> bool:
+    """True if the weights of a module are those of experts that ``run_scaled`` can multiply by."""
+    return hasattr(module, "_is_expert_parallel") and not getattr(module, "has_post_expert_norm", True)
+
+
+def run_scaled(model: PreTrainedModel) -> None:
+    """Has the experts of a model multiplied here: those that stay as they are stored, and padded ones."""
+    ExpertsInterface.register(_NAME, _forward)
+    model.set_experts_implementation(_NAME)
 
 
 def why_not_compiled(model: PreTrainedModel) -> str | None:
@@ -53,6 +69,41 @@ def why_not_compiled(model: PreTrainedModel) -> str | None:
     if any(getattr(module, "zero_expert_num", 0) for module in model.modules()):
         return "it has experts that return their input, and in a compiled step its rows depend on the others"
     return None
+
+
+def _forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """``padded_experts`` of experts that are padded, or as they are stored."""
+    if isinstance(module.down_proj, ScaledWeight):
+        if hidden.device.type == "cuda":
+            return _by_triton(module, hidden, chosen, weights)
+        module = _dequantized(module)
+    run = padded_experts if module._is_expert_parallel else grouped_mm_experts_forward
+    out: Tensor = run(module, hidden, chosen, weights)
+    return out
+
+
+def _by_triton(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    from paceline.model import scaled_triton as kernels
+
+    up = module.gate_up_proj if module.has_gate else module.up_proj
+    name = "gate_up_proj_bias" if module.has_gate else "up_proj_bias"
+    biases = (getattr(module, name), module.down_proj_bias) if module.has_bias else (None, None)
+    routes = kernels.routed(hidden, chosen, up.for_kernel)
+    projected = kernels.multiply_routed(hidden, up.for_kernel, biases[0], routes)
+    active = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
+    results = kernels.multiply_routed(active, module.down_proj.for_kernel, biases[1], routes, back=True)
+    return kernels.weighted(results, chosen, weights, module.num_experts)
+
+
+def _dequantized(module: Any) -> SimpleNamespace:
+    """The experts with plain weights, made anew at each call: where there is no kernel."""
+    facts = {n: getattr(module, n) for n in ("num_experts", "has_gate", "has_bias", "is_transposed",
+                                             "has_post_expert_norm", "_is_expert_parallel", "_apply_gate")}  # fmt: skip
+    found = facts | {"act_fn": getattr(module, "act_fn", None)} | dict(module.named_parameters(recurse=False))
+    for name in EXPERT_WEIGHTS:
+        if isinstance(scaled := getattr(module, name, None), ScaledWeight):
+            found[name] = scaled.weight.mT.contiguous() if module.is_transposed else scaled.weight
+    return SimpleNamespace(**found)
 
 
 def padded_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

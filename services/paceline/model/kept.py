@@ -1,8 +1,8 @@
 """The weights of a checkpoint that stay as they are stored on a GPU: which these are, and how they come into a model.
 
-Those are linear layers that one tensor of 8 bits with scales fills (``Packing.scaled``), of several ranks each its part
-of it. Everything else is dequantized while it is read (``dequantized.py``): experts, which a grouped product of plain
-weights multiplies, formats of 4 bits, and parts of a weight that begin in the middle of a block.
+Those are linear layers and experts that tensors of 8 or 4 bits with scales fill (``Packing.scaled``), of several ranks
+each its part of them. A part that begins within a group of inputs has smaller groups. Everything else is dequantized
+while it is read (``dequantized.py``).
 """
 
 from __future__ import annotations
@@ -10,31 +10,43 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from paceline.checkpoint.packing import Format
 from paceline.checkpoint.size import gib
 from paceline.model.dequantized import Box, DequantizedFiles
-from paceline.model.parallel.load import Source, sources_of
-from paceline.model.parallel.plan import ShardPlan
-from paceline.model.scaled import Scaled, why_not_scaled, without_weights
+from paceline.model.experts import EXPERT_WEIGHTS, run_scaled, takes_scaled
+from paceline.model.parallel.load import pieces, sources_of
+from paceline.model.parallel.plan import ParameterShard, ShardPlan
+from paceline.model.scaled import ScaledWeight, why_not_scaled, without_weights
 
 log = logging.getLogger(__name__)
+
+
+class _Piece(NamedTuple):
+    tensor: str
+    box: Box
+    """What is read of the tensor."""
+    place: tuple[int | slice, ...]
+    """The outputs that it fills: [.., outputs]."""
+
+
+class _Kept(NamedTuple):
+    format: Format
+    pieces: list[_Piece]
+    num_weights: int
 
 
 @dataclass(frozen=True)
 class KeptWeights:
     """Weights of a model that stay as they are stored; by default none."""
 
-    boxes: dict[str, list[Box]] = field(default_factory=dict)
-    """What this rank holds of each, by the parameter's name: parts along the outputs, or one box."""
-    tensors: dict[str, int] = field(default_factory=dict)
-    """The tensors that fill them: the name in the checkpoint -> inputs that share a scale."""
-    _of: dict[str, str] = field(default_factory=dict)
-    """The parameters' tensors."""
+    weights: dict[str, _Kept] = field(default_factory=dict)
+    """What this rank holds of each, by the parameter's name."""
     _files: DequantizedFiles | None = None
 
     @classmethod
@@ -50,66 +62,100 @@ class KeptWeights:
         found = files.scaled
         if found and (reason := why_not_scaled(device, dtype)) is not None:
             if device.type == "cuda":
-                log.warning("weights of 8 bits are dequantized: their kernel %s", reason)
+                log.warning("quantized weights are dequantized: their kernel %s", reason)
             return cls()
-        linear = {f"{path}.weight" for path, module in model.named_modules() if type(module) is nn.Linear}
-        kept = cls(_files=files)
-        for name, sources in sources_of(files, model, linear, {} if plan is None else plan.aliases).items():
-            tensor = sources[0].tensor
-            if sources == [Source(tensor)] and tensor in found:
-                boxes = _boxes(name, files.shape(tensor), plan)
-                of_inputs = {box[1].start for box in boxes}
-                if len(of_inputs) == 1 and _is_whole(boxes[0][1], found[tensor], files.shape(tensor)[1]):
-                    kept.boxes[name], kept.tensors[tensor], kept._of[name] = boxes, found[tensor], tensor
-        numbers = sum(math.prod(part.stop - part.start for part in box) for b in kept.boxes.values() for box in b)
+        kept, names = cls(_files=files), _names(model)
+        for name, sources in sources_of(files, model, names, {} if plan is None else plan.aliases).items():
+            formats = {found.get(source.tensor) for source in sources}
+            shard = None if plan is None else plan.parameters.get(name)
+            if len(formats) == 1 and (format := formats.pop()) is not None:
+                shard = shard or ParameterShard(tuple(model.get_parameter(name).shape))
+                parts = list(pieces(shard, sources, files, name))
+                if (one := _kept(format, parts, shard, turned=names[name])) is not None:
+                    kept.weights[name] = one
+        for name, module in model.named_modules():  # experts as a whole
+            of_module = {f"{name}.{leaf}" for leaf in EXPERT_WEIGHTS if leaf in module._parameters}
+            if not of_module <= kept.weights.keys():
+                for weight in of_module:
+                    kept.weights.pop(weight, None)
         if found:
-            log.info("%d weights of 8 bits stay so, %s; all others are dequantized", len(kept.boxes), gib(numbers))
+            numbers = sum(one.num_weights * one.format.bits // 8 for one in kept.weights.values())
+            log.info("%d weights stay as they are stored, %s; others are dequantized", len(kept.weights), gib(numbers))
         return kept
 
+    @property
+    def tensors(self) -> set[str]:
+        """The tensors that fill them."""
+        return {piece.tensor for one in self.weights.values() for piece in one.pieces}
+
     def without(self, loader: type[PreTrainedModel]) -> Any:
-        """A class whose models have places without weights in the place of these layers. ``fill`` makes them models of
+        """A class whose models have places without weights in the place of these. ``fill`` makes them models of
         ``loader``."""
-        if not self.boxes:
+        if not self.weights:
             return loader
-        paths = {name.removesuffix(".weight") for name in self.boxes}
 
         def build(model: Any, *args: Any, **options: Any) -> None:
             loader.__init__(model, *args, **options)
-            without_weights(model, paths)
+            self._make_places(model)
 
         own = {"__init__": build, "__module__": loader.__module__, "plain_class": loader}
         return type(loader.__name__, (loader,), own)
 
     def fill(self, model: PreTrainedModel, device: torch.device) -> None:
         """Reads the weights to ``device``. Raises ConfigError if one is no number."""
-        if self._files is None or not self.boxes:
+        if self._files is None or not self.weights:
             return
         model.__class__ = getattr(type(model), "plain_class", type(model))
-        paths = [name.removesuffix(".weight") for name in self.boxes]
-        layers = without_weights(model, paths) or {path: model.get_submodule(path) for path in paths}
-        for path, layer in layers.items():
-            name = f"{path}.weight"
-            tensor = self._of[name]
-            parts = [self._files.read_scaled(tensor, box, self.tensors[tensor]) for box in self.boxes[name]]
-            codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(parts[0].codes.dtype)
-            weight = Scaled(codes, torch.cat([part.scales for part in parts]))
-            layer.hold(weight, device, f"model {self._files.path!r}: {name}")
+        self._make_places(model)
+        for name, (format, parts, _) in self.weights.items():
+            weight = model.get_submodule(name.removesuffix(".weight"))
+            assert isinstance(weight, ScaledWeight)
+            weight.allocate(format, device)
+            for tensor, box, place in parts:
+                part = self._files.read_scaled(tensor, box, format)
+                weight.put(part, place, f"model {self._files.path!r}: {name}")
         self._files.close()
+        if any(name.endswith(EXPERT_WEIGHTS) for name in self.weights):
+            run_scaled(model)
+
+    def _make_places(self, model: PreTrainedModel) -> None:
+        """Replaces linear layers and parameters of experts that are plain yet."""
+        without_weights(model, {name.removesuffix(".weight") for name in self.weights})
+        for name in self.weights:
+            path, _, leaf = name.rpartition(".")
+            module = model.get_submodule(path)
+            if leaf in EXPERT_WEIGHTS and (plain := module._parameters.pop(leaf, None)) is not None:
+                shape = plain.mT.shape if module.is_transposed else plain.shape
+                setattr(module, leaf, ScaledWeight(tuple(shape), plain.dtype))
+                module._is_hf_initialized = True  # transformers would draw what is not loaded
 
 
-def _boxes(name: str, shape: tuple[int, ...], plan: ShardPlan | None) -> list[Box]:
-    """The parts of a matrix that a rank holds."""
-    shard = None if plan is None else plan.parameters.get(name)
-    if shard is None or shard.dim is None:
-        return [(slice(0, shape[0]), slice(0, shape[1]))]
-    if shard.dim == 0:
-        return [(slice(first, stop), slice(0, shape[1])) for first, stop in shard.parts]
-    return [(slice(0, shape[0]), slice(*part)) for part in shard.parts]
+def _names(model: PreTrainedModel) -> dict[str, bool]:
+    """Parameters that can be kept; True: inputs come before outputs."""
+    names = {f"{path}.weight": False for path, module in model.named_modules() if type(module) is nn.Linear}
+    for path, module in model.named_modules():
+        if takes_scaled(module):
+            names |= {f"{path}.{leaf}": module.is_transposed for leaf in EXPERT_WEIGHTS if hasattr(module, leaf)}
+    return names
 
 
-def _is_whole(inputs: slice, group: int, size: int) -> bool:
-    """True if inputs, of ``size``, all share a scale or are whole groups that do; the last of all may be smaller."""
-    if group == size:
-        return True
-    is_end = inputs.stop == size or (inputs.stop - inputs.start) % group == 0
-    return bool(is_end and inputs.start % group == 0)
+def _kept(
+    format: Format, parts: list[tuple[str, Box, tuple[slice, ...]]], shard: ParameterShard, *, turned: bool
+) -> _Kept | None:
+    """Pieces of a weight, each of one expert; None if they are not whole rows, or their groups would be too small."""
+    at, made, starts = -2 if turned else -1, [], set()
+    for tensor, box, place in parts:
+        starts |= {box[at].start}
+        outputs = place[-1 if turned else -2]
+        if place[at] != slice(0, shard.local_shape[at]):
+            return None
+        for expert in range(place[0].start, place[0].stop) if len(place) > 2 else ():
+            own = box if len(box) == 2 else (slice(expert - place[0].start, expert - place[0].start + 1), *box[1:])
+            made.append(_Piece(tensor, own, (expert, outputs)))
+        if len(place) == 2:
+            made.append(_Piece(tensor, box, (outputs,)))
+    filled = sum(math.prod(part.stop - part.start for part in box) for _, box, _ in parts)
+    begun = format.begun_at(*starts)
+    if begun is None or filled != math.prod(shard.local_shape):
+        return None
+    return _Kept(begun, made, filled)

@@ -1,8 +1,8 @@
-"""Linear layers on a GPU whose weights stay numbers of 8 bits with scales: those of FP8 checkpoints, or rounded here.
+"""Weights on a GPU that stay numbers of 8 or 4 bits with scales: those of checkpoints, or rounded here.
 
 A weight is ``code * scale``, rounded once to the dtype of the inputs, as it would be in a dequantized checkpoint; no
-weight is stored so. ``scaled_triton.py`` multiplies by them, for steps of any size in the same order. Activations are
-not rounded.
+weight is stored so. ``scaled_triton.py`` multiplies by them, for steps of any size in the same order: by linear layers
+here, by experts in ``experts.py``. Activations are not rounded.
 """
 
 from __future__ import annotations
@@ -16,80 +16,140 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paceline.checkpoint.packing import SCALED_BLOCK
+from paceline.checkpoint.packing import SCALED_BLOCK, Format
 from paceline.core.cuda import LEAST_CAPABILITY, triton_unavailable
 from paceline.errors import ConfigError
 from paceline.model.compiled.linear import replace_layers
 
-EXPONENTS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5, torch.int8: 0}
-"""Bits of the exponent of a code, by the type in which checkpoints store it; 0: an integer."""
-_FIRST_NAN = {4: 0x7F, 5: 0x7C, 0: 0x80}
-"""The least code, without its sign, that is no finite number."""
+INT8 = Format(8, 0)
+FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of the codes of a float of four bits, E2M1."""
+_FLOAT8 = {4: torch.float8_e4m3fn, 5: torch.float8_e5m2}
+_FIRST_NAN = {4: 0x7F, 5: 0x7C}
+"""The least code of 8 bits, without its sign, that is no finite number, by the bits of its exponent."""
+_SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E8M0": torch.uint8,
+           "F8_E4M3": torch.int8}  # fmt: skip
+"""The dtype that scales are held in, by their number format: of bytes the kernel makes floats."""
+_SCALES_OF_8 = {torch.uint8: torch.float8_e8m0fnu, torch.int8: torch.float8_e4m3fn}
 log = logging.getLogger(__name__)
 
 
 class Scaled(NamedTuple):
-    """A weight as it is stored."""
+    """Some outputs of a weight as they are stored."""
 
     codes: Tensor
-    """[outputs, inputs], of a type in ``EXPONENTS``."""
+    """[outputs, bytes]: a number of 8 bits in each, or of 4 bits two, of which the first has the lower bits."""
     scales: Tensor
-    """[outputs, 1 or blocks] float32: one for all inputs of an output, or for each ``SCALED_BLOCK`` of them."""
+    """[outputs, 1 or groups]: one for all inputs of an output, or for each group of them."""
+    factors: Tensor | None = None
+    """[outputs] float32, if a format has them."""
 
 
-class ScaledLinear(nn.Module):
-    """An ``nn.Linear`` whose weights are codes with scales."""
+class ScaledWeight(nn.Module):
+    """A weight [.., outputs, inputs] as codes with scales, without the values of a plain one."""
 
     codes: Tensor
+    """[.., outputs, bytes of rows that are filled up to blocks] int8. In a block of numbers of 4 bits the lower bits of
+    the bytes are its first half."""
     scales: Tensor
+    """[.., outputs, 1 or groups of the filled rows]."""
+    factors: Tensor | None
+    """[.., outputs] float32, or None."""
 
-    def __init__(self, layer: nn.Linear) -> None:
-        """Takes the sizes and the bias of ``layer``; ``hold`` takes the weights."""
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Takes no memory yet; ``allocate`` does."""
         super().__init__()
-        self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
-        self.exponent, self._dtype = 0, layer.weight.dtype
+        self.shape, self.format, self._dtype = shape, INT8, dtype
 
-    def hold(self, weight: Scaled, device: torch.device, name: str) -> ScaledLinear:
-        """Keeps a weight on ``device``; returns itself.
+    def allocate(self, format: Format, device: torch.device) -> None:
+        """Makes place for a weight of a format on ``device``."""
+        self.format = format
+        *lead, inputs = self.shape
+        filled = -(-inputs // SCALED_BLOCK) * SCALED_BLOCK
+        parts = {
+            "codes": torch.empty(*lead, filled * format.bits // 8, dtype=torch.int8, device=device),
+            "scales": torch.zeros(
+                *lead, filled // format.group if format.group else 1, dtype=_SCALES[format.scales], device=device
+            ),
+            "factors": torch.empty(lead, device=device) if format.has_factors else None,
+        }
+        for name, part in parts.items():
+            self.register_buffer(name, part, persistent=False)
+
+    def put(self, part: Scaled, place: tuple[int | slice, ...], name: str) -> None:
+        """Copies outputs to their place ``[.., outputs]``.
 
         Raises:
             ConfigError: a code is no number, or a scale is too large for the sums; ``name`` says of what.
         """
-        self.exponent = EXPONENTS[weight.codes.dtype]
-        codes = F.pad(weight.codes.view(torch.int8).to(device), (0, -self.in_features % SCALED_BLOCK))
-        scales = weight.scales.to(device) * _factor(self.exponent)
-        sizes = codes.to(torch.int16) & (0x7F if self.exponent else -1)
-        if bool((sizes >= _FIRST_NAN[self.exponent]).any()) or not bool(scales.isfinite().all()):
+        codes = part.codes.view(torch.uint8).to(self.codes.device)
+        codes = F.pad(codes, (0, self.codes.shape[-1] - codes.shape[-1]))
+        scales = part.scales.to(self.codes.device)
+        largest = (
+            _decoded(scales) if part.factors is None else _decoded(scales) * part.factors.to(scales.device)[:, None]
+        )
+        is_number = (largest * factor(self.format.exponent)).isfinite().all()
+        if self.format.bits == 4:
+            codes = _in_halves(codes)
+        elif self.format.exponent:
+            is_number &= ((codes & 0x7F) < _FIRST_NAN[self.format.exponent]).all()
+        if not bool(is_number):
             raise ConfigError(f"{name} has a quantized weight that is no finite number")
-        self.register_buffer("codes", codes, persistent=False)
-        self.register_buffer("scales", scales, persistent=False)
-        return self
+        self.codes[place].copy_(codes.view(torch.int8))
+        self.scales[place][..., : scales.shape[-1]].copy_(scales)
+        if self.factors is not None and part.factors is not None:
+            self.factors[place].copy_(part.factors)
+
+    @property
+    def for_kernel(self) -> Any:
+        """The weight as ``scaled_triton.py`` takes it."""
+        from paceline.model.scaled_triton import Weights
+
+        return Weights(self.codes, self.scales, self.factors, self.format.bits, self.format.exponent)
 
     @property
     def method(self) -> str:
         """How the weights are quantized."""
-        return "fp8" if self.exponent else "int8"
+        return self.format.name
 
     @property
     def num_weights(self) -> int:
-        """Weights of the layer."""
-        return self.in_features * self.out_features
+        """Numbers of the weight."""
+        return torch.Size(self.shape).numel()
 
     @property
     def weight(self) -> Tensor:
         """The weights as plain ones, for code that reads them; made anew at each call."""
-        return plain_weight(self.codes, self.scales, self.exponent, self._dtype)[:, : self.in_features]
+        plain = plain_weight(self.codes, self.scales, self.factors, self.format.bits, self.format.exponent, self._dtype)
+        return plain[..., : self.shape[-1]]
+
+
+class ScaledLinear(ScaledWeight):
+    """An ``nn.Linear`` whose weights are codes with scales."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        """Takes the sizes and the bias of ``layer``."""
+        super().__init__((layer.out_features, layer.in_features), layer.weight.dtype)
+        self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
+
+    def hold(self, weight: Scaled, format: Format, device: torch.device, name: str) -> ScaledLinear:
+        """Keeps a weight on ``device``; returns itself. Raises ConfigError as ``put``."""
+        self.allocate(format, device)
+        self.put(weight, (slice(None),), name)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., inputs] -> [..., outputs]``."""
         ours: Any = torch.ops.paceline
-        product: Tensor = ours.scaled_linear(x, self.codes, self.scales, self.bias, self.exponent)
+        product: Tensor = ours.scaled_linear(
+            x, self.codes, self.scales, self.factors, self.bias, self.format.bits, self.format.exponent
+        )
         return product
 
 
-def scaled_layers(model: nn.Module) -> list[ScaledLinear]:
-    """The layers of a model whose weights are codes with scales."""
-    return [layer for layer in model.modules() if isinstance(layer, ScaledLinear)]
+def scaled_layers(model: nn.Module) -> list[ScaledWeight]:
+    """The weights of a model that are codes with scales: linear layers and experts."""
+    return [layer for layer in model.modules() if isinstance(layer, ScaledWeight)]
 
 
 def without_weights(model: nn.Module, paths: Collection[str]) -> dict[str, ScaledLinear]:
@@ -130,7 +190,7 @@ def round_layers(model: PreTrainedModel, device: torch.device, least_outputs: in
         if layer is output_layer or whole.num_outputs(path, layer) < least_outputs:
             return None
         weight = layer.weight.detach().to(device)
-        return ScaledLinear(layer).hold(rounded(weight, whole.largest(path, largest_of(weight))), device, path)
+        return ScaledLinear(layer).hold(rounded(weight, whole.largest(path, largest_of(weight))), INT8, device, path)
 
     replace_layers(model, make)
 
@@ -160,36 +220,69 @@ def why_not_scaled(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def plain_weight(codes: Tensor, scales: Tensor, exponent: int, dtype: torch.dtype) -> Tensor:
-    """[outputs, inputs] as ``ScaledLinear`` holds them, dequantized: what the kernel computes in registers."""
-    if exponent:
-        mask = (0x7F << (16 + exponent)) - 0x80000000
-        numbers = ((codes.to(torch.int32) << (16 + exponent)) & mask).view(torch.float32)
+def plain_weight(
+    codes: Tensor, scales: Tensor, factors: Tensor | None, bits: int, exponent: int, dtype: torch.dtype
+) -> Tensor:
+    """[.., outputs, filled inputs] as ``ScaledWeight`` holds them, dequantized: what the kernel has in registers."""
+    if bits == 4:
+        halves = _split(codes.view(torch.uint8), codes.shape[-1] // (SCALED_BLOCK // 2))
+        stored = torch.cat([halves & 15, halves >> 4], -1).flatten(-2).long()
+        numbers = torch.tensor(FLOAT4, device=codes.device)[stored] if exponent else stored.float() - 8
     else:
-        numbers = codes.float()
-    blocks = numbers.view(len(numbers), -1, SCALED_BLOCK)
-    return (blocks * scales[:, :, None]).flatten(1).to(dtype)
+        numbers = (codes.view(_FLOAT8[exponent]) if exponent else codes).float()
+    sizes = _decoded(scales) if factors is None else _decoded(scales) * factors[..., None]
+    groups = _split(numbers, scales.shape[-1])
+    return (groups * sizes[..., None]).flatten(-2).to(dtype)
 
 
-def _factor(exponent: int) -> float:
-    """The factor of scales by which the exponent of a code in the place of a float32's is made its own."""
+def factor(exponent: int) -> float:
+    """The factor of scales by which an exponent of as many bits in the place of a float32's is made its own."""
     return 2.0 ** (127 - (2 ** (exponent - 1) - 1)) if exponent else 1.0
 
 
-def _by_torch(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, exponent: int) -> Tensor:
-    return F.linear(x, plain_weight(codes, scales, exponent, x.dtype)[:, : x.shape[-1]], bias)
+def stored_scales(scales: Tensor, format: Format) -> Tensor:
+    """Scales in float32 as a format holds them: they were read as such numbers."""
+    dtype = _SCALES[format.scales]
+    return scales.to(_SCALES_OF_8[dtype]).view(dtype) if dtype in _SCALES_OF_8 else scales.to(dtype)
 
 
-def _by_triton(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, exponent: int) -> Tensor:
-    from paceline.model.scaled_triton import multiply
+def _decoded(scales: Tensor) -> Tensor:
+    """Scales in float32."""
+    return scales.view(_SCALES_OF_8.get(scales.dtype, scales.dtype)).float()
+
+
+def _split(rows: Tensor, parts: int) -> Tensor:
+    """[.., n] as [.., parts, n / parts]."""
+    return rows.view(*rows.shape[:-1], parts, rows.shape[-1] // parts)
+
+
+def _in_halves(codes: Tensor) -> Tensor:
+    """Bytes of two neighbors each, as bytes of numbers that are half a block apart."""
+    blocks = _split(codes, codes.shape[-1] // (SCALED_BLOCK // 2))
+    numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+    first, second = numbers.chunk(2, -1)
+    return (first | second << 4).flatten(-2)
+
+
+def _by_torch(
+    x: Tensor, codes: Tensor, scales: Tensor, factors: Tensor | None, bias: Tensor | None, bits: int, exponent: int
+) -> Tensor:
+    return F.linear(x, plain_weight(codes, scales, factors, bits, exponent, x.dtype)[:, : x.shape[-1]], bias)
+
+
+def _by_triton(
+    x: Tensor, codes: Tensor, scales: Tensor, factors: Tensor | None, bias: Tensor | None, bits: int, exponent: int
+) -> Tensor:
+    from paceline.model.scaled_triton import Weights, multiply
 
     flat = x.reshape(-1, x.shape[-1]).contiguous()
-    return multiply(flat, codes, scales, bias, exponent).view(*x.shape[:-1], codes.shape[0])
+    return multiply(flat, Weights(codes, scales, factors, bits, exponent), bias).view(*x.shape[:-1], codes.shape[0])
 
 
 def _register() -> None:
     torch.library.define(
-        "paceline::scaled_linear", "(Tensor x, Tensor codes, Tensor scales, Tensor? bias, int exponent) -> Tensor"
+        "paceline::scaled_linear",
+        "(Tensor x, Tensor codes, Tensor scales, Tensor? factors, Tensor? bias, int bits, int exponent) -> Tensor",
     )
     torch.library.impl("paceline::scaled_linear", "CPU", _by_torch)
     torch.library.impl("paceline::scaled_linear", "CUDA", _by_triton)

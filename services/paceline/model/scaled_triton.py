@@ -17,6 +17,7 @@ Imports triton, so that it is imported only where such weights run on a GPU (``s
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.checkpoint.packing import SCALED_BLOCK
+from paceline.model.scaled import factor
 
 BLOCK = SCALED_BLOCK
 """Inputs of a block. Rows of codes are filled up to a multiple of it."""
@@ -36,6 +38,8 @@ _PROGRAMS, _MOST_SPLITS, _LEAST_BLOCKS = 256, 8, 4
 the fewest blocks of a split."""
 _ADDED = 1024
 """Outputs of a program that adds splits up."""
+_PAIRS = 1024
+"""Pairs of a token and an expert that are looked at at once."""
 _TRIED = 4096, 1024, 4096
 """Inputs, outputs and tokens of the product by which tiles are compared: millions of results, since rounding hides
 most differences."""
@@ -45,84 +49,185 @@ log = logging.getLogger(__name__)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _weights(codes, scale, EXPONENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes times scales. ``EXPONENT``: bits of a float's exponent; 0: codes are integers.
+def _numbers(codes, half: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes as float32; of 4 bits those in one half of each byte. ``EXPONENT``: bits of a float's; 0: integers.
 
-    The bits of a float are put to their places in a float32. Its exponent is too small by a constant, by which scales
-    are too large (``scaled.py``).
+    The bits of a float are put to their places in a float32. Its exponent is too small by a constant, by which
+    ``_scale`` is too large. An integer of 4 bits becomes the last ones of 2**23, from which its offset is taken.
     """
+    bits = codes.to(tl.int32)
     if EXPONENT == 0:
-        return codes.to(tl.float32) * scale
-    bits = codes.to(tl.int32) << (16 + EXPONENT)  # of which the sign is the first
-    bits &= (0x7F << (16 + EXPONENT)) - 0x80000000
-    return bits.to(tl.float32, bitcast=True) * scale
+        if BITS == 8:
+            return codes.to(tl.float32)
+        bits = ((bits >> 4 * half) & 15) | 0x4B000000
+        return bits.to(tl.float32, bitcast=True) - 8388616.0
+    shift: tl.constexpr = 24 - BITS + EXPONENT
+    if BITS == 8:
+        bits <<= shift  # of which the sign is the first
+    else:
+        bits = (bits << (28 - 4 * half)) >> (28 - shift)
+    bits &= (((1 << (BITS - 1)) - 1) << shift) - 0x80000000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale(stored, more):  # type: ignore[no-untyped-def]
+    """Scales as float32, times ``more``. Bytes without a sign are exponents, those with one floats of 4 and 3 bits."""
+    if stored.dtype == tl.uint8:
+        bits = stored.to(tl.int32) << 23
+        return tl.where(stored == 0, 0x00400000, bits).to(tl.float32, bitcast=True) * more
+    if stored.dtype == tl.int8:
+        bits = (stored.to(tl.int32) << 20) & (0x07F00000 - 0x80000000)
+        return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * more  # 2**120
+    return stored.to(tl.float32) * more
 
 
 # Variants for kinds of sizes and of addresses would be compiled in the middle of serving (``attention/triton.py``).
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["num_tokens", "groups", "group_blocks", "split_blocks", "splits"]
+    do_not_specialize=["num_tokens", "groups", "group", "split_blocks", "splits", "per_token"]
 )
 def _product(  # type: ignore[no-untyped-def]
     x,
     codes,
     scales,
+    factors,
     bias,
     out,
+    tiles,
+    order,
     num_tokens,
     inputs,
     outputs,
     row_len,
     groups,
-    group_blocks,
+    group,
     split_blocks,
     splits,
+    per_token,
+    BITS: tl.constexpr,
     EXPONENT: tl.constexpr,
+    FACTOR: tl.constexpr,
+    FACTORS: tl.constexpr,
+    ROUTED: tl.constexpr,
     WHOLE: tl.constexpr,
     BIASED: tl.constexpr,
+    PARTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of the result, or of the sum of one split."""
+    """A tile of the result, or of the sum of one split.
+
+    ``ROUTED``: 0: of one weight; 1: of the experts in ``tiles``, by the inputs of the tokens whose pairs ``order``
+    has, ``per_token`` each; 2: the same, by inputs in that order, to results in the order of the pairs.
+    ``BLOCK``: bytes of a row of codes. ``PARTS``: scales of a row of as many numbers.
+    """
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     rows = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    split, place = tl.program_id(2), tl.arange(0, BLOCK)
-    is_token, is_row = tokens < num_tokens, rows < outputs
-    row = tl.minimum(rows, outputs - 1)
-    of_row = codes + row.to(tl.int64)[:, None] * row_len
-    of_token = x + tokens.to(tl.int64)[None, :] * inputs
+    split, place, part_of = tl.program_id(2), tl.arange(0, BLOCK), tl.arange(0, PARTS)
+    is_row, num_blocks, given_at, taken_at = rows < outputs, row_len // BLOCK, tokens, tokens
+    row = tl.minimum(rows, outputs - 1).to(tl.int64)
+    is_token = tokens < num_tokens
+    if ROUTED:
+        of_tile = tiles + 3 * tl.program_id(0)
+        expert, first_token, stop = tl.load(of_tile), tl.load(of_tile + 1), tl.load(of_tile + 2)
+        tokens = first_token + tl.arange(0, TOKENS)
+        is_token = tokens < stop
+        pair = tl.load(order + tokens, is_token, 0)
+        given_at = pair // per_token if ROUTED == 1 else tokens
+        taken_at = tokens if ROUTED == 1 else pair
+        row += expert.to(tl.int64) * outputs
+        num_blocks = tl.where(first_token < stop, num_blocks, 0)
+    of_row = codes + row[:, None] * row_len
+    of_token = x + given_at.to(tl.int64)[None, :] * inputs
+    more = tl.load(factors + row)[:, None] if FACTORS else 1.0
     total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
+    if BIASED:
+        total += tl.where(split == 0, tl.load(bias + row).to(tl.float32), 0.0)[:, None]
     for index in range(splits if WHOLE else 1):
         first = (index if WHOLE else split) * split_blocks
         part = tl.zeros([OUTPUTS, TOKENS], tl.float32)
-        for block in range(first, tl.minimum(first + split_blocks, row_len // BLOCK)):
-            at = block * BLOCK + place
-            scale = tl.load(scales + row * groups + block // group_blocks)
-            weights = _weights(tl.load(of_row + at[None, :]), scale[:, None], EXPONENT)
-            given = tl.load(of_token + at[:, None], (at < inputs)[:, None] & is_token[None, :], 0.0)
-            part = tl.dot(weights.to(x.dtype.element_ty), given, part)
+        for block in range(first, tl.minimum(first + split_blocks, num_blocks)):
+            stored = tl.load(of_row + (block * BLOCK + place)[None, :])
+            for half in tl.static_range(8 // BITS):
+                start = (block * (8 // BITS) + half) * BLOCK
+                scale_at = scales + row[:, None] * groups + start // group + part_of[None, :]
+                scale = _scale(tl.load(scale_at), more) * FACTOR
+                weights = _numbers(stored, half, BITS, EXPONENT)
+                if PARTS > 1:
+                    weights = tl.reshape(weights, (OUTPUTS, PARTS, BLOCK // PARTS)) * scale[:, :, None]
+                    weights = tl.reshape(weights, (OUTPUTS, BLOCK))
+                else:
+                    weights *= scale
+                at = start + place
+                given = tl.load(of_token + at[:, None], (at < inputs)[:, None] & is_token[None, :], 0.0)
+                part = tl.dot(weights.to(x.dtype.element_ty), given, part)
         total += part
-    if WHOLE:
-        if BIASED:
-            total += tl.load(bias + row).to(tl.float32)[:, None]
-    else:
+    if not WHOLE:
         out += split.to(tl.int64) * num_tokens * outputs
-    to = out + tokens.to(tl.int64)[None, :] * outputs + rows[:, None]
+    to = out + taken_at.to(tl.int64)[None, :] * outputs + rows[:, None]
     tl.store(to, total.to(out.dtype.element_ty), is_row[:, None] & is_token[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
-def _added(  # type: ignore[no-untyped-def]
-    sums, bias, out, num_tokens, outputs, SPLITS: tl.constexpr, BIASED: tl.constexpr, OUTPUTS: tl.constexpr
-):
+def _added(sums, out, num_tokens, outputs, SPLITS: tl.constexpr, OUTPUTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Adds the splits of a token's outputs up, in their order."""
     token, rows = tl.program_id(0), tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_row = rows < outputs
     total = tl.zeros([OUTPUTS], tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(sums + (split * num_tokens + token).to(tl.int64) * outputs + rows, is_row, 0.0)
-    if BIASED:
-        total += tl.load(bias + rows, is_row, 0.0).to(tl.float32)
+    tl.store(out + token.to(tl.int64) * outputs + rows, total.to(out.dtype.element_ty), is_row)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])  # type: ignore[untyped-decorator]
+def _ordered(chosen, order, ends, num_pairs, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes an expert's pairs to their places in the order of the experts, and where they end."""
+    expert, before = tl.program_id(0), 0
+    for start in range(0, num_pairs, PAIRS):
+        at = start + tl.arange(0, PAIRS)
+        before += tl.sum((tl.load(chosen + at, at < num_pairs, expert) < expert).to(tl.int32))
+    for start in range(0, num_pairs, PAIRS):
+        at = start + tl.arange(0, PAIRS)
+        is_own = ((tl.load(chosen + at, at < num_pairs, -1) == expert) & (at < num_pairs)).to(tl.int32)
+        tl.store(order + before + tl.cumsum(is_own, 0) - 1, at, is_own == 1)
+        before += tl.sum(is_own)
+    tl.store(ends + expert, before)
+
+
+@triton.jit(do_not_specialize=["most"])  # type: ignore[untyped-decorator]
+def _cut(ends, tiles, num_experts, most, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Cuts the pairs of each expert into tiles; tiles that are left have none."""
+    expert = tl.arange(0, EXPERTS)
+    is_expert = expert < num_experts
+    first = tl.load(ends + expert - 1, is_expert & (expert > 0), 0)
+    end = tl.load(ends + expert, is_expert, 0)
+    own = tl.where(is_expert, (end - first + TOKENS - 1) // TOKENS, 0)
+    at = tl.cumsum(own, 0) - own
+    for index in range(tl.max(own)):
+        to, start = tiles + 3 * (at + index), first + index * TOKENS
+        tl.store(to, expert, index < own)
+        tl.store(to + 1, start, index < own)
+        tl.store(to + 2, tl.minimum(start + TOKENS, end), index < own)
+    for start in range(tl.sum(own), most, EXPERTS):
+        rest = start + expert
+        for part in tl.static_range(3):
+            tl.store(tiles + 3 * rest + part, 0, rest < most)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weighted(  # type: ignore[no-untyped-def]
+    results, chosen, weights, out, num_experts, outputs, per_token, OUTPUTS: tl.constexpr
+):
+    """Adds a token's results up by their weights."""
+    token, rows = tl.program_id(0), tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_row, total = rows < outputs, tl.zeros([OUTPUTS], tl.float32)
+    for index in range(per_token):
+        pair = token.to(tl.int64) * per_token + index
+        is_there = is_row & (tl.load(chosen + pair) < num_experts)
+        result = tl.load(results + pair * outputs + rows, is_there, 0.0).to(tl.float32)
+        product = result * tl.load(weights + pair).to(tl.float32)
+        total += product.to(weights.dtype.element_ty).to(tl.float32)
     tl.store(out + token.to(tl.int64) * outputs + rows, total.to(out.dtype.element_ty), is_row)
 
 
@@ -142,91 +247,173 @@ def scratch_bytes(num_tokens: int, inputs: int, outputs: int) -> int:
     return 4 * splits * num_tokens * outputs if splits > 1 and num_tokens <= _FEW_TOKENS else 0
 
 
-def multiply(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, exponent: int) -> Tensor:
+class Weights(NamedTuple):
+    """A weight of a linear layer, or those of experts, as ``ScaledWeight`` holds them."""
+
+    codes: Tensor
+    """[.., outputs, bytes of filled rows] int8."""
+    scales: Tensor
+    """[.., outputs, 1 or groups]."""
+    factors: Tensor | None
+    """[.., outputs] float32."""
+    bits: int
+    exponent: int
+    """Bits of a number, and of its exponent; 0: integers."""
+
+
+class Routes(NamedTuple):
+    """The pairs of a token and an expert that it chose, ordered by the experts, and cut into tiles."""
+
+    order: Tensor
+    """[pairs] int32, of which a token has ``per_token`` one after the other."""
+    tiles: Tensor
+    """[most tiles, 3] int32: an expert, and the first and the end of its pairs in their order."""
+    per_token: int
+    tokens: int
+    """Pairs of a tile."""
+
+
+def multiply(x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
     """``[T, inputs] -> [T, outputs]``, in the dtype of ``x``: bfloat16 or float16.
 
     Args:
         x: the inputs, each token's numbers next to each other.
-        codes: [outputs, inputs filled up to blocks] int8, the bits of floats.
-        scales: [outputs, 1 or blocks] float32.
+        weights: [outputs, inputs].
         bias: [outputs].
-        exponent: bits of the exponents of codes that are floats; 0: they are integers.
     """
-    return _multiplied(x, codes, scales, bias, exponent, most_tokens(x, exponent))
+    return _multiplied(x, weights, bias, most_tokens(x, weights))
 
 
-def _multiplied(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, exponent: int, most: int) -> Tensor:
-    """``multiply``. ``most``: tokens of the largest tile."""
-    num_tokens, inputs = x.shape
-    outputs, row_len = codes.shape
-    (splits, blocks), groups = num_splits(inputs, outputs), scales.shape[1]
-    is_many = num_tokens > _FEW_TOKENS
-    whole = is_many or splits == 1
-    tokens = min(most, max(16, int(triton.next_power_of_2(num_tokens))))
+def _multiplied(
+    x: Tensor, weights: Weights, bias: Tensor | None, most: int, routes: Routes | None = None, *, back: bool = False
+) -> Tensor:
+    """``multiply``, or its like for pairs of tokens and experts in order; ``back``: from that order to the first one.
+
+    ``most``: tokens of the largest tile.
+    """
+    codes, scales, factors, bits, exponent = weights
+    inputs, (*_, outputs, row_len) = x.shape[1], codes.shape
+    filled = row_len * 8 // bits
+    (splits, blocks), groups = num_splits(inputs, outputs), scales.shape[-1]
+    num_rows = x.shape[0] if routes is None else routes.order.shape[0]
+    whole = num_rows > _FEW_TOKENS or splits == 1
+    tokens = min(most, max(16, int(triton.next_power_of_2(num_rows)))) if routes is None else routes.tokens
     is_large = tokens > _FEW_TOKENS
-    rows, block = (2 * _OUTPUTS, BLOCK // 2) if is_large else (_OUTPUTS, BLOCK)  # what registers hold
-    out = x.new_empty(num_tokens, outputs)
-    sums = out if whole else x.new_empty(splits, num_tokens, outputs, dtype=torch.float32)
-    added = x if bias is None else bias
-    grid = -(-num_tokens // tokens), -(-outputs // rows), 1 if whole else splits
-    _product[grid](
+    rows, block = (2 * _OUTPUTS, BLOCK // 2) if is_large else (_OUTPUTS, BLOCK * bits // 8)  # what registers hold
+    out = x.new_empty(num_rows, outputs)
+    sums = out if whole else x.new_empty(splits, num_rows, outputs, dtype=torch.float32)
+    num_tiles = -(-num_rows // tokens) if routes is None else routes.tiles.shape[0]
+    _product[(num_tiles, -(-outputs // rows), 1 if whole else splits)](
         x,
         codes,
         scales,
-        added,
+        x if factors is None else factors,
+        x if bias is None else bias,
         sums,
-        num_tokens,
+        x if routes is None else routes.tiles,
+        x if routes is None else routes.order,
+        num_rows,
         inputs,
         outputs,
         row_len,
         groups,
-        row_len // block if groups == 1 else BLOCK // block,
-        blocks * BLOCK // block,
+        filled // groups,
+        blocks * BLOCK * bits // 8 // block,
         splits,
+        1 if routes is None else routes.per_token,
+        BITS=bits,
         EXPONENT=exponent,
+        FACTOR=factor(exponent),
+        FACTORS=factors is not None,
+        ROUTED=0 if routes is None else 2 if back else 1,
         WHOLE=whole,
         BIASED=bias is not None,
+        PARTS=max(1, block * groups // filled),
         OUTPUTS=rows,
         TOKENS=tokens,
         BLOCK=block,
         enable_fp_fusion=False,
         num_warps=8 if is_large else 4,
-        num_stages=3 if is_large else 4,
+        num_stages=4 if not is_large else 3 if bits == 8 else 2,
     )
     if not whole:
-        _added[(num_tokens, -(-outputs // _ADDED))](
-            sums,
-            added,
-            out,
-            num_tokens,
-            outputs,
-            SPLITS=splits,
-            BIASED=bias is not None,
-            OUTPUTS=_ADDED,
-            enable_fp_fusion=False,
-        )
+        grid = num_rows, -(-outputs // _ADDED)
+        _added[grid](sums, out, num_rows, outputs, SPLITS=splits, OUTPUTS=_ADDED, enable_fp_fusion=False)
     return out
 
 
-def most_tokens(x: Tensor, exponent: int) -> int:
+def routed(x: Tensor, chosen: Tensor, weights: Weights) -> Routes:
+    """The pairs of tokens ``x`` ``[T, inputs]`` and of the experts ``chosen`` ``[T, k]``, in the order of the experts.
+
+    What is beyond the last expert is left out. The host does not wait for the device.
+    """
+    num_experts, num_pairs = weights.codes.shape[0], chosen.numel()
+    average = max(16, int(triton.next_power_of_2(-(-num_pairs // num_experts))))
+    tokens = min(most_tokens(x, weights), average)
+    order, ends = (torch.empty(size, dtype=torch.int32, device=x.device) for size in (num_pairs, num_experts))
+    most = min(num_pairs, num_experts) + num_pairs // tokens
+    tiles = order.new_empty(most, 3)
+    _ordered[(num_experts,)](chosen.contiguous(), order, ends, num_pairs, PAIRS=_PAIRS)
+    _cut[(1,)](ends, tiles, num_experts, most, TOKENS=tokens, EXPERTS=triton.next_power_of_2(num_experts))
+    return Routes(order, tiles, chosen.shape[1], tokens)
+
+
+def multiply_routed(x: Tensor, weights: Weights, bias: Tensor | None, routes: Routes, *, back: bool = False) -> Tensor:
+    """The inputs of each pair of a token and an expert times the expert's weights: ``[pairs, outputs]``.
+
+    Args:
+        x: [T, inputs], of the tokens; ``back``: of the pairs, in the order of the experts.
+        weights: [experts, outputs, inputs].
+        bias: [experts, outputs].
+        routes: the pairs.
+        back: False: results are in the order of the experts; True: in the order in which tokens have chosen.
+    """
+    return _multiplied(x.contiguous(), weights, bias, routes.tokens, routes, back=back)
+
+
+def weighted(results: Tensor, chosen: Tensor, weights: Tensor, num_experts: int) -> Tensor:
+    """``[T * k, outputs] -> [T, outputs]``: the sum of a token's results by its ``weights`` ``[T, k]``, in their order,
+    but for those ``chosen`` beyond the last expert."""
+    (num_tokens, per_token), outputs = chosen.shape, results.shape[1]
+    out = results.new_empty(num_tokens, outputs)
+    _weighted[(num_tokens, -(-outputs // _ADDED))](
+        results,
+        chosen.contiguous(),
+        weights.contiguous(),
+        out,
+        num_experts,
+        outputs,
+        per_token,
+        OUTPUTS=_ADDED,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def most_tokens(x: Tensor, weights: Weights) -> int:
     """Tokens of the largest tile: one whose bits are those of small tiles on this device.
 
     The first call for each dtype and format compares them, unless a step is being recorded.
     """
-    key = str(x.device), x.dtype, exponent
+    filled = weights.codes.shape[-1] * 8 // weights.bits
+    group = min(BLOCK, filled // weights.scales.shape[-1])
+    key = str(x.device), x.dtype, *weights[3:], group, weights.scales.dtype
     if key not in _MOST:
         if x.device.type != "cuda":
             return 2 * _FEW_TOKENS
         if torch.cuda.is_current_stream_capturing():
             return 16
-        _MOST[key] = 2 * _FEW_TOKENS if tiles_agree(x, exponent, _TRIED) else 16
+        _MOST[key] = 2 * _FEW_TOKENS if tiles_agree(x, weights, _TRIED) else 16
         if _MOST[key] < 2 * _FEW_TOKENS:
-            log.warning("products by weights of 8 bits have other bits in large tiles on %s: they are slower", x.device)
+            log.warning(
+                "products by weights of few bits have other bits in large tiles on %s: they are slower", x.device
+            )
     return _MOST[key]
 
 
-def tiles_agree(like: Tensor, exponent: int, sizes: tuple[int, int, int]) -> bool:
-    """True if random tokens have the same bits in tiles of all sizes, of the dtype and on the device of ``like``.
+def tiles_agree(like: Tensor, weights: Weights, sizes: tuple[int, int, int]) -> bool:
+    """True if random tokens have the same bits in tiles of all sizes, of the dtype and on the device of ``like``, by
+    weights of the same format.
 
     ``sizes``: inputs, outputs and tokens.
     """
@@ -236,11 +423,18 @@ def tiles_agree(like: Tensor, exponent: int, sizes: tuple[int, int, int]) -> boo
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=like.device)
 
-    codes = (random(outputs, inputs) * 30).clamp(-100, 100).to(torch.int8)  # as floats no NaN
-    scales, x = random(outputs, inputs // BLOCK).abs(), random(num_tokens, inputs).to(like.dtype)
-    large = _multiplied(x, codes, scales, None, exponent, 2 * _FEW_TOKENS)
+    filled = weights.codes.shape[-1] * 8 // weights.bits
+    groups = inputs // min(BLOCK, filled // weights.scales.shape[-1])
+    codes = (random(outputs, inputs * weights.bits // 8) * 30).clamp(-100, 100).to(torch.int8)  # as floats no NaN
+    scales = random(outputs, groups).abs()
+    if weights.scales.dtype.itemsize == 1:  # exponents, or floats
+        scales = scales * 2 + (118 if weights.scales.dtype == torch.uint8 else 56)
+    factors = None if weights.factors is None else random(outputs).abs()
+    tried = Weights(codes, scales.to(weights.scales.dtype), factors, *weights[3:])
+    x = random(num_tokens, inputs).to(like.dtype)
+    large = _multiplied(x, tried, None, 2 * _FEW_TOKENS)
     for tokens in (16, 32, _FEW_TOKENS):
-        parts = [_multiplied(part, codes, scales, None, exponent, tokens) for part in torch.split(x, tokens)]
+        parts = [_multiplied(part, tried, None, tokens) for part in torch.split(x, tokens)]
         if not torch.equal(torch.cat(parts), large):
             return False
     return True

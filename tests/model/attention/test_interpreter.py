@@ -122,26 +122,33 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from paceline.model import scaled_triton as kernels
+from paceline.model.scaled import factor
 
 capability, names = int(sys.argv[1]), [p.name for p in kernels._product.params]
-for exponent, tokens, whole in ((4, 16, False), (4, 64, False), (0, 64, True), (4, 128, True)):
+for bits, exponent, kind, parts, routed, tokens, whole in (
+    (8, 4, "fp32", 1, 0, 16, False), (8, 0, "fp32", 1, 0, 64, True), (8, 4, "fp32", 1, 1, 128, True),
+    (4, 0, "bf16", 2, 1, 16, False), (4, 2, "u8", 2, 2, 64, True), (4, 2, "u8", 2, 1, 128, True),
+):
     large = tokens > 64
-    sizes = dict(EXPONENT=exponent, WHOLE=whole, BIASED=False, OUTPUTS=128 if large else 64, TOKENS=tokens,
-                 BLOCK=64 if large else 128)
-    types = {"x": "*bf16", "bias": "*bf16", "codes": "*i8", "scales": "*fp32", "out": "*bf16" if whole else "*fp32"}
+    sizes = dict(BITS=bits, EXPONENT=exponent, FACTOR=factor(exponent), FACTORS=False, ROUTED=routed, WHOLE=whole,
+                 BIASED=False, PARTS=parts, OUTPUTS=128 if large else 64, TOKENS=tokens,
+                 BLOCK=64 if large or bits == 4 else 128)
+    types = {"x": "*bf16", "bias": "*bf16", "codes": "*i8", "scales": "*" + kind, "factors": "*fp32", "tiles": "*i32",
+             "order": "*i32", "out": "*bf16" if whole else "*fp32"}
     signature = {n: "constexpr" if n.isupper() else types.get(n, "i32") for n in names}
     constants = {(i,): sizes[n] for i, n in enumerate(names) if n.isupper()}
     kept = {"x", "codes", "scales", "out", "inputs", "outputs", "row_len"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in kept}
     source = ASTSource(fn=kernels._product, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": 8 if large else 4, "num_stages": 3 if large else 4, "enable_fp_fusion": False}
+    stages = 4 if not large else 3 if bits == 8 else 2
+    options = {"num_warps": 8 if large else 4, "num_stages": stages, "enable_fp_fusion": False}
     made = compile(source, GPUTarget("cuda", capability, 32), options=options)
-    ptx, of = made.asm["ptx"], (exponent, tokens, whole)
+    ptx, of = made.asm["ptx"], (bits, exponent, routed, tokens, whole)
     units = {80: "mma.sync.aligned.m16n8k16", 90: f"wgmma.mma_async.sync.aligned.m64n{tokens}k16", 100: "tcgen05.mma"}
     assert units[capability] in ptx, ("products do not use matrix units", of)
     assert "fma.rn.f32" not in ptx, ("fused multiplications and additions", of)
     assert ".ftz" not in ptx, ("small numbers are flushed", of)
-    assert "cp.async" in ptx and "ld.global.b8" not in ptx, ("codes are not fetched ahead", of)
+    assert "cp.async" in ptx and (kind == "u8" or "ld.global.b8" not in ptx), ("codes are not fetched ahead", of)
     assert made.metadata.shared <= 96 << 10, (made.metadata.shared, of)
     assembler = f"{triton.__path__[0]}/backends/nvidia/bin/ptxas" + "-blackwell" * (capability >= 100)
     arch = re.search(r"[.]target (sm_[0-9a-z]+)", ptx)[1]

@@ -267,6 +267,24 @@ def _converted(tensor: str, pattern: str, converter: WeightConverter, path: str)
 def _fill(tensor: Tensor, shard: ParameterShard, sources: list[Source], files: Files, name: str) -> None:
     """Copies what the rank holds of each source to its place."""
     copied = 0
+    for source, box, place in pieces(shard, sources, files, name):
+        target = tensor[place]
+        files.copy(source, box, target)
+        copied += target.numel()
+    if copied != tensor.numel():
+        raise ConfigError(
+            f"model {files.path!r}: the tensors for {name} fill {copied} of its {tensor.numel()} values on this rank"
+        )
+
+
+def pieces(
+    shard: ParameterShard, sources: list[Source], files: Files, name: str
+) -> Iterator[tuple[str, tuple[slice, ...], tuple[slice, ...]]]:
+    """What the rank holds of a parameter: a checkpoint's tensor, a box of it, and its place in the rank's part.
+
+    Raises:
+        ConfigError: a tensor does not fit the parameter.
+    """
     for source, shape, first in _placed(sources, files):
         if len(shape) != len(shard.shape) or any(f + s > n for f, s, n in zip(first, shape, shard.shape, strict=True)):
             raise ConfigError(
@@ -278,13 +296,7 @@ def _fill(tensor: Tensor, shard: ParameterShard, sources: list[Source], files: F
             if shard.dim is not None:
                 place[shard.dim] = slice(start, start + taken.stop - taken.start)
                 box[shard.dim] = taken
-            target = tensor[tuple(place)]
-            files.copy(source.tensor, tuple(box if source.expert is None else box[1:]), target)
-            copied += target.numel()
-    if copied != tensor.numel():
-        raise ConfigError(
-            f"model {files.path!r}: the tensors for {name} fill {copied} of its {tensor.numel()} values on this rank"
-        )
+            yield source.tensor, tuple(box if source.expert is None else box[1:]), tuple(place)
 
 
 def _placed(sources: list[Source], files: Files) -> Iterator[tuple[Source, tuple[int, ...], tuple[int, ...]]]:

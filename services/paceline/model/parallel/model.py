@@ -79,7 +79,7 @@ def load_shard(
             model = build(plan.config, dtype=dtype)
         if isinstance(files, DequantizedFiles):
             kept = KeptWeights.of(model, files, plan, group.device, dtype)
-            plan = replace(plan, parameters={n: s for n, s in plan.parameters.items() if n not in kept.boxes})
+            plan = replace(plan, parameters={n: s for n, s in plan.parameters.items() if n not in kept.weights})
         for name, tensor in read_shard(files, model, plan, dtype, progress).items():
             _assign(model, name, tensor)
         kept.fill(model, group.device)
