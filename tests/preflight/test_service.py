@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from tests.model.families import small_config
 from tests.support.models import FAMILIES, VOCAB, letters_tokenizer, pair, random_model
+from tests.support.packed import CONFIG, write_packed
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from paceline.checkpoint.files import Checkpoint
@@ -301,6 +302,16 @@ def test_ranks_of_a_quantized_checkpoint(tmp_path, stored, said):
     assert [f.severity for f in told] == ([] if said is None else [ERROR])
     for finding in told:
         assert said.format(folder) in finding.message
+
+
+@pytest.mark.parametrize(("format", "are_told"), [("int-quantized", True), ("fp8, blocks", False)])
+def test_weights_that_a_gpu_runs_dequantized_are_told(tmp_path, format, are_told):
+    save(tmp_path / "target", random_model(CONFIG))
+    write_packed(tmp_path / "target", format)
+    gpu = "target_config.deployment_config.ray_actor_options={num_gpus: 1}"
+    config = service(tmp_path, "target", None, gpu, "target_config.engine_kwargs.device=cuda")
+    found = [f for f in check_service(config, cores=False, ports=False) if "that GPUs run dequantized" in f.message]
+    assert [f.severity for f in found] == [WARNING] * are_told
 
 
 def test_hints_come_from_a_layer_that_has_others_above_it(folders):

@@ -276,8 +276,9 @@ def why_whole(config: Mapping[str, Any] | None, name: str) -> str | None:
 
 def count_scaled(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], packing: Packing | None, model_type: str = ""
-) -> tuple[int, int]:
-    """Numbers of the weights that a GPU multiplies as they are stored, and the bytes that they take there.
+) -> tuple[int, int, int]:
+    """Numbers of the weights that a GPU multiplies as they are stored, their bytes there, and numbers of all quantized
+    weights.
 
     Args:
         tensors: as for ``count_packed``.
@@ -285,19 +286,20 @@ def count_scaled(
         model_type: of the text model; "": one whose experts can stay as they are stored.
     """
     if packing is None:
-        return 0, 0
-    numbers, num_bytes, stems = 0, 0, packing.stems(tensors)
-    for name, format in packing.scaled(tensors).items():
-        if model_type in PLAIN_EXPERTS and ".experts." in name:
-            continue
-        kind, codes = tensors[stems[name] + packing.codes]
+        return 0, 0, 0
+    numbers = num_bytes = quantized = 0
+    formats = packing.scaled(tensors)
+    for name, stem in packing.stems(tensors).items():
+        kind, codes = tensors[stem + packing.codes]
         own = packing.of_type(kind)
-        *experts, outputs, inputs = own.shape_of(codes)
-        if own.transposed:
-            outputs, inputs = inputs, outputs
-        numbers += math.prod(experts) * outputs * inputs
+        shape = own.shape_of(codes)
+        quantized += math.prod(shape)
+        if (format := formats.get(name)) is None or (model_type in PLAIN_EXPERTS and ".experts." in name):
+            continue
+        *experts, outputs, inputs = (*shape[:-2], *shape[:-3:-1]) if own.transposed else shape
+        numbers += math.prod(shape)
         num_bytes += math.prod(experts) * format.num_bytes(outputs, inputs)
-    return numbers, num_bytes
+    return numbers, num_bytes, quantized
 
 
 def count_packed(tensors: Mapping[str, tuple[str, tuple[int, ...]]], packing: Packing | None) -> tuple[int, int]:

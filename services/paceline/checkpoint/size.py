@@ -52,6 +52,8 @@ class ModelSize:
     """Numbers of the values of one head, or of the latent that all heads share; 0: unknown."""
     saved_bytes: int = 0
     """Bytes that quantized weights take less than ``item_bytes`` for each number."""
+    dequantized_bytes: int = 0
+    """Bytes of the weights that are quantized in the files and run as plain ones."""
     num_tables: int = 2
     """Matrices of the vocabulary: an embedding and an output layer, or one for both."""
     linear: LinearLayers | None = None
@@ -143,6 +145,8 @@ class WeightCounts(NamedTuple):
     """Numbers that are dequantized, but that a GPU multiplies as they are stored."""
     scaled_bytes: int = 0
     """Bytes of the scaled numbers there."""
+    quantized: int = 0
+    """Numbers that are scaled there, or dequantized there as well."""
 
 
 def model_size(
@@ -159,13 +163,14 @@ def model_size(
     plain = num_plain_weights(config.get("text_config") or config, size.num_kv_layers)
     saved = counts.stored * item_bytes - counts.stored_bytes
     saved -= saved * min(plain, counts.stored) // max(1, counts.stored)
-    if on_gpu and item_bytes == 2:
-        saved += counts.scaled * item_bytes - counts.scaled_bytes
+    kept = counts.scaled if on_gpu and item_bytes == 2 else 0
+    if kept:
+        saved += kept * item_bytes - counts.scaled_bytes
     if quantization is not None:  # linear layers only
         tables = size.vocab_size * size.hidden_size * size.num_tables
         rounded = max(0, counts.numbers - counts.whole - tables - plain)
         saved += int(rounded * (item_bytes - weight_bytes_per_parameter(quantization, dtype)))
-    return replace(size, saved_bytes=saved)
+    return replace(size, saved_bytes=saved, dequantized_bytes=(counts.quantized - kept) * item_bytes)
 
 
 def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num_whole: int = 0) -> ModelSize:

@@ -66,6 +66,8 @@ from paceline.types import MAX_DRAFT_TOKENS, PAGE_SIZE
 log = logging.getLogger(__name__)
 
 _TARGET, _DRAFT = "target_config", "draft_config"
+_MUCH = 10
+"""Weights that are dequantized are told of from this part of all on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +304,11 @@ def _read_model(
         option, problem = wrong
         findings.append(Finding.error(key if option == "model" else f"{pool}.engine_kwargs.{option}", problem))
         return None
+    if _on_gpu(config) and _MUCH * size.dequantized_bytes > size.weights_bytes:
+        takes = f"{gib(size.dequantized_bytes)} of {gib(size.weights_bytes)}"
+        findings.append(
+            Finding.warning(key, f"stores weights in a format that GPUs run dequantized: they take {takes}")
+        )
     findings += _check_degree(pool, options, checkpoint)
     if here and options.cpu_threads > 1:
         findings += _check_threads(pool, options)
