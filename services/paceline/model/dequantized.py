@@ -124,7 +124,7 @@ class DequantizedFiles:
             box = (*box[:-2], box[-1], box[-2])
         numbers = self._codes(packing, stem + packing.codes, box, packing.packed_dim)
         if packing.kind == "nvfp4":
-            numbers = torch.tensor(FLOAT4)[numbers]
+            numbers = torch.tensor(FLOAT4, dtype=torch.float32)[numbers]
         else:
             numbers = numbers.float() - self._zeros(stem, box)
         scales, factor = self._scales(stem, box), self._factor(stem)
@@ -251,7 +251,7 @@ class DequantizedFiles:
         part = experts, outputs, groups
         codes = self._part(stem + self._packings[stem].codes, (*part, slice(0, MXFP4_GROUP // 2)), torch.int32)
         exponents = self._part(self._scales_name(stem), part, torch.int32) - 127
-        numbers = torch.tensor(FLOAT4)[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(3)]
+        numbers = torch.tensor(FLOAT4, dtype=torch.float32)[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(3)]
         numbers = torch.ldexp(numbers, exponents[..., None]).flatten(2)
         first = inputs.start - groups.start * MXFP4_GROUP
         return numbers.narrow(2, first, inputs.stop - inputs.start).transpose(1, 2)

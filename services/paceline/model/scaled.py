@@ -71,7 +71,7 @@ class ScaledWeight(nn.Module):
             "scales": torch.zeros(
                 *lead, filled // format.group if format.group else 1, dtype=_SCALES[format.scales], device=device
             ),
-            "factors": torch.empty(lead, device=device) if format.has_factors else None,
+            "factors": torch.empty(lead, dtype=torch.float32, device=device) if format.has_factors else None,
         }
         for name, part in parts.items():
             self.register_buffer(name, part, persistent=False)
@@ -227,7 +227,9 @@ def plain_weight(
     if bits == 4:
         halves = _split(codes.view(torch.uint8), codes.shape[-1] // (SCALED_BLOCK // 2))
         stored = torch.cat([halves & 15, halves >> 4], -1).flatten(-2).long()
-        numbers = torch.tensor(FLOAT4, device=codes.device)[stored] if exponent else stored.float() - 8
+        numbers = (
+            torch.tensor(FLOAT4, dtype=torch.float32, device=codes.device)[stored] if exponent else stored.float() - 8
+        )
     else:
         numbers = (codes.view(_FLOAT8[exponent]) if exponent else codes).float()
     sizes = _decoded(scales) if factors is None else _decoded(scales) * factors[..., None]
