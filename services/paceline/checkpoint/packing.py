@@ -247,6 +247,11 @@ class Packing:
                 raise ConfigError(f"model {path!r} stores {name}, and no weight that it belongs to")
 
 
+def factor(exponent: int) -> float:
+    """The factor of scales by which an exponent of as many bits in the place of a float32's is made its own."""
+    return 2.0 ** (127 - (2 ** (exponent - 1) - 1)) if exponent else 1.0
+
+
 def packing_of(config: Mapping[str, Any] | None) -> Packing | None:
     """How the weights of a ``quantization_config`` are stored; None: they are plain, or are not dequantized here."""
     found = None if config is None else _packing(config)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paceline.checkpoint.packing import SCALED_BLOCK, Format
+from paceline.checkpoint.packing import SCALED_BLOCK, Format, factor
 from paceline.core.cuda import LEAST_CAPABILITY, triton_unavailable
 from paceline.errors import ConfigError
 from paceline.model.compiled.linear import replace_layers
@@ -235,11 +235,6 @@ def plain_weight(
     sizes = _decoded(scales) if factors is None else _decoded(scales) * factors[..., None]
     groups = _split(numbers, scales.shape[-1])
     return (groups * sizes[..., None]).flatten(-2).to(dtype)
-
-
-def factor(exponent: int) -> float:
-    """The factor of scales by which an exponent of as many bits in the place of a float32's is made its own."""
-    return 2.0 ** (127 - (2 ** (exponent - 1) - 1)) if exponent else 1.0
 
 
 def stored_scales(scales: Tensor, format: Format) -> Tensor:

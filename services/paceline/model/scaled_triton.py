@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.checkpoint.packing import SCALED_BLOCK
-from paceline.model.scaled import factor
+from paceline.checkpoint.packing import SCALED_BLOCK, factor
 
 BLOCK = SCALED_BLOCK
 """Inputs of a block. Rows of codes are filled up to a multiple of it."""

@@ -121,8 +121,8 @@ import re, subprocess, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from paceline.checkpoint.packing import factor
 from paceline.model import scaled_triton as kernels
-from paceline.model.scaled import factor
 
 capability, names = int(sys.argv[1]), [p.name for p in kernels._product.params]
 for bits, exponent, kind, parts, routed, tokens, whole in (
