@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.lossless.test_trees import any_subtrees
 from tests.support.late import LateDevice
 from tests.support.models import VOCAB, pair, prompt
 from tests.support.mutants import Mutant, mutant
@@ -23,8 +24,10 @@ from torch import Tensor
 from paceline.core.tree import Proposal
 from paceline.core.verification import Drawn, Verdict
 from paceline.messages import Outcome
+from paceline.model.loading import LoadedModel
 from paceline.model.runner import ModelRunner
 from paceline.target import engine as engine_module
+from paceline.target.control.step_meter import TargetStats
 from paceline.target.engine import TargetEngine
 from paceline.target.flight import Flight
 from paceline.target.scheduler import Scheduler
@@ -83,10 +86,12 @@ def test_texts_are_those_of_plain_decoding(seed: int, monkeypatch: pytest.Monkey
     assert {r.finish_reason for r in results.values()} == {"stop", "length"}
 
 
-def cancelled(asked: dict[str, Request], patch: pytest.MonkeyPatch, seed: int, **options: Any) -> dict[str, Result]:
+def cancelled(
+    asked: dict[str, Request], patch: pytest.MonkeyPatch, seed: int, draft: LoadedModel | None = None, **options: Any
+) -> tuple[dict[str, Result], TargetStats]:
     """The results of an accelerator's sessions, half of which are cancelled at some time and opened again."""
     rng = random.Random(seed)
-    pump = Pump(pair("llama")[0], None, **({"pages": 12, "max_step_tokens": 100, "late": 0.1, "seed": seed} | options))
+    pump = Pump(pair("llama")[0], draft, **({"pages": 12, "max_step_tokens": 100, "late": 0.1, "seed": seed} | options))
     late(pump, patch)
     tick = pump.tick
 
@@ -100,18 +105,60 @@ def cancelled(asked: dict[str, Request], patch: pytest.MonkeyPatch, seed: int, *
 
     patch.setattr(pump, "tick", tick_and_cancel)
     gone = {f"gone{name}": request for name, request in requests(seed + 100).items()}
+    if draft is not None:
+        gone = in_mode(gone, Mode.OVERLAPPED)
     both = [*asked.items(), *gone.items()]
     rng.shuffle(both)
     results = pump.run(dict(both))
-    assert pump.target.stats.steps_ahead > 0
-    return {name: result for name, result in results.items() if name in asked}
+    return {name: result for name, result in results.items() if name in asked}, pump.target.stats
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sessions_that_are_cancelled_change_no_others(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever they are: their pages go to others, while a step with their rows may be in flight."""
     asked = requests(seed)
-    assert_same(cancelled(asked, monkeypatch, seed), plain_reference(pair("llama")[0], asked))
+    results, stats = cancelled(asked, monkeypatch, seed)
+    assert_same(results, plain_reference(pair("llama")[0], asked))
+    assert stats.steps_ahead > 0
+
+
+def drafted(seed: int, patch: pytest.MonkeyPatch) -> tuple[dict[str, Result], TargetStats]:
+    """Results of sessions with drafts, of which others are cancelled while their steps are in flight."""
+    return cancelled(
+        in_mode(requests(seed, 6), Mode.OVERLAPPED), patch, seed, pair("llama")[1], draft_steps=(2, 6), pages=30
+    )
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_messages_come_while_a_step_with_drafts_is_in_flight(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of drafts, new sessions, and ends of sessions whose step has not been awaited."""
+    num_received = 0
+
+    @mutant(TargetEngine, "receive")
+    def counted(receive: Any, engine: TargetEngine, messages: Any) -> None:
+        nonlocal num_received
+        flight = engine._flight
+        num_received += flight is not None and any(part.num_drafted for part in flight.parts)
+        receive(engine, messages)
+
+    any_subtrees(monkeypatch)
+    counted(monkeypatch)
+    results, stats = drafted(seed, monkeypatch)
+    assert_same(results, plain_reference(pair("llama")[0], in_mode(requests(seed, 6), Mode.OVERLAPPED)))
+    assert num_received > 10
+    assert stats.nodes_used > 0
+
+
+@mutant(TargetEngine, "_is_open")
+def _open_if_another_is(is_open: Any, engine: TargetEngine, session: TargetSession) -> bool:
+    return True
+
+
+def test_the_row_of_a_session_that_left_a_step_with_drafts_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant commits it."""
+    _open_if_another_is(monkeypatch)
+    with pytest.raises((AssertionError, LookupError)):
+        drafted(0, monkeypatch)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from tests.lossless.test_hybrids import FAST, SLOW, reference_of, requests_of
-from tests.support.hybrids import hybrid, poison
+from tests.lossless.test_trees import any_subtrees
+from tests.support.hybrids import KnowingDrafter, hybrid, poison
 from tests.support.late import LateDevice
 from tests.support.mutants import mutant
 from tests.support.pump import Pump, assert_same, in_mode
@@ -29,11 +30,12 @@ NUM_TOKENS = 40
 def run(family: str, dtype: torch.dtype, num: int, patch: pytest.MonkeyPatch, **options: Any) -> Pump:
     """A pump that has served sessions on an accelerator whose free slots hold NaN."""
     target = hybrid(family, dtype)
+    mode = Mode.OVERLAPPED if "drafter" in options else Mode.PLAIN
     pump = Pump(target, None, **({"pages": 9, "max_step_tokens": 48, "late": 0.1} | options))
     device = LateDevice(pump.clock, lambda num_tokens: 1e-3)
     device.install(patch)
     device.adopt(poison(pump.target.runner), target)
-    pump.run(in_mode(requests_of(num, NUM_TOKENS), Mode.PLAIN))
+    pump.run(in_mode(requests_of(num, NUM_TOKENS), mode))
     return pump
 
 
@@ -46,6 +48,17 @@ def test_texts_are_those_of_plain_decoding(
     assert_same(pump.results, reference_of(family, dtype, num, NUM_TOKENS))
     assert pump.target.stats.steps_ahead > pump.target.stats.steps / 3
     assert pump.target.stats.preemptions > 0
+
+
+def test_messages_come_while_a_step_with_drafts_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Branches have states and rows of their own until the step is awaited."""
+    any_subtrees(monkeypatch)
+    reference = reference_of(*FAST, NUM_TOKENS)
+    texts = {name: [*requests_of(6)[name].prompt, *result.token_ids] for name, result in reference.items()}
+    drafter = KnowingDrafter(texts, hybrid(*FAST[:2]).vocab_size)
+    pump = run(*FAST, monkeypatch, drafter=drafter, draft_steps=(1, 8), pages=14)
+    assert_same(pump.results, reference)
+    assert pump.target.stats.branches_used > 0
 
 
 def dropped(patch: pytest.MonkeyPatch) -> dict[str, Result]:

@@ -1,11 +1,11 @@
 """The target engine: continuous batching at step granularity, every step verifying proposals of any length.
 
 One thread owns it. ``receive`` takes messages between steps, ``step`` finishes one step, and may have launched the next
-one by then (``flight.py``). Outcomes leave before the next forward begins, and what is in flight is announced before
-the forward that verifies it; on an asynchronous device right after its launch. Where what sends them shares the
-engine's interpreter (``holds_outcomes``), both leave together, at that time, or once no session is ready for a step: a
-forward runs without the interpreter, the choice of its sessions and proposals does not, and routers and drafts have one
-message to take instead of two.
+one by then; of a step with drafts it only launches one, or finishes one (``flight.py``). Outcomes leave before the next
+forward begins, and what is in flight is announced before the forward that verifies it; on an asynchronous device right
+after its launch. Where what sends them shares the engine's interpreter (``holds_outcomes``), both leave together, at
+that time, or once no session is ready for a step: a forward runs without the interpreter, the choice of its sessions
+and proposals does not, and routers and drafts have one message to take instead of two.
 """
 
 from __future__ import annotations
@@ -79,6 +79,9 @@ from paceline.types import (
 _CALIBRATED_SIZES = (1, 4, 8, 16, 32, 64)
 _TIMED_FORWARDS = 3
 _TIMED_BRANCHES = 5
+_RECEIVING = 0.8
+"""Share of the expected time of a step with drafts in which messages are received, before the step is awaited: less
+than 1, as steps may take less than expected."""
 
 
 class TargetEngine:
@@ -159,7 +162,8 @@ class TargetEngine:
         self._held: list[FromTarget] = []
         """Messages that are sent together with the next ones."""
         self._flight: Flight | None = None
-        """The step that was launched ahead of its turn; between two calls of ``step``, the only one in flight."""
+        """The step that was launched ahead of its turn, or is not awaited yet; between two calls of ``step``, the only
+        one in flight."""
         self._clock = clock
         self._max_model_len = max_model_len
         self._scheduler = Scheduler(
@@ -254,6 +258,10 @@ class TargetEngine:
             flight = self._launch(parts, started)
             if flight is None:
                 return True
+            if self._overlaps and any(part.session.draft_available for part in flight.parts):
+                self._receive_during(flight)
+        if flight.awaited_from > self._clock():
+            return False
         self._flight = self._launch_ahead(flight)
         if flight.is_ahead:
             self._follow_outcomes()
@@ -262,6 +270,13 @@ class TargetEngine:
         self._send_held()
         self._finish(flight)
         return True
+
+    def _receive_during(self, flight: Flight) -> None:
+        """Has a step with drafts awaited only after most of the time that it is expected to take."""
+        seconds = self.allocation.cost.seconds(sum(part.num_tokens for part in flight.parts))
+        flight.awaited_from = self._clock() + _RECEIVING * seconds
+        self._flight = flight
+        self._send_held()
 
     def _schedule(self) -> tuple[float, list[Scheduled]]:
         """Chooses the parts of a step before which none is in flight; returns them after the time before that."""
@@ -341,7 +356,7 @@ class TargetEngine:
         self.runners.check()
         flight.release_pages(self.runner.cache)
         step = self._meter.decided(flight.parts)
-        if flight.is_ahead:  # sessions may have ended since
+        if flight.is_ahead or flight.awaited_from:  # sessions may have ended since
             verdicts = [v for v, part in zip(verdicts, step.verifying, strict=True) if self._is_open(part.session)]
             parts = [part for part in step.parts if self._is_open(part.session)]
             step = replace(step, parts=parts, verifying=[part for part in parts if part.verifies])
@@ -350,7 +365,7 @@ class TargetEngine:
         if not self._holds_outcomes or forwarded.scored is not None:  # no outcome waits for what follows
             self._send_held()
         if forwarded.scored is not None:
-            self._send(self._score(step, forwarded.scored))
+            self._send(self._score(flight.parts, forwarded.scored))
         if forwarded.guessed is not None:
             self._learn_guesses(step, forwarded.guessed)
         if self.heads or self.link is not None:
@@ -467,7 +482,7 @@ class TargetEngine:
 
     def wait_s(self) -> float | None:
         """Seconds that the engine may sleep after ``step`` returned False; None: until a message comes."""
-        until = self._scheduler.wait_until
+        until = self._scheduler.wait_until if self._flight is None else self._flight.awaited_from
         return None if until is None else max(0.0, until - self._clock())
 
     def facts(self) -> Mapping[str, Any]:
@@ -486,8 +501,9 @@ class TargetEngine:
         """Asserts the invariants of sessions, scheduler and pages."""
         kept = [] if self._flight is None else self._flight.pages
         self._scheduler.check_integrity(list(self._sessions.values()), [*kept, *self.pages.lent])
+        in_flight = () if self._flight is None else [part.session for part in self._flight.parts]
         for session in self._sessions.values():
-            session.check_integrity()
+            session.check_integrity(in_flight=session in in_flight)
         self.heads.check_integrity(list(self._sessions.values()))
 
     def _open(self, message: OpenSession) -> list[TargetSession]:
@@ -653,15 +669,17 @@ class TargetEngine:
                 messages.append(SessionFailed(part.session.session_id, part.session.epoch, str(verdict), at_fault))
         return messages
 
-    def _score(self, step: MeasuredStep, logits: Tensor) -> list[PromptScores | SessionFailed]:
+    def _score(self, parts: Sequence[Scheduled], logits: Tensor) -> list[PromptScores | SessionFailed]:
         """Returns log probabilities of prompts. ``logits``: all rows of the scored parts, in order."""
         messages: list[PromptScores | SessionFailed] = []
         start = 0
-        for part in step.parts:
+        for part in parts:
             if not part.scores:
                 continue
             session, rows = part.session, logits[start : start + part.num_logits]
             start += part.num_logits
+            if not self._is_open(session):
+                continue
             assert session.scored_top is not None
             try:
                 tokens = score(rows, session.tokens[part.start + 1 : part.stop + 1], session.scored_top)

@@ -6,7 +6,9 @@ asynchronous device it launches the next step before it finishes this one, from 
     device   | step n          | step n + 1      | step n + 2
     host       launch n + 1, finish n ..   launch n + 2, finish n + 1 ..
 
-So the host's work takes time only where it is longer than the device's. At most two steps are in flight, and the
+So the host's work takes time only where it is longer than the device's. A step with drafts is awaited only after most
+of the time that it is expected to take, and what comes until then is received meanwhile: drafts' tokens are in the
+trees when the outcome is known, and no step waits for their messages to be read. At most two steps are in flight, and the
 second is launched under one rule: nothing of it depends on what the first decides, except for the values of tokens.
 
 - The target runs on accelerators, has no head, sends no hidden states or hints, and shares no cores with a draft.
@@ -50,6 +52,8 @@ class Flight:
     step needs more than these."""
     is_ahead: bool = False
     """It was launched before the step in front of it was finished."""
+    awaited_from: float = 0.0
+    """Time until which messages are received before the step is awaited; 0: it is awaited at once."""
     pages: list[int] = field(default_factory=list)
     """Pages of sessions that have ended since it was launched: it may still write to them."""
 
@@ -67,8 +71,8 @@ class Flight:
     def keep_pages(self, session: TargetSession) -> None:
         """Holds the pages of a session that ends, if the step computes tokens of it."""
         if any(part.session is session for part in self.parts):
-            self.pages += session.pages
-            session.pages = array("q")
+            self.pages += [*session.pages, *session.private_pages]
+            session.pages, session.private_pages = array("q"), []
 
     def release_pages(self, cache: KVCache) -> None:
         """Releases the pages of sessions that ended. Only once the step is done."""

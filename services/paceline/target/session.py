@@ -439,12 +439,12 @@ class TargetSession:
         num_tokens = len(token_ids)
         return (num_tokens, None) if num_tokens < room else (room, FinishReason.LENGTH)
 
-    def check_integrity(self) -> None:
-        """Asserts the invariants above."""
+    def check_integrity(self, *, in_flight: bool = False) -> None:
+        """Asserts the invariants above. ``in_flight``: a step is computing tokens of the session."""
         assert 0 <= self.num_computed < len(self.tokens), "computed rows must be committed tokens, but not all"
         assert pages_for(self.num_computed) <= len(self.pages), "a computed row has no page"
         assert len(set(self.pages)) == len(self.pages), "a session holds a page twice"
-        assert not self.private_pages, "branches end with their step"
+        assert in_flight or not self.private_pages, "branches end with their step"
         assert len(flat_rows(self.pages, 0, self.num_computed)) == self.num_computed
         assert self.sampler.num_tokens == len(self.tokens), "the sampler follows the context"
         assert self.tree.context_len + len(self._outcome) == len(self.tokens), "the tree follows the context"
