@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.lossless.test_hybrids import FAST, SLOW, reference_of, requests_of
+from tests.lossless.test_hybrids import FAST, SLOW, sessions_of
 from tests.lossless.test_trees import any_subtrees
-from tests.support.hybrids import KnowingDrafter, hybrid, poison
+from tests.support.known import Known
 from tests.support.late import LateDevice
 from tests.support.mutants import mutant
 from tests.support.pump import Pump, assert_same, in_mode
@@ -21,21 +21,19 @@ from tests.target.test_flight import unsure
 from paceline.errors import EngineError
 from paceline.target import engine as engine_module
 from paceline.target.engine import TargetEngine
-from paceline.types import Mode, Result
+from paceline.types import Mode
 
 NUM_TOKENS = 40
 """Of each text: they pass the ends of chunks and of pages."""
 
 
-def run(family: str, dtype: torch.dtype, num: int, patch: pytest.MonkeyPatch, **options: Any) -> Pump:
-    """A pump that has served sessions on an accelerator whose free slots hold NaN."""
-    target = hybrid(family, dtype)
-    mode = Mode.OVERLAPPED if "drafter" in options else Mode.PLAIN
-    pump = Pump(target, None, **({"pages": 9, "max_step_tokens": 48, "late": 0.1} | options))
+def run(sessions: Known, patch: pytest.MonkeyPatch, mode: Mode = Mode.PLAIN, pages: int = 9) -> Pump:
+    """A pump that has served sessions on an accelerator with the tokens of the reference."""
+    pump = sessions.pump(pages=pages, max_step_tokens=48, late=0.1)
     device = LateDevice(pump.clock, lambda num_tokens: 1e-3)
     device.install(patch)
-    device.adopt(poison(pump.target.runner), target)
-    pump.run(in_mode(requests_of(num, NUM_TOKENS), mode))
+    device.adopt(pump.target.runner, sessions.target)
+    assert_same(pump.run(in_mode(sessions.requests, mode)), sessions.reference)
     return pump
 
 
@@ -44,31 +42,26 @@ def test_texts_are_those_of_plain_decoding(
     family: str, dtype: torch.dtype, num: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With prompts in chunks, shared prefixes, and too few pages."""
-    pump = run(family, dtype, num, monkeypatch)
-    assert_same(pump.results, reference_of(family, dtype, num, NUM_TOKENS))
-    assert pump.target.stats.steps_ahead > pump.target.stats.steps / 3
-    assert pump.target.stats.preemptions > 0
+    stats = run(sessions_of(family, dtype, num, NUM_TOKENS), monkeypatch).target.stats
+    assert stats.steps_ahead > stats.steps / 3
+    assert stats.preemptions > 0
 
 
 def test_messages_come_while_a_step_with_drafts_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Branches have states and rows of their own until the step is awaited."""
     any_subtrees(monkeypatch)
-    reference = reference_of(*FAST, NUM_TOKENS)
-    texts = {name: [*requests_of(6)[name].prompt, *result.token_ids] for name, result in reference.items()}
-    drafter = KnowingDrafter(texts, hybrid(*FAST[:2]).vocab_size)
-    pump = run(*FAST, monkeypatch, drafter=drafter, draft_steps=(1, 8), pages=14)
-    assert_same(pump.results, reference)
+    pump = run(sessions_of(*FAST, NUM_TOKENS), monkeypatch, Mode.OVERLAPPED, pages=14)
     assert pump.target.stats.branches_used > 0
 
 
-def dropped(patch: pytest.MonkeyPatch) -> dict[str, Result]:
-    """Results where the device cannot decide some steps, so that those ahead of them are dropped."""
+def drop(patch: pytest.MonkeyPatch) -> None:
+    """Serves sessions where the device cannot decide some steps, so that those ahead of them are dropped."""
     patch.setattr(engine_module, "Drawn", unsure(0))
-    return run(*FAST, patch, pages=24).results
+    run(sessions_of(*FAST, NUM_TOKENS), patch, pages=24)
 
 
 def test_a_step_ahead_that_is_dropped_leaves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_same(dropped(monkeypatch), reference_of(*FAST, NUM_TOKENS))
+    drop(monkeypatch)
 
 
 @mutant(TargetEngine, "_launched")
@@ -84,4 +77,4 @@ def _the_step_ahead_is_held(launched: Any, engine: TargetEngine, parts: Any, *ar
 def test_states_of_a_dropped_step_that_are_kept_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     _the_step_ahead_is_held(monkeypatch)
     with pytest.raises((AssertionError, EngineError)):
-        assert_same(dropped(monkeypatch), reference_of(*FAST, NUM_TOKENS))
+        drop(monkeypatch)

@@ -8,8 +8,10 @@ asynchronous device it launches the next step before it finishes this one, from 
 
 So the host's work takes time only where it is longer than the device's. A step with drafts is awaited only after most
 of the time that it is expected to take, and what comes until then is received meanwhile: drafts' tokens are in the
-trees when the outcome is known, and no step waits for their messages to be read. At most two steps are in flight, and the
-second is launched under one rule: nothing of it depends on what the first decides, except for the values of tokens.
+trees when the outcome is known, and no step waits for their messages to be read.
+
+At most two steps are in flight, and the second is launched under one rule: nothing of it depends on what the first
+decides, except for the values of tokens.
 
 - The target runs on accelerators, has no head, sends no hidden states or hints, and shares no cores with a draft.
 - The step in flight verifies no draft tokens, and no running session may have any in the next one: it has no draft, and
