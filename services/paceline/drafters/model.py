@@ -160,7 +160,8 @@ class ModelDrafter(OfSessions[RowSession]):
         if not parts:
             return self._candidates(leaves, tails, self._num_candidates(leaves))
         try:
-            logits = self._runner.forward([step for part in parts for step in steps_of(part)])
+            steps = [step for part in parts for step in ((part.step,) if isinstance(part, Part) else part.steps)]
+            logits = self._runner.forward(steps)
             if self._translation is not None:
                 logits = self._translation.logits(logits)
             all_in_order = made is not None or (self.tokens_per_leaf == 1 and [*at] == [*range(len(leaves))])
@@ -462,11 +463,6 @@ class ModelDrafter(OfSessions[RowSession]):
 def _nothing(num_leaves: int) -> tuple[Tensor, Tensor]:
     """``_none`` of each leaf; read-only."""
     return _none((num_leaves, 0))
-
-
-def steps_of(part: Part | BranchPart) -> Sequence[SequenceStep]:
-    """A part's sequences."""
-    return (part.step,) if isinstance(part, Part) else part.steps
 
 
 def _none(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -97,10 +97,13 @@ class KVCache:
         self.values: list[torch.Tensor] = []
         self.scales: list[KVScales] = []
         """Divisors of keys and values of each layer before they are rounded to FP8."""
-        self.num_layers = 0
-        """Number of the model's own layers. The layers of heads come after them."""
+        self.scratch_row = num_pages * PAGE_SIZE
+        """Flat row that padded tokens may overwrite."""
         self._allocate(layers, device)
         self.num_layers = len(layers)
+        """Number of the model's own layers. The layers of heads come after them."""
+        self.model_keys, self.model_values = [*self.keys], [*self.values]
+        """Keys and values of the model's own layers."""
         self._free = list(range(num_pages - 1, -1, -1))
         self._refs = [0] * num_pages
         self._hash_of: dict[int, bytes] = {}
@@ -140,24 +143,9 @@ class KVCache:
         return first
 
     @property
-    def model_keys(self) -> list[torch.Tensor]:
-        """Keys of the model's own layers."""
-        return self.keys[: self.num_layers]
-
-    @property
-    def model_values(self) -> list[torch.Tensor]:
-        """Values of the model's own layers."""
-        return self.values[: self.num_layers]
-
-    @property
     def pools(self) -> tuple[torch.Tensor, ...]:
         """All memory of pages, of the heads' layers too: ``pool[page]`` is a page's part of each."""
         return (*self.keys, *self.values)
-
-    @property
-    def scratch_row(self) -> int:
-        """Flat row that padded tokens may overwrite."""
-        return self.num_pages * PAGE_SIZE
 
     @property
     def num_available(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from paceline.checkpoint.grammar_work import POLL_S
 from paceline.checkpoint.linear import CHUNK
@@ -207,7 +208,7 @@ class Scheduler:
                     num_taken = self._take(parts, session, stop, budget, wanted, scores=scores)
                     budget -= num_taken
                     scored_budget -= num_taken if scores else 0
-        parts.sort(key=_scores)
+        parts.sort(key=attrgetter("scores"))
         return self._with_guesses(parts, budget) if self._heads and parts else parts
 
     def schedule_ahead(self, in_flight: Sequence[Scheduled]) -> list[Scheduled]:
@@ -512,10 +513,6 @@ class Scheduler:
         assert not any(s.pages for s in self.waiting), "a waiting session holds no pages"
         states = [s.held_state for s in known if s.held_state != NONE]
         self._cache.check_integrity([kept, *([*s.pages, *s.private_pages] for s in known)], states)
-
-
-def _scores(part: Scheduled) -> bool:
-    return part.scores
 
 
 def offer_of(session: TargetSession, *, sent: bool = False, trees: bool = False) -> Offer:
