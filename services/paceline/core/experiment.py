@@ -22,7 +22,7 @@ from paceline.core.statistics import RateSample
 LEAST, WINDOW = 4, 32
 """Observations before the first verdict, and for the last one; the former also lets a change come into force.
 
-The latter is also how many observations an average of rounds, tokens or gaps remembers (``Ewma(1 / WINDOW)``).
+The latter is also how many observations an average of tokens or gaps remembers (``Ewma(1 / WINDOW)``).
 """
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 64.0
 PATIENCE_S = LEAST * SHORTEST_PAUSE_S
