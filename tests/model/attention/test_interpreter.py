@@ -158,6 +158,16 @@ for bits, exponent, kind, parts, routed, tokens, whole in (
     told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = int(re.search("([0-9]+) bytes spill stores", told)[1])
     assert spilled <= {80: 0, 90: 0, 100: 64}[capability], (spilled, of)
+for kernel, sizes in ((kernels._ordered, dict(PAIRS=1024)), (kernels._cut, dict(TOKENS=16, EXPERTS=512)),
+                      (kernels._weighted, dict(OUTPUTS=1024))):
+    types = dict.fromkeys(["results", "out"], "*bf16") | dict.fromkeys(["order", "ends", "tiles"], "*i32")
+    types |= {"chosen": "*i64", "weights": "*fp32"}
+    names = [p.name for p in kernel.params]
+    signature = {n: "constexpr" if n.isupper() else types.get(n, "i32") for n in names}
+    constants = {(i,): sizes[n] for i, n in enumerate(names) if n.isupper()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    made = compile(source, GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+    assert "fma.rn.f32" not in made.asm["ptx"], ("fused multiplications and additions", kernel)
 """
 
 
