@@ -64,7 +64,7 @@ def differing(folder: Path, means: dict[str, Tensor]) -> list[str]:
             for first, stop in ((0, half), (half, mean.shape[dim]), (half - 3, half + 2)):
                 box = [slice(0, size) for size in mean.shape]
                 box[dim] = slice(first, stop)
-                target = torch.empty(mean[tuple(box)].shape)
+                target = torch.empty(mean[tuple(box)].shape, dtype=torch.float32)
                 files.copy(name, tuple(box), target)
                 if not close(target, mean[tuple(box)]):
                     wrong.append(f"{name} [{dim}: {first}, {stop}]")
@@ -118,6 +118,16 @@ def test_threads_may_read_at_once(tmp_path: Path) -> None:
     files._files._handles = Closed()
     for name, mean in means.items():
         assert close(files.read(name, torch.float32), mean)
+
+
+def test_the_default_dtype_of_another_thread_changes_nothing(tmp_path: Path) -> None:
+    """One that builds a model meanwhile sets it for the whole process."""
+    means = write_packed(tmp_path, "nvfp4-pack-quantized")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert differing(tmp_path, means) == []
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 class Closed(dict[Path, Any]):

@@ -227,9 +227,8 @@ def plain_weight(
     if bits == 4:
         halves = _split(codes.view(torch.uint8), codes.shape[-1] // (SCALED_BLOCK // 2))
         stored = torch.cat([halves & 15, halves >> 4], -1).flatten(-2).long()
-        numbers = (
-            torch.tensor(FLOAT4, dtype=torch.float32, device=codes.device)[stored] if exponent else stored.float() - 8
-        )
+        values = torch.tensor(FLOAT4, dtype=torch.float32, device=codes.device)
+        numbers = values[stored] if exponent else stored.float() - 8
     else:
         numbers = (codes.view(_FLOAT8[exponent]) if exponent else codes).float()
     sizes = _decoded(scales) if factors is None else _decoded(scales) * factors[..., None]
