@@ -7,6 +7,7 @@ two experts exchanged.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,21 +24,34 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.packing import Format
 from paceline.config import ModelOptions
 from paceline.errors import ConfigError
-from paceline.model import kept, quantized
+from paceline.model import dequantized, kept, quantized
 from paceline.model.compiled.parts import _is_part
 from paceline.model.dequantized import DequantizedFiles
 from paceline.model.loading import load_model, load_pretrained
-from paceline.model.scaled import Scaled, ScaledLinear, ScaledWeight, largest_of, round_layers, rounded, scaled_layers
+from paceline.model.scaled import (
+    INT4,
+    Scaled,
+    ScaledLinear,
+    ScaledWeight,
+    largest_of,
+    round_layers,
+    rounded,
+    rounded_to_4,
+    scaled_layers,
+)
 
 CPU = torch.device("cpu")
-FORMATS = [
-    "fp8, blocks", "fp8, tensor", "float-quantized, channel", "modelopt, channels", "pack-quantized",
-    "nvfp4-pack-quantized",
-]  # fmt: skip
+FORMATS = {
+    "fp8, blocks": "fp8", "fp8, tensor": "fp8", "float-quantized, channel": "fp8", "modelopt, channels": "fp8",
+    "int-quantized": "int8", "pack-quantized": "int4", "pack-quantized, zeros": "int4", "gptq": "int4",
+    "awq": "int4", "nvfp4-pack-quantized": "fp4",
+}  # fmt: skip
+"""The method of each, as it is called."""
 
 
 def keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the CPU were a GPU with the kernel."""
+    """As if the CPU were a GPU with the kernel; a few rows are read at a time."""
+    monkeypatch.setattr(dequantized, "_NUM_AT_ONCE", 5000)
     monkeypatch.setattr(kept, "why_not_scaled", lambda device, dtype: None)
 
 
@@ -57,7 +71,7 @@ def test_kept_weights_are_those_of_the_dequantized_checkpoint(
     keep(monkeypatch)
     checkpoint = Checkpoint.open(str(tmp_path))
     model = load_model(checkpoint, ModelOptions(dtype="bfloat16", device="cpu", compile=False))
-    assert model.quantization == {"pack-quantized": "int4", "nvfp4-pack-quantized": "fp4"}.get(name, "fp8")
+    assert model.quantization == FORMATS[name]
     loaded = load_pretrained(checkpoint, torch.bfloat16)
     assert len(scaled_layers(loaded)) == 14
     assert type(loaded).__mro__[0].__name__ == "LlamaForCausalLM"
@@ -68,13 +82,14 @@ def test_kept_weights_are_those_of_the_dequantized_checkpoint(
 
 def held_bytes(model: torch.nn.Module) -> int:
     """Bytes of all weights as they are held."""
-    parts = [part for layer in scaled_layers(model) for part in (layer.codes, layer.scales, layer.factors)]
-    return sum(part.nbytes for part in [*parts, *model.parameters()] if part is not None)
+    parts = [part for layer in scaled_layers(model) for part in layer.buffers()]
+    return sum(part.nbytes for part in [*parts, *model.parameters()])
 
 
-def test_a_gpu_holds_one_byte_for_each_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is counted before anything is loaded is what the layers hold; a rank has its share of it."""
-    write_packed(tmp_path, "fp8, blocks")
+@pytest.mark.parametrize("name", ["fp8, blocks", "awq"])
+def test_a_gpu_holds_what_is_counted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded; a rank has its share of it."""
+    write_packed(tmp_path, name)
     checkpoint = Checkpoint.open(str(tmp_path))
     plain, kept_size = checkpoint.size("bfloat16"), checkpoint.size("bfloat16", on_gpu=True)
     assert checkpoint.size("float32", on_gpu=True).saved_bytes == 0
@@ -146,13 +161,22 @@ def first_rows(read, files, name, box, format):
 @mutant(DequantizedFiles, "read_scaled")
 def one_group(read, files, name, box, format):
     """The scale of an output's first block for all of them."""
-    codes, scales, _ = read(files, name, box, format)
+    codes, scales, *_ = read(files, name, box, format)
     return Scaled(codes, scales[:, :1].expand_as(scales).contiguous())
 
 
-@pytest.mark.parametrize("wrong", [first_rows, one_group])
-def test_wrong_scales_are_noticed(wrong: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_packed(tmp_path, "fp8, blocks")
+@mutant(DequantizedFiles, "read_scaled")
+def other_zeros(read, files, name, box, format):
+    """The zero points of the next group."""
+    part = read(files, name, box, format)
+    return part._replace(zeros=part.zeros.roll(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("fp8, blocks", first_rows), ("fp8, blocks", one_group), ("awq", other_zeros)]
+)
+def test_wrong_scales_are_noticed(name: str, wrong: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_packed(tmp_path, name)
     right = [logits_of(tmp_path), logits_of_two(str(tmp_path))]
     keep(monkeypatch)
     wrong(monkeypatch)
@@ -160,9 +184,11 @@ def test_wrong_scales_are_noticed(wrong: Mutant, tmp_path: Path, monkeypatch: py
     assert any(not torch.equal(*pair) for pair in zip(found, right, strict=True))
 
 
-def test_formats_of_other_bits_and_zero_points_are_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_of_other_bits_and_groups_in_any_order_are_dequantized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep(monkeypatch)
-    for name in ("int-quantized", "awq"):
+    for name in ("pack-quantized, 8 bits", "pack-quantized, ordered", "gptq, ordered"):
         write_packed(tmp_path / name, name)
         assert not scaled_layers(load_pretrained(Checkpoint.open(str(tmp_path / name)), torch.bfloat16))
         assert Checkpoint.open(str(tmp_path / name)).size("bfloat16", on_gpu=True).saved_bytes == 0
@@ -198,11 +224,36 @@ def test_int8_rounds_the_linear_layers_of_a_model_with_linear_attention() -> Non
     assert any("linear_attn" in name for name in names)
     assert "lm_head" not in names
     for name in names:
-        codes, scales, _ = rounded(before[name], largest_of(before[name]))
+        codes, scales, *_ = rounded(before[name], largest_of(before[name]))
         assert codes.abs().max() == 127
         own = model.get_submodule(name).weight
         assert float(((own.float() - before[name].float()).abs() / scales).max()) <= 0.51 + 127 / 256  # and bfloat16's
     assert quantized.quantization_of(model) == ("int8", None)
+
+
+def test_groups_that_a_checkpoint_stores_are_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its configuration says that they are in order: the weights are dequantized."""
+    write_packed(tmp_path, "gptq, ordered")
+    plain, config = logits_of(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = False
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    keep(monkeypatch)
+    assert torch.equal(logits_of(tmp_path), plain)
+
+
+@pytest.mark.parametrize("inputs", [64, 40])
+def test_int4_rounds_each_32_inputs_between_their_bounds(inputs: int) -> None:
+    """By half a step at most, zero exactly; a group of one sign has zero as a bound, and one of zeros stays so."""
+    weight = torch.randn(16, inputs, generator=torch.Generator().manual_seed(1))
+    weight[0], weight[1, :32], weight[2] = weight[0].abs() + 3, 0, 0
+    weight[:, 5] = 0
+    layer = ScaledLinear(torch.nn.Linear(inputs, 16, bias=False))
+    layer.hold(rounded_to_4(weight), INT4, CPU, "")
+    groups = torch.nn.functional.pad(weight, (0, -inputs % 32)).view(16, -1, 32)
+    steps = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15
+    steps = steps.repeat_interleave(32, 1)[:, :inputs]
+    assert bool(((layer.weight - weight).abs() <= 0.502 * steps).all())  # of a scale in float16
+    assert bool((layer.weight[weight == 0] == 0).all())
 
 
 def test_a_gpu_without_the_kernel_dequantizes_and_says_so(

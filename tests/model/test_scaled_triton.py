@@ -57,8 +57,8 @@ def kernels() -> ModuleType:
 
 BLOCKS = Format(8, 4, 128)
 FORMATS = [
-    BLOCKS, Format(8, 5), Format(8, 0), Format(4, 0, 64, "BF16"), Format(4, 2, 16, "F8_E4M3", True),
-    Format(4, 2, 32, "F8_E8M0"),
+    BLOCKS, Format(8, 5), Format(8, 0, has_zeros=True), Format(4, 0, 64, "BF16"),
+    Format(4, 0, 32, "F16", has_zeros=True), Format(4, 2, 16, "F8_E4M3", True), Format(4, 2, 32, "F8_E8M0"),
 ]  # fmt: skip
 
 
@@ -77,7 +77,9 @@ def part_of(format: Format, outputs: int, generator: torch.Generator) -> Scaled:
     else:
         dtype = {4: torch.float8_e4m3fn, 5: torch.float8_e5m2, 0: torch.int8}[format.exponent]
         codes = (torch.randn(outputs, SIZES[0], generator=generator) * 40).clamp(-120, 120).to(dtype)
-    return Scaled(codes, stored_scales(scales, format), random(outputs) / 1000 if format.has_factors else None)
+    factors = random(outputs) / 1000 if format.has_factors else None
+    zeros = (random(outputs, groups) * 17 - 8).to(torch.int8) if format.has_zeros else None
+    return Scaled(codes, stored_scales(scales, format), factors, zeros)
 
 
 def layer_of(format: Format, *, biased: bool = False) -> ScaledLinear:

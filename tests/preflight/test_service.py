@@ -304,7 +304,7 @@ def test_ranks_of_a_quantized_checkpoint(tmp_path, stored, said):
         assert said.format(folder) in finding.message
 
 
-@pytest.mark.parametrize(("format", "are_told"), [("int-quantized", True), ("fp8, blocks", False)])
+@pytest.mark.parametrize(("format", "are_told"), [("gptq, ordered", True), ("fp8, blocks", False)])
 def test_weights_that_a_gpu_runs_dequantized_are_told(tmp_path, format, are_told):
     save(tmp_path / "target", random_model(CONFIG))
     write_packed(tmp_path / "target", format)

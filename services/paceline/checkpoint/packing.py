@@ -62,6 +62,8 @@ class Format(NamedTuple):
     """Number format of the scales, as safetensors names it."""
     has_factors: bool = False
     """True: the scales of an output are multiplied by one more number (NVFP4)."""
+    has_zeros: bool = False
+    """True: an integer of 8 bits for each scale, a zero point, is taken from its numbers."""
 
     @property
     def name(self) -> str:
@@ -72,8 +74,8 @@ class Format(NamedTuple):
         """Bytes of a matrix: its rows are filled up to blocks."""
         filled = -(-inputs // SCALED_BLOCK) * SCALED_BLOCK
         num_scales = filled // self.group if self.group else 1
-        of_row = filled * self.bits // 8 + num_scales * _SCALE_BYTES[self.scales] + (4 if self.has_factors else 0)
-        return outputs * of_row
+        of_scale = _SCALE_BYTES[self.scales] + self.has_zeros
+        return outputs * (filled * self.bits // 8 + num_scales * of_scale + 4 * self.has_factors)
 
     def begun_at(self, *inputs: int) -> Format | None:
         """The format of parts of a matrix that begin at these ``inputs``: with smaller groups where one lies across a
@@ -112,6 +114,8 @@ class Packing:
     """What is added to stored zero points."""
     groups: str = ""
     """Ending of the name of the group of each input."""
+    in_order: bool = False
+    """True: these groups are of neighbors."""
     shape: str = ""
     """Ending of the name of a stored shape."""
     transposed: bool = False
@@ -166,7 +170,7 @@ class Packing:
     def scaled(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Format]:
         """Weights that a GPU can multiply as they are stored, with their formats there, by the weights' names.
 
-        They have no zero points, and groups of inputs in their order.
+        Their groups are of inputs in their order.
 
         Args:
             tensors: as for ``count_packed``.
@@ -181,21 +185,25 @@ class Packing:
         """The format of a weight on a GPU; None if it is dequantized."""
         kind, shape = tensors[stem + self.codes]
         packing = self.of_type(kind)
-        if any(ending and stem + ending in tensors for ending in (self.zeros, self.groups)) or packing.needs_zeros:
+        if packing.groups and stem + packing.groups in tensors and not packing.in_order:
+            return None
+        has_zeros = bool(packing.zeros) and stem + packing.zeros in tensors
+        if packing.needs_zeros and not has_zeros:
             return None
         scale_kind, scales = next(tensors[own] for own in self.scale_names(stem) if own in tensors)
         if packing.kind == "mxfp4":
             return Format(4, 2, MXFP4_GROUP, "F8_E8M0") if len(shape) == 4 else None
-        if len(shape) != 2 or packing.transposed or (packing.kind == "words" and packing.bits != 4):
+        if len(shape) != 2 or (packing.kind == "words" and packing.bits != 4):
             return None
-        bits, inputs = packing.bits, shape[1] * packing.per_word
         exponent = {"scaled": _EXPONENTS.get(kind, 0), "words": 0}.get(packing.kind, 2)
-        columns = scales[1] if len(scales) == 2 else 1
-        group = 0 if columns == 1 else packing.block[1]
+        inputs, at = packing.shape_of(shape)[1], 0 if packing.transposed else 1
+        columns = scales[at] if len(scales) == 2 else 1
+        group = 0 if columns == 1 else packing.block[at]
         fits = columns == 1 or (group and -(-inputs // group) == columns)
-        if not fits or scale_kind not in _SCALE_BYTES:
+        if not fits or scale_kind not in _SCALE_BYTES or (has_zeros and exponent):
             return None
-        return Format(bits, exponent, group, scale_kind, bool(packing.second)).begun_at(SCALED_BLOCK)
+        held = Format(packing.bits, exponent, group, scale_kind, bool(packing.second), has_zeros)
+        return held.begun_at(SCALED_BLOCK)
 
     def parts(self, stem: str) -> Iterator[str]:
         """Names of the tensors that a weight may consist of."""
@@ -301,7 +309,7 @@ def count_scaled(
         quantized += math.prod(shape)
         if (format := formats.get(name)) is None or (model_type in PLAIN_EXPERTS and ".experts." in name):
             continue
-        *experts, outputs, inputs = (*shape[:-2], *shape[:-3:-1]) if own.transposed else shape
+        *experts, outputs, inputs = (*shape[:-2], *shape[:-3:-1]) if own.kind == "mxfp4" else shape
         numbers += math.prod(shape)
         num_bytes += math.prod(experts) * format.num_bytes(outputs, inputs)
     return numbers, num_bytes, quantized
@@ -421,7 +429,8 @@ def _gptq(config: Mapping[str, Any]) -> Packing | str:
         return f"pack_dtype {config['pack_dtype']!r}"
     return Packing(
         "words", "qweight", "weight", ("scales",), ("I32",), bits, _group_of(config), "qzeros", True,
-        zero_shift=1 if form == "gptq" else 0, groups="g_idx", transposed=True, packed_dim=0,
+        zero_shift=1 if form == "gptq" else 0, groups="g_idx", in_order=not config.get("desc_act"), transposed=True,
+        packed_dim=0,
     )  # fmt: skip
 
 

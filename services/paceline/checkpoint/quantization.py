@@ -85,8 +85,8 @@ def require_method(path: str, method: str, device: str) -> None:
         _raise_missing(subject, missing, "or use another checkpoint")
 
 
-def require_quantization(quantization: str, path: str, method: str | None, device: str) -> None:
-    """Raises ConfigError in one sentence if weights cannot be quantized while they are loaded to ``device``.
+def require_quantization(quantization: str, path: str, method: str | None) -> None:
+    """Raises ConfigError in one sentence if weights cannot be quantized while they are loaded.
 
     ``method``: what the checkpoint at ``path`` is quantized by already, if it is.
     """
@@ -96,10 +96,6 @@ def require_quantization(quantization: str, path: str, method: str | None, devic
             f"{subject}, and model {path!r} is quantized by {method!r} already: set quantization to null to run it as "
             "it is, or name a checkpoint that is not quantized"
         )
-    if device == "cpu":
-        return
-    if quantization != "int8":
-        raise ConfigError(f"{subject} and device is {device!r}: 'int8' and null are allowed there")
 
 
 def batch_dependence(config: Mapping[str, Any]) -> str | None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
@@ -17,7 +18,7 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.packing import MXFP4_GROUP, WORD_BITS, Format, Packing
 from paceline.errors import ConfigError
 from paceline.model.parallel.load import CheckpointFiles
-from paceline.model.scaled import FLOAT4, Scaled, stored_scales
+from paceline.model.scaled import FLOAT4, INTEGER_ZEROS, Scaled, stored_scales
 
 Box = tuple[slice, ...]
 
@@ -79,7 +80,8 @@ class DequantizedFiles:
     @property
     def scaled(self) -> dict[str, Format]:
         """Weights that can stay as they are stored (``Packing.scaled``)."""
-        return self._packing.scaled({name: (self._files.type(name), self._files.shape(name)) for name in self._stored})
+        found = self._packing.scaled({name: (self._files.type(name), self._files.shape(name)) for name in self._stored})
+        return {name: format for name, format in found.items() if self._is_in_order(self._stems[name])}
 
     def read_scaled(self, name: str, box: Box, format: Format) -> Scaled:
         """Outputs of one of them, or of one expert. Their inputs in the box begin with a group of ``format``."""
@@ -87,18 +89,50 @@ class DequantizedFiles:
         packing = self._packings[stem]
         if packing.kind == "mxfp4":
             return self._expert(stem, box, format)
-        (rows, columns), stored = box, stem + packing.codes
+        rows, columns = box
         num_rows, num_inputs = rows.stop - rows.start, columns.stop - columns.start
-        dtype, per_word = _TYPES.get(self._files.type(stored), torch.int32), packing.per_word
-        words = rows, slice(columns.start // per_word, -(-columns.stop // per_word))
-        codes = torch.empty(num_rows, words[1].stop - words[1].start, dtype=dtype)
-        self._files.copy(stored, words, codes)
-        codes = codes.view(torch.uint8)[:, : -(-num_inputs * format.bits // 8)]
         group = format.group or num_inputs
-        scales = self._spread(self._scales_name(stem), (rows, slice(columns.start, columns.stop, group)), stem)
-        scales = stored_scales(scales.expand(num_rows, -(-num_inputs // group)).contiguous(), format)
-        factor = self._factor(stem)
-        return Scaled(codes, scales, None if factor is None else factor.reshape(1).expand(num_rows))
+        groups: Box = (rows, slice(columns.start, columns.stop, group))
+
+        def of_groups(values: Tensor) -> Tensor:
+            values = values.T if packing.transposed else values
+            return values.expand(num_rows, -(-num_inputs // group)).contiguous()
+
+        groups = groups[::-1] if packing.transposed else groups
+        scales = stored_scales(of_groups(self._spread(self._scales_name(stem), groups, stem)), format)
+        factor, zeros = self._factor(stem), self._zeros(stem, groups)
+        return Scaled(
+            self._bytes(stem, box)[:, : -(-num_inputs * format.bits // 8)],
+            scales,
+            None if factor is None else factor.reshape(1).expand(num_rows),
+            of_groups(zeros - INTEGER_ZEROS[format.bits]).to(torch.int8) if isinstance(zeros, Tensor) else None,
+        )
+
+    def _bytes(self, stem: str, box: Box) -> Tensor:
+        """[outputs, bytes] of the codes of a box: of 4 bits two inputs in a byte, the first in the lower bits."""
+        packing, stored, (rows, columns) = self._packings[stem], stem + self._packings[stem].codes, box
+        if packing.transposed and packing.packed_dim == 1:  # a word has outputs
+            parts = range(columns.start, columns.stop, max(1, _NUM_AT_ONCE // (rows.stop - rows.start)))
+            boxes = [(slice(first, min(first + parts.step, columns.stop)), rows) for first in parts]
+            numbers = torch.cat([self._codes(packing, stored, part, 1).to(torch.uint8) for part in boxes]).T
+            numbers = F.pad(numbers, (0, numbers.shape[1] % 2))
+            return numbers[:, ::2] | numbers[:, 1::2] << 4
+        dtype, per_word = _TYPES.get(self._files.type(stored), torch.int32), packing.per_word
+        part = rows, slice(columns.start // per_word, -(-columns.stop // per_word))
+        part = part[::-1] if packing.transposed else part
+        codes = torch.empty([one.stop - one.start for one in part], dtype=dtype)
+        self._files.copy(stored, part, codes)
+        return (codes.T.contiguous() if packing.transposed else codes).view(torch.uint8)
+
+    def _is_in_order(self, stem: str) -> bool:
+        """True if groups of inputs that are stored, if any, are of neighbors."""
+        packing = self._packings[stem]
+        name = stem + packing.groups
+        if not packing.groups or name not in self._stored:
+            return True
+        groups = self._part(name, (slice(0, *self._files.shape(name)),), torch.int32)
+        size = packing.block[0 if packing.transposed else 1] or len(groups)
+        return torch.equal(groups, torch.arange(len(groups), dtype=torch.int32) // size)
 
     def copy(self, name: str, box: Box, target: Tensor) -> None:
         """Copies a box of a tensor to ``target``; a quantized one some of its rows at a time."""
@@ -218,7 +252,7 @@ class DequantizedFiles:
         groups = stem + packing.groups
         along_inputs = dim == (0 if packing.transposed else 1)
         if packing.groups and along_inputs and groups in self._stored:
-            found = self._part(groups, (part,), torch.int32)
+            found = self._part(groups, (slice(part.start, part.stop),), torch.int32)[:: part.step]
             if int(found.min()) >= 0:
                 if int(found.max()) >= size:
                     raise self._misshapen(groups)

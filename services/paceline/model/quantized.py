@@ -47,7 +47,7 @@ def load_options(
     """
     method = None if checkpoint.quantization is None else method_of(checkpoint.quantization)
     if quantization is not None:
-        require_quantization(quantization, checkpoint.path, method, device.type)
+        require_quantization(quantization, checkpoint.path, method)
         if device.type == "cpu":
             if not blocks_usable():
                 raise ConfigError(
@@ -111,7 +111,7 @@ def round_linear(
     if device.type == "cpu":
         pack_quantized(model, weights, quantization, whole)
     else:
-        round_layers(model, device, OUTPUTS, whole)
+        round_layers(model, device, OUTPUTS, 8 if quantization == "int8" else 4, whole)
     _require_quantized(model, path, quantization)
 
 

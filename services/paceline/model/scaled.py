@@ -1,8 +1,8 @@
 """Weights on a GPU that stay numbers of 8 or 4 bits with scales: those of checkpoints, or rounded here.
 
-A weight is ``code * scale``, rounded once to the dtype of the inputs, as it would be in a dequantized checkpoint; no
-weight is stored so. ``scaled_triton.py`` multiplies by them, for steps of any size in the same order: by linear layers
-here, by experts in ``experts.py``. Activations are not rounded.
+A weight is ``(code - zero) * scale``, rounded once to the dtype of the inputs, as it would be in a dequantized
+checkpoint; no weight is stored so. ``scaled_triton.py`` multiplies by them, for steps of any size in the same order: by
+linear layers here, by experts in ``experts.py``. Activations are not rounded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from paceline.core.cuda import LEAST_CAPABILITY, triton_unavailable
 from paceline.errors import ConfigError
 from paceline.model.compiled.linear import replace_layers
 
-INT8 = Format(8, 0)
+INT8, INT4 = Format(8, 0), Format(4, 0, 32, "F16", has_zeros=True)
+"""How weights are rounded here."""
+INTEGER_ZEROS = {8: 0, 4: 8}
+"""What an integer is stored for that is zero where no zero points are, by its bits."""
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the codes of a float of four bits, E2M1."""
 _FLOAT8 = {4: torch.float8_e4m3fn, 5: torch.float8_e5m2}
@@ -43,6 +46,8 @@ class Scaled(NamedTuple):
     """[outputs, 1 or groups]: one for all inputs of an output, or for each group of them."""
     factors: Tensor | None = None
     """[outputs] float32, if a format has them."""
+    zeros: Tensor | None = None
+    """[outputs, 1 or groups] int8, if a format has them: zero points less ``INTEGER_ZEROS``."""
 
 
 class ScaledWeight(nn.Module):
@@ -55,6 +60,8 @@ class ScaledWeight(nn.Module):
     """[.., outputs, 1 or groups of the filled rows]."""
     factors: Tensor | None
     """[.., outputs] float32, or None."""
+    zeros: Tensor | None
+    """int8 of the shape of the scales, or None."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Takes no memory yet; ``allocate`` does."""
@@ -66,11 +73,11 @@ class ScaledWeight(nn.Module):
         self.format = format
         *lead, inputs = self.shape
         filled = -(-inputs // SCALED_BLOCK) * SCALED_BLOCK
+        groups = filled // format.group if format.group else 1
         parts = {
             "codes": torch.empty(*lead, filled * format.bits // 8, dtype=torch.int8, device=device),
-            "scales": torch.zeros(
-                *lead, filled // format.group if format.group else 1, dtype=_SCALES[format.scales], device=device
-            ),
+            "scales": torch.zeros(*lead, groups, dtype=_SCALES[format.scales], device=device),
+            "zeros": torch.zeros(*lead, groups, dtype=torch.int8, device=device) if format.has_zeros else None,
             "factors": torch.empty(lead, dtype=torch.float32, device=device) if format.has_factors else None,
         }
         for name, part in parts.items():
@@ -99,13 +106,15 @@ class ScaledWeight(nn.Module):
         self.scales[place][..., : scales.shape[-1]].copy_(scales)
         if self.factors is not None and part.factors is not None:
             self.factors[place].copy_(part.factors)
+        if self.zeros is not None and part.zeros is not None:
+            self.zeros[place][..., : part.zeros.shape[-1]].copy_(part.zeros)
 
     @property
     def for_kernel(self) -> Any:
         """The weight as ``scaled_triton.py`` takes it."""
         from paceline.model.scaled_triton import Weights
 
-        return Weights(self.codes, self.scales, self.factors, self.format.bits, self.format.exponent)
+        return Weights(self.codes, self.scales, self.factors, self.zeros, self.format.bits, self.format.exponent)
 
     @property
     def method(self) -> str:
@@ -120,8 +129,8 @@ class ScaledWeight(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weights as plain ones, for code that reads them; made anew at each call."""
-        plain = plain_weight(self.codes, self.scales, self.factors, self.format.bits, self.format.exponent, self._dtype)
-        return plain[..., : self.shape[-1]]
+        kept = self.codes, self.scales, self.factors, self.zeros, self.format.bits, self.format.exponent
+        return plain_weight(*kept, self._dtype)[..., : self.shape[-1]]
 
 
 class ScaledLinear(ScaledWeight):
@@ -142,7 +151,7 @@ class ScaledLinear(ScaledWeight):
         """``[..., inputs] -> [..., outputs]``."""
         ours: Any = torch.ops.paceline
         product: Tensor = ours.scaled_linear(
-            x, self.codes, self.scales, self.factors, self.bias, self.format.bits, self.format.exponent
+            x, self.codes, self.scales, self.factors, self.zeros, self.bias, self.format.bits, self.format.exponent
         )
         return product
 
@@ -178,11 +187,14 @@ class Whole:
         return own
 
 
-def round_layers(model: PreTrainedModel, device: torch.device, least_outputs: int, whole: Whole | None = None) -> None:
-    """Rounds the weights of a model's linear layers to 8 bits, of an output by one scale, and keeps them on ``device``.
+def round_layers(
+    model: PreTrainedModel, device: torch.device, least_outputs: int, bits: int = 8, whole: Whole | None = None
+) -> None:
+    """Rounds the weights of a model's linear layers to 8 or 4 ``bits``, and keeps them on ``device``.
 
-    The output layer and layers of fewer outputs, such as gates, stay as they are. Ranks have the codes and scales of
-    the ``whole`` model.
+    Of 8 bits an output has one scale, of 4 bits each of its groups, with a zero point. The output layer and layers of
+    fewer outputs, such as gates, stay as they are. Ranks have the codes and scales of the ``whole`` model; of 4 bits
+    those do that have whole groups.
     """
     output_layer, whole = model.get_output_embeddings(), whole or Whole()
 
@@ -190,6 +202,8 @@ def round_layers(model: PreTrainedModel, device: torch.device, least_outputs: in
         if layer is output_layer or whole.num_outputs(path, layer) < least_outputs:
             return None
         weight = layer.weight.detach().to(device)
+        if bits == 4:
+            return ScaledLinear(layer).hold(rounded_to_4(weight), INT4, device, path)
         return ScaledLinear(layer).hold(rounded(weight, whole.largest(path, largest_of(weight))), INT8, device, path)
 
     replace_layers(model, make)
@@ -207,6 +221,19 @@ def rounded(weight: Tensor, largest: Tensor) -> Scaled:
     return Scaled(codes.to(torch.int8), scales)
 
 
+def rounded_to_4(weight: Tensor) -> Scaled:
+    """A matrix as integers of 4 bits between the least and the largest number of each group of ``INT4``, and zero."""
+    groups = F.pad(weight.float(), (0, -weight.shape[1] % INT4.group)).view(len(weight), -1, INT4.group)
+    least, largest = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scales = ((largest - least) / 15).half()
+    steps = scales.float().masked_fill(scales == 0, torch.inf)
+    zeros = (-least / steps).round().clamp(0, 15)
+    numbers = ((groups / steps[..., None]).round() + zeros[..., None]).clamp(0, 15).to(torch.uint8).flatten(1)
+    return Scaled(
+        numbers[:, ::2] | numbers[:, 1::2] << 4, scales, zeros=(zeros - INTEGER_ZEROS[INT4.bits]).to(torch.int8)
+    )
+
+
 def why_not_scaled(device: torch.device, dtype: torch.dtype) -> str | None:
     """Says why products by scaled weights cannot run, as a clause about their kernel; None: they can."""
     if device.type != "cuda":
@@ -221,18 +248,26 @@ def why_not_scaled(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def plain_weight(
-    codes: Tensor, scales: Tensor, factors: Tensor | None, bits: int, exponent: int, dtype: torch.dtype
+    codes: Tensor,
+    scales: Tensor,
+    factors: Tensor | None,
+    zeros: Tensor | None,
+    bits: int,
+    exponent: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """[.., outputs, filled inputs] as ``ScaledWeight`` holds them, dequantized: what the kernel has in registers."""
     if bits == 4:
         halves = _split(codes.view(torch.uint8), codes.shape[-1] // (SCALED_BLOCK // 2))
         stored = torch.cat([halves & 15, halves >> 4], -1).flatten(-2).long()
         values = torch.tensor(FLOAT4, dtype=torch.float32, device=codes.device)
-        numbers = values[stored] if exponent else stored.float() - 8
+        numbers = values[stored] if exponent else stored.float() - INTEGER_ZEROS[4]
     else:
         numbers = (codes.view(_FLOAT8[exponent]) if exponent else codes).float()
     sizes = _decoded(scales) if factors is None else _decoded(scales) * factors[..., None]
     groups = _split(numbers, scales.shape[-1])
+    if zeros is not None:
+        groups = groups - zeros[..., None].float()
     return (groups * sizes[..., None]).flatten(-2).to(dtype)
 
 
@@ -261,24 +296,39 @@ def _in_halves(codes: Tensor) -> Tensor:
 
 
 def _by_torch(
-    x: Tensor, codes: Tensor, scales: Tensor, factors: Tensor | None, bias: Tensor | None, bits: int, exponent: int
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    factors: Tensor | None,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    exponent: int,
 ) -> Tensor:
-    return F.linear(x, plain_weight(codes, scales, factors, bits, exponent, x.dtype)[:, : x.shape[-1]], bias)
+    return F.linear(x, plain_weight(codes, scales, factors, zeros, bits, exponent, x.dtype)[:, : x.shape[-1]], bias)
 
 
 def _by_triton(
-    x: Tensor, codes: Tensor, scales: Tensor, factors: Tensor | None, bias: Tensor | None, bits: int, exponent: int
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    factors: Tensor | None,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    exponent: int,
 ) -> Tensor:
     from paceline.model.scaled_triton import Weights, multiply
 
-    flat = x.reshape(-1, x.shape[-1]).contiguous()
-    return multiply(flat, Weights(codes, scales, factors, bits, exponent), bias).view(*x.shape[:-1], codes.shape[0])
+    flat, weights = x.reshape(-1, x.shape[-1]).contiguous(), Weights(codes, scales, factors, zeros, bits, exponent)
+    return multiply(flat, weights, bias).view(*x.shape[:-1], codes.shape[0])
 
 
 def _register() -> None:
     torch.library.define(
         "paceline::scaled_linear",
-        "(Tensor x, Tensor codes, Tensor scales, Tensor? factors, Tensor? bias, int bits, int exponent) -> Tensor",
+        "(Tensor x, Tensor codes, Tensor scales, Tensor? factors, Tensor? zeros, Tensor? bias, int bits, int exponent) "
+        "-> Tensor",
     )
     torch.library.impl("paceline::scaled_linear", "CPU", _by_torch)
     torch.library.impl("paceline::scaled_linear", "CUDA", _by_triton)

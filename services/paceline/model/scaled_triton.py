@@ -1,6 +1,6 @@
 """Products by scaled weights of 8 bits for CUDA: codes are read as they are stored, and become weights in registers.
 
-A weight is ``code * scale`` in float32, rounded once to the dtype of the inputs: the number that a dequantized
+A weight is ``(code - zero) * scale`` in float32, rounded once to the dtype of the inputs: the number that a dequantized
 checkpoint holds (``dequantized.py``). Inputs are taken in blocks of ``BLOCK``. The blocks of a *split* are summed in
 float32 in their order, then the splits in theirs. The number of splits depends on the sizes of the weight alone, so a
 row of the result has the same bits whatever the number of rows.
@@ -90,6 +90,7 @@ def _product(  # type: ignore[no-untyped-def]
     codes,
     scales,
     factors,
+    zeros,
     bias,
     out,
     tiles,
@@ -107,6 +108,7 @@ def _product(  # type: ignore[no-untyped-def]
     EXPONENT: tl.constexpr,
     FACTOR: tl.constexpr,
     FACTORS: tl.constexpr,
+    ZEROS: tl.constexpr,
     ROUTED: tl.constexpr,
     WHOLE: tl.constexpr,
     BIASED: tl.constexpr,
@@ -150,13 +152,17 @@ def _product(  # type: ignore[no-untyped-def]
             stored = tl.load(of_row + (block * BLOCK + place)[None, :])
             for half in tl.static_range(8 // BITS):
                 start = (block * (8 // BITS) + half) * BLOCK
-                scale_at = scales + row[:, None] * groups + start // group + part_of[None, :]
-                scale = _scale(tl.load(scale_at), more) * FACTOR
+                scale_at = row[:, None] * groups + start // group + part_of[None, :]
+                scale = _scale(tl.load(scales + scale_at), more) * FACTOR
                 weights = _numbers(stored, half, BITS, EXPONENT)
                 if PARTS > 1:
-                    weights = tl.reshape(weights, (OUTPUTS, PARTS, BLOCK // PARTS)) * scale[:, :, None]
-                    weights = tl.reshape(weights, (OUTPUTS, BLOCK))
+                    weights = tl.reshape(weights, (OUTPUTS, PARTS, BLOCK // PARTS))
+                    if ZEROS:
+                        weights -= tl.load(zeros + scale_at).to(tl.float32)[:, :, None]
+                    weights = tl.reshape(weights * scale[:, :, None], (OUTPUTS, BLOCK))
                 else:
+                    if ZEROS:
+                        weights -= tl.load(zeros + scale_at).to(tl.float32)
                     weights *= scale
                 at = start + place
                 given = tl.load(of_token + at[:, None], (at < inputs)[:, None] & is_token[None, :], 0.0)
@@ -255,6 +261,8 @@ class Weights(NamedTuple):
     """[.., outputs, 1 or groups]."""
     factors: Tensor | None
     """[.., outputs] float32."""
+    zeros: Tensor | None
+    """int8 of the shape of the scales, taken from the codes."""
     bits: int
     exponent: int
     """Bits of a number, and of its exponent; 0: integers."""
@@ -290,7 +298,7 @@ def _multiplied(
 
     ``most``: tokens of the largest tile.
     """
-    codes, scales, factors, bits, exponent = weights
+    codes, scales, factors, zeros, bits, exponent = weights
     inputs, (*_, outputs, row_len) = x.shape[1], codes.shape
     filled = row_len * 8 // bits
     (splits, blocks), groups = num_splits(inputs, outputs), scales.shape[-1]
@@ -307,6 +315,7 @@ def _multiplied(
         codes,
         scales,
         x if factors is None else factors,
+        x if zeros is None else zeros,
         x if bias is None else bias,
         sums,
         x if routes is None else routes.tiles,
@@ -324,6 +333,7 @@ def _multiplied(
         EXPONENT=exponent,
         FACTOR=factor(exponent),
         FACTORS=factors is not None,
+        ZEROS=zeros is not None,
         ROUTED=0 if routes is None else 2 if back else 1,
         WHOLE=whole,
         BIASED=bias is not None,
@@ -396,7 +406,7 @@ def most_tokens(x: Tensor, weights: Weights) -> int:
     """
     filled = weights.codes.shape[-1] * 8 // weights.bits
     group = min(BLOCK, filled // weights.scales.shape[-1])
-    key = str(x.device), x.dtype, *weights[3:], group, weights.scales.dtype
+    key = str(x.device), x.dtype, *weights[4:], group, weights.scales.dtype, weights.zeros is None
     if key not in _MOST:
         if x.device.type != "cuda":
             return 2 * _FEW_TOKENS
@@ -429,7 +439,8 @@ def tiles_agree(like: Tensor, weights: Weights, sizes: tuple[int, int, int]) -> 
     if weights.scales.dtype.itemsize == 1:  # exponents, or floats
         scales = scales * 2 + (118 if weights.scales.dtype == torch.uint8 else 56)
     factors = None if weights.factors is None else random(outputs).abs()
-    tried = Weights(codes, scales.to(weights.scales.dtype), factors, *weights[3:])
+    zeros = None if weights.zeros is None else (random(outputs, groups) * 2).to(torch.int8)
+    tried = Weights(codes, scales.to(weights.scales.dtype), factors, zeros, *weights[4:])
     x = random(num_tokens, inputs).to(like.dtype)
     large = _multiplied(x, tried, None, 2 * _FEW_TOKENS)
     for tokens in (16, 32, _FEW_TOKENS):

@@ -125,16 +125,18 @@ from paceline.checkpoint.packing import factor
 from paceline.model import scaled_triton as kernels
 
 capability, names = int(sys.argv[1]), [p.name for p in kernels._product.params]
-for bits, exponent, kind, parts, routed, tokens, whole in (
-    (8, 4, "fp32", 1, 0, 16, False), (8, 0, "fp32", 1, 0, 64, True), (8, 4, "fp32", 1, 1, 128, True),
-    (4, 0, "bf16", 2, 1, 16, False), (4, 2, "u8", 2, 2, 64, True), (4, 2, "u8", 2, 1, 128, True),
+for bits, exponent, kind, parts, routed, tokens, whole, zeros in (
+    (8, 4, "fp32", 1, 0, 16, False, False), (8, 0, "fp32", 1, 0, 64, True, False),
+    (8, 4, "fp32", 1, 1, 128, True, False), (4, 0, "bf16", 2, 1, 16, False, False),
+    (4, 2, "u8", 2, 2, 64, True, False), (4, 2, "u8", 2, 1, 128, True, False),
+    (4, 0, "fp16", 1, 0, 16, False, True), (4, 0, "fp16", 2, 0, 128, True, True),
 ):
     large = tokens > 64
-    sizes = dict(BITS=bits, EXPONENT=exponent, FACTOR=factor(exponent), FACTORS=False, ROUTED=routed, WHOLE=whole,
-                 BIASED=False, PARTS=parts, OUTPUTS=128 if large else 64, TOKENS=tokens,
+    sizes = dict(BITS=bits, EXPONENT=exponent, FACTOR=factor(exponent), FACTORS=False, ZEROS=zeros, ROUTED=routed,
+                 WHOLE=whole, BIASED=False, PARTS=parts, OUTPUTS=128 if large else 64, TOKENS=tokens,
                  BLOCK=64 if large or bits == 4 else 128)
-    types = {"x": "*bf16", "bias": "*bf16", "codes": "*i8", "scales": "*" + kind, "factors": "*fp32", "tiles": "*i32",
-             "order": "*i32", "out": "*bf16" if whole else "*fp32"}
+    types = {"x": "*bf16", "bias": "*bf16", "codes": "*i8", "scales": "*" + kind, "factors": "*fp32", "zeros": "*i8",
+             "tiles": "*i32", "order": "*i32", "out": "*bf16" if whole else "*fp32"}
     signature = {n: "constexpr" if n.isupper() else types.get(n, "i32") for n in names}
     constants = {(i,): sizes[n] for i, n in enumerate(names) if n.isupper()}
     kept = {"x", "codes", "scales", "out", "inputs", "outputs", "row_len"}
@@ -148,7 +150,7 @@ for bits, exponent, kind, parts, routed, tokens, whole in (
     assert units[capability] in ptx, ("products do not use matrix units", of)
     assert "fma.rn.f32" not in ptx, ("fused multiplications and additions", of)
     assert ".ftz" not in ptx, ("small numbers are flushed", of)
-    assert "cp.async" in ptx and (kind == "u8" or "ld.global.b8" not in ptx), ("codes are not fetched ahead", of)
+    assert "cp.async" in ptx and (kind == "u8" or zeros or "ld.global.b8" not in ptx), ("no fetching ahead", of)
     assert made.metadata.shared <= 96 << 10, (made.metadata.shared, of)
     assembler = f"{triton.__path__[0]}/backends/nvidia/bin/ptxas" + "-blackwell" * (capability >= 100)
     arch = re.search(r"[.]target (sm_[0-9a-z]+)", ptx)[1]
