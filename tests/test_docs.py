@@ -274,7 +274,7 @@ def refusal(arguments: list[str], complete: bool) -> str | None:
             _parser().parse_args(arguments)
     except SystemExit as end:
         text = " ".join(errors.getvalue().split())
-        missing = not complete and re.search(r"required|expected (one|at least one) argument", text)
+        missing = not complete and re.search(r"required|is given without a value", text)
         return text if end.code and not missing else None
     except (argparse.ArgumentError, ValueError) as error:
         return str(error)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.drafters.head_files import made
-from tests.support.models import letters_tokenizer, save_pair
+from tests.support.models import FAMILIES, letters_tokenizer, random_model, save_pair
 from tests.support.packed import write_packed
 
 from paceline.checkpoint.files import Checkpoint
@@ -179,8 +179,41 @@ def test_the_text_ends_with_the_configuration_of_the_best(capsys: pytest.Capture
     assert title.startswith(f"{rows[0]}, of a service (--config)")
     assert "plain" in rows
     assert ServiceConfig.parse(yaml.safe_load(tree)).target_config.model_loading_config.model_id
-    assert "not MLP speculator: no checkpoint of it was found: name one with --head mlp_speculator=DIRECTORY" in lines
-    assert "acceptance of MTP, MTP, in the pool: assumed, one module used for 7 tokens: 3.20 tokens a step" in lines
+    lacking = [line for line in lines.splitlines() if "no checkpoint was found" in line]
+    assert len(lacking) == 1
+    assert "; MLP speculator;" in lacking[0]
+    assert " --head mlp_speculator=DIRECTORY, " in lines
+    most = ServiceConfig.parse(yaml.safe_load(tree)).target_config.engine_kwargs.max_sessions
+    assert f"# max_sessions {most}: --sessions 1 over --devices 2; further requests wait" in tree
+    assert "acceptance of MTP; MTP, in the pool: assumed, one module used for 7 tokens: 3.20 tokens a step" in lines
+
+
+def test_a_mixture_of_experts_reads_the_experts_of_its_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a configuration without weights: one token reads a few experts, many tokens all of them."""
+    config = FAMILIES["qwen3_moe"]()
+    config.save_pretrained(tmp_path)
+    letters_tokenizer().save_pretrained(tmp_path)
+    capsys.readouterr()
+    found = advised(capsys, "--target", str(tmp_path), "--bandwidth-gb-s", "1")
+    model = random_model(config)
+    sizes = {name: one.numel() for name, one in model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    share = config.num_experts_per_tok / config.num_experts
+    assert 0 < share < 1 < experts
+    for tokens, read in ((1, share), (2, 1 - (1 - share) ** 2), (4096, 1.0)):
+        (seconds,) = [s for n, s in found["site"]["target"]["points"] if n == tokens]
+        read_s = 2e-9 * (sum(sizes.values()) - (1 - read) * experts)
+        computed_s = (tokens - 1) * 2e-9 * (sum(sizes.values()) - (1 - share) * experts) / 295
+        assert seconds == pytest.approx(read_s + computed_s)
+
+
+def test_code_of_a_checkpoint_is_trusted_in_the_configuration_too(capsys: pytest.CaptureFixture[str]) -> None:
+    found = advised(capsys, *STEP, "--devices", "2", "--method", "draft model, overlapped", "--trust-remote-code")
+    config = ServiceConfig.parse(found["configuration"])
+    assert config.target_config.engine_kwargs.trust_remote_code
+    assert config.draft_config.engine_kwargs.trust_remote_code
 
 
 def test_what_does_not_fit_is_named_with_the_reason(
@@ -199,15 +232,16 @@ def test_what_does_not_fit_is_named_with_the_reason(
     found = advised(capsys, *target, "--draft", str(pair / "draft"))
     assert modelless | {"draft model, co-located"} == {f["name"] for f in found["forecasts"]}
     assert main(["advise", *target, "--draft", str(pair / "draft")]) == 0
-    assert "not draft model, overlapped: --devices 1 leaves no device for a draft" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert re.search(r"^not draft model, overlapped; .*: --devices 1 leaves no device for a draft$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--devices", "2", "--target-devices", "4"], "--devices is 2 while --target-devices is 4: no target fits"),
-        (["--devices", "0"], "argument --devices: '0': a whole number from 1 to 100000 is needed"),
-        (["--bandwidth-gb-s", "nan"], "argument --bandwidth-gb-s: 'nan': a number above 0 is needed"),
+        (["--devices", "0"], "--devices is '0': a whole number from 1 to 100000 is needed"),
+        (["--bandwidth-gb-s", "nan"], "--bandwidth-gb-s is 'nan': a number above 0 is needed"),
         (["--temperature", "1"], "--temperature is 1 without --measure: only that runs the models"),
         (["--measure", "--temperature", "9"], "--temperature is 9: it must be from 0 to 2"),
         (["--measure", "--prompts-file", "/nowhere"], "--prompts-file is '/nowhere': it cannot be read"),
@@ -218,9 +252,9 @@ def test_what_does_not_fit_is_named_with_the_reason(
         (["--from", "/nowhere"], "'/nowhere': it cannot be read"),
         (["--method", "EAGLE"], "--method is 'EAGLE': no checkpoint of it was found"),
         (["--method", "magic"], "--method is 'magic': possible on these devices are "),
-        (["--plugin", "mine"], "argument --plugin: 'mine': NAME=A,MS is needed, A from 0 and below 1, MS above 0"),
-        (["--plugin", "mine=1,2"], "argument --plugin: 'mine=1,2': NAME=A,MS is needed"),
-        (["--kept", "1.5"], "argument --kept: '1.5': a number above 0 and at most 1 is needed"),
+        (["--plugin", "mine"], "--plugin is 'mine': NAME=A,MS is needed, A from 0 and below 1, MS above 0"),
+        (["--plugin", "mine=1,2"], "--plugin is 'mine=1,2': NAME=A,MS is needed"),
+        (["--kept", "1.5"], "--kept is '1.5': a number above 0 and at most 1 is needed"),
         (["--method", "plugin"], "--method is 'plugin': only its author knows what a plugin yields: give your"),
         (["--head", "magic=/x"], "--head magic=/x: method is 'magic': it must be "),
         (["--target", "/nowhere"], "/nowhere"),

@@ -225,7 +225,7 @@ def test_the_memory_of_a_gpu_is_a_number_of_gib(capsys, value):
     with pytest.raises(SystemExit) as ended:
         main(["check", "--device-memory-gib", value])
     assert ended.value.code == 2
-    assert f"argument --device-memory-gib: {value!r}: a number above 0 and at most 4096" in capsys.readouterr().err
+    assert f"--device-memory-gib is {value!r}: a number above 0 and at most 4096" in capsys.readouterr().err
 
 
 def test_a_gpu_service_is_sized_by_the_memory_of_its_gpus(capsys, models):

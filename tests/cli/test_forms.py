@@ -37,4 +37,4 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         form("--regex", "")
     with pytest.raises(SystemExit):
         form("--regex", "a", "--json-object")
-    assert "not allowed with argument --regex" in capsys.readouterr().err
+    assert "is given with --regex: one of them is allowed" in capsys.readouterr().err

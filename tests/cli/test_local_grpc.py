@@ -20,7 +20,7 @@ from tests.support.models import prompt, save_pair
 
 from paceline import Client
 from paceline.cli.local_grpc import LocalPublic, serve_grpc
-from paceline.cli.local_service import _with_grpc_port, local_edge
+from paceline.cli.local_service import _listening, _with_grpc_port, local_edge
 from paceline.cli.main import main
 from paceline.client import Tls
 from paceline.cluster.ports import free_ports
@@ -155,8 +155,16 @@ def test_the_port_of_the_other_protocol_is_told(pipeline, capsys, monkeypatch, t
 def test_a_taken_port_is_refused_if_it_was_asked_for_and_replaced_if_not(pipeline):
     with Serving(pipeline) as address:
         port = int(address.rpartition(":")[2])
-        with pytest.raises(ConfigError, match=f"^server.grpc_port is {port}: it cannot be used on 127.0.0.1"):
+        with pytest.raises(
+            ConfigError, match=f"^server.grpc_port is {port}, and another process listens there: --grpc"
+        ):
             _with_grpc_port(ServerConfig(grpc_port=port))
+        with pytest.raises(
+            ConfigError, match=f"^server.http_port is {port}, and another process listens there: --http"
+        ):
+            _listening(ServerConfig(http_port=port))
+        with pytest.raises(ConfigError, match=r"^server.host is '192.0.2.1', which is not an address of this machine"):
+            _listening(ServerConfig(host="192.0.2.1"))
         default = ServerConfig.model_construct(set(), grpc_port=port)
         assert _with_grpc_port(default).grpc_port != port
     assert _with_grpc_port(ServerConfig(grpc_port=port)).grpc_port == port

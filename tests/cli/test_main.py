@@ -105,7 +105,13 @@ def refused(capsys, *arguments):
         (["--temperature", "101"], ["--temperature is 101.0", "at most 100"]),
         (["--draft-tokens", "-1"], ["--draft-tokens is -1", "at least 0"]),
         (["--drafter", "magic"], ["--drafter", "magic", "ngram"]),
-        (["--no-such-flag"], ["--no-such-flag"]),
+        (["--no-such-flag"], ["--no-such-flag is not a flag: paceline generate --help lists the flags"]),
+        (["--temprature", "1"], ["--temprature is not a flag: did you mean --temperature?"]),
+        (["two", "words"], ["'two' is one argument too many: quote a text that has spaces"]),
+        (["--temperature", "hot"], ["paceline generate: --temperature is 'hot': a number is needed"]),
+        (["--temperature"], ["--temperature is given without a value: one is needed"]),
+        (["--max-tokens", "1.5"], ["--max-tokens is '1.5': a whole number is needed"]),
+        (["--no-compile=yes"], ["--no-compile is given the value 'yes': it takes none"]),
         (["--address", "a:1", "--local"], ["--local is given with --address a:1", "engines on this machine"]),
         (["--address", "a:1", "--target", "x"], ["--target is given with --address a:1"]),
         (["--address", "a:1", "--draft", "x"], ["--draft is given with --address a:1"]),
@@ -136,6 +142,23 @@ def test_a_mistake_is_one_sentence(capsys, flags, parts):
     sentence = refused(capsys, "generate", PROMPT, *flags)
     for part in parts:
         assert part in sentence
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_flag_names_itself_where_its_value_is_missing_or_no_number(capsys, name):
+    parser = build_parser(name)
+    (commands,) = (action for action in parser._actions if action.dest == "command")
+    for action in commands.choices[name]._actions:
+        if not action.option_strings or action.nargs == 0:
+            continue
+        flag, spelled = action.option_strings[-1], "/".join(action.option_strings)
+        cases = [([flag], "is given without a value: ")] if action.nargs not in ("?", "*") else []
+        cases += [([f"{flag}=hot"], "is 'hot': a ")] if action.type in (int, float) else []
+        for flags, problem in cases:
+            with pytest.raises(SystemExit) as ended:
+                parser.parse_args([name, *flags])
+            assert ended.value.code == 2
+            assert capsys.readouterr().err.startswith(f"paceline {name}: {spelled} {problem}")
 
 
 def test_no_command_and_empty_prompt(capsys):

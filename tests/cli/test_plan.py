@@ -115,11 +115,11 @@ def test_a_limit_that_nothing_keeps(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"--acceptance": "1"}, "argument --acceptance: '1': a number at least 0 and below 1 is needed"),
+        ({"--acceptance": "1"}, "--acceptance is '1': a number at least 0 and below 1 is needed"),
         ({"--acceptance": "nan"}, "'nan': a number at least 0 and below 1 is needed"),
-        ({"--target-step-ms": "0"}, "argument --target-step-ms: '0': a number above 0 is needed"),
-        ({"--sessions": "0"}, "argument --sessions: '0': a whole number from 1 to 1000000 is needed"),
-        ({"--cpu-cores": "0"}, "argument --cpu-cores: '0': a whole number from 1 to 1024 is needed"),
+        ({"--target-step-ms": "0"}, "--target-step-ms is '0': a number above 0 is needed"),
+        ({"--sessions": "0"}, "--sessions is '0': a whole number from 1 to 1000000 is needed"),
+        ({"--cpu-cores": "0"}, "--cpu-cores is '0': a whole number from 1 to 1024 is needed"),
     ],
 )
 def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +146,7 @@ def test_a_wrong_flag(changes: dict[str, str | None], message: str, capsys: pyte
         ({"--cpu-cores": "2", "--sessions": None, "--requests-per-s": "1"}, "--requests-per-s 1 is given with"),
         ({"--sessions": None}, "one of --sessions and --requests-per-s is needed, and not both"),
         ({"--requests-per-s": "1"}, "one of --sessions and --requests-per-s is needed, and not both"),
-        ({"--from": "nothing.json"}, "'nothing.json': it cannot be read"),
+        ({"--from": "nothing.json"}, "--from is 'nothing.json': it cannot be read"),
         ({"--at-temperature": "1"}, "--at-temperature 1 is given without --from"),
         ({"--draft-path-ms": "1", "--rule": "rejection"}, "--draft-path-ms 1 is given with --rule rejection"),
         ({"--siblings": "0.6", "--hit-rate": "0.8"}, "--siblings 0.6 is given with --hit-rate 0.8"),

@@ -75,9 +75,9 @@ def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--local", "--http-port", str(port)]) == 2
-        assert f"server.http_port is {port}: it cannot be used" in capsys.readouterr().err
+        assert f"server.http_port is {port}, and another process listens there: " in capsys.readouterr().err
         assert main(["serve", "--local", "--grpc-port", str(port)]) == 2
-        assert f"server.grpc_port is {port}: it cannot be used" in capsys.readouterr().err
+        assert f"server.grpc_port is {port}, and another process listens there: " in capsys.readouterr().err
 
 
 def test_a_configuration_names_the_engines_of_this_machine(tmp_path):

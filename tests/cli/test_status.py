@@ -96,11 +96,15 @@ def test_what_is_printed():
     [
         (
             {"sessions_speculating": 0, "sessions_drafting": 0},
-            "speculation: no running session may have a draft; since",
+            "speculation: no running session requests a draft; since",
+        ),
+        (
+            {"sessions_speculating": 0, "sessions_drafting": 0, "sessions_running": 0},
+            "speculation: no session is running; since",
         ),
         (
             {"sessions_drafting": 0},
-            "speculation: off: of 3 sessions that may have a draft the targets want none for any",
+            "speculation: off: the targets request no draft for any of the 3 sessions that may have one",
         ),
         ({"acceptance_rate": 0.0, "acceptance_length": 1.0}, "may have a draft; no draft token has been verified"),
         ({"pools": {}}, "; no target is up"),
@@ -114,7 +118,9 @@ def test_what_the_service_is_like(changes, text):
 
 def test_a_service_without_drafts_has_no_hits():
     pools = {kind: up for kind, up in INFO.pools.items() if kind != "draft"}
-    assert "hits" not in "\n".join(report(replace(INFO, pools=pools, hit_rate=0.0)))
+    text = "\n".join(report(replace(INFO, pools=pools, hit_rate=0.0, sessions_speculating=0, sessions_drafting=0)))
+    assert "hits" not in text
+    assert "speculation: no draft pool; heads and prompt lookup draft in the targets; since the start" in text
 
 
 @pytest.mark.parametrize(
@@ -243,7 +249,23 @@ def test_nobody_answers(capsys):
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--watch", "inf"], "--watch is inf: it must be more than 0 and at most 10000000 seconds"),
+        (["--timeout", "nan"], "--timeout is nan: it must be more than 0 and at most 10000000 seconds"),
+        (["--tls-ca", "/nowhere"], "--tls-ca is '/nowhere': it cannot be read (No such file or directory)"),
+        (["--tls-ca", ""], "--tls-ca is '.': it cannot be read (Is a directory)"),
+        (["--tls-key", __file__], "--tls-key is given without --tls-certificate: both are needed"),
+        (["--tls-server-name", ""], "--tls-server-name is empty: the name in the service's certificate is needed"),
+    ],
+)
+def test_a_mistake_names_its_flag(flags, sentence, capsys):
+    assert main(["status", *flags]) == 2
+    assert capsys.readouterr().err == f"paceline: {sentence}\n"
+
+
 @pytest.mark.parametrize("flag", ["--timeout", "--watch"])
 def test_times_are_more_than_nothing(flag, capsys):
     assert main(["status", flag, "0"]) == 2
-    assert f"{flag} is 0: it must be more than 0 seconds" in capsys.readouterr().err
+    assert f"{flag} is 0: it must be more than 0 and at most 10000000 seconds" in capsys.readouterr().err

@@ -220,6 +220,11 @@ def _check(schema: Any, name: str, place: str, depth: int) -> None:
     for keyword in schema:
         if keyword not in KEYWORDS and not is_comment(keyword):
             raise InvalidRequestError(f"{name}: {place} has {keyword!r}, a keyword that is not supported")
+    given: Any = schema.get("type")
+    for kind in given if isinstance(given, list) else [given]:
+        if isinstance(kind, str) and kind not in TYPES:
+            allowed = ", ".join(map(repr, TYPES))
+            raise InvalidRequestError(f"{name}: {place}/type is {kind!r}: {allowed} are allowed, or a list of them")
     if isinstance(multiple := schema.get("multipleOf"), int | float) and _digits(multiple) > MAX_MULTIPLE:
         raise InvalidRequestError(
             f"{name}: {place}/multipleOf is {multiple}: at most {MAX_MULTIPLE} is allowed, zeros at the end aside"

@@ -63,6 +63,11 @@ class ModelSize:
     index_values: int = 0
     """Of ``kv_values``, the numbers of index keys, or of what compressors keep, which every rank has
     (``checkpoint/indexed.py``, ``compressed.py``)."""
+    num_experts: int = 0
+    """Experts of one MLP among which a router chooses; 0: it has none."""
+    experts_per_token: int = 0
+    expert_share: float = 0.0
+    """Share of the weights' bytes that is theirs."""
     is_kv_fp8: bool = False
     """True: keys and values of heads, and latents, are kept in one byte a number; index keys are not."""
 
@@ -98,6 +103,14 @@ class ModelSize:
     def weights_bytes(self) -> int:
         """Bytes of the weights as they will run."""
         return self.num_parameters * self.item_bytes - self.saved_bytes
+
+    def read_bytes(self, num_tokens: float) -> float:
+        """Expected bytes of the weights that a step of ``num_tokens`` tokens reads, which choose experts evenly and
+        independently of each other. Real tokens agree more often, and read less."""
+        if not self.num_experts:
+            return float(self.weights_bytes)
+        chosen: float = 1.0 - (1.0 - min(1.0, self.experts_per_token / self.num_experts)) ** num_tokens
+        return self.weights_bytes * (1.0 - self.expert_share * (1.0 - chosen))
 
     @property
     def page_bytes(self) -> int:
@@ -147,6 +160,8 @@ class WeightCounts(NamedTuple):
     """Bytes of the scaled numbers there."""
     quantized: int = 0
     """Numbers that are scaled there, or dequantized there as well."""
+    expert_share: float = 0.0
+    """Share of all bytes that is in experts among which a router chooses."""
 
 
 def model_size(
@@ -170,7 +185,12 @@ def model_size(
         tables = size.vocab_size * size.hidden_size * size.num_tables
         rounded = max(0, counts.numbers - counts.whole - tables - plain)
         saved += int(rounded * (item_bytes - weight_bytes_per_parameter(quantization, dtype)))
-    return replace(size, saved_bytes=saved, dequantized_bytes=(counts.quantized - kept) * item_bytes)
+    return replace(
+        size,
+        saved_bytes=saved,
+        dequantized_bytes=(counts.quantized - kept) * item_bytes,
+        expert_share=counts.expert_share if size.num_experts else 0.0,
+    )
 
 
 def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num_whole: int = 0) -> ModelSize:
@@ -201,6 +221,8 @@ def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num
         num_tables=1 if config.get("tie_word_embeddings") else 2,
         linear=linear,
         index_values=index_values,
+        num_experts=_first(text, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        experts_per_token=_first(text, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k") or 1,
         num_streams=num_streams(config),
     )
 
@@ -281,7 +303,13 @@ def _count(files: Sequence[Mapping[str, Entry]], packing: Packing | None, model_
         sum(math.prod(entry.shape) for entry in stored),
         sum(entry.num_bytes for entry in stored),
         *count_scaled(tensors, packing, model_type),
+        expert_share=share_of_experts({name: entry.num_bytes for name, entry in entries.items()}),
     )
+
+
+def share_of_experts(weights: Mapping[str, int]) -> float:
+    """The share of experts among which a router chooses. ``weights``: size of each by its name."""
+    return sum(size for name, size in weights.items() if ".experts." in name) / max(1, sum(weights.values()))
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:

@@ -30,8 +30,11 @@ from paceline.plan.measured import Measurements, read_one
 from paceline.plan.times import StepTable
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.size import ModelSize
     from paceline.drafters.at_hand import AtHand
 
+_STEP_SIZES = tuple(1 << i for i in range(13))
+"""Tokens of the steps of a mixture of experts that are computed; in the largest ones every expert has a token."""
 _RIDGE = 295
 """Tokens of a bf16 step whose arithmetic takes as long as reading the weights on an H100, as in ``paceline plan``."""
 _BANDWIDTH_GB_S = 3350.0
@@ -54,6 +57,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("available")
     group.add_argument("--target", metavar="ID_OR_PATH", help="target model (default: the embedded one, with its own)")
     group.add_argument("--draft", metavar="ID_OR_PATH", help="a smaller model with the target's tokenizer")
+    group.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the models")
     group.add_argument(
         "--head", action="append", metavar="METHOD=MODEL", help="a head, as for paceline generate (repeatable)"
     )
@@ -189,7 +193,11 @@ def run_advise(args: argparse.Namespace) -> int:
         target, draft = EMBEDDED_TARGET, draft or EMBEDDED_DRAFT
         given = {head.method for head in heads}
         heads += heads_of([f"{kind}=paceline/embedded-{kind}" for kind in _EMBEDDED_HEADS if kind not in given])
-    checkpoint = Checkpoint.open(resolve(target))
+    checkpoint = Checkpoint.open(resolve(target), args.trust_remote_code)
+    if not checkpoint.has_weights and not args.measure:
+        from paceline.preflight.service import counted
+
+        checkpoint = counted(checkpoint)
     size = checkpoint.size(on_gpu=args.source is None)  # FP8 weights stay 8 bits there
     if size is None:
         raise ConfigError(f"--target is {target!r}: its weights are not on this machine, fetch it first")
@@ -197,7 +205,7 @@ def run_advise(args: argparse.Namespace) -> int:
     found += _on_hosts(args, draft, found)
     found = [_if_served(each, target, args.target_devices) for each in found]
     run = None if args.source is None else read_one(args.source, args.temperature, "--temperature")
-    site, bytes_per_s = _site(args, size.weights_bytes, run)
+    site, bytes_per_s = _site(args, size, run)
     with working("measuring"):
         found, acceptances = _weighed(args, target, found, run)
     possible = [each for each in found if not each.refusal]
@@ -205,6 +213,8 @@ def run_advise(args: argparse.Namespace) -> int:
     ranked = forecasts(site, candidates)
     chosen = _chosen(args.method, ranked, found)
     tree = configuration(site, target, chosen, {each.method.name: each for each in possible})
+    if args.trust_remote_code:
+        _trust(tree)
     if args.json:
         print(json.dumps(as_json(site, ranked, acceptances, found, tree), indent=2))
     else:
@@ -214,6 +224,8 @@ def run_advise(args: argparse.Namespace) -> int:
         if run is not None and site.devices > 1 and site.devices not in site.shared:
             print(f"not forecast: targets of {site.devices} cores. {how_to_measure([site.devices])}")
         print(f"\n# {chosen.name}, of a service (--config); each request: --draft-tokens {chosen.predicted.k}")
+        most = tree["target_config"]["engine_kwargs"]["max_sessions"]
+        print(f"# max_sessions {most}: --sessions {site.sessions} over --devices {site.devices}; further requests wait")
         print(yaml.safe_dump(tree, sort_keys=False), end="")
     return EXIT_DONE
 
@@ -272,18 +284,26 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--temperature is {args.temperature:g}: it must be from 0 to 2")
 
 
-def _site(args: argparse.Namespace, weights_bytes: int, run: Measurements | None) -> tuple[Site, float]:
+def _trust(tree: dict[str, Any]) -> None:
+    """Lets the models of a configuration run code of their own."""
+    tree["target_config"].setdefault("engine_kwargs", {})["trust_remote_code"] = True
+    if "model_loading_config" in (tree["draft_config"] or {}):
+        tree["draft_config"].setdefault("engine_kwargs", {})["trust_remote_code"] = True
+
+
+def _site(args: argparse.Namespace, size: ModelSize, run: Measurements | None) -> tuple[Site, float]:
     """Finds the available checkpoints, and the bytes of weights that a device reads in a second."""
     if run is not None:
         periods = {cores: times.period for cores, times in run.cores.items()}
         target = periods.pop(1, run.system.target)
         rate = args.link_gb_s * 1e9
         site = Site(target, args.devices, 1, args.sessions, run.system.link_s, rate, shared=periods)
-        return site, weights_bytes / target.seconds(1)
-    bytes_per_s, share = (args.bandwidth_gb_s or _BANDWIDTH_GB_S) * 1e9, weights_bytes / args.target_devices
+        return site, size.read_bytes(1) / target.seconds(1)
+    bytes_per_s = (args.bandwidth_gb_s or _BANDWIDTH_GB_S) * 1e9
     if args.target_step_ms is not None:
-        bytes_per_s = share / (args.target_step_ms / 1e3)
-    site = Site(_steps(share, bytes_per_s), args.devices, args.target_devices, args.sessions)
+        bytes_per_s = size.read_bytes(1) / args.target_devices / (args.target_step_ms / 1e3)
+    steps = _steps_of_model(size, args.target_devices * bytes_per_s)
+    site = Site(steps, args.devices, args.target_devices, args.sessions)
     return replace(site, link_bytes_per_s=args.link_gb_s * 1e9), bytes_per_s
 
 
@@ -291,6 +311,14 @@ def _steps(weights_bytes: float, bytes_per_s: float) -> StepTable:
     """Steps that read their weights once, whatever the number of tokens, and compute ``_RIDGE`` tokens meanwhile."""
     step_s = weights_bytes / bytes_per_s
     return StepTable.affine(step_s, step_s / _RIDGE)
+
+
+def _steps_of_model(size: ModelSize, bytes_per_s: float) -> StepTable:
+    """Steps as of ``_steps``, in which a mixture of experts reads only the experts that its tokens choose."""
+    if not size.num_experts:
+        return _steps(size.weights_bytes, bytes_per_s)
+    token_s = size.read_bytes(1) / bytes_per_s / _RIDGE
+    return StepTable(tuple((n, size.read_bytes(n) / bytes_per_s + (n - 1) * token_s) for n in _STEP_SIZES))
 
 
 def _candidate(
@@ -448,19 +476,31 @@ def report(
     by_source: dict[str, list[str]] = {}
     for name, acceptance in acceptances.items():
         by_source.setdefault(acceptance.source, []).append(name)
-    yield from (f"acceptance of {', '.join(names)}: {source}" for source, names in by_source.items())
+    yield from (f"acceptance of {'; '.join(names)}: {source}" for source, names in by_source.items())
     if any(each.state_bytes and not each.refusal for each in found) and kept is None:
         yield (
             "heads in the draft pool take turns with the target; --kept R is the measured acceptance that is left when "
             "they draft ahead"
         )
     yield "prompt lookup is always on in addition to these, where its tokens are likely to be accepted"
+    from paceline.drafters.at_hand import NO_CHECKPOINT
+
     shown = {forecast.name for forecast in ranked}
+    by_reason: dict[str, list[str]] = {}
+    lacking = []
     for each in found:
-        if each.refusal:
-            yield f"not {each.method.name}: {each.refusal}"
+        if each.refusal.startswith(NO_CHECKPOINT):
+            lacking.append(each)
+        elif each.refusal:
+            by_reason.setdefault(each.refusal, []).append(each.method.name)
         elif each.method.name not in shown:
-            yield f"not {each.method.name}: --devices {site.devices} leaves no device for a draft"
+            reason = f"--devices {site.devices} leaves no device for a draft"
+            by_reason.setdefault(reason, []).append(each.method.name)
+    yield from (f"not {'; '.join(names)}: {reason}" for reason, names in by_reason.items())
+    if lacking:
+        flags = dict.fromkeys(each.refusal.removeprefix(NO_CHECKPOINT) for each in lacking)
+        yield f"not, as no checkpoint was found: {'; '.join(each.method.name for each in lacking)}"
+        yield f"a checkpoint is named with {', '.join(flags)}"
 
 
 def _row(forecast: Forecast, places: dict[str, str], acceptances: dict[str, Acceptance]) -> tuple[str, ...]:

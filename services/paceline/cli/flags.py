@@ -19,13 +19,15 @@ from paceline.config.devices import ALLOWED_DEVICES
 from paceline.config.methods import DRAFTERS, HEADS
 from paceline.config.plugins import plugin_names
 from paceline.errors import ConfigError, InvalidRequestError
-from paceline.errors.files import read_text
+from paceline.errors.files import read_bytes, read_text
 from paceline.errors.refusals import explain, explain_parameter
 from paceline.types import SamplingParams, SpeculationParams, StructuredOutput
 
 _ENGINE = "target_config.engine_kwargs"
 MODELLESS = tuple(kind for kind, entry in DRAFTERS.items() if entry.named_by_kind)
 """Kinds of drafters that need neither a model nor options."""
+_MOST_S = 10_000_000
+"""Seconds that a timer of this machine can wait for."""
 _CASCADE = "vertical="
 """Beginning of what ``--drafter`` says of a cascade."""
 DRAFTER_HELP = (
@@ -333,11 +335,24 @@ def connection_of(args: argparse.Namespace) -> dict[str, Any]:
         "key_file": args.tls_key,
         "server_name": args.tls_server_name,
     }
+    for name in ("tls_ca", "tls_certificate", "tls_key"):
+        if (path := getattr(args, name)) is not None:
+            read_bytes(path, f"{flag_of(name)} is {str(path)!r}")
+    require_pair("--tls-certificate", args.tls_certificate, "--tls-key", args.tls_key)
+    if args.tls_server_name == "":
+        raise InvalidRequestError("--tls-server-name is empty: the name in the service's certificate is needed")
     wanted = args.tls or any(value is not None for value in files.values())
     return {"tls": Tls(**files) if wanted else None, "api_key": args.api_key}
 
 
+def require_pair(one: str, value: object, other: str, other_value: object) -> None:
+    """Raises ConfigError if one of two flags that go together is missing."""
+    if (value is None) != (other_value is None):
+        given, missing = (one, other) if other_value is None else (other, one)
+        raise ConfigError(f"{given} is given without {missing}: both are needed")
+
+
 def check_positive(flag: str, value: float | None) -> None:
-    """Raises InvalidRequestError unless the value of ``flag`` is absent or more than 0."""
-    if value is not None and not value > 0:
-        raise InvalidRequestError(f"{flag} is {value:g}: it must be more than 0 seconds")
+    """Raises InvalidRequestError unless the value of ``flag`` is absent, or seconds that can be waited for."""
+    if value is not None and not 0 < value <= _MOST_S:
+        raise InvalidRequestError(f"{flag} is {value:g}: it must be more than 0 and at most {_MOST_S} seconds")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import signal
 import socket
@@ -43,7 +42,7 @@ from paceline.local import LocalPipeline
 from paceline.metrics.access import AccessMetrics
 from paceline.metrics.registry import Registry
 from paceline.metrics.tracing import Tracing, trace_headers
-from paceline.preflight.ports import bind
+from paceline.preflight.ports import bind, refusal
 from paceline.router.service import GenerationService
 from paceline.security.access import Access
 from paceline.security.certificates import CertificateFiles, Certificates
@@ -143,12 +142,9 @@ def _with_grpc_port(server: ServerConfig) -> ServerConfig:
         bind(server.host, server.grpc_port)
         return server
     except OSError as error:
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError(f"server.host is {server.host!r}: it is no address of this machine") from None
-        if "grpc_port" in server.model_fields_set:
-            raise ConfigError(
-                f"server.grpc_port is {server.grpc_port}: it cannot be used on {server.host} ({error.strerror})"
-            ) from None
+        found = refusal(server.host, "grpc_port", server.grpc_port, error, (server.http_port,))
+        if found.key == "server.host" or "grpc_port" in server.model_fields_set:
+            raise ConfigError(found.message) from None
     with _bound(server.host, 0) as free:
         return server.model_copy(update={"grpc_port": free.getsockname()[1]})
 
@@ -238,9 +234,8 @@ def _listening(server: ServerConfig) -> socket.socket:
     try:
         return _bound(server.host, server.http_port)
     except OSError as error:
-        raise ConfigError(
-            f"server.http_port is {server.http_port}: it cannot be used on {server.host} ({error.strerror})"
-        ) from error
+        found = refusal(server.host, "http_port", server.http_port, error, (server.grpc_port,))
+        raise ConfigError(found.message) from error
 
 
 def _bound(host: str, port: int) -> socket.socket:

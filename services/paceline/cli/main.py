@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import difflib
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -56,12 +58,41 @@ examples:
   paceline COMMAND --help                       the flags of a command"""
 
 
+_REPHRASED = (
+    (r"argument (.+?): invalid int value: (.*)", r"\1 is \2: a whole number is needed"),
+    (r"argument (.+?): invalid float value: (.*)", r"\1 is \2: a number is needed"),
+    (r"argument (.+?): invalid choice: (.*?) \(choose from (.*)\)", r"\1 is \2: \3 are allowed"),
+    (r"argument (.+?): expected one argument", r"\1 is given without a value: one is needed"),
+    (r"argument (.+?): expected at least one argument", r"\1 is given without a value: at least one is needed"),
+    (r"argument (.+?): ignored explicit argument (.*)", r"\1 is given the value \2: it takes none"),
+    (r"argument (.+?): not allowed with argument (.+)", r"\1 is given with \2: one of them is allowed"),
+    (r"argument (.+?): ('.*|\".*)", r"\1 is \2"),
+)
+"""Messages of argparse as regular expressions, and what is said in their place."""
+
+
 class Parser(argparse.ArgumentParser):
     """Reports a mistake as one sentence."""
 
     def error(self, message: str) -> Any:
         """Exits with status 2."""
-        self.exit(EXIT_USAGE, f"{self.prog}: {message}\n")
+        for pattern, said in _REPHRASED:
+            if (match := re.fullmatch(pattern, message, re.DOTALL)) is not None:
+                message = match.expand(said)
+                break
+        self.exit(EXIT_USAGE, f"{self.prog}: {' '.join(message.split())}\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses what is no flag of this command, and names the nearest one."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest and self._subparsers is None:
+            flag = next((one.partition("=")[0] for one in rest if one.startswith("--")), None)
+            if flag is None:
+                self.error(f"{rest[0]!r} is one argument too many: quote a text that has spaces")
+            near = difflib.get_close_matches(str(flag), [*self._option_string_actions], n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists the flags"
+            self.error(f"{flag} is not a flag: {remedy}")
+        return found, rest
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:

@@ -28,6 +28,7 @@ from paceline.cli.flags import (
     flag_of,
     heads_of,
     help_of,
+    require_pair,
     take_model_argument,
 )
 from paceline.cli.startup import StartView, next_steps, tell_ready
@@ -160,7 +161,12 @@ def read_config(args: argparse.Namespace) -> ServiceConfig:
     """
     take_model_argument(args)
     settings = vllm_settings(args)
+    if args.config is not None and (args.config.is_dir() or not args.config.exists()):
+        reason = "it is a directory" if args.config.is_dir() else "there is no such file"
+        raise ConfigError(f"--config is {str(args.config)!r}: it cannot be read ({reason}), and a YAML file is needed")
     config = (ServiceConfig() if args.config is None else ServiceConfig.from_file(args.config)).with_environment()
+    if config.server.tls is None and not any(override.startswith("server.tls") for override in args.set):
+        require_pair("--tls-certificate", args.tls_certificate, "--tls-key", args.tls_key)
     if args.draft is not None and args.drafter not in (None, "model"):
         raise ConfigError(f"--draft {args.draft} is given with --drafter {args.drafter}, which does not take it")
     overrides, draft = list(args.set), config.draft_config

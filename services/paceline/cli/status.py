@@ -138,10 +138,12 @@ def _row(kind: str, status: ReplicaStatus) -> tuple[str, ...]:
 def _speculation(info: ServerInfo) -> str:
     """The speculation that the targets' controllers choose, and its rates."""
     may, have = info.sessions_speculating, info.sessions_drafting
-    if not may:
-        chosen = "no running session may have a draft"
+    if not info.pools.get("draft"):
+        chosen = "no draft pool; heads and prompt lookup draft in the targets"
+    elif not may:
+        chosen = "no running session requests a draft" if info.sessions_running else "no session is running"
     elif have == 0:
-        chosen = f"off: of {may} sessions that may have a draft the targets want none for any"
+        chosen = f"off: the targets request no draft for any of the {may} sessions that may have one"
     else:
         chosen = f"on for {have} of {may} sessions that may have a draft"
     if info.acceptance_length <= 1.0 and not info.acceptance_rate:

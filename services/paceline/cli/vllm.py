@@ -6,6 +6,7 @@ import argparse
 import atexit
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -94,6 +95,8 @@ def with_rope_flags(args: argparse.Namespace, config: ServiceConfig) -> ServiceC
             raise ConfigError(f"--hf-overrides: {key} is {shown(value)}: {', '.join(_OVERRIDES)} are allowed")
     rope = {**_object("rope_scaling", given), **_object("rope_parameters", given)}
     rope |= _json_object("--rope-scaling", args.rope_scaling)
+    if args.rope_theta is not None and not 0 < args.rope_theta < math.inf:
+        raise ConfigError(f"--rope-theta is {args.rope_theta:g}: a number above 0 is needed")
     theta = given.get("rope_theta") if args.rope_theta is None else args.rope_theta
     rope |= {} if theta is None else {"rope_theta": theta}
     longest = given.get("max_position_embeddings")

@@ -22,6 +22,9 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.messages import STATE_BYTES
 from paceline.types import MAX_DRAFT_TOKENS, Mode
 
+NO_CHECKPOINT = "no checkpoint of it was found: name one with "
+"""Beginning of the refusal of a method that needs a checkpoint; the flag that names one follows."""
+
 
 @dataclass(frozen=True, slots=True)
 class AtHand:
@@ -106,7 +109,7 @@ def _examined(asked: Asked) -> AtHand:
     assert isinstance(entry, PoolMethod | HeadMethod)
     if method.needs_model and asked.source is None:
         flag = "--draft DIRECTORY" if entry.of_draft else f"--head {method.drafting.kind}=DIRECTORY"
-        raise ConfigError(f"no checkpoint of it was found: name one with {flag}")
+        raise ConfigError(f"{NO_CHECKPOINT}{flag}")
     found: AtHand = function(entry.examine)(asked)
     return found
 
@@ -138,7 +141,7 @@ def of_exit(asked: Asked) -> AtHand:
     plan = open_exit(asked.target, head.boundaries[0] if head.boundaries else None, asked.source)
     own = 0 if plan.adapter is None else asked.bytes_of(plan.adapter.num_parameters)
     exits = replace(asked.method, options={**asked.method.options, "boundaries": [plan.boundary]})
-    below = int(plan.boundary / size.num_layers * size.weights_bytes)
+    below = int(plan.boundary / size.num_layers * size.read_bytes(1))
     return AtHand(exits, asked.source, forward_bytes=below + own)
 
 
@@ -148,7 +151,7 @@ def of_streams(asked: Asked) -> AtHand:
     assert source is not None
     assert size is not None
     streams = open_streams(asked.target, source)
-    above = int((1 - streams.boundary / size.num_layers) * size.weights_bytes)
+    above = int((1 - streams.boundary / size.num_layers) * size.read_bytes(1))
     num_bytes = above + asked.bytes_of(streams.head.num_parameters)
     return asked.found(forward_bytes=num_bytes, one_pass=True, most_tokens=streams.num_streams)
 
@@ -157,13 +160,13 @@ def of_draft(asked: Asked) -> AtHand:
     """A draft model. Raises ConfigError or TokenizerMismatchError for one whose tokens do not fit."""
     source, options = asked.source, asked.method.options
     assert source is not None
-    draft, vocabulary = Checkpoint.open(source), options.get("vocabulary", "same")
+    draft, vocabulary = Checkpoint.open(source, asked.target.trust_remote_code), options.get("vocabulary", "same")
     if require_tokens(asked.target.tokenizer, draft.tokenizer, vocabulary) is None and vocabulary == "shared":
         raise ConfigError(f"the draft {source!r} has the target's tokens: it needs no other vocabulary")
     at_once, _ = parallel_draft(draft, options.get("parallel_tokens"))
     size = draft.size()
     assert size is not None
-    return asked.found(forward_bytes=size.weights_bytes, one_pass=at_once > 1)
+    return asked.found(forward_bytes=int(size.read_bytes(1)), one_pass=at_once > 1)
 
 
 def of_cascade(asked: Asked) -> AtHand:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.size import WeightCounts
+from paceline.checkpoint.size import WeightCounts, share_of_experts
 from paceline.errors import ConfigError
 
 BUILDING = threading.Lock()
@@ -47,12 +47,13 @@ def counts_by_config(checkpoint: Checkpoint) -> WeightCounts:
     try:
         with BUILDING, torch.device("meta"):
             config = AutoConfig.from_pretrained(checkpoint.location, **code)
-            shapes = [one.shape for one in AutoModelForCausalLM.from_config(config, **code).parameters()]
+            model = AutoModelForCausalLM.from_config(config, **code)
+            sizes = {name: one.numel() for name, one in model.named_parameters()}
+            whole = sum(one.numel() for one in model.parameters() if one.ndim < 2)
     except Exception as error:  # of whatever class the configuration names
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"no model can be built by its config.json: {reason}") from error
-    whole = sum(shape.numel() for shape in shapes if len(shape) < 2)
-    return WeightCounts(sum(shape.numel() for shape in shapes), whole, 0, 0)
+    return WeightCounts(sum(sizes.values()), whole, 0, 0, expert_share=share_of_experts(sizes))
 
 
 def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:

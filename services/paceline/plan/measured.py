@@ -123,7 +123,7 @@ def read_one(path: Path, temperature: float | None, flag: str) -> Measurements:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(read_text(path, repr(str(path))))
+        data = json.loads(read_text(path, f"--from is {str(path)!r}"))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{str(path)!r} is not valid JSON: {error}") from error
     if not isinstance(data, dict):

@@ -1,12 +1,13 @@
 """Ports of this machine: which are free, and faults of the ports that the service should listen on.
 
-Called by ``preflight.service``, and by ``cluster.ports``, which chooses ports.
+Called by ``preflight.service``, by ``cluster.ports``, which chooses ports, and by ``serve --local``.
 """
 
 from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Collection
 
 from paceline.preflight.findings import Finding
 
@@ -15,30 +16,40 @@ _PORTS_TRIED = 32
 
 
 def check_ports(host: str, grpc_port: int, http_port: int) -> list[Finding]:
-    """Yields an error for each port that cannot be used, naming one that can."""
+    """Returns an error for each port that cannot be used, naming one that can."""
     findings = []
     for name, port in (("grpc_port", grpc_port), ("http_port", http_port)):
         try:
             bind(host, port)
         except OSError as error:
-            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                problem = f"is {host!r}, which is not an address of this machine: use '127.0.0.1', or '0.0.0.0' for all"
-                return [Finding.error("server.host", problem)]
-            others = range(port + 1, min(port + _PORTS_TRIED, 65536))
-            free = next((p for p in others if p not in (grpc_port, http_port) and is_free(p, host)), None)
-            remedy = "choose another port" if free is None else f"--{name.replace('_', '-')} {free} is free"
-            problem = f"is {port}, {_reason(error)}: {remedy}"
-            findings.append(Finding.error(f"server.{name}", problem))
+            findings.append(refusal(host, name, port, error, (grpc_port, http_port)))
+            if findings[-1].key == "server.host":
+                return findings[-1:]
     return findings
 
 
-def _reason(error: OSError) -> str:
-    """Why a port cannot be used, as a clause."""
+def refusal(host: str, name: str, port: int, error: OSError, taken: Collection[int] = ()) -> Finding:
+    """The error of a port that cannot be used, with one that can.
+
+    Args:
+        host: address that is listened on.
+        name: key of the port below ``server``.
+        port: its value.
+        error: what binding it raised.
+        taken: ports that are not proposed.
+    """
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        problem = f"is {host!r}, which is not an address of this machine: use '127.0.0.1', or '0.0.0.0' for all"
+        return Finding.error("server.host", problem)
+    others = range(max(port, 1023) + 1, min(max(port, 1023) + _PORTS_TRIED, 65536))
+    free = next((p for p in others if p not in taken and is_free(p, host)), None)
+    remedy = "choose another port" if free is None else f"--{name.replace('_', '-')} {free} is free"
+    reason = f"which cannot be used ({(error.strerror or str(error)).lower()})"
     if error.errno == errno.EADDRINUSE:
-        return "and another process listens there"
-    if error.errno == errno.EACCES:
-        return "and this user may not listen below 1024"
-    return f"which cannot be used ({(error.strerror or str(error)).lower()})"
+        reason = "and another process listens there"
+    elif error.errno == errno.EACCES:
+        reason = "and this user may not listen below 1024"
+    return Finding.error(f"server.{name}", f"is {port}, {reason}: {remedy}")
 
 
 def bind(host: str, port: int) -> None:

@@ -256,7 +256,7 @@ def _read_model(
     try:
         checkpoint = Checkpoint.find(loading.source, options.trust_remote_code)
         if forms and checkpoint is not None and not checkpoint.has_weights and find_spec("torch") is not None:
-            checkpoint = _counted(checkpoint)
+            checkpoint = counted(checkpoint)
             findings.append(report(key, _without_weights(checkpoint)))
         how: dict[str, Any] = {"on_gpu": _on_gpu(config), "kv_cache_dtype": options.kv_cache_dtype}
         size = None if checkpoint is None else checkpoint.size(options.dtype, options.quantization, **how)
@@ -326,7 +326,7 @@ def _without_weights(checkpoint: Checkpoint) -> str:
     return found if checkpoint.quantization is None else f"{found}, as if they were not quantized"
 
 
-def _counted(checkpoint: Checkpoint) -> Checkpoint:
+def counted(checkpoint: Checkpoint) -> Checkpoint:
     """Returns a checkpoint without weights with those that its configuration describes. Raises ConfigError."""
     from paceline.model.local_config import counts_by_config  # loads torch
 

@@ -48,7 +48,7 @@ class EngineSpec:
             EngineError: another rank has failed, or building failed unexpectedly.
         """
         setup = self.setup
-        stages.info("loading %s", setup.source or "without a model")
+        stages.info("loading %s", setup.source or "a drafter without a model")
         with self._reported():
             return self._target(emit, setup) if isinstance(setup, TargetSetup) else self._draft(emit, setup)
 

@@ -164,7 +164,7 @@ def _recordings_bytes(options: TargetOptions, model: LoadedModel, max_len: int) 
     """Bytes of the device that recordings of the target's steps take; 0 where none are made."""
     if not model.records:
         return 0
-    stages.info("measuring the memory of recorded steps")
+    stages.info("recording steps, and measuring the memory that they take")
     limits = _limits(options, session_pages(max_len))
 
     def record(runner: ModelRunner) -> None:
@@ -202,7 +202,7 @@ def _engine(
     compilation = _compilation(setup, model, max_len, tests=report is not None)
     if compilation is not None and report is not None and not report.holds:
         # Plain decoding would not be what verification gives: nothing is served before it can be compiled.
-        stages.info("compiling for this machine, which takes about a minute once")
+        stages.info("compiling the model for this machine, which takes about a minute the first time")
         compilation.start()
         compilation.wait()
         if (step := compilation.take()) is not None:
@@ -232,7 +232,7 @@ def _engine(
     )
     engine.calibrate()
     if compilation is not None:
-        stages.info("serving eagerly, and compiling in the background")
+        stages.info("serving, slower until the model is compiled in the background")
         compilation.start()
     return engine
 
@@ -260,7 +260,7 @@ def _compared(setup: TargetSetup, runner: ModelRunner, max_len: int) -> Invarian
     options, path = setup.options, setup.source
     if options.batch_invariant == "off":
         return None
-    stages.info("testing that decoding and verification have the same bits")
+    stages.info("checking that verification gives the same bits as plain decoding")
     started = time.perf_counter()
     report = check_invariance(runner, max_len, options.max_step_tokens)
     level = logging.INFO if report.holds and not report.num_states_different else logging.WARNING

@@ -111,7 +111,7 @@ def test_it_says_why_drafting_is_on() -> None:
     """One session, with a good draft: by how much it is faster, how long proposals are, what a step takes."""
     target = Simulation(acceptance=0.8, calibrate=True).run(6.0).target
     text, numbers = explain(target), measures(target)
-    assert text.startswith("drafting is on at 1 sessions (")
+    assert text.startswith("drafting is on with 1 session running (")
     assert "tokens/s with drafts" in text
     assert "a step by its tokens 1: 20" in text
     assert numbers["drafting"] == 1.0
@@ -126,9 +126,9 @@ def test_it_says_why_drafting_is_off() -> None:
     """Beside 16 sessions on a target that computes: the last trial, and when the next one is."""
     simulation = Simulation(load=lambda now: 16, acceptance=0.3, calibrate=True).run(8.0)
     text, numbers = explain(simulation.target), measures(simulation.target)
-    assert text.startswith("drafting is off at 16 sessions (")
+    assert text.startswith("drafting is off with 16 sessions running (")
     assert "tokens/s plain" in text
-    assert "the next of drafting after" in text
+    assert "; drafting is tried next after" in text
     assert "of 16 sessions without a draft: not worth it at this load" in text
     assert numbers["drafting"] == 0.0
     assert 14.0 <= numbers["sessions_paused"] <= 16.0

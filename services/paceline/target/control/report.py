@@ -61,7 +61,8 @@ def explain(engine: TargetEngine) -> str:
         return "; ".join([fixed, *_inside(engine)])
     num_sessions = engine.num_running
     if num_sessions == 0:
-        idle = f"no session is running; {gate.trials.num_trials} trials of drafting or of plain decoding so far"
+        trials = _number(gate.trials.num_trials, "trial")
+        idle = f"no session is running; {trials} of drafting or of plain decoding so far"
         return "; ".join([idle, *_inside(engine)])
     without = "plain" if gate.trials.only_plain else "without"
     parts = [_standing(gate.trials.standing(num_sessions), num_sessions, without)]
@@ -105,7 +106,7 @@ def _inside(engine: TargetEngine) -> list[str]:
 
 def _standing(standing: Standing, num_sessions: int, without: str) -> str:
     drafting, plain = (standing.tokens_per_s[wanted] for wanted in (True, False))
-    beside = f"drafting is {'on' if standing.drafting else 'off'} at {num_sessions} sessions"
+    beside = f"drafting is {'on' if standing.drafting else 'off'} with {_number(num_sessions, 'session')} running"
     measured = " against ".join(
         f"{rate:.0f} tokens/s {how}" for how, rate in (("with drafts", drafting), (without, plain)) if rate > 0
     )
@@ -115,11 +116,18 @@ def _standing(standing: Standing, num_sessions: int, without: str) -> str:
         why = f"{measured}"
     else:
         why = f"by the cost of a step an ideal draft is expected to make it {standing.ideal_gain:.2f} times as fast"
-    trials = f"{standing.num_trials} trials so far"
+    trials = f"{_number(standing.num_trials, 'trial')} so far"
     if standing.next_trial_s is not None and not standing.on_trial:
-        other = ("plain decoding" if without == "plain" else "none") if standing.drafting else "drafting"
-        trials += f", the next of {other} after {standing.next_trial_s:.0f} s of steps"
+        other = "drafting"
+        if standing.drafting:
+            other = "plain decoding" if without == "plain" else "decoding without drafts"
+        when = f"after {standing.next_trial_s:.0f} s of decoding" if standing.next_trial_s >= 0.5 else "now"
+        trials += f"; {other} is tried next {when}"
     return f"{beside} ({why}; {trials})"
+
+
+def _number(count: int, of: str) -> str:
+    return f"{count} {of}{'' if count == 1 else 's'}"
 
 
 def measures(engine: TargetEngine) -> Mapping[str, float]:
