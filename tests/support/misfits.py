@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import struct
 import sys
@@ -20,11 +21,19 @@ from paceline.core import native_tree, rows
 from paceline.core.tree import Producer
 from paceline.drafters import calibration, parts
 from paceline.drafters.protocol import Leaf
+from paceline.errors import EngineError
 from paceline.messages import NodeColumns, SparseDistribution
 from paceline.model import layout
+from paceline.model.attention import native as attention
+from paceline.model.compiled import blocks, package
+from paceline.model.compiled import linear as products
+from paceline.model.linear import native as linear
 from paceline.model.step_plan import SequenceStep, StepPlan
 
-REFUSALS = (ValueError, TypeError, IndexError, OverflowError, AttributeError, MemoryError, struct.error)
+REFUSALS = (
+    *(ValueError, TypeError, IndexError, OverflowError, AttributeError, MemoryError, struct.error),
+    *(EngineError, RuntimeError, AssertionError),
+)
 """What a call may raise; anything else fails, and so does a process that ends."""
 VOCAB = 9
 ODD = (-1, 0, 1, 2, 3, 8, 63, 64, 65, 200, 2**31, 2**62, 2**63 - 1, -(2**63), 2**70)
@@ -223,8 +232,139 @@ def drawn(rng: random.Random) -> None:
         rows.verify(x, each, keys, starts=starts, drafted=[*numbers(rng, num_rows, n - 1)], qs=[q] * num_rows, **limits)
 
 
+def misfit(rng: random.Random, x: torch.Tensor, share: float = 0.06) -> torch.Tensor:
+    """Rarely a tensor with other sizes, other strides or another dtype."""
+    if rng.random() > share:
+        return x
+    dim = rng.randrange(max(1, x.dim()))
+    changes: tuple[Callable[[], torch.Tensor], ...] = (
+        lambda: x[..., None].expand(*x.shape, rng.randint(0, 3)),
+        lambda: x.flatten(),
+        lambda: x.mT,
+        lambda: x.to(rng.choice((torch.float16, torch.float32, torch.bfloat16, torch.int64, torch.uint8))),
+        lambda: x.narrow(dim, 0, rng.randint(0, x.shape[dim])),
+        lambda: x.repeat_interleave(2, dim),
+        lambda: x.select(dim, 0),
+        lambda: x.repeat_interleave(2, dim).narrow(dim, 0, x.shape[dim]).mT.contiguous().mT,
+    )
+    return rng.choice(changes)()
+
+
+def integers(rng: random.Random, shape: tuple[int, ...], stop: int) -> torch.Tensor:
+    x = torch.randint(0, max(1, stop), shape)
+    if rng.random() < 0.1 and x.numel():
+        x.view(-1)[rng.randrange(x.numel())] = rng.choice((-1, stop, 2**40))
+    return x
+
+
+def attended(rng: random.Random) -> None:
+    attention._load()
+    dtype, kept = rng.choice(attention.DTYPES), rng.choice((None, None, torch.uint8))
+    pages, kv_heads, groups, dim, value_dim = (rng.choice((1, 2, 3, 0)) for _ in range(5))
+    rows, length, blocks, tokens = (rng.choice((1, 2, 3)) for _ in range(4))
+    pool = (pages, 64, kv_heads)
+    table, gather, scatter = (rows, blocks), (rows, length), (tokens,)
+    if rng.random() < 0.3:
+        heads, index = torch.randn(tokens, 2, dim), torch.randn(pages, 64, dim)
+        seen = torch.rand(rows, length, 64 * blocks) < 0.5
+        given = heads, index, torch.randn(tokens, 2), integers(rng, table, pages), integers(rng, gather, tokens), seen
+        attention.score_index(*[misfit(rng, x) for x in given])
+        return
+    query = torch.randn(1, kv_heads * groups, tokens, dim, dtype=dtype)
+    keys, values = (torch.randn(*pool, n).to(kept or dtype) for n in (dim, value_dim))
+    mask = torch.where(torch.rand(rows, 1, length, 64 * blocks) < 0.5, 0.0, -torch.inf).to(dtype)
+    places = integers(rng, table, pages), integers(rng, gather, tokens), integers(rng, scatter, rows * length)
+    given = tuple(misfit(rng, x) for x in (query, keys, values, *places, mask))
+    sinks = rng.choice((None, misfit(rng, torch.randn(kv_heads * groups))))
+    attention.attend(*given, sinks, 1.0, rng.choice((None, 2.0)))
+    attention.round_to_fp8(misfit(rng, query, 0.5))
+
+
+def stepped(rng: random.Random) -> None:
+    kind, dtype, tokens = rng.randrange(6), rng.choice(linear.DTYPES), rng.randint(0, 4)
+    key_heads, groups, width = rng.randint(1, 2), rng.randint(1, 3), rng.randint(1, 4)
+    key_dim, value_dim = rng.choice((1, 8, 20)), rng.choice((1, 8, 36))
+    if kind == 3:
+        key_dim, value_dim = 0, 1
+    if kind == 4:
+        key_heads, value_dim = 1, 1
+    heads, slots, chunks = key_heads * groups, rng.choice((0, 2, 3, 3)), rng.choice((0, 2, 3, 3))
+    width, decays = 1 if kind in (2, 4) else width, key_dim if kind == 1 else 1
+    channels = heads * value_dim + (0 if kind in (3, 4) else 2 * key_heads * key_dim)
+    kept = 0 if kind in (2, 4) else channels
+    first = number(rng, 16) * rng.randint(0, 1)
+    count, also = number(rng, min(4, 16 - first) if 0 <= first < 16 else 0), numbers(rng, 3, 1)
+    chunk = [number(rng, 1), first, count, number(rng, 2) - 1, 1, *also]
+    plan = [*numbers(rng, 4, 1)] if rng.random() < 0.1 else [0, 1, number(rng, 2) - 1, 1, *chunk]
+    of_token = [
+        torch.randn(tokens, n).to(dtype) for n in (channels, heads * decays, 2 * key_dim if kind == 4 else heads)
+    ]
+    of_layer = [
+        torch.randn(width, kept),
+        torch.randn(heads * (key_dim if kind == 4 else 1)),
+        torch.randn(heads * decays),
+    ]
+    further = [rng.choice((None, torch.randn(kept))), rng.choice((None, torch.randn(heads)))]
+    states = heads if key_dim else 0
+    pools = [
+        torch.randn(slots, states, key_dim, value_dim),
+        torch.randn(slots, width - 1, kept).to(dtype),
+        torch.randn(chunks, 16, kept).to(dtype),
+        *(torch.randn(chunks, 16, *shape) for shape in ((key_heads, key_dim), (states, value_dim), (states, decays))),
+    ]
+    plan = [x for x in plan if abs(x) < 2**63]
+    given = [
+        None if x is None else misfit(rng, x, 0.03)
+        for x in (torch.tensor(plan), *of_token, *of_layer, *further, *pools)
+    ]
+    sizes = [kind, key_heads, heads] if rng.random() < 0.9 else [number(rng, 6) for _ in range(3)]
+    by_handles(rng, "linear_attention", linear.call, linear._library(), *given, *sizes, 1, 1, 1, 1.0, 0.0, 0.0, 9.0)
+
+
+def multiplied(rng: random.Random) -> None:
+    outputs, inputs = rng.choice((1, 16, 33)), rng.choice((1, 32, 40))
+    weight, bits = torch.randn(outputs, inputs), rng.choice((4, 8, None))
+    packed = products.pack(weight.bfloat16()) if bits is None else blocks.pack_blocks(blocks.quantize(weight, bits))
+    x = torch.randn(*rng.choice(((3,), (1,), (2, 2), (0,))), inputs)
+    x = x.bfloat16() if bits is None or rng.random() < 0.5 else x
+    bias = rng.choice((None, misfit(rng, torch.randn(outputs), 0.2)))
+    num = outputs if rng.random() < 0.8 else number(rng, 40)
+    library = products._library()
+    if rng.random() < 0.2:
+        halves = misfit(rng, torch.randn(2, 2 * outputs).bfloat16(), 0.4)
+        by_handles(rng, "gated_silu", products.gate, library, halves)
+        return
+    given = misfit(rng, x, 0.2), misfit(rng, packed, 0.2)
+    by_handles(rng, "packed_linear", products.multiply, library, *given, bias, num)
+
+
+def by_handles(rng: random.Random, name: str, call: Callable[..., Any], library: Any, *given: Any) -> None:
+    """A call as Python makes it, or as a compiled model does."""
+    if rng.random() < 0.5:
+        call(library, *given)
+        return
+    tensors = [x for x in given if isinstance(x, torch.Tensor)]
+    held = package._Handles(tensors)
+    handles, places = iter(held.array), []
+    for place, x in enumerate(given):
+        if isinstance(x, torch.Tensor):
+            handle = ctypes.c_void_p(next(handles))
+            optional = (name, place) in {("packed_linear", 2), ("linear_attention", 7), ("linear_attention", 8)}
+            places.append(ctypes.byref(handle) if optional else handle)
+        else:
+            kind = ctypes.c_double if isinstance(x, float) else ctypes.c_int64
+            places.append(None if x is None else kind(x))
+    out = (ctypes.c_void_p * 1)()
+    failed = getattr(library, f"aoti_torch_cpu_{name}")(*places, out)
+    if out[0] is not None:
+        package._results(out)
+    if failed:
+        raise EngineError(name)
+
+
 CALLS: tuple[Callable[[random.Random], None], ...] = (
     lay_out, buffers, masks, pages, trees, messages, grown, observed, leaves, drawn, frontiers,
+    attended, stepped, multiplied,
 )  # fmt: skip
 
 

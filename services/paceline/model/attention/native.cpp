@@ -380,10 +380,12 @@ at::Tensor attend_pages(const at::Tensor& query, const at::Tensor& keys, const a
               "attend_pages takes query [1, heads, tokens, dim], pages of 4 dimensions, and a mask of 4");
   TORCH_CHECK(keys.size(1) == kPage && values.size(1) == kPage, "attend_pages takes pages of ", kPage, " rows");
   TORCH_CHECK(values.size(0) == keys.size(0) && values.size(2) == keys.size(2), "attend_pages: other pages of values");
-  TORCH_CHECK(keys.size(2) > 0 && query.size(1) % keys.size(2) == 0 && query.size(3) == keys.size(3),
+  TORCH_CHECK(keys.size(2) > 0 && query.size(1) > 0 && query.size(1) % keys.size(2) == 0 &&
+                  query.size(3) == keys.size(3),
               "attend_pages: ", query.sizes(), " queries do not fit ", keys.sizes(), " keys");
-  TORCH_CHECK(table.size(0) == gather.size(0) && mask.size(0) == gather.size(0) && mask.size(2) == gather.size(1) &&
-                  mask.size(3) == kPage * table.size(1) && scatter.size(0) == query.size(2),
+  TORCH_CHECK(table.dim() == 2 && gather.dim() == 2 && table.size(0) == gather.size(0) &&
+                  mask.size(0) == gather.size(0) && mask.size(1) == 1 && mask.size(2) == gather.size(1) &&
+                  mask.size(3) == kPage * table.size(1) && scatter.dim() == 1 && scatter.size(0) == query.size(2),
               "attend_pages: mask ", mask.sizes(), " for ", gather.sizes(), " places and ", table.sizes(), " pages");
   const at::Tensor q = flat(query), k = flat(keys), v = flat(values), m = flat(mask);
   const at::Tensor pages = integers(table, keys.size(0), "page_table");
@@ -463,9 +465,9 @@ at::Tensor score_pages(const at::Tensor& queries, const at::Tensor& keys, const 
               "score_pages takes queries [tokens, heads, dim] and weights [tokens, heads]");
   TORCH_CHECK(keys.dim() == 3 && keys.size(1) == kPage && keys.size(2) == queries.size(2), "score_pages: ",
               keys.sizes(), " keys do not fit ", queries.sizes(), " queries");
-  TORCH_CHECK(seen.scalar_type() == at::kBool && seen.dim() == 3 && seen.size(0) == gather.size(0) &&
-                  seen.size(1) == gather.size(1) && table.size(0) == gather.size(0) &&
-                  seen.size(2) == kPage * table.size(1),
+  TORCH_CHECK(seen.scalar_type() == at::kBool && seen.dim() == 3 && table.dim() == 2 && gather.dim() == 2 &&
+                  seen.size(0) == gather.size(0) && seen.size(1) == gather.size(1) &&
+                  table.size(0) == gather.size(0) && seen.size(2) == kPage * table.size(1),
               "score_pages: ", seen.sizes(), " seen of ", gather.sizes(), " places and ", table.sizes(), " pages");
   const at::Tensor pages = integers(table, keys.size(0), "page_table");
   const at::Tensor tokens = integers(gather, queries.size(0), "gather_index");

@@ -60,6 +60,13 @@ void gate(const uint16_t* x, int64_t n, uint16_t* y) {
 
 #endif
 
+// Whether packed weights have the blocks of `n` outputs and the steps of `k` inputs.
+bool holds(const int64_t* packed_sizes, int64_t n, int64_t k, bool quantized) {
+  const auto parts = [](int64_t size, int64_t part) { return size / part + (size % part != 0); };
+  const int64_t blocks = parts(k, paceline::kBlockInputs);  // with 16 pairs each, in steps of bfloat16
+  return n >= 0 && packed_sizes[0] == parts(n, quantized ? 16 : 32) && packed_sizes[1] == (quantized ? 1 : 16) * blocks;
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)  // all else is hidden: another build in this process has functions of these names
@@ -162,9 +169,10 @@ AOTITorchError aoti_torch_cpu_packed_heads(AtenTensorHandle x, AtenTensorHandle 
 // What compiled models call, without the dispatcher and the interpreter.
 AOTITorchError aoti_torch_cpu_gated_silu(AtenTensorHandle x, AtenTensorHandle* out) {
   int64_t dim = 0, count = 0, *sizes = nullptr;
+  int32_t dtype = 0;
   bool contiguous = false;
   void *from = nullptr, *to = nullptr;
-  if (aoti_torch_get_dim(x, &dim) || dim < 1 || aoti_torch_get_sizes(x, &sizes) || aoti_torch_get_numel(x, &count) ||
+  if (aoti_torch_get_dtype(x, &dtype) || dtype != aoti_torch_dtype_bfloat16() || aoti_torch_get_dim(x, &dim) || dim < 1 || aoti_torch_get_sizes(x, &sizes) || aoti_torch_get_numel(x, &count) ||
       aoti_torch_is_contiguous(x, &contiguous) || !contiguous || sizes[dim - 1] % 2 || aoti_torch_get_data_ptr(x, &from)) {
     return AOTI_TORCH_FAILURE;
   }
@@ -188,14 +196,24 @@ AOTITorchError aoti_torch_cpu_gated_silu(AtenTensorHandle x, AtenTensorHandle* o
 
 AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x, AtenTensorHandle packed, AtenTensorHandle* bias,
                                             int64_t outputs, AtenTensorHandle* out) {
-  int64_t dim = 0, *sizes = nullptr, *strides = nullptr, packed_dim = 0, *packed_sizes = nullptr;
-  int32_t dtype = 0, packed_dtype = 0;
+  int64_t dim = 0, *sizes = nullptr, *strides = nullptr, packed_dim = 0, *packed_sizes = nullptr, num_added = outputs;
+  int32_t dtype = 0, packed_dtype = 0, added_dtype = aoti_torch_dtype_float32();
+  bool contiguous = false;
   void *from = nullptr, *weights = nullptr, *added = nullptr, *to = nullptr;
   if (aoti_torch_get_dim(x, &dim) || dim < 1 || aoti_torch_get_sizes(x, &sizes) || aoti_torch_get_strides(x, &strides) ||
       aoti_torch_get_dtype(x, &dtype) || aoti_torch_get_dtype(packed, &packed_dtype) ||
       aoti_torch_get_dim(packed, &packed_dim) || aoti_torch_get_sizes(packed, &packed_sizes) ||
       aoti_torch_get_data_ptr(x, &from) || aoti_torch_get_data_ptr(packed, &weights) ||
-      (bias != nullptr && aoti_torch_get_data_ptr(*bias, &added))) {
+      aoti_torch_is_contiguous(packed, &contiguous) || !contiguous || packed_dim < 3 ||
+      (bias != nullptr && (aoti_torch_get_data_ptr(*bias, &added) || aoti_torch_get_numel(*bias, &num_added) ||
+                           aoti_torch_get_dtype(*bias, &added_dtype)))) {
+    return AOTI_TORCH_FAILURE;
+  }
+  const bool quantized = packed_dtype == aoti_torch_dtype_uint8(), wide = dtype == aoti_torch_dtype_float32();
+  if (num_added != outputs || added_dtype != aoti_torch_dtype_float32() ||
+      !(dtype == aoti_torch_dtype_bfloat16() || (quantized && wide)) ||
+      !(quantized || packed_dtype == aoti_torch_dtype_bfloat16()) ||
+      !holds(packed_sizes, outputs, sizes[dim - 1], quantized)) {
     return AOTI_TORCH_FAILURE;
   }
   try {
@@ -214,8 +232,8 @@ AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x, AtenTensorHandle
         aoti_torch_get_data_ptr(*out, &to)) {
       return AOTI_TORCH_FAILURE;
     }
-    const int64_t value_bytes = dtype == aoti_torch_dtype_float32() ? 4 : 2;
-    int64_t step_bytes = packed_dtype == aoti_torch_dtype_uint8() ? 1 : 2;
+    const int64_t value_bytes = wide ? 4 : 2;
+    int64_t step_bytes = quantized ? 1 : 2;
     for (int64_t i = 2; i < packed_dim; ++i) step_bytes *= packed_sizes[i];
     if (!paceline_linear(from, value_bytes, between, static_cast<const uint8_t*>(weights), step_bytes,
                          static_cast<const float*>(added), to, rows, outputs, k)) {

@@ -191,7 +191,9 @@ def multiply(library: ctypes.CDLL, x: Tensor, packed: Tensor, bias: Tensor | Non
     """``linear`` by a library that was loaded."""
     x, packed = x.contiguous(), packed.contiguous()
     inputs = x.shape[-1]
+    assert outputs > 0, "at least one output"
     if packed.dtype == torch.uint8:
+        assert packed.dim() == 3, "packed as tiles"
         assert x.dtype in (torch.bfloat16, torch.float32), "of bfloat16 or float32"
         assert packed.shape[:2] == (-(-outputs // OUTPUTS), -(-inputs // BLOCK_INPUTS)), "packed for these sizes"
     else:

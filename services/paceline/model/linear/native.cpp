@@ -17,8 +17,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
+#include <initializer_list>
 #include <iterator>
-#include <new>
 #include <vector>
 
 #include "../exponential.h"
@@ -31,6 +32,9 @@ constexpr int kVectors = 8;  // vectors of a state's row that a product keeps in
 constexpr int kPiece = 128;  // channels of Mamba that one thread computes
 constexpr float kLog2e = 1.44269504f;
 constexpr int64_t kNone = -1;  // NONE of plan.py
+
+// The tensors of a call without its output.
+enum { kNumbers, kInputs, kA, kB, kWeight, kDecay, kBias, kShift, kSkip, kStates, kTails, kRows, kKeys, kUpdates, kDecays, kTensors };
 constexpr int64_t kShared = 1 << 16;  // numbers of states and rows: of these a step is worth the helpers
 
 // work(it, i) for all i below `pieces`, each once, by this thread and those that help it. False: nobody helps it, and
@@ -54,6 +58,7 @@ struct Call {
   int64_t value_bytes;  // 2: bfloat16, 4: float32
   int64_t inputs_row, a_row, b_row;  // numbers from a token to the next one
   int64_t kind, rounds_rates, rounds_convolution, activates;
+  int64_t counts[kTensors];  // of the numbers of each tensor, in this order; of inputs, a and b of a row
   double scale, lowest, shortest, longest;  // lowest 0: there is none
 };
 
@@ -726,6 +731,43 @@ class Scan {
   std::vector<float> states_, speeds_, keys_, queries_;
 };
 
+// -1: it is no number of int64.
+int64_t product(std::initializer_list<int64_t> sizes) {
+  int64_t total = 1;
+  for (const int64_t size : sizes) {
+    if (size < 0 || __builtin_mul_overflow(total, size, &total)) return -1;
+  }
+  return total;
+}
+
+// Whether all that is read and written is in the tensors.
+bool fits(const Call& it) {
+  const int64_t *counts = it.counts, heads = it.value_heads, history = it.width - 1;
+  const bool scans = it.kind == kMamba, convolves = !scans && it.kind != kLightning, has_state = it.key_dim > 0;
+  const bool corrects = it.kind == kGatedDelta || it.kind == kKimiDelta, has_rates = has_state && it.kind != kLightning;
+  if (it.kind < kGatedDelta || it.kind > kMamba2 || (it.value_bytes != 2 && it.value_bytes != 4)) return false;
+  if (it.key_heads < 1 || heads < 0 || heads % it.key_heads != 0 || history < 0) return false;
+  if (scans && (it.key_heads != 1 || it.value_dim != 1 || it.skip == nullptr)) return false;
+  const int64_t keys = product({it.key_heads, it.key_dim}), values = product({heads, it.value_dim});
+  int64_t channels = 0;
+  if (keys < 0 || values < 0 || __builtin_mul_overflow(scans ? 0 : keys, 2, &channels)) return false;
+  if (__builtin_add_overflow(channels, values, &channels) || counts[kInputs] < channels) return false;
+  const int64_t decays = product({heads, it.kind == kKimiDelta ? it.key_dim : 1});
+  const int64_t chunks = product({it.row_slots, kChunk});
+  const auto holds = [counts](bool is_read, int of, std::initializer_list<int64_t> sizes) {
+    return !is_read || counts[of] == product(sizes);
+  };
+  return (!has_rates || (decays >= 0 && counts[kA] >= decays)) && (!corrects || !has_state || counts[kB] >= heads) &&
+         (!scans || counts[kB] >= 2 * it.key_dim) && holds(convolves, kWeight, {it.width, channels}) &&
+         holds(has_state, kDecay, {heads, scans ? it.key_dim : 1}) && holds(has_rates, kBias, {decays}) &&
+         holds(convolves && it.shift != nullptr, kShift, {channels}) &&
+         holds(has_state && it.skip != nullptr, kSkip, {heads}) &&
+         holds(has_state, kStates, {it.state_slots, values, it.key_dim}) &&
+         holds(!scans && history > 0, kTails, {it.state_slots, history, channels}) &&
+         holds(convolves, kRows, {chunks, channels}) && holds(has_state, kKeys, {chunks, keys}) &&
+         holds(has_state, kUpdates, {chunks, values}) && holds(has_state, kDecays, {chunks, decays});
+}
+
 // The tokens that are computed; -1: a number is not one of a slot or of a row.
 int64_t num_tokens(const Call& it) {
   const int64_t *next = it.numbers, *end = next + it.num_numbers;
@@ -739,7 +781,7 @@ int64_t num_tokens(const Call& it) {
       if (end - next < 5) return -1;
       const int64_t first = next[1], count = next[2], num_also = next[4];
       if (!in(next[0], it.row_slots, first == 0) || !in(next[3], it.state_slots, true)) return -1;
-      if (first < 0 || count < 0 || first + count > kChunk || num_also < 0 || (end - next - 5) / 3 < num_also) return -1;
+      if (first < 0 || first > kChunk || count < 0 || count > kChunk - first || num_also < 0 || (end - next - 5) / 3 < num_also) return -1;
       next += 5, tokens += count;
       for (int64_t i = 0; i < num_also; ++i, next += 3) {
         if (!in(next[0], kChunk, false) || !in(next[1], it.row_slots, false) || !in(next[2], kChunk, false)) return -1;
@@ -773,16 +815,21 @@ void run(const Call& it, int64_t tokens) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Runs a step of one layer. Returns 0; 1: its numbers do not fit the pools; 2: there is no memory.
+// Runs a step of one layer. Returns 0; 1: its numbers do not fit the pools; 2: there is no memory; 3: its tensors do not
+// fit each other.
 int paceline_linear_attention(const Call* given) {
   Call it = *given;
-  if (it.kind == kConvolution) it.value_dim = it.value_heads, it.key_heads = it.value_heads = 1, it.key_dim = 0;
+  if (it.kind == kConvolution) {
+    if (it.value_dim != 1) return 3;
+    it.value_dim = it.value_heads, it.key_heads = it.value_heads = 1, it.key_dim = 0;
+  }
+  if (!fits(it)) return 3;
   const int64_t tokens = num_tokens(it);
   if (tokens < 0) return 1;
   try {
     if (it.value_bytes == 2) run<Bfloat16>(it, tokens);
     else run<Float32>(it, tokens);
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {  // of vectors
     return 2;
   }
   return 0;
@@ -802,29 +849,37 @@ AOTITorchError aoti_torch_cpu_linear_attention(
     double longest, AtenTensorHandle* out) {
   const AtenTensorHandle given[] = {numbers, inputs, a, b, weight, decay, bias, shift ? *shift : nullptr,
                                     skip ? *skip : nullptr, states, tails, rows, keys, updates, decays};
-  void* at[std::size(given)] = {};
-  int64_t row[std::size(given)] = {};  // strides of inputs, a and b
-  for (size_t i = 0; i < std::size(given); ++i) {
+  static_assert(std::size(given) == kTensors);
+  void* at[kTensors] = {};
+  int64_t *sizes[kTensors] = {}, *strides[kTensors] = {}, dims[kTensors] = {}, counts[kTensors] = {};
+  int32_t dtypes[kTensors] = {};
+  for (int i = 0; i < kTensors; ++i) {
     if (given[i] == nullptr) continue;
     bool contiguous = false;
-    int64_t *strides = nullptr, *sizes = nullptr;
-    if (aoti_torch_is_contiguous(given[i], &contiguous) || aoti_torch_get_strides(given[i], &strides) ||
-        aoti_torch_get_sizes(given[i], &sizes) || aoti_torch_get_data_ptr(given[i], &at[i])) {
+    if (aoti_torch_is_contiguous(given[i], &contiguous) || aoti_torch_get_strides(given[i], &strides[i]) ||
+        aoti_torch_get_sizes(given[i], &sizes[i]) || aoti_torch_get_data_ptr(given[i], &at[i]) ||
+        aoti_torch_get_dim(given[i], &dims[i]) || aoti_torch_get_numel(given[i], &counts[i]) ||
+        aoti_torch_get_dtype(given[i], &dtypes[i])) {
       return AOTI_TORCH_FAILURE;
     }
-    if (const bool columns = i >= 1 && i <= 3; columns ? strides[1] != 1 && sizes[1] > 1 : !contiguous) {
+    const bool columns = i >= kInputs && i <= kB;
+    if (columns ? dims[i] != 2 || sizes[i][0] != sizes[kInputs][0] || (strides[i][1] != 1 && sizes[i][1] > 1) : !contiguous) {
       return AOTI_TORCH_FAILURE;
     }
-    row[i] = strides[0];
+    if (columns) counts[i] = sizes[i][1];
   }
-  int64_t num_numbers = 0, *of_inputs = nullptr, *of_states = nullptr, *of_tails = nullptr, *of_rows = nullptr;
-  int32_t dtype = 0;
-  if (aoti_torch_get_numel(numbers, &num_numbers) || aoti_torch_get_sizes(inputs, &of_inputs) ||
-      aoti_torch_get_sizes(states, &of_states) || aoti_torch_get_sizes(tails, &of_tails) ||
-      aoti_torch_get_sizes(rows, &of_rows) || aoti_torch_get_dtype(inputs, &dtype)) {
+  const int32_t dtype = dtypes[kInputs];
+  if (dims[kStates] != 4 || dims[kTails] != 3 || dims[kRows] != 3 || dtypes[kNumbers] != aoti_torch_dtype_int64() ||
+      (dtype != aoti_torch_dtype_bfloat16() && dtype != aoti_torch_dtype_float32())) {
     return AOTI_TORCH_FAILURE;
   }
-  const int64_t tokens = of_inputs[0], value_dim = of_states[3];
+  for (const int i : {kA, kB, kTails, kRows}) {
+    if (counts[i] > 0 && dtypes[i] != dtype) return AOTI_TORCH_FAILURE;
+  }
+  for (const int i : {kWeight, kDecay, kBias, kShift, kSkip, kStates, kKeys, kUpdates, kDecays}) {
+    if (counts[i] > 0 && dtypes[i] != aoti_torch_dtype_float32()) return AOTI_TORCH_FAILURE;
+  }
+  const int64_t tokens = sizes[kInputs][0], value_dim = sizes[kStates][3];
   const int64_t shape[] = {tokens, value_heads, value_dim}, apart[] = {value_heads * value_dim, value_dim, 1};
   void* to = nullptr;
   if (aoti_torch_empty_strided(3, shape, apart, dtype, aoti_torch_device_type_cpu(), 0, out) ||
@@ -832,11 +887,12 @@ AOTITorchError aoti_torch_cpu_linear_attention(
     return AOTI_TORCH_FAILURE;
   }
   const auto floats = [&at](int i) { return static_cast<float*>(at[i]); };
-  const Call call = {static_cast<int64_t*>(at[0]), num_numbers, at[1], at[2], at[3], floats(4), floats(5), floats(6),
-                     floats(7), floats(8), floats(9), at[10], at[11], floats(12), floats(13), floats(14), to, tokens,
-                     key_heads, value_heads, of_states[2], value_dim, of_tails[1] + 1, of_states[0], of_rows[0],
-                     dtype == aoti_torch_dtype_bfloat16() ? 2 : 4, row[1], row[2], row[3], kind, rounds_rates,
-                     rounds_convolution, activates, scale, lowest, shortest, longest};
+  Call call = {static_cast<int64_t*>(at[kNumbers]), counts[kNumbers], at[1], at[2], at[3], floats(4), floats(5), floats(6), floats(7),
+               floats(8), floats(9), at[10], at[11], floats(12), floats(13), floats(14), to, tokens, key_heads,
+               value_heads, sizes[kStates][2], value_dim, sizes[kTails][1] + 1, sizes[kStates][0], sizes[kRows][0],
+               dtype == aoti_torch_dtype_bfloat16() ? 2 : 4, strides[kInputs][0], strides[kA][0], strides[kB][0], kind,
+               rounds_rates, rounds_convolution, activates, {}, scale, lowest, shortest, longest};
+  std::copy_n(counts, kTensors, call.counts);
   return paceline_linear_attention(&call) == 0 ? AOTI_TORCH_SUCCESS : AOTI_TORCH_FAILURE;
 }
 

@@ -16,6 +16,7 @@ import functools
 import hashlib
 import logging
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 _HEADER = SOURCE.parents[1] / "exponential.h"
 _OPTIONS = ("-march=native", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden")
 _ROWS_OF_CPP = 16
-_NO_MEMORY = 2
+_NO_MEMORY, _UNFIT = 2, 3
 _TENSORS = (
     *("Tensor numbers", "Tensor inputs", "Tensor a", "Tensor b", "Tensor weight", "Tensor decay", "Tensor bias"),
     *("Tensor? shift", "Tensor? skip", "Tensor states", "Tensor tails", "Tensor rows", "Tensor keys"),
@@ -98,6 +99,8 @@ def call(library: ctypes.CDLL, *given: Any) -> Tensor:
     if failed := library.paceline_linear_attention(packed):
         if failed == _NO_MEMORY:
             raise MemoryError
+        if failed == _UNFIT:
+            raise EngineError("tensors of linear layers have sizes that do not fit each other")
         raise EngineError("a step of linear layers has slots or rows that do not match its sequences")
     return out
 
@@ -107,15 +110,35 @@ def pack(*given: Any) -> tuple[bytes, Tensor, list[Tensor | None]]:
     (kind, key_heads, value_heads, *flags), floats = given[15:21], given[21:]
     tensors = [x if x is None or (x.dim() == 2 and x.stride(1) == 1) else x.contiguous() for x in given[:15]]
     numbers, inputs, a, b, *_, states, tails, rows, _, _, _ = tensors
-    if a.numel() and a.dtype != inputs.dtype:
-        raise EngineError(f"inputs of linear layers are {inputs.dtype} and {a.dtype}: one of them is allowed")
+    if reason := _why_unfit(tensors):
+        raise EngineError(f"tensors of linear layers: {reason}")
     *_, key_dim, value_dim = states.shape
     out: Tensor = inputs.new_empty(len(inputs), value_heads, value_dim)
     at = [0 if x is None else x.data_ptr() for x in (*tensors, out)]
     sizes = (len(inputs), key_heads, value_heads, key_dim, value_dim, tails.shape[1] + 1, len(states), len(rows))
     strides = inputs.stride(0), a.stride(0), b.stride(0)
-    integers = at[0], len(numbers), *at[1:], *sizes, inputs.itemsize, *strides, kind, *flags
+    counts = [0 if x is None else x.shape[1] if 1 <= i <= 3 else x.numel() for i, x in enumerate(tensors)]
+    integers = at[0], len(numbers), *at[1:], *sizes, inputs.itemsize, *strides, kind, *flags, *counts
     return struct.pack(f"{len(integers)}q{len(floats)}d", *integers, *floats), out, tensors
+
+
+def _why_unfit(tensors: Sequence[Tensor | None]) -> str | None:
+    """Says what of a call's tensors the operator cannot read, by their dtypes and dimensions; None: nothing."""
+    numbers, inputs, a, b, *of_layer, states, tails, rows, keys, updates, decays = tensors
+    assert inputs is not None, "only parameters of a layer may be missing"
+    same, whole = (a, b, tails, rows), (*of_layer, states, keys, updates, decays)
+
+    def are(dtype: torch.dtype, some: Sequence[Tensor | None]) -> bool:
+        return all(x is None or not x.numel() or x.dtype == dtype for x in some)
+
+    if inputs.dtype not in DTYPES or not are(inputs.dtype, same):
+        return "inputs, pools and gates are of one dtype, bfloat16 or float32"
+    if not are(torch.int64, [numbers]) or not are(torch.float32, whole):
+        return "numbers are int64, parameters and states float32"
+    if any(x is None or x.dim() != 2 or x.shape[0] != inputs.shape[0] for x in (inputs, a, b)):
+        return "inputs and gates have a row for each token"
+    dims = [0 if x is None else x.dim() for x in (numbers, states, tails, rows)]
+    return None if dims == [1, 4, 3, 3] else "numbers have 1 dimension, states 4, the other pools 3"
 
 
 def share_by(share: ctypes.c_void_p) -> None:
