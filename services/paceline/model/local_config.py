@@ -43,11 +43,11 @@ def counts_by_config(checkpoint: Checkpoint) -> WeightCounts:
     Raises:
         ConfigError: transformers builds no model of it.
     """
-    code = {"trust_remote_code": checkpoint.trust_remote_code}
+    trusted = checkpoint.trust_remote_code
     try:
         with BUILDING, torch.device("meta"):
-            config = AutoConfig.from_pretrained(checkpoint.location, **code)
-            model = AutoModelForCausalLM.from_config(config, **code)
+            config = AutoConfig.from_pretrained(checkpoint.location, trust_remote_code=trusted)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
             sizes = {name: one.numel() for name, one in model.named_parameters()}
             whole = sum(one.numel() for one in model.parameters() if one.ndim < 2)
     except Exception as error:  # of whatever class the configuration names
