@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 from tests.model.families import small_config
 from tests.support.models import FAMILIES, VOCAB, letters_tokenizer, pair, random_model
-from tests.support.packed import CONFIG, write_packed
+from tests.support.packed import CONFIG, FORMATS, write_packed
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.folder import local_folder
+from paceline.checkpoint.packing import count_by_config
 from paceline.config import ServiceConfig
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import ConfigError
@@ -29,7 +30,7 @@ from paceline.preflight import service as checks
 from paceline.preflight.estimate import PROCESS_BYTES, RAY_BYTES, ROUTER_PROCESS_BYTES, draft_estimate, target_estimate
 from paceline.preflight.findings import Finding, Severity
 from paceline.preflight.host_memory import draft_pages, session_pages, target_pages
-from paceline.preflight.service import check_service, require_service
+from paceline.preflight.service import check_service, counted, require_service
 
 MAX_LEN = 2048
 GIB = 1 << 30
@@ -312,6 +313,32 @@ def test_weights_that_a_gpu_runs_dequantized_are_told(tmp_path, format, are_told
     config = service(tmp_path, "target", None, gpu, "target_config.engine_kwargs.device=cuda")
     found = [f for f in check_service(config, cores=False, ports=False) if "that GPUs run dequantized" in f.message]
     assert [f.severity for f in found] == [WARNING] * are_told
+
+
+@pytest.mark.parametrize(
+    ("format", "model"),
+    [
+        *((name, CONFIG) for name in sorted(FORMATS) if name != "pack-quantized, ordered"),  # an order of its files
+        ("fp8, blocks", small_config("qwen3_moe")),
+        ("pack-quantized", small_config("qwen3_moe")),
+    ],
+)
+def test_a_quantized_configuration_alone_has_the_size_of_its_files(tmp_path, format, model):
+    write_packed(tmp_path, format, model)
+    whole = Checkpoint.open(str(tmp_path))
+    alone = counted(whole)
+    for on_gpu in (False, True):
+        found, want = alone.size(on_gpu=on_gpu), whole.size(on_gpu=on_gpu)
+        assert found.weights_bytes == pytest.approx(want.weights_bytes, rel=0.03), "scales may have another type"
+        assert found.dequantized_bytes == want.dequantized_bytes
+
+
+def test_a_configuration_alone_has_the_layers_that_it_leaves_plain():
+    names = ["model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"]
+    shapes = dict.fromkeys(names, (256, 128))
+    for ignored in ("model.layers.0", "re:.*layers[.]0[.]", "layers.0.mlp.down_proj", "model.layers.0.*"):
+        config = FORMATS["fp8, blocks"][0] | {"modules_to_not_convert": [ignored]}
+        assert count_by_config(shapes, config, "llama") == (256 * 128, 256 * 128 + 4 * 256, 256 * 128)
 
 
 def test_hints_come_from_a_layer_that_has_others_above_it(folders):

@@ -13,6 +13,7 @@ Microscaling Formats 1.0. Scales of activations are left out: activations keep t
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -205,6 +206,15 @@ class Packing:
         held = Format(packing.bits, exponent, group, scale_kind, bool(packing.second), has_zeros)
         return held.begun_at(SCALED_BLOCK)
 
+    def usual_format(self) -> Format | None:
+        """The format of weights on a GPU whose files are not there, with the scales that such checkpoints have."""
+        if self.kind == "words" and (self.bits != 4 or (self.transposed and self.groups and not self.in_order)):
+            return None
+        exponent = {"scaled": _EXPONENTS.get(self.types[0], 0), "words": 0}.get(self.kind, 2)
+        scales = {"scaled": "F32", "words": "BF16", "nvfp4": "F8_E4M3"}.get(self.kind, "F8_E8M0")
+        group = MXFP4_GROUP if self.kind == "mxfp4" else self.block[0 if self.transposed else 1]
+        return Format(self.bits, exponent, group, scales, bool(self.second), self.needs_zeros).begun_at(SCALED_BLOCK)
+
     def parts(self, stem: str) -> Iterator[str]:
         """Names of the tensors that a weight may consist of."""
         yield stem + self.codes
@@ -313,6 +323,49 @@ def count_scaled(
         numbers += math.prod(shape)
         num_bytes += math.prod(experts) * format.num_bytes(outputs, inputs)
     return numbers, num_bytes, quantized
+
+
+def count_by_config(
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], model_type: str
+) -> tuple[int, int, int]:
+    """Counts what ``count_scaled`` does for weights that a configuration describes and whose files are not there.
+
+    Args:
+        shapes: outputs and inputs of the linear layers, and experts before them, by the weights' names.
+        config: the ``quantization_config``.
+        model_type: of the text model.
+    """
+    if (packing := packing_of(config or None)) is None:
+        return 0, 0, 0
+    numbers = num_bytes = quantized = 0
+    format, experts_only = packing.usual_format(), packing.kind == "mxfp4"
+    for name, shape in shapes.items():
+        if _is_left_plain(config, name) or (experts_only and len(shape) < 3):
+            continue
+        size = math.prod(shape)
+        quantized += size
+        is_kept = not any(part in name for part in _NOT_ALONE)
+        is_kept &= not (model_type in PLAIN_EXPERTS and ".experts." in name)
+        if format is not None and is_kept:
+            *experts, outputs, inputs = shape
+            numbers += size
+            num_bytes += math.prod(experts) * format.num_bytes(outputs, inputs)
+    return numbers, num_bytes, quantized
+
+
+def _is_left_plain(config: Mapping[str, Any], name: str) -> bool:
+    """True if a ``quantization_config`` leaves out a weight: its names are expressions, whole names or their ends."""
+    module = name.removesuffix(".weight")
+    listed = (config.get(key) for key in ("ignore", "modules_to_not_convert", "exclude_modules"))
+    for one in ("lm_head", *(str(each) for names in listed if isinstance(names, list) for each in names)):
+        pattern = one.removeprefix("re:")
+        try:
+            found = re.match(pattern if pattern != one else rf"{one}(\.|$)", module) is not None
+        except re.error:
+            found = False
+        if found or f".{module}".endswith(f".{one}"):
+            return True
+    return False
 
 
 def count_packed(tensors: Mapping[str, tuple[str, tuple[int, ...]]], packing: Packing | None) -> tuple[int, int]:

@@ -9,9 +9,11 @@ import threading
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.packing import count_by_config
 from paceline.checkpoint.size import WeightCounts, share_of_experts
 from paceline.errors import ConfigError
 
@@ -38,7 +40,8 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def counts_by_config(checkpoint: Checkpoint) -> WeightCounts:
-    """Counts the weights of the model that a configuration describes, all of them as plain floats; loads none.
+    """Counts the weights of the model that a configuration describes; loads none. Those of a quantization that this
+    package does not read count as plain floats.
 
     Raises:
         ConfigError: transformers builds no model of it.
@@ -50,10 +53,14 @@ def counts_by_config(checkpoint: Checkpoint) -> WeightCounts:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
             sizes = {name: one.numel() for name, one in model.named_parameters()}
             whole = sum(one.numel() for one in model.parameters() if one.ndim < 2)
+            linear = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+            experts = {name for name, one in model.named_parameters() if one.ndim == 3 and ".experts." in name}
+            shapes = {name: tuple(one.shape) for name, one in model.named_parameters() if name in linear | experts}
     except Exception as error:  # of whatever class the configuration names
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"no model can be built by its config.json: {reason}") from error
-    return WeightCounts(sum(sizes.values()), whole, 0, 0, expert_share=share_of_experts(sizes))
+    kept = count_by_config(shapes, checkpoint.quantization or {}, config.get_text_config().model_type)
+    return WeightCounts(sum(sizes.values()), whole, 0, 0, *kept, expert_share=share_of_experts(sizes))
 
 
 def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:

@@ -20,7 +20,7 @@ from paceline.checkpoint.folder import local_folder
 from paceline.checkpoint.hub import absent, why_not_fetched
 from paceline.checkpoint.kv_scales import described
 from paceline.checkpoint.linear import require_draft_model, why_not_runnable
-from paceline.checkpoint.packing import why_whole
+from paceline.checkpoint.packing import packing_of, why_whole
 from paceline.checkpoint.pard import parallel_draft
 from paceline.checkpoint.rope import factors_in_use
 from paceline.checkpoint.size import ModelSize, gib
@@ -323,7 +323,8 @@ def _num_tokens(tokenizer: Tokenizer) -> int:
 def _without_weights(checkpoint: Checkpoint) -> str:
     """A clause about a checkpoint without weights, which continues a sentence that begins with its key."""
     found = f"names {checkpoint.path!r}, which holds no weights: the sizes are computed from its config.json"
-    return found if checkpoint.quantization is None else f"{found}, as if they were not quantized"
+    is_read = checkpoint.quantization is None or packing_of(checkpoint.quantization) is not None
+    return found if is_read else f"{found}, as if they were not quantized"
 
 
 def counted(checkpoint: Checkpoint) -> Checkpoint:
