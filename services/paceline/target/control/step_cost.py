@@ -142,7 +142,7 @@ class StepCost:
         points = [(0, value), *points]
         last, value = points[-1]
         slope = (value - _interpolate(points, last // 2)) / (last - last // 2) if len(self._sizes) > 1 else 0.0
-        end = 2 * last + _EXACT
+        end = max(last + 1, min(4 * _LARGE, 2 * last + _EXACT))  # beyond it costs grow as they do last
         points.append((end, value + slope * (end - last)))
         self._table = _fill(points)
         self._floor = _fill(lower_hull(points))
