@@ -154,7 +154,15 @@ def require_known(source: str, config: Mapping[str, Any]) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     if config.get("model_type") not in CONFIG_MAPPING_NAMES:
-        raise _untrusted(source)
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        architectures = config.get("architectures") or []
+        own = ((one, name) for one, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in architectures)
+        model_type, name = next(own, ("", ""))
+        copy = (
+            f"; if its model is transformers' own {name}, serve a copy whose config.json has model_type {model_type!r}"
+        )
+        raise _untrusted(source, copy if name else "")
 
 
 def require_no_code(source: str, error: Exception) -> None:
@@ -163,10 +171,10 @@ def require_no_code(source: str, error: Exception) -> None:
         raise _untrusted(source) from error
 
 
-def _untrusted(source: str) -> ConfigError:
+def _untrusted(source: str, otherwise: str = "") -> ConfigError:
     return ConfigError(
         f"{source!r} brings Python code of its own, which is not run unless engine_kwargs.trust_remote_code is true: "
-        "read that code, and set it if you trust its author"
+        f"read that code, and set it if you trust its author{otherwise}"
     )
 
 
