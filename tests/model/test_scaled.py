@@ -15,18 +15,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.model.families import small_config
 from tests.model.parallel.test_tables import TEXT, logits_of_two, packed
+from tests.model.test_dequantized import DOWN, changed
 from tests.support.models import random_model
 from tests.support.mutants import Mutant, mutant
 from tests.support.packed import CONFIG, write_packed
 from torch import Tensor
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.packing import Format
+from paceline.checkpoint.packing import Format, packing_of
 from paceline.config import ModelOptions
 from paceline.errors import ConfigError
 from paceline.model import dequantized, kept, quantized
 from paceline.model.compiled.parts import _is_part
-from paceline.model.dequantized import DequantizedFiles
+from paceline.model.dequantized import DequantizedFiles, dequantized_files
 from paceline.model.loading import load_model, load_pretrained
 from paceline.model.scaled import (
     INT4,
@@ -78,6 +79,37 @@ def test_kept_weights_are_those_of_the_dequantized_checkpoint(
     assert model.num_parameters == checkpoint.size("bfloat16").num_parameters
     assert torch.equal(logits_of(tmp_path), plain)
     assert torch.equal(logits_of_two(str(tmp_path)), of_two)
+
+
+def kept_box(folder: Path, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+    """A box of a weight that is dequantized, and the same that stays as it is stored."""
+    name, checkpoint = "model.layers.1.mlp.down_proj.weight", Checkpoint.open(str(folder))
+    packing = packing_of(checkpoint.quantization)
+    assert packing is not None
+    files = dequantized_files(checkpoint, packing)
+    shape = rows.stop - rows.start, columns.stop - columns.start
+    plain, weight = torch.empty(shape, dtype=torch.bfloat16), ScaledWeight(shape, torch.bfloat16)
+    files.copy(name, (rows, columns), plain)
+    format = files.scaled[name].begun_at(columns.start)
+    assert format is not None
+    weight.allocate(format, CPU)
+    weight.put(files.read_scaled(name, (rows, columns), format), (slice(None),), name)
+    return plain, weight.weight
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "pack-quantized, zeros"])
+def test_a_part_may_have_one_word_of_inputs(name: str, tmp_path: Path) -> None:
+    write_packed(tmp_path, name)
+    plain, kept = kept_box(tmp_path, slice(8, 48), slice(72, 80))
+    assert torch.equal(kept, plain)
+
+
+def test_zero_points_beyond_8_bits_are_refused(tmp_path: Path) -> None:
+    """They would be others modulo 256."""
+    write_packed(tmp_path, "int-quantized")
+    changed(tmp_path, {f"{DOWN}weight_zero_point": torch.full((128, 1), 200, dtype=torch.uint8)})
+    with pytest.raises(ConfigError, match=r"down_proj.weight_zero_point has zero points that no int8 holds"):
+        kept_box(tmp_path, slice(0, 128), slice(0, 320))
 
 
 def held_bytes(model: torch.nn.Module) -> int:

@@ -197,7 +197,7 @@ class Packing:
         if len(shape) != 2 or (packing.kind == "words" and packing.bits != 4):
             return None
         exponent = {"scaled": _EXPONENTS.get(kind, 0), "words": 0}.get(packing.kind, 2)
-        inputs, at = packing.shape_of(shape)[1], 0 if packing.transposed else 1
+        inputs, at = packing.shape_of(shape, stem + self.codes)[1], 0 if packing.transposed else 1
         columns = scales[at] if len(scales) == 2 else 1
         group = 0 if columns == 1 else packing.block[at]
         fits = columns == 1 or (group and -(-inputs // group) == columns)
@@ -228,8 +228,10 @@ class Packing:
         kept = [n for n in names if n not in stored and n.rpartition(".")[2] not in _ACTIVATIONS]
         return [*stems, *kept]
 
-    def shape_of(self, codes: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a weight by that of its codes."""
+    def shape_of(self, codes: tuple[int, ...], name: str) -> tuple[int, ...]:
+        """The shape of a weight by that of its codes ``name``. Raises ConfigError if they should be matrices."""
+        if len(codes) < (4 if self.kind == "mxfp4" else 2 if self.per_word > 1 else 0):
+            raise ConfigError(f"{name} of shape {codes} is quantized, and no matrix")
         if self.kind == "mxfp4":
             experts, outputs, groups, _ = codes
             return experts, groups * MXFP4_GROUP, outputs
@@ -315,7 +317,7 @@ def count_scaled(
     for name, stem in packing.stems(tensors).items():
         kind, codes = tensors[stem + packing.codes]
         own = packing.of_type(kind)
-        shape = own.shape_of(codes)
+        shape = own.shape_of(codes, stem + packing.codes)
         quantized += math.prod(shape)
         if (format := formats.get(name)) is None or (model_type in PLAIN_EXPERTS and ".experts." in name):
             continue
@@ -383,7 +385,7 @@ def count_packed(tensors: Mapping[str, tuple[str, tuple[int, ...]]], packing: Pa
             shape = tensors[name][1]
         else:
             kind, codes = tensors[stem + packing.codes]
-            shape = packing.of_type(kind).shape_of(codes)
+            shape = packing.of_type(kind).shape_of(codes, stem + packing.codes)
         total += math.prod(shape)
         vectors += math.prod(shape) if len(shape) < 2 else 0
     return total, vectors

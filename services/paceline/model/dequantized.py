@@ -59,11 +59,10 @@ class DequantizedFiles:
         if stem is None:
             return self._files.shape(name)
         packing = self._packings[stem]
-        codes = packing.shape_of(self._files.shape(stem + packing.codes))
+        codes = packing.shape_of(self._files.shape(name := stem + packing.codes), f"model {self.path!r}: {name}")
         if (part := stem + packing.shape) not in self._stored or not packing.shape:
             return codes
-        (sizes,) = self._files.shape(part)
-        stored = tuple(self._part(part, (slice(0, sizes),), torch.int64).tolist())
+        stored = tuple(self._whole(part, torch.int64).flatten().tolist())
         if len(stored) != len(codes) or stored[:-1] != codes[:-1] or not 0 <= codes[-1] - stored[-1] < WORD_BITS:
             raise ConfigError(f"model {self.path!r}: {part} is {stored}, and the codes are of {codes}")
         return stored
@@ -101,11 +100,15 @@ class DequantizedFiles:
         groups = groups[::-1] if packing.transposed else groups
         scales = stored_scales(of_groups(self._spread(self._scales_name(stem), groups, stem)), format)
         factor, zeros = self._factor(stem), self._zeros(stem, groups)
+        if isinstance(zeros, Tensor):
+            zeros = of_groups(zeros - INTEGER_ZEROS[format.bits])
+            if not torch.equal(zeros, zeros.to(torch.int8).to(zeros.dtype)):
+                raise ConfigError(f"model {self.path!r}: {stem + packing.zeros} has zero points that no int8 holds")
         return Scaled(
             self._bytes(stem, box)[:, : -(-num_inputs * format.bits // 8)],
             scales,
             None if factor is None else factor.reshape(1).expand(num_rows),
-            of_groups(zeros - INTEGER_ZEROS[format.bits]).to(torch.int8) if isinstance(zeros, Tensor) else None,
+            zeros.to(torch.int8) if isinstance(zeros, Tensor) else None,
         )
 
     def _bytes(self, stem: str, box: Box) -> Tensor:
@@ -122,7 +125,8 @@ class DequantizedFiles:
         part = part[::-1] if packing.transposed else part
         codes = torch.empty([one.stop - one.start for one in part], dtype=dtype)
         self._files.copy(stored, part, codes)
-        return (codes.T.contiguous() if packing.transposed else codes).view(torch.uint8)
+        codes = codes.T.clone(memory_format=torch.contiguous_format) if packing.transposed else codes
+        return codes.view(torch.uint8)
 
     def _is_in_order(self, stem: str) -> bool:
         """True if groups of inputs that are stored, if any, are of neighbors."""
@@ -130,7 +134,7 @@ class DequantizedFiles:
         name = stem + packing.groups
         if not packing.groups or name not in self._stored:
             return True
-        groups = self._part(name, (slice(0, *self._files.shape(name)),), torch.int32)
+        groups = self._whole(name, torch.int32).flatten()
         size = packing.block[0 if packing.transposed else 1] or len(groups)
         return torch.equal(groups, torch.arange(len(groups), dtype=torch.int32) // size)
 
@@ -170,6 +174,8 @@ class DequantizedFiles:
         name = stem + self._packings[stem].second
         if name == stem:
             return None
+        if name not in self._stored:
+            raise self._missing(name)
         second = self._whole(name)
         if second.numel() != 1:
             raise self._misshapen(name)
@@ -197,7 +203,7 @@ class DequantizedFiles:
         name = stem + packing.zeros
         if not packing.zeros or name not in self._stored:
             if packing.needs_zeros:
-                raise ConfigError(f"model {self.path!r} is not whole: no weight file holds {name}")
+                raise self._missing(name)
             return packing.zero
         if packing.kind == "scaled":
             return self._spread(name, box, stem)
@@ -223,7 +229,7 @@ class DequantizedFiles:
         packing, sizes = self._packings[stem], unpacked or self._files.shape(name)
         if math.prod(sizes) == 1:
             return (
-                self._whole(name)
+                self._whole(name).reshape(1, 1)
                 if unpacked is None
                 else self._codes(packing, name, (slice(0, 1),) * len(sizes), packing.zeros_dim)
             )
@@ -252,6 +258,8 @@ class DequantizedFiles:
         groups = stem + packing.groups
         along_inputs = dim == (0 if packing.transposed else 1)
         if packing.groups and along_inputs and groups in self._stored:
+            if len(sizes := self._files.shape(groups)) != 1 or sizes[0] < length:
+                raise self._misshapen(groups)
             found = self._part(groups, (slice(part.start, part.stop),), torch.int32)[:: part.step]
             if int(found.min()) >= 0:
                 if int(found.max()) >= size:
@@ -302,13 +310,16 @@ class DequantizedFiles:
         codes = codes[0].flatten(1)[:, skipped // 2 : (skipped + num_inputs) // 2]
         return Scaled(codes.contiguous(), scales[:, : -(-num_inputs // format.group)].contiguous())
 
-    def _whole(self, name: str) -> Tensor:
-        return self._part(name, tuple(slice(0, size) for size in self._files.shape(name)), torch.float32)
+    def _whole(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._part(name, tuple(slice(0, size) for size in self._files.shape(name)), dtype)
 
     def _part(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         part = torch.empty([part.stop - part.start for part in box], dtype=dtype)
         self._files.copy(name, box, part)
         return part
+
+    def _missing(self, name: str) -> ConfigError:
+        return ConfigError(f"model {self.path!r} is not whole: no weight file holds {name}")
 
     def _misshapen(self, name: str) -> ConfigError:
         return ConfigError(
