@@ -12,7 +12,7 @@ from tests.drafters.head_files import made
 from tests.support.models import FAMILIES, letters_tokenizer, random_model, save_pair
 from tests.support.packed import write_packed
 
-from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.files import Checkpoint, embedded_paths
 from paceline.cli import measure as measure_module
 from paceline.cli.main import main
 from paceline.cli.measure import acceptance_of
@@ -139,9 +139,24 @@ def test_the_target_may_be_named_first_and_an_assumed_device_is_said(capsys: pyt
     assert main(["advise", "paceline/embedded-target"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith(
-        "assumed: an H100, 3,350 GB/s; name yours by --bandwidth-gb-s or --target-step-ms\n1 device,"
+        "assumed: an H100, 3,350 GB/s and 0.08 ms a layer; name yours by --bandwidth-gb-s, or better --target-step-ms\n"
+        "1 device,"
     )
     assert "model_id: paceline/embedded-target" in printed
+
+
+def test_a_step_takes_time_for_each_layer_unless_it_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in small steps on many GPUs, of which the bytes are a small part."""
+    size = Checkpoint.open(str(embedded_paths()[0])).size()
+    assert size is not None
+    for flags, step_ms in (
+        (["--bandwidth-gb-s", "1e6"], 0.08 * size.num_layers),
+        (["--target-step-ms", "0.01"], 0.01),
+    ):
+        assert main(["advise", *flags]) == 0
+        found = re.search(r"step of one token takes (\S+) ms", capsys.readouterr().out)
+        assert found is not None
+        assert float(found[1]) == pytest.approx(step_ms, rel=0.02)
 
 
 def test_a_step_reads_fp8_weights_as_a_gpu_keeps_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,7 +221,8 @@ def test_a_mixture_of_experts_reads_the_experts_of_its_tokens(
         (seconds,) = [s for n, s in found["site"]["target"]["points"] if n == tokens]
         read_s = 2e-9 * (sum(sizes.values()) - (1 - read) * experts)
         computed_s = (tokens - 1) * 2e-9 * (sum(sizes.values()) - (1 - share) * experts) / 295
-        assert seconds == pytest.approx(read_s + computed_s)
+        assert seconds == pytest.approx(read_s + computed_s + 8e-5 * config.num_hidden_layers)
+    assert "has no weights here, and so no MTP modules" in found["refused"]["MTP"]
 
 
 def test_code_of_a_checkpoint_is_trusted_in_the_configuration_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
@@ -38,6 +38,9 @@ _STEP_SIZES = tuple(1 << i for i in range(13))
 _RIDGE = 295
 """Tokens of a bf16 step whose arithmetic takes as long as reading the weights on an H100, as in ``paceline plan``."""
 _BANDWIDTH_GB_S = 3350.0
+_LAYER_S = 8e-5
+"""Seconds of a layer beyond the reading of its weights on a GPU: launches, attention and sums of ranks. The least that
+``benchmarks/results/gpu-predicted.txt`` has for one session."""
 _LINK_GB_S = 1.25
 """10 Gbit/s."""
 _LOOKUP = StepTable.affine(1e-4, 1e-5)
@@ -45,6 +48,30 @@ _LOOKUP = StepTable.affine(1e-4, 1e-5)
 _MOST_TOKENS = 8
 _ON_HOSTS = "on its target's host"
 _EMBEDDED_HEADS = ("mtp", "eagle3", "medusa")
+
+
+class _Device(NamedTuple):
+    """What decides the time of a forward on one device."""
+
+    bytes_per_s: float
+    """Weights that it reads in a second."""
+    layer_s: float = 0.0
+    """Seconds of a layer beyond that; 0: the rate is measured, and includes them."""
+
+    def steps(self, weights_bytes: float, num_layers: int) -> StepTable:
+        """Steps that read their weights once, for any number of tokens, and compute ``_RIDGE`` tokens meanwhile."""
+        read_s = weights_bytes / self.bytes_per_s
+        return StepTable.affine(read_s + num_layers * self.layer_s, read_s / _RIDGE)
+
+    def steps_of_model(self, size: ModelSize, num_devices: int) -> StepTable:
+        """Steps as of ``steps``, in which a mixture of experts reads only the experts that its tokens choose."""
+        if not size.num_experts:
+            return self.steps(size.weights_bytes / num_devices, size.num_layers)
+        bytes_per_s, others_s = self.bytes_per_s * num_devices, size.num_layers * self.layer_s
+        token_s = size.read_bytes(1) / bytes_per_s / _RIDGE
+        return StepTable(
+            tuple((n, others_s + size.read_bytes(n) / bytes_per_s + (n - 1) * token_s) for n in _STEP_SIZES)
+        )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +108,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--target-step-ms",
         type=_positive,
         metavar="MS",
-        help="measured step of one token, from which the bandwidth follows (default: weights over bandwidth)",
+        help="measured step of one token, from which the bandwidth follows (default: weights over bandwidth, "
+        "and 0.08 ms a layer)",
     )
     group.add_argument(
         "--from",
@@ -205,11 +233,11 @@ def run_advise(args: argparse.Namespace) -> int:
     found += _on_hosts(args, draft, found)
     found = [_if_served(each, target, args.target_devices) for each in found]
     run = None if args.source is None else read_one(args.source, args.temperature, "--temperature")
-    site, bytes_per_s = _site(args, size, run)
+    site, device = _site(args, size, run)
     with working("measuring"):
         found, acceptances = _weighed(args, target, found, run)
     possible = [each for each in found if not each.refusal]
-    candidates = [_candidate(args, each, acceptances[each.method.name], bytes_per_s, run) for each in possible]
+    candidates = [_candidate(args, each, acceptances[each.method.name], device, run) for each in possible]
     ranked = forecasts(site, candidates)
     chosen = _chosen(args.method, ranked, found)
     tree = configuration(site, target, chosen, {each.method.name: each for each in possible})
@@ -219,7 +247,8 @@ def run_advise(args: argparse.Namespace) -> int:
         print(json.dumps(as_json(site, ranked, acceptances, found, tree), indent=2))
     else:
         if run is None and args.target_step_ms is None and args.bandwidth_gb_s is None:
-            print(f"assumed: an H100, {_BANDWIDTH_GB_S:,.0f} GB/s; name yours by --bandwidth-gb-s or --target-step-ms")
+            device_name = f"an H100, {_BANDWIDTH_GB_S:,.0f} GB/s and {1e3 * _LAYER_S:g} ms a layer"
+            print(f"assumed: {device_name}; name yours by --bandwidth-gb-s, or better --target-step-ms")
         print("\n".join(report(site, ranked, acceptances, found, args.kept)))
         if run is not None and site.devices > 1 and site.devices not in site.shared:
             print(f"not forecast: targets of {site.devices} cores. {how_to_measure([site.devices])}")
@@ -291,44 +320,30 @@ def _trust(tree: dict[str, Any]) -> None:
         tree["draft_config"].setdefault("engine_kwargs", {})["trust_remote_code"] = True
 
 
-def _site(args: argparse.Namespace, size: ModelSize, run: Measurements | None) -> tuple[Site, float]:
-    """Finds the available checkpoints, and the bytes of weights that a device reads in a second."""
+def _site(args: argparse.Namespace, size: ModelSize, run: Measurements | None) -> tuple[Site, _Device]:
+    """Finds the available devices, and how fast one of them is."""
     if run is not None:
         periods = {cores: times.period for cores, times in run.cores.items()}
         target = periods.pop(1, run.system.target)
         rate = args.link_gb_s * 1e9
         site = Site(target, args.devices, 1, args.sessions, run.system.link_s, rate, shared=periods)
-        return site, size.read_bytes(1) / target.seconds(1)
-    bytes_per_s = (args.bandwidth_gb_s or _BANDWIDTH_GB_S) * 1e9
+        return site, _Device(size.read_bytes(1) / target.seconds(1))
+    device = _Device((args.bandwidth_gb_s or _BANDWIDTH_GB_S) * 1e9, _LAYER_S)
     if args.target_step_ms is not None:
-        bytes_per_s = size.read_bytes(1) / args.target_devices / (args.target_step_ms / 1e3)
-    steps = _steps_of_model(size, args.target_devices * bytes_per_s)
+        device = _Device(size.read_bytes(1) / args.target_devices / (args.target_step_ms / 1e3))
+    steps = device.steps_of_model(size, args.target_devices)
     site = Site(steps, args.devices, args.target_devices, args.sessions)
-    return replace(site, link_bytes_per_s=args.link_gb_s * 1e9), bytes_per_s
-
-
-def _steps(weights_bytes: float, bytes_per_s: float) -> StepTable:
-    """Steps that read their weights once, whatever the number of tokens, and compute ``_RIDGE`` tokens meanwhile."""
-    step_s = weights_bytes / bytes_per_s
-    return StepTable.affine(step_s, step_s / _RIDGE)
-
-
-def _steps_of_model(size: ModelSize, bytes_per_s: float) -> StepTable:
-    """Steps as of ``_steps``, in which a mixture of experts reads only the experts that its tokens choose."""
-    if not size.num_experts:
-        return _steps(size.weights_bytes, bytes_per_s)
-    token_s = size.read_bytes(1) / bytes_per_s / _RIDGE
-    return StepTable(tuple((n, size.read_bytes(n) / bytes_per_s + (n - 1) * token_s) for n in _STEP_SIZES))
+    return replace(site, link_bytes_per_s=args.link_gb_s * 1e9), device
 
 
 def _candidate(
-    args: argparse.Namespace, each: AtHand, acceptance: Acceptance, bytes_per_s: float, run: Measurements | None
+    args: argparse.Namespace, each: AtHand, acceptance: Acceptance, device: _Device, run: Measurements | None
 ) -> Candidate:
     """The device in numbers: a forward reads its weights once, on one device."""
     from paceline.drafters.catalogue import Place
 
     in_pool = each.method.place is Place.POOL
-    step = _steps(each.forward_bytes, bytes_per_s) if each.forward_bytes else _LOOKUP
+    step = device.steps(each.forward_bytes, each.num_layers) if each.forward_bytes else _LOOKUP
     devices, most = int(in_pool and each.forward_bytes > 0), min(_MOST_TOKENS, each.most_tokens)
     found = Candidate(each.method.name, acceptance.value, step, in_pool, devices, each.one_pass, most)
     if each.method.name.endswith(_ON_HOSTS):

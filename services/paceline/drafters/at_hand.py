@@ -37,6 +37,8 @@ class AtHand:
     """One sentence; empty: it can be used."""
     forward_bytes: int = 0
     """Bytes of weights that one of its forwards reads; 0: it has none."""
+    num_layers: int = 1
+    """Layers that one of its forwards computes."""
     one_pass: bool = False
     """One forward makes all tokens of a proposal; else one forward makes one."""
     most_tokens: int = MAX_DRAFT_TOKENS
@@ -142,7 +144,7 @@ def of_exit(asked: Asked) -> AtHand:
     own = 0 if plan.adapter is None else asked.bytes_of(plan.adapter.num_parameters)
     exits = replace(asked.method, options={**asked.method.options, "boundaries": [plan.boundary]})
     below = int(plan.boundary / size.num_layers * size.read_bytes(1))
-    return AtHand(exits, asked.source, forward_bytes=below + own)
+    return AtHand(exits, asked.source, forward_bytes=below + own, num_layers=plan.boundary)
 
 
 def of_streams(asked: Asked) -> AtHand:
@@ -153,7 +155,8 @@ def of_streams(asked: Asked) -> AtHand:
     streams = open_streams(asked.target, source)
     above = int((1 - streams.boundary / size.num_layers) * size.read_bytes(1))
     num_bytes = above + asked.bytes_of(streams.head.num_parameters)
-    return asked.found(forward_bytes=num_bytes, one_pass=True, most_tokens=streams.num_streams)
+    above_layers = size.num_layers - streams.boundary
+    return asked.found(forward_bytes=num_bytes, num_layers=above_layers, one_pass=True, most_tokens=streams.num_streams)
 
 
 def of_draft(asked: Asked) -> AtHand:
@@ -166,7 +169,7 @@ def of_draft(asked: Asked) -> AtHand:
     at_once, _ = parallel_draft(draft, options.get("parallel_tokens"))
     size = draft.size()
     assert size is not None
-    return asked.found(forward_bytes=int(size.read_bytes(1)), one_pass=at_once > 1)
+    return asked.found(forward_bytes=int(size.read_bytes(1)), num_layers=size.num_layers, one_pass=at_once > 1)
 
 
 def of_cascade(asked: Asked) -> AtHand:
@@ -181,7 +184,8 @@ def of_states(asked: Asked) -> AtHand:
     """A head that reads the target's hidden states. Raises ConfigError for one that does not fit it."""
     kind, source, target = asked.method.drafting.kind, asked.source, asked.target
     if asked.method.own_files and source is None and not mtp_layers(target):
-        raise ConfigError(f"the target {target.path!r} comes without MTP modules: --head {kind}=DIRECTORY names others")
+        none = "comes without MTP modules" if target.has_weights else "has no weights here, and so no MTP modules"
+        raise ConfigError(f"the target {target.path!r} {none}: --head {kind}=DIRECTORY names others")
     head = open_head(kind, source, target)
     return asked.found(
         forward_bytes=asked.bytes_of(head.num_read),

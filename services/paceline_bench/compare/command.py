@@ -37,7 +37,8 @@ def _several(kind: type[int | float]) -> Callable[[str], list[Any]]:
         try:
             return [kind(part.strip()) for part in text.split(",")]
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of {kind.__name__}s with commas between") from error
+            numbers = "whole numbers" if kind is int else "numbers"
+            raise argparse.ArgumentTypeError(f"{text!r}: {numbers} with commas between are needed") from error
 
     return several
 
