@@ -84,7 +84,7 @@ def test_compiled_steps_have_the_bits_of_decoding(
         patch.setattr(package, "_library", lambda: None)
         assert torch.equal(logits_of(runner, spans), by_plan)
     test_linear._rows_of_siblings(monkeypatch)
-    assert differing(family, dtype, (47, 63, 79)) > 0
+    assert differing(family, dtype, (46, 63, 79)) > 0  # a short convolution reads few rows before
 
 
 @needs_attention
