@@ -37,6 +37,10 @@ def test_an_address_has_a_key_and_no_path(monkeypatch: pytest.MonkeyPatch) -> No
 REFUSED = [
     (("--address", "host"), "--address is 'host': http://HOST:PORT"),
     (("--address", "grpc://host:1"), "--address is 'grpc://host:1': http://HOST:PORT"),
+    (("--address", "host:8000x"), "--address is 'host:8000x': http://HOST:PORT"),
+    (("--address", "https://host:99999"), "--address is 'https://host:99999': http://HOST:PORT"),
+    (("--address", "http://a host:1"), "--address is 'http://a host:1': http://HOST:PORT"),
+    (("--address", "http://h:1:2"), "--address is 'http://h:1:2': http://HOST:PORT"),
     (("--address", "http://h", "--target", "x"), "--target is given with --address"),
     (("--api-key", "x"), "--api-key is given without --address"),
     (("--address", "http://h", "--tls-ca", "x"), "--tls-ca is given, but --address is 'http://h'"),

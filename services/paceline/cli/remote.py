@@ -75,11 +75,16 @@ def service_of(args: argparse.Namespace) -> HttpService | None:
     if args.address is None:
         return None
     url = args.address.rstrip("/").removesuffix("/v1")
-    if "://" not in url and urlsplit(f"//{url}").port is not None:
-        url = f"http://{url}"
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+    try:
+        if "://" not in url and urlsplit(f"//{url}").port is not None:
+            url = f"http://{url}"
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number or too large, or brackets that do not close
+        is_url = False
+    if not is_url or any(map(str.isspace, url)):
         raise ConfigError(f"--address is {args.address!r}: http://HOST:PORT or https://HOST:PORT is needed")
-    encrypted = urlsplit(url).scheme == "https"
+    encrypted = parts.scheme == "https"
     if args.tls_ca is not None and not encrypted:
         raise ConfigError(f"--tls-ca is given, but --address is {args.address!r}, which is not encrypted")
     try:

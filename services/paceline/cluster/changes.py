@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from ray.serve._private.build_app import build_app
@@ -52,7 +51,7 @@ def running_config(where: str) -> ServiceConfig:
     Raises:
         ConfigError: it cannot be read, or nothing of Paceline was deployed there from a file.
     """
-    if urlsplit(where).scheme not in ("http", "https"):
+    if not where.startswith(("http://", "https://")):
         return ServiceConfig.from_file(where)
     try:
         details = ServeSubmissionClient(where).get_serve_details()
