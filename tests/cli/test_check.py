@@ -216,6 +216,10 @@ def test_a_configuration_alone_is_sized(capsys, models, tmp_path):
     keys = [f"target_config.model_loading_config.{name}" for name in ("model_source", "tokenizer_source")]
     assert [finding["key"] for finding in lone["findings"][:2]] == keys
     assert "which holds no weights: the sizes are computed from its config.json" in lone["findings"][0]["message"]
+    _, out = check(capsys, *flags, "--address", "auto", "--kv-cache-dtype", "fp8")
+    assert (
+        "target_config: keys and values in FP8 have the scales that the weights bring, else 1: they are not here" in out
+    )
     status, here = check_json(capsys, *flags)
     assert (status, here["pools"][0]["estimate"] is None) == (1, False), "it cannot start here, and is sized"
 
@@ -238,6 +242,8 @@ def test_a_gpu_service_is_sized_by_the_memory_of_its_gpus(capsys, models):
     assert parts["kv_bytes"] == pytest.approx(0.5 * (2 * GIB - others), rel=0.01)
     _, out = check(capsys, *models, *gpu, "--device-memory-gib", "2")
     assert re.search(r"target_config: weights, KV and workspace are in the memory of a GPU: 1\.\d\d GiB of its 2", out)
+    _, out = check(capsys, *models, *gpu, "--device-memory-gib", "0.001")
+    assert "GPU has 0.00 GiB: choose a smaller model or more or larger GPUs (tensor_parallel_size)" in out
     assert "draft_config: it runs on CPU cores, as it reserves no GPU: accelerator_type or --draft-device cuda" in out
     status, out = check(capsys, *models, *gpu, "--device-memory-gib", "0.001")
     assert status == 1

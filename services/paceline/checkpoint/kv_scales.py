@@ -83,6 +83,8 @@ def described(checkpoint: Checkpoint) -> str:
     if (reason := why_no_kv_scales(checkpoint)) is not None:
         return f"keys and values in FP8 have scale 1: {reason}"
     if not (found := kv_scales(checkpoint)):
+        if not checkpoint.has_weights:
+            return "keys and values in FP8 have the scales that the weights bring, else 1: they are not here"
         return "keys and values in FP8 have scale 1: the checkpoint brings none"
     every = [scale for scales in found.values() for scale in scales]
     of = f"{len(found)} layers" if len(found) > 1 else "1 layer"

@@ -91,11 +91,12 @@ class _Fit:
     def too_large(self, key: str, size: ModelSize, **smallest: float) -> Finding:
         """Finding that no setting helps. ``smallest``: the settings that need the least memory."""
         needed = self.needed(**smallest)
-        remedy = "choose a smaller model or a larger machine"
+        larger = "more or larger GPUs (tensor_parallel_size)" if self.of().on_gpu else "a larger machine"
+        remedy = f"choose a smaller model or {larger}"
         excess = (needed - self.room.left) * self.of().num_ranks  # each rank holds its share
         fitting = size.num_parameters - -(-excess * size.num_parameters // size.weights_bytes)
         if fitting > 0:
-            remedy = f"choose a smaller model, of at most {fitting:,} parameters, or a larger machine"
+            remedy = f"choose a smaller model, of at most {fitting:,} parameters, or {larger}"
         if size.item_bytes > 2 and needed - size.weights_bytes // 2 < self.room.left:
             remedy = "set dtype to bfloat16, or " + remedy
         amount = "at least" if self.severity is Severity.ERROR else "about"
