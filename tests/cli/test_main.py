@@ -21,14 +21,25 @@ from tests.web.chats import save_speaking_pair
 from transformers import BertConfig, BertForMaskedLM
 
 from paceline import __version__
-from paceline.cli.demo import QUESTION
+from paceline.cli.demo import QUESTION, comparison
 from paceline.cli.flags import given
 from paceline.cli.generate import summary, write_text
 from paceline.cli.main import COMMANDS, build_parser, main
 from paceline.config import cache_dir
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.errors import EngineError, InvalidRequestError, NotFoundError, ResourceExhaustedError
-from paceline.types import Cause, Chunk, FinishReason, Result, Round, SamplingParams, SpeculationStats, Timing, Usage
+from paceline.types import (
+    Cause,
+    Chunk,
+    FinishReason,
+    Mode,
+    Result,
+    Round,
+    SamplingParams,
+    SpeculationStats,
+    Timing,
+    Usage,
+)
 
 PROMPT = "def read_file(path):\n"
 
@@ -319,6 +330,18 @@ def test_accepted_draft_tokens_are_coloured_on_a_terminal_only(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     write_text([chunk], plain := Terminal())
     assert plain.getvalue() == "abc\n"
+
+
+def test_the_demo_has_hit_rates_of_a_draft_alone():
+    stats = SpeculationStats()
+    stats.add(Round(4, 3, Cause.HIT))
+    result = Result("x", (1,) * 5, (), FinishReason.STOP, Usage(3, 5), stats, Timing(0.25, 0.5, 8.0), seed=1)
+    runs = {Mode.PLAIN: [result], Mode.OVERLAPPED: [result]}
+    with_draft, without = comparison(runs, has_draft=True), comparison(runs, has_draft=False)
+    assert (with_draft.count("hit rate"), with_draft.count("100%")) == (2, 2)
+    assert "hit rate" not in without
+    assert "100%" not in without
+    assert "accepted    share" in without
 
 
 def test_summary_line():

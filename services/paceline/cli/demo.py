@@ -43,8 +43,8 @@ _STOP_S = 60.0
 _MEANING = """\
 tokens/s    median of the runs, fastest and slowest in brackets; the tokens of the first outcome are not counted
 per step    tokens that one forward of the target yields: 1 by plain decoding
-accepted    share of the drafted tokens that the target took
-hit rate    how often a draft's next proposal was there when the target's step ended"""
+accepted    share of the drafted tokens that the target took"""
+_HIT_RATE = "hit rate    how often a draft's next proposal was there when the target's step ended"
 _FIRST = "first token {cold:.1f} s after the start (cold), {warm:.0f} ms after the request (warm, median)"
 _SMALL_PAIR = """\
 A step of the embedded target takes a few milliseconds, about as long as a step of its draft or a message between
@@ -179,7 +179,7 @@ def _service(args: argparse.Namespace) -> Iterator[_Source]:
 
 
 def comparison(results: dict[Mode, list[Result]], *, has_draft: bool) -> str:
-    """One line per mode, the ratio of the medians, and the meaning of the columns."""
+    """One line per mode, the ratio of the medians, and the meaning of the columns. Only a draft has a hit rate."""
     rows = [("", "tokens/s", "per step", "accepted", "hit rate")]
     medians = []
     for mode, runs in results.items():
@@ -192,11 +192,12 @@ def comparison(results: dict[Mode, list[Result]], *, has_draft: bool) -> str:
         speed = f"{medians[-1]:.1f} ({min(rates):.1f} to {max(rates):.1f})"
         per_step = sum(run.usage.completion_tokens for run in runs) / max(rounds, 1)
         accepted_share = f"{accepted / drafted:.0%}" if drafted else "-"
-        hit_rate = f"{hits / (hits + misses):.0%}" if has_draft and hits + misses else "-"
+        hit_rate = f"{hits / (hits + misses):.0%}" if hits + misses else "-"
         rows.append((mode.value, speed, f"{per_step:.2f}", accepted_share, hit_rate))
     if medians[0] > 0:
         rows.append(("speed-up", f"{medians[-1] / medians[0]:.2f}", "", "", ""))
-    return "\n".join([*table(rows, sys.stdout), "", _MEANING])
+    shown = rows if has_draft else [row[:-1] for row in rows]
+    return "\n".join([*table(shown, sys.stdout), "", _MEANING, *([_HIT_RATE] if has_draft else [])])
 
 
 def _compare(runs: list[Result]) -> int:
