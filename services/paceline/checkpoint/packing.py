@@ -340,7 +340,10 @@ def count_by_config(
     if (packing := packing_of(config or None)) is None:
         return 0, 0, 0
     numbers = num_bytes = quantized = 0
-    format, experts_only = packing.usual_format(), packing.kind == "mxfp4"
+    groups = (config.get("config_groups") or {}).values()
+    has_order = any((one.get("weights") or {}).get("actorder") in ("group", "dynamic") for one in groups)
+    format = None if has_order else packing.usual_format()
+    experts_only = packing.kind == "mxfp4"
     for name, shape in shapes.items():
         if _is_left_plain(config, name) or (experts_only and len(shape) < 3):
             continue
