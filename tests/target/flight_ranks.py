@@ -102,8 +102,7 @@ def serve(
     asked: dict[str, Request],
     is_ahead: bool,
     mistakes: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
-    seed: int = 0,
-    **options: Any,
+    pages: int = PAGES,
 ) -> tuple[dict[str, Result], int, dict[str, list[int]]] | None:
     """On rank 0: results, the number of steps ahead, and all tokens of outcomes by session. Of ranks that were lost,
     there are no results.
@@ -116,14 +115,14 @@ def serve(
         for name in mistakes[group.rank]:
             globals()[name](patch)
         if group.rank:
-            runner = model.runner(PAGES)
+            runner = model.runner(pages, max_sessions=16)
             cache, dtype, window = runner.cache, runner.dtype, runner.sliding_window
             runner.backend = DeviceBackend(cache, dtype, window, kernel=model.kernel, recorder=None, max_shapes=1000)
             follower = Follower(runner)
             while follower.step():
                 pass
             return None
-        pump = Pump(model, None, pages=PAGES, max_step_tokens=100, late=0.1, seed=seed, **options)
+        pump = Pump(model, None, pages=pages, max_step_tokens=100, late=0.1)
         device = LateDevice(pump.clock, lambda n: 1e-3)
         device.install(patch)
         device.adopt(pump.target.runner, model)

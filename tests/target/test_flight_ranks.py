@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.model.parallel.ranks import Ranks
+from tests.support.hybrids import hybrid_model
 from tests.support.models import save_pair
 from tests.support.pump import Request, assert_same
 from tests.target.flight_ranks import serve
@@ -56,6 +57,21 @@ def test_texts_are_those_of_serial_steps(two: Ranks, path: str, serial: Served) 
     results, num_ahead, _ = ahead(two, path)
     assert_same(results, serial[0])
     assert num_ahead > 30
+
+
+def test_linear_layers_of_two_ranks(two: Ranks, tmp_path: Any) -> None:
+    """With too few pages: sessions are preempted, and lose states on all ranks. The mutant computes old tokens."""
+    hybrid_model("lfm2").save_pretrained(tmp_path)
+
+    def served(is_ahead: bool, pages: int, *second: str) -> Served:
+        found: Served = two.run(serve, str(tmp_path), asked(), is_ahead, ((), second), pages)[0]
+        return found
+
+    serial, (results, num_ahead, _) = served(False, 60)[0], served(True, 7)
+    assert_same(results, serial)
+    assert num_ahead > 10
+    with pytest.raises(AssertionError):
+        assert_same(served(True, 7, "stale_follower")[0], serial)
 
 
 def test_a_rank_without_memory_for_the_step_ahead_takes_it_later(two: Ranks, path: str, serial: Served) -> None:
