@@ -12,11 +12,11 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.errors import ConfigError, DeadlineExceededError, EngineError
+from paceline.errors.refusals import is_http_url
 from paceline.types import SpeculationParams
 from paceline_bench.jobs import Job, Reply
 from paceline_bench.records import RoundRecord
@@ -62,8 +62,7 @@ class EndpointSettings:
         Raises:
             ConfigError: it is not an HTTP URL.
         """
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not is_http_url(self.url):
             raise ConfigError(f"--endpoint is {self.url!r}: http://HOST:PORT or https://HOST:PORT is needed")
 
 

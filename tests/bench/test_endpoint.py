@@ -112,8 +112,9 @@ def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_server_without_models_and_a_url_that_is_none() -> None:
     with FakeOpenAI("none") as server, pytest.raises(ConfigError, match="--endpoint-model"):
         ask(EndpointSettings(server.url))
-    with pytest.raises(ConfigError, match="'localhost:8000'"):
-        EndpointSettings("localhost:8000").check()
+    for url in ("localhost:8000", "http://localhost:8000x"):
+        with pytest.raises(ConfigError, match=f"'{url}'"):
+            EndpointSettings(url).check()
 
 
 def test_counters_are_summed_over_labels_and_others_left_out() -> None:

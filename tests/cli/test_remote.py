@@ -38,6 +38,7 @@ REFUSED = [
     (("--address", "host"), "--address is 'host': http://HOST:PORT"),
     (("--address", "grpc://host:1"), "--address is 'grpc://host:1': http://HOST:PORT"),
     (("--address", "host:8000x"), "--address is 'host:8000x': http://HOST:PORT"),
+    (("--address", "[::1]"), r"--address is '\[::1\]': http://HOST:PORT"),
     (("--address", "https://host:99999"), "--address is 'https://host:99999': http://HOST:PORT"),
     (("--address", "http://a host:1"), "--address is 'http://a host:1': http://HOST:PORT"),
     (("--address", "http://h:1:2"), "--address is 'http://h:1:2': http://HOST:PORT"),

@@ -111,6 +111,7 @@ def test_nothing_of_opentelemetry_is_loaded_before_it_is_wanted():
     ("settings", "sentence"),
     [
         ({"endpoint": "localhost:4317"}, "tracing.endpoint is 'localhost:4317': it must be a URL, such as http://"),
+        ({"endpoint": "http://[::1"}, "tracing.endpoint is 'http://[::1': it must be a URL, such as http://"),
         ({"protocol": "http/json"}, "tracing.protocol is 'http/json': it must be 'grpc' or 'http/protobuf'"),
         ({"sample_ratio": 1.5}, "tracing.sample_ratio is 1.5: it must be at least 0 and at most 1"),
         ({"rounds": 1}, "tracing.rounds is 1, but there is no such key"),

@@ -8,10 +8,10 @@ import os
 import ssl
 import urllib.request
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from paceline.cli.flags import flag_of
 from paceline.errors import ConfigError
+from paceline.errors.refusals import is_http_url
 
 _OF_ENGINES = (
     *("local", "target", "draft", "drafter", "head"),
@@ -75,16 +75,11 @@ def service_of(args: argparse.Namespace) -> HttpService | None:
     if args.address is None:
         return None
     url = args.address.rstrip("/").removesuffix("/v1")
-    try:
-        if "://" not in url and urlsplit(f"//{url}").port is not None:
-            url = f"http://{url}"
-        parts = urlsplit(url)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number or too large, or brackets that do not close
-        is_url = False
-    if not is_url or any(map(str.isspace, url)):
+    if "://" not in url and url.rpartition(":")[2].isdecimal():
+        url = f"http://{url}"
+    if not is_http_url(url):
         raise ConfigError(f"--address is {args.address!r}: http://HOST:PORT or https://HOST:PORT is needed")
-    encrypted = parts.scheme == "https"
+    encrypted = url.startswith("https:")
     if args.tls_ca is not None and not encrypted:
         raise ConfigError(f"--tls-ca is given, but --address is {args.address!r}, which is not encrypted")
     try:

@@ -159,6 +159,7 @@ def checked_timeout(timeout_s: float | None) -> float | None:
 
 def _checked_address(address: str) -> str:
     """``HOST:PORT``, or a gRPC target that says its scheme. Raises ConfigError."""
+    address = str(address)  # a number alone is a port without a host
     scheme = address.partition(":")[0]
     if scheme in ("unix", "unix-abstract", "dns", "ipv4", "ipv6", "xds") and scheme != address:
         return address

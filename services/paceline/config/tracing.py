@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from typing import Any, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from paceline.config.base import Strict
 from paceline.config.environment import otlp_protocol
-from paceline.errors.refusals import Fault
+from paceline.errors.refusals import Fault, is_http_url
 
 
 class TracingConfig(Strict):
@@ -30,10 +29,8 @@ class TracingConfig(Strict):
 
     @model_validator(mode="after")
     def _names_a_collector(self) -> Self:
-        if self.endpoint is not None:
-            parts = urlsplit(self.endpoint)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise Fault("endpoint", f"is {self.endpoint!r}: it must be a URL, such as http://localhost:4317")
+        if self.endpoint is not None and not is_http_url(self.endpoint):
+            raise Fault("endpoint", f"is {self.endpoint!r}: it must be a URL, such as http://localhost:4317")
         return self
 
     @property

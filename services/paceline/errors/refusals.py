@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, get_args, get_origin
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -38,6 +39,20 @@ class Fault(ValueError):
         super().__init__(f"{key} {problem}".strip())
         self.key = key
         self.problem = problem
+
+
+def is_http_url(text: str) -> bool:
+    """True for a URL of HTTP with a host and, if any, a port that can be connected to."""
+    try:
+        parts = urlsplit(text)
+        return (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and not any(map(str.isspace, text))
+        )
+    except ValueError:  # a port that is no number or too large, or brackets that do not close
+        return False
 
 
 def explain(error: ValidationError, model: type[BaseModel], elsewhere: Mapping[str, str] | None = None) -> str:
