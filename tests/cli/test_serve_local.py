@@ -204,7 +204,7 @@ def test_it_serves_until_a_signal(tmp_path, number, status, quiet):
         if quiet:
             assert told.strip() == ""
             return
-        for stage in ("target: loading", "draft: loading", "target: testing that decoding"):
+        for stage in ("target: loading", "draft: loading", "target: checking that verification"):
             assert re.search(rf"^paceline: {stage}.* \(\d+\.\d s\)$", told, re.MULTILINE), told
         assert re.search(r"^paceline: ready after \d+\.\d s$", told, re.MULTILINE), told
 
