@@ -78,6 +78,14 @@ def test_a_configuration_that_says_nothing_is_one_sentence(tmp_path, reader, tex
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("value", ["x", [1], 5, {}, {"vocab_size": 9}])
+def test_a_text_model_within_a_text_model_is_refused(tmp_path, value):
+    content = json.loads((TARGET_DIR / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"text_config": value}))
+    with pytest.raises(ConfigError, match="text_config"):
+        Checkpoint.open(str(tmp_path))
+
+
 @pytest.mark.parametrize("kind", ["target", "draft"])
 def test_an_engine_is_built_from_one_opening_of_each_checkpoint(tmp_path, monkeypatch, kind):
     """Preflight, loading and the engine share the value; no file of ours is read a second time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from paceline.checkpoint.folder import text_config
 from paceline.types import PAGE_SIZE
 
 _FAMILY = "deepseek_v4"
@@ -49,7 +50,7 @@ class Entries(NamedTuple):
 
 def compressors(config: Mapping[str, Any]) -> list[Entries]:
     """The entries of each compressor of a configuration, by layer, an indexer's last; other models have none."""
-    text = _text(config)
+    text = text_config(config)
     if text.get("model_type") != _FAMILY:
         return []
     dim, index_dim = int(text.get("head_dim") or 512), int(text.get("index_head_dim") or 128)
@@ -64,29 +65,24 @@ def compressors(config: Mapping[str, Any]) -> list[Entries]:
 
 def compressed_values(config: Mapping[str, Any]) -> int | None:
     """Numbers that all compressors of a configuration keep per token; None: of another model."""
-    if _text(config).get("model_type") != _FAMILY:
+    if text_config(config).get("model_type") != _FAMILY:
         return None
     return sum(each.row_values + each.entry_values for each in compressors(config))
 
 
 def num_streams(config: Mapping[str, Any]) -> int:
     """States of a token between two layers: 1, but of this family (``hc_mult``)."""
-    text = _text(config)
+    text = text_config(config)
     return int(text.get("hc_mult") or 4) if text.get("model_type") == _FAMILY else 1
 
 
 def num_shared(config: Mapping[str, Any]) -> int:
     """Numbers of the weights that ranks share among them: experts and tables. Attention is whole on each."""
-    text = _text(config)
+    text = text_config(config)
     hidden, inner = int(text.get("hidden_size") or 4096), int(text.get("moe_intermediate_size") or 2048)
     experts = int(text.get("n_routed_experts") or 256) + int(text.get("n_shared_experts") or 1)
     tables = (1 if config.get("tie_word_embeddings") else 2) * int(text.get("vocab_size") or 129280) * hidden
     return int(text.get("num_hidden_layers") or 43) * experts * 3 * hidden * inner + tables
-
-
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = config.get("text_config") or config
-    return found
 
 
 def _layer_types(text: Mapping[str, Any]) -> list[str]:

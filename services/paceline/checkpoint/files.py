@@ -22,6 +22,7 @@ from paceline.checkpoint.folder import (
     require_known,
     require_no_code,
     require_path,
+    text_config,
 )
 from paceline.checkpoint.generation import not_honored, sampling_defaults
 from paceline.checkpoint.gguf.described import gguf_weights
@@ -124,7 +125,7 @@ class Checkpoint:
     def ask_transformers(cls, source: str, trust_remote_code: bool = False) -> Self:
         """Opens a checkpoint as transformers reads it. Raises as ``open``."""
         require_fetchable(source)
-        from transformers import AutoConfig, GenerationConfig
+        from transformers import AutoConfig, GenerationConfig, PretrainedConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         location = str(folder_of(source) or source)
@@ -148,19 +149,23 @@ class Checkpoint:
                 f"model {source!r} is not a causal language model: its architecture is "
                 f"{', '.join(architectures) or config.model_type}"
             )
-        text_config = config.get_text_config()
+        text = config.get_text_config()
+        if not isinstance(text, PretrainedConfig):
+            raise ConfigError(
+                f"model {source!r} has a text_config, {text!r}, which {config.model_type} models have not"
+            )
         try:
             eos = GenerationConfig.from_pretrained(location).eos_token_id
         except Exception:  # optional file
             eos = None
         if eos is None:
-            eos = getattr(text_config, "eos_token_id", None)
+            eos = getattr(text, "eos_token_id", None)
         content, local = config.to_dict(), local_folder(source)
         return cls(
             path=source,
-            max_model_len=context_length(text_config) or _DEFAULT_MAX_MODEL_LEN,
+            max_model_len=context_length(text) or _DEFAULT_MAX_MODEL_LEN,
             eos_token_ids=_as_ids(eos),
-            vocab_size=int(text_config.vocab_size),
+            vocab_size=int(text.vocab_size),
             quantization=_quantization(content, local),
             folder=local,
             config=content if local is None else read_json(local, "config.json"),
@@ -201,7 +206,7 @@ class Checkpoint:
     def _counts(self) -> WeightCounts | None:
         if self.counted is not None:
             return self.counted
-        text = self.config.get("text_config") or self.config
+        text = text_config(self.config)
         kind = str(text.get("model_type", ""))
         return None if self.folder is None else count_weights(self.folder, packing_of(self.quantization), kind)
 
@@ -254,7 +259,7 @@ def context_length(config: Any) -> int | None:
 def _quantization(config: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any] | None:
     """The ``quantization_config`` of a model, else of the text model within it, else what Model Optimizer says of it in
     a file of its own."""
-    for part in (config, config.get("text_config") or {}):
+    for part in (config, text_config(config)):
         if isinstance(part.get("quantization_config"), Mapping):
             found: Mapping[str, Any] = part["quantization_config"]
             return found

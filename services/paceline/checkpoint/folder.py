@@ -147,6 +147,18 @@ def read_optional_json(folder: Path, name: str) -> dict[str, Any]:
     return value
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the text model within that of a model of several kinds of input; else ``config`` itself.
+
+    Raises:
+        ConfigError: it is not a mapping of keys.
+    """
+    found = config.get("text_config") or config
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"config.json has text_config {found!r}: a mapping of keys is allowed")
+    return found
+
+
 def require_known(source: str, config: Mapping[str, Any]) -> None:
     """Raises ConfigError if the config.json of a checkpoint names code of its own and transformers has none for it."""
     if not config.get("auto_map"):

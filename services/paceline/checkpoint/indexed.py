@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.checkpoint.compressed import compressors
+from paceline.checkpoint.folder import text_config
 
 INDEXED = "indexed_attention"
 """The name of layers with indexers in configurations."""
@@ -16,14 +17,9 @@ otherwise; the layers between use its choice."""
 _LLAMA4 = {"llama4", "llama4_text"}
 
 
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = config.get("text_config") or config
-    return found
-
-
 def num_indexers(config: Mapping[str, Any]) -> int:
     """Layers of a configuration with an indexer of their own; 0 for model types whose indexers do not work."""
-    text = _text(config)
+    text = text_config(config)
     kind, num_layers = str(text.get("model_type")), int(text.get("num_hidden_layers") or 0)
     if kind not in _FULL_EACH:
         return 0
@@ -44,7 +40,7 @@ def indexed_layers(text: Mapping[str, Any]) -> list[int]:
 
 def index_values(config: Mapping[str, Any]) -> int:
     """Numbers of index keys that all indexers keep per token."""
-    return num_indexers(config) * int(_text(config).get("index_head_dim") or 128)
+    return num_indexers(config) * int(text_config(config).get("index_head_dim") or 128)
 
 
 def why_eager(config: Mapping[str, Any], *, demanded: bool = False) -> str | None:
@@ -57,4 +53,4 @@ def why_eager(config: Mapping[str, Any], *, demanded: bool = False) -> str | Non
     if num_indexers(config):
         return "layers with indexers are not compiled"
     # torch.export does not find that their shapes hold for any number of tokens.
-    return "Llama 4's layers are not compiled on the CPU" if _text(config).get("model_type") in _LLAMA4 else None
+    return "Llama 4's layers are not compiled on the CPU" if text_config(config).get("model_type") in _LLAMA4 else None

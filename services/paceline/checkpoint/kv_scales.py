@@ -11,10 +11,10 @@ import math
 import re
 import struct
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.folder import local_folder
+from paceline.checkpoint.folder import local_folder, text_config
 from paceline.checkpoint.latent import latent_values
 from paceline.checkpoint.size import Entry, headers
 from paceline.errors import ConfigError
@@ -50,7 +50,7 @@ def kv_scales(checkpoint: Checkpoint) -> dict[int, KVScales]:
     if folder is None or why_no_kv_scales(checkpoint) is not None:
         return {}
     found: dict[int, KVScales] = {}
-    num_layers = _text(checkpoint.config).get("num_hidden_layers") or math.inf
+    num_layers = text_config(checkpoint.config).get("num_hidden_layers") or math.inf
     try:
         for path, entries in headers(folder).items():
             names = _names(entries)
@@ -69,7 +69,7 @@ def kv_scales(checkpoint: Checkpoint) -> dict[int, KVScales]:
 def why_no_kv_scales(checkpoint: Checkpoint) -> str | None:
     """Says why scales of a checkpoint are not used, as a clause; None: those that it has are."""
     config, quantization = checkpoint.config, checkpoint.quantization or {}
-    if latent_values(_text(config), 1) is not None:
+    if latent_values(text_config(config), 1) is not None:
         return "its layers keep latents, which no scale was measured of"
     scheme = quantization.get("kv_cache_scheme")
     if isinstance(scheme, Mapping) and (scheme.get("type", "float"), scheme.get("num_bits", 8)) != ("float", 8):
@@ -89,11 +89,6 @@ def described(checkpoint: Checkpoint) -> str:
     every = [scale for scales in found.values() for scale in scales]
     of = f"{len(found)} layers" if len(found) > 1 else "1 layer"
     return f"keys and values in FP8 have the checkpoint's scales in {of}: {min(every):.3g} to {max(every):.3g}"
-
-
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text: Mapping[str, Any] = config.get("text_config") or config
-    return text
 
 
 def _names(entries: Collection[str]) -> dict[str, tuple[int, tuple[str, ...]]]:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from paceline.checkpoint.compressed import compressors
+from paceline.checkpoint.folder import text_config
 from paceline.checkpoint.indexed import num_indexers, why_eager
 from paceline.checkpoint.packing import packing_of
 from paceline.checkpoint.quantization import method_of
@@ -180,7 +181,7 @@ _FAMILIES = {
 
 def linear_layers(config: Mapping[str, Any]) -> LinearLayers | None:
     """The linear layers of a configuration; None: it has none of which this is known."""
-    text = config.get("text_config") or config
+    text = text_config(config)
     names = _FAMILIES.get(text.get("model_type") or "")
     if names is None:
         return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.compressed import num_streams
-from paceline.checkpoint.folder import read_json
+from paceline.checkpoint.folder import read_json, text_config
 from paceline.checkpoint.gguf.described import gguf_weights
 
 MTP_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
@@ -18,7 +18,7 @@ MTP_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)")
 
 def mtp_parts(config: Mapping[str, Any]) -> list[str]:
     """Kinds of the layers of one MTP module of Nemotron-H, such as attention and experts; []: a module is one layer."""
-    text = config.get("text_config") or config
+    text = text_config(config)
     if text.get("model_type") != "nemotron_h":
         return []
     kinds = text.get("mtp_layers_block_type") or text.get("mtp_hybrid_override_pattern") or ("full_attention", "moe")

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from paceline.checkpoint.folder import text_config
+
 LONGROPE = "longrope"
 _NAMES = (LONGROPE, "su")
 """``su`` is what the first files of Phi-3 say."""
@@ -17,7 +19,7 @@ _NAMES = (LONGROPE, "su")
 
 def longrope_limit(config: Mapping[str, Any]) -> int | None:
     """The longest context in tokens of the short factors; None: the model has one set of factors, or none."""
-    text = config.get("text_config") or config
+    text = text_config(config)
     for part in longrope_parts(text.get("rope_parameters") or text.get("rope_scaling")):
         names = ("original_max_position_embeddings", "max_position_embeddings")
         for value in (text.get(names[0]), part.get(names[0]), text.get(names[1])):  # as transformers does

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from paceline.checkpoint import indexed
 from paceline.checkpoint.compressed import compressed_values, num_shared, num_streams
-from paceline.checkpoint.folder import read_json
+from paceline.checkpoint.folder import read_json, text_config
 from paceline.checkpoint.gguf.described import gguf_weights
 from paceline.checkpoint.latent import latent_values, num_attentions, num_plain_weights
 from paceline.checkpoint.linear import LinearLayers, Slots, layer_types, linear_layers
@@ -175,7 +175,7 @@ def model_size(
     """The size of a model as it will run, from its configuration and the headers of its weight files."""
     item_bytes = 4 if dtype == "float32" else 2
     size = size_of(config, counts.numbers, item_bytes, counts.whole)
-    plain = num_plain_weights(config.get("text_config") or config, size.num_kv_layers)
+    plain = num_plain_weights(text_config(config), size.num_kv_layers)
     saved = counts.stored * item_bytes - counts.stored_bytes
     saved -= saved * min(plain, counts.stored) // max(1, counts.stored)
     kept = counts.scaled if on_gpu and item_bytes == 2 else 0
@@ -195,7 +195,7 @@ def model_size(
 
 def size_of(config: Mapping[str, Any], num_parameters: int, item_bytes: int, num_whole: int = 0) -> ModelSize:
     """Returns the size of a model with ``num_parameters`` parameters, of which ``num_whole`` are in no matrix."""
-    text = config.get("text_config") or config
+    text = text_config(config)
     layers, hidden = _first(text, "num_hidden_layers", "n_layer"), _first(text, "hidden_size", "n_embd")
     linear = linear_layers(config)
     layers = layers or (num_attentions(text) if linear is None else len(layer_types(text)))

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.folder import local_folder
+from paceline.checkpoint.folder import local_folder, text_config
 from paceline.checkpoint.hub import absent, why_not_fetched
 from paceline.checkpoint.kv_scales import described
 from paceline.checkpoint.linear import require_draft_model, why_not_runnable
@@ -375,7 +375,7 @@ def _check_degree(key: str, options: ModelOptions, checkpoint: Checkpoint) -> li
     reason = why_whole(checkpoint.quantization, checkpoint.path)
     if size > 1 and reason is not None:
         return [Finding.error(f"{key}.engine_kwargs.tensor_parallel_size", f"is {size} and {reason}")]
-    heads = (config.get("text_config") or config).get("num_attention_heads")
+    heads = text_config(config).get("num_attention_heads")
     if size == 1 or not isinstance(heads, int) or heads % size == 0:
         return []
     fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
