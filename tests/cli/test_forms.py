@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
 from paceline.cli.flags import add_form_flags, form_of
+from paceline.cli.main import Parser
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.types import StructuredOutput
 
 
 def form(*flags: str) -> StructuredOutput | None:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_form_flags(parser)
     return form_of(parser.parse_args(flags)).get("structured_output")
 

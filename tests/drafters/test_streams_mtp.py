@@ -161,14 +161,13 @@ def _mean_of_streams(collapse: Any, self: StreamsModule, state: Tensor) -> Tenso
 
 
 @mutant(Paged, "with_sinks")
-def _without_sinks(attend: Any, self: Paged, *given: Any) -> Tensor:
-    found: Tensor = attend(self, *given[:-1], None)
-    return found
+def _without_sinks(with_sinks: Any, self: Paged, sinks: Tensor) -> Paged:
+    return self
 
 
-@mutant(Paged, "with_sinks")
-def _without_a_window(attend: Any, self: Paged, *given: Any) -> Tensor:
-    found: Tensor = attend(self, *given[:-2], None, given[-1])
+@mutant(Paged, "__call__")
+def _without_a_window(attend: Any, self: Paged, *given: Any, **options: Any) -> Tensor:
+    found: Tensor = attend(self, *given[:-1], None, **options)
     return found
 
 

@@ -364,10 +364,15 @@ MUTANTS = [
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__.strip("_"))
 def test_mutants_are_caught(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In some run: what is accepted differs from run to run."""
     requests, expected = requests_of(8, 1.0), reference(8, 1.0)
     any_subtrees(monkeypatch)
     mutant(monkeypatch)
     target, draft = pair("llama")
-    pump = Pump(target, draft, seed=8, grammars=json_grammars(), draft_pages=40, draft_steps=(2, 8))
-    results = pump.run(requests)
-    assert pump.failures or any(results[name].token_ids != r.token_ids for name, r in expected.items())
+
+    def is_caught(seed: int) -> bool:
+        pump = Pump(target, draft, seed=seed, grammars=json_grammars(), draft_pages=40, draft_steps=(2, 8))
+        results = pump.run(requests)
+        return bool(pump.failures) or any(results[name].token_ids != r.token_ids for name, r in expected.items())
+
+    assert any(map(is_caught, range(6)))

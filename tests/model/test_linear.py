@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import random
@@ -35,7 +36,7 @@ from paceline.model.runner import ModelRunner
 from paceline.model.selftest import check_invariance
 from paceline.model.step_plan import SequenceStep
 from paceline.target.branches import accepted_table, branches_of, page_tables, sequence_steps
-from paceline.types import pages_for
+from paceline.types import PAGE_SIZE, pages_for
 
 FP32, BF16 = torch.float32, torch.bfloat16
 CONTEXTS = (1, 15, 16, 17, 31, 47, 48, 63, 64, 65, 79, 127, 128, 129)
@@ -221,6 +222,20 @@ def test_what_a_failed_step_has_stored_is_not_used() -> None:
     (part,) = linear.plan([step]).sequences
     assert part.state != NONE
     assert len(part.chunks) == 1
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_cached_page_keeps_no_rows(forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: rows stay with the page."""
+    if forgets:
+        monkeypatch.setattr(LinearSlots, "rest", lambda self, page: None)
+    linear, pages = LinearSlots(Slots(states=4, rows=8)), [0]
+    linear.plan([chunk(_TEXT, 0, PAGE_SIZE - 1, pages)])
+    linear.confirm()
+    assert linear.num_chunks(0) > 0
+    linear.rest(0)
+    with pytest.raises(AssertionError, match="a cached page owns rows") if forgets else contextlib.nullcontext():
+        linear.check_integrity([], [0], [])
 
 
 def test_a_failed_step_leaves_no_state_for_a_prefix_or_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:

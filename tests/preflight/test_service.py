@@ -373,7 +373,7 @@ def test_the_estimate_is_what_the_loaded_model_takes(tmp_path, family):
     loaded, _ = pair(family)
     assert facts.num_parameters == loaded.num_parameters
     assert facts.weights_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
-    assert facts == loaded.size
+    assert replace(facts, expert_share=0.0) == loaded.size, "which does not count what experts take"
 
 
 def test_shards_and_pickled_weights(folders, tmp_path):

@@ -41,7 +41,7 @@ IGNORED = {
 }
 """New fields that a peer of the version before may leave unread: it acts as it always has. With their places."""
 
-NEW_CALLS = {"PagesRequest", "PagesPart"}
+NEW_CALLS = {"PagesRequest", "PagesPart", "PagePlaces"}
 """Messages of calls that a peer of the version before does not know: it gives no pages, which are computed then."""
 
 TYPES = {

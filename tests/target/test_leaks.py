@@ -484,17 +484,12 @@ def _prefix_of_the_page_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LinearSlots, "hit", wrong)
 
 
-def _rows_kept_with_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LinearSlots, "rest", lambda self, page: None)
-
-
 @pytest.mark.parametrize(
     ("mutant", "message"),
     [
         (_kept_on_cancel, "holds of states differ"),
         (_kept_on_preemption, "holds of states differ"),
         (_prefix_of_the_page_before, "another context|a row of another context"),
-        (_rows_kept_with_a_page, "a cached page owns rows"),
     ],
     ids=lambda value: value.__name__.strip("_") if callable(value) else "",
 )

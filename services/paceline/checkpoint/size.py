@@ -104,7 +104,7 @@ class ModelSize:
         """Bytes of the weights as they will run."""
         return self.num_parameters * self.item_bytes - self.saved_bytes
 
-    def read_bytes(self, num_tokens: float) -> float:
+    def bytes_read(self, num_tokens: float) -> float:
         """Expected bytes of the weights that a step of ``num_tokens`` tokens reads, which choose experts evenly and
         independently of each other. Real tokens agree more often, and read less."""
         if not self.num_experts:

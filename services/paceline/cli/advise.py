@@ -68,9 +68,9 @@ class _Device(NamedTuple):
         if not size.num_experts:
             return self.steps(size.weights_bytes / num_devices, size.num_layers)
         bytes_per_s, others_s = self.bytes_per_s * num_devices, size.num_layers * self.layer_s
-        token_s = size.read_bytes(1) / bytes_per_s / _RIDGE
+        token_s = size.bytes_read(1) / bytes_per_s / _RIDGE
         return StepTable(
-            tuple((n, others_s + size.read_bytes(n) / bytes_per_s + (n - 1) * token_s) for n in _STEP_SIZES)
+            tuple((n, others_s + size.bytes_read(n) / bytes_per_s + (n - 1) * token_s) for n in _STEP_SIZES)
         )
 
 
@@ -327,10 +327,10 @@ def _site(args: argparse.Namespace, size: ModelSize, run: Measurements | None) -
         target = periods.pop(1, run.system.target)
         rate = args.link_gb_s * 1e9
         site = Site(target, args.devices, 1, args.sessions, run.system.link_s, rate, shared=periods)
-        return site, _Device(size.read_bytes(1) / target.seconds(1))
+        return site, _Device(size.bytes_read(1) / target.seconds(1))
     device = _Device((args.bandwidth_gb_s or _BANDWIDTH_GB_S) * 1e9, _LAYER_S)
     if args.target_step_ms is not None:
-        device = _Device(size.read_bytes(1) / args.target_devices / (args.target_step_ms / 1e3))
+        device = _Device(size.bytes_read(1) / args.target_devices / (args.target_step_ms / 1e3))
     steps = device.steps_of_model(size, args.target_devices)
     site = Site(steps, args.devices, args.target_devices, args.sessions)
     return replace(site, link_bytes_per_s=args.link_gb_s * 1e9), device

@@ -143,7 +143,7 @@ def of_exit(asked: Asked) -> AtHand:
     plan = open_exit(asked.target, head.boundaries[0] if head.boundaries else None, asked.source)
     own = 0 if plan.adapter is None else asked.bytes_of(plan.adapter.num_parameters)
     exits = replace(asked.method, options={**asked.method.options, "boundaries": [plan.boundary]})
-    below = int(plan.boundary / size.num_layers * size.read_bytes(1))
+    below = int(plan.boundary / size.num_layers * size.bytes_read(1))
     return AtHand(exits, asked.source, forward_bytes=below + own, num_layers=plan.boundary)
 
 
@@ -153,7 +153,7 @@ def of_streams(asked: Asked) -> AtHand:
     assert source is not None
     assert size is not None
     streams = open_streams(asked.target, source)
-    above = int((1 - streams.boundary / size.num_layers) * size.read_bytes(1))
+    above = int((1 - streams.boundary / size.num_layers) * size.bytes_read(1))
     num_bytes = above + asked.bytes_of(streams.head.num_parameters)
     above_layers = size.num_layers - streams.boundary
     return asked.found(forward_bytes=num_bytes, num_layers=above_layers, one_pass=True, most_tokens=streams.num_streams)
@@ -169,7 +169,7 @@ def of_draft(asked: Asked) -> AtHand:
     at_once, _ = parallel_draft(draft, options.get("parallel_tokens"))
     size = draft.size()
     assert size is not None
-    return asked.found(forward_bytes=int(size.read_bytes(1)), num_layers=size.num_layers, one_pass=at_once > 1)
+    return asked.found(forward_bytes=int(size.bytes_read(1)), num_layers=size.num_layers, one_pass=at_once > 1)
 
 
 def of_cascade(asked: Asked) -> AtHand:
