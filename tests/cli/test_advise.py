@@ -36,6 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_pair(tmp_path_factory.mktemp("models"))
 
 
+@pytest.mark.slow
 def test_every_configuration_that_it_prints_is_taken_and_fits_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--devices", "6", "--target-devices", "2", "--sessions", "90", *STEP, "--head", "early_exit=6")
     found = advised(capsys, *arguments)
