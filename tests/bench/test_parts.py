@@ -32,5 +32,6 @@ def test_ways_take_turns_and_the_first_round_is_not_counted() -> None:
 
 def test_steps_ahead_are_measured_on_a_stub_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     """The benchmark itself asserts that steps were launched ahead, and that none ran without a recording."""
-    overlap.main(["--sessions", "1", "3", "--steps", "4", "--device-ms", "1"])
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["sessions", "1", "3"]
+    overlap.main(["--ranks", "1", "--sessions", "1", "3", "--steps", "4", "--device-ms", "1"])
+    found = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert found == [["ranks", "sessions"], ["1", "1"], ["1", "3"]]
