@@ -79,7 +79,7 @@ def test_a_mistake_is_noticed_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as patch:
         _accepts_anything(patch)
         with pytest.raises(Found) as caught:
-            search(60, 3, ("llama",), most=2, longest=5)
+            search(300, 3, ("llama",), most=2, longest=5)
         case = caught.value.case
         with pytest.raises(AssertionError):
             check(case)
