@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,3 +206,26 @@ def test_a_method_in_one_file_imports_engines_only_where_it_is_built(tmp_path: P
         "config/repeat.py:1: config -> drafters",
         "config/repeat.py:3: config -> target",
     ]
+
+
+DEFINED = re.compile(r"(?:\bdef |\bclass |\bself\.|^ *)(_[a-zA-Z]\w*)(?=\(|:| =)", re.MULTILINE)
+"""The private names that a file defines: functions, classes, attributes, variables."""
+READ = re.compile(r"\.(_[a-zA-Z]\w*)\b")
+PATCHED = re.compile(r"""\b(?:setattr|mutant|object)\([^"']*["'](?:[\w.]+\.)?(_[a-zA-Z]\w*)["']""")
+"""The private names that a test reads, and those that it replaces or changes."""
+
+
+def private_uses(path: Path, uses: re.Pattern[str]) -> list[str]:
+    """Uses in a test of private names of the service. What the test's own file defines is its own."""
+    text = path.read_text(encoding="utf-8")
+    own = set(DEFINED.findall(text))
+    return [name for name in uses.findall(text) if name not in own]
+
+
+@pytest.mark.parametrize(("uses", "most"), [(PATCHED, 160), (READ, 769)], ids=["patched", "read"])
+def test_tests_use_what_is_public(uses: re.Pattern[str], most: int) -> None:
+    """The bounds only fall: what a test replaces or reads is a public part, with a docstring."""
+    privates = {name for path in FILES for name in DEFINED.findall(path.read_text(encoding="utf-8"))}
+    tests = sorted(Path(__file__).parent.rglob("*.py"))
+    found = [f"{path}: {name}" for path in tests for name in private_uses(path, uses) if name in privates]
+    assert len(found) <= most, "\n".join(found)

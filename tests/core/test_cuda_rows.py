@@ -48,7 +48,7 @@ if HAS_TRITON:
     @triton.jit
     def _logs(x, y, BLOCK: tl.constexpr):
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(y + at, cuda_rows._exact_log(tl.load(x + at)))
+        tl.store(y + at, cuda_rows.exact_log(tl.load(x + at)))
 
 
 def drawn(log_weights: torch.Tensor, stream: Stream, first: int = 0, *, nonces: bool = False):
@@ -110,7 +110,7 @@ def test_logarithms_have_the_bits_of_the_torch_form(monkeypatch: pytest.MonkeyPa
         def __getitem__(self, grid):
             return lambda *args, **options: launched.append(options)
 
-    monkeypatch.setattr(cuda_rows, "_parts", Watched())
+    monkeypatch.setattr(cuda_rows, "best_of_parts", Watched())
     drawn(logits(8), Stream.COUPLED)
     assert cuda_rows.UNFUSED.items() <= launched[0].items()
     assert cuda_rows.UNFUSED == {"enable_fp_fusion": False}
@@ -157,7 +157,7 @@ def test_draws_on_cuda_go_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both entries, nonces and the first token handed on; no check is made, and nothing waited for."""
     monkeypatch.setattr(noise.native, "usable", lambda *args: False)
     monkeypatch.setattr(noise.cuda, "usable", lambda x: True)
-    monkeypatch.setattr(noise, "_in_reach", lambda *args: pytest.fail("the torch form ran"))
+    monkeypatch.setattr(noise, "candidates_in_reach", lambda *args: pytest.fail("the torch form ran"))
     x = logits(1500).to(DEVICE)
     seeds, positions, nonces = KEYS.to(DEVICE).unbind(-1)
     checks = DeferredChecks()
@@ -250,7 +250,10 @@ def sampled_rows(vocab_size: int) -> list[Row]:
 
 @needs_triton
 def test_no_size_and_no_address_compiles_it_again() -> None:
-    for function in (getattr(cuda_rows, name) for name in ("_parts", "_whole", "_tops", "_picked_parts", "_picked")):
+    for function in (
+        getattr(cuda_rows, name)
+        for name in ("best_of_parts", "best_of_row", "tops_of_parts", "picked_parts", "picked_of_row")
+    ):
         parameters = getattr(function, "params", None)
         if parameters is None:
             pytest.skip("triton's interpreter compiles nothing")
@@ -277,21 +280,21 @@ def test_everything_is_compiled_before_the_first_step(monkeypatch: pytest.Monkey
 def test_it_takes_matrices_on_cuda_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     assert not cuda.usable(logits(8))
     monkeypatch.setattr(cuda, "triton_unavailable", lambda: "needs a C compiler")
-    cuda._compiles.cache_clear()
+    cuda.compiles.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            assert not cuda._compiles(torch.device("cuda"))
-            assert not cuda._compiles(torch.device("cuda"))
+            assert not cuda.compiles(torch.device("cuda"))
+            assert not cuda.compiles(torch.device("cuda"))
         assert [record.message for record in caplog.records] == [
             "tokens are drawn on cuda by torch's operators, which takes longer: our kernel needs a C compiler"
         ]
         monkeypatch.setattr(cuda, "triton_unavailable", lambda: None)
         for capability, expected in (((7, 5), False), ((8, 0), True)):
-            cuda._compiles.cache_clear()
+            cuda.compiles.cache_clear()
             monkeypatch.setattr(cuda.torch.cuda, "get_device_capability", lambda device, c=capability: c)
-            assert cuda._compiles(torch.device("cuda")) is expected
+            assert cuda.compiles(torch.device("cuda")) is expected
     finally:
-        cuda._compiles.cache_clear()
+        cuda.compiles.cache_clear()
 
 
 def test_a_machine_that_cannot_compile_a_kernel_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_deciding_at_once_is_deciding(dtype: torch.dtype, monkeypatch: pytest.Mo
 
 
 def test_where_the_exact_logarithm_decides_nothing_is_decided_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "_MARGIN", 50.0)
+    monkeypatch.setattr(noise, "MARGIN", 50.0)
     rng = random.Random(1)
     state = SamplerState(SamplingParams(temperature=1.0), 5, (1, 2), vocab_size=VOCAB)
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))

@@ -31,7 +31,7 @@ EXTENSIONS = [layout, native_tree, parts]
 @pytest.mark.compiler
 @pytest.mark.parametrize("module", EXTENSIONS)
 def test_extensions_compile(module: ModuleType) -> None:
-    assert module._passes() is not None
+    assert module.native_module() is not None
 
 
 @pytest.mark.compiler
@@ -40,7 +40,7 @@ def test_extensions_compile(module: ModuleType) -> None:
     [calibration, layer_callback, package, rows, shared_memory, pytest.param(linear, marks=needs_products)],
 )
 def test_libraries_compile(module: ModuleType) -> None:
-    assert module._library() is not None
+    assert module.load_library() is not None
 
 
 @needs_attention
@@ -63,7 +63,7 @@ def test_extensions_are_left_to_python_where_they_cannot_be_made(
     module: ModuleType, lacking: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lacking(monkeypatch, tmp_path)
-    assert module._passes.__wrapped__() is None  # apart from what this process has loaded
+    assert module.native_module.__wrapped__() is None  # apart from what this process has loaded
 
 
 def test_what_calls_them_goes_on_by_python() -> None:

@@ -32,7 +32,7 @@ from paceline.core.tree import (
     add_each,
 )
 from paceline.messages import Node, NodeColumns, Nodes, SparseDistribution
-from paceline.rpc.streams import _packed, _read_tree, decode_to_target
+from paceline.rpc.streams import decode_to_target, pack_nodes, read_tree
 from paceline.types import SamplingParams
 from paceline.v1 import target_pb2, types_pb2
 
@@ -241,10 +241,10 @@ def fitting(draw: st.DrawFn) -> types_pb2.Nodes:
 
 def read_as_protobuf(packed: bytes) -> bool:
     """True if the native reader takes the message; then it has found what protobuf finds."""
-    (found,) = native_tree._passes().read_each([packed])
+    (found,) = native_tree.native_module().read_each([packed])
     if found is None:
         return False
-    expected = _read_tree("s", 2**64 - 1, 7, packed)
+    expected = read_tree("s", 2**64 - 1, 7, packed)
     assert expected is not None
     assert repr(found) == repr((expected.nodes.columns, expected.idle, expected.step_s))
     return True
@@ -288,7 +288,7 @@ def test_batches_are_read_as_without_a_native_reader(rows: list[tuple[str, bytes
     updates = types_pb2.TreeUpdates(session_ids=ids, epochs=size, context_lens=size, nodes=packed)
     batch = target_pb2.ToTarget(commands=[target_pb2.TargetCommand(tree_updates=updates)])
     expected = repr(decode_to_target(batch))
-    with mock.patch.object(Nodes, "read_plain", native_tree._passes().read_each):
+    with mock.patch.object(Nodes, "read_plain", native_tree.native_module().read_each):
         assert repr(decode_to_target(batch)) == expected
 
 
@@ -303,8 +303,8 @@ def test_nodes_are_written_as_protobuf_writes_them(
 ) -> None:
     message = Nodes("s", 1, 7, columns(rows, plain), idle, step_s)
     unlike = Nodes("s", 1, 7, tuple(message.nodes), idle, step_s)
-    packed, nothing = native_tree._passes().write_each([(message.nodes.columns, idle, step_s), None])
-    assert packed == _packed(message) == _packed(unlike)
+    packed, nothing = native_tree.native_module().write_each([(message.nodes.columns, idle, step_s), None])
+    assert packed == pack_nodes(message) == pack_nodes(unlike)
     assert nothing is None
     if not math.isnan(step_s):
         assert repr(types_pb2.Nodes.FromString(packed).step_s) == repr(step_s)
@@ -320,9 +320,9 @@ def test_what_protobuf_would_not_take_is_not_written_natively(place: int, value:
     made = NodeColumns(*[[cell] for cell in cells])  # type: ignore[arg-type]
     if place == 5:
         with pytest.raises(AttributeError):
-            native_tree._passes().write_each([(made.columns, False, 0.0)])
+            native_tree.native_module().write_each([(made.columns, False, 0.0)])
     else:
-        assert native_tree._passes().write_each([(made.columns, False, 0.0)]) == [None]
+        assert native_tree.native_module().write_each([(made.columns, False, 0.0)]) == [None]
 
 
 @pytest.mark.compiler
@@ -346,7 +346,7 @@ def test_columns_of_nodes_are_those_of_their_twin(
 )
 def test_rows_are_those_of_the_suffixes(native: bool, proposal: Proposal, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:
-        monkeypatch.setattr(native_tree, "_passes", lambda: None)
+        monkeypatch.setattr(native_tree, "native_module", lambda: None)
     state = SamplerState(SamplingParams(), 0, (0, 1), vocab_size=VOCAB)
     rows = rows_of(state, proposal)
     assert rows == [Row(state, suffix) for suffix in proposal.suffixes()]

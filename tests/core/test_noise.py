@@ -128,7 +128,7 @@ def test_exact_log_bits_are_pinned():
 
 def test_extreme_words_stay_finite_and_inside_the_bounds():
     words = torch.tensor([0, 2**32 - 1])
-    low, high = noise._exact_gumbel(words).tolist()
+    low, high = noise.exact_gumbel(words).tolist()
     assert noise.MIN_GUMBEL <= low < -3.1
     assert 22.8 < high <= noise.MAX_GUMBEL
 
@@ -178,15 +178,15 @@ def test_close_scores_are_decided_by_the_exact_noise(monkeypatch):
     expected = (gumbel(seeds, positions, Stream.COUPLED, 50)).argmax(-1)
     assert torch.equal(gumbel_argmax(log_weights, seeds, positions, Stream.COUPLED), expected)
     monkeypatch.setattr(noise.native, "usable", lambda *_: False)
-    monkeypatch.setattr(noise, "_MARGIN", 2.0)
-    monkeypatch.setattr(noise, "_CPU_CACHED_TOKENS", 1000)
+    monkeypatch.setattr(noise, "MARGIN", 2.0)
+    monkeypatch.setattr(noise, "CPU_CACHED_TOKENS", 1000)
     assert torch.equal(gumbel_argmax(log_weights, seeds, positions, Stream.COUPLED), expected)
 
 
 def test_equal_scores_go_to_the_lower_id(monkeypatch):
     monkeypatch.setattr(noise.native, "usable", lambda *_: False)  # test_rows.py has its ties
-    monkeypatch.setattr(noise, "_fast_gumbel", lambda words: torch.zeros(words.shape, dtype=torch.float64))
-    monkeypatch.setattr(noise, "_exact_gumbel", lambda words: torch.zeros(words.shape))
+    monkeypatch.setattr(noise, "fast_gumbel", lambda words: torch.zeros(words.shape, dtype=torch.float64))
+    monkeypatch.setattr(noise, "exact_gumbel", lambda words: torch.zeros(words.shape))
     seeds, positions = keys((1, 1), (1, 2))
     log_weights = torch.tensor([[0.0, 2.0, 2.0], [1.0, 1.0, 0.0]])
     assert gumbel_argmax(log_weights, seeds, positions, Stream.COUPLED).tolist() == [1, 0]

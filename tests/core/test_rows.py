@@ -139,7 +139,7 @@ def test_only_what_a_proposal_is_followed_to_is_picked(seed, sizes, vocab, dtype
 @pytest.mark.parametrize("mutant", ["of another row", "of another token", "of another session"])
 def test_proposals_that_are_followed_wrongly_are_caught(mutant, monkeypatch):
     """The check above, over rows that follow something else."""
-    right = sampling._behind
+    right = sampling.rows_followed
 
     def wrong(proposals):
         tokens, parents = right(proposals)
@@ -150,7 +150,7 @@ def test_proposals_that_are_followed_wrongly_are_caught(mutant, monkeypatch):
         return tokens, [0 if parent >= 0 else parent for parent in parents]
 
     assert any(followed(5, (7, 5, 6), 900, 1.0, torch.float32)[1:7]), "a token is accepted"
-    monkeypatch.setattr(sampling, "_behind", wrong)
+    monkeypatch.setattr(sampling, "rows_followed", wrong)
     with pytest.raises(AssertionError):
         followed(5, (7, 5, 6), 900, 1.0, torch.float32)
 
@@ -759,7 +759,7 @@ def test_columns_of_unequal_length_are_refused():
 def test_without_a_compiler_torch_draws_and_says_so_once(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "empty"))
     monkeypatch.setattr("paceline.core.native.shutil.which", lambda name: None)
-    monkeypatch.setattr(rows, "_library", rows._library.__wrapped__)
+    monkeypatch.setattr(rows, "load_library", rows.load_library.__wrapped__)
     assert not rows.usable(torch.zeros(1, 4), torch.float32)
     assert "there is no C++ compiler" in caplog.text
     state = SamplerState(SamplingParams(temperature=1.0), 1, (0,), vocab_size=4)

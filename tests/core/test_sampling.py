@@ -197,7 +197,7 @@ class Seen(list):
 
 @pytest.mark.parametrize("num_sequences", [10, 1000])
 def test_what_bad_words_cost_a_row_is_its_longest_match_however_many_there_are(num_sequences):
-    bad_words = processors._BadWords([(i % 50, 3, 3, 3, i) for i in range(num_sequences)], "cpu")
+    bad_words = processors.BadWords([(i % 50, 3, 3, 3, i) for i in range(num_sequences)], "cpu")
     logits, tail = torch.zeros(1, num_sequences), Seen([7] * 1000 + [3, 3])
     bad_words.forbid_(logits, [tail])
     assert tail.num == 3
@@ -275,14 +275,14 @@ def test_no_row_of_ties_keeps_other_values_than_with_transformers():
 
 def test_top_k_of_exactly_k_tokens_is_caught(monkeypatch):
     """A mutant: of those that tie with the k-th only as many stay as make k."""
-    keep_prefix = processors._keep_prefix_
+    keep_prefix = processors.keep_prefix_
 
     def exactly(x, top_k, top_p, check, least=0):
         for row, k in zip(x, top_k, strict=True):
             row[row.argsort(stable=True, descending=True)[k:]] = -INF
         keep_prefix(x, top_k, top_p, check, least)
 
-    monkeypatch.setattr(processors, "_keep_prefix_", exactly)
+    monkeypatch.setattr(processors, "keep_prefix_", exactly)
     assert num_unlike_transformers()[0] > 50
 
 
@@ -308,7 +308,7 @@ def test_top_p_does_not_depend_on_how_many_values_it_looks_at_first(monkeypatch,
     params = [SamplingParams(temperature=1.5, top_p=p, top_k=k) for p in (0.3, 0.9, 0.999) for k in (0, 40)]
     rows = [Row(SamplerState(each, 1, [0], vocab_size=400)) for each in params]
     expected = process(logits, rows).log_probs
-    monkeypatch.setattr(processors, "_TOP_P_CANDIDATES", candidates)
+    monkeypatch.setattr(processors, "TOP_P_CANDIDATES", candidates)
     assert torch.equal(process(logits, rows).log_probs, expected)
     for i, each in enumerate(params):
         assert_same_distribution(expected[i], reference(logits[i], each, [0], []))

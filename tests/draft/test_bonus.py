@@ -130,4 +130,4 @@ def test_each_kind_of_outcome_teaches_its_own_table(tried: bool) -> None:
 
 def tables(session: DraftSession) -> list[list[float]]:
     """Hits and observations in every bin, of tried tokens and of bonus tokens."""
-    return [calibration._cells.tolist() for calibration in (session.calibration, session.bonus)]
+    return [calibration.cells.tolist() for calibration in (session.calibration, session.bonus)]

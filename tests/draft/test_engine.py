@@ -402,7 +402,7 @@ def test_a_sender_that_believes_a_session_to_be_open_is_told_once() -> None:
 
 
 def test_what_is_kept_of_ended_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_NUM_REMEMBERED", 8)
+    monkeypatch.setattr(engine_module, "NUM_REMEMBERED", 8)
     harness = Harness()
     for i in range(40):
         harness.engine.receive([open_session(f"a{i}"), CloseSession(f"a{i}", 0), Commit(f"b{i}", 0, 1, (1,))])

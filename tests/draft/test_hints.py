@@ -158,12 +158,12 @@ def test_a_late_hint_changes_nothing() -> None:
 
 def test_a_draft_that_takes_hints_of_earlier_rounds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant of the test before."""
-    take = DraftEngine._take_hint
+    take = DraftEngine.take_hint
 
     def mutant(self: DraftEngine, session: DraftSession, message: Hint) -> None:
         take(self, session, dataclasses.replace(message, context_len=session.tree.context_len))
 
-    monkeypatch.setattr(DraftEngine, "_take_hint", mutant)
+    monkeypatch.setattr(DraftEngine, "take_hint", mutant)
     with pytest.raises(AssertionError):
         check_stale()
 
@@ -195,7 +195,7 @@ def check_calibration() -> None:
     """That a token comes which only a hint had is a miss of every rank of the draft's, not a hit of one of them."""
     ratios = []
     for told in (False, True):
-        with mock.patch.object(native_tree, "_passes", return_value=None):  # whose children can be taken away
+        with mock.patch.object(native_tree, "native_module", return_value=None):  # whose children can be taken away
             step = Step()
         parent = step.at(0)
         for child in [*parent.children.values()][1:]:  # as if the draft had found them too unlikely for a node

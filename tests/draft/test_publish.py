@@ -74,7 +74,7 @@ def state(session: DraftSession) -> object:
         sorted(node.node_id for node in unwanted),
         [node.node_id for node in session.outbox],
         (tree.next_id, session.changed, session.idle),
-        (list(session.calibration._cells), list(session.bonus._cells)),
+        (list(session.calibration.cells), list(session.bonus.cells)),
         session.end and session.end.node_id,
     )
 
@@ -101,7 +101,7 @@ def grown(
 ) -> tuple[list[object], Harness]:
     """States of two sessions after each of some steps, with native functions or without any; ``kind``: who ranks, and
     how."""
-    passes = None if one_by_one else native_tree._passes()
+    passes = None if one_by_one else native_tree.native_module()
     drafter = RankedDrafter(seed, harm=harm) if kind == "by the drafter" else TableDrafter()
     given = {} if kind == "by the drafter" else {"acceptance": kind}
     harness = Harness(drafter, tree_budget=40, fan_out=3)
@@ -121,7 +121,7 @@ def grown(
     with (
         mock.patch.object(harness, "steps", steps),
         mock.patch.object(grower, "rank", ranks),
-        mock.patch.object(native_tree, "_passes", return_value=passes),
+        mock.patch.object(native_tree, "native_module", return_value=passes),
     ):
         for name in ("a", "b"):
             options = given | random.Random(f"{seed} {name}").choice(MODES)
@@ -186,7 +186,7 @@ def test_leaves_of_the_common_case_are_left_to_nobody(kind: str) -> None:
         harness.open(open_session(temperature=0.0) if own else open_session(acceptance=kind))
         for _ in range(10):
             harness.round(3)
-        assert isinstance(harness.engine._sessions["s"].tree, native_tree._passes().SpeculationTree)
+        assert isinstance(harness.engine._sessions["s"].tree, native_tree.native_module().SpeculationTree)
     assert sum(len(nodes) for step in grown for nodes in step) > 20
 
 

@@ -192,7 +192,7 @@ def test_probabilities_agree_with_their_reference(num_ranks: int) -> None:
 @pytest.mark.compiler
 @pytest.mark.parametrize("num_ranks", [1, RANKS, 5])
 def test_what_is_learned_agrees_with_its_reference(num_ranks: int) -> None:
-    native = agree(lambda: [list(table._cells) for table in tables(3, num_ranks)], module)
+    native = agree(lambda: [list(table.cells) for table in tables(3, num_ranks)], module)
     assert any(native[0])
 
 

@@ -173,8 +173,8 @@ def test_rows_are_given_back_where_one_session_has_no_room() -> None:
     assert given_back == free
     assert sorted(own._sessions["a"].free_rows)[len(free) :] == [*range(room, own._sessions["a"].num_rows)]
     with pytest.raises(TypeError, match="a list of leaves, a dict"):
-        parts_module._passes().parts_of([], [()], own._cache)
-    assert parts_module._passes().parts_of([()], {}, own._cache) is None
+        parts_module.native_module().parts_of([], [()], own._cache)
+    assert parts_module.native_module().parts_of([()], {}, own._cache) is None
 
 
 def leaf_of(rng: random.Random, session: RowSession, node_id: int, name: str = "s") -> Leaf:

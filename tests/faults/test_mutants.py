@@ -79,14 +79,14 @@ def _epochs_stand_still(reopen_target: Any, session: Session) -> Actions:
     return reopen_target(session)
 
 
-@mutant(DraftEngine, "_commit")
+@mutant(DraftEngine, "commit")
 def _repeated_commits_count(commit: Any, engine: DraftEngine, session: Any, message: Commit) -> None:
     """The draft takes a commit whose context has been passed."""
     late = message.context_len < session.tree.context_len
     commit(engine, session, replace(message, context_len=session.tree.context_len) if late else message)
 
 
-@mutant(DraftEngine, "_commit")
+@mutant(DraftEngine, "commit")
 def _commits_may_be_missing(commit: Any, engine: DraftEngine, session: Any, message: Commit) -> None:
     """The draft takes a commit although the one before is missing."""
     early = message.context_len > session.tree.context_len
@@ -113,8 +113,8 @@ def _targets_ignore_the_epoch_of_nodes(receive: Any, engine: TargetEngine, messa
 
 def _any_node_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tree hangs up nodes that no draft can have meant."""
-    monkeypatch.setattr(native_tree, "_passes", lambda: None)
-    monkeypatch.setattr(SpeculationTree, "_valid", lambda *_: True)
+    monkeypatch.setattr(native_tree, "native_module", lambda: None)
+    monkeypatch.setattr(SpeculationTree, "is_valid", lambda *_: True)
 
 
 def _drafts_are_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

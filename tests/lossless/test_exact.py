@@ -282,7 +282,7 @@ def test_mutant_residual_from_p(monkeypatch):
 
 
 def test_mutant_bonus_from_q(monkeypatch):
-    original = verification._subtract_
+    original = verification.subtract_
 
     def bonus_from_q(weights, rejected):
         original(weights, rejected)
@@ -290,7 +290,7 @@ def test_mutant_bonus_from_q(monkeypatch):
             if q is None:
                 weights[i] = torch.tensor([0.2, 0.2, 0.6], dtype=weights.dtype)
 
-    monkeypatch.setattr(verification, "_subtract_", bonus_from_q)
+    monkeypatch.setattr(verification, "subtract_", bonus_from_q)
     assert law_error(3, 1) > VISIBLE
 
 

@@ -206,7 +206,7 @@ def test_mistakes_are_noticed(mutant: str, expected: dict[str, Result], monkeypa
             right = engine_module.score
             monkeypatch.setattr(engine_module, "score", lambda rows, ids, top: right(rows.roll(1, 0), ids, top))
         case "ties by chance":
-            monkeypatch.setattr(scoring, "_SCORED_TOGETHER", 1)
+            monkeypatch.setattr(scoring, "SCORED_TOGETHER", 1)
             logits = torch.zeros(1, 40)
             assert score(logits, [7], 5)[0].top == likeliest(logits.log_softmax(-1)[0], 5)
             monkeypatch.setattr(scoring, "likeliest", lambda row, count: tuple(enumerate(row.tolist()))[-count:])

@@ -203,7 +203,7 @@ def test_sequences_are_gathered_as_by_python() -> None:
 def test_what_engines_do_not_make_is_left_to_python(change: dict[str, object]) -> None:
     span = range(2)
     right = SequenceStep([1, 2], span, span, [0], num_logits=2)
-    assert (layout.gather([right]) is None) == (layout._passes() is None)
+    assert (layout.gather([right]) is None) == (layout.native_module() is None)
     assert layout.gather([right, replace(right, **change)]) is None
     assert layout.gather([]) is None
 
@@ -268,7 +268,7 @@ def test_buffers_and_pages_that_do_not_fit_are_refused() -> None:
 
 def test_a_layout_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = step_plan._ragged
-    monkeypatch.setattr(layout, "_passes", lambda: None)
+    monkeypatch.setattr(layout, "native_module", lambda: None)
     monkeypatch.setattr(step_plan, "_ragged", lambda starts, counts: right(starts, counts) + (counts[-1] > 1))
     for seed in (1, 2, 3):
         with pytest.raises(AssertionError):
@@ -294,13 +294,13 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Any:
     changed.write_text(with_faults(layout._SOURCE, FAULTS.items()), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "_SOURCE", changed)
-        return layout._passes.__wrapped__()
+        return layout.native_module.__wrapped__()
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("number", range(len(FAULTS)))
 def test_a_native_layout_that_is_wrong_is_noticed(number: int, faulty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "_passes", lambda: faulty)
+    monkeypatch.setattr(layout, "native_module", lambda: faulty)
     if number == 0:
         assert all(_is_plain(_batch(seed), Shapes(spare_tokens=3)) for seed in range(48)), "without a fault it is right"
     monkeypatch.setenv("FAULT", str(number))

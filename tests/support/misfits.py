@@ -137,7 +137,7 @@ def trees(rng: random.Random) -> None:
 
 
 def messages(rng: random.Random) -> None:
-    passes = native_tree._passes()
+    passes = native_tree.native_module()
     packed = rng.randbytes(rng.randint(0, 9))
     written = passes.write_each([(columns(rng, rng.randint(0, 3)), rng.random() < 0.5, rng.random())])[0]
     if written:
@@ -175,7 +175,7 @@ def leaves(rng: random.Random) -> None:
     )
     leaf = Leaf("s", number(rng), tuple(numbers(rng, 2)), tuple(numbers(rng, 2)))
     sessions = {"s": rng.choice((session, session, None))}
-    parts._passes().parts_of([rng.choice((leaf, leaf, leaf[:3]))] * rng.randint(1, 2), sessions, None)
+    parts.native_module().parts_of([rng.choice((leaf, leaf, leaf[:3]))] * rng.randint(1, 2), sessions, None)
 
 
 def frontiers(rng: random.Random) -> None:
@@ -318,7 +318,7 @@ def stepped(rng: random.Random) -> None:
         for x in (torch.tensor(plan), *of_token, *of_layer, *further, *pools)
     ]
     sizes = [kind, key_heads, heads] if rng.random() < 0.9 else [number(rng, 6) for _ in range(3)]
-    by_handles(rng, "linear_attention", linear.call, linear._library(), *given, *sizes, 1, 1, 1, 1.0, 0.0, 0.0, 9.0)
+    by_handles(rng, "linear_attention", linear.call, linear.load_library(), *given, *sizes, 1, 1, 1, 1.0, 0.0, 0.0, 9.0)
 
 
 def multiplied(rng: random.Random) -> None:
@@ -329,7 +329,7 @@ def multiplied(rng: random.Random) -> None:
     x = x.bfloat16() if bits is None or rng.random() < 0.5 else x
     bias = rng.choice((None, misfit(rng, torch.randn(outputs), 0.2)))
     num = outputs if rng.random() < 0.8 else number(rng, 40)
-    library = products._library()
+    library = products.load_library()
     if rng.random() < 0.2:
         halves = misfit(rng, torch.randn(2, 2 * outputs).bfloat16(), 0.4)
         by_handles(rng, "gated_silu", products.gate, library, halves)

@@ -18,10 +18,10 @@ from paceline.model import layout
 _T = TypeVar("_T")
 _OFF: dict[Any, tuple[str, Any]] = {
     rows: ("usable", False),
-    calibration: ("_library", None),
-    native_tree: ("_passes", None),
-    parts: ("_passes", None),
-    layout: ("_passes", None),
+    calibration: ("load_library", None),
+    native_tree: ("native_module", None),
+    parts: ("native_module", None),
+    layout: ("native_module", None),
 }
 """What says that there is native code, by its module, and what it says without a compiler."""
 
@@ -39,7 +39,9 @@ def references(*modules: Any) -> Iterator[None]:
 def agree(call: Callable[[], _T], *modules: Any, rtol: float = 0.0, atol: float = 0.0) -> _T:
     """Returns what ``call`` gives by native functions. Raises AssertionError if the references give something else."""
     for module in modules:
-        assert getattr(module, "_library" if module is rows else _OFF[module][0])() is not None, "it does not compile"
+        assert getattr(module, "load_library" if module is rows else _OFF[module][0])() is not None, (
+            "it does not compile"
+        )
     native = call()
     with references(*modules):
         assert_alike(native, call(), rtol, atol)

@@ -255,7 +255,7 @@ def test_without_all_states_the_text_is_the_same_and_it_is_counted(
     how: str, mode: Mode, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how != "all dropped":
-        monkeypatch.setattr(draft_engine, "_LATE_S", 0.0)  # nobody waits, however fast the machine is
+        monkeypatch.setattr(draft_engine, "LATE_S", 0.0)  # nobody waits, however fast the machine is
     wire = Wire(files, mode, how=how)
     wire.run()
     wire.check_text()
@@ -346,7 +346,7 @@ def lagged(
 
     wire = Wire(files, how=how, method=method_named(method), temperature=0.0, max_tokens=60)
     with monkeypatch.context() as patch:
-        patch.setattr(draft_engine, "_LATE_S", 0.0)  # nobody waits, however fast the machine is
+        patch.setattr(draft_engine, "LATE_S", 0.0)  # nobody waits, however fast the machine is
         patch.setattr(RemoteHead, "expand", counted)
         wire.run()
     return wire, sum(result.speculation.accepted for result in wire.pump.results.values()), lags

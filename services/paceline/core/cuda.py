@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 def usable(x: Tensor) -> bool:
     """True if ``cuda_rows.py`` can take ``x`` [rows, tokens]."""
-    return x.is_cuda and x.dtype in _DTYPES and x.dim() == 2 and x.shape[1] > 0 and _compiles(x.device)
+    return x.is_cuda and x.dtype in _DTYPES and x.dim() == 2 and x.shape[1] > 0 and compiles(x.device)
 
 
 def prepare(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -39,7 +39,7 @@ def prepare(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
 
 
 @functools.cache
-def _compiles(device: torch.device) -> bool:
+def compiles(device: torch.device) -> bool:
     reason = triton_unavailable()
     if reason is None and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         reason = f"needs compute capability {'.'.join(map(str, LEAST_CAPABILITY))}"

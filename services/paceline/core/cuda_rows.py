@@ -33,7 +33,7 @@ def _philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _exact_log(x):  # type: ignore[no-untyped-def]
+def exact_log(x):  # type: ignore[no-untyped-def]
     """``noise.exact_log``, in its order of operations."""
     bits = x.to(tl.int64, bitcast=True)
     exponent = ((bits + 0x00095F619980C433) >> 52) - 1023
@@ -69,7 +69,7 @@ def _noise(seed, position, nonce, stream, first_lane, BLOCK: tl.constexpr):  # t
         zeros + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32),
     )
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])  # the four of a lane next to each other
-    noise = -_exact_log(-_exact_log((words.to(tl.float64) + 0.5) * 2.3283064365386963e-10))
+    noise = -exact_log(-exact_log((words.to(tl.float64) + 0.5) * 2.3283064365386963e-10))
     return noise.to(tl.float32).to(tl.float64)
 
 
@@ -79,7 +79,7 @@ _POINTERS = ["log_weights", "seeds", "positions", "nonces"]
 
 # Compiled once per dtype for all sizes and addresses, like the kernels of ``model/attention/triton.py``.
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_POINTERS)  # type: ignore[untyped-decorator]
-def _parts(  # type: ignore[no-untyped-def]
+def best_of_parts(  # type: ignore[no-untyped-def]
     log_weights,
     seeds,
     positions,
@@ -113,7 +113,7 @@ def _parts(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_parts", "last"])  # type: ignore[untyped-decorator]
-def _whole(scores, tokens, best, token, num_parts, last, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def best_of_row(scores, tokens, best, token, num_parts, last, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The best of a row's parts."""
     row, parts = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
     at = row * num_parts + parts
@@ -126,7 +126,7 @@ def _whole(scores, tokens, best, token, num_parts, last, PARTS: tl.constexpr):  
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["num_tokens", "row_stride"], do_not_specialize_on_alignment=["logits"]
 )
-def _tops(logits, tops, num_tokens, row_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def tops_of_parts(logits, tops, num_tokens, row_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The largest of ``BLOCK`` logits; inf if one of them is NaN."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
@@ -138,7 +138,7 @@ def _tops(logits, tops, num_tokens, row_stride, BLOCK: tl.constexpr):  # type: i
     do_not_specialize=["num_tokens", "row_stride", "stream"],
     do_not_specialize_on_alignment=["logits", "keys", "tops", "chosen", "sums"],
 )
-def _picked_parts(  # type: ignore[no-untyped-def]
+def picked_parts(  # type: ignore[no-untyped-def]
     logits,
     keys,
     tops,
@@ -179,7 +179,7 @@ def _picked_parts(  # type: ignore[no-untyped-def]
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["num_parts", "last"], do_not_specialize_on_alignment=["tops", "chosen", "sums"]
 )
-def _picked(  # type: ignore[no-untyped-def]
+def picked_of_row(  # type: ignore[no-untyped-def]
     scores, tokens, tops, chosen, sums, picked, num_parts, last, PARTS: tl.constexpr
 ):
     """The best of a row's parts and its log-probability; -1 where the row has no finite maximum."""
@@ -214,10 +214,10 @@ def pick(logits: Tensor, keys: Tensor, stream: int) -> Tensor:
     tokens = torch.empty_like(scores, dtype=torch.int64)
     picked = scores.new_empty(rows, 2)
     programs, stride = (rows, num_parts), logits.stride(0)
-    _tops[programs](logits, tops, num_tokens, stride, BLOCK=_BLOCK)
+    tops_of_parts[programs](logits, tops, num_tokens, stride, BLOCK=_BLOCK)
     found = tops, scores, tokens, chosen, sums
-    _picked_parts[programs](logits, keys, *found, num_tokens, stride, int(stream), BLOCK=_BLOCK, **sizes, **UNFUSED)
-    _picked[(rows,)](scores, tokens, tops, chosen, sums, picked, num_parts, num_tokens - 1, **sizes)
+    picked_parts[programs](logits, keys, *found, num_tokens, stride, int(stream), BLOCK=_BLOCK, **sizes, **UNFUSED)
+    picked_of_row[(rows,)](scores, tokens, tops, chosen, sums, picked, num_parts, num_tokens - 1, **sizes)
     return picked
 
 
@@ -239,7 +239,7 @@ def gumbel_max(
     scores = log_weights.new_empty(rows, num_parts, dtype=torch.float64)
     tokens = torch.empty_like(scores, dtype=torch.int64)
     keys = seeds if nonces is None else nonces
-    _parts[(rows, num_parts)](
+    best_of_parts[(rows, num_parts)](
         log_weights,
         seeds,
         positions,
@@ -259,5 +259,5 @@ def gumbel_max(
     )
     best = scores.new_empty(rows)
     token = tokens.new_empty(rows)
-    _whole[(rows,)](scores, tokens, best, token, num_parts, last, PARTS=triton.next_power_of_2(num_parts))
+    best_of_row[(rows,)](scores, tokens, best, token, num_parts, last, PARTS=triton.next_power_of_2(num_parts))
     return best, token

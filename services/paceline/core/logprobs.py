@@ -15,7 +15,7 @@ from paceline.core.sampling import process
 from paceline.errors import EngineError
 from paceline.types import SamplingParams, TokenLogprob, TopLogprobs
 
-_SCORED_TOGETHER = 32
+SCORED_TOGETHER = 32
 """Rows of logits that are turned into log probabilities at once."""
 
 
@@ -72,8 +72,8 @@ def score(logits: Tensor, token_ids: Sequence[int], count: int) -> tuple[TokenLo
         EngineError: a row has no distribution.
     """
     found: list[TokenLogprob] = []
-    for start in range(0, len(token_ids), _SCORED_TOGETHER):
-        part = token_ids[start : start + _SCORED_TOGETHER]
+    for start in range(0, len(token_ids), SCORED_TOGETHER):
+        part = token_ids[start : start + SCORED_TOGETHER]
         found += _scored(logits[start : start + len(part)], part, count)
     return tuple(found)
 

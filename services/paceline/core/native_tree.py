@@ -44,7 +44,7 @@ def new_tree(
     producer: Producer = Producer.DRAFT,
 ) -> SpeculationTree:
     """Makes a ``SpeculationTree``, a native one if there are any."""
-    if (passes := _passes()) is None:
+    if (passes := native_module()) is None:
         return SpeculationTree(vocab_size, context_len, rejection=rejection, max_nodes=max_nodes, producer=producer)
     made: SpeculationTree = passes.SpeculationTree(vocab_size, context_len, rejection, max_nodes, producer)
     return made
@@ -52,19 +52,19 @@ def new_tree(
 
 def prepare() -> None:
     """Compiles or loads the passes now, so that no session has to wait for them; nodes are read and written by them."""
-    if (passes := _passes()) is not None:
+    if (passes := native_module()) is not None:
         Nodes.read_plain, Nodes.write_plain = passes.read_each, passes.write_each
 
 
 def columns_of(nodes: list[TreeNode]) -> NodeColumns:
     """Nodes of trees of ``new_tree`` as a message has them."""
-    passes = _passes()
+    passes = native_module()
     return NodeColumns.of(nodes) if passes is None else NodeColumns(*passes.columns_of(nodes))
 
 
 def add_each(trees: Sequence[SpeculationTree], nodes: Sequence[Sequence[Node]]) -> tuple[Added, bytes]:
     """Attaches the nodes of several messages as ``tree.add_each`` does, to trees of ``new_tree``."""
-    passes = _passes()
+    passes = native_module()
     if passes is None:
         return tree.add_each(trees, nodes)
     columns = [(each if isinstance(each, NodeColumns) else NodeColumns.of(each)).columns for each in nodes]
@@ -80,7 +80,7 @@ def native_frontier(
     ``k``, ``min_log``: ``BestFirst``'s; ``in_turn``: nothing is expanded while a proposal is being verified; ``chain``:
     in the order of ``Sequential``.
     """
-    passes = _passes()
+    passes = native_module()
     return None if passes is None else passes.Frontier(tree, k, min_log, in_turn, chain, reach)
 
 
@@ -105,7 +105,7 @@ def grow_each(
     Returns:
         The new children of each node; None: nothing is done, since there are no native functions here.
     """
-    passes = _passes()
+    passes = native_module()
     if passes is None or not expect:
         return None
     grown: list[list[TreeNode]] = passes.grow_each(places, list(candidates), least, expect)
@@ -114,7 +114,7 @@ def grow_each(
 
 def rows_of(state: SamplerState, proposal: Proposal) -> list[Row]:
     """The positions of one session to decide: after its context, and after each token of its proposal."""
-    passes = _passes()
+    passes = native_module()
     if passes is None or proposal.parents:
         return [Row(state, suffix) for suffix in proposal.suffixes()]
     made: list[Row] = passes.rows(Row, state, proposal.token_ids)
@@ -122,7 +122,7 @@ def rows_of(state: SamplerState, proposal: Proposal) -> list[Row]:
 
 
 @functools.cache
-def _passes() -> Any:
+def native_module() -> Any:
     """The compiled module; None if it cannot be compiled or loaded here, for a reason that is logged once."""
     try:
         passes = extension(_SOURCE, "paceline_tree", "speculation trees")

@@ -41,12 +41,12 @@ MAX_GUMBEL = -math.log(-math.log1p(-(2.0**-33))) + 1e-5
 MIN_GUMBEL = -math.log(33 * math.log(2.0)) - 1e-5
 """No Gumbel value lies outside [MIN_GUMBEL, MAX_GUMBEL]: about -3.13 to 22.87."""
 
-_MARGIN = 1e-5
+MARGIN = 1e-5
 """Bounds how much library logarithms in place of exact ones change the distance of two scores: twice the
 float32 rounding of a Gumbel value (2^-24 * 32 / 2 = 1e-6), the error of a float64 logarithm being far below
 it."""
 
-_CPU_CACHED_TOKENS = 2**17
+CPU_CACHED_TOKENS = 2**17
 """Tokens whose intermediate values (some 24 bytes each) stay in a core's cache; more go piecewise on CPUs."""
 
 
@@ -106,21 +106,21 @@ def gumbel(seeds: Tensor, positions: Tensor, stream: Stream, vocab_size: int, no
     Returns:
         [rows, vocab_size] float32.
     """
-    return _exact_gumbel(_dense_words(seeds, positions, stream, vocab_size, nonces))
+    return exact_gumbel(_dense_words(seeds, positions, stream, vocab_size, nonces))
 
 
 def gumbel_at(
     seeds: Tensor, positions: Tensor, stream: Stream, token_ids: Tensor, nonces: Tensor | None = None
 ) -> Tensor:
     """Gumbel noise of single tokens: the values of ``gumbel`` at ``token_ids`` [rows, m], as [rows, m] float32."""
-    return _exact_gumbel(_words_at(seeds[:, None], positions[:, None], stream, token_ids, _column(nonces)))
+    return exact_gumbel(_words_at(seeds[:, None], positions[:, None], stream, token_ids, _column(nonces)))
 
 
 def fast_gumbel_at(
     seeds: Tensor, positions: Tensor, stream: Stream, token_ids: Tensor, nonces: Tensor | None = None
 ) -> Tensor:
     """Approximate ``gumbel_at`` in float64 by the device's own logarithm (within 2e-6), where bits do not matter."""
-    return _fast_gumbel(_words_at(seeds[:, None], positions[:, None], stream, token_ids, _column(nonces)))
+    return fast_gumbel(_words_at(seeds[:, None], positions[:, None], stream, token_ids, _column(nonces)))
 
 
 def uniform(seeds: Tensor, positions: Tensor, stream: Stream, lane: int = 0) -> Tensor:
@@ -166,7 +166,7 @@ def gumbel_argmax(
         return native.gumbel_max(log_weights, _native_keys(seeds, positions, nonces), stream, 0)[0]
     if cuda.usable(log_weights):
         return _on_cuda(log_weights, seeds, positions, nonces, stream, 0)[1]
-    rows_at_once = max(1, _CPU_CACHED_TOKENS // vocab_size)
+    rows_at_once = max(1, CPU_CACHED_TOKENS // vocab_size)
     if rows > rows_at_once and log_weights.device.type == "cpu":
         parts = [slice(i, i + rows_at_once) for i in range(0, rows, rows_at_once)]
         return torch.cat(
@@ -177,7 +177,7 @@ def gumbel_argmax(
                 for at in parts
             ]
         )
-    in_reach, winners = _in_reach(log_weights, seeds, positions, stream, nonces, 0, check)
+    in_reach, winners = candidates_in_reach(log_weights, seeds, positions, stream, nonces, 0, check)
     if not check(in_reach.sum() != rows):
         return winners
     return _sparse_scores(log_weights, in_reach, seeds, positions, stream, nonces, 0, exact=True).argmax(-1)
@@ -199,7 +199,7 @@ def gumbel_max(
         return best, token_ids
     if cuda.usable(log_weights):
         return _on_cuda(log_weights, seeds, positions, None, stream, first)
-    in_reach, _ = _in_reach(log_weights, seeds, positions, stream, None, first, check_now)
+    in_reach, _ = candidates_in_reach(log_weights, seeds, positions, stream, None, first, check_now)
     scores = _sparse_scores(log_weights, in_reach, seeds, positions, stream, None, first, exact=True)
     best, token_ids = scores.max(-1)
     return best, token_ids + first
@@ -223,7 +223,7 @@ def _native_keys(seeds: Tensor, positions: Tensor, nonces: Tensor | None) -> lis
     return keys
 
 
-def _in_reach(
+def candidates_in_reach(
     log_weights: Tensor,
     seeds: Tensor,
     positions: Tensor,
@@ -237,11 +237,11 @@ def _in_reach(
     cutoff = log_weights.amax(-1, keepdim=True) - (MAX_GUMBEL - MIN_GUMBEL + 1)  # 1: room for rounding
     can_win = log_weights >= cutoff
     if check is not check_now or 4 * int(can_win.sum()) >= rows * num_tokens:
-        scores = _fast_gumbel(_dense_words(seeds, positions, stream, num_tokens, nonces, first)).add_(log_weights)
+        scores = fast_gumbel(_dense_words(seeds, positions, stream, num_tokens, nonces, first)).add_(log_weights)
     else:
         scores = _sparse_scores(log_weights, can_win, seeds, positions, stream, nonces, first, exact=False)
     best, winners = scores.max(-1, keepdim=True)
-    return scores >= best - _MARGIN, winners.squeeze(-1)
+    return scores >= best - MARGIN, winners.squeeze(-1)
 
 
 def _sparse_scores(
@@ -258,7 +258,7 @@ def _sparse_scores(
     """Scores of the tokens in ``where``, [rows, vocab] float64; -inf elsewhere. Column 0 is token ``first``."""
     row, token = where.nonzero(as_tuple=True)
     words = _words_at(seeds[row], positions[row], stream, token + first, None if nonces is None else nonces[row])
-    noise = _exact_gumbel(words).to(torch.float64) if exact else _fast_gumbel(words)
+    noise = exact_gumbel(words).to(torch.float64) if exact else fast_gumbel(words)
     scores = torch.full(log_weights.shape, -math.inf, dtype=torch.float64, device=log_weights.device)
     scores[row, token] = noise.add_(log_weights[row, token])
     return scores
@@ -300,11 +300,13 @@ def _unit_interval(words: Tensor) -> Tensor:
     return words.to(torch.float64).add_(0.5).mul_(2.0**-32)
 
 
-def _fast_gumbel(words: Tensor) -> Tensor:
+def fast_gumbel(words: Tensor) -> Tensor:
+    """Gumbel noise, float64, of random words of any shape, by the library's logarithms: within ``MARGIN`` of exact."""
     return _unit_interval(words).log_().neg_().log_().neg_()
 
 
-def _exact_gumbel(words: Tensor) -> Tensor:
+def exact_gumbel(words: Tensor) -> Tensor:
+    """Gumbel noise, float32, of random words of any shape: the same bits on every machine."""
     return exact_log(exact_log(_unit_interval(words)).neg_()).neg_().to(torch.float32)
 
 

@@ -44,7 +44,7 @@ from paceline.types import LogprobsMode, SamplingParams
 _MIN_TEMPERATURE = 1e-30
 _MIN_REPETITION_PENALTY = 1e-20
 """Smaller ones are taken for it: logits that are divided by it stay finite in float32."""
-_TOP_P_CANDIDATES, _MORE_CANDIDATES = 256, 1024
+TOP_P_CANDIDATES, _MORE_CANDIDATES = 256, 1024
 """Values that top-p looks at first where it may look at more if they are too few, and where it cannot check that."""
 _UNIT_MASS = 2.0**44
 """The most likely token's mass in top-p, which counts in integers: their sums are exact in any order."""
@@ -166,7 +166,7 @@ class SamplerState:
         self._bias = upload(list(params.logit_bias.values()), device, torch.float32)
         self._stop_ids = [t for t in sorted(stop_ids) if t < vocab_size] if params.min_tokens else []
         self._stop_index = upload(self._stop_ids, device, torch.int64)
-        self._bad_words = _BadWords(params.bad_words, device)
+        self._bad_words = BadWords(params.bad_words, device)
         self._tail_len = max((len(words) - 1 for words in params.bad_words), default=0)
         context = (*prompt_token_ids, *output_token_ids)
         self._tail = tuple(context[max(0, len(context) - self._tail_len) :])
@@ -396,7 +396,7 @@ def _forbid_(logits: Tensor, allowed: native.Masks) -> None:
     logits.masked_fill_(bits.bitwise_and_(1).flatten(1)[:, : logits.shape[-1]].bool(), -math.inf)
 
 
-class _BadWords:
+class BadWords:
     """The sequences of ``bad_words`` by what precedes their last tokens, read backwards from the row: a row costs no
     more than the longest match, however many sequences there are.
     """
@@ -483,7 +483,7 @@ def truncate_(x: Tensor, rows: Sequence[Row], check: Check = check_now) -> None:
         every = len(prefixed) == len(rows)
         at = None if every else upload(prefixed, x.device)
         part = x if at is None else x[at]
-        _keep_prefix_(part, [states[i].top_k for i in prefixed], [states[i].top_p for i in prefixed], check)
+        keep_prefix_(part, [states[i].top_k for i in prefixed], [states[i].top_p for i in prefixed], check)
         if at is not None:
             x[at] = part
     if any(state.min_p > 0 for state in states):
@@ -494,7 +494,7 @@ def truncate_(x: Tensor, rows: Sequence[Row], check: Check = check_now) -> None:
             x.masked_fill_(x < limits, -math.inf)
 
 
-def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float], check: Check, least: int = 0) -> None:
+def keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float], check: Check, least: int = 0) -> None:
     """Applies top-k and top-p to every row, looking at no fewer than ``least`` values at first."""
     vocab_size = x.shape[-1]
     waits, is_native = isinstance(check, DeferredChecks), native.usable(x, torch.float32)
@@ -505,7 +505,7 @@ def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float], check
     all_mass = None  # of whole rows, needed where top-p acts without top-k
     if any(p < 1 and value == vocab_size for p, value in zip(top_p, top_k, strict=True)):
         all_mass = torch.log_softmax(x, -1).amax(-1, keepdim=True).to(torch.float64).neg_().exp_().mul_(_UNIT_MASS)
-        candidates = _MORE_CANDIDATES if waits else _TOP_P_CANDIDATES
+        candidates = _MORE_CANDIDATES if waits else TOP_P_CANDIDATES
         num_values = min(vocab_size, max(num_values, candidates, least))
     # values: [rows, num_values], the largest ones, descending; everything below is that or [rows, 1]
     values = native.largest(x, num_values)[0] if is_native else x.topk(num_values, dim=-1).values
@@ -537,7 +537,7 @@ def _keep_prefix_(x: Tensor, top_k: Sequence[int], top_p: Sequence[float], check
                 rows: list[int] = where.nonzero().squeeze(-1).tolist()
                 if rows:
                     part = x[rows]
-                    _keep_prefix_(part, [top_k[i] for i in rows], [top_p[i] for i in rows], check, wanted)
+                    keep_prefix_(part, [top_k[i] for i in rows], [top_p[i] for i in rows], check, wanted)
                     x[rows] = part
             return
         acts = limit < 1

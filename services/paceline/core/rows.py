@@ -42,18 +42,18 @@ def usable(x: Tensor, *dtypes: torch.dtype) -> bool:
         and x.dim() == 2
         and 0 < x.shape[1] < _MAX_TOKENS
         and (x.stride(1) == 1 or x.shape[1] == 1)
-        and _library() is not None
+        and load_library() is not None
     )
 
 
 def prepare() -> None:
     """Compiles or loads the library now, so that no step has to wait for it."""
-    _library()
+    load_library()
 
 
 def addresses(*names: str) -> list[int] | None:
     """Addresses of functions of ``rows.cpp``, for other native code; None: there is no library here."""
-    library = _library()
+    library = load_library()
     if library is None:
         return None
     return [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
@@ -378,7 +378,7 @@ def cut_below_(x: Tensor, limits: Sequence[float]) -> None:
 
 def probability(ids: bytes, probs: bytes, token_id: int, vocab_size: int, tolerance: float) -> float | None:
     """``sparse.probability`` of packed columns of equal length, int32 and float64; None: there is no library here."""
-    library = _library()
+    library = load_library()
     if library is None:
         return None
     if len(probs) != 2 * len(ids):
@@ -430,7 +430,7 @@ def verify(
     if len(starts) < 2 or (starts[0], starts[-1]) != (0, rows) or not all(map(lt, starts, starts[1:])):
         raise ValueError(f"starts is {[*starts]}: ascending rows from 0 to {rows} are allowed")
     _limited("top_k", top_k, 1, 1 << 62)
-    library = _library()
+    library = load_library()
     assert library is not None, "usable() comes first"
     decided = library.paceline_verify(
         *(_at(x), _KINDS[x.dtype], _size(x.shape[1]), _size(x.stride(0))),
@@ -444,7 +444,7 @@ def verify(
 
 def uniform(keys: Sequence[int], stream: int, lane: int) -> list[float] | None:
     """``noise.uniform`` of seed bits, position and nonce of each row, flat; None: there is no library here."""
-    library = _library()
+    library = load_library()
     if library is None:
         return None
     rows = len(keys) // 3
@@ -532,13 +532,13 @@ def _limited(name: str, values: Sequence[int], least: int, most: int) -> None:
 
 
 def _call(name: str, *arguments: object) -> None:
-    library = _library()
+    library = load_library()
     assert library is not None, "usable() comes first"
     getattr(library, name)(*arguments)
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def load_library() -> ctypes.CDLL | None:
     """The compiled library; None if it cannot be compiled or loaded here, for a reason that is logged once."""
     try:
         library = ctypes.CDLL(str(compiled(_SOURCE, _digest(), _OPTIONS, "the passes over vocabulary rows")))

@@ -189,7 +189,7 @@ def _picked(
         top_k=top_k,
         floors=floors,
         num_best=num_best,
-        behind=_behind(proposals) if len(rows) > len(proposals) > 0 else None,
+        behind=rows_followed(proposals) if len(rows) > len(proposals) > 0 else None,
     )
 
 
@@ -215,7 +215,7 @@ def _drawn(rows: Sequence[Row]) -> tuple[list[float], list[int], list[int], list
     return temperatures, keys, top_k, floors
 
 
-def _behind(proposals: Sequence[Proposal]) -> tuple[list[int], list[int]]:
+def rows_followed(proposals: Sequence[Proposal]) -> tuple[list[int], list[int]]:
     """The draft token that each row of the proposals follows, and the row that this token follows; -1: the context."""
     tokens: list[int] = []
     parents: list[int] = []

@@ -367,7 +367,7 @@ class SpeculationTree:
         parent = self._nodes.get(node.parent_id)
         if parent is None or (self._suffix and token_id != self._suffix[0]):
             return Refusal.STALE
-        if not self._valid(node, parent):
+        if not self.is_valid(node, parent):
             return Refusal.INVALID
         if len(self._nodes) > self.max_nodes:
             return Refusal.DROPPED
@@ -458,7 +458,8 @@ class SpeculationTree:
         """Asserts what must hold between calls; O(nodes)."""
         check_integrity(self)
 
-    def _valid(self, node: Node, parent: TreeNode) -> bool:
+    def is_valid(self, node: Node, parent: TreeNode) -> bool:
+        """True if a node can be added below ``parent``: new id, values in range, no sibling with its token."""
         node_id = node.node_id
         if node_id >> _PRODUCER_SHIFT != self._producer or node_id in self._nodes or node.parent_id >= node_id:
             return False

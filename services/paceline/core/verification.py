@@ -441,7 +441,7 @@ def _reject(
 
     # p where all valid tokens were accepted, the residual max(p - q, 0) where one was rejected: [sessions, vocab]
     weights = log_probs[upload(ends, log_probs.device)].to(torch.float64).exp_()
-    _subtract_(weights, rejected)
+    subtract_(weights, rejected)
     next_ids = choices.draw(ends, weights)
     next_log_p = _gather(log_probs, list(zip(ends, next_ids, strict=True)))
     return [
@@ -457,7 +457,7 @@ def _reject(
     ]
 
 
-def _subtract_(weights: Tensor, rejected: Sequence[Columns | None]) -> None:
+def subtract_(weights: Tensor, rejected: Sequence[Columns | None]) -> None:
     """Turns p into the residual, in place, in the rows whose draft token was rejected."""
     found = [(i, *q) for i, q in enumerate(rejected) if q is not None]
     if not found:

@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 
 Emit = Callable[[Sequence[Nodes | SessionFailed]], None]
 
-_LATE_S = 0.25
+LATE_S = 0.25
 """Longest time that a new anchor waits for the states of its context: they follow the commit, unless they are lost."""
 _POSITION = attrgetter("position")
-_NUM_REMEMBERED = 4096
+NUM_REMEMBERED = 4096
 """Ended sessions whose late messages are recognized as such."""
 
 
@@ -154,9 +154,9 @@ class DraftEngine:
             else:
                 try:
                     if isinstance(message, Commit):
-                        self._commit(session, message)
+                        self.commit(session, message)
                     elif isinstance(message, Hint):
-                        self._take_hint(session, message)
+                        self.take_hint(session, message)
                     else:
                         self._feed(session, message)
                 except Exception as error:
@@ -320,7 +320,7 @@ class DraftEngine:
         self.stats.states_bytes += len(message.packed)
         self.stats.states_missing += missing
 
-    def _take_hint(self, session: DraftSession, message: Hint) -> None:
+    def take_hint(self, session: DraftSession, message: Hint) -> None:
         """Ranks the outcomes of the step in progress again."""
         if message.context_len != session.tree.context_len:
             self.stats.hints_late += 1
@@ -348,7 +348,7 @@ class DraftEngine:
             verify_s=now - session.announced_at,
         )
 
-    def _commit(self, session: DraftSession, message: Commit) -> None:
+    def commit(self, session: DraftSession, message: Commit) -> None:
         """Moves the anchor along the committed tokens; a token without a node gets one, of probability 1."""
         tree, token_ids, now = session.tree, message.token_ids, self._clock()
         context_len = tree.context_len
@@ -384,7 +384,7 @@ class DraftEngine:
         session.frontier.commit(session.in_flight)
         if token_ids:
             session.begin_round(now, node_ids, hit=not num_missed)
-            session.states_until = now + _LATE_S
+            session.states_until = now + LATE_S
             if num_missed:
                 session.frontier.push_anchor()
         session.idle, session.changed = False, True
@@ -439,5 +439,5 @@ def _remember(epochs: OrderedDict[str, int], session_id: str, epoch: int) -> Non
     """Records the epoch of a session and forgets the sessions recorded longest ago."""
     epochs[session_id] = epoch
     epochs.move_to_end(session_id)
-    while len(epochs) > _NUM_REMEMBERED:
+    while len(epochs) > NUM_REMEMBERED:
         epochs.popitem(last=False)

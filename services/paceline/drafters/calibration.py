@@ -140,8 +140,8 @@ class Calibration:
         self._parent: Calibration | None = parent
         self._keep, self._weight = 1.0 - 1.0 / horizon, weight
         # [rank][bin][2]: fading sums of hits and of observations. Native code has their address.
-        self._cells = array("d", bytes(2 * 8 * num_ranks * _NUM_BINS))
-        cells = self._cells.buffer_info()[0]
+        self.cells = array("d", bytes(2 * 8 * num_ranks * _NUM_BINS))
+        cells = self.cells.buffer_info()[0]
         above = None if parent is None else parent.address
         self._table = _Table(above, cells, num_ranks, self._keep, weight)
         self.address: int = ctypes.addressof(self._table)
@@ -178,7 +178,7 @@ class Calibration:
 
         Ranks below ``first_rank`` were not on trial.
         """
-        if (library := _library()) is not None:
+        if (library := load_library()) is not None:
             seen, taken = array("d", gaps), -1 if rank is None else rank
             library.paceline_observe(self.address, len(seen), seen.buffer_info()[0], taken, first_rank)
             return
@@ -190,7 +190,7 @@ class Calibration:
                     self._parent._add(at, 1.0 if r == rank else 0.0)
 
     def _add(self, at: int, hit: float) -> None:
-        cells, keep = self._cells, self._keep
+        cells, keep = self.cells, self._keep
         if at < len(cells):
             cells[at] = keep * cells[at] + hit
             cells[at + 1] = keep * cells[at + 1] + 1.0
@@ -199,8 +199,8 @@ class Calibration:
         """Probability of a rank whose gap is in a bin; the prior, if neither this table nor its parent has the rank."""
         at = 2 * (rank * _NUM_BINS + of_bin)
         for table in (self._parent, self):
-            if table is not None and at < len(table._cells):
-                prior = (table._cells[at] + table._weight * prior) / (table._cells[at + 1] + table._weight)
+            if table is not None and at < len(table.cells):
+                prior = (table.cells[at] + table._weight * prior) / (table.cells[at + 1] + table._weight)
         return prior
 
 
@@ -225,7 +225,7 @@ def expect(expansions: Sequence[Expansion], least: float) -> list[list[float]]:
 
     A first candidate always stays.
     """
-    library = _library()
+    library = load_library()
     if library is None:
         return [_expected(expansion, least) for expansion in expansions]
     sizes = array("q", [len(it.gaps) for it in expansions])
@@ -285,18 +285,18 @@ def _sum(values: Iterable[float]) -> float:
 
 def prepare() -> None:
     """Compiles or loads the native functions now, so that no step waits for them."""
-    _library()
+    load_library()
 
 
 @functools.cache
 def expect_address() -> int:
     """Address of ``paceline_expect`` for other native code; 0: there is no library here."""
-    library = _library()
+    library = load_library()
     return 0 if library is None else ctypes.cast(library.paceline_expect, ctypes.c_void_p).value or 0
 
 
 @functools.cache
-def _library() -> ctypes.PyDLL | None:
+def load_library() -> ctypes.PyDLL | None:
     """The compiled library; None if it cannot be compiled or loaded here, for a reason that is logged once.
 
     Its calls take some microseconds and keep the interpreter lock.

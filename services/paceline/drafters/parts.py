@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 def prepare() -> None:
     """Compiles or loads the pass now, so that no step has to wait for it."""
-    _passes()
+    native_module()
 
 
 def parts_of(
@@ -41,7 +41,7 @@ def parts_of(
         the part of each session and the row of each leaf, in order; None: nothing is done, since they are not the
         common case, or not all of them have room.
     """
-    if (passes := _passes()) is None:
+    if (passes := native_module()) is None:
         return None
     try:
         parts: tuple[list[Part], list[Row]] | None = passes.parts_of([*leaves], sessions, cache)
@@ -51,7 +51,7 @@ def parts_of(
 
 
 @functools.cache
-def _passes() -> Any:
+def native_module() -> Any:
     """The compiled pass; None if it cannot be compiled or loaded here, for a reason that is logged once."""
     try:
         passes = extension(_SOURCE, "paceline_parts", "the pass over the leaves of a forward")

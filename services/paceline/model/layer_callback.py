@@ -93,7 +93,7 @@ def key() -> str:
     Raises:
         EngineError: it cannot be compiled.
     """
-    _library()
+    load_library()
     return _digest()
 
 
@@ -109,7 +109,7 @@ def _tell(states: Tensor, index: Tensor) -> None:
 
 
 @functools.cache
-def _library() -> tuple[ctypes.CDLL, Any]:
+def load_library() -> tuple[ctypes.CDLL, Any]:
     """The library, and the function that it calls. Registers the operator."""
     path = compiled(_SOURCE, _digest(), torch_options(), "the call from the middle of a step")
     try:

@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 def usable() -> bool:
     """True if this machine has the native functions; compiles them if needed. Logs once why not."""
-    return _passes() is not None
+    return native_module() is not None
 
 
 def masks_usable(dtype: torch.dtype) -> bool:
@@ -70,7 +70,7 @@ def masks_usable(dtype: torch.dtype) -> bool:
 def gather(steps: Sequence[object]) -> Gathered | None:
     """The columns of ``SequenceStep`` objects; None: Python lays them out, or says what is wrong with them, since there
     are no native functions here or others among the objects."""
-    if (passes := _passes()) is None:
+    if (passes := native_module()) is None:
         return None
     gathered: Gathered | None = passes.gather([*map(_COLUMNS, steps)])
     return gathered
@@ -88,7 +88,7 @@ def lay_out(columns: object, scratch_row: int, sizes: Sizes, to: Tensor) -> None
     Raises:
         ValueError: the step or the sizes do not fit.
     """
-    _passes().lay_out(columns, scratch_row, tuple(sizes), *_memory(to))
+    native_module().lay_out(columns, scratch_row, tuple(sizes), *_memory(to))
 
 
 def pack(own: Sizes, plan: Tensor, sizes: Sizes, to: Tensor, scratch_row: int) -> None:
@@ -97,7 +97,7 @@ def pack(own: Sizes, plan: Tensor, sizes: Sizes, to: Tensor, scratch_row: int) -
     Raises:
         ValueError: they do not, or a buffer is too small.
     """
-    _passes().pack(tuple(own), *_memory(plan), tuple(sizes), *_memory(to), scratch_row)
+    native_module().pack(tuple(own), *_memory(plan), tuple(sizes), *_memory(to), scratch_row)
 
 
 def masks(sizes: Sizes, plan: Tensor, dtype: torch.dtype, window: int | None) -> list[Tensor] | None:
@@ -106,7 +106,7 @@ def masks(sizes: Sizes, plan: Tensor, dtype: torch.dtype, window: int | None) ->
     Raises:
         ValueError: the buffer is not of these sizes.
     """
-    if dtype not in _MASKS or (passes := _passes()) is None:
+    if dtype not in _MASKS or (passes := native_module()) is None:
         return None
     at, num_bytes = _memory(plan)
     passes.check(tuple(sizes), num_bytes)
@@ -143,7 +143,7 @@ def _of_pages(name: str, pools: Sequence[Tensor], pages: array[int], count: int)
     addresses = array("q", [at for at, _ in memory])
     bytes_of = array("q", [nbytes // max(1, size) for (_, nbytes), size in zip(memory, sizes, strict=True)])
     columns = [column.buffer_info()[0] for column in (addresses, bytes_of, sizes)]
-    getattr(_passes(), name)(len(pools), *columns, count, pages.buffer_info()[0])
+    getattr(native_module(), name)(len(pools), *columns, count, pages.buffer_info()[0])
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
@@ -156,7 +156,7 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 
 
 @functools.cache
-def _passes() -> Any:
+def native_module() -> Any:
     """The compiled module; None if it cannot be compiled or loaded here, for a reason that is logged once."""
     try:
         return extension(_SOURCE, "paceline_layout", "the layout of steps", (HEADER,), ("-march=native",))

@@ -92,7 +92,7 @@ T = TypeVar("T")
 # -- one message of a batch: _write_* fills it in place, _read_* returns None if it is invalid -------------------------
 
 
-def _packed(message: Nodes) -> bytes:
+def pack_nodes(message: Nodes) -> bytes:
     proto = types_pb2.Nodes()
     node_ids, parent_ids, token_ids, probs, sampled, qs = NodeColumns.of(message.nodes).columns
     proto.node_ids.extend(node_ids)
@@ -112,10 +112,10 @@ def _packed(message: Nodes) -> bytes:
 
 def unpacked(message: RelayedNodes) -> Nodes | None:
     """The nodes that a router relays, for one that looks at them; None: they are malformed."""
-    return _read_tree(message.session_id, message.epoch, message.context_len, message.packed)
+    return read_tree(message.session_id, message.epoch, message.context_len, message.packed)
 
 
-def _read_tree(session_id: str, epoch: int, context_len: int, packed: bytes) -> Nodes | None:
+def read_tree(session_id: str, epoch: int, context_len: int, packed: bytes) -> Nodes | None:
     found = _unpack(packed)
     if found is None or not session_id or not 0 <= found[2] <= MAX_STEP_S:
         return None
@@ -308,7 +308,7 @@ def _write_trees(messages: Sequence[Nodes], proto: types_pb2.TreeUpdates) -> Non
     found = Nodes.write_plain(
         [(m.nodes.columns, m.idle, m.step_s) if isinstance(m.nodes, NodeColumns) else None for m in messages]
     )
-    proto.nodes[:] = [packed or _packed(message) for message, packed in zip(messages, found, strict=True)]
+    proto.nodes[:] = [packed or pack_nodes(message) for message, packed in zip(messages, found, strict=True)]
 
 
 def _write_relayed(messages: Sequence[RelayedNodes], proto: types_pb2.TreeUpdates) -> None:
@@ -324,7 +324,7 @@ def _read_trees(proto: types_pb2.TreeUpdates) -> tuple[list[Nodes], int]:
     messages = []
     for row, found in zip(zip(*columns, strict=True), Nodes.read_plain(columns[3]), strict=True):
         if found is None:
-            nodes = _read_tree(*row)
+            nodes = read_tree(*row)
         elif session_id := row[0]:
             of_nodes, idle, step_s = found
             nodes = Nodes(session_id, row[1], row[2], NodeColumns(*of_nodes), idle, step_s)

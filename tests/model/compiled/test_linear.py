@@ -435,7 +435,7 @@ def test_without_a_compiler_the_products_are_torchs_and_it_is_said_once(
 def test_native_products_need_the_instructions(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """``library_path`` names a file that is not there: what has no use for the library waits for no compiler."""
     monkeypatch.setattr(cpu_linear, "has_bfloat16", lambda: bf16)
-    monkeypatch.setattr(cpu_linear, "_library", lambda: object())
+    monkeypatch.setattr(cpu_linear, "load_library", lambda: object())
     monkeypatch.setattr(cpu_linear, "library_path", lambda *_: Path("not there"))
     assert cpu_linear.usable() == bf16
     assert (cpu_linear.key() == "none") != bf16

@@ -81,7 +81,7 @@ def test_compiled_steps_have_the_bits_of_decoding(
     spans = [(0, 37), (37, 38), (38, 100)]
     by_plan = logits_of(runner, spans)
     with monkeypatch.context() as patch:
-        patch.setattr(package, "_library", lambda: None)
+        patch.setattr(package, "load_library", lambda: None)
         assert torch.equal(logits_of(runner, spans), by_plan)
     test_linear._rows_of_siblings(monkeypatch)
     assert differing(family, dtype, (46, 63, 79)) > 0  # a short convolution reads few rows before

@@ -240,7 +240,7 @@ def test_gloo_is_used_and_said_where_there_is_no_compiler(
     """The reason is in the log; a group of one is enough to see it."""
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "empty"))
     monkeypatch.setattr("paceline.core.native.shutil.which", lambda name: None)
-    monkeypatch.setattr(shared_memory, "_library", shared_memory._library.__wrapped__)
+    monkeypatch.setattr(shared_memory, "load_library", shared_memory.load_library.__wrapped__)
     store = FileStore(str(tmp_path / "store"), 1)
     group = connect(store, 0, 1, device=torch.device("cpu"), timeout_s=10.0)
     assert isinstance(group, TorchCollectives)

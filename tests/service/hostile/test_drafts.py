@@ -135,8 +135,8 @@ async def test_a_draft_that_never_stops_talking_does_not_hold_a_session_up(confi
 
 def _any_node_fits(monkeypatch):
     """The tree believes ids, tokens and probabilities."""
-    monkeypatch.setattr(native_tree, "_passes", lambda: None)
-    monkeypatch.setattr(SpeculationTree, "_valid", lambda self, node, parent: True)
+    monkeypatch.setattr(native_tree, "native_module", lambda: None)
+    monkeypatch.setattr(SpeculationTree, "is_valid", lambda self, node, parent: True)
 
 
 @mutant(target_session, "new_tree")

@@ -51,13 +51,13 @@ log = logging.getLogger(__name__)
 def blocks_usable() -> bool:
     """True if products by quantized weights are native on this machine; compiles the library if needed. Logs once why
     not."""
-    return _library() is not None
+    return load_library() is not None
 
 
 def usable() -> bool:
     """True if products by bfloat16 weights are native on this machine; compiles the library if needed. Logs once why
     not."""
-    return _has_use() and _library() is not None
+    return _has_use() and load_library() is not None
 
 
 def at_hand() -> bool:
@@ -182,7 +182,7 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tens
 
     By weights in bfloat16 (``pack``), or by blocks (``pack_blocks``) of inputs in bfloat16 or float32.
     """
-    library = _library()
+    library = load_library()
     assert library is not None, "usable() comes first"
     return multiply(library, x, packed, bias, outputs)
 
@@ -222,7 +222,7 @@ def heads(x: Tensor, packed: Tensor, outputs: int) -> Tensor:
 
 def gated_silu(x: Tensor) -> Tensor:
     """``silu(x[.., :n]) * x[.., n:]`` of ``[.., 2 n]`` in bfloat16: in float32, rounded once."""
-    library = _library()
+    library = load_library()
     assert library is not None, "usable() comes first"
     return gate(library, x)
 
@@ -264,7 +264,7 @@ def share_products(num_threads: int) -> None:
     among those on which this one may run. The others end with it, and sleep while there is nothing to do. ``usable``
     comes first.
     """
-    library = _library()
+    library = load_library()
     assert library is not None, "usable() comes first"
     library.paceline_helpers(ctypes.c_int64(num_threads - 1))
 
@@ -272,7 +272,7 @@ def share_products(num_threads: int) -> None:
 def sharer() -> ctypes.c_void_p:
     """The C function by which other operators share their work as products are: among the threads that help the one
     that calls it, if any do. ``usable`` comes first."""
-    library = _library()
+    library = load_library()
     assert library is not None, "usable() comes first"
     return ctypes.cast(library.paceline_share, ctypes.c_void_p)
 
@@ -305,7 +305,7 @@ def has_bfloat16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported())
 
 
-def _library() -> ctypes.CDLL | None:
+def load_library() -> ctypes.CDLL | None:
     with _LOADING:
         return _loaded()
 

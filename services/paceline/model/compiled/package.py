@@ -91,7 +91,7 @@ class CompiledPackage:
             package.extractall(folder)
             (library,) = Path(folder).rglob("*.so")
             before = set(_large_mappings())
-            self._library = ctypes.CDLL(str(library))
+            self.load_library = ctypes.CDLL(str(library))
             self._container = ctypes.c_void_p()
             self._call(
                 "AOTInductorModelContainerCreateWithDevice",
@@ -105,11 +105,11 @@ class CompiledPackage:
         self._num_outputs = number.value
         for start, stop in set(_large_mappings()) - before:
             _use_huge_pages(start, stop)
-        self._run = ctypes.cast(self._library.AOTInductorModelContainerRun, ctypes.c_void_p)
-        _library()  # no step waits for it
+        self._run = ctypes.cast(self.load_library.AOTInductorModelContainerRun, ctypes.c_void_p)
+        load_library()  # no step waits for it
         self._cache: KVCache | None = None
         self._cached = _Handles(())
-        weakref.finalize(self, self._library.AOTInductorModelContainerDelete, self._container)
+        weakref.finalize(self, self.load_library.AOTInductorModelContainerDelete, self._container)
 
     def __call__(self, *inputs: Any) -> Any:
         """The output of the exported function: a tensor, or a tuple of tensors."""
@@ -180,7 +180,7 @@ class CompiledPackage:
         return [(ids[span], scores[span]) for span in spans]
 
     def _native(self, dtype: torch.dtype) -> ctypes.CDLL | None:
-        return _library() if layout.masks_usable(dtype) else None
+        return load_library() if layout.masks_usable(dtype) else None
 
     def _model(self, cache: KVCache, dtype: torch.dtype, window: int | None) -> _Model:
         if cache is not self._cache:
@@ -190,7 +190,7 @@ class CompiledPackage:
         return _Model(self._run, self._container, code_of(window), dtype.itemsize, ctypes.addressof(kept), len(kept))
 
     def _call(self, name: str, *arguments: Any) -> None:
-        if getattr(self._library, name)(*arguments) != 0:  # it has said why on standard error
+        if getattr(self.load_library, name)(*arguments) != 0:  # it has said why on standard error
             raise EngineError(f"{name} of a compiled model failed")
 
 
@@ -255,7 +255,7 @@ def _results(handles: ctypes.Array[ctypes.c_void_p]) -> Any:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def load_library() -> ctypes.CDLL | None:
     """The compiled library; None if it cannot be compiled or loaded here, for a reason that is logged once."""
     options = (*_OPTIONS, f"-I{layout.HEADER.parent}", *torch_options())
     try:

@@ -55,7 +55,7 @@ def unavailable() -> str | None:
         return "they need AVX-512, which this machine does not have"
     assert CHUNK == _ROWS_OF_CPP, "a chunk is a vector of the operator"
     try:
-        _library()
+        load_library()
     except EngineError as error:
         log.warning("linear attention is computed by torch, which is slower: %s", error)
         return f"their operator could not be built: {error}"
@@ -80,7 +80,7 @@ def _run(numbers: Tensor, pools: LinearPools, spec: LinearSpec, gates: Gates) ->
     if torch.compiler.is_exporting():
         out: Tensor = torch.ops.paceline.linear_attention(*given)
         return out
-    return call(_library(), *given)
+    return call(load_library(), *given)
 
 
 def arguments(numbers: Tensor, pools: LinearPools, spec: LinearSpec, gates: Gates) -> tuple[Any, ...]:
@@ -144,7 +144,7 @@ def _why_unfit(tensors: Sequence[Tensor | None]) -> str | None:
 def share_by(share: ctypes.c_void_p) -> None:
     """Lets steps ask ``share`` for threads that help the one that computes, from now on (``linear.sharer``).
     ``unavailable`` comes first."""
-    _library().paceline_linear_attention_share(share)
+    load_library().paceline_linear_attention_share(share)
 
 
 def compiled_shims() -> dict[Any, list[str]]:
@@ -180,7 +180,7 @@ def load(source: Path, mode: int = ctypes.RTLD_LOCAL) -> ctypes.CDLL:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def load_library() -> ctypes.CDLL:
     """The library, whose operator is registered. Compiled models look for its symbols."""
     library = load(SOURCE, ctypes.RTLD_GLOBAL)
     torch.library.define("paceline::linear_attention", _SCHEMA)

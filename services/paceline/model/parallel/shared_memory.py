@@ -85,7 +85,7 @@ def unavailable() -> str | None:
     if not hasattr(os, "memfd_create"):
         return "shared memory without a name needs Linux"
     try:
-        _library()
+        load_library()
     except EngineError as error:
         return str(error)
     return None
@@ -100,7 +100,7 @@ class SharedMemoryCollectives(Collectives):
         """Raises EngineError if not all ranks map the memory within ``timeout_s``."""
         super().__init__(rank, degree, device=torch.device("cpu"), timeout_s=timeout_s)
         self._number = -1
-        library = _library()
+        library = load_library()
         limit = timedelta(seconds=timeout_s)
         fd = created = -1
         try:
@@ -168,17 +168,17 @@ class SharedMemoryCollectives(Collectives):
 
     def failure(self) -> str | None:
         text = ctypes.create_string_buffer(1024)
-        length = _library().paceline_ranks_failure(text, ctypes.c_size_t(len(text)))
+        length = load_library().paceline_ranks_failure(text, ctypes.c_size_t(len(text)))
         return text.raw[:length].decode() or None
 
     def close(self) -> None:
         if self._number >= 0:
-            _library().paceline_ranks_close(self._number)
+            load_library().paceline_ranks_close(self._number)
             self._number = -1
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def load_library() -> ctypes.CDLL:
     """The operators, compiled if they never were. Raises EngineError with the reason if they cannot be."""
     path = compiled(_SOURCE, _digest(), torch_options(), "the operators of tensor parallelism")
     try:
