@@ -72,7 +72,7 @@ from paceline.types import (
 
 log = logging.getLogger(__name__)
 
-_RESTART_S, _LONGEST_RESTART_S = 0.5, 60.0
+RESTART_S, _LONGEST_RESTART_S = 0.5, 60.0
 """Pause before a dead draft is started again, doubled each time."""
 _ROUTER = RouterConfig()
 """Limits of requests and of the queue: a router's defaults."""
@@ -529,7 +529,7 @@ class LocalPipeline:
 
     def _restart_draft(self) -> None:
         """Tries until a draft is up again, then re-opens every session on it from its token history."""
-        while not self._stopping.wait(min(_RESTART_S * 2**self.num_draft_restarts, _LONGEST_RESTART_S)):
+        while not self._stopping.wait(min(RESTART_S * 2**self.num_draft_restarts, _LONGEST_RESTART_S)):
             assert self._draft is not None
             self._draft.stop(timeout_s=0.5)
             with self._lock:  # ``stop`` ends every worker that was spawned before it took the lock

@@ -656,11 +656,11 @@ class Request:
 
     def of(self, owner: str, *, shares_cache: bool = False) -> Self:
         """Returns this request as one of an API key. Its salt holds the key's name, unless ``shares_cache``."""
-        salt = self.cache_salt if shares_cache or not owner else _salt_of(owner, self.cache_salt)
+        salt = self.cache_salt if shares_cache or not owner else salt_of(owner, self.cache_salt)
         return replace(self, owner=owner, cache_salt=salt, share=owner or self.share)
 
 
-def _salt_of(owner: str, salt: str) -> str:
+def salt_of(owner: str, salt: str) -> str:
     """Returns the salt of a key's requests. No salt that another key can send has the same value."""
     named = f"{owner}\0{salt}".encode()  # no two pairs have the same bytes: the name of a key holds no NUL
     return hashlib.blake2b(named, digest_size=16, person=b"api key").hexdigest()

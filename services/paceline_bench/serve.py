@@ -43,7 +43,7 @@ from paceline_bench.settings import ServeSettings
 from paceline_bench.sides import Pipeline, Service, Side
 
 _WARM_UP_TOKENS = 24
-_COUNTERS_TIMEOUT_S = 10.0
+COUNTERS_TIMEOUT_S = 10.0
 _OVERLOAD = (ResourceExhaustedError, DeadlineExceededError)
 """Errors that a service of ours may answer to a load that is too much for it."""
 
@@ -241,7 +241,7 @@ def _difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict
 
 def _growth(read: Callable[[], Mapping[str, float]], before: Mapping[str, float], num_tokens: int) -> dict[str, float]:
     """Growth of counters that come with a delay, once they show all tokens of the unit; {} if they never do."""
-    end = time.monotonic() + _COUNTERS_TIMEOUT_S
+    end = time.monotonic() + COUNTERS_TIMEOUT_S
     while True:
         after = read()
         grown = _difference(after, before)

@@ -237,7 +237,7 @@ def test_counters_of_several_targets_are_summed_and_the_link_is_read_from_the_me
 def test_counters_are_awaited_until_they_show_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([{"tokens_emitted": 5.0, "steps": 1.0}, {"tokens_emitted": 25.0, "steps": 9.0}])
     assert serve._growth(lambda: next(answers), {"tokens_emitted": 5.0}, 20) == {"tokens_emitted": 20.0, "steps": 9.0}
-    monkeypatch.setattr(serve, "_COUNTERS_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(serve, "COUNTERS_TIMEOUT_S", 0.0)
     assert serve._growth(lambda: {"tokens_emitted": 5.0}, {}, 20) == {}
 
 

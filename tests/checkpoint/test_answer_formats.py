@@ -379,8 +379,10 @@ def _gives_up_all(monkeypatch):
     """A call that is none takes the rest of the answer with it."""
     monkeypatch.setattr(
         answers.AnswerParser,
-        "_next",
-        lambda self, rule, ended, real=answers.AnswerParser._next: None if self._barred else real(self, rule, ended),
+        "next_region",
+        lambda self, rule, ended, real=answers.AnswerParser.next_region: (
+            None if self.barred else real(self, rule, ended)
+        ),
     )
 
 

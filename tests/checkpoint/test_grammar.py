@@ -312,10 +312,10 @@ def test_a_mask_is_that_of_its_own_place_whatever_branch_was_left() -> None:
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "_MAX_COMPILED", 2)
+    monkeypatch.setattr(grammar, "MAX_COMPILED", 2)
     grammars, compiled = Grammars(json_tokenizer(), VOCAB, (EOS,)), []
-    make = grammars._compile
-    monkeypatch.setattr(grammars, "_compile", lambda form: (compiled.append(form.regex), make(form))[1])
+    make = grammars.compile_form
+    monkeypatch.setattr(grammars, "compile_form", lambda form: (compiled.append(form.regex), make(form))[1])
     for regex in ("a", "b", "a", "c", "a", "b"):
         grammars.compile(StructuredOutput(regex=regex))
     assert compiled == ["a", "b", "c", "b"]
@@ -324,8 +324,8 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch: pyt
 def test_what_was_compiled_is_kept_for_one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time until an answer tells nobody what others have compiled."""
     grammars, compiled = Grammars(json_tokenizer(), VOCAB, (EOS,)), []
-    make = grammars._compile
-    monkeypatch.setattr(grammars, "_compile", lambda form: (compiled.append(form.regex), make(form))[1])
+    make = grammars.compile_form
+    monkeypatch.setattr(grammars, "compile_form", lambda form: (compiled.append(form.regex), make(form))[1])
     for salt in ("", "key", "other", "key", ""):
         grammars.matcher(StructuredOutput(regex="a"), salt=salt)
         grammars.paced(StructuredOutput(regex="a"), salt=salt)
@@ -334,7 +334,7 @@ def test_what_was_compiled_is_kept_for_one_salt(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_bound_ends_the_session_and_not_by_what_was_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The automaton of this expression doubles with every character; drafts may not use up what is the text's."""
-    monkeypatch.setattr(grammar, "_MAX_LEXER_STATES", 40)
+    monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 40)
     grammars = Grammars(json_tokenizer(), VOCAB, (EOS,))
     form = StructuredOutput(regex="(a|b)*a(a|b){30}")
     a, b = (json_tokenizer().encode(text)[0] for text in "ab")
@@ -366,7 +366,7 @@ COSTLY = StructuredOutput(regex="[a-z]*a[a-z]{400}A")
 @pytest.fixture
 def costly_output(monkeypatch: pytest.MonkeyPatch) -> tuple[Grammars, list[int]]:
     """A vocabulary whose sessions have filled the automaton that they share, and 300 tokens that the form allows."""
-    monkeypatch.setattr(grammar, "_MAX_LEXER_STATES", 1500)
+    monkeypatch.setattr(grammar, "MAX_LEXER_STATES", 1500)
     grammars, rng, output = Grammars(json_tokenizer(), VOCAB, (EOS,)), Random(1), list[int]()
     session = grammars.matcher(COSTLY)
     while len(output) < 300:
@@ -403,6 +403,6 @@ def test_drafted_tokens_are_forbidden_only_where_the_mask_says_so(costly_output:
 def test_a_state_that_believes_the_library_is_caught(
     costly_output: tuple[Grammars, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Matcher, "_allows", lambda self, token_id, place: False)
+    monkeypatch.setattr(Matcher, "known_to_allow", lambda self, token_id, place: False)
     with pytest.raises(InvalidRequestError, match="is not the beginning"):
         test_an_output_is_taken_up_at_any_length_whatever_other_sessions_have_left(costly_output)

@@ -68,7 +68,7 @@ def test_a_form_is_tried_once(trials: GrammarTrials, monkeypatch: pytest.MonkeyP
     trials.check(CHEAP)
     with pytest.raises(InvalidRequestError, match="regex cannot be compiled"):
         trials.check(bad)
-    monkeypatch.setattr(trials, "_asked", lambda form: pytest.fail("it is tried again"))
+    monkeypatch.setattr(trials, "ask", lambda form: pytest.fail("it is tried again"))
     trials.check(CHEAP)
     with pytest.raises(InvalidRequestError, match="regex cannot be compiled"):
         trials.check(bad)
@@ -76,7 +76,7 @@ def test_a_form_is_tried_once(trials: GrammarTrials, monkeypatch: pytest.MonkeyP
 
 def test_a_verdict_is_kept_for_one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
     found, asked = GrammarTrials(json_grammars()), []
-    monkeypatch.setattr(found, "_asked", lambda form: asked.append(form) or Verdict())
+    monkeypatch.setattr(found, "ask", lambda form: asked.append(form) or Verdict())
     for salt in ("", "key", "other", "key", ""):
         found.check(CHEAP, salt)
         asyncio.run(found.checked(CHEAP, salt))
@@ -101,7 +101,7 @@ class _Ends:
     def matcher(self, form: StructuredOutput) -> Any:
         if self._way == "memory":
             try:  # not from what the process has freed before, which is within the limit
-                return mmap.mmap(-1, grammar_trial._MAX_ADDRESS_BYTES + (64 << 20))
+                return mmap.mmap(-1, grammar_trial.MAX_ADDRESS_BYTES + (64 << 20))
             except OSError as error:
                 raise MemoryError from error
         if self._way == "refused memory":
@@ -128,16 +128,16 @@ def test_whatever_ends_a_trial_is_the_reason(way: str, reason: str, monkeypatch:
         pytest.skip("this platform does not limit address space")
     if way != "loop":  # whose time is not what ends it, however slow the machine is
         monkeypatch.setattr(grammar_trial, "MAX_CPU_S", 60.0)
-        monkeypatch.setattr(grammar_trial, "_MAX_WALL_S", 60.0)
-    assert reason in grammar_trial._tried(_Ends(way), CHEAP).reason  # type: ignore[arg-type]
+        monkeypatch.setattr(grammar_trial, "MAX_WALL_S", 60.0)
+    assert reason in grammar_trial.try_in_child(_Ends(way), CHEAP).reason  # type: ignore[arg-type]
 
 
 def test_a_machine_without_time_says_nothing_about_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_trial, "_MAX_WALL_S", 0.05)
-    assert grammar_trial._tried(_Ends("sleep"), CHEAP) == Verdict(in_time=False)  # type: ignore[arg-type]
+    monkeypatch.setattr(grammar_trial, "MAX_WALL_S", 0.05)
+    assert grammar_trial.try_in_child(_Ends("sleep"), CHEAP) == Verdict(in_time=False)  # type: ignore[arg-type]
     found = GrammarTrials(json_grammars())
     answers = iter([Verdict(in_time=False), Verdict()])
-    monkeypatch.setattr(found, "_asked", lambda form: next(answers))
+    monkeypatch.setattr(found, "ask", lambda form: next(answers))
     with pytest.raises(ResourceExhaustedError, match="could not be compiled within"):
         found.check(CHEAP)
     found.check(CHEAP)
@@ -153,7 +153,7 @@ def test_so_many_forms_wait_and_no_more(within_a_loop: bool, monkeypatch: pytest
         answer.wait(60)
         return Verdict()
 
-    monkeypatch.setattr(found, "_asked", wait)
+    monkeypatch.setattr(found, "ask", wait)
 
     def check(form: StructuredOutput) -> None:
         asyncio.run(found.checked(form)) if within_a_loop else found.check(form)
@@ -230,7 +230,7 @@ def test_compiled_grammars_are_kept_as_far_as_they_fit(monkeypatch: pytest.Monke
         resident[0] += 25 << 20
         return resident[0]
 
-    monkeypatch.setattr(grammar, "_resident_bytes", grow)
+    monkeypatch.setattr(grammar, "resident_bytes", grow)
     grammars = Grammars(json_tokenizer(), VOCAB, (EOS,))
     for regex in "abcd":
         grammars.compile(StructuredOutput(regex=regex))

@@ -49,7 +49,7 @@ def test_every_method_of_transformers_is_known() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_missing_is_named(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with a CPU and no package for quantized weights at all."""
-    monkeypatch.setattr(quantization, "_is_installed", lambda name: False)
+    monkeypatch.setattr(quantization, "is_installed", lambda name: False)
     path = checkpoint(tmp_path, named(method))
     known = METHODS[method]
     subject = f"model '{path}' is quantized by '{method}', which "
@@ -72,7 +72,7 @@ def test_what_is_missing_is_named(method: str, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("method", METHODS)
 def test_a_gpu_with_every_package_runs_what_transformers_loads(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as can be known before the weights are read."""
-    monkeypatch.setattr(quantization, "_is_installed", lambda name: True)
+    monkeypatch.setattr(quantization, "is_installed", lambda name: True)
     if METHODS[method].devices:
         require_method("m", method, "cuda")
     else:

@@ -147,7 +147,7 @@ def test_a_dense_text_is_refused_when_a_part_of_it_is_too_long():
 
 def test_a_long_text_of_long_tokens_fits(monkeypatch):
     """Sparse parts are counted in pieces, and the whole is tokenized as it always was."""
-    monkeypatch.setattr(tokenizer_module, "_PIECE", 512)
+    monkeypatch.setattr(tokenizer_module, "MAX_PIECE_CHARS", 512)
     tokenizer = watched()
     text = " " * 4000
     length = len(DIRECT.encode(text)) + 1

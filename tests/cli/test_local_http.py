@@ -140,7 +140,7 @@ def test_a_body_that_does_not_come_in_time_is_refused(port: int, monkeypatch: py
         answer = rest(one)
         assert (status(answer), message(answer)) == (408, "the body did not come within 0.3 s")
     monkeypatch.setattr(local_http, "BODY_S", 0.0)  # the connection, if the application waits
-    monkeypatch.setattr(local_http, "_GRACE_S", 0.2)
+    monkeypatch.setattr(local_http, "GRACE_S", 0.2)
     monkeypatch.setattr("paceline.web.bodies.BODY_S", 60)
     with connection(port) as one:
         send(one, POST + b"content-length: 100\r\n\r\n{")
@@ -238,8 +238,8 @@ def test_garbage_is_logged_once_a_minute(
     port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (only,) = local_http._log.filters
-    monkeypatch.setattr(only, "_last_s", -60.0)  # a minute has passed
-    monkeypatch.setattr(only, "_num_left_out", 0)
+    monkeypatch.setattr(only, "last_logged_s", -60.0)  # a minute has passed
+    monkeypatch.setattr(only, "num_left_out", 0)
     with caplog.at_level(logging.WARNING):
         for data in GARBAGE * 5:
             with connection(port) as one:

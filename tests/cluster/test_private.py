@@ -102,7 +102,7 @@ async def test_the_hook_keeps_a_server_of_grpc_to_this_machine(monkeypatch):
 
 def test_no_two_parts_of_a_service_are_given_one_port(tmp_path, monkeypatch):
     """Neither drawn twice, nor one that the service is about to open."""
-    monkeypatch.setattr("paceline.cluster.ports._RANGE", (26000, 26008))
+    monkeypatch.setattr("paceline.cluster.ports.PORT_RANGE", (26000, 26008))
     names = ["AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT", "RAY_SERVE_HAPROXY_STATS_PORT"]
     names += [
         "RAY_SERVE_HAPROXY_METRICS_PORT",

@@ -50,7 +50,7 @@ class Serve:
 
 @pytest.fixture(autouse=True)
 def _nobody_waits(monkeypatch):
-    monkeypatch.setattr(watch, "_ANSWER_S", 0.0)
+    monkeypatch.setattr(watch, "ANSWER_S", 0.0)
 
 
 def polls(watched: Watch, count: int) -> None:
@@ -136,9 +136,9 @@ def startup(replica_id, doing):
 def test_a_view_is_told_each_stage_and_that_a_replica_has_started(capsys):
     serve, told = Serve(), []
     watched = Watch("paceline", serve.ask, lambda: None, lambda: serve.now_s, lambda *stage: told.append(stage))
-    watched._note_starting([startup("a", "loading"), startup("b", "loading")])
-    watched._note_starting([startup("b", "compiling")])
-    watched._note_starting([])
+    watched.note_starting([startup("a", "loading"), startup("b", "loading")])
+    watched.note_starting([startup("b", "compiling")])
+    watched.note_starting([])
     stages = [("a", "loading"), ("b", "loading"), ("b", "compiling"), ("a", BUILT), ("b", BUILT)]
     assert told == [(f"target {replica}", doing) for replica, doing in stages]
     assert capsys.readouterr().err == ""
@@ -165,11 +165,11 @@ def test_without_a_view_a_stage_is_a_line_with_the_seconds_since_the_start(capsy
     serve = Serve()
     watched = serve.watch()
     serve.now_s += 12
-    watched._note_starting([startup("a", "loading")])
-    watched._note_starting([startup("a", "loading")])
+    watched.note_starting([startup("a", "loading")])
+    watched.note_starting([startup("a", "loading")])
     assert capsys.readouterr().err == "paceline: target a: loading (12 s)\n"
     serve.now_s += 11
-    watched._note_starting([startup("a", "loading")])
+    watched.note_starting([startup("a", "loading")])
     assert capsys.readouterr().err == "paceline: target a: loading (23 s)\n"
 
 
@@ -178,5 +178,5 @@ def test_serve_is_quoted_on_what_the_stages_do_not_tell(capsys, waits_for, is_to
     serve = Serve()
     serve.message = f"Deployment 'Target:t' has 1 replicas that have taken more than 30s to {waits_for}"
     watched = serve.watch()
-    watched._look_at("Target:t", serve.ask().result().applications["paceline"].deployments["Target:t"])
+    watched.look_at("Target:t", serve.ask().result().applications["paceline"].deployments["Target:t"])
     assert (serve.message in capsys.readouterr().err) == is_told

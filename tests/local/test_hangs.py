@@ -117,7 +117,7 @@ def test_requests_of_a_hung_target_end_and_health_says_why_until_it_comes_back(s
 
 
 def test_a_hung_draft_is_replaced_and_its_sessions_go_on(stuck, monkeypatch):
-    monkeypatch.setattr("paceline.local._RESTART_S", 0.01)
+    monkeypatch.setattr("paceline.local.RESTART_S", 0.01)
     pipeline, engines = stuck
     first = engines["draft"]
     first.go.clear()
@@ -199,7 +199,7 @@ def test_the_limits_are_those_of_the_configuration():
 @pytest.mark.usefixtures("forked_workers")
 def test_engines_whose_processes_stand_still(tmp_path, monkeypatch):
     """SIGSTOP of the draft changes no token; that of the target is told within the limit, and it comes back."""
-    monkeypatch.setattr("paceline.local._RESTART_S", 0.05)
+    monkeypatch.setattr("paceline.local.RESTART_S", 0.05)
     config = config_of(save_pair(tmp_path), worker="process").model_copy(
         update={"target_timeout_s": 3.0, "draft_timeout_s": 1.0}
     )

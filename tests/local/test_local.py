@@ -327,7 +327,7 @@ def test_a_draft_that_refuses_the_session_leaves_it_plain(threaded):
 
 @pytest.mark.usefixtures("slow_target")
 def test_a_restarted_draft_takes_up_running_sessions(threaded, monkeypatch):
-    monkeypatch.setattr(local, "_RESTART_S", 0.05)
+    monkeypatch.setattr(local, "RESTART_S", 0.05)
     draft = threaded.taps[1]
     generation = threaded.submit(prompt(7, 20), sampled(1900))
     other = threaded.submit(prompt(8, 20), sampled(1900), Speculation(mode=Mode.PLAIN))
@@ -419,7 +419,7 @@ def test_a_request_that_waits_its_turn_says_how_long(checkpoints):
 @pytest.mark.usefixtures("forked_workers")
 def test_processes_that_are_killed(checkpoints, monkeypatch):
     """The draft's death changes no token and the draft comes back; the target's ends every request with an error."""
-    monkeypatch.setattr(local, "_RESTART_S", 0.05)
+    monkeypatch.setattr(local, "RESTART_S", 0.05)
     with LocalPipeline(config_of(checkpoints, worker="process", max_sessions=2)) as pipeline:
         expected = run(pipeline, prompt(1, 30), sampled(300), Mode.PLAIN)
         assert run(pipeline, prompt(1, 30), sampled(300), Mode.SEQUENTIAL).token_ids == expected.token_ids

@@ -147,7 +147,7 @@ def test_requests_without_a_trace_have_no_spans(traceparent):
 MUTANTS = {
     "every round has a span": ("paceline.metrics.tracing.Tracing.has_span", lambda *_: True),
     "the trace is another": ("paceline.metrics.tracing.Tracing.context", lambda *_: None),
-    "the prefill has no end": ("paceline.metrics.engine_tracing._TargetSpans._end_phase", lambda *_: None),
+    "the prefill has no end": ("paceline.metrics.engine_tracing.TargetSpans.end_phase", lambda *_: None),
 }
 
 

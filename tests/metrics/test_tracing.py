@@ -138,6 +138,6 @@ def test_a_missing_package_is_named_with_what_installs_it(monkeypatch, protocol,
     monkeypatch.setitem(sys.modules, EXPORTER.format(name), None)
     with pytest.raises(ConfigError, match=r"tracing is set, which needs .*: pip install 'paceline\[tracing\]' adds it"):
         Tracing.open(MODEL, **config.arguments)
-    monkeypatch.setattr("paceline.preflight.tracing._is_installed", lambda module: "otlp" not in module)
+    monkeypatch.setattr("paceline.preflight.tracing.is_installed", lambda module: "otlp" not in module)
     (found,) = check_tracing(ServiceConfig(tracing=config))
     assert f"needs opentelemetry.exporter.otlp.proto.{name}: pip install 'paceline[tracing]'" in found.message

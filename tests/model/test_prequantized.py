@@ -12,7 +12,7 @@ from tests.support.pump import Pump, Request, assert_same, plain_reference
 from transformers import BitsAndBytesConfig, LlamaConfig, PreTrainedModel
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.quantization import METHODS, _is_installed
+from paceline.checkpoint.quantization import METHODS, is_installed
 from paceline.config import ModelOptions
 from paceline.model.loading import load_model
 from paceline.model.selftest import check_invariance
@@ -45,7 +45,7 @@ def bitsandbytes(folder: Path, **options: Any) -> None:
 )
 def test_a_checkpoint_that_comes_quantized(method: str, options: dict, tmp_path: Path) -> None:
     """Verifying gives the bits of decoding, and any draft the text of the target; or it is known not to."""
-    if missing := [name for name, _ in METHODS[method].packages if not _is_installed(name)]:
+    if missing := [name for name, _ in METHODS[method].packages if not is_installed(name)]:
         pytest.skip(f"not installed: {', '.join(missing)}")
     bitsandbytes(tmp_path, **options)
     model = load_model(Checkpoint.open(str(tmp_path)), ModelOptions(dtype="bfloat16", device="cpu", compile=False))

@@ -167,13 +167,13 @@ def test_a_head_apart_is_drafted_with_in_turn_and_its_states_take_their_time() -
     head = draft(0.7, in_pool=True, state_bytes=1 << 20)
     where = site(2, sessions=4)
     system, load = advice._system(where, head, 3), Load(4, 1, 1)
-    found, without = advice._predict(where, head, load, 3), sequential(system, load, 3)
+    found, without = advice.predict_load(where, head, load, 3), sequential(system, load, 3)
     bytes_of_round = 4 * found.tokens_per_round * head.state_bytes
     assert found.tokens_per_round == pytest.approx(without.tokens_per_round)
     assert found.round_s > without.round_s
     slow = replace(system, link_s=system.link_s + bytes_of_round / 1.25e9 / 2)
     assert found.round_s == pytest.approx(sequential(slow, load, 3).round_s)
-    assert advice._predict(replace(where, link_bytes_per_s=1e15), head, load, 3).round_s == pytest.approx(
+    assert advice.predict_load(replace(where, link_bytes_per_s=1e15), head, load, 3).round_s == pytest.approx(
         without.round_s
     )
 
@@ -185,7 +185,7 @@ def test_a_head_apart_drafts_ahead_only_where_enough_of_it_is_left(share: float,
 
     def predicted(kept: float) -> str:
         head = draft(0.7, share=share, in_pool=True, state_bytes=8192, kept=kept)
-        return advice._predict(where, head, load, 3).mode
+        return advice.predict_load(where, head, load, 3).mode
 
     assert predicted(limit - 0.02) == "sequential"
     assert predicted(limit + 0.02) == "overlapped"
@@ -194,7 +194,7 @@ def test_a_head_apart_drafts_ahead_only_where_enough_of_it_is_left(share: float,
 def test_what_is_left_of_a_head_ahead_is_its_acceptance_there() -> None:
     load, where = Load(1, 1, 1), site(2, sessions=1)
     whole = draft(0.7, in_pool=True, state_bytes=1, kept=1.0)
-    most, less = (advice._predict(where, replace(whole, kept=kept), load, 3) for kept in (1.0, 0.9))
+    most, less = (advice.predict_load(where, replace(whole, kept=kept), load, 3) for kept in (1.0, 0.9))
     assert most.tokens_per_round > less.tokens_per_round
-    other = advice._predict(where, replace(whole, state_bytes=0), load, 3)
+    other = advice.predict_load(where, replace(whole, state_bytes=0), load, 3)
     assert most.tokens_per_round == pytest.approx(other.tokens_per_round, rel=1e-3)

@@ -97,9 +97,9 @@ def test_threads_that_bring_nothing_are_not_recommended(monkeypatch: pytest.Monk
         return chosen.threads
 
     assert threads() == 1
-    predict = module._predict
+    predict = module.predict_load
     ideal = {useless[2]: times(2.0)}
-    monkeypatch.setattr(module, "_predict", lambda system, at, *rest: predict(system, ideal.get(at, at), *rest))
+    monkeypatch.setattr(module, "predict_load", lambda system, at, *rest: predict(system, ideal.get(at, at), *rest))
     assert threads() == 2
 
 

@@ -133,8 +133,8 @@ def test_gpus_that_ray_would_not_give(pair, monkeypatch):
 
 
 def test_gpus_are_counted_by_what_the_driver_and_the_user_show(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpus, "_OTHERS", ())
-    monkeypatch.setattr(gpus, "_DRIVER", tmp_path / "gpus")
+    monkeypatch.setattr(gpus, "OTHER_DEVICES", ())
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "gpus")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpus.num_gpus() == 0
     for name in ("a", "b"):
@@ -143,7 +143,7 @@ def test_gpus_are_counted_by_what_the_driver_and_the_user_show(monkeypatch, tmp_
     for visible, count in {"": 0, "-1": 0, "1": 1, "0,1,2,3": 2}.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert gpus.num_gpus() == count
-    monkeypatch.setattr(gpus, "_OTHERS", (tmp_path,))
+    monkeypatch.setattr(gpus, "OTHER_DEVICES", (tmp_path,))
     assert gpus.num_gpus() is None
 
 

@@ -242,7 +242,7 @@ def test_exporters_that_fail_or_hang_hold_no_stream_up(monkeypatch, checkpoints,
         exporters.append(Stuck(fails=fails))
         return exporters[-1]
 
-    monkeypatch.setattr("paceline.metrics.tracing._exporter", exporter)
+    monkeypatch.setattr("paceline.metrics.tracing.build_exporter", exporter)
     opened_here = []
 
     def tracing_of(model):

@@ -316,7 +316,7 @@ def test_errors_are_anthropics(model, scripted):
 
 
 def test_a_mutant_whose_blocks_stay_open_is_noticed(model, scripted, monkeypatch):
-    monkeypatch.setattr(answering.Message, "_close", lambda self: iter(()))
+    monkeypatch.setattr(answering.Message, "close_block", lambda self: iter(()))
     found = [name for name, _ in raw(scripted[1], ASKED | {"tools": [WEATHER]})]
     assert found.count("content_block_start") != found.count("content_block_stop")
 

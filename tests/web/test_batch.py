@@ -120,7 +120,7 @@ class Flaky(httpx2.AsyncBaseTransport):
 
 
 def test_a_batch_goes_on_where_it_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.web.batch._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("paceline.web.batch.FIRST_PAUSE_S", 0.001)
     path = write(tmp_path / "in.jsonl", *(line(f"r{i}", prompt=f"p{i}") for i in range(6)))
     requests, output = read_requests(path), tmp_path / "out.jsonl"
     with pytest.raises(EngineError, match=r"has no answer after 0\.01 s: http://x cannot be reached: refused"):

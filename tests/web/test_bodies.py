@@ -126,7 +126,7 @@ def test_the_type_of_a_body_does_not_matter(sender, kind):
 
 def test_a_check_that_is_left_out_is_noticed(monkeypatch, sender):
     """The mutant: texts are not looked at where bodies are parsed."""
-    monkeypatch.setattr(json_text, "_check_text", lambda _: None)
+    monkeypatch.setattr(json_text, "check_text", lambda _: None)
     with pytest.raises(AssertionError):
         test_a_lone_surrogate_is_refused_in_every_place(sender)
 

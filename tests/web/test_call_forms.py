@@ -236,7 +236,7 @@ def _puts_no_commas(monkeypatch):
 
 
 def _lets_text_end_the_call(monkeypatch):
-    monkeypatch.setattr(structural_tag, "_without", lambda excludes: "/(?s:.*)/")
+    monkeypatch.setattr(structural_tag, "pattern_without", lambda excludes: "/(?s:.*)/")
 
 
 @pytest.mark.parametrize(("model", "mutant"), [("qwen3_5", _knows_no_references), ("gemma4", _puts_no_commas)])

@@ -70,7 +70,7 @@ def test_the_event_loop_neither_parses_nor_validates_nor_tokenizes(
         monkeypatch.setattr(owner, name, watched)
 
     watch(receiving, "parse")
-    watch(json_text, "_check")
+    watch(json_text, "check_writable")
     for owner, name in (
         (type(chat), "render"),
         (Tokenizer, "encode"),
@@ -82,7 +82,7 @@ def test_the_event_loop_neither_parses_nor_validates_nor_tokenizes(
     with served(edge_over(Scripted(), chat=chat)) as url:
         status, _, answer = call(f"{url}{path}", BODIES[path])
     assert status == 200, answer
-    assert {"parse", "_check", "read"} <= done.keys()
+    assert {"parse", "check_writable", "read"} <= done.keys()
     for name, threads in done.items():
         assert all(thread.startswith("paceline-prepare") for thread in threads), (name, threads)
 
@@ -164,7 +164,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(special: bool)
     assert counted.num_chars == 0
     with pytest.raises(PromptTooLongError, match="at least 65536 tokens"):  # long tokens might have saved it
         encode_bounded(counted, "a" * 600_000, 10_000, special=special)
-    assert counted.num_chars == tokenizing._PIECE
+    assert counted.num_chars == tokenizing.MAX_PIECE_CHARS
     assert len(encode_bounded(counted, "a" * 150, 100, special=special)) == 150
 
 
@@ -201,7 +201,7 @@ def test_only_as_many_unknown_fields_are_compared_as_are_named(monkeypatch: pyte
     monkeypatch.setattr(fields.difflib, "get_close_matches", lambda *a, **k: compared.append(a[0]) or close(*a, **k))
     ignored = fields.Ignored()
     read(CompletionBody, {"prompt": "a"} | {f"promt{i}": 1 for i in range(5000)}, ignored)
-    assert len(compared) <= fields._MAX_NAMED + 1
+    assert len(compared) <= fields.MAX_NAMED + 1
     assert ignored.header[fields.HEADER].endswith(", ...")
 
 
@@ -252,7 +252,7 @@ def test_a_full_queue_is_status_429(chat: Any, monkeypatch: pytest.MonkeyPatch) 
 
 async def test_bodies_on_their_way_are_bounded_together() -> None:
     bodies = receiving.Bodies(receiving.BodyBounds(max_bytes=100, max_values=10))
-    bodies._most_bytes = 150
+    bodies.most_bytes = 150
     held = asyncio.Event()
 
     class Arriving:

@@ -264,7 +264,7 @@ def test_the_text_after_a_gap_has_no_space_of_the_tokenizer():
 def test_a_gap_over_http(scripted, url, monkeypatch):
     service, at = scripted
     form = ("before", "after")
-    monkeypatch.setattr(prompts, "_marks", lambda _: (form, {}, (77,)))
+    monkeypatch.setattr(prompts, "marks_of", lambda _: (form, {}, (77,)))
     assert call(f"{at}/v1/completions", {"prompt": "ab", "suffix": "cd"})[0] == 200
     request = service.requests[-1]
     assert (Bytes().decode(request.prompt), request.sampling.stop_token_ids) == ("abcd", (77,))
@@ -316,9 +316,9 @@ def test_names_of_tools_are_refused_with_their_pattern(scripted):
 
 
 MUTANTS = {
-    "the opening is cut": ("_opening", lambda _: (), test_what_opens_a_prompt_is_not_cut),
+    "the opening is cut": ("opening_tokens", lambda _: (), test_what_opens_a_prompt_is_not_cut),
     "a dummy space stays": (
-        "_within",
+        "tokens_within",
         lambda tokenizer, text: tokenizer.encode_text(text),
         test_the_text_after_a_gap_has_no_space_of_the_tokenizer,
     ),

@@ -155,7 +155,7 @@ def test_strict_fields_refuse_what_is_not_known(strict):
 
 
 def test_each_ignored_field_is_logged_once_without_its_value(caplog, monkeypatch):
-    monkeypatch.setattr(fields, "_logged", set())
+    monkeypatch.setattr(fields, "logged_fields", set())
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             read(CompletionBody, {"prompt": "a", "foo": "secret", "\nbad": 1}).ignored.warn()

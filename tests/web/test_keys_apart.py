@@ -23,6 +23,7 @@ from paceline.config import ServerConfig
 from paceline.messages import OpenSession
 from paceline.metrics.declaration import CATALOGUE
 from paceline.metrics.registry import Registry
+from paceline.runtime.workers import ThreadWorker
 from paceline.security.access import METRICS_OF_KEYS as OF_KEYS
 from paceline.security.access import Access
 from paceline.security.keys import KeyRing
@@ -109,21 +110,20 @@ def test_the_cache_is_shared_where_the_service_says_so_and_without_keys(speaking
         assert cached(url, names[0], body | {"cache_salt": "own"}) == 0
 
 
-def test_targets_and_drafts_are_told_one_salt_for_each_key(speaking, url, monkeypatch):
+def test_targets_and_drafts_are_told_one_salt_for_each_key(url, monkeypatch):
     """So whatever they share between sessions, pages and texts alike, is apart: engines know sessions by their salt."""
-    pipeline, told = speaking[0], []
-    send = type(pipeline)._send
+    told: dict[ThreadWorker, list[str]] = {}
+    send = ThreadWorker.send
 
     def tapped(self, messages):
-        for side in (messages.to_target, messages.to_draft):
-            told.extend((side is messages.to_draft, one.cache_salt) for one in side if isinstance(one, OpenSession))
+        told.setdefault(self, []).extend(one.cache_salt for one in messages if isinstance(one, OpenSession))
         send(self, messages)
 
-    monkeypatch.setattr(type(pipeline), "_send", tapped)
+    monkeypatch.setattr(ThreadWorker, "send", tapped)
     for name in ("a", "a", "ab"):
         cached(url, name, BODIES["/v1/completions"]("a draft"))
-    target = [salt for draft, salt in told if not draft]
-    assert target == [salt for draft, salt in told if draft]
+    target, draft = told.values()
+    assert target == draft
     assert target[0] == target[1] != target[2]
     assert "" not in target
     assert not {"a", "ab"} & set(target)
@@ -213,7 +213,7 @@ MUTANTS = {
         lambda url: a_key_has_a_cache_of_its_own(url, "/v1/completions", BODIES["/v1/completions"]("mutant " + LONG)),
     ),
     "name and salt run together": (
-        lambda patch: patch.setattr(types, "_salt_of", lambda owner, salt: owner + salt),
+        lambda patch: patch.setattr(types, "salt_of", lambda owner, salt: owner + salt),
         salts_of_a_key_are_apart,
     ),
     "ids of all keys together": (
@@ -226,7 +226,7 @@ MUTANTS = {
         only_who_may_see_keys_sees_them,
     ),
     "every key sees all": (
-        lambda patch: patch.setattr(Access, "_may_see_keys", lambda self, metadata: bool(self.identify(metadata))),
+        lambda patch: patch.setattr(Access, "may_see_keys", lambda self, metadata: bool(self.identify(metadata))),
         only_who_may_see_keys_sees_them,
     ),
 }

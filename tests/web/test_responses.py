@@ -108,7 +108,7 @@ def test_the_log_probabilities_shown_are_those_of_the_text(model, says, text):
 
 def test_tokens_of_the_reasoning_among_them_are_noticed(model, monkeypatch):
     """The mutant: every token so far is one of the text."""
-    monkeypatch.setattr(Speech, "_places_of", lambda self, one: list(range(one.end)))
+    monkeypatch.setattr(Speech, "places_of", lambda self, one: list(range(one.end)))
     whole, _ = texts_of_logprobs(model[1])
     assert "".join(whole) != "so"
 
@@ -306,13 +306,13 @@ def test_the_oldest_turns_are_left_out_if_they_may_be(model):
 
 def test_leaving_turns_out_renders_what_the_context_holds_and_not_the_chat_again_and_again(model, monkeypatch):
     _, client = model
-    sizes, plain = [], responses.Response._ask
+    sizes, plain = [], responses.Response.ask
 
     def counted(self, messages):
         sizes.append(len(messages))
         return plain(self, messages)
 
-    monkeypatch.setattr(responses.Response, "_ask", counted)
+    monkeypatch.setattr(responses.Response, "ask", counted)
     turns = [{"role": "user", "content": "hi" * 100}] * 3000
     client.responses.create(model=MODEL, input=turns, truncation="auto", max_output_tokens=100)
     fitting = sizes[-1]

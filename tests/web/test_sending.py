@@ -26,13 +26,13 @@ values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=6) | st.dic
 
 @given(values, st.integers(0, 4), st.integers(1, 4))
 def test_pieces_are_the_whole(value: Any, depth: int, slice_: int) -> None:
-    before, sending._SLICE = sending._SLICE, slice_
+    before, sending.SLICE = sending.SLICE, slice_
     try:
         assert "".join(pieces(value, depth)) == dumps(value)
         assert "".join(pieces({"a": iter([value] * 3)})) == dumps({"a": [value] * 3})
         assert "".join(pieces([iter(())])) == "[[]]"
     finally:
-        sending._SLICE = before
+        sending.SLICE = before
 
 
 def test_no_piece_holds_more_than_a_slice_of_a_list() -> None:
@@ -40,7 +40,7 @@ def test_no_piece_holds_more_than_a_slice_of_a_list() -> None:
     content = [entry | {"top_logprobs": [entry] * 20} for _ in range(5000)]
     whole = {"choices": [{"index": i, "logprobs": {"content": content}} for i in range(3)]}
     longest = max(map(len, pieces(whole)))
-    assert longest <= sending._SLICE * (len(dumps(content[0])) + 1) < len(dumps(whole)) / 50
+    assert longest <= sending.SLICE * (len(dumps(content[0])) + 1) < len(dumps(whole)) / 50
 
 
 def test_the_log_probabilities_of_prompts_are_made_beside_the_event_loop(

@@ -141,7 +141,7 @@ def test_what_is_said_does_not_depend_on_chunks_and_holds_no_special_token(name)
 def _takes_what_is_withheld(monkeypatch):
     """Text that may become a stop string is read at once."""
     take = Speech.take
-    monkeypatch.setattr(Speech, "take", lambda self, chunk: (setattr(self, "_allowed", 10**6), take(self, chunk))[1])
+    monkeypatch.setattr(Speech, "take", lambda self, chunk: (setattr(self, "num_allowed", 10**6), take(self, chunk))[1])
 
 
 def _does_not_know_the_ends(monkeypatch):

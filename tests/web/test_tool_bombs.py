@@ -73,7 +73,7 @@ def bound(name: str, schema: dict[str, Any]) -> int | None:
     """Bytes of the form of a call; None if it is refused with the place."""
     function = {"name": "f", "parameters": json.loads(json.dumps(schema))}  # no part is in two places, as in a body
     try:
-        form = calls._tag_of([FORMS[name].tag(function, 0, Work(), free=False)])
+        form = calls.tag_of([FORMS[name].tag(function, 0, Work(), free=False)])
     except InvalidRequestError:
         return None
     return len(form.structural_tag or "")
@@ -126,5 +126,5 @@ def test_what_a_form_surely_exceeds_is_told_before_it_is_written() -> None:
     shared: Any = {"type": "const_string", "value": "x"}
     for _ in range(60):
         shared = {"type": "sequence", "elements": [shared, shared]}
-    assert calls._is_longer(shared, MAX_STRUCTURED_OUTPUT_BYTES)
-    assert not calls._is_longer({"a": ["b", 1, None]}, len('{"a":["b",1,null]}'))
+    assert calls.is_longer(shared, MAX_STRUCTURED_OUTPUT_BYTES)
+    assert not calls.is_longer({"a": ["b", 1, None]}, len('{"a":["b",1,null]}'))

@@ -188,7 +188,7 @@ def test_one_call_at_most_if_several_are_not_wanted(speaking, model):
 
 def test_a_form_that_lets_text_through_is_noticed(speaking, monkeypatch):
     """The mutant: content is free beside calls."""
-    monkeypatch.setattr(binding, "_formats_of", lambda *_: [{"type": "regex", "pattern": "(?s:.*)"}])
+    monkeypatch.setattr(binding, "formats_of", lambda *_: [{"type": "regex", "pattern": "(?s:.*)"}])
     form = bound_calls(template("gemma4", speaking), [TOOL], "auto", CONTENTS[0][0], parallel=True, in_reasoning=False)
     assert allows(form, CONTENTS[0][2])
 

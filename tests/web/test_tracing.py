@@ -145,8 +145,8 @@ def test_a_request_that_fails_says_so(traced, recorded):
 
 MUTANTS = {
     "the caller's trace is not taken up": ("paceline.cli.local_service.trace_headers", lambda headers: ()),
-    "queue and prefill have no end": ("paceline.metrics.tracing.RequestSpans._end_phase", lambda *_: None),
-    "the result is not told": ("paceline.metrics.tracing._result_attributes", lambda result: {}),
+    "queue and prefill have no end": ("paceline.metrics.tracing.RequestSpans.end_phase", lambda *_: None),
+    "the result is not told": ("paceline.metrics.tracing.result_attributes", lambda result: {}),
 }
 
 

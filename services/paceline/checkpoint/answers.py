@@ -150,7 +150,7 @@ class AnswerParser:
         self._at = 0  # what is before it was said
         self._scan = 0  # where the end of the open region is looked for
         self._open: _Open | None = None
-        self._barred: dict[int, int] = {}  # rule by identity -> where it may begin again, after text that was no call
+        self.barred: dict[int, int] = {}  # rule by identity -> where it may begin again, after text that was no call
         self._behind_call = False
         self._blank = True  # nothing but blanks outside calls since the beginning, or the last call
         self._implied: _Rule | None = None
@@ -179,7 +179,7 @@ class AnswerParser:
     def _cut(self, count: int) -> None:
         self._text, self._base = self._text[count:], self._base + count
         self._at, self._scan, self._own = self._at - count, max(self._scan - count, 0), max(self._own - count, 0)
-        self._barred = {rule: at - count for rule, at in self._barred.items() if at > count}
+        self.barred = {rule: at - count for rule, at in self.barred.items() if at > count}
         if self._open is not None:
             self._open.start, self._open.body = self._open.start - count, self._open.body - count
 
@@ -224,7 +224,7 @@ class AnswerParser:
         best: tuple[tuple[int, int, int, int], _Rule, Any] | None = None
         hold = len(self._text)
         for i, rule in enumerate(self._rules):
-            found = self._next(rule, ended)
+            found = self.next_region(rule, ended)
             if found is None:
                 continue
             if found.partial or (rule.region.grows and not ended and found.end() == len(self._text)):
@@ -243,9 +243,9 @@ class AnswerParser:
             self._blank = self._behind_call = False
         return said or None
 
-    def _next(self, rule: _Rule, ended: bool) -> Any:
+    def next_region(self, rule: _Rule, ended: bool) -> Any:
         """The next place where a region begins, or may begin."""
-        at = max(self._at, self._barred.get(id(rule), 0))
+        at = max(self._at, self.barred.get(id(rule), 0))
         if rule.region.behind_calls:
             return rule.opens.match(self._text, self._at, partial=not ended) if self._behind_call else None
         while (found := rule.opens.search(self._text, at, partial=not ended)) is not None and rule.region.bare:
@@ -335,7 +335,7 @@ class AnswerParser:
         except (NoCallError, UnfinishedCallError, RecursionError):
             if open_.arguments is not None and not ended:  # what was said of it stays
                 return None
-            self._barred[id(open_.rule)] = max(open_.body + ("body" in open_.groups), open_.start + 1)
+            self.barred[id(open_.rule)] = max(open_.body + ("body" in open_.groups), open_.start + 1)
             self._open = None
             return []
 

@@ -32,11 +32,11 @@ from paceline.types import StructuredOutput
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_MAX_COMPILED = 64
+MAX_COMPILED = 64
 """Maximum compiled grammars in the cache (least recently used leave first), within ``_MAX_COMPILED_BYTES``."""
 _MAX_COMPILED_BYTES = 64 << 20
 _MAX_GRAMMAR_SYMBOLS = 200_000
-_MAX_LEXER_STATES = 10_000
+MAX_LEXER_STATES = 10_000
 """The most states of one grammar's lexer, each of about 1 KiB: exponential automata come to their end here."""
 _MAX_ITEMS_OF_ROW = 8_000
 """The most places within its rules at which a parser may be at once."""
@@ -212,10 +212,10 @@ class Grammars:
         if (found := self._kept((salt, form))) is None:
             with self._compiling:  # two requests with one grammar compile it once
                 if (found := self._kept((salt, form))) is None:
-                    before = _resident_bytes()
-                    found = self._compile(form)
+                    before = resident_bytes()
+                    found = self.compile_form(form)
                     with self._lock:
-                        self._compiled[salt, form] = _Compiled(found, max(0, _resident_bytes() - before))
+                        self._compiled[salt, form] = _Compiled(found, max(0, resident_bytes() - before))
                         self._forget()
         return found
 
@@ -229,10 +229,11 @@ class Grammars:
     def _forget(self) -> None:
         """Drops the grammars that were used longest ago, as far as all together are too many or too large."""
         size = sum(one.num_bytes for one in self._compiled.values())
-        while len(self._compiled) > 1 and (len(self._compiled) > _MAX_COMPILED or size > _MAX_COMPILED_BYTES):
+        while len(self._compiled) > 1 and (len(self._compiled) > MAX_COMPILED or size > _MAX_COMPILED_BYTES):
             size -= self._compiled.popitem(last=False)[1].num_bytes
 
-    def _compile(self, form: StructuredOutput) -> LLMatcher:
+    def compile_form(self, form: StructuredOutput) -> LLMatcher:
+        """Returns the matcher of a form at its beginning. Raises InvalidRequestError."""
         if (character := self._tokens.unwritable(_literals(form, self._tokens.specials))) is not None:
             raise InvalidRequestError(
                 f"structured_output.{form.kind} holds {character!r}: no tokens of this model write it"
@@ -254,7 +255,7 @@ class Grammars:
             step_lexer_fuel=_LEXER_FUEL_OF_STEP,
             max_items_in_row=_MAX_ITEMS_OF_ROW,
             step_max_items=_MAX_ITEMS_OF_SCHEMA if form.grammar is None else _MAX_ITEMS_OF_GRAMMAR,
-            max_lexer_states=_MAX_LEXER_STATES,
+            max_lexer_states=MAX_LEXER_STATES,
             max_grammar_size=_MAX_GRAMMAR_SYMBOLS,
             verbose_errors=False,
         )
@@ -292,7 +293,7 @@ def _lark_of(form: StructuredOutput, tokens: GrammarTokenizer) -> str:
     return f"start: %json {json.dumps(json.loads(grammar)['grammars'][0]['json_schema'])}"
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
     """Memory of this process; 0 where the platform does not tell."""
     try:
         with open("/proc/self/statm") as file:

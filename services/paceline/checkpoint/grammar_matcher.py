@@ -230,7 +230,7 @@ class Matcher:
         while count < len(given):
             num_taken = int(self._state.try_consume_tokens(given[count:] if count else given))
             count += num_taken
-            if count == len(given) or not self._allows(
+            if count == len(given) or not self.known_to_allow(
                 given[count], None if known is None else (*known, *given[:count])
             ):
                 break
@@ -239,7 +239,7 @@ class Matcher:
                 break
         return count
 
-    def _allows(self, token_id: int, place: tuple[int, ...] | None) -> bool:
+    def known_to_allow(self, token_id: int, place: tuple[int, ...] | None) -> bool:
         """True if the mask of the state, which is kept for ``place``, allows a token; False if there is no mask."""
         mask = None if place is None else self._known.get(place)
         if mask is None:

@@ -38,12 +38,12 @@ MAX_MEMORY_BYTES = 64 << 20
 """Memory that a compiled form may hold."""
 MAX_WAITING = 32
 """Forms that wait to be tried, beyond which requests are refused for now."""
-_MAX_ADDRESS_BYTES = 512 << 20
+MAX_ADDRESS_BYTES = 512 << 20
 """Address space of a trial beyond what its process has; allocators reserve more than they use."""
 _STACK_BYTES = 4 << 20
 """Half of what the threads of engines have, so what fits here does not exhaust theirs."""
 _NUM_TOKENS = 24
-_MAX_WALL_S = 5.0
+MAX_WALL_S = 5.0
 """Time for one trial; on a machine that is not overloaded its CPU time ends it long before."""
 _START_S = 60.0
 _MAX_VERDICTS = 8192
@@ -131,14 +131,14 @@ class GrammarTrials:
     @staticmethod
     def _require(form: StructuredOutput, verdict: Verdict) -> None:
         if not verdict.in_time:
-            raise ResourceExhaustedError(f"structured_output.{form.kind} could not be compiled within {_MAX_WALL_S} s")
+            raise ResourceExhaustedError(f"structured_output.{form.kind} could not be compiled within {MAX_WALL_S} s")
         if verdict.reason:
             raise InvalidRequestError(verdict.reason)
 
     def _try(self, form: StructuredOutput, key: bytes) -> Verdict:
         time.sleep(max(0.0, self._next_at - time.monotonic()))
         try:
-            verdict = self._asked(form)
+            verdict = self.ask(form)
         except (EOFError, OSError) as error:  # the helper process was killed from outside
             self._end()
             raise EngineError(f"structured_output.{form.kind} could not be compiled: its process ended") from error
@@ -151,10 +151,11 @@ class GrammarTrials:
                     self._verdicts.popitem(last=False)
         return verdict
 
-    def _asked(self, form: StructuredOutput) -> Verdict:
+    def ask(self, form: StructuredOutput) -> Verdict:
+        """Returns the verdict of the process that tries forms."""
         connection = self._connection or self._start()
         connection.send(form)
-        if not connection.poll(_MAX_WALL_S + _START_S):
+        if not connection.poll(MAX_WALL_S + _START_S):
             raise EOFError
         found: Verdict = connection.recv()
         return found
@@ -203,16 +204,17 @@ def serve(descriptor: int) -> None:
         gc.collect()
         gc.freeze()
         while True:
-            connection.send(_tried(grammars, connection.recv()))
+            connection.send(try_in_child(grammars, connection.recv()))
 
 
-def _tried(grammars: Grammars, form: StructuredOutput) -> Verdict:
+def try_in_child(grammars: Grammars, form: StructuredOutput) -> Verdict:
+    """Returns the verdict on a form that a forked process compiles."""
     reader, writer = Pipe(duplex=False)
     with reader:
         if (child := os.fork()) == 0:
             _in_child(grammars, form, writer)
         writer.close()
-        in_time, verdict = reader.poll(_MAX_WALL_S), None
+        in_time, verdict = reader.poll(MAX_WALL_S), None
         if in_time:
             with contextlib.suppress(EOFError):
                 verdict = reader.recv()
@@ -230,7 +232,7 @@ def _tried(grammars: Grammars, form: StructuredOutput) -> Verdict:
     if ended_by == signal.SIGPROF:
         cost = f"takes more than {round(MAX_CPU_S * 1000)} ms to compile"
     else:
-        cost = f"nests too deep, or takes more than {_MAX_ADDRESS_BYTES >> 20} MiB"
+        cost = f"nests too deep, or takes more than {MAX_ADDRESS_BYTES >> 20} MiB"
     return Verdict(f"structured_output.{form.kind} {cost}: {_ADVICE}", cpu_s)
 
 
@@ -245,7 +247,7 @@ def _in_child(grammars: Grammars, form: StructuredOutput, writer: Connection) ->
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library prints before it aborts
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if (pages := _pages()) is not None:
-            limit = pages[0] * resource.getpagesize() + _MAX_ADDRESS_BYTES
+            limit = pages[0] * resource.getpagesize() + MAX_ADDRESS_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
         threading.stack_size(_STACK_BYTES)

@@ -81,7 +81,7 @@ def require_method(path: str, method: str, device: str) -> None:
     if device not in known.devices:
         needed = " or ".join(repr(name) for name in known.devices)
         raise ConfigError(f"{subject}, which needs device {needed}, and device is {device!r}: use another checkpoint")
-    if missing := [install for name, install in known.packages if not _is_installed(name)]:
+    if missing := [install for name, install in known.packages if not is_installed(name)]:
         _raise_missing(subject, missing, "or use another checkpoint")
 
 
@@ -119,7 +119,8 @@ def weight_bytes_per_parameter(quantization: str | None, dtype: str) -> float:
     return 4 if dtype == "float32" else 2
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
+    """True if a module can be imported."""
     return importlib.util.find_spec(name) is not None
 
 

@@ -188,11 +188,11 @@ class _Grammar:
             return self._joined(f"({self._terminal(excludes)})?", *map(self._piece, (first, *rest)))
         if rest:
             raise _fault(place, f"ends with {shown(text)}: a special token in it may only be at its beginning")
-        return self._rule(f"[lazy]: {_without(excludes)} {quoted(first)}")
+        return self._rule(f"[lazy]: {pattern_without(excludes)} {quoted(first)}")
 
     def _terminal(self, excludes: Sequence[str]) -> str:
         """Free text to its very end, which is not empty."""
-        return self._rule(f": {_without(excludes)}", "T") if excludes else self._rule(": /(?s:.+)/")
+        return self._rule(f": {pattern_without(excludes)}", "T") if excludes else self._rule(": /(?s:.+)/")
 
     def _json(self, schema: Mapping[str, Any], place: str) -> str:
         check_parsed(schema, f"structured_output.structural_tag: {place}")
@@ -259,7 +259,7 @@ def _tags_of(node: Mapping[str, Any], place: str) -> list[Any]:
     return list(node["tags"])
 
 
-def _without(excludes: Sequence[str]) -> str:
+def pattern_without(excludes: Sequence[str]) -> str:
     """Any text, but none that holds one of ``excludes``."""
     if not excludes:
         return "/(?s:.*)/"

@@ -33,7 +33,7 @@ _CHANGING_KEYS = (
 )
 LONG_TEXT = 2048
 """Characters above which a text is tokenized without the interpreter lock; shorter ones hold it for 1 to 2 ms."""
-_PIECE = 65536
+MAX_PIECE_CHARS = 65536
 """Characters that are tokenized at once where only a count is needed."""
 _DENSE_TEXT = 8
 """Characters per token of the context above which a text is counted in pieces first: a text has about four."""
@@ -275,12 +275,12 @@ def check_text(tokenizer: Tokenizer, text: str, max_model_len: int) -> None:
         raise PromptTooLongError(
             f"the prompt has {size} bytes: at most {limit} can fit the model's context of {max_model_len} tokens"
         )
-    if len(text) <= _DENSE_TEXT * max_model_len + _PIECE:
+    if len(text) <= _DENSE_TEXT * max_model_len + MAX_PIECE_CHARS:
         return
     # Long tokens may save it. Except at the cuts, the tokens of its pieces are its own tokens.
     num_tokens = 0
-    for start in range(0, len(text), _PIECE):
-        num_tokens += len(tokenizer.encode(text[start : start + _PIECE]))
+    for start in range(0, len(text), MAX_PIECE_CHARS):
+        num_tokens += len(tokenizer.encode(text[start : start + MAX_PIECE_CHARS]))
         if num_tokens > 2 * max_model_len:
             _check_num_tokens(num_tokens, max_model_len, "at least ")
 

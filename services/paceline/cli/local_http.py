@@ -38,7 +38,7 @@ UNREAD_S = 60.0
 """Longest time in which a client reads nothing of an answer that waits for it."""
 MAX_UNREAD_BYTES = 128 << 20
 """Bytes of answers that wait for their clients; beyond them the one that has waited longest is given up."""
-_GRACE_S = 5.0
+GRACE_S = 5.0
 """The application refuses a late body itself; this is how much later the connection is closed."""
 
 
@@ -231,7 +231,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._answered = cycle
         super()._start_asgi_task(cycle, app)
         if cycle.more_body:
-            self._arm(BODY_S + _GRACE_S)
+            self._arm(BODY_S + GRACE_S)
 
     def on_body(self, body: bytes) -> None:
         """Counts a part of the body."""
@@ -272,16 +272,16 @@ class OncePerMinute(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last_s, self._num_left_out = -60.0, 0
+        self.last_logged_s, self.num_left_out = -60.0, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         """True for a record that is logged."""
-        if record.created - self._last_s < 60:
-            self._num_left_out += 1
+        if record.created - self.last_logged_s < 60:
+            self.num_left_out += 1
             return False
-        if self._num_left_out:
-            record.msg = f"{record.msg} ({self._num_left_out} more like it since the last such line)"
-        self._last_s, self._num_left_out = record.created, 0
+        if self.num_left_out:
+            record.msg = f"{record.msg} ({self.num_left_out} more like it since the last such line)"
+        self.last_logged_s, self.num_left_out = record.created, 0
         return True
 
 

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _PIN = "pin:"
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.25, 5.0
-_ANSWER_S = 5.0
+ANSWER_S = 5.0
 """A call that has no answer within this time waits for a replica: it can be cancelled."""
 
 Deployment = tuple[str, str]
@@ -197,7 +197,7 @@ class _ServeLease:
         if self._held:
             self.task.cancel()
         else:
-            timer = asyncio.get_running_loop().call_later(_ANSWER_S, self.task.cancel)
+            timer = asyncio.get_running_loop().call_later(ANSWER_S, self.task.cancel)
             self.task.add_done_callback(lambda _: timer.cancel())
 
     def abort(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from paceline.preflight.ports import is_free
 
-_RANGE = (26000, 32000)
+PORT_RANGE = (26000, 32000)
 """Single ports are drawn from here."""
 _BLOCK_RANGE, BLOCK = (10000, 26000), 64
 """Blocks of ``BLOCK`` consecutive ports are drawn from here."""
@@ -18,7 +18,7 @@ def free_ports(count: int, taken: Sequence[int] = ()) -> list[int]:
     stays free while Ray starts and takes dozens. ``taken``: ports that are about to be used."""
     ports: list[int] = []
     while len(ports) < count:
-        port = random.randrange(*_RANGE)
+        port = random.randrange(*PORT_RANGE)
         if port not in (*ports, *taken) and is_free(port):
             ports.append(port)
     return ports

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.types import Startup
 
 _REPEAT_S = 10.0
-_ANSWER_S = 2.0
+ANSWER_S = 2.0
 """Longest wait for Serve in one round, so that replicas which died during the wait are noticed soon."""
 _SILENT_AFTER_S, _SILENT_REPEAT_S = 10.0, 600.0
 """Silence is reported after ``_SILENT_AFTER_S``, again when it is twice as long, and so on, at least every
@@ -118,7 +118,7 @@ class Watch:
             raise EngineError(ended)
         question = self._ask()
         answer = asyncio.wrap_future(question)
-        await asyncio.wait([answer], timeout=_ANSWER_S)
+        await asyncio.wait([answer], timeout=ANSWER_S)
         if not answer.done():
             answer.cancel()  # the question stays open
             self._note_silence("")
@@ -132,7 +132,7 @@ class Watch:
         if application is None:
             return
         for name, deployment in application.deployments.items():
-            self._look_at(name, deployment)
+            self.look_at(name, deployment)
         if _name(application.status) == "DEPLOY_FAILED":
             messages = [d.message for d in application.deployments.values() if _name(d.status) == "DEPLOY_FAILED"]
             raise reason_of("\n".join([application.message, *messages]))
@@ -153,7 +153,8 @@ class Watch:
             say(f"Serve's controller answers again, after {self._clock() - self._answered:.0f} s")
         self._answered, self._silence_said_s = self._clock(), 0.0
 
-    def _look_at(self, name: str, deployment: Any) -> None:
+    def look_at(self, name: str, deployment: Any) -> None:
+        """Reports a deployment's numbers of replicas where they changed."""
         states = {_name(state): count for state, count in deployment.replica_states.items()}
         running = states.get("RUNNING", 0)
         now = (running, sum(count for state, count in states.items() if state != "STOPPING"))
@@ -177,13 +178,14 @@ class Watch:
             monitor = serve.get_deployment_handle("Monitor", self._application)
             with contextlib.suppress(Exception):
                 starting: list[Startup] = await asyncio.wait_for(monitor.starting.remote(), 2)
-                self._note_starting(starting)
+                self.note_starting(starting)
         if _name(application.status) == "RUNNING":
             router = serve.get_deployment_handle("Router", self._application)
             with contextlib.suppress(Exception):
                 self.is_ready = await asyncio.wait_for(router.is_ready.remote(), 2)
 
-    def _note_starting(self, starting: list[Startup]) -> None:
+    def note_starting(self, starting: list[Startup]) -> None:
+        """Shows what each replica that starts is doing."""
         parts = {f"{startup.kind} {startup.replica_id}": startup.doing for startup in starting}
         show = self._show or self._say_once
         for part, doing in parts.items():

@@ -41,7 +41,7 @@ class EngineSpans:
     def __init__(self, tracing: Tracing, kind: str, replica_id: str) -> None:
         """``kind``: ``target`` or ``draft``."""
         self._tracing, self._kind, self._replica_id = tracing, kind, replica_id
-        self._sessions: dict[str, _TargetSpans | _DraftSpans] = {}  # open sessions that are traced
+        self._sessions: dict[str, TargetSpans | _DraftSpans] = {}  # open sessions that are traced
         self._step_ns = time.perf_counter_ns()
 
     def received(self, messages: Sequence[ToTarget | ToDraft]) -> None:
@@ -60,7 +60,7 @@ class EngineSpans:
         """The engine begins a step. A target tells which sessions its queue holds."""
         last_ns, self._step_ns = self._step_ns, time.perf_counter_ns()
         for session in self._sessions.values():
-            if isinstance(session, _TargetSpans) and session.queued and not engine.is_waiting(session.session_id):
+            if isinstance(session, TargetSpans) and session.queued and not engine.is_waiting(session.session_id):
                 session.admitted(last_ns)
 
     def sent(self, messages: Sequence[FromTarget | FromDraft]) -> None:
@@ -72,7 +72,7 @@ class EngineSpans:
             if isinstance(message, SessionFailed):
                 session.failed()
                 self._end(session)
-            elif isinstance(message, Outcome) and isinstance(session, _TargetSpans):
+            elif isinstance(message, Outcome) and isinstance(session, TargetSpans):
                 session.decided(message, self._step_ns)
                 if message.finish_reason is not None:
                     self._end(session)
@@ -93,13 +93,13 @@ class EngineSpans:
         parent = self._tracing.context(message.traceparent)
         if parent is None:
             return
-        spans = (_TargetSpans if self._kind == "target" else _DraftSpans)(self._tracing, message, parent)
+        spans = (TargetSpans if self._kind == "target" else _DraftSpans)(self._tracing, message, parent)
         if spans.is_recording:
             spans.set("gen_ai.request.model", self._tracing.model_id)
             spans.set(f"paceline.{self._kind}", self._replica_id)
             self._sessions[message.session_id] = spans
 
-    def _end(self, session: _TargetSpans | _DraftSpans) -> None:
+    def _end(self, session: TargetSpans | _DraftSpans) -> None:
         del self._sessions[session.session_id]
         session.end()
 
@@ -140,20 +140,21 @@ class _SessionSpans:
     def end(self) -> None:
         """The session is over here."""
         now = self._clock.now_ns()
-        self._end_phase(now)
+        self.end_phase(now)
         self.set("paceline.rounds", self._num_rounds)
         self._span.end(now)
 
     def _child(self, name: str, start_ns: int) -> Span:
         return self._tracing.tracer.start_span(name, self._context, start_time=start_ns)
 
-    def _end_phase(self, now_ns: int) -> None:
+    def end_phase(self, now_ns: int) -> None:
+        """Ends the span of the phase in progress, if there is one, at ``now_ns``."""
         if self._phase is not None:
             self._phase.end(now_ns)
             self._phase = None
 
 
-class _TargetSpans(_SessionSpans):
+class TargetSpans(_SessionSpans):
     kind, first_phase = "target", "queue"
 
     queued = True
@@ -163,7 +164,7 @@ class _TargetSpans(_SessionSpans):
         """The session has left the queue in the step that began then."""
         self.queued = False
         now = self._clock.at(at_ns)
-        self._end_phase(now)
+        self.end_phase(now)
         self._phase = self._child("prefill", now)
 
     def decided(self, outcome: Outcome, step_ns: int) -> None:
@@ -174,7 +175,7 @@ class _TargetSpans(_SessionSpans):
         self._num_rounds += 1
         if self._phase is not None:
             self._phase.set_attribute("paceline.cached_tokens", outcome.cached_tokens)
-            self._end_phase(now)
+            self.end_phase(now)
         elif self._tracing.has_span(index):
             span = self._child("round", self._clock.at(step_ns))
             span.set_attributes(round_attributes(index, outcome.round, len(outcome.token_ids)))
@@ -201,7 +202,7 @@ class _DraftSpans(_SessionSpans):
     def drafted(self, nodes: Nodes) -> None:
         """Nodes are sent to the target."""
         now = self._clock.now_ns()
-        self._end_phase(now)
+        self.end_phase(now)
         if nodes.nodes:
             self._num_nodes += len(nodes.nodes)
             self._last_ns = now

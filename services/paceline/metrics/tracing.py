@@ -61,7 +61,7 @@ class Tracing:
         """
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider, self._exporter, self.model_id = provider, exporter, model_id
+        self._provider, self.build_exporter, self.model_id = provider, exporter, model_id
         self._first_rounds, self._round_every = first_rounds, round_every
         self._propagator = TraceContextTextMapPropagator()
         self.tracer = provider.get_tracer("paceline", __version__)
@@ -100,7 +100,7 @@ class Tracing:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
-            exporter = _exporter(endpoint, protocol)
+            exporter = build_exporter(endpoint, protocol)
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"tracing is set, which needs {error.name}: pip install 'paceline[tracing]' adds it"
@@ -159,8 +159,8 @@ class Tracing:
         thread = threading.Thread(target=self._provider.shutdown, name="paceline-spans", daemon=True)
         thread.start()
         thread.join(_CLOSE_S)
-        if thread.is_alive() and self._exporter is not None:
-            self._exporter.shutdown()  # it gives up what it is trying to send
+        if thread.is_alive() and self.build_exporter is not None:
+            self.build_exporter.shutdown()  # it gives up what it is trying to send
 
 
 class RequestSpans:
@@ -189,7 +189,7 @@ class RequestSpans:
         several.
         """
         now = self._clock.now_ns()
-        self._end_phase(now)
+        self.end_phase(now)
         self._phase = self._child("prefill", now)
         if target:
             self._phase.set_attribute("paceline.target", target)
@@ -200,7 +200,7 @@ class RequestSpans:
         self._num_rounds += 1
         self._end_move(now)
         if index == 0:
-            self._end_phase(now)
+            self.end_phase(now)
         elif self._tracing.has_span(index):
             span = self._child("round", self._last_ns)
             span.set_attributes(round_attributes(index, stats, num_tokens))
@@ -225,7 +225,7 @@ class RequestSpans:
     def finished(self, result: Result) -> None:
         """Records the result of the request."""
         self._told = True
-        self._span.set_attributes(_result_attributes(result))
+        self._span.set_attributes(result_attributes(result))
 
     def failed(self, error: BaseException) -> None:
         """Records that the request has failed: the error's class, but not its message, which may quote the request."""
@@ -244,12 +244,13 @@ class RequestSpans:
         if self._lost_ns is not None:
             self._child("migration", self._lost_ns).end(now)
         self._end_move(now)
-        self._end_phase(now)
+        self.end_phase(now)
         if not self._told:
             self._span.set_attribute("gen_ai.response.finish_reasons", [FinishReason.ABORT.value])
         self._span.end(now)
 
-    def _end_phase(self, now_ns: int) -> None:
+    def end_phase(self, now_ns: int) -> None:
+        """Ends the span of the phase in progress, if there is one, at ``now_ns``."""
         if self._phase is not None:
             self._phase.end(now_ns)
             self._phase = None
@@ -275,7 +276,7 @@ class Clock:
         return self._offset_ns + counter_ns
 
 
-def _exporter(endpoint: str | None, protocol: str) -> SpanExporter:
+def build_exporter(endpoint: str | None, protocol: str) -> SpanExporter:
     """Raises ModuleNotFoundError."""
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
@@ -324,7 +325,7 @@ def _request_attributes(request: Request, model_id: str) -> dict[str, _Attribute
     return found
 
 
-def _result_attributes(result: Result) -> dict[str, _Attribute]:
+def result_attributes(result: Result) -> dict[str, _Attribute]:
     """The figures of a result: by the conventions, by vLLM's names for times and tokens, and our own."""
     usage, timing, stats = result.usage, result.timing, result.speculation
     first_s = timing.queue_s + timing.prefill_s

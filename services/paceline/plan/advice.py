@@ -125,7 +125,7 @@ def _all(site: Site, candidates: Sequence[Candidate]) -> Iterator[tuple[str, int
 
 def _options(site: Site, candidate: Candidate) -> Iterator[tuple[Load, Prediction]]:
     for load in _loads(site, candidate):
-        tried = [_predict(site, candidate, load, k) for k in range(1, candidate.most_tokens + 1)]
+        tried = [predict_load(site, candidate, load, k) for k in range(1, candidate.most_tokens + 1)]
         best = max(p.tokens_per_s for p in tried)
         yield load, next(p for p in tried if p.tokens_per_s >= _AS_GOOD * best)
 
@@ -139,7 +139,8 @@ def _loads(site: Site, candidate: Candidate) -> Iterator[Load]:
         yield Load(site.sessions, min(targets, site.sessions), drafts)
 
 
-def _predict(site: Site, candidate: Candidate, load: Load, k: int) -> Prediction:
+def predict_load(site: Site, candidate: Candidate, load: Load, k: int) -> Prediction:
+    """Predicts a candidate's figures under a load with ``k`` draft tokens."""
     system = _system(site, candidate, k)
     if candidate.state_bytes:
         return _of_states(site, candidate, system, load, k)

@@ -138,7 +138,7 @@ def _all(system: System, wish: Wish, cores: int, run: Run) -> Iterator[Layout]:
                 whole = (load for load in loads if load.targets * threads + load.drafts == cores and load.drafts <= 1)
                 yield from (Layout(drafting, threads, load, None) for load in whole)
             elif loads:
-                predicted = [(_predict(system, times, drafting, load), load) for load in loads]
+                predicted = [(predict_load(system, times, drafting, load), load) for load in loads]
                 most, load = max(predicted, key=lambda each: each[0].tokens_per_s)
                 same = load == Load(run.sessions, 1, int(drafting is Drafting.OVERLAPPED))
                 measured = run.tokens_per_s.get((drafting, threads)) if same else None
@@ -154,7 +154,8 @@ def _loads(wish: Wish, drafting: Drafting, cores: int, threads: int) -> Iterator
             yield load
 
 
-def _predict(system: System, times: CoreTimes, drafting: Drafting, load: Load) -> Prediction:
+def predict_load(system: System, times: CoreTimes, drafting: Drafting, load: Load) -> Prediction:
+    """Predicts a layout's figures under a load, at its best number of draft tokens."""
     system, mode = system_on(system, times, drafting)
     return best_k(system, load, mode, MOST_TOKENS)
 

@@ -33,7 +33,7 @@ _SLICE_SESSIONS, _SLICE_DRAFTS, _SLICE_TARGETS = 2000, 32, 16
 _LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 _BUDGETS = (16, 32, 64, 128, 256, 512, 1024)
 _AS_GOOD = 0.995
-_TOO_EXPENSIVE = 1.25
+TOO_EXPENSIVE = 1.25
 """Times the cheapest so far: from there on more drafts only cost more."""
 _STEPS_AHEAD = 4
 """Numbers of drafts that are looked at per doubling."""
@@ -271,7 +271,7 @@ def _candidates(system: System, wish: Wish, prices: Prices) -> Iterator[tuple[fl
                 if predicted.mode is Mode.OVERLAPPED and keeps(wish, load, predicted):
                     cost = prices.per_million(load, _used(wish, predicted.tokens_per_s))
                     yield cost, load, predicted
-                    if cost > _TOO_EXPENSIVE * best:
+                    if cost > TOO_EXPENSIVE * best:
                         break  # drafts yield the less the more there are
                     best = min(best, cost)
         if lookahead(system, max(1, round(wish.sessions / least)), k) < k:

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from paceline.config import visible_gpus
 
-_DRIVER = Path("/proc/driver/nvidia/gpus")
-_OTHERS = (Path("/dev/kfd"), Path("/dev/dxg"))
+DRIVER = Path("/proc/driver/nvidia/gpus")
+OTHER_DEVICES = (Path("/dev/kfd"), Path("/dev/dxg"))
 """Devices of which the number of GPUs cannot be read: AMD, and Windows' subsystem."""
 
 
 def num_gpus() -> int | None:
     """GPUs that a process of this machine may use. None: it has some, and how many cannot be told from here."""
-    if any(device.exists() for device in _OTHERS):
+    if any(device.exists() for device in OTHER_DEVICES):
         return None
-    found = len([*_DRIVER.iterdir()]) if _DRIVER.is_dir() else 0
+    found = len([*DRIVER.iterdir()]) if DRIVER.is_dir() else 0
     shown = visible_gpus()
     return found if shown is None else min(found, len(shown))
 

@@ -22,12 +22,13 @@ def check_tracing(config: ServiceConfig) -> list[Finding]:
         module = _EXPORTERS[config.tracing.arguments["protocol"]]
     except ConfigError as error:
         return [Finding(Severity.ERROR, "tracing.protocol", str(error))]
-    if all(_is_installed(name) for name in ("opentelemetry.sdk.trace", module)):
+    if all(is_installed(name) for name in ("opentelemetry.sdk.trace", module)):
         return []
     return [Finding.error("tracing", f"is set, which needs {module}: pip install 'paceline[tracing]' adds it")]
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """True if a module, or a package's module, can be imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of a package that holds it

@@ -138,12 +138,13 @@ class Access:
 
     def visible(self, page: str, metadata: Sequence[tuple[str, str | bytes]]) -> str:
         """Returns a page of metrics as a caller may see it: names and amounts of keys need a key with ``metrics``."""
-        if self._may_see_keys(metadata):
+        if self.may_see_keys(metadata):
             return page
         hidden = (METRICS_OF_KEYS, f"# HELP {METRICS_OF_KEYS}", f"# TYPE {METRICS_OF_KEYS}")
         return "".join(line for line in page.splitlines(keepends=True) if not line.startswith(hidden))
 
-    def _may_see_keys(self, metadata: Sequence[tuple[str, str | bytes]]) -> bool:
+    def may_see_keys(self, metadata: Sequence[tuple[str, str | bytes]]) -> bool:
+        """True if the caller's key may list keys."""
         if self._keys is None or self._is_plain(metadata):
             return False
         entry = self._keys.find(_key_in(metadata))

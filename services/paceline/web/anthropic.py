@@ -69,7 +69,7 @@ class Message:
             self._result = item
             for part in self._speech.finish():
                 yield from self._say(part)
-            yield from self._close()
+            yield from self.close_block()
         else:
             for part in self._speech.take(item):
                 yield from self._say(part)
@@ -143,7 +143,7 @@ class Message:
 
     def _say(self, part: Part) -> Iterator[dict[str, Any]]:
         if part.kind == "tool_call":
-            yield from self._close()
+            yield from self.close_block()
             called = {"type": "tool_use", "id": part.call_id, "name": part.name}
             yield self._start(called | {"input": {}})
         if part.kind in ("tool_call", "tool_arguments"):
@@ -152,13 +152,13 @@ class Message:
             return
         kind = "thinking" if part.kind == "reasoning" else "text"
         if not self._is_open or self._blocks[-1]["type"] != kind:
-            yield from self._close()
+            yield from self.close_block()
             yield self._start({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
         self._text.append(part.text)
         if kind == "text" or self._shows_thoughts:
             yield self._delta(f"{kind}_delta", kind, part.text)
 
-    def _close(self) -> Iterator[dict[str, Any]]:
+    def close_block(self) -> Iterator[dict[str, Any]]:
         """Ends the block that is open."""
         if not self._is_open:
             return

@@ -33,7 +33,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 """Values of ``url`` that a line may have."""
 _AGAIN = (429, 502, 503, 504)
 """Statuses of a service that may answer later."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _KEYS = {"custom_id": str, "method": str, "url": str, "body": dict}
 
 
@@ -209,7 +209,7 @@ class Batch:
 
 async def _ask(client: httpx2.AsyncClient, request: BatchRequest, patience_s: float) -> dict[str, Any]:
     """The line of one answer. Raises EngineError if there was none for ``patience_s`` seconds."""
-    pause_s, until = _FIRST_PAUSE_S, time.monotonic() + patience_s
+    pause_s, until = FIRST_PAUSE_S, time.monotonic() + patience_s
     while True:
         try:
             reply = await client.post(request.path, content=request.body)

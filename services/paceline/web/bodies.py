@@ -54,7 +54,7 @@ class Bodies:
     def __init__(self, bounds: BodyBounds) -> None:
         self.bounds = bounds
         self._num_bytes = 0  # of all bodies that have not come to their end
-        self._most_bytes = max(_LEAST_TOGETHER, _TOGETHER * bounds.max_bytes)
+        self.most_bytes = max(_LEAST_TOGETHER, _TOGETHER * bounds.max_bytes)
 
     async def receive(self, request: Request) -> bytes:
         """The body of a request.
@@ -81,9 +81,9 @@ class Bodies:
                     parts.append(part)
                     size += len(part)
                     self._num_bytes += len(part)
-                    if self._num_bytes > self._most_bytes:
+                    if self._num_bytes > self.most_bytes:
                         raise ResourceExhaustedError(
-                            f"bodies of more than {self._most_bytes} bytes are on their way: no more are taken at once",
+                            f"bodies of more than {self.most_bytes} bytes are on their way: no more are taken at once",
                             retry_after_s=1.0,
                         )
         except ClientDisconnect:

@@ -46,7 +46,7 @@ def bound_calls(
     """
     if not tools:
         thought = _reasoning(chat, SPACE, in_reasoning=True) if in_reasoning else []
-        return content if content is None or not thought else _tag_of([*thought, *_formats_of(chat, content)])
+        return content if content is None or not thought else tag_of([*thought, *formats_of(chat, content)])
     strict = any(tool["function"].get("strict") for tool in tools)
     free = choice in (None, "auto")
     if free and not strict and parallel and content is None:
@@ -75,19 +75,20 @@ def bound_calls(
             group = several | {"stop_after_first": one}
             tags = [{"type": "tag", "begin": form.opens, "content": group, "end": form.closes}]
         calls = {"type": "triggered_tags", "triggers": [form.trigger], "tags": tags, "stop_after_first": one}
-        return _tag_of([*_reasoning(chat, in_reasoning=in_reasoning), calls])
+        return tag_of([*_reasoning(chat, in_reasoning=in_reasoning), calls])
     texts = [const(text) if text else None for text in (form.opens, form.closes)]
     group = several | {"stop_after_first": one}
     at_once = [*space, *(part for part in (texts[0], group, texts[1]) if part is not None)]
     if not free or content is None:
-        return _tag_of([*_reasoning(chat, in_reasoning=in_reasoning), *at_once])
-    answer = either([sequence(*_formats_of(chat, content)), sequence(*at_once)])
-    return _tag_of([*_reasoning(chat, *space, in_reasoning=in_reasoning), answer])
+        return tag_of([*_reasoning(chat, in_reasoning=in_reasoning), *at_once])
+    answer = either([sequence(*formats_of(chat, content)), sequence(*at_once)])
+    return tag_of([*_reasoning(chat, *space, in_reasoning=in_reasoning), answer])
 
 
-def _tag_of(elements: list[Format]) -> StructuredOutput:
+def tag_of(elements: list[Format]) -> StructuredOutput:
+    """Returns the structural tag of a sequence of formats. Raises InvalidRequestError where it is too long."""
     tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
-    if _is_longer(tag, MAX_STRUCTURED_OUTPUT_BYTES):
+    if is_longer(tag, MAX_STRUCTURED_OUTPUT_BYTES):
         allowed = f"at most {MAX_STRUCTURED_OUTPUT_BYTES} bytes are allowed for the form of an answer"
         raise InvalidRequestError(f"tools are too long to be bound: {allowed}")
     try:
@@ -96,7 +97,7 @@ def _tag_of(elements: list[Format]) -> StructuredOutput:
         raise InvalidRequestError("tools are too long to be bound: their schemas have too many bytes") from None
 
 
-def _is_longer(value: Any, most: int) -> bool:
+def is_longer(value: Any, most: int) -> bool:
     """True if a value surely has more than ``most`` bytes as JSON. It may hold one part in very many places, so the
     look ends there."""
     left, stack = most, [value]
@@ -113,7 +114,7 @@ def _is_longer(value: Any, most: int) -> bool:
     return left < 0
 
 
-def _formats_of(chat: ChatTemplate, content: StructuredOutput) -> list[Format]:
+def formats_of(chat: ChatTemplate, content: StructuredOutput) -> list[Format]:
     """The formats of content that has a form. Raises InvalidRequestError."""
     head = [const(_FINAL)] if chat.format.calls == "openai" else []
     if content.choice:

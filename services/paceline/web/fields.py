@@ -34,7 +34,7 @@ OFF: Values = (False, 0, "", [], {})
 NOTED = "noted"
 """Marks the served values of a field. Any other value has no effect, and the response's header names it."""
 
-_MAX_NAMED = 20
+MAX_NAMED = 20
 _MAX_LOGGED = 1000
 _LONGEST_NAME = 64
 
@@ -152,7 +152,7 @@ class Ignored:
 
         ``known``: names of the parameters in this place, of which the nearest one is suggested.
         """
-        if not self._strict and (name in self._names or len(self._names) > _MAX_NAMED):  # no more are shown
+        if not self._strict and (name in self._names or len(self._names) > MAX_NAMED):  # no more are shown
             return
         place, _, last = name.rpartition(".")
         close = difflib.get_close_matches(last[:_LONGEST_NAME], list(known), n=1, cutoff=0.8)
@@ -168,21 +168,21 @@ class Ignored:
             return {}
         named = [
             _token(name) + ("" if close is None else f";did_you_mean={_token(close)}")
-            for name, close in list(self._names.items())[:_MAX_NAMED]
+            for name, close in list(self._names.items())[:MAX_NAMED]
         ]
-        return {HEADER: ", ".join(named + ["..."] * (len(self._names) > _MAX_NAMED))}
+        return {HEADER: ", ".join(named + ["..."] * (len(self._names) > MAX_NAMED))}
 
     def warn(self) -> None:
         """Logs each field that this process has not logged yet."""
         for name, close in self._names.items():
-            if name in _logged or len(_logged) >= _MAX_LOGGED:
+            if name in logged_fields or len(logged_fields) >= _MAX_LOGGED:
                 continue
-            _logged.add(name)
+            logged_fields.add(name)
             hint = "" if close is None else f" (did you mean {close}?)"
             log.warning("requests hold the field %s, which is ignored%s", _token(name), hint)
 
 
-_logged: set[str] = set()
+logged_fields: set[str] = set()
 
 
 def _token(name: str) -> str:

@@ -47,7 +47,7 @@ def parse(text: str | bytes, max_values: int | None = None) -> Any:
         raise ValueError("holds a number of too many digits: at most 4300 are allowed") from None
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    _check(value)
+    check_writable(value)
     return value
 
 
@@ -95,7 +95,7 @@ def _constant(name: str) -> NoReturn:
     raise _NotReadError(f"is no JSON: it holds {name}")
 
 
-def _check(value: Any) -> None:
+def check_writable(value: Any) -> None:
     """Raises ValueError for text and numbers that cannot be written, and for values that are nested too deeply."""
     level, depth = [value], 0
     while level:
@@ -103,10 +103,10 @@ def _check(value: Any) -> None:
         for item in level:
             kind = type(item)
             if kind is str:
-                _check_text(item)
+                check_text(item)
             elif kind is dict:
                 for name in item:
-                    _check_text(name)
+                    check_text(name)
                 below += item.values()
             elif kind is list:
                 below += item
@@ -117,7 +117,8 @@ def _check(value: Any) -> None:
             raise ValueError(_TOO_DEEP)
 
 
-def _check_text(text: str) -> None:
+def check_text(text: str) -> None:
+    """Raises ValueError for text that is not UTF-8 when written."""
     if not text.isascii():
         try:
             text.encode()

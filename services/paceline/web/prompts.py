@@ -35,7 +35,7 @@ def filling(
 
     Raises InvalidRequestError if the tokenizer has no marks of a gap, or the texts are too long.
     """
-    form, ids, ends = _marks(tokenizer)
+    form, ids, ends = marks_of(tokenizer)
     if not form:
         raise InvalidRequestError(f"suffix is {shown(after)}: this tokenizer has no tokens that mark a gap to fill")
     size, limit = len(before) + len(after), max_model_len * tokenizer.max_token_bytes
@@ -46,16 +46,16 @@ def filling(
             check_text(tokenizer, text, max_model_len)
     texts = {
         _BEFORE: list(before) if not isinstance(before, str) else tokenizer.encode_text(before),
-        _AFTER: _within(tokenizer, after),
+        _AFTER: tokens_within(tokenizer, after),
     }
-    found = list(_opening(tokenizer))
+    found = list(opening_tokens(tokenizer))
     for piece in form:
         found += texts[piece] if piece in texts else [ids[piece]]
     return tuple(found), ends
 
 
 @functools.lru_cache(maxsize=4)
-def _marks(tokenizer: Tokenizer) -> tuple[tuple[str, ...], dict[str, int], tuple[int, ...]]:
+def marks_of(tokenizer: Tokenizer) -> tuple[tuple[str, ...], dict[str, int], tuple[int, ...]]:
     """The form of a prompt with a gap, () if there is none; the ids of its marks, and of the tokens that end it."""
     ids = {**tokenizer.vocab, **{text: token_id for token_id, (text, _) in tokenizer.added_tokens.items()}}
     for form in _FORMS:
@@ -64,14 +64,14 @@ def _marks(tokenizer: Tokenizer) -> tuple[tuple[str, ...], dict[str, int], tuple
     return (), {}, ()
 
 
-def _opening(tokenizer: Tokenizer) -> tuple[int, ...]:
+def opening_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The special tokens that the tokenizer puts before a prompt."""
     bare, whole = tokenizer.encode_text("a"), list(tokenizer.encode("a"))
     at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
     return tuple(whole[:at])
 
 
-def _within(tokenizer: Tokenizer, text: str) -> list[int]:
+def tokens_within(tokenizer: Tokenizer, text: str) -> list[int]:
     """Tokens of a text in the middle of a prompt: without the space that some tokenizers write before each text."""
     odd = tokenizer.encode_text(_ODD)
     if not text or tokenizer.encode_text(f"{_ODD}ab")[len(odd) :] == tokenizer.encode_text("ab"):
@@ -96,7 +96,7 @@ def truncated(
         if len(ids) >= 2 * num_tokens or size >= len(prompt):
             break
         size *= 4
-    opening = _opening(tokenizer) if special else ()
+    opening = opening_tokens(tokenizer) if special else ()
     if len(ids) <= num_tokens or ids[: len(opening)] != opening or len(opening) >= num_tokens:
         return _cut(ids, num_tokens, side)
     return opening + _cut(ids[len(opening) :], num_tokens - len(opening), side)

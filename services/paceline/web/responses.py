@@ -92,27 +92,28 @@ class Response:
         """The chat; if it may be truncated, without the oldest turns that do not fit the context."""
         body = self._body
         if body.truncation == "disabled":
-            return self._ask(messages)
+            return self.ask(messages)
         room = self._edge.service.info.max_model_len - (body.max_tokens if "max_tokens" in body.model_fields_set else 1)
 
         def fits(some: list[dict[str, Any]]) -> bool:
             try:
-                return len(self._ask(some).token_ids) <= room
+                return len(self.ask(some).token_ids) <= room
             except PromptTooLongError:
                 return False
 
         head = messages[:1] if messages[0]["role"] == "system" else []
         starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
         if not starts or fits(messages):
-            return self._ask(messages)
+            return self.ask(messages)
         width = 1  # last turns that may fit: the search is bounded by the context, not by the chat
         while width < len(starts) and fits(head + messages[starts[-width] :]):
             width *= 2
         last = starts[-width:]
         k = bisect.bisect_left(last, True, key=lambda i: fits(head + messages[i:]))
-        return self._ask(messages if k == len(last) else head + messages[last[k] :])
+        return self.ask(messages if k == len(last) else head + messages[last[k] :])
 
-    def _ask(self, messages: Sequence[dict[str, Any]]) -> Asked:
+    def ask(self, messages: Sequence[dict[str, Any]]) -> Asked:
+        """Returns the request for a response to these messages."""
         body = self._body
         tools = [tool.as_chats_have_it() for tool in body.tools]
         options: dict[str, Any] = {"add_generation_prompt": True}
@@ -130,7 +131,7 @@ class Response:
             self._result = item
             for part in self._speech.finish():
                 yield from self._say(part)
-            yield from self._close(cut=item.finish_reason is FinishReason.LENGTH or self._speech.cuts_call)
+            yield from self.close_block(cut=item.finish_reason is FinishReason.LENGTH or self._speech.cuts_call)
         else:
             if self._shows_logprobs:
                 tokenizer, as_ids = self._edge.service.info.tokenizer, self._body.return_tokens_as_token_ids
@@ -226,7 +227,7 @@ class Response:
 
     def _say(self, part: Part) -> Iterator[dict[str, Any]]:
         if part.kind == "tool_call":
-            yield from self._close()
+            yield from self.close_block()
             called = {"call_id": part.call_id, "name": part.name}
             yield self._add("function_call", "fc", **called, arguments="")
             self._open, self._text = self._output[-1], []
@@ -236,7 +237,7 @@ class Response:
             return
         kind = "message" if part.kind == "content" else "reasoning"
         if self._open is None or self._open["type"] != kind:
-            yield from self._close()
+            yield from self.close_block()
             if kind == "message":
                 yield self._add(kind, "msg", role="assistant", content=[])
                 yield self._of_item("content_part.added", content_index=0, part=_output_text("", []))
@@ -256,7 +257,7 @@ class Response:
         if self._body.reasoning.summarizes:
             yield self._of_item("reasoning_summary_text.delta", summary_index=0, delta=part.text)
 
-    def _close(self, *, cut: bool = False) -> Iterator[dict[str, Any]]:
+    def close_block(self, *, cut: bool = False) -> Iterator[dict[str, Any]]:
         """Ends the item that text was added to. ``cut``: the answer was cut within it."""
         if self._open is None:
             return

@@ -20,7 +20,7 @@ from paceline.types import Request
 
 MAX_PROMPT_LOGPROBS = 1 << 18
 """Log probabilities of prompts in one answer: each takes some hundred bytes while the answer is made."""
-_SLICE = 256
+SLICE = 256
 """Items of a list that are written without giving up the interpreter lock."""
 _DEPTH = 6
 """Levels of an answer below which its lists are short."""
@@ -95,15 +95,15 @@ def pieces(content: Any, depth: int = _DEPTH) -> Iterator[str]:
     elif isinstance(content, Iterator):
         yield "["
         separator = ""
-        while some := list(itertools.islice(content, _SLICE)):
+        while some := list(itertools.islice(content, SLICE)):
             yield separator + dumps(some)[1:-1]
             separator = ","
         yield "]"
     elif depth and isinstance(content, list) and content:
-        for begin in range(0, len(content), _SLICE):
+        for begin in range(0, len(content), SLICE):
             yield "," if begin else "["
-            some = content[begin : begin + _SLICE]
-            if len(content) > _SLICE:
+            some = content[begin : begin + SLICE]
+            if len(content) > SLICE:
                 yield dumps(some)[1:-1]
                 continue
             for i, value in enumerate(some):

@@ -75,7 +75,7 @@ class Speech:
         self._skips_special = skips_special
         self._ends, self._call_ids = frozenset(ends), call_ids
         self._pieces: deque[_Piece] = deque()  # not read yet
-        self._allowed = 0  # code points of the chunks' text that were not read yet
+        self.num_allowed = 0  # code points of the chunks' text that were not read yet
         self._num_tokens = self._num_calls = self._length = 0
         self._places: deque[tuple[int, int]] = deque()  # (end in the answer as read, index) of each token
         self.num_reasoning_tokens = 0
@@ -84,7 +84,7 @@ class Speech:
         """The parts that a chunk completes."""
         for token_id in chunk.token_ids:
             self._add(token_id)
-        self._allowed += len(chunk.text)
+        self.num_allowed += len(chunk.text)
         yield from self._parts(self._read())
 
     def finish(self) -> Iterator[Part]:
@@ -121,14 +121,14 @@ class Speech:
         while self._pieces:
             piece = self._pieces[0]
             text = piece.text
-            if len(piece.shown) > self._allowed:
-                text = piece.shown[: self._allowed]
+            if len(piece.shown) > self.num_allowed:
+                text = piece.shown[: self.num_allowed]
                 if not text:
                     break
                 piece.text = piece.shown = piece.shown[len(text) :]  # the rest of a cut mark is text
-                self._allowed = 0
+                self.num_allowed = 0
             else:
-                self._allowed -= len(piece.shown)
+                self.num_allowed -= len(piece.shown)
                 self._pieces.popleft()
                 if piece.place is not None:  # one without text is a part of the character that follows
                     self._places.append((self._length + max(len(text), 1), piece.place))
@@ -139,7 +139,7 @@ class Speech:
 
     def _parts(self, said: Iterable[Said]) -> Iterator[Part]:
         for one in joined(said):
-            places = self._places_of(one)
+            places = self.places_of(one)
             if one.call is not None:
                 call_id = one.call.call_id or self._call_id(one.call.name)
                 self._num_calls += 1
@@ -152,7 +152,7 @@ class Speech:
                 self.num_reasoning_tokens += len(places)
             yield Part(one.kind, one.text, places=tuple(places) if one.kind == "content" else ())
 
-    def _places_of(self, one: Said) -> list[int]:
+    def places_of(self, one: Said) -> list[int]:
         """Returns the tokens of this text. Earlier tokens, such as marks, are not part of the answer's text."""
         found = []
         while self._places and self._places[0][0] <= one.end:

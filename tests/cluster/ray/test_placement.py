@@ -156,7 +156,7 @@ async def test_a_lease_to_a_replica_that_has_gone_ends_quietly(monkeypatch):
     pool.lease("held", "a")
     pool.lease("other", "b")
     await asyncio.sleep(0.01)
-    monkeypatch.setattr("paceline.cluster.placement._ANSWER_S", 0.05)
+    monkeypatch.setattr("paceline.cluster.placement.ANSWER_S", 0.05)
     registry.publish(KEY, {"b": B})  # a drains: what is held there stays until its session has moved
     await asyncio.sleep(0.1)
     assert handle.cancelled == ["waits"]
