@@ -95,8 +95,8 @@ def test_it_is_refused_in_a_sentence_and_not_run(pair, marker, role, kinds):
 
 
 def test_a_class_of_transformers_under_another_model_type_is_named(tmp_path):
-    """As Kimi-K2's, whose configuration names code, and a class that transformers has."""
-    config = {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "auto_map": {"AutoConfig": "c.Own"}}
+    """Its configuration names code, and a class that transformers has."""
+    config = {"model_type": "own_v3", "architectures": ["DeepseekV3ForCausalLM"], "auto_map": {"AutoConfig": "c.Own"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     said = "if its model is transformers' own DeepseekV3ForCausalLM, serve a copy .* has model_type 'deepseek_v3'$"
     with pytest.raises(ConfigError, match=said):

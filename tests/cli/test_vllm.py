@@ -178,10 +178,10 @@ def test_what_is_refused_says_what_to_do(capsys, flags, sentence):
 
 
 def test_code_of_a_checkpoint_is_allowed_by_its_key_before_anything_else_asks(folder, tmp_path, capsys):
-    """Of a model type that transformers does not know, as Kimi-K2's."""
-    other = Path(shutil.copytree(folder, tmp_path / "kimi"))
+    """Of a model type that transformers does not know."""
+    other = Path(shutil.copytree(folder, tmp_path / "own"))
     config = json.loads((other / "config.json").read_text()) | {
-        "model_type": "kimi_k2",
+        "model_type": "own-model",
         "auto_map": {"AutoConfig": "a.B"},
     }
     (other / "config.json").write_text(json.dumps(config))

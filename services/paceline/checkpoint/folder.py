@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.checkpoint.gguf.described import describe, files_of
 from paceline.checkpoint.gguf.header import SHARD
+from paceline.checkpoint.translated import translated
 from paceline.config.loading import PACKAGED, place_of
 from paceline.errors import ConfigError
 
@@ -109,10 +110,10 @@ def _cached(repo: str, file: str) -> str | None:
 
 
 def folder_of(source: str) -> Path | None:
-    """The directory of a checkpoint by its path: itself, or the one that describes GGUF files, which may be in the
-    hub's cache. None if there is none.
+    """The directory of a checkpoint by its path: itself, one in which transformers knows its model and tokenizer, or
+    the one that describes GGUF files, which may be in the hub's cache. None if there is none.
 
-    Raises ConfigError for a GGUF file that is damaged, or holds what is not read.
+    Raises ConfigError for a GGUF file or a tokenizer that is damaged, or holds what is not read.
     """
     path = place_of(source)
     if (on_hub := gguf_on_hub(source)) is not None and not path.exists():
@@ -122,7 +123,7 @@ def folder_of(source: str) -> Path | None:
         path = Path(cached)
     if files := files_of(path):
         return describe(files)
-    return path if path.is_dir() else None
+    return translated(path) if path.is_dir() else None
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.folder import local_folder
+from paceline.checkpoint.made import made_once
 from paceline.errors import ConfigError
 
 _NEEDED = {
@@ -47,20 +45,15 @@ def with_rope(source: str, rope: Mapping[str, Any], max_position_embeddings: int
     text = json.dumps(config, indent=2)
     digest = hashlib.blake2b(f"{original.resolve()}\n{text}".encode(), digest_size=8).hexdigest()
     made = folder / digest / original.resolve().name
-    if not made.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder))
-        try:
-            (inner := temporary / made.name).mkdir()
-            for one in original.resolve().iterdir():
-                if one.name != "config.json":
-                    (inner / one.name).symlink_to(one)
-            (inner / "config.json").write_text(text, encoding="utf-8")
-            os.rename(temporary, made.parent)
-        except OSError:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if not made.is_dir():  # another process has not made it meanwhile
-                raise
+
+    def write(draft: Path) -> None:
+        (inner := draft / made.name).mkdir()
+        for one in original.resolve().iterdir():
+            if one.name != "config.json":
+                (inner / one.name).symlink_to(one)
+        (inner / "config.json").write_text(text, encoding="utf-8")
+
+    made_once(made.parent, write)
     return made
 
 

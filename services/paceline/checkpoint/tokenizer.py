@@ -17,6 +17,7 @@ from paceline.checkpoint import token_text
 from paceline.checkpoint.folder import folder_of, read_json, require_no_code
 from paceline.checkpoint.gguf.described import describes
 from paceline.checkpoint.hub import fetch_gguf, require_fetchable
+from paceline.checkpoint.tiktoken_model import FILE, is_unknown
 from paceline.checkpoint.token_text import ByteDetokenizer, Decode, TokenBytes, WindowDetokenizer
 from paceline.errors import ConfigError, InvalidRequestError, PromptTooLongError, TokenizerMismatchError
 
@@ -324,12 +325,18 @@ def _tried(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def transformers_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a checkpoint as transformers reads it. Raises whatever transformers raises."""
+    """The tokenizer of a checkpoint as transformers reads it. Raises whatever transformers raises, and ConfigError for
+    a file of tokens whose pattern it would guess."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = folder_of(path)
     if folder is not None and describes(folder):  # the files are all there is to it, whatever the model's type
         return PreTrainedTokenizerFast.from_pretrained(folder)
+    if folder is not None and not trust_remote_code and is_unknown(folder):
+        raise ConfigError(
+            f"its tokenizer is {FILE} with a pattern that is not known: "
+            "a tokenizer.json is needed, or that its code is trusted"
+        )
     return AutoTokenizer.from_pretrained(folder or path, trust_remote_code=trust_remote_code)
 
 

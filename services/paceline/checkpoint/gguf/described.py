@@ -8,8 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -20,6 +18,7 @@ from paceline.checkpoint.gguf.config import config_of
 from paceline.checkpoint.gguf.header import SHARD, Header, Stored, read_header
 from paceline.checkpoint.gguf.tokenizer import end_token_ids, tokenizer_files
 from paceline.checkpoint.gguf.weights import GgufTensors, GgufWeights
+from paceline.checkpoint.made import made_once
 from paceline.config import cache_dir
 from paceline.config.loading import packaged_sampling
 from paceline.errors import ConfigError
@@ -70,24 +69,9 @@ def describe(files: Sequence[Path]) -> Path:
     Raises:
         ConfigError: a file is damaged, or holds something that is not read; or the cache cannot be written.
     """
-    folder = cache_dir() / "gguf" / _key(files)
-    if folder.is_dir():
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".making-"))
-    except OSError as error:
-        raise ConfigError(f"the cache {str(folder.parent)!r} cannot be written: {error.strerror or error}") from error
-    try:
-        _write(draft, read_header([one.absolute() for one in files]))
-        try:
-            draft.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # another process was faster
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return folder
+    return made_once(
+        cache_dir() / "gguf" / _key(files), lambda draft: _write(draft, read_header([one.absolute() for one in files]))
+    )
 
 
 def _key(files: Sequence[Path]) -> str:

@@ -1,0 +1,86 @@
+"""Checkpoints that name a model type or a tokenizer of code of their own, for what transformers has under another name.
+
+For each a directory is made once, in the cache of compiled models: links to its files, with the configuration and the
+tokenizer as transformers reads them. Its code is neither run nor linked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint import tiktoken_model
+from paceline.checkpoint.made import made_once
+from paceline.config import cache_dir
+
+_FORMAT = 1
+"""Goes up whenever the directory would be made otherwise of the same files."""
+_CONFIG, _SETTINGS = "config.json", "tokenizer_config.json"
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How transformers names the layout of a model type that it does not know."""
+
+    model_type: str
+    architecture: str
+    values: Callable[[Config], Config] = lambda config: {}
+    """Keys of its configuration that the type has under other names."""
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "kimi_k2": Layout("deepseek_v3", "DeepseekV3ForCausalLM"),
+    "mimo": Layout("qwen2", "Qwen2ForCausalLM"),
+}
+"""Model types that are published with code of their own, by the name in their config.json."""
+
+
+def translated(folder: Path) -> Path:
+    """A directory of the same model as transformers reads it: ``folder`` itself where it does.
+
+    Raises:
+        ConfigError: its tokenizer is damaged, or the cache cannot be written.
+    """
+    config, settings = _read(folder / _CONFIG), _read(folder / _SETTINGS)
+    layout, has_ranks = LAYOUTS.get(str(config.get("model_type"))), tiktoken_model.is_known(folder, settings)
+    if layout is None and not has_ranks:
+        return folder
+    names = sorted(one.name for one in folder.iterdir() if one.suffix != ".py")
+    stats = [(name, (found := (folder / name).stat()).st_size, found.st_mtime_ns) for name in names]
+    content = json.dumps([_FORMAT, str(folder.resolve()), stats])
+    made = cache_dir() / "checkpoints" / hashlib.sha256(content.encode()).hexdigest()[:24] / folder.resolve().name
+
+    def write(draft: Path) -> None:
+        (inner := draft / made.name).mkdir()
+        files = {} if layout is None else {_CONFIG: json.dumps(_known(config, layout), indent=2)}
+        if has_ranks:
+            files["tokenizer.json"], values = tiktoken_model.converted(folder, settings)
+            files[_SETTINGS] = json.dumps(values, indent=2, ensure_ascii=False)
+        for name in names:
+            if name not in files and not (has_ranks and name == tiktoken_model.FILE):
+                (inner / name).symlink_to((folder / name).absolute())
+        for name, text in files.items():
+            (inner / name).write_text(text, encoding="utf-8")
+
+    made_once(made.parent, write)
+    return made
+
+
+def _known(config: Config, layout: Layout) -> dict[str, Any]:
+    """A configuration as transformers has it."""
+    kept = {key: value for key, value in config.items() if key != "auto_map"}
+    return {**kept, "model_type": layout.model_type, "architectures": [layout.architecture], **layout.values(config)}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A JSON object; {} if the file is missing or malformed, which those who need it say."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,302 @@
+"""Checkpoints under names that transformers does not know: served as they are published, without their code."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+import tiktoken
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.models import random_model
+from tests.support.mutants import mutant
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, trainers
+from transformers import DeepseekV3Config
+
+from paceline.checkpoint import tiktoken_model
+from paceline.checkpoint.chat import load_chat
+from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.folder import folder_of
+from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from paceline.cli.main import main
+from paceline.errors import ConfigError
+from paceline.model.loading import load_pretrained
+from paceline.model.local_config import counts_by_config
+
+CORPUS = [
+    "def read(path): return open(path).read()  # it's what they've said, I'll 12345",
+    "世界你好,中文测试 mixed中文and words 世界你好",
+    "  naïve Café ÄÖÜ 🙂🙂\r\n\n\tend 한국어 ひらがな Été",
+] * 3
+SPECIAL = {"[BOS]": 0, "[EOS]": 1, "<|im_end|>": 2, "<|im_user|>": 3, "<|im_assistant|>": 4, "<|im_middle|>": 17}
+PLAIN = {"<|tool_calls_section_begin|>": 11, "<|tool_call_begin|>": 13, "<think>": 22, "</think>": 23}
+"""Added tokens by their places after the tokens of the file; those with text that a reader sees."""
+TEMPLATE = """{%- for m in messages -%}<|im_user|>{{ m.content }}<|im_end|>{%- endfor -%}
+{%- if tools -%}<|tool_calls_section_begin|>{{ tools | tojson(separators=(',', ':')) }}{%- endif -%}
+<|im_assistant|><|im_middle|>"""
+CODE = """
+raise AssertionError("the code of a checkpoint was run")
+
+class TikTokenTokenizer:
+    pat_str = "|".join([{patterns}])
+"""
+
+
+def ranks() -> dict[bytes, int]:
+    """A byte-level vocabulary of some hundred tokens, by the order in which they were merged."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    letters = tiktoken_model.letters_of(pre_tokenizers.ByteLevel.alphabet())
+    return {bytes(map(letters.index, token)): rank for token, rank in backend.get_vocab().items()}
+
+
+RANKS = ranks()
+NUM = len(RANKS)
+
+
+def settings() -> dict[str, object]:
+    added = {NUM + at: {"content": text, "special": text in SPECIAL} for text, at in (SPECIAL | PLAIN).items()}
+    return {
+        "tokenizer_class": "TikTokenTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+        "added_tokens_decoder": {str(token_id): token for token_id, token in added.items()},
+        "additional_special_tokens": ["<|im_end|>"],
+        "bos_token": "[BOS]",
+        "eos_token": "[EOS]",
+        "chat_template": TEMPLATE,
+    }
+
+
+def write_tokenizer(folder: Path, patterns: str | None = None) -> None:
+    """The files of Kimi-K2's tokenizer, with a small vocabulary."""
+    parts = ", ".join(f"r{part!r}" for part in [tiktoken_model.PATTERN]) if patterns is None else patterns
+    (folder / "tokenization_kimi.py").write_text(CODE.format(patterns=parts.replace("\\\\", "\\")))
+    lines = (base64.b64encode(token) + b" %d" % rank for token, rank in RANKS.items())
+    (folder / "tiktoken.model").write_bytes(b"\n".join(lines) + b"\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings()))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def encoding() -> tiktoken.Encoding:
+    """tiktoken itself, by the pattern and the reserved tokens of Kimi-K2's code."""
+    named = {at: text for text, at in (SPECIAL | PLAIN).items()}
+    special = {named.get(at, f"<|reserved_token_{NUM + at}|>"): NUM + at for at in range(256)}
+    pattern = "|".join(
+        [
+            r"""[\p{Han}]+""",
+            r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+            r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+            r"""\p{N}{1,3}""",
+            r""" ?[^\s\p{L}\p{N}]+[\r\n]*""",
+            r"""\s*[\r\n]+""",
+            r"""\s+(?!\S)""",
+            r"""\s+""",
+        ]
+    )
+    assert pattern == tiktoken_model.PATTERN
+    return tiktoken.Encoding("kimi", pat_str=pattern, mergeable_ranks=RANKS, special_tokens=special)
+
+
+def tokenizer(folder: Path) -> Tokenizer:
+    write_tokenizer(folder)
+    return load_tokenizer(str(folder))
+
+
+PIECES = st.one_of(
+    st.text(max_size=6),
+    st.text(alphabet="世界你好中文测试漢字", max_size=6),
+    st.text(alphabet="aZé 's've'LL'd\t\n\r 0123456789.,", max_size=12),
+    st.sampled_from([*SPECIAL, *PLAIN, "🙂", "👩‍👩‍👧", "Café", "한국어", "<|reserved_token_603|>"]),
+)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PACELINE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return tokenizer(tmp_path_factory.mktemp("kimi"))
+
+
+THEIRS = encoding()
+
+
+@given(st.lists(PIECES, max_size=8).map("".join))
+def test_texts_have_the_tokens_of_tiktoken_and_come_back_token_by_token(ours, text):
+    expected = THEIRS.encode(text, allowed_special="all")
+    assert list(ours.encode(text)) == expected
+    assert ours.decode(expected, special=True) == text
+    shown = ours.detokenizer(special=True)
+    assert "".join([*(shown.add(one) for one in expected), shown.flush()]) == text
+
+
+@given(st.lists(st.integers(0, NUM + 255), max_size=12))
+def test_any_tokens_have_the_text_of_tiktoken(ours, tokens):
+    assert ours.decode(tokens, special=True) == THEIRS.decode(tokens)
+
+
+@mutant(tiktoken_model, "merges_of")
+def _joins_late_tokens_first(merges, ranks):
+    return merges(ranks)[::-1]
+
+
+def _llama_3_pattern(patch: pytest.MonkeyPatch) -> None:
+    """That of transformers' own conversion: Chinese characters join other letters."""
+    patch.setattr(
+        tiktoken_model,
+        "PATTERN",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+",
+    )
+
+
+@pytest.mark.parametrize("change", [_joins_late_tokens_first, _llama_3_pattern])
+def test_other_merges_and_another_pattern_are_caught(tmp_path, monkeypatch, change):
+    change(monkeypatch)
+    text, _ = tiktoken_model.converted(tokenizer_files(tmp_path), settings())
+    backend = Backend.from_str(text)
+    texts = [*CORPUS, *(line[::-1] for line in CORPUS)]
+    assert any(backend.encode(text).ids != THEIRS.encode(text) for text in texts)
+
+
+def tokenizer_files(folder: Path) -> Path:
+    write_tokenizer(folder)
+    return folder
+
+
+def test_marks_of_calls_and_reasoning_are_text_and_control_tokens_are_not(ours):
+    for text in PLAIN:
+        assert ours.decode(ours.encode(text)) == text
+    assert ours.decode(ours.encode("[BOS]a<|im_end|><|reserved_token_603|>")) == "a"
+    assert ours.vocab_size == NUM + 256
+    assert ours.eos_token_ids == (NUM + 1,)
+
+
+def checkpoint(folder: Path, **values: object) -> Path:
+    """A tiny Kimi-K2: DeepSeek-V3's layout, with the configuration, tokenizer and code of its own."""
+    config = DeepseekV3Config(
+        vocab_size=NUM + 256, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1, q_lora_rank=24,
+        num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16,
+        v_head_dim=16, max_position_embeddings=512, eos_token_id=NUM + 2, bos_token_id=NUM,
+    )  # fmt: skip
+    random_model(config, dtype=torch.bfloat16).save_pretrained(folder)
+    found = json.loads((folder / "config.json").read_text())
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModel": "modeling_deepseek.DeepseekV3Model"}
+    found |= {"model_type": "kimi_k2", "auto_map": code, "num_nextn_predict_layers": 0, **values}
+    (folder / "config.json").write_text(json.dumps(found))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": NUM + 2}))
+    for name in ("configuration_deepseek.py", "modeling_deepseek.py"):
+        (folder / name).write_text(CODE.format(patterns=""))
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory):
+    return checkpoint(tmp_path_factory.mktemp("Kimi-K2"))
+
+
+def test_a_checkpoint_is_read_as_its_layout_and_no_code_of_it_is_run(kimi):
+    found = Checkpoint.open(str(kimi))
+    assert (found.config["model_type"], found.path, found.eos_token_ids) == ("deepseek_v3", str(kimi), (NUM + 2,))
+    assert "auto_map" not in found.config
+    folder = folder_of(str(kimi))
+    assert folder is not None
+    assert (folder.name, [*folder.glob("*.py")]) == (kimi.name, [])
+    assert folder_of(str(folder)) == folder
+    model = load_pretrained(found, torch.bfloat16)
+    assert found.size().num_parameters == sum(one.numel() for one in model.state_dict().values())
+    assert found.tokenizer.encode("世界ab") == tuple(THEIRS.encode("世界ab"))
+
+
+def test_its_chat_template_finds_its_calls_and_reasoning(kimi):
+    template = load_chat(str(kimi))
+    assert template is not None
+    assert (template.format.calls, template.format.reasoning) == ("kimi_k2", "kimi_k2")
+
+
+def test_a_service_of_it_is_accepted(kimi, capsys):
+    assert main(["check", str(kimi), "--no-compile", "--drafter", "ngram"]) == 0, capsys.readouterr()
+
+
+def test_changed_files_are_read_anew(tmp_path):
+    folder = checkpoint(tmp_path)
+    first = folder_of(str(folder))
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 1024}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert Checkpoint.open(str(folder)).max_model_len == 1024
+    assert folder_of(str(folder)) != first
+
+
+def rewrite(folder: Path, name: str, change) -> None:
+    (folder / name).write_text(change((folder / name).read_text()))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "sentence"),
+    [
+        ("tiktoken.model", lambda text: text + "!!! 900\n", "is damaged: lines of a token in base64"),
+        ("tiktoken.model", lambda text: text.replace("AA== ", "AAAA "), "is damaged: ranks from 0 without a gap"),
+        (
+            "tokenizer_config.json",
+            lambda text: text.replace(f'"{NUM + 17}"', '"5"'),
+            f"with id 5: {NUM} to {NUM + 255}",
+        ),
+        ("tokenization_kimi.py", lambda text: text.replace("Han", "L"), "a pattern that is not known"),
+        ("tokenizer_config.json", lambda text: text.replace("tokenization_kimi", "t"), "a pattern that is not known"),
+    ],
+)
+def test_what_cannot_be_read_is_said(tmp_path, name, change, sentence):
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
+    rewrite(tmp_path, name, change)
+    with pytest.raises(ConfigError, match=sentence):
+        load_tokenizer(str(tmp_path))
+
+
+KIMI_K2 = {
+    "attention_bias": False, "bos_token_id": 163584, "eos_token_id": 163585, "first_k_dense_replace": 1,
+    "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 131072, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 1,
+    "n_routed_experts": 384, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6,
+    "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+    "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+    "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 163840,
+}  # fmt: skip
+MIMO = {
+    "attention_bias": True, "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 32768,
+    "max_window_layers": 36, "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 640000,
+    "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151680,
+}  # fmt: skip
+PUBLISHED = {
+    "kimi_k2": ("DeepseekV3ForCausalLM", KIMI_K2, 1_026_408_232_448 - 60 * 384),
+    "mimo": ("MiMoForCausalLM", MIMO, 7_833_409_536 - 210_790_400),
+}
+"""Model types: architecture and values of config.json as published, and the numbers in the published files without the
+biases of routers, which transformers has as buffers, and without MTP layers."""
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_published_configurations_have_the_published_numbers_of_parameters(tmp_path, model_type):
+    architecture, values, expected = PUBLISHED[model_type]
+    config = {"model_type": model_type, "architectures": [architecture], "auto_map": {"AutoConfig": "c.Own"}, **values}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = Checkpoint.open(str(tmp_path))
+    assert counts_by_config(found).numbers == expected
