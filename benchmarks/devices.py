@@ -40,10 +40,10 @@ import torch
 import paced
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
-from paceline.config import DraftModel, LocalConfig, TargetModel
+from paceline.config import DraftModel, HeadOptions, LocalConfig, TargetModel
 from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.plan.advice import equivalent
-from paceline.plan.closed_form import Load, Requests, System
+from paceline.plan.closed_form import MOST_LEAVES, RANKED, Load, Requests, System
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
@@ -56,6 +56,8 @@ ROWS = 295
 TREE_STEP_TOKENS, TREE_BUDGET, FAN_OUT = 32, 1024, 3
 MIN_PATH_PROB = 0.01
 """Growth goes further than by default, and deeper rather than wider: the draft has a device of its own."""
+LARGEST_OWN_K = 8
+"""Draft tokens of a co-located draft, at most."""
 AWAKE_S = 0.003
 """How long before its end a forward stops sleeping: a CUDA stream is polled by who waits for it."""
 PUBLISHED = {("plain", 0): 54.7, ("co-located", 6): 161.8, ("overlapped", 7): 255.8}
@@ -103,6 +105,11 @@ class Way:
     delay_s: float = 0.0
     """Added to each way of the draft link."""
 
+    @property
+    def alone(self) -> bool:
+        """True if no draft replica takes part."""
+        return self.mode is Mode.PLAIN or self.name == "co-located"
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -110,7 +117,7 @@ class Setting:
 
     targets: int
     own: int
-    """Devices that draft for themselves; they take their sessions in equal shares."""
+    """Targets with a draft model of their own (a head); a router of their own places the sessions."""
     steps_s: tuple[float, float]
     """Seconds of a step of target and draft."""
     model: str
@@ -131,17 +138,17 @@ class Setting:
 
     def devices(self, way: Way) -> int:
         """Number of devices that a way takes."""
-        if way.mode is Mode.PLAIN or way.name == "co-located":
+        if way.alone:
             return max(self.own, 1) * self.parts
         return self.targets * self.parts + 1
 
 
 @dataclass
 class Devices:
-    """The replicas and devices of a setting that run, with a router for each delay."""
+    """The replicas of a setting, with a router for each delay and one for targets with draft models of their own."""
 
     routers: dict[float, Router]
-    own: list[paced.Process]
+    own: Router | None
     prompts: list[tuple[int, ...]]
     windows: dict[Way, list[paced.Window]] = field(default_factory=dict)
 
@@ -149,15 +156,8 @@ class Devices:
         """Measures a way once more."""
         drafting = {} if way.mode is Mode.PLAIN else {"max_draft_tokens": way.k, "acceptance": rule}
         speculation = SpeculationParams(mode=way.mode, **drafting)
-        if way.name == "co-located" or (way.mode is Mode.PLAIN and len(self.own) > 1):
-            shares = [len(range(i, sessions, len(self.own))) for i in range(len(self.own))]
-            for process, share in zip(self.own, shares, strict=True):
-                process.pipe.send((self.prompts, share, sampling, speculation, WARM_S, seconds))
-            parts = [await asyncio.to_thread(process.answer) for process in self.own]
-            found = replace(paced.total(parts), seconds=seconds)
-        else:
-            router = self.routers[way.delay_s]
-            found = await paced.load(router, self.prompts, sessions, sampling, speculation, WARM_S, seconds)
+        router = self.own if way.alone and self.own is not None else self.routers[way.delay_s]
+        found = await paced.load(router, self.prompts, sessions, sampling, speculation, WARM_S, seconds)
         self.windows.setdefault(way, []).append(found)
         print(f"{sessions} sessions, {way}: {found.tokens_per_s:.1f} tokens/s", file=sys.stderr, flush=True)
 
@@ -174,9 +174,15 @@ async def measure(setting: Setting, seconds: float, repeats: int) -> None:
     target, draft = setting.paces
     prompts = [prompt.token_ids for prompt in held_out_prompts(load_tokenizer(config.target.path), 24)]
     async with contextlib.AsyncExitStack() as stack:
-        kinds = [*[("target", target)] * setting.targets, ("draft", draft)]
-        members = paced.replicas(stack, config, kinds, disturbed=setting.disturbed)
-        own = paced.in_turn(stack, setting.own, config, target, draft, setting.disturbed)
+        factory = functools.partial(paced.PacedFactory, target=target, draft=draft, disturbed=setting.disturbed)
+        pools = [factory("target", config)] * setting.targets + [factory("draft", config)]
+        members = paced.replicas(stack, pools)
+        own = None
+        if setting.own:
+            head = HeadOptions(method="draft_model", model=str(DRAFT_DIR), num_speculative_tokens=LARGEST_OWN_K)
+            with_head = config.model_copy(update={"target": config.target.model_copy(update={"heads": [head]})})
+            devices = paced.replicas(stack, [factory("target", with_head)] * setting.own)
+            own = await stack.enter_async_context(paced.routed(with_head, devices))
         routers = {
             delay_s: await stack.enter_async_context(paced.routed(config, members, delay_s=delay_s))
             for delay_s in dict.fromkeys(way.delay_s for way in setting.ways)
@@ -207,6 +213,8 @@ def planned(row: Way, w: paced.Window, times: Sequence[float], rule: Acceptance,
             gap_s=w.gap_s(target),
             link_s=w.link_s if row.name == "sequential" else 0.0,
             colocated=row.name != "sequential",
+            ranked=RANKED if row.name == "co-located" else 1,
+            most_leaves=MOST_LEAVES if row.name == "co-located" else 1,
         )
     if (found := w.siblings_hold(acceptance)) is not None:
         outcomes = outcomes.with_siblings(found, FAN_OUT)
@@ -263,9 +271,8 @@ def rows_of(
         system = planned(way, w, setting.steps_s, rule, of_first)
         if way.delay_s:
             system = replace(system, link_s=links[way.mode, way.k] + way.delay_s)
-        alone = way.mode is Mode.PLAIN or way.name == "co-located"
-        targets = min(sessions, max(setting.own, 1)) if alone else setting.targets
-        load = Load(sessions, targets, 0 if alone else 1, Requests(OUTPUT_TOKENS, computed))
+        targets = min(sessions, max(setting.own, 1)) if way.alone else setting.targets
+        load = Load(sessions, targets, 0 if way.alone else 1, Requests(OUTPUT_TOKENS, computed))
         paces = StepTable.affine(draft.step_s, draft.row_s)
         bare = replace(system, draft=paces, gap_s=0.0, link_s=0.0, branch_s=0.0)
         forecast, bound = (

@@ -17,7 +17,6 @@ import functools
 import multiprocessing
 import os
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -30,7 +29,6 @@ from paceline.metrics.router import RouterMetrics
 from paceline.router.admission import TargetInfo
 from paceline.router.pool import Member, StaticPool
 from paceline.router.router import Router
-from paceline.router.session import Session
 from paceline.runtime.build import EngineSpec
 from paceline.runtime.host import EngineHost
 from paceline.runtime.server import EngineServer
@@ -62,6 +60,7 @@ class PacedRunner:
 
     def __init__(self, runner: Any, pace: Pace) -> None:
         self._runner, self._pace = runner, pace
+        self.forwards = self.rows = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -80,6 +79,8 @@ class PacedRunner:
         started = time.perf_counter()
         made = forward(steps)
         num_tokens = sum(len(step.token_ids) for step in steps)
+        self.forwards += 1
+        self.rows += num_tokens
         until = started + self._pace.step_s + (num_tokens - 1) * self._pace.row_s
         if (left_s := until - self._pace.awake_s - time.perf_counter()) > 0:
             time.sleep(left_s)
@@ -90,36 +91,36 @@ class PacedRunner:
 
 @dataclass(frozen=True)
 class PacedFactory:
-    """Builds the target's or the draft's engine and gives it its pace."""
+    """Builds the target's or the draft's engine and gives it its pace, and a draft model in the target its own."""
 
     kind: str
     config: LocalConfig
-    pace: Pace
+    target: Pace
+    draft: Pace
     disturbed: Callable[[Any], Any] | None = None
     """Makes a runner of the draft's own, such as one whose logits are less good. None: as it is."""
-    shares_interpreter: bool = False
-    """As of ``EngineSpec``: true of replicas, which are served by another thread."""
 
     def __call__(self, emit: Callable[[Sequence[Any]], None]) -> Any:
         if self.kind == "draft":
             setup = self.config.draft_setup()
             assert setup is not None
             draft: Any = EngineSpec(setup).build(emit)
-            drafter = draft._drafter
-            if self.disturbed is not None:
-                drafter._runner = self.disturbed(drafter._runner)
-            if self.pace.step_s:
-                drafter._runner = PacedRunner(drafter._runner, self.pace)
+            self._pace_drafter(draft._drafter)
             return _timed(draft)
         from paceline.target.control.step_cost import StepCost
 
-        spec = EngineSpec(self.config.target_setup(), shares_interpreter=self.shares_interpreter)
-        target: Any = spec.build(emit)
-        if self.pace.step_s:
-            target.runners.current = PacedRunner(target.runner, self.pace)
+        target: Any = EngineSpec(self.config.target_setup(), shares_interpreter=True).build(emit)
+        if self.target.step_s:
+            target.runners.current = PacedRunner(target.runner, self.target)
             target.allocation.cost = StepCost()
             target.calibrate()
-        return _priced(target)
+        return _priced(target, [self._pace_drafter(mounted.head) for mounted in target.heads.mounted])
+
+    def _pace_drafter(self, drafter: Any) -> PacedRunner:
+        """Gives a draft model its pace, after ``disturbed`` has made its runner worse."""
+        runner = drafter._runner if self.disturbed is None else self.disturbed(drafter._runner)
+        drafter._runner = PacedRunner(runner, self.draft)
+        return drafter._runner
 
 
 def _timed(draft: Any) -> Any:
@@ -138,8 +139,11 @@ def _timed(draft: Any) -> Any:
     return draft
 
 
-def _priced(target: Any) -> Any:
-    """A target's engine that sums up the seconds for which it takes a branch, step by step."""
+def _priced(target: Any, own: Sequence[PacedRunner]) -> Any:
+    """A target's engine that sums up the seconds for which it takes a branch, step by step.
+
+    ``own``: the runners of its draft models, whose forwards and rows it counts as a draft does.
+    """
     measured, step = {"branch_s": 0.0}, target.step
     _telling(target, measured)
 
@@ -147,6 +151,9 @@ def _priced(target: Any) -> Any:
         before = target.stats.steps
         worked = step()
         measured["branch_s"] += (target.stats.steps - before) * target.allocation.branch_s
+        if own:
+            measured["tree_steps"], measured["leaves"] = (sum(getattr(r, n) for r in own) for n in ("forwards", "rows"))
+            measured["busy_s"] = target.stats.head_s
         return worked
 
     target.step = wrapped
@@ -295,103 +302,6 @@ def acceptance(windows: Sequence[Window]) -> float:
     return sum(w.accepted for w in windows) / max(1, sum(w.trials for w in windows))
 
 
-class InTurn:
-    """A device that drafts and verifies in turn for all of its sessions: ordinary speculative decoding of a batch.
-
-    The engines and the relay are those of production; one thread steps the draft until it has nothing left to do,
-    then the target once.
-    """
-
-    def __init__(
-        self, config: LocalConfig, target: Pace, draft: Pace, disturbed: Callable[[Any], Any] | None = None
-    ) -> None:
-        self._from_target: deque[Any] = deque()
-        self._from_draft: deque[Any] = deque()
-        self._target = PacedFactory("target", config, target)(self._from_target.extend)
-        self._draft = PacedFactory("draft", config, draft, disturbed)(self._from_draft.extend)
-        self._decode = load_tokenizer(config.target.path).decode
-        self._sessions: dict[str, Session] = {}
-        self._num_opened = 0
-
-    def run(
-        self, prompts: Prompts, sessions: int, sampling: SamplingParams, speculation: SpeculationParams, *times: float
-    ) -> Window:
-        """``sessions`` at once, one request after the other; ``times``: seconds to warm up, and of the window."""
-        warm_s, seconds = times
-        window = Window(warm_s, seconds, speculation.max_draft_tokens)
-        before = self._counted()
-        if not sessions:
-            time.sleep(warm_s + seconds)
-        while time.perf_counter() - window.started < warm_s + seconds:
-            while len(self._sessions) < sessions:
-                self._open(prompts[self._num_opened % len(prompts)], sampling, speculation)
-            while self._draft.step() or self._from_draft:
-                self._relay(self._from_draft, window)
-            self._target.step()
-            self._relay(self._from_target, window)
-        ended = time.perf_counter()
-        for session in [*self._sessions.values()]:
-            self._act(session.cancel())
-        self._sessions.clear()
-        self._target.step()  # without a session: what follows is no step that lasts until then
-        after = self._counted()
-        window.draft_steps, window.draft_leaves, window.draft_s, window.steps, window.step_rows = (
-            now - earlier for now, earlier in zip(after, before, strict=True)
-        )
-        window.steps_s = ended - window.started - window.draft_s
-        return window
-
-    def _counted(self) -> tuple[int, int, float, int, int]:
-        """Tree steps, their nodes and seconds; steps and their tokens."""
-        draft, target = self._draft.stats, self._target.stats
-        return draft.tree_steps, draft.leaves, draft.step_s, target.steps, target.tokens_computed
-
-    def _open(self, prompt: Sequence[int], sampling: SamplingParams, speculation: SpeculationParams) -> None:
-        self._num_opened += 1
-        session = Session(f"s{self._num_opened}", tuple(prompt), sampling, speculation, decode=self._decode)
-        self._sessions[session.session_id] = session
-        self._act(session.open())
-
-    def _relay(self, messages: deque[Any], window: Window) -> None:
-        while messages:
-            message = messages.popleft()
-            session = self._sessions.get(message.session_id)
-            if session is None:
-                continue
-            take = session.on_target if messages is self._from_target else session.on_draft
-            actions = take(message)
-            self._act(actions, window)
-            if session.wants_draft:
-                self._act(session.on_draft_up(), window)
-            actions = session.digest()
-            self._act(actions, window)
-            if actions.result is not None:
-                del self._sessions[session.session_id]
-
-    def _act(self, actions: Any, window: Window | None = None) -> None:
-        for chunk in actions.chunks:
-            if window is not None:
-                window.add(chunk)
-        if actions.to_draft:
-            self._draft.receive(actions.to_draft)
-        if actions.to_target:
-            self._target.receive(actions.to_target)
-
-
-def _take_turns(*given: Any) -> None:
-    """The process of an ``InTurn``: arguments of ``run`` in, a Window out."""
-    apply_worker_environment()
-    import torch
-
-    torch.set_num_threads(1)
-    *arguments, pipe = given
-    device = InTurn(*arguments)
-    pipe.send(None)
-    with contextlib.suppress(EOFError):
-        while True:
-            pipe.send(device.run(*pipe.recv()))
-
-
 @dataclass
 class Process:
     """A started process and the pipe to it."""
@@ -423,30 +333,16 @@ class Process:
         self.pipe.close()
 
 
-def replicas(
-    stack: contextlib.AsyncExitStack,
-    config: LocalConfig,
-    paces: Sequence[tuple[str, Pace]],
-    disturbed: Callable[[Any], Any] | None = None,
-) -> dict[str, list[Member]]:
+def replicas(stack: contextlib.AsyncExitStack, factories: Sequence[PacedFactory]) -> dict[str, list[Member]]:
     """Targets and drafts, ready to be connected to, by kind."""
     begun = []
-    for i, (kind, pace) in enumerate(paces):
-        begun.append(Process.start(_serve, PacedFactory(kind, config, pace, disturbed, True), f"{kind}-{i}"))
+    for i, factory in enumerate(factories):
+        begun.append(Process.start(_serve, factory, f"{factory.kind}-{i}"))
         stack.callback(begun[-1].stop)
     members: dict[str, list[Member]] = {"target": [], "draft": []}
-    for i, ((kind, _), process) in enumerate(zip(paces, begun, strict=True)):
-        members[kind].append(Member(f"{kind}-{i}", process.answer()))
+    for i, (factory, process) in enumerate(zip(factories, begun, strict=True)):
+        members[factory.kind].append(Member(f"{factory.kind}-{i}", process.answer()))
     return members
-
-
-def in_turn(stack: contextlib.AsyncExitStack, count: int, *arguments: Any) -> list[Process]:
-    """Co-located devices, ready to ``run``; ``arguments``: of ``InTurn``."""
-    begun = [Process.start(_take_turns, *arguments) for _ in range(count)]
-    for process in begun:
-        stack.callback(process.stop)
-        process.answer()
-    return begun
 
 
 def _delay(link: Any, delay_s: float) -> None:
@@ -483,7 +379,7 @@ async def load(
     router: Router, prompts: Prompts, sessions: int, sampling: SamplingParams, speculation: SpeculationParams,
     *times: float,
 ) -> Window:  # fmt: skip
-    """As ``InTurn.run``, on a router."""
+    """``sessions`` at once, one request after the other; ``times``: seconds to warm up, and of the window."""
     warm_s, seconds = times
     window = Window(warm_s, seconds, speculation.max_draft_tokens)
     before = _counters(router)
@@ -514,11 +410,12 @@ def _counters(router: Router) -> dict[str, float]:
     """Counts and seconds of all replicas and links, by the field of a window."""
     statuses = router.statuses()
     drafts, targets = ([status.counters for status in statuses.get(kind, [])] for kind in ("draft", "target"))
+    drafting = [*drafts, *(c for c in targets if "leaves" in c)]
     metrics: Any = router._metrics
     return {
-        "draft_steps": sum(c["tree_steps"] for c in drafts),
-        "draft_leaves": sum(c["leaves"] for c in drafts),
-        "draft_s": sum(c["busy_s"] for c in drafts),
+        "draft_steps": sum(c["tree_steps"] for c in drafting),
+        "draft_leaves": sum(c["leaves"] for c in drafting),
+        "draft_s": sum(c["busy_s"] for c in drafting),
         "steps": sum(c["steps"] for c in targets),
         "step_rows": sum(c["tokens_computed"] for c in targets),
         "steps_s": sum(c["step_s"] + c["bubble_s"] for c in targets),
