@@ -45,8 +45,8 @@ from paceline.embedded import DRAFT_DIR, TARGET_DIR
 from paceline.plan.advice import equivalent
 from paceline.plan.closed_form import MOST_LEAVES, RANKED, Load, Requests, System
 from paceline.plan.outcomes import Outcomes
-from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
+from paceline.plan.trees import simulate
 from paceline.router.router import Router
 from paceline.types import PAGE_SIZE, Acceptance, Mode, SamplingParams, SpeculationParams
 from paceline_bench.prompts import held_out_prompts

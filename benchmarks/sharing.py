@@ -16,8 +16,8 @@ from itertools import product
 from paceline.cli.table import table
 from paceline.plan.closed_form import Load, Prediction, System, best_k, plain
 from paceline.plan.outcomes import Outcomes
-from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
+from paceline.plan.trees import simulate
 from paceline.types import Mode
 
 STEP_S = 0.02

@@ -928,6 +928,12 @@ class SpeculationStats:
     head_accepted: int = 0
     """The part of ``accepted`` that heads of the target made."""
 
+    def counts(self) -> dict[str, int]:
+        """Numbers of rounds and of tokens, by name."""
+        of_rounds, of_tokens = ("rounds", "hits", "misses"), ("drafted", "accepted")
+        names = *of_rounds, *of_tokens, *(f"{producer}_{kind}" for producer in ("lookup", "head") for kind in of_tokens)
+        return {name: getattr(self, name) for name in names}
+
     def add(self, round_: Round) -> None:
         """Counts one round."""
         self.rounds += 1

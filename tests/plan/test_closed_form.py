@@ -25,8 +25,8 @@ from paceline.plan.closed_form import (
     subtree,
 )
 from paceline.plan.outcomes import Outcomes, expected_tokens, prepared
-from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
+from paceline.plan.trees import simulate
 from paceline.target import session
 from paceline.target.heads.grower import MOST_LEAVES as MOST_HEAD_LEAVES
 from paceline.types import Mode

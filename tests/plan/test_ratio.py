@@ -11,8 +11,8 @@ import paceline
 from paceline.plan.closed_form import Load, System
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.ratio import drafts_per_target
-from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
+from paceline.plan.trees import simulate
 from paceline.types import Mode
 
 GIVEN = {

@@ -9,9 +9,8 @@ import pytest
 from paceline.plan.closed_form import Load, Requests, System, plain
 from paceline.plan.outcomes import Outcomes, expected_tokens
 from paceline.plan.results import Result
-from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
-from paceline.plan.trees import Tree, TreeSimulation
+from paceline.plan.trees import Tree, TreeSimulation, simulate
 from paceline.types import Cause, Mode
 
 ONE, EIGHT = Load(1, 1, 1), Load(8, 1, 1)

@@ -264,12 +264,12 @@ def headers(folder: Path) -> dict[Path, dict[str, Entry]]:
     """The tensors of each safetensors file of a checkpoint; {} if it has none. Raises ConfigError or OSError."""
     index = read_json(folder, "model.safetensors.index.json").get("weight_map")
     if isinstance(index, dict):
-        return {folder / name: _entries(folder / name) for name in sorted(set(map(str, index.values())))}
+        return {folder / name: header(folder / name) for name in sorted(set(map(str, index.values())))}
     single = folder / "model.safetensors"
-    return {single: _entries(single)} if single.exists() else {}
+    return {single: header(single)} if single.exists() else {}
 
 
-def _entries(path: Path) -> dict[str, Entry]:
+def header(path: Path) -> dict[str, Entry]:
     """The tensors by one safetensors header. The file is eight bytes of header length, the header in JSON, the data."""
     size = path.stat().st_size
     with path.open("rb") as file:

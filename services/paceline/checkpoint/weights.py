@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.checkpoint.folder import read_json
 from paceline.checkpoint.gguf.described import gguf_weights
 from paceline.checkpoint.gguf.weights import GgufWeights
+from paceline.checkpoint.size import header
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +55,10 @@ class WeightFiles:
         shapes: dict[str, tuple[int, ...]] = {}
         for path in paths:
             try:
-                found = _header(path) if path.suffix == ".safetensors" else _pickled_shapes(path)
+                if path.suffix == ".safetensors":
+                    found = {name: entry.shape for name, entry in header(path).items()}
+                else:
+                    found = {name: tuple(tensor.shape) for name, tensor in _unpickled(path).items()}
             except OSError as error:
                 raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
             files.update(dict.fromkeys(found, path))
@@ -95,27 +98,6 @@ def _paths(folder: Path) -> list[Path]:
             if (folder / f"{stem}{ending}").is_file():
                 return [folder / f"{stem}{ending}"]
     return []
-
-
-def _header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by the header of a safetensors file: eight bytes of its length, the header in JSON, the data."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = file.read(length) if length <= size else b""
-    try:
-        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
-        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{str(path)!r} is not a safetensors file, or cut short") from error
-    if 8 + length + end > size:
-        raise ConfigError(f"{str(path)!r} is cut short: it has {size} bytes of {8 + length + end}")
-    return shapes
-
-
-def _pickled_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in _unpickled(path).items()}
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:

@@ -260,17 +260,7 @@ def as_json(result: Result, *, logprobs: bool = False) -> dict[str, Any]:
             "prompt_tokens": result.usage.prompt_tokens,
             "completion_tokens": result.usage.completion_tokens,
         },
-        "speculation": {
-            "rounds": stats.rounds,
-            "drafted": stats.drafted,
-            "accepted": stats.accepted,
-            "hits": stats.hits,
-            "misses": stats.misses,
-            "lookup_drafted": stats.lookup_drafted,
-            "lookup_accepted": stats.lookup_accepted,
-            "head_drafted": stats.head_drafted,
-            "head_accepted": stats.head_accepted,
-        },
+        "speculation": stats.counts(),
         "timing": {
             "prefill_s": round(timing.prefill_s, 6),
             "decode_s": round(timing.decode_s, 6),

@@ -7,7 +7,7 @@
 
 The rate of the observations is compared with a mark whenever their number is a power of two, from ``LEAST`` on. The
 verdict is clear if the two differ by 2.5 (1 + 2 / (n - 1)) standard errors of n observations, near Student's t at 0.99;
-after ``WINDOW`` observations the sign decides. An alternative that loses pauses for 2, 4, 8, .. 64 seconds of steps.
+after ``WINDOW`` observations the sign decides. An alternative that loses pauses for 1, 2, 4, .. 64 seconds of steps.
 All trials of an engine pay from one ``Budget``: the next one starts when the losses of all earlier ones are at most a
 hundredth of the time.
 """
@@ -94,6 +94,10 @@ class Experiment:
         self.num_failures = max(0, self.num_failures - 1) if won else self.num_failures + 1
         if not won:
             self.pause(budget)
+
+    def left_s(self, budget: Budget) -> float:
+        """Seconds of steps until its next trial may begin: its pause has ended and the budget is free."""
+        return max(self.until, budget.free_at) - budget.now
 
     def pause(self, budget: Budget) -> None:
         """Begins a pause, at least until the budget has been free for a second: others have their turn first."""

@@ -9,8 +9,8 @@ from paceline.plan.closed_form import Load, Prediction, System, best_k, plain, p
 from paceline.plan.outcomes import Outcomes, expected_tokens
 from paceline.plan.results import Result
 from paceline.plan.search import seconds_for, slice_of
-from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
+from paceline.plan.trees import simulate
 from paceline.types import Mode
 
 

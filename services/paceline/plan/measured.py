@@ -16,8 +16,8 @@ from paceline.plan.closed_form import Load, Prediction, System, predict
 from paceline.plan.layouts import CoreTimes, Drafting, Run, system_on
 from paceline.plan.outcomes import Outcomes
 from paceline.plan.results import Result
-from paceline.plan.simulate import simulate
 from paceline.plan.times import StepTable
+from paceline.plan.trees import simulate
 from paceline.types import Mode
 
 _FAN_OUT = 6

@@ -18,7 +18,7 @@ from typing import Any
 from paceline.plan.closed_form import Load, Prediction, Requests, System, lookahead, plain, predict
 from paceline.plan.outcomes import LEAST_PATH_PROB
 from paceline.plan.results import Result
-from paceline.plan.simulate import simulate
+from paceline.plan.trees import simulate
 from paceline.types import Mode
 
 _SECONDS_PER_HOUR, _MILLION = 3600.0, 1e6

@@ -19,17 +19,18 @@ from itertools import count, islice
 from typing import Any
 
 from paceline.core.statistics import Ewma
-from paceline.draft.growth import HOLD_ROUNDS, MIN_PROB, ROUND_WEIGHT, Reach
-from paceline.plan.closed_form import System
+from paceline.draft import growth
+from paceline.draft.growth import HOLD_ROUNDS, MIN_PROB, Reach
+from paceline.plan.closed_form import Load, System
 from paceline.plan.outcomes import expected_tokens
+from paceline.plan.results import Result
 from paceline.plan.simulation import DRAFT_ENDS, DRAFT_WAKES, READY, Simulation
 from paceline.plan.states import Draft, Session, Target
 from paceline.target.control.allocation import allocate_draft_tokens
 from paceline.target.control.subtree import SubtreeOffer
-from paceline.target.control.waiting import GIVE_UP, worth_now, worth_waiting
-from paceline.types import Cause
+from paceline.target.control.waiting import GIVE_UP, ROUND_WEIGHT, worth_now, worth_waiting
+from paceline.types import Cause, Mode
 
-_RATE_WEIGHT = 0.05
 _NO_RANK = 1 << 30
 
 
@@ -95,7 +96,7 @@ class Tree:
         self._reach = Reach(k)
         self._unsent: list[Node] = []
         self._hold_until = 0.0
-        self._round_s, self._followed_at = Ewma(ROUND_WEIGHT), math.nan
+        self._round_s, self._followed_at = Ewma(growth.ROUND_WEIGHT), math.nan
         self._heap: list[tuple[float, int, Node]] = []  # likely enough to expand, if ``_sorted``
         self._sorted = False
         self._serial, self._size = count(), 1
@@ -228,7 +229,7 @@ class TreeSimulation(Simulation):
         self._of: dict[Session, Tree] = {}
         self._rejection = self._system.outcomes.bonus_power is not None
         self._row_s = self._system.target.seconds(2) - self._system.target.seconds(1)
-        self._tokens, self._round_s, self._accepted, self._draft_s = (Ewma(_RATE_WEIGHT) for _ in range(4))
+        self._tokens, self._round_s, self._accepted, self._draft_s = (Ewma(ROUND_WEIGHT) for _ in range(4))
 
     def _open(self, session: Session) -> None:
         self._of[session] = Tree(self._system, self._k)
@@ -405,3 +406,23 @@ class TreeSimulation(Simulation):
             if (tree := self._of.get(session)) is not None and tree.grow(self._now, arrives):
                 self._push(arrives, READY, session)
         self._step(what)
+
+
+def simulate(
+    system: System,
+    load: Load,
+    mode: Mode,
+    k: int,
+    *,
+    seconds: float = 2.0,
+    seed: int = 0,
+    link_spread: float = 0.0,
+) -> Result:
+    """Simulates ``seconds`` of one load and returns its result.
+
+    ``link_spread``: as of ``Simulation``. Overlapped decoding has whole trees where ``System.trees`` says so, else the
+    chains below each outcome (``simulation.py``).
+    """
+    trees = system.trees and mode is Mode.OVERLAPPED and k > 0 and load.drafts > 0
+    kind = TreeSimulation if trees else Simulation
+    return kind(system, load, mode, k, seconds=seconds, seed=seed, link_spread=link_spread).run()

@@ -59,6 +59,11 @@ _SERVER_INFO_SCALARS = (
     "version", "uptime_s", "sessions_running", "sessions_queued", "acceptance_rate", "acceptance_length", "hit_rate",
     "sessions_speculating", "sessions_drafting", "serve_silent_s",
 )  # fmt: skip
+_MODEL_INFO_SCALARS = (
+    "model_id", "tokenizer_fingerprint", "vocab_size", "max_context_length", "dtype", "max_draft_tokens",
+    "batch_invariant",
+)  # fmt: skip
+_MODEL_INFO_LISTS = ("eos_token_ids", "modes", "acceptances")
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -264,24 +269,11 @@ def complete_to_proto(result: Result) -> generation_pb2.GenerateComplete:
         spec_accepted_tokens=stats.accepted,
         spec_draft_tokens=stats.drafted,
         speculation=generation_pb2.SpeculationStats(
-            rounds=stats.rounds,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
-            hits=stats.hits,
-            misses=stats.misses,
             causes={cause.value: count for cause, count in stats.causes.items()},
             acceptance_histogram=[histogram.get(i, 0) for i in range(max(histogram, default=-1) + 1)],
-            lookup_drafted=stats.lookup_drafted,
-            lookup_accepted=stats.lookup_accepted,
-            head_drafted=stats.head_drafted,
-            head_accepted=stats.head_accepted,
+            **stats.counts(),
         ),
-        timing=generation_pb2.Timing(
-            queue_s=timing.queue_s,
-            prefill_s=timing.prefill_s,
-            decode_s=timing.decode_s,
-            tokens_per_s=timing.tokens_per_s,
-        ),
+        timing=generation_pb2.Timing(**asdict(timing)),
         seed=result.seed,
     )
     if isinstance(result.matched_stop, int):
@@ -315,22 +307,11 @@ def complete_from_proto(proto: generation_pb2.GenerateComplete, chunks: Sequence
         finish_reason=finish_reason,
         usage=Usage(proto.prompt_tokens, proto.completion_tokens, proto.cached_tokens),
         speculation=SpeculationStats(
-            rounds=stats.rounds,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
             causes=causes,
             acceptance_histogram={i: count for i, count in enumerate(stats.acceptance_histogram) if count},
-            lookup_drafted=stats.lookup_drafted,
-            lookup_accepted=stats.lookup_accepted,
-            head_drafted=stats.head_drafted,
-            head_accepted=stats.head_accepted,
+            **_named(stats, SpeculationStats().counts().keys() - {"hits", "misses"}),
         ),
-        timing=Timing(
-            prefill_s=timing.prefill_s,
-            decode_s=timing.decode_s,
-            tokens_per_s=timing.tokens_per_s,
-            queue_s=timing.queue_s,
-        ),
+        timing=Timing(**_named(timing, [field.name for field in fields(Timing)])),
         seed=proto.seed,
         matched_stop=matched_stop,
     )
@@ -339,36 +320,20 @@ def complete_from_proto(proto: generation_pb2.GenerateComplete, chunks: Sequence
 def model_info_to_proto(info: ModelInfo) -> generation_pb2.GetModelInfoResponse:
     """Converts the description of the served model for a client."""
     return generation_pb2.GetModelInfoResponse(
-        model_id=info.model_id,
         draft_model_id=info.draft_model_id or "",
-        tokenizer_fingerprint=info.tokenizer_fingerprint,
-        vocab_size=info.vocab_size,
-        max_context_length=info.max_context_length,
-        eos_token_ids=info.eos_token_ids,
-        dtype=info.dtype,
-        modes=info.modes,
-        acceptances=info.acceptances,
-        max_draft_tokens=info.max_draft_tokens,
-        batch_invariant=info.batch_invariant,
         default_sampling_params=sampling_to_proto(info.default_sampling, SamplingParams.model_fields.keys() - {"seed"}),
+        **_named(info, (*_MODEL_INFO_SCALARS, *_MODEL_INFO_LISTS)),
     )
 
 
 def model_info_from_proto(proto: generation_pb2.GetModelInfoResponse) -> ModelInfo:
     """Converts the description of the model that a server serves."""
+    lists: dict[str, Any] = {name: tuple(values) for name, values in _named(proto, _MODEL_INFO_LISTS).items()}
     return ModelInfo(
-        model_id=proto.model_id,
         draft_model_id=proto.draft_model_id or None,
-        tokenizer_fingerprint=proto.tokenizer_fingerprint,
-        vocab_size=proto.vocab_size,
-        max_context_length=proto.max_context_length,
-        eos_token_ids=tuple(proto.eos_token_ids),
-        dtype=proto.dtype,
-        modes=tuple(proto.modes),
-        acceptances=tuple(proto.acceptances),
-        max_draft_tokens=proto.max_draft_tokens,
-        batch_invariant=proto.batch_invariant,
         default_sampling=SamplingParams(**sampling_fields(proto.default_sampling_params)),
+        **_named(proto, _MODEL_INFO_SCALARS),
+        **lists,
     )
 
 
@@ -381,7 +346,7 @@ def server_info_to_proto(info: ServerInfo) -> generation_pb2.GetServerInfoRespon
         pools=pools,
         scaling=[generation_pb2.PoolScaling(**asdict(scaling)) for scaling in info.scaling],  # None is absent
         starting=[generation_pb2.StartingReplica(**asdict(startup)) for startup in info.starting],
-        **{name: getattr(info, name) for name in _SERVER_INFO_SCALARS},
+        **_named(info, _SERVER_INFO_SCALARS),
     )
 
 
@@ -392,14 +357,18 @@ def server_info_from_proto(proto: generation_pb2.GetServerInfoResponse) -> Serve
         pools={name: tuple(status for status in found if status is not None) for name, found in replicas.items()},
         scaling=tuple(map(_scaling_from_proto, proto.scaling)),
         starting=tuple(
-            Startup(**{field.name: getattr(startup, field.name) for field in fields(Startup)})
-            for startup in proto.starting
+            Startup(**_named(startup, [field.name for field in fields(Startup)])) for startup in proto.starting
         ),
-        **{name: getattr(proto, name) for name in _SERVER_INFO_SCALARS},
+        **_named(proto, _SERVER_INFO_SCALARS),
     )
 
 
 def _scaling_from_proto(proto: generation_pb2.PoolScaling) -> PoolScaling:
-    given = {field.name: getattr(proto, field.name) for field in fields(PoolScaling)}
+    given = _named(proto, [field.name for field in fields(PoolScaling)])
     absent = {name: None for name in ("wanted", "demand", "changed_s") if not proto.HasField(name)}
     return PoolScaling(**given | absent)
+
+
+def _named(source: object, names: Collection[str]) -> dict[str, Any]:
+    """The fields of a message or a value that the other form has by the same names."""
+    return {name: getattr(source, name) for name in names}

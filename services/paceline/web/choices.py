@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from paceline.errors import RequestCancelledError
@@ -131,23 +131,10 @@ def speculation_of(result: Result) -> dict[str, Any]:
     stats, timing = result.speculation, result.timing
     return {
         "seed": result.seed,
-        "rounds": stats.rounds,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "hits": stats.hits,
-        "misses": stats.misses,
+        **stats.counts(),
         "causes": {cause.value: count for cause, count in stats.causes.items()},
         "acceptance_histogram": {str(i): count for i, count in sorted(stats.acceptance_histogram.items())},
-        "lookup_drafted": stats.lookup_drafted,
-        "lookup_accepted": stats.lookup_accepted,
-        "head_drafted": stats.head_drafted,
-        "head_accepted": stats.head_accepted,
-        "timing": {
-            "queue_s": timing.queue_s,
-            "prefill_s": timing.prefill_s,
-            "decode_s": timing.decode_s,
-            "tokens_per_s": timing.tokens_per_s,
-        },
+        "timing": asdict(timing),
     }
 
 

@@ -183,6 +183,34 @@ def test_a_load_that_takes_each_free_moment_is_noticed(monkeypatch: pytest.Monke
         give_a_paused_session_its_turn()
 
 
+def wait_for_the_budget() -> None:
+    """Another trial has lost half a second, so for 50 s no load is tried, though their pauses end."""
+    service = Service(0.8)
+    service.run(8.0)
+    trials, budget = service.trials, service.trials.allocation.budget
+    budget.book(0.5)
+    num_trials = trials.num_trials
+    service.run(budget.free_at - budget.now - 1.0)
+    assert trials.num_trials == num_trials
+    service.run(5.0)
+    assert trials.num_trials == num_trials + 1
+
+
+def test_a_load_is_tried_once_the_budget_of_all_trials_is_free() -> None:
+    wait_for_the_budget()
+
+
+@mutant(Experiment, "left_s")
+def each_looks_at_its_own_pause_alone(original: Any, experiment: Experiment, budget: Budget) -> float:
+    return experiment.until - budget.now
+
+
+def test_a_load_that_looks_at_its_own_pause_alone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    each_looks_at_its_own_pause_alone(monkeypatch)
+    with pytest.raises(AssertionError):
+        wait_for_the_budget()
+
+
 def test_two_that_are_equal_do_not_alternate() -> None:
     """Drafting ends, and a gain of less than four percent does not bring it back."""
     for gain in (0.995, 1.0, 1.03):

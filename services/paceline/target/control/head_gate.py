@@ -10,7 +10,7 @@ the path probabilities known by then. It omits feeding the head with every step.
 load its accepted tokens are compared with the tokens made, at R, in all the time that it took. R includes the head's
 own tokens, which does not change the sign: a tokens in h seconds in addition to c tokens in T have gain
 a - (c + a) / (T + h) h > 0 if and only if (c + a) / (T + h) > c / T. A head with a negative account at a load is paused
-there: neither asked nor fed, for 2, 4, 8, .. 64 s of steps.
+there: neither asked nor fed, for 1, 2, 4, .. 64 s of steps.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ No model of a step knows all that drafts take: cores that they share with their 
 each load (``allocation.load_class``) both are tried:
 
     choice ──────────────▶ trial of the other ──▶ the faster one is the choice
-           2, 4, 8, .. 64 s             a few steps
+           1, 2, 4, .. 64 s             a few steps
 
 A step counts with the time since the previous step, less the expected time of its prefill chunks. The first few steps
 after a change, and steps that are mostly prefill, do not count. No trial is needed if drafting is clearly faster than a
@@ -199,7 +199,7 @@ class LoadTrials:
 
     def _left_s(self, num_sessions: int, load: _Load) -> float:
         """Seconds of the choice before the alternative is tried."""
-        left_s = load.experiment.until - self.allocation.budget.now
+        left_s = load.experiment.left_s(self.allocation.budget)
         if load.choice or left_s > 0.0:
             return left_s
         loss_s = 2 * LEAST * self.allocation.plain_s(num_sessions)  # until the change is in force, and the trial

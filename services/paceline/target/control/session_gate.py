@@ -183,11 +183,11 @@ class SessionGate:
             fewer = load_class(num_sessions) < load_class(pause.num_sessions)
             if pause.judgement is Judgement.LOAD or (fewer and self._gain(session, num_sessions) >= WORTH):
                 resumed.append(session)
-            elif budget.now >= session.drafting.until:
+            elif session.drafting.left_s(budget) <= 0.0:
                 due.append(session)
         for session in resumed:
             self.resume(session, now, forget=False)
-        if due and self._trial is None and budget.now >= budget.free_at:
+        if due and self._trial is None:
             self._trial = max(due, key=lambda s: s.max_tokens - s.num_tokens)  # the longest to go
             self.resume(self._trial, now, forget=True)
             if self._ended is not None:

@@ -34,7 +34,7 @@ DRAFT_TIMEOUT_S = 1.0
 """A draft that has sent nothing for so long while a session waited counts as silent until it sends again."""
 GIVE_UP = 3.0
 """Waiting ends at this multiple of the expected delay."""
-_ROUND_WEIGHT = 2 / (WINDOW + 1)
+ROUND_WEIGHT = 2 / (WINDOW + 1)
 """Weight of a round in the averages of rounds: twice that of a token, so that little is lost to a slow draft."""
 _STEP_S, _SHORTEST_S = 0.02, 1e-6
 """Seconds of a step before one was measured, and the least of any step."""
@@ -83,17 +83,17 @@ class WaitPolicy:
     """Share of first draft tokens of a proposal that are accepted."""
     acceptance: Ewma = field(default_factory=lambda: Ewma(1 / WINDOW, PRIOR_ACCEPTANCE))
     """Share of draft tokens that are accepted if all before them were."""
-    draft_tokens: Ewma = field(default_factory=lambda: Ewma(_ROUND_WEIGHT))
+    draft_tokens: Ewma = field(default_factory=lambda: Ewma(ROUND_WEIGHT))
     """Draft tokens accepted in a round that had any to verify."""
-    answer_tokens: Ewma = field(default_factory=lambda: Ewma(_ROUND_WEIGHT))
+    answer_tokens: Ewma = field(default_factory=lambda: Ewma(ROUND_WEIGHT))
     """Draft tokens accepted in a round that waited for its first one; ``draft_tokens`` until there was a wait."""
-    answer_wait_s: Ewma = field(default_factory=lambda: Ewma(_ROUND_WEIGHT))
+    answer_wait_s: Ewma = field(default_factory=lambda: Ewma(ROUND_WEIGHT))
     """How long it waited in all."""
-    hits: dict[bool, Ewma] = field(default_factory=lambda: {True: Ewma(_ROUND_WEIGHT), False: Ewma(_ROUND_WEIGHT)})
+    hits: dict[bool, Ewma] = field(default_factory=lambda: {True: Ewma(ROUND_WEIGHT), False: Ewma(ROUND_WEIGHT)})
     """Share of rounds whose draft had tokens when they began, after rounds that verified tokens of it (True) and after
     others."""
-    tokens_per_round: Ewma = field(default_factory=lambda: Ewma(_ROUND_WEIGHT))
-    round_s: Ewma = field(default_factory=lambda: Ewma(_ROUND_WEIGHT))
+    tokens_per_round: Ewma = field(default_factory=lambda: Ewma(ROUND_WEIGHT))
+    round_s: Ewma = field(default_factory=lambda: Ewma(ROUND_WEIGHT))
 
     def observe_rounds(self, rounds: Sequence[FinishedRound]) -> None:
         """Records finished rounds, in order."""
