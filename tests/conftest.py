@@ -2,13 +2,14 @@
 
 import contextlib
 import gc
+import importlib.util
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A third of the time in which a small model is compiled is that of optimizing what calls its kernels.
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"{addresses[0]}: its id is another one in each process: give its parameters ids")
     if items:
         items[0].config.stash[COLLECTED] = list(items)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _exempt_for_good() -> Iterator[None]:
+    """Keeps what is exempt from collection so. An engine's thread exempts what is there when the engine is built, and
+    ends that for all objects when it stops; among those of all tests each collection then takes more than a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("paceline"):  # other environments run their tests without the package
+            patch.setattr("paceline.runtime.build.settle", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
 
 
 @pytest.fixture

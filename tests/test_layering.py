@@ -7,6 +7,7 @@ the picture first.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 from collections import deque
@@ -120,9 +121,14 @@ def is_entry(package: str, path: Path) -> bool:
     return package == "config" and path.parent.name == "methods"
 
 
+@functools.cache
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def imports(path: Path, *, late: bool = True) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of everything that a file imports, wherever in it; ``late``: inside functions, too."""
-    waiting: deque[ast.AST] = deque([ast.parse(path.read_text(encoding="utf-8"))])
+    waiting: deque[ast.AST] = deque([_parsed(path.read_text(encoding="utf-8"))])
     while waiting:
         node = waiting.popleft()
         if late or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -136,9 +142,9 @@ def imports(path: Path, *, late: bool = True) -> Iterator[tuple[int, str]]:
 
 def violations(package: str, path: Path) -> list[str]:
     """The imports of a file of a package that the tables do not allow."""
-    found = []
-    now = set(imports(path, late=not is_entry(package, path)))
-    for line, name in imports(path):
+    found, named = [], [*imports(path)]
+    now = set(imports(path, late=False) if is_entry(package, path) else named)
+    for line, name in named:
         first, _, rest = name.partition(".")
         other = rest.partition(".")[0]
         where = f"{package}/{path.name}:{line}"

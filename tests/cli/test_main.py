@@ -376,12 +376,17 @@ def plain_json():
     return json.loads(out.getvalue())
 
 
-def test_json_has_its_documented_form(plain_json):
-    assert set(plain_json) == {"text", "token_ids", "finish_reason", "usage", "speculation", "timing"}
+def assert_documented(answer):
+    """The form of ``--json``, from a service as from this machine."""
+    assert set(answer) == {"text", "token_ids", "finish_reason", "usage", "speculation", "timing"}
     names = {"rounds", "drafted", "accepted", "hits", "misses", "lookup_drafted", "lookup_accepted"}
-    names |= {"head_drafted", "head_accepted"}
-    assert set(plain_json["speculation"]) == names
-    assert set(plain_json["timing"]) == {"prefill_s", "decode_s", "tokens_per_s"}
+    assert set(answer["speculation"]) == names | {"head_drafted", "head_accepted"}
+    assert set(answer["timing"]) == {"prefill_s", "decode_s", "tokens_per_s"}
+
+
+@pytest.mark.slow
+def test_json_has_its_documented_form(plain_json):
+    assert_documented(plain_json)
     assert len(plain_json["token_ids"]) == plain_json["usage"]["completion_tokens"] == 24
     assert plain_json["finish_reason"] == "length"
 
@@ -498,13 +503,12 @@ def test_a_service_streams_text_and_a_summary(capsys, service):
     assert service.requests[0].text == PROMPT
 
 
-def test_a_service_gives_the_same_json_as_this_machine(capsys, service, plain_json):
+def test_a_service_gives_the_same_json_as_this_machine(capsys, service):
     status, out, err = ask(capsys, service, "--json")
     assert (status, err) == (0, "")
     answer = json.loads(out)
-    assert answer.keys() == plain_json.keys()
-    for key in ("usage", "speculation", "timing"):
-        assert answer[key].keys() == plain_json[key].keys()
+    assert_documented(answer)
+    assert answer["usage"].keys() >= {"prompt_tokens", "completion_tokens"}
     assert answer["text"] == TEXT
     assert len(answer["token_ids"]) == 18
     _, out, _ = ask(capsys, service, "--json", "--logprobs")

@@ -116,7 +116,7 @@ def below(tree: SpeculationTree, parent: int, nodes: list[tuple[object, ...]]) -
     st.integers(1, 16),
     st.sampled_from([Producer.DRAFT, Producer.DRAFT, Producer.HEAD]),
 )
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_native_trees_equal_their_twins(
     operations: list[object], rejection: bool, max_nodes: int, producer: Producer
 ) -> None:
@@ -139,7 +139,7 @@ def test_native_trees_equal_their_twins(
 
 @pytest.mark.compiler
 @given(st.lists(st.lists(st.tuples(st.integers(0, 2), ADDED), max_size=6) | WALKED, max_size=8), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_messages_for_several_trees_are_taken_as_by_their_twins(batches: list[object], rejection: bool) -> None:
     twins = [SpeculationTree(VOCAB, 5, rejection=rejection, max_nodes=8) for _ in range(3)]
     trees: list[SpeculationTree] = [new_tree(VOCAB, 5, rejection=rejection, max_nodes=8) for _ in range(3)]
@@ -191,7 +191,7 @@ def growths(draw: st.DrawFn) -> Iterator[tuple[NodeColumns, tuple[int, ...]]]:
 
 @pytest.mark.compiler
 @given(growths())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_growing_tree_is_followed_as_its_twin_is(messages: Iterator[tuple[NodeColumns, tuple[int, ...]]]) -> None:
     twin, tree, follower = SpeculationTree(VOCAB, 5), new_tree(VOCAB, 5), new_tree(VOCAB, 5)
     for nodes, token_ids in messages:
@@ -252,14 +252,14 @@ def read_as_protobuf(packed: bytes) -> bool:
 
 @pytest.mark.compiler
 @given(fitting())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_nodes_in_wire_form_are_read_natively(proto: types_pb2.Nodes) -> None:
     assert read_as_protobuf(proto.SerializeToString())
 
 
 @pytest.mark.compiler
 @given(WIRE | fitting(), st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255), st.integers(0, 2)), max_size=3))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_whatever_is_read_natively_is_what_protobuf_reads(
     proto: types_pb2.Nodes, harm: list[tuple[int, int, int]]
 ) -> None:
@@ -281,7 +281,7 @@ def test_whatever_is_read_natively_is_what_protobuf_reads(
         max_size=5,
     )
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_batches_are_read_as_without_a_native_reader(rows: list[tuple[str, bytes]]) -> None:
     ids, packed = [name for name, _ in rows], [nodes for _, nodes in rows]
     size = range(len(rows))
@@ -297,7 +297,7 @@ WRITTEN = st.tuples(*[st.integers(0, 2**32 - 1) | st.integers(0, 300)] * 3, st.f
 
 @pytest.mark.compiler
 @given(st.lists(WRITTEN, max_size=4), st.booleans(), st.booleans(), st.floats() | st.sampled_from([0.0, -0.0]))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_nodes_are_written_as_protobuf_writes_them(
     rows: list[tuple[int, int, int, float, bool, SparseDistribution | None]], plain: bool, idle: bool, step_s: float
 ) -> None:
@@ -327,7 +327,7 @@ def test_what_protobuf_would_not_take_is_not_written_natively(place: int, value:
 
 @pytest.mark.compiler
 @given(st.lists(BELOW, max_size=6), st.booleans(), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_columns_of_nodes_are_those_of_their_twin(
     operations: list[dict[str, object]], rejection: bool, draws_all: bool
 ) -> None:

@@ -139,7 +139,7 @@ def grown(
 @pytest.mark.compiler
 @pytest.mark.parametrize("kind", ["by the drafter", "coupled", "rejection"])
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 0.2]), st.lists(st.integers(0, 6), min_size=5, max_size=9))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_tree_grows_as_it_does_one_by_one(kind: str, seed: int, harm: float, rounds: list[int]) -> None:
     expected, twin = grown(seed, harm, rounds, kind, one_by_one=True)
     found, harness = grown(seed, harm, rounds, kind, one_by_one=False)

@@ -127,7 +127,7 @@ def _three(link: str, kind: str, prepare: Any = None) -> Callable[[dict[str, Res
 
 
 def _target_dies(reference: dict[str, Result]) -> None:
-    for number in range(1, 12):
+    for number in range(1, 12, 2):
         pump = run(reference, 7, {}, _at_outcome(number, lambda pump: pump.kill_target(keeps_talking=True)))
         assert pump.counts["stalls"] == pump.counts["targets_lost"] == 0
 
@@ -156,6 +156,8 @@ def _old_closes(reference: dict[str, Result]) -> None:
             assert pump.counts[name] == 0, name
 
 
+_LATE_FROM_DRAFT = _three("from_draft", "replay", _new_epochs)
+_LATE_TO_TARGET = _three("to_target", "replay", _new_epochs)
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[dict[str, Result]], Any]]] = [
     (_repeated_outcomes_count, _three("from_target", "duplicate")),
     (_gaps_are_closed, _three("from_target", "drop")),
@@ -163,12 +165,12 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[dict[str, Re
     (_old_targets_are_heard, _target_dies),
     (_epochs_stand_still, _target_dies),
     (_history_is_what_was_digested, _target_dies),
-    (_old_drafts_are_heard, _three("from_draft", "replay", _new_epochs)),
+    (_old_drafts_are_heard, _LATE_FROM_DRAFT),
     (_lost_trees_stay_lost, _three("from_draft", "drop")),
     (_repeated_commits_count, _three("to_draft", "duplicate")),
     (_commits_may_be_missing, _three("to_draft", "drop")),
     (_drafts_ignore_epochs, _old_closes),
-    (_targets_ignore_the_epoch_of_nodes, _three("to_target", "replay", _new_epochs)),
+    (_targets_ignore_the_epoch_of_nodes, _LATE_TO_TARGET),
     (_any_node_is_valid, _three("from_draft", "corrupt")),
     (_drafts_are_tried_for_ever, _draft_refuses),
 ]
@@ -184,7 +186,7 @@ def test_a_mutant_is_caught(
         check(reference)
 
 
-@pytest.mark.parametrize("check", {check: None for _, check in MUTANTS[3:]}, ids=lambda check: "")
+@pytest.mark.parametrize("check", [_target_dies, _old_closes, _LATE_FROM_DRAFT, _LATE_TO_TARGET], ids=lambda check: "")
 def test_the_checks_of_the_mutants_hold_without_them(reference: dict[str, Result], check: Any) -> None:
-    """Those that no test above has run."""
+    """Those that are no test of their own (``test_links.py``, ``test_deaths.py``)."""
     check(reference)

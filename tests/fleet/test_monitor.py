@@ -291,7 +291,7 @@ _STEP = st.one_of(
 
 
 class TestProperty:
-    @settings(max_examples=150)
+    @settings(max_examples=60)
     @given(steps=st.lists(_STEP, max_size=60), random=st.randoms(use_true_random=False))
     def test_the_sum_over_processes_is_the_sum_of_the_events(self, steps, random):
         clock = Clock(100.0)

@@ -6,6 +6,7 @@ The pages go from engine to engine as bytes, as ``HostMemoryMover`` sends them (
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import random
@@ -179,22 +180,27 @@ MODELS: dict[str, Callable[[], LoadedModel]] = {
 }
 
 
+@functools.cache
+def unmoved(name: str) -> dict[str, list[int]]:
+    """``texts_of`` a model of ``MODELS``."""
+    return texts_of(MODELS[name]())
+
+
 @pytest.mark.parametrize("name", ["float32", "latents", *slow(["bfloat16", "windows", "near ties", "entries"])])
 def test_texts_after_a_move_are_those_without(name: str) -> None:
-    model = MODELS[name]()
-    texts, num_moved = moved(model, cuts(1))
+    texts, num_moved = moved(MODELS[name](), cuts(1))
     assert num_moved >= 10
-    assert texts == texts_of(model)
+    assert texts == unmoved(name)
 
 
 @pytest.mark.parametrize("seed", [2, *slow([3, 4, 5])])
 def test_texts_are_the_same_where_moved_sessions_are_preempted(seed: int) -> None:
-    model = pair("llama")[0]
+    model = MODELS["float32"]()
     target = Engine(model, pages=9)
     texts, num_moved = moved(model, cuts(seed), target)
     assert num_moved >= 2
     assert target.engine.stats.preemptions >= 1
-    assert texts == texts_of(model)
+    assert texts == unmoved("float32")
 
 
 def test_a_moved_session_computes_what_is_missing_alone() -> None:
@@ -463,12 +469,11 @@ def a_page_is_shared_before_its_last_row(original: Any, session: Any, cache: Any
 @pytest.mark.parametrize("wrong", [the_order_of_pages_is_another, layers_are_swapped, the_first_page_comes_again])
 def test_wrong_contents_change_texts(wrong: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     """In layers with a window, since others attend to all rows of whole pages in any order."""
-    model = MODELS["windows"]()
+    right = unmoved("windows")
     wrong(monkeypatch)
-    texts, num_moved = moved(model, cuts(1))
+    texts, num_moved = moved(MODELS["windows"](), cuts(1))
     assert num_moved >= 10
-    monkeypatch.undo()
-    assert texts != texts_of(model)
+    assert texts != right
 
 
 def test_pages_of_another_checkpoint_change_texts(monkeypatch: pytest.MonkeyPatch) -> None:

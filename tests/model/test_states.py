@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.support.models import FAMILIES, prompt, random_model
+from tests.support.rings import nightly
 from torch import Tensor
 
 from paceline.checkpoint.files import Checkpoint
@@ -97,8 +98,10 @@ def test_logits_are_those_of_a_model_without_states() -> None:
     assert torch.equal(runner.forward_with_states([chunk(text, 0, 70, pages)])[0], want)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("every_position", [True, False])
+@pytest.mark.parametrize(
+    ("family", "every_position"),
+    [("llama", True), ("gemma3", False), *nightly([("llama", False), ("gemma3", True)])],
+)
 def test_the_self_test_compares_states_of_verification_decoding_and_prefill(family: str, every_position: bool) -> None:
     """It holds, and one unit in the last place of one state, in steps of many tokens or in prefill, is noticed."""
     features = Features((0, 1, OUT), every_position)

@@ -1,4 +1,4 @@
-"""Ten thousand random and mutated messages for every port: nothing crashes, nothing is left, no token changes."""
+"""Thousands of random and mutated messages for every port: nothing crashes, nothing is left, no token changes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 from tests.config.support import needs_ray
 from tests.service.fuzz import rounds
 from tests.service.support import tiny_pair
+from tests.support.rings import nightly
 
 from paceline.router.router import Router
 from paceline.rpc import bounds
@@ -21,11 +22,12 @@ def config(checkpoints):
     return tiny_pair(checkpoints)
 
 
-async def test_ten_thousand_messages(config, plain):
-    statuses = await rounds(config, plain, 1, 10_000, 2500)
-    assert statuses.total() > 5000
-    assert statuses["OK"] > 100  # some are served
-    assert statuses["INVALID_ARGUMENT"] > 1000
+@pytest.mark.parametrize("num", [3_000, *nightly([10_000])])
+async def test_random_messages(config, plain, num):
+    statuses = await rounds(config, plain, 1, num, 1500)
+    assert statuses.total() > num / 2
+    assert statuses["OK"] > num / 100  # some are served
+    assert statuses["INVALID_ARGUMENT"] > num / 10
 
 
 async def test_an_error_that_is_not_the_caller_s_is_noticed(config, plain, monkeypatch):

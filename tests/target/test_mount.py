@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from tests.drafters.head_files import SIZE, VOCAB, made, write_target
 from tests.support.models import letters_tokenizer, save_pair
-from tests.support.rings import slow
+from tests.support.rings import nightly, slow
 from torch import nn
 
 from paceline.checkpoint.files import Checkpoint
@@ -101,13 +101,12 @@ class Record:
 
 
 KINDS = [
-    "medusa_v1",
-    "mlp_tied",
     "eagle3",
     "mtp_deepseek",
     "dspark_speculators",
     *slow(["dflash", "dflash2", "dflash_windows", "dspark", "jetspec"]),
-    *slow(["eagle_bias", "medusa_v2", "peagle", "eagle3_fc_norm"]),
+    *slow(["eagle_bias", "medusa_v2", "peagle", "eagle3_fc_norm", "mlp_tied"]),
+    *nightly(["medusa_v1"]),
 ]
 
 

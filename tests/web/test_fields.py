@@ -103,13 +103,16 @@ def told(headers):
 @pytest.mark.parametrize("path", BODIES)
 def test_a_field_that_changes_nothing_is_accepted_in_silence(scripted, path):
     _, at = scripted
-    for name, values in KINDS[path].INERT.items():
-        if name in own(path):
-            continue
-        for value in [1, "x", {"a": [1]}] if values == ANY else [v for v in values if v is not NOTED]:
-            status, headers, body = call(at + path, BODIES[path] | {name: value})
-            assert status == 200, (name, value, body)
-            assert told(headers) == [], (name, value)
+    accepted = {
+        name: [1, "x", {"a": [1]}] if values == ANY else [value for value in values if value is not NOTED]
+        for name, values in KINDS[path].INERT.items()
+        if name not in own(path)
+    }
+    for i in range(max(map(len, accepted.values()))):
+        fields = {name: values[i % len(values)] for name, values in accepted.items() if values}
+        status, headers, body = call(at + path, BODIES[path] | fields)
+        assert status == 200, (fields, body)
+        assert told(headers) == [], fields
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -69,7 +69,7 @@ def test_the_self_test_holds(dtype: torch.dtype, heavy: int) -> None:
 @pytest.mark.parametrize(
     ("dtype", "heavy", "contexts"),
     [
-        (BF16, 128, (4, 63, 127)),
+        (BF16, 128, (4, 127)),
         *slow([(FP32, 128, CONTEXTS[:8]), (BF16, 128, CONTEXTS[8:])]),
         *nightly([(dtype, heavy, CONTEXTS) for dtype in (FP32, BF16) for heavy in (16, 64, 128)]),
     ],
@@ -171,7 +171,7 @@ def test_mutants_are_noticed(change: Mutant, monkeypatch: pytest.MonkeyPatch) ->
     """In trees with a branch that ends a window itself, tokens that end one and are rejected, and shared ones."""
     change(monkeypatch)
     runner = compressed(heavy=16).runner(60)
-    assert sum(differing_of(runner, contexts) for contexts in ((59, 61), (60,))) > 0
+    assert any(differing_of(runner, contexts) for contexts in ((60,), (59, 61)))
 
 
 def test_a_mutant_that_chooses_among_equals_as_a_library_does_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

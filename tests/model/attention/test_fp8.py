@@ -21,7 +21,7 @@ from tests.support.compilers import needs_attention
 from tests.support.hybrids import hybrid_model
 from tests.support.indexed import indexed_model
 from tests.support.models import prompt, random_model
-from tests.support.rings import slow
+from tests.support.rings import nightly, slow
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -148,8 +148,18 @@ def test_logits_are_those_of_rounded_keys_and_values(kernel: Any) -> None:
     assert (exact - want).abs().max() > 0.2
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("family", ["gemma3", "minicpm3", "hybrid", "indexed"])
+def _native(*families: str, marks: Any = ()) -> list[Any]:
+    return [pytest.param(family, "native", marks=(needs_attention, *marks)) for family in families]
+
+
+@pytest.mark.parametrize(
+    ("family", "kernel"),
+    [
+        *[("gemma3", "sdpa"), ("hybrid", "sdpa"), *_native("minicpm3", "indexed")],
+        *nightly([("minicpm3", "sdpa"), ("indexed", "sdpa")]),
+        *_native("gemma3", "hybrid", marks=[pytest.mark.nightly]),
+    ],
+)
 def test_the_self_test_holds(family: str, kernel: Any) -> None:
     """Windows, latents, linear layers, and indexers, whose keys stay as they are."""
     if family == "hybrid":

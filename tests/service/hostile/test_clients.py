@@ -101,7 +101,7 @@ async def test_a_host_without_the_guard_is_caught(config, plain, monkeypatch, mu
     mutant(monkeypatch)
     async with both(config) as replicas:
         with pytest.raises((AssertionError, TimeoutError)):
-            await attacked(config, replicas, "target", attack, plain, patience_s=5.0)
+            await attacked(config, replicas, "target", attack, plain, patience_s=2.5)
 
 
 @pytest.mark.parametrize("kind", ["target", "draft"])
@@ -147,7 +147,7 @@ async def test_a_door_that_takes_every_token_is_caught(config, monkeypatch):
 
     monkeypatch.setattr(transport._TokenCheck, "intercept_service", intercept)
     with pytest.raises((AssertionError, TimeoutError)):
-        await assert_only_the_token_opens(config, "target", patience_s=5.0)
+        await assert_only_the_token_opens(config, "target", patience_s=2.0)
 
 
 # -- a stream that is never read --------------------------------------------------------------------------------------

@@ -156,6 +156,6 @@ async def test_a_tree_without_the_guard_is_caught(config, plain, monkeypatch, mu
     target = await served(config, "target")
     try:
         with pytest.raises(Exception):  # noqa: B017 - an engine that breaks is as good as a count that is missing
-            await answered_with(garbage, dict(GARBAGE)[garbage], config, target, plain, patience_s=10.0, attempts=3)
+            await answered_with(garbage, dict(GARBAGE)[garbage], config, target, plain, patience_s=4.0, attempts=3)
     finally:
         await target.server.stop()
