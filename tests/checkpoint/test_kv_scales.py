@@ -106,3 +106,15 @@ def test_latents_have_scale_1(tmp_path: Path) -> None:
 def test_what_is_no_scale_is_refused(scale: Tensor, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         kv_scales(checkpoint(tmp_path, {ATTENTION.format(0) + "k_scale": scale}))
+
+
+def test_two_names_of_one_scale_have_one_number(tmp_path: Path) -> None:
+    """In whatever order they are stored."""
+    scales = {ATTENTION.format(0) + name: torch.tensor(0.5) for name in ("k_scale", "k_proj.k_scale", "v_scale")}
+    assert kv_scales(checkpoint(tmp_path / "same", scales)) == {0: KVScales(0.5, 0.5)}
+    other = scales | {ATTENTION.format(0) + "kv_scale": torch.tensor(0.25)}
+    problem = (
+        r"k_\w+(\.k_scale)? as 0.5 and model.layers.0.self_attn.kv_scale as 0.25, and one scale of a layer is read"
+    )
+    with pytest.raises(ConfigError, match=problem):
+        kv_scales(checkpoint(tmp_path / "other", other))

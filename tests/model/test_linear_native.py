@@ -61,14 +61,16 @@ def random_step(rng: random.Random, num_sequences: int) -> LinearStep:
     return LinearStep(sequences, [(1, 2)])
 
 
-def random_inputs(spec: LinearSpec, dtype: torch.dtype, step: LinearStep, seed: int) -> tuple[LinearPools, Gates]:
+def random_inputs(
+    spec: LinearSpec, dtype: torch.dtype, step: LinearStep, seed: int, device: str = "cpu"
+) -> tuple[LinearPools, Gates]:
     """Pools whose rows and states are like those of a model, and gates with a token of padding."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(*shape, generator=generator) * scale
+        return (torch.randn(*shape, generator=generator) * scale).to(device)
 
-    pools = LinearPools.of(spec, SLOTS, dtype)
+    pools = LinearPools.of(spec, SLOTS, dtype, device)
     for pool in pools[:-1]:
         pool.copy_(normal(*pool.shape, scale=0.3))
     sums = torch.rand(pools.decays.shape, generator=generator).cumsum(1)

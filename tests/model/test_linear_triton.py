@@ -17,7 +17,7 @@ import torch
 from tests.model.families import checkpoint
 from tests.model.parallel.ranks import Ranks, load
 from tests.model.test_linear import chunk, differing_of
-from tests.model.test_linear_native import SLOTS, random_step
+from tests.model.test_linear_native import random_inputs, random_step
 from tests.support.hybrids import hybrid_config, poison
 from tests.support.models import prompt
 from torch import Tensor
@@ -81,44 +81,10 @@ def kernels() -> ModuleType:
     return triton
 
 
-def random_inputs(spec: LinearSpec, dtype: torch.dtype, step: LinearStep, seed: int) -> tuple[LinearPools, Gates]:
-    """Pools whose rows and states are like those of a model, and gates with a token of padding."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(DEVICE)
-
-    pools = LinearPools.of(spec, SLOTS, dtype, DEVICE)
-    for pool in pools[:-1]:
-        pool.copy_(normal(*pool.shape, scale=0.3))
-    pools.decays.copy_(normal(*pools.decays.shape).abs() if spec.kind is Kind.MAMBA else -normal(1).abs())
-    if spec.kind is not Kind.MAMBA:
-        pools.decays.copy_(-normal(*pools.decays.shape).abs().cumsum(1))
-    num_tokens = 1 + sum(part.num_tokens for part in step.sequences)
-    heads, delta = spec.value_heads, spec.kind in (Kind.GATED_DELTA, Kind.KIMI_DELTA)
-    width = spec.conv_dim or 2 * spec.key_heads * spec.key_dim + heads * spec.value_dim
-    has_rates = spec.kind not in (Kind.LIGHTNING, Kind.CONVOLUTION, Kind.MAMBA)
-    sizes = width, heads * spec.decay_dim * has_rates, heads * delta
-    projected = normal(num_tokens, sum(sizes), scale=2).to(dtype).split(sizes, 1)  # columns, as of a joined projection
-    decay = normal(heads, spec.key_dim) if spec.kind is Kind.MAMBA else normal(heads)
-    gates = Gates(*projected, normal(spec.width, spec.conv_dim), -decay.exp(), normal(heads * spec.decay_dim))
-    if spec.kind is Kind.KIMI_DELTA and seed % 2:
-        return pools, gates._replace(lowest=-5.0, rounds_rates=True, rounds_convolution=False)
-    if spec.kind is Kind.MAMBA2:
-        return pools, gates._replace(shift=normal(spec.conv_dim), skip=normal(heads), limits=(0.1, 3.0))
-    if spec.kind is Kind.CONVOLUTION and seed % 2:
-        return pools, gates._replace(shift=normal(spec.conv_dim))
-    if spec.kind is Kind.MAMBA:
-        to_step, to_rest = normal(heads, heads, scale=0.1).to(dtype), normal(heads, 2 * spec.key_dim, scale=0.1)
-        select = lambda values: (values @ to_step, values @ to_rest.to(dtype))  # noqa: E731
-        return pools, gates._replace(skip=normal(heads), shift=normal(spec.conv_dim), select=select)
-    return pools, gates._replace(scale=1 + seed % 2)
-
-
 def difference(kernel: ModuleType, kind: Kind, dtype: torch.dtype, seed: int) -> float:
     """The largest difference of outputs, rows and states from the reference's, beside 1 and the number itself."""
     spec, step = SPECS[kind], random_step(random.Random(seed), 3)
-    pools, gates = random_inputs(spec, dtype, step, seed)
+    pools, gates = random_inputs(spec, dtype, step, seed, DEVICE)
     ours, numbers = LinearPools(*[pool.clone() for pool in pools]), torch.tensor(step.encode())
     out = kernel.run_step(numbers.to(DEVICE), ours, spec, gates)
     expected = by_torch(numbers, pools, spec, gates)

@@ -96,7 +96,7 @@ def tokens(count: int) -> Tensor:
 
 def product(layer: ScaledLinear, x: Tensor) -> Tensor:
     with torch.no_grad():
-        y: Tensor = kernels().multiply(x, layer.for_kernel, layer.bias)
+        y: Tensor = kernels().multiply(x, layer.held, layer.bias)
     return y
 
 
@@ -152,7 +152,7 @@ def test_tiles_are_compared_before_they_are_used(monkeypatch: pytest.MonkeyPatch
     x, sizes = tokens(1), kernels()._TRIED
     if DEVICE == "cpu":
         x, sizes = x.float(), (256, 32, 66)  # in float32 no rounding hides a difference
-    weights = layer_of(BLOCKS).for_kernel
+    weights = layer_of(BLOCKS).held
     assert kernels().tiles_agree(x, weights, sizes)
     without_splits()(monkeypatch)
     assert not kernels().tiles_agree(x, weights, sizes)
@@ -185,8 +185,8 @@ def chosen_by(num_tokens: int) -> Tensor:
 def mixed(weight: ScaledWeight, x: Tensor, chosen: Tensor, bias: Tensor | None = None) -> Tensor:
     """The sum of a token's two experts, one weighted by 0.75 and one by 0.25."""
     weights = torch.tensor([0.75, 0.25], device=DEVICE).expand(len(x), 2)
-    routes = kernels().routed(x, chosen, weight.for_kernel)
-    results = kernels().multiply_routed(x, weight.for_kernel, bias, routes)
+    routes = kernels().routed(x, chosen, weight.held)
+    results = kernels().multiply_routed(x, weight.held, bias, routes)
     back = torch.empty_like(results)
     back[routes.order.long()] = results
     by_token: Tensor = kernels().weighted(back, chosen, weights, 4)
@@ -205,9 +205,9 @@ def test_experts_are_those_of_float64(format: Format) -> None:
 def test_results_return_to_the_tokens_order() -> None:
     """The second product of an expert takes the order of the experts and gives that of the tokens."""
     weight, x, chosen = experts_of(BLOCKS), tokens(5), chosen_by(5)
-    routes = kernels().routed(x, chosen, weight.for_kernel)
+    routes = kernels().routed(x, chosen, weight.held)
     pairs = x.repeat_interleave(2, 0)[routes.order.long()]
-    results = kernels().multiply_routed(pairs, weight.for_kernel, None, routes, back=True)
+    results = kernels().multiply_routed(pairs, weight.held, None, routes, back=True)
     want = torch.einsum("ti,eoi->teo", x.double(), weight.weight.double())
     want = want[torch.arange(5, device=DEVICE)[:, None], chosen].flatten(0, 1)
     assert torch.allclose(results.double(), want, rtol=2e-3, atol=2e-3)

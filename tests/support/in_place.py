@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.checkpoint.kv_scales import UNSCALED, KVScales
 from paceline.model.attention.schedule import SPLIT, Seen, num_splits, sum_bytes
 from paceline.types import PAGE_SIZE
 
@@ -43,10 +44,12 @@ def attend_in_place(
     sinks: Tensor | None,
     scale: float,
     softcap: float | None,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """The kernel's reference, for models without sinks and softcap. Fails if the work leaves out a token or a key."""
     assert sinks is None
     assert softcap is None
+    assert value_scale == 1
     row_len = gather_index.shape[1]
     num_heads, groups = query.shape[1], query.shape[1] // key_pages.shape[2]
     mask = mask_of(seen, page_table.shape[1] * PAGE_SIZE)
@@ -84,8 +87,15 @@ def attend_in_place(
 
 
 def write_in_place(
-    key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, write_rows: Tensor, write_tokens: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    write_rows: Tensor,
+    write_tokens: Tensor,
+    scales: KVScales = UNSCALED,
 ) -> None:
-    """The reference of the kernel that writes."""
+    """The reference of the kernel that writes, for pages without scales."""
+    assert scales == UNSCALED
     for new, pages in ((key, key_pages), (value, value_pages)):
         pages.flatten(0, 1)[write_rows] = new[0].transpose(0, 1)[write_tokens]

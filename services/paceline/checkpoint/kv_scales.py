@@ -44,12 +44,13 @@ def kv_scales(checkpoint: Checkpoint) -> dict[int, KVScales]:
     """The scales of a checkpoint that is on this machine, by layer; a layer that is missing has scale 1.
 
     Raises:
-        ConfigError: a scale is not one positive number, or a weight file cannot be read.
+        ConfigError: a scale is not one positive number, or another one under another name, or a weight file cannot be
+            read.
     """
     folder = checkpoint.folder or local_folder(checkpoint.path)
     if folder is None or why_no_kv_scales(checkpoint) is not None:
         return {}
-    found: dict[int, KVScales] = {}
+    found: dict[tuple[int, str], tuple[str, float]] = {}
     num_layers = text_config(checkpoint.config).get("num_hidden_layers") or math.inf
     try:
         for path, entries in headers(folder).items():
@@ -59,11 +60,15 @@ def kv_scales(checkpoint: Checkpoint) -> dict[int, KVScales]:
                     if layer < num_layers:  # layers of multi-token prediction come after the model's
                         file.seek(entries[name].first_byte)
                         scale = _number(entries[name], file.read(entries[name].num_bytes), name, checkpoint.path)
-                        own = dict.fromkeys(of, scale)
-                        found[layer] = found.get(layer, UNSCALED)._replace(**own)
+                        for part in of:
+                            known = found.setdefault((layer, part), (name, scale))
+                            _require_equal(known, (name, scale), checkpoint.path)
     except OSError as error:
         raise ConfigError(f"{error.filename or str(folder)!r} cannot be read: {error.strerror or error}") from error
-    return found
+    scales: dict[int, KVScales] = {}
+    for (layer, part), (_, scale) in found.items():
+        scales[layer] = scales.get(layer, UNSCALED)._replace(**{part: scale})
+    return scales
 
 
 def why_no_kv_scales(checkpoint: Checkpoint) -> str | None:
@@ -113,3 +118,12 @@ def _number(entry: Entry, stored: bytes, name: str, path: str) -> float:
     if not 0 < scale < math.inf:
         raise ConfigError(f"model {path!r} stores {name} as {scale}: positive numbers are allowed")
     return float(scale)
+
+
+def _require_equal(known: tuple[str, float], other: tuple[str, float], path: str) -> None:
+    """Raises ConfigError if a scale has another number under another name."""
+    if known[1] != other[1]:
+        stored = " and ".join(f"{name} as {scale}" for name, scale in sorted((known, other)))
+        raise ConfigError(
+            f"model {path!r} stores {stored}, and one scale of a layer is read: set kv_cache_dtype to 'auto'"
+        )

@@ -88,10 +88,10 @@ def _by_triton(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> 
     up = module.gate_up_proj if module.has_gate else module.up_proj
     name = "gate_up_proj_bias" if module.has_gate else "up_proj_bias"
     biases = (getattr(module, name), module.down_proj_bias) if module.has_bias else (None, None)
-    routes = kernels.routed(hidden, chosen, up.for_kernel)
-    projected = kernels.multiply_routed(hidden, up.for_kernel, biases[0], routes)
+    routes = kernels.routed(hidden, chosen, up.held)
+    projected = kernels.multiply_routed(hidden, up.held, biases[0], routes)
     active = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
-    results = kernels.multiply_routed(active, module.down_proj.for_kernel, biases[1], routes, back=True)
+    results = kernels.multiply_routed(active, module.down_proj.held, biases[1], routes, back=True)
     return kernels.weighted(results, chosen, weights, module.num_experts)
 
 

@@ -20,6 +20,7 @@ from paceline.checkpoint.packing import SCALED_BLOCK, Format, factor
 from paceline.core.cuda import LEAST_CAPABILITY, triton_unavailable
 from paceline.errors import ConfigError
 from paceline.model.compiled.linear import replace_layers
+from paceline.model.held import Weights
 
 INT8, INT4 = Format(8, 0), Format(4, 0, 32, "F16", has_zeros=True)
 """How weights are rounded here."""
@@ -110,10 +111,8 @@ class ScaledWeight(nn.Module):
             self.zeros[place][..., : part.zeros.shape[-1]].copy_(part.zeros)
 
     @property
-    def for_kernel(self) -> Any:
-        """The weight as ``scaled_triton.py`` takes it."""
-        from paceline.model.scaled_triton import Weights
-
+    def held(self) -> Weights:
+        """What is held of the weight."""
         return Weights(self.codes, self.scales, self.factors, self.zeros, self.format.bits, self.format.exponent)
 
     @property
@@ -129,8 +128,7 @@ class ScaledWeight(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weights as plain ones, for code that reads them; made anew at each call."""
-        kept = self.codes, self.scales, self.factors, self.zeros, self.format.bits, self.format.exponent
-        return plain_weight(*kept, self._dtype)[..., : self.shape[-1]]
+        return plain_weight(self.held, self._dtype)[..., : self.shape[-1]]
 
 
 class ScaledLinear(ScaledWeight):
@@ -150,9 +148,7 @@ class ScaledLinear(ScaledWeight):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., inputs] -> [..., outputs]``."""
         ours: Any = torch.ops.paceline
-        product: Tensor = ours.scaled_linear(
-            x, self.codes, self.scales, self.factors, self.zeros, self.bias, self.format.bits, self.format.exponent
-        )
+        product: Tensor = ours.scaled_linear(x, self.bias, *self.held)
         return product
 
 
@@ -247,16 +243,9 @@ def why_not_scaled(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def plain_weight(
-    codes: Tensor,
-    scales: Tensor,
-    factors: Tensor | None,
-    zeros: Tensor | None,
-    bits: int,
-    exponent: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """[.., outputs, filled inputs] as ``ScaledWeight`` holds them, dequantized: what the kernel has in registers."""
+def plain_weight(weights: Weights, dtype: torch.dtype) -> Tensor:
+    """[.., outputs, filled inputs], dequantized: what the kernel has in registers."""
+    codes, scales, factors, zeros, bits, exponent = weights
     if bits == 4:
         halves = _split(codes.view(torch.uint8), codes.shape[-1] // (SCALED_BLOCK // 2))
         stored = torch.cat([halves & 15, halves >> 4], -1).flatten(-2).long()
@@ -295,45 +284,27 @@ def _in_halves(codes: Tensor) -> Tensor:
     return (first | second << 4).flatten(-2)
 
 
-def _by_torch(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    factors: Tensor | None,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    exponent: int,
-) -> Tensor:
-    return F.linear(x, plain_weight(codes, scales, factors, zeros, bits, exponent, x.dtype)[:, : x.shape[-1]], bias)
+def _by_torch(x: Tensor, bias: Tensor | None, *weights: Any) -> Tensor:
+    return F.linear(x, plain_weight(Weights(*weights), x.dtype)[:, : x.shape[-1]], bias)
 
 
-def _by_triton(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    factors: Tensor | None,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    exponent: int,
-) -> Tensor:
-    from paceline.model.scaled_triton import Weights, multiply
+def _by_triton(x: Tensor, bias: Tensor | None, *weights: Any) -> Tensor:
+    from paceline.model.scaled_triton import multiply
 
-    flat, weights = x.reshape(-1, x.shape[-1]).contiguous(), Weights(codes, scales, factors, zeros, bits, exponent)
-    return multiply(flat, weights, bias).view(*x.shape[:-1], codes.shape[0])
+    product = multiply(x.reshape(-1, x.shape[-1]).contiguous(), Weights(*weights), bias)
+    return product.view(*x.shape[:-1], product.shape[-1])
 
 
 def _register() -> None:
     torch.library.define(
         "paceline::scaled_linear",
-        "(Tensor x, Tensor codes, Tensor scales, Tensor? factors, Tensor? zeros, Tensor? bias, int bits, int exponent) "
+        "(Tensor x, Tensor? bias, Tensor codes, Tensor scales, Tensor? factors, Tensor? zeros, int bits, int exponent) "
         "-> Tensor",
     )
     torch.library.impl("paceline::scaled_linear", "CPU", _by_torch)
     torch.library.impl("paceline::scaled_linear", "CUDA", _by_triton)
     torch.library.register_fake(
-        "paceline::scaled_linear", lambda x, codes, *_: x.new_empty(*x.shape[:-1], codes.shape[0])
+        "paceline::scaled_linear", lambda x, bias, codes, *_: x.new_empty(*x.shape[:-1], codes.shape[0])
     )
 
 

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.checkpoint.packing import SCALED_BLOCK, factor
+from paceline.model.held import Weights
 
 BLOCK = SCALED_BLOCK
 """Inputs of a block. Rows of codes are filled up to a multiple of it."""
@@ -250,22 +251,6 @@ def scratch_bytes(num_tokens: int, inputs: int, outputs: int) -> int:
     """Bytes of the sums of a product's splits, which are freed after it."""
     splits, _ = num_splits(inputs, outputs)
     return 4 * splits * num_tokens * outputs if splits > 1 and num_tokens <= _FEW_TOKENS else 0
-
-
-class Weights(NamedTuple):
-    """A weight of a linear layer, or those of experts, as ``ScaledWeight`` holds them."""
-
-    codes: Tensor
-    """[.., outputs, bytes of filled rows] int8."""
-    scales: Tensor
-    """[.., outputs, 1 or groups]."""
-    factors: Tensor | None
-    """[.., outputs] float32."""
-    zeros: Tensor | None
-    """int8 of the shape of the scales, taken from the codes."""
-    bits: int
-    exponent: int
-    """Bits of a number, and of its exponent; 0: integers."""
 
 
 class Routes(NamedTuple):

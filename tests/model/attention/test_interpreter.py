@@ -33,7 +33,8 @@ LATENTS = dict(HEADS=1, KEY_DIM=576, VALUE_DIM=512, VALUE_STRIDE=576, KEY_TILE=5
 TYPES = dict.fromkeys(["query", "keys", "values", "key", "value", "sinks", "result"], "*bf16")
 TYPES |= dict.fromkeys(["table", "gather", "scatter", "rows", "tokens"], "*i64")
 TYPES |= dict.fromkeys(["first", "stop", "mask", "work", "ends"], "*i32")
-TYPES |= dict.fromkeys(["sums", "maxima", "totals"], "*fp32") | dict.fromkeys(["scale", "softcap"], "fp32")
+TYPES |= dict.fromkeys(["sums", "maxima", "totals"], "*fp32")
+TYPES |= dict.fromkeys(["scale", "softcap", "key_scale", "value_scale"], "fp32")
 FP8 = dict.fromkeys(["keys", "values"], "*u8")
 ALIGNED = {"query", "keys", "values", "result", "sums"}
 capability = int(sys.argv[1])

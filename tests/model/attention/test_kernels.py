@@ -23,6 +23,7 @@ from tests.support.rings import nightly
 from transformers import LlamaConfig
 
 from paceline.checkpoint.files import Checkpoint
+from paceline.checkpoint.kv_scales import UNSCALED, KVScales
 from paceline.config import ModelOptions, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
@@ -141,13 +142,13 @@ def _widened(data: np.ndarray, dtype: object) -> np.ndarray:
     return (data.astype(np.uint32) << 16).view(np.float32) if str(dtype) == "bf16" else data
 
 
-def attend(query, keys, values, table, gather, seen, *, sinks=None, scale=0.2, softcap=None):
+def attend(query, keys, values, table, gather, seen, *, sinks=None, scale=0.2, softcap=None, value_scale=1.0):
     """Of queries ``[1, heads, T, dim]``, each of which has one place in ``gather``. ``seen``: or a mask."""
     from paceline.model.attention.triton import attend_in_place
 
     scatter = gather.flatten().argsort()
     seen = seen if isinstance(seen, Seen) else seen_through(seen)
-    return attend_in_place(query, keys, values, table, gather, scatter, seen, sinks, scale, softcap)
+    return attend_in_place(query, keys, values, table, gather, scatter, seen, sinks, scale, softcap, value_scale)
 
 
 def inputs(rows: int, groups: int, row_len: int, pages: int, key_dim: int, value_dim: int, dtype=torch.float32):
@@ -432,7 +433,8 @@ def test_keys_and_values_are_written_where_they_belong() -> None:
 
 @needs_triton
 def test_numbers_are_rounded_to_fp8_as_everywhere() -> None:
-    """Numbers of any size, those between two, those beyond the largest, infinity and NaN; no other row is touched."""
+    """Numbers of any size, those between two, those beyond the largest, infinity and NaN, divided by the scale of keys
+    or of values; no other row is touched."""
     from paceline.model.attention.triton import write_in_place
 
     generator = torch.Generator().manual_seed(0)
@@ -442,13 +444,13 @@ def test_numbers_are_rounded_to_fp8_as_everywhere() -> None:
     )
     random = torch.randn(512, generator=generator) * torch.logspace(-5, 4, 512)
     given = torch.cat([middle, -middle, random, torch.zeros(14)]).view(1, 1, 16, -1).to(DEVICE)
-    for dtype in (torch.float32, torch.float16):
+    for dtype, scales in ((torch.float32, UNSCALED), (torch.float16, KVScales(0.013, 3.1))):
         x = given.to(dtype)
         pools = [torch.zeros(1, PAGE_SIZE, 1, x.shape[-1], dtype=FP8, device=DEVICE) for _ in "kv"]
         rows = torch.arange(16, device=DEVICE)
-        write_in_place(x, x, *pools, rows + 3, rows)
-        for pool in pools:
-            got, want = pool[0, 3:19, 0], to_fp8(x[0, 0])
+        write_in_place(x, x, *pools, rows + 3, rows, scales)
+        for pool, scale in zip(pools, scales, strict=True):
+            got, want = pool[0, 3:19, 0], to_fp8(x[0, 0].float() / scale)
             is_nan = x[0, 0].isnan()
             assert torch.equal(got[~is_nan], want[~is_nan])
             assert ((got[is_nan] & 0x7F) == 0x7F).all()
@@ -461,7 +463,8 @@ def test_numbers_are_rounded_to_fp8_as_everywhere() -> None:
     ("dims", "dtype"), [((32, 32), torch.float32), ((24, 40), torch.float16), ((288, -256), torch.float16)]
 )
 def test_pages_in_fp8_are_read_as_the_numbers_that_they_stand_for(dims, dtype, monkeypatch) -> None:
-    """With the bits of pages of these numbers, by splits and walked; every byte occurs but those of NaN."""
+    """With the bits of pages of these numbers, by splits and walked, times a scale once they are rounded; every byte
+    occurs but those of NaN."""
     from paceline.model.attention import triton as kernel
 
     monkeypatch.setattr(schedule, "LEAST_WALKS", 1)
@@ -476,7 +479,8 @@ def test_pages_in_fp8_are_read_as_the_numbers_that_they_stand_for(dims, dtype, m
     for block in (0, 16):
         monkeypatch.setattr(kernel, "walked_block", lambda *_, size=block: size)
         given = (query * 0.01, table, gather, mask)
-        assert torch.equal(*(attend(given[0], *pools, *given[1:]) for pools in ((keys, values), wide)))
+        want = attend(given[0], *wide, *given[1:]) * 0.21
+        assert torch.equal(attend(given[0], keys, values, *given[1:], value_scale=0.21), want)
 
 
 @needs_triton
@@ -506,7 +510,8 @@ def test_a_model_with_a_cache_in_fp8_verifies_what_it_decodes(wrong: bool, monke
         vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=32,
     )  # fmt: skip
-    loaded = prepare(random_model(config).to(DEVICE), compile=False, kv_cache_dtype="fp8")
+    scales = {0: KVScales(0.4, 0.3)}
+    loaded = prepare(random_model(config).to(DEVICE), compile=False, kv_cache_dtype="fp8", kv_scales=scales)
     cache, window = loaded.runner(6).cache, loaded.sliding_window
     backend = DeviceBackend(cache, loaded.dtype, window, kernel="triton", recorder=None, max_shapes=8)
     step = Step(loaded.step.model, "triton")

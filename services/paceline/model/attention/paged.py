@@ -12,7 +12,6 @@ A token's result never depends on its neighbours: of ``native`` and ``triton`` b
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -22,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from paceline.checkpoint.kv_scales import UNSCALED
 from paceline.model.attention.kernels import Kernel
-from paceline.model.attention.latent import Attention, over_latents
+from paceline.model.attention.latent import over_latents
 from paceline.model.attention.native import attend, round_to_fp8
 from paceline.model.kv_cache import FP8, LayerSpec, from_pages, to_fp8
 
@@ -45,40 +45,7 @@ def scale_pages(model: torch.nn.Module, layers: Sequence[LayerSpec]) -> None:
             setattr(module, _SCALES, layers[index].scales)
 
 
-def over_scales(attend: Attention) -> Attention:
-    """An attention function whose pages in FP8 hold keys and values divided by the scales of their layer.
-
-    The scale of keys is a factor of all scores, that of values one of the result: the kernels know neither.
-    """
-
-    @functools.wraps(attend)
-    def attending(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Any,
-        *,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Any]:
-        of_keys, of_values = getattr(module, _SCALES, (1.0, 1.0))
-        if of_keys == of_values == 1 or kwargs["keys"][int(module.layer_idx)].dtype != FP8:
-            return attend(module, query, key, value, mask, scaling=scaling, **kwargs)
-        scaling = (key.shape[-1] ** -0.5 if scaling is None else scaling) * of_keys
-        key, value = _divided(key, of_keys), _divided(value, of_values)  # for pages alone, where they are rounded once
-        out, *others = attend(module, query, key, value, mask, scaling=scaling, **kwargs)
-        return out * of_values, *others
-
-    return attending
-
-
-def _divided(x: Tensor, scale: float) -> Tensor:
-    return x.float() / scale
-
-
 @over_latents
-@over_scales
 def paged_attention(
     module: torch.nn.Module,
     query: Tensor,  # [1, num_heads, T, key_dim]
@@ -107,7 +74,11 @@ def paged_attention(
     indices: Tensor | None = None,  # additive [B, 1, n, Tk]: what the indexer of the layer chooses (``indexed.py``)
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Writes this step's keys and values, then attends. Returns ``[1, T, num_heads, value_dim]``."""
+    """Writes this step's keys and values, then attends. Returns ``[1, T, num_heads, value_dim]``.
+
+    Pages in FP8 hold keys and values divided by the scales of their layer. The scale of keys is a factor of all scores,
+    that of values one of the result.
+    """
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     key_pages, value_pages = keys[layer], values[layer]
     _, page_size, num_kv_heads, key_dim = key_pages.shape
@@ -124,34 +95,37 @@ def paged_attention(
     seen = masks[-1] if is_local else masks[0]
     if (temperature := getattr(module, "temperature", None)) is not None:
         query = temperature(query, token_positions)
-    scale = scaling if scaling is not None else key_dim**-0.5
+    scales = getattr(module, _SCALES, UNSCALED) if key_pages.dtype == FP8 else UNSCALED
+    scale = (scaling if scaling is not None else key_dim**-0.5) * scales.keys
     pages = key_pages, read_values, page_table
     if kernel == "triton":
         from paceline.model.attention.triton import attend_in_place, write_in_place
 
-        write_in_place(key, value, key_pages, value_pages, write_rows, write_tokens)
-        return attend_in_place(query, *pages, gather_index, scatter_index, seen, s_aux, scale, softcap), None
+        write_in_place(key, value, key_pages, value_pages, write_rows, write_tokens, scales)
+        numbers = scale, softcap, scales.values
+        return attend_in_place(query, *pages, gather_index, scatter_index, seen, s_aux, *numbers), None
 
     mask: Tensor = seen if indices is None else indices
-    _write(key, key_pages, write_rows, write_tokens, kernel)
+    _write(_divided(key, scales.keys), key_pages, write_rows, write_tokens, kernel)
     if own_values:
-        _write(value, value_pages, write_rows, write_tokens, kernel)
+        _write(_divided(value, scales.values), value_pages, write_rows, write_tokens, kernel)
 
     if kernel == "native":
-        return attend(query, *pages, gather_index, scatter_index, mask, s_aux, scale, softcap), None
+        out = attend(query, *pages, gather_index, scatter_index, mask, s_aux, scale, softcap)
+        return _times(out, scales.values), None
 
     q = query[0].transpose(0, 1).index_select(0, gather_index.reshape(-1))
     q = q.view(num_rows, row_len, num_kv_heads, groups, key_dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(num_rows, num_kv_heads, groups * row_len, key_dim)
-    numbers = page_table.reshape(-1)
-    k, v = (from_pages(pool.index_select(0, numbers), query.dtype) for pool in (key_pages, read_values))
+    every = page_table.reshape(-1)
+    k, v = (from_pages(pool.index_select(0, every), query.dtype) for pool in (key_pages, read_values))
     k = k.view(num_rows, num_keys, num_kv_heads, key_dim).transpose(1, 2)
     v = v.view(num_rows, num_keys, num_kv_heads, value_dim).transpose(1, 2)
     mask = mask.expand(num_rows, groups, row_len, num_keys)
     mask = mask.reshape(num_rows, 1, groups * row_len, num_keys)
 
     if softcap is None and s_aux is None:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
         scores = torch.matmul(q, k.transpose(2, 3)) * scale
         if softcap is not None:
@@ -163,7 +137,16 @@ def paged_attention(
             total = torch.logsumexp(scores, dim=-1, keepdim=True)
             weights = weights * torch.sigmoid(total - sinks.reshape(1, num_kv_heads, groups * row_len, 1))
         out = torch.matmul(weights.to(q.dtype), v)
-    return _scattered(out, groups, row_len, scatter_index), None
+    return _times(_scattered(out, groups, row_len, scatter_index), scales.values), None
+
+
+def _divided(x: Tensor, scale: float) -> Tensor:
+    """Numbers for pages, where they are rounded once."""
+    return x if scale == 1 else x.float() / scale
+
+
+def _times(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1 else x * scale
 
 
 def _write(x: Tensor, pages: Tensor, write_rows: Tensor, write_tokens: Tensor, kernel: Kernel) -> None:

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.checkpoint.kv_scales import UNSCALED, KVScales
 from paceline.model.attention.schedule import BLOCK, LEAST_WALKS, SPLIT, Seen, num_splits, sum_bytes
 from paceline.model.kv_cache import FP8, to_fp8
 from paceline.model.shapes import QUERY_ROW_LEN
@@ -193,13 +194,15 @@ def _merged(top, total, out, more_top, more_total, more_out):  # type: ignore[no
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _average(top, total, out, sink, SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Values weighted by the softmax, from its sums; zeros for a token that sees no key."""
+def _average(top, total, out, sink, like, scale, SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Values weighted by the softmax, from its sums, rounded to the dtype of ``like``, then times their ``scale``;
+    zeros for a token that sees no key."""
     if SINKS:
         higher = tl.maximum(top, sink)
         fade = tl.exp(top - higher)
         total, out = total * fade + tl.exp(sink - higher), out * fade[:, None]
-    return out / tl.where(total == 0.0, 1.0, total)[:, None]
+    average = (out / tl.where(total == 0.0, 1.0, total)[:, None]).to(like.dtype.element_ty)
+    return (average.to(tl.float32) * scale).to(like.dtype.element_ty)
 
 
 # Triton compiles a variant for each kind of size (1, multiples of 16, others) and of address, which would happen in the
@@ -339,6 +342,7 @@ def _combined(  # type: ignore[no-untyped-def]
     scatter,
     work,
     result,
+    value_scale,
     num_rows,
     first_row,
     first_place,
@@ -374,7 +378,7 @@ def _combined(  # type: ignore[no-untyped-def]
     sink = tl.load(sinks + head + one).to(tl.float32) if SINKS else top
     tl.store(
         result + (token * HEADS * GROUPS + head) * VALUE_DIM + dims,
-        _average(top, total, out, sink, SINKS).to(result.dtype.element_ty),
+        _average(top, total, out, sink, result, value_scale, SINKS),
         mask=here & (dims < VALUE_DIM),
     )
 
@@ -397,6 +401,7 @@ def _walked(  # type: ignore[no-untyped-def]
     result,
     scale,
     softcap,
+    value_scale,
     num_rows,
     row_len,
     num_pages,
@@ -499,7 +504,7 @@ def _walked(  # type: ignore[no-untyped-def]
         sink = tl.load(sinks + heads).to(tl.float32) if SINKS else top
         tl.store(
             result + (tokens * (HEADS * GROUPS) + heads)[:, None] * VALUE_DIM + value_dims[None, :],
-            _average(top, total, out, sink, SINKS).to(result.dtype.element_ty),
+            _average(top, total, out, sink, result, value_scale, SINKS),
             mask=real[:, None] & (value_dims < VALUE_DIM)[None, :],
         )
 
@@ -515,6 +520,8 @@ def _write(  # type: ignore[no-untyped-def]
     values,
     rows,
     tokens,
+    key_scale,
+    value_scale,
     key_head_stride,
     key_token_stride,
     value_head_stride,
@@ -525,25 +532,32 @@ def _write(  # type: ignore[no-untyped-def]
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
 ):
-    """Writes one token's key and value of one head into one KV row, rounded where pages are in FP8."""
+    """Writes one token's key and value of one head into one KV row, by their scales and rounded where pages are in
+    FP8."""
     row = tl.load(rows + tl.program_id(0)).to(tl.int64) * HEADS + tl.program_id(1)
     token, head = tl.load(tokens + tl.program_id(0)).to(tl.int64), tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, KEY_TILE)
     source = key + head * key_head_stride + token * key_token_stride
     x = tl.load(source + dims, mask=dims < KEY_DIM)
     if keys.dtype.element_ty == tl.uint8:
-        x = _to_fp8(x)
+        x = _to_fp8(tl.div_rn(x.to(tl.float32), key_scale))
     tl.store(keys + row * KEY_DIM + dims, x, mask=dims < KEY_DIM)
     dims = tl.arange(0, VALUE_TILE)
     source = value + head * value_head_stride + token * value_token_stride
     x = tl.load(source + dims, mask=dims < VALUE_DIM)
     if values.dtype.element_ty == tl.uint8:
-        x = _to_fp8(x)
+        x = _to_fp8(tl.div_rn(x.to(tl.float32), value_scale))
     tl.store(values + row * VALUE_DIM + dims, x, mask=dims < VALUE_DIM)
 
 
 def write_in_place(
-    key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, write_rows: Tensor, write_tokens: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    write_rows: Tensor,
+    write_tokens: Tensor,
+    scales: KVScales = UNSCALED,
 ) -> None:
     """Writes keys and values of tokens into pages.
 
@@ -552,6 +566,7 @@ def write_in_place(
         key_pages, value_pages: [num_pages, page_size, num_kv_heads, dim], written in place; of the same dtype, or in
             FP8 (``kv_cache.py``).
         write_rows: [W] flat KV rows. write_tokens: [W] the token that each takes.
+        scales: what pages in FP8 hold keys and values divided by.
     """
     key, value = _dense(key), _dense(value)
     num_heads, key_dim, value_dim = key.shape[1], key.shape[3], value.shape[3]
@@ -562,6 +577,7 @@ def write_in_place(
         value_pages,
         write_rows,
         write_tokens,
+        *map(float, scales),
         key.stride(1),
         key.stride(2),
         value.stride(1),
@@ -585,6 +601,7 @@ def attend_in_place(
     sinks: Tensor | None,
     scale: float,
     softcap: float | None,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Attention over pages.
 
@@ -594,13 +611,14 @@ def attend_in_place(
         page_table: [B, pages]; entries behind the last key that a row sees are not read. gather_index: [B, n] the token
             at each place. scatter_index: [T] each token's place among B * n.
         seen: the keys that each place sees. sinks: [num_heads].
+        value_scale: what the results are multiplied by, once they are rounded.
 
     Returns:
         [1, T, num_heads, value_dim]; zeros for a token that sees no key.
     """
     query = _dense(query)
     given = query, key_pages, value_pages, page_table, gather_index, scatter_index, seen, sinks, scale, softcap
-    return _attended(*given, walked_block(query, key_pages, value_pages))
+    return _attended(*given, walked_block(query, key_pages, value_pages), value_scale)
 
 
 def _attended(
@@ -615,6 +633,7 @@ def _attended(
     scale: float,
     softcap: float | None,
     block: int,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """``attend_in_place``. ``block``: queries of a tile of rows that are walked; 0: none are."""
     _, num_heads, num_tokens, key_dim = query.shape
@@ -672,6 +691,7 @@ def _attended(
             walked,
             result,
             *scales,
+            value_scale,
             walked.shape[0],
             row_len,
             num_pages,
@@ -703,7 +723,18 @@ def _attended(
             **few,
         )
         _combined[(num_tokens, num_heads)](
-            sums, maxima, totals, given_sinks, scatter_index, work, result, rows, *at, enable_fp_fusion=False, **sizes
+            sums,
+            maxima,
+            totals,
+            given_sinks,
+            scatter_index,
+            work,
+            result,
+            value_scale,
+            rows,
+            *at,
+            enable_fp_fusion=False,
+            **sizes,
         )
     return result
 
