@@ -89,7 +89,7 @@ def right_text() -> list[int]:
 
 @pytest.mark.parametrize("blocks", [1, 8, 4096])
 async def test_pages_are_read_from_the_memory_of_the_other_target(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_mover, "_MOST_BLOCKS", blocks)
+    monkeypatch.setattr(page_mover, "MOST_BLOCKS", blocks)
     async with two_targets(StandIn()) as served:
         assert await served.move() == (NUM_PAGES, NUM_PAGES * PAGE_BYTES)
         assert served.mover.counters() == {"page_bytes_by_nixl": NUM_PAGES * PAGE_BYTES, "nixl_failed": 0}
@@ -141,7 +141,7 @@ async def test_contents_come_where_a_transfer_fails_and_from_then_on() -> None:
 
 async def test_a_transfer_that_hangs_keeps_its_pages_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its session has its pages another way, and late contents are used by nobody."""
-    monkeypatch.setattr(page_mover, "_READ_S", 0.2)
+    monkeypatch.setattr(page_mover, "READ_S", 0.2)
     async with two_targets(StandIn(looks=1 << 30)) as served:
         assert await served.move() == (NUM_PAGES, NUM_PAGES * PAGE_BYTES)
         assert served.mover.counters() == {"page_bytes_by_nixl": 0, "nixl_failed": 1}
@@ -165,10 +165,12 @@ async def test_a_session_that_ends_meanwhile_leaves_its_transfer_to_itself() -> 
             await moving
         served.target.engine.check_integrity()
         assert len(served.target.engine.pages.lent) == NUM_PAGES
+        await served.all_is_given_back()  # and may be used for something else while they are read
         handles[0].left = 1
         while served.target.engine.pages.lent:
             await asyncio.sleep(0.01)
         served.target.engine.check_integrity()
+        assert served.mover.counters()["page_bytes_by_nixl"] == 0
 
 
 async def test_a_target_that_stops_ends_its_transfers() -> None:
@@ -183,7 +185,7 @@ async def test_a_target_that_stops_ends_its_transfers() -> None:
 
 async def test_pages_are_lent_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_mover, "LENT_S", 0.1)
-    monkeypatch.setattr(page_mover, "_READ_S", 0.0)
+    monkeypatch.setattr(page_mover, "READ_S", 0.0)
     async with two_targets(StandIn()) as served:
         await served.move()
         assert served.mover.counters() == {"page_bytes_by_nixl": 0, "nixl_failed": 1}, "it would have come too late"
@@ -214,7 +216,7 @@ async def test_memory_that_is_not_registered_is_neither_read_nor_lent() -> None:
             await served.move()
             assert served.mover.counters()["page_bytes_by_nixl"] == before
             agent.memory = registered
-            served.mover._by_contents.clear()
+            served.mover.by_contents.clear()
             cache = served.target.engine.runner.cache
             cache.release(cache.allocate(cache.num_pages))
 
@@ -272,6 +274,17 @@ def pages_are_taken_before_the_transfer_is_complete(original: Any, agent: NixlAg
 @mutant(PageStore, "lend")
 def pages_are_not_kept(original: Any, store: PageStore, key: object, hashes: Any) -> Any:
     return store._cache.find(hashes)
+
+
+@mutant(NixlMover, "transfer_pages")
+def pages_that_come_after_the_call_are_taken(original: Any, mover: NixlMover, *args: Any) -> Any:
+    return original(mover, *args[:-1], asyncio.Event())
+
+
+async def test_pages_that_are_taken_too_late_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages_that_come_after_the_call_are_taken(monkeypatch)
+    with pytest.raises(AssertionError):
+        await test_a_session_that_ends_meanwhile_leaves_its_transfer_to_itself()
 
 
 async def test_pages_that_are_taken_too_early_change_the_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,13 @@ async def test_all_pages_come_whatever_the_size_of_a_part(read_bytes: int, monke
     assert await move(target, honest) == (0, 0)
 
 
+async def test_pages_come_as_far_as_there_is_room() -> None:
+    target = Engine(pair("llama")[0], pages=4)
+    assert await move(target, honest) == (4, 4 * 32768)
+    wanted = target.engine.pages.wanted(context()[1], "")
+    assert wanted is None
+
+
 async def test_a_session_of_a_short_context_asks_nobody() -> None:
     async def nobody(request: PagesRequest, context: Any) -> None:
         raise AssertionError
@@ -153,7 +160,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 async def test_what_came_before_a_fault_is_used(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_mover, "READ_BYTES", 32768)
-    monkeypatch.setattr(page_mover, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(page_mover, "SILENCE_S", 0.2)
     num_pages, reason = FAULTS[fault]
     target = Engine(pair("llama")[0])
     with pytest.raises((OSError, ValueError), match=reason):

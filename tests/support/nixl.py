@@ -19,6 +19,8 @@ class StandIn:
     looks: int = 3
     fails: bool = False
     """Transfers end with an error."""
+    dead: set[str] = field(default_factory=set)
+    """Names of agents whose processes have died: transfers from them end with an error."""
     agents: dict[str, Agent] = field(default_factory=dict)
 
     def make(self, name: str) -> Agent:
@@ -89,11 +91,9 @@ class Agent:
         handle.left -= 1
         if handle.left > 0:
             return "PROC"
-        if self.world.fails:
-            return "ERR"
         for (to, size, _), (source, _, _) in zip(handle.ours, handle.theirs, strict=True):
             ctypes.memmove(to, source, size)
-        return "DONE"
+        return "ERR" if self.world.fails or handle.name in self.world.dead else "DONE"
 
     def release_xfer_handle(self, handle: Handle) -> None:
         self.handles.remove(handle)

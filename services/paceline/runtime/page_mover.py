@@ -40,16 +40,16 @@ log = logging.getLogger(__name__)
 
 READ_BYTES = 16 << 20
 """Pages that an engine reads or writes between two steps, unless one page is more."""
-_SILENCE_S = 5.0
+SILENCE_S = 5.0
 """A target that sends no part for this long has hung."""
 _MOST_AT_ONCE = 4
 """Sessions whose pages come at the same time; further ones wait."""
 LENT_S = 20.0
 """Longest time that a target keeps pages for another one that reads them by address."""
-_READ_S = 10.0
+READ_S = 10.0
 """Pages that another target has not read this long after it asked for them are not taken: much less than ``LENT_S``,
 since the former begins to count before the latter."""
-_MOST_BLOCKS = 4096
+MOST_BLOCKS = 4096
 """Blocks of memory that are read at once, unless one page is more."""
 
 T = TypeVar("T")
@@ -126,7 +126,7 @@ class HostMemoryMover:
             return 0, 0
         request = target_pb2.PagesRequest(
             identity=wanted.identity,
-            token_ids=message.token_ids,
+            token_ids=wanted.token_ids,
             cache_salt=message.cache_salt,
             first_page=wanted.first,
             by_address=by_address,
@@ -168,8 +168,10 @@ class NixlMover(HostMemoryMover):
         super().__init__(call, token, certificates)
         self.agent = agent
         self._num_bytes = self._num_failures = 0
-        self._by_contents: set[str] = set()  # addresses of targets from which it has failed
-        self._transfers: set[asyncio.Task[int]] = set()
+        self.by_contents: set[str] = set()
+        """Addresses of targets from which NIXL has failed to read."""
+        self.transfers: set[asyncio.Task[int]] = set()
+        """Transfers under way, those that no session waits for included."""
 
     async def start(self) -> None:
         """Registers the memory of the engine's pages, if they are moved at all."""
@@ -181,8 +183,8 @@ class NixlMover(HostMemoryMover):
         """Ends all transfers, and gives the memory up."""
         with contextlib.suppress(OSError):
             await self.agent.close()
-        if self._transfers:
-            await asyncio.wait(self._transfers, timeout=1.0)
+        if self.transfers:
+            await asyncio.wait(self.transfers, timeout=1.0)
 
     def counters(self) -> Mapping[str, int]:
         """Bytes that came by NIXL, and how often they did not."""
@@ -190,14 +192,14 @@ class NixlMover(HostMemoryMover):
 
     async def move(self, source: str, message: OpenSession) -> tuple[int, int]:
         """Implements ``PageMover.move``."""
-        if self.agent.memory is None or source in self._by_contents:
+        if self.agent.memory is None or source in self.by_contents:
             return await super().move(source, message)
         read: list[int] = []
         try:
             return await self._move(source, message, functools.partial(self._read_or_receive, read), by_address=True)
         except (OSError, ValueError) as error:
             log.warning("NIXL is no longer used for KV pages of %s: %s", source, error)
-            self._by_contents.add(source)
+            self.by_contents.add(source)
             self._num_failures += 1
         num_pages, num_bytes = await super().move(source, message)
         size: int = await self._call(lambda engine: engine.pages.page_bytes)
@@ -208,34 +210,45 @@ class NixlMover(HostMemoryMover):
     ) -> tuple[int, int]:
         """Reads the pages, if the old target says where they are; else it sends their contents. ``read``: to which the
         numbers of pages that were read are appended."""
-        give_up_at = time.monotonic() + _READ_S
+        give_up_at, call_ended = time.monotonic() + READ_S, asyncio.Event()
         first = await _next(parts)
         if first is None or not first.HasField("places"):
             return await self._receive(wanted, _chained(first, parts))
         try:
             pages = first.places.pages[: len(wanted.hashes) - wanted.first]
-            for group in _groups(pages, max(1, _MOST_BLOCKS // max(1, len(first.places.addresses)))):
+            for group in _groups(pages, max(1, MOST_BLOCKS // max(1, len(first.places.addresses)))):
+                at = wanted.first + sum(read)
                 transfer = asyncio.create_task(
-                    self._transfer(wanted, wanted.first + sum(read), first.places, group, give_up_at)
+                    self.transfer_pages(wanted, at, first.places, group, give_up_at, call_ended)
                 )
-                self._transfers.add(transfer)
+                self.transfers.add(transfer)
                 transfer.add_done_callback(self._forget)
                 try:
                     async with asyncio.timeout_at(asyncio.get_running_loop().time() + give_up_at - time.monotonic()):
                         read.append(await asyncio.shield(transfer))  # NIXL writes to its pages until it has ended
                 except TimeoutError:
-                    raise OSError(f"pages were not read within {_READ_S:g} s") from None
+                    raise OSError(f"pages were not read within {READ_S:g} s") from None
                 if not read[-1]:
                     break
         finally:
+            call_ended.set()
             if sum(read):
                 await self._call(_pages("settle", wanted))
         return sum(read), sum(read) * wanted.page_bytes
 
-    async def _transfer(
-        self, wanted: WantedPages, at: int, places: target_pb2.PagePlaces, group: Sequence[int], give_up_at: float
+    async def transfer_pages(
+        self,
+        wanted: WantedPages,
+        at: int,
+        places: target_pb2.PagePlaces,
+        group: Sequence[int],
+        give_up_at: float,
+        call_ended: asyncio.Event,
     ) -> int:
-        """Brings pages from ``at`` of the context on; returns how many, 0 if there is no room for them."""
+        """Brings pages from ``at`` of the context on; returns how many, 0 if there is no room for them.
+
+        Once the call has ended, the old target reuses its pages: what comes after that is not taken.
+        """
         key = object()
         reserve, publish = _pages("reserve", key, wanted, at, len(group)), _pages("publish", key, wanted, at)
         ours, memory = await self._call(lambda engine: (reserve(engine), engine.pages.memory()))
@@ -248,7 +261,7 @@ class NixlMover(HostMemoryMover):
                 raise ValueError(f"{len(places.addresses)} pools of pages came: {len(memory.pools)} are expected")
             theirs = memory.blocks(group, places.addresses, places.device)
             await self.agent.read(places.agent, theirs, memory.blocks(ours))
-            if time.monotonic() > give_up_at:
+            if call_ended.is_set() or time.monotonic() > give_up_at:
                 raise OSError("the pages came too late")
         except UnendedError:
             raise  # their memory is never used again
@@ -260,7 +273,7 @@ class NixlMover(HostMemoryMover):
         return num_pages
 
     def _forget(self, transfer: asyncio.Task[int]) -> None:
-        self._transfers.discard(transfer)
+        self.transfers.discard(transfer)
         if not transfer.cancelled():
             transfer.exception()  # whoever waited for it has it
 
@@ -268,10 +281,10 @@ class NixlMover(HostMemoryMover):
 async def _next(parts: AsyncIterator[Any]) -> Any:
     """The next part; None: there is none. Raises OSError if the other target is silent."""
     try:
-        async with asyncio.timeout(_SILENCE_S):
+        async with asyncio.timeout(SILENCE_S):
             return await anext(parts, None)
     except TimeoutError:
-        raise OSError(f"no part of a page came for {_SILENCE_S:g} s") from None
+        raise OSError(f"no part of a page came for {SILENCE_S:g} s") from None
 
 
 async def _chained(first: Any, parts: AsyncIterator[Any]) -> AsyncIterator[Any]:

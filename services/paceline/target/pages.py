@@ -36,10 +36,11 @@ class WantedPages:
 
     identity: bytes
     token_ids: tuple[int, ...]
+    """The beginning of the context that fills these pages, and one token more: the other target sends no others."""
     root: bytes
     """First hash of the chain (``root_hash``), of this target: another one may have another generation."""
     hashes: tuple[bytes, ...]
-    """Of the whole pages of the context."""
+    """Of the whole pages of the context that there is room for."""
     first: int
     """Pages [0, first) are here already."""
     page_bytes: int
@@ -95,7 +96,8 @@ class PageStore:
         hashes = _chain(root, token_ids)[:most]
         if len(known) >= len(hashes):
             return None
-        return WantedPages(identity, tuple(token_ids), root, tuple(hashes), len(known), self.page_bytes)
+        token_ids = tuple(token_ids[: len(hashes) * PAGE_SIZE + 1])
+        return WantedPages(identity, token_ids, root, tuple(hashes), len(known), self.page_bytes)
 
     def held(self, token_ids: Sequence[int], salt: str, identity: bytes, first: int) -> list[bytes]:
         """The hashes of a context's pages from ``first`` on that are here; none for a target of another identity."""
