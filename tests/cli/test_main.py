@@ -92,8 +92,8 @@ def refused(capsys, *arguments):
         (["--acceptance", "none"], ["--acceptance", "coupled"]),
         (["--dtype", "float16"], ["--dtype", "float16", "bfloat16"]),
         (["--stop", ""], ["--stop is empty"]),
-        (["--target", "/no/such/model", "--draft", "x"], ["/no/such/model", "does not exist"]),
-        (["--draft", "/no/such/draft"], ["/no/such/draft", "does not exist"]),
+        (["--target", "/no/such/model", "--draft", "x"], ["--target: model path '/no/such/model' does not exist"]),
+        (["--draft", "/no/such/draft"], ["--draft: model path '/no/such/draft' does not exist"]),
         (["--target", ""], ["--target is empty"]),
         (["--target", "models/x"], ["model path 'models/x' does not exist"]),
         (["--drafter", "ngram", "--draft", "x"], ["--drafter ngram"]),
@@ -115,7 +115,8 @@ def refused(capsys, *arguments):
         (["--repetition-penalty", "inf"], ["--repetition-penalty is inf"]),
         (["--temperature", "101"], ["--temperature is 101.0", "at most 100"]),
         (["--draft-tokens", "-1"], ["--draft-tokens is -1", "at least 0"]),
-        (["--drafter", "magic"], ["--drafter", "magic", "ngram"]),
+        (["--drafter", "magic"], ["--drafter is 'magic'", "'ngram'", "are allowed\n"]),
+        (["--drafter", "ngrma"], ["--drafter is 'ngrma'", "are allowed; did you mean 'ngram'?"]),
         (["--no-such-flag"], ["--no-such-flag is not a flag: paceline generate --help lists the flags"]),
         (["--temprature", "1"], ["--temprature is not a flag: did you mean --temperature?"]),
         (["two", "words"], ["'two' is one argument too many: quote a text that has spaces"]),
@@ -170,6 +171,13 @@ def test_every_flag_names_itself_where_its_value_is_missing_or_no_number(capsys,
                 parser.parse_args([name, *flags])
             assert ended.value.code == 2
             assert capsys.readouterr().err.startswith(f"paceline {name}: {spelled} {problem}")
+
+
+def test_a_mistyped_command_is_told_the_nearest_and_an_unlike_flag_none(capsys):
+    assert refused(capsys, "sreve").endswith("'bench' are allowed; did you mean 'serve'?\n")
+    assert "did you mean" not in refused(capsys, "magic")
+    said = refused(capsys, "check", "--temperature", "1")
+    assert said == "paceline check: --temperature is not a flag: paceline check --help lists the flags\n"
 
 
 def test_no_command_and_empty_prompt(capsys):

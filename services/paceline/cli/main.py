@@ -69,6 +69,8 @@ _REPHRASED = (
     (r"argument (.+?): ('.*|\".*)", r"\1 is \2"),
 )
 """Messages of argparse as regular expressions, and what is said in their place."""
+_ALIKE = 0.7
+"""How alike two names are, by difflib, of which one may be mistyped: --temperature is no --chat-template (0.64)."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,9 +78,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         """Exits with status 2."""
+        near = _nearest_choice(message)
         for pattern, said in _REPHRASED:
             if (match := re.fullmatch(pattern, message, re.DOTALL)) is not None:
-                message = match.expand(said)
+                message = match.expand(said) + near
                 break
         self.exit(EXIT_USAGE, f"{self.prog}: {' '.join(message.split())}\n")
 
@@ -89,10 +92,19 @@ class Parser(argparse.ArgumentParser):
             flag = next((one.partition("=")[0] for one in rest if one.startswith("--")), None)
             if flag is None:
                 self.error(f"{rest[0]!r} is one argument too many: quote a text that has spaces")
-            near = difflib.get_close_matches(str(flag), [*self._option_string_actions], n=1)
+            near = difflib.get_close_matches(str(flag), [*self._option_string_actions], n=1, cutoff=_ALIKE)
             remedy = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists the flags"
             self.error(f"{flag} is not a flag: {remedy}")
         return found, rest
+
+
+def _nearest_choice(message: str) -> str:
+    """The choice that was meant perhaps, as the end of argparse's message of a wrong one; "" if there is none."""
+    if (match := re.fullmatch(_REPHRASED[2][0], message, re.DOTALL)) is None:
+        return ""
+    value, *choices = (one.strip("'") for one in (match[2], *match[3].split(", ")))
+    near = difflib.get_close_matches(value, choices, n=1, cutoff=_ALIKE)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
@@ -145,6 +157,7 @@ def console_script() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command (None: from ``sys.argv``). Returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    args = None
     words = [argument for argument in argv if not argument.startswith("-")] or [""]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character still shows the rest
@@ -175,9 +188,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValidationError as error:
         return _complain(describe(error), EXIT_USAGE)
     except (ConfigError, InvalidRequestError) as error:
-        return _complain(str(error), EXIT_USAGE)
+        return _complain(_named(str(error), args), EXIT_USAGE)
     except PacelineError as error:
         return _complain(str(error), EXIT_FAILED)
+
+
+def _named(message: str, args: argparse.Namespace | None) -> str:
+    """A message about a model, with the flag that names it."""
+    for name in ("target", "draft"):
+        value, flag = getattr(args, name, None), f"--{name}"
+        if value is not None and repr(value) in message and flag not in message:
+            return f"{flag}: {message}"
+    return message
 
 
 def _complain(message: str, status: int) -> int:
