@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,22 @@ def test_changed_files_are_read_anew(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     assert Checkpoint.open(str(folder)).max_model_len == 1024
     assert folder_of(str(folder)) != first
+
+
+def test_an_id_of_the_hub_is_served_once_it_was_fetched_as_a_whole(kimi, tmp_path, monkeypatch):
+    snapshot = tmp_path / "hub" / "models--moonshotai--Kimi-K2" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    shutil.copy(kimi / "config.json", snapshot)
+    with pytest.raises(ConfigError, match=r"must be here as a whole, .*: fetch it by `hf download moonshotai/Kimi-K2`"):
+        Checkpoint.open("moonshotai/Kimi-K2")
+    shutil.copytree(kimi, snapshot, dirs_exist_ok=True)
+    for found in (Checkpoint.open("moonshotai/Kimi-K2"), Checkpoint.find("moonshotai/Kimi-K2")):
+        assert found is not None
+        assert (found.config["model_type"], found.tokenizer.vocab_size) == ("deepseek_v3", NUM + 256)
+        assert found.size() == Checkpoint.open(str(kimi)).size()
 
 
 def rewrite(folder: Path, name: str, change) -> None:

@@ -31,6 +31,7 @@ from paceline.checkpoint.hub import fetch_gguf, require_fetchable
 from paceline.checkpoint.packing import packing_of
 from paceline.checkpoint.size import ModelSize, WeightCounts, count_weights, has_weights, model_size
 from paceline.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from paceline.checkpoint.translated import LAYOUTS
 from paceline.errors import ConfigError
 from paceline.types import SamplingParams
 
@@ -132,6 +133,10 @@ class Checkpoint:
         try:
             config = AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code)
         except Exception as error:  # transformers raises whatever its parsers raise
+            found = local_folder(source)
+            if found is not None and read_json(found, "config.json").get("model_type") in LAYOUTS:
+                what = f"{source!r} must be here as a whole, since transformers does not know it by its name"
+                raise ConfigError(f"{what}: fetch it by `hf download {source}`") from error
             require_no_code(source, error)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ConfigError(f"model {source!r} could not be resolved: {reason}") from error

@@ -123,7 +123,22 @@ def folder_of(source: str) -> Path | None:
         path = Path(cached)
     if files := files_of(path):
         return describe(files)
-    return translated(path) if path.is_dir() else None
+    return translated(path) if path.is_dir() else _fetched(source)
+
+
+def _fetched(source: str) -> Path | None:
+    """The directory of a checkpoint that the hub's cache holds with its weights, and that transformers does not know
+    by its name; None of others, which transformers finds itself."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(source, "config.json")
+    except HFValidationError:  # it is no id
+        return None
+    if not isinstance(config, str) or not any((snapshot := Path(config).parent).glob("*.safetensors")):
+        return None
+    return found if (found := translated(snapshot)) != snapshot else None
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
