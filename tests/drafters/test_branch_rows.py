@@ -246,19 +246,19 @@ def test_tokens_that_are_computed_in_one_call_are_noticed(monkeypatch: pytest.Mo
         wait_for_long()
 
 
-@mutant(BranchSession, "_fork")
+@mutant(BranchSession, "fork")
 def _siblings_share_rows(fork: Any, self: BranchSession, cache: Any, owner: Any, branch: Branch, rows: range) -> Any:
-    self._reserve(cache, branch, rows.stop)
+    self.reserve(cache, branch, rows.stop)
     cache.promise(owner, 2)
     return branch, ()
 
 
-@mutant(BranchSession, "_fork")
+@mutant(BranchSession, "fork")
 def _no_copy(fork: Any, self: BranchSession, *rest: Any) -> Any:
     return fork(self, *rest)[0], ()
 
 
-@mutant(BranchSession, "_commit")
+@mutant(BranchSession, "make_trunk")
 def _commits_tokens_without_rows(commit: Any, self: BranchSession, branch: Branch) -> None:
     """The trunk stays the trunk."""
 

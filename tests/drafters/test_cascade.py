@@ -89,11 +89,11 @@ def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _shared_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses below different leaves of a session are taken for one another."""
-    below = cascade._below
-    monkeypatch.setattr(cascade, "_below", lambda leaf, index, guesses: below(leaf, 0, guesses))
+    below = cascade.leaf_below
+    monkeypatch.setattr(cascade, "leaf_below", lambda leaf, index, guesses: below(leaf, 0, guesses))
 
 
-@mutant(ModelDrafter, "_candidates")
+@mutant(ModelDrafter, "no_candidates")
 def _late(candidates, self, leaves, tails, m):
     """The candidates of a depth are said to follow one guess too many."""
     made = candidates(self, leaves, tails, m)

@@ -127,7 +127,7 @@ def _next_layer(make: Any, cache: Any, first_layer: int, parts: Any) -> Any:
 
 def _no_anchor(part: Part) -> None:
     """Nodes do not see the anchor, which the target has not computed."""
-    part.above = [[node for node in nodes if node != early_exit._ANCHOR] for nodes in part.above]
+    part.above = [[node for node in nodes if node != early_exit.ANCHOR] for nodes in part.above]
 
 
 _WRONG_ROWS = {
@@ -184,7 +184,7 @@ def test_after_a_preemption_it_waits_for_its_pages(noticed: bool, monkeypatch: p
     while (session := engine._sessions["s"]).num_tokens < PAGE_SIZE + 1:
         engine.step()
     assert session.num_computed == PAGE_SIZE
-    engine._scheduler._preempt(session, [])
+    engine._scheduler.preempt(session, [])
     asked = len(answers)
     engine.step()
     assert (len(answers) == asked) == noticed
@@ -265,7 +265,7 @@ def adapted(family: str, folder: Path) -> tuple[Run, Said]:
     assert plan.boundary == 1
     assert plan.adapter is not None
     run = pump_of(family)
-    early_exit._adapt(run[1].head.model, plan.adapter.load_module(torch.float32, torch.device("cpu")), "target")
+    early_exit.append_exit(run[1].head.model, plan.adapter.load_module(torch.float32, torch.device("cpu")), "target")
     weights = load_file(source / "model.safetensors")
 
     def said(answer: Answer) -> Tensor:
@@ -279,7 +279,7 @@ def adapted(family: str, folder: Path) -> tuple[Run, Said]:
 
 def _not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is loaded, and that is all."""
-    monkeypatch.setattr(early_exit, "_adapt", lambda model, adapter, name: None)
+    monkeypatch.setattr(early_exit, "append_exit", lambda model, adapter, name: None)
 
 
 def _without_residual(monkeypatch: pytest.MonkeyPatch) -> None:

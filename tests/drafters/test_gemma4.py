@@ -124,32 +124,32 @@ def test_it_says_what_transformers_says_and_no_text_changes(name: str, tmp_path:
 # -- mutants: the text stays plain's, but what is proposed is not what transformers says ------------------------------
 
 
-@mutant(gemma4_module, "_target_layers")
+@mutant(gemma4_module, "target_layers_of")
 def _first_layers_of_a_type(layers: Any, reading: Any, text: Any, target: Any) -> dict[str, int]:
     """In the place of the last ones that have keys."""
     return {**layers(reading, text, target), "sliding_attention": target.layer_types.index("sliding_attention")}
 
 
-@mutant(gemma4_module, "_attend_before")
+@mutant(gemma4_module, "attend_before")
 def _windows_of_the_other_type(_: Any, attend: Any, *rest: Any) -> Tensor:
     return attend(*rest[:-1], WINDOW + 2 if rest[-1] is None else None)
 
 
-@mutant(gemma4_module, "_attend_before")
+@mutant(gemma4_module, "attend_before")
 def _window_of_one_row_less(attend_before: Any, *rest: Any) -> Tensor:
     return attend_before(*rest[:-1], None if rest[-1] is None else rest[-1] - 1)
 
 
 def _keyless(patch: pytest.MonkeyPatch, change: Callable[[Part, Part], None]) -> None:
     """``change`` takes the rows as they should be, and as they are of a head with keys."""
-    keyless = head_drafter._keyless
+    keyless = head_drafter.keyless_part
 
     def mutant(part: Part) -> Part:
         made = keyless(part)
         change(made, part)
         return made
 
-    patch.setattr(head_drafter, "_keyless", mutant)
+    patch.setattr(head_drafter, "keyless_part", mutant)
 
 
 def _position_that_advances(patch: pytest.MonkeyPatch) -> None:
@@ -204,13 +204,13 @@ def test_wrong_drafters_are_noticed(name: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_tokens_of_other_clusters_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_clusters = Gemma4Drafter._of_clusters
+    of_clusters = Gemma4Drafter.logits_of_clusters
 
     def mutant(self: Gemma4Drafter, y: Tensor) -> Tensor:
         self.masked_embedding.token_ordering = torch.arange(GEMMA4_VOCAB)
         return of_clusters(self, y)
 
-    monkeypatch.setattr(Gemma4Drafter, "_of_clusters", mutant)
+    monkeypatch.setattr(Gemma4Drafter, "logits_of_clusters", mutant)
     pump, _, asked = pump_of("gemma4_clusters", tmp_path)
     pump.run({"s1": requests_of(1.0)["s1"]})
     assert difference(asked, partial(said_by, "gemma4_clusters"), 12) > 1e-2

@@ -397,8 +397,8 @@ def test_a_chunk_whose_last_row_has_the_targets_guess_and_rows_that_are_not_over
     assert not same(loaded.served(), right)
     monkeypatch.undo()
     assert same(loaded.served(), right)
-    placed = paged._placed
-    monkeypatch.setattr(paged, "_placed", lambda part: placed(part)[-1:])
+    placed = paged.rows_to_write
+    monkeypatch.setattr(paged, "rows_to_write", lambda part: placed(part)[-1:])
     assert not same(loaded.served(), right)
 
 

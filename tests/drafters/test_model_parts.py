@@ -77,13 +77,13 @@ def test_leaves_alone_are_laid_out_as_among_others(monkeypatch) -> None:
         fast = drafter()
         session = random_session(rng, fast._cache)
         slow, twin = copy.deepcopy((fast, session))
-        monkeypatch.setattr(slow, "_alone", lambda *_: None)
+        monkeypatch.setattr(slow, "part_without_tails", lambda *_: None)
         pending = session.num_cached < len(session.tokens)
         leaves = [(leaf_of(rng, session, 99 + i), NO_TAIL) for i in range(1 if pending else rng.randint(1, 5))]
         tried, own = copy.deepcopy((fast, session))
-        if tried._alone(own, leaves, own.tokens[own.num_cached :]) is not None:
+        if tried.part_without_tails(own, leaves, own.tokens[own.num_cached :]) is not None:
             short["leaf" if len(leaves) == 1 else "leaves"] += 1
-        made, want = fast._part(session, leaves), slow._part(twin, leaves)
+        made, want = fast.part_of(session, leaves), slow.part_of(twin, leaves)
         for name in ("token_ids", "positions", "rows", "pages", "num_logits"):
             assert list_of(getattr(made.step, name)) == list_of(getattr(want.step, name)), name
         assert torch.equal(seen(made.step, session.num_rows), seen(want.step, session.num_rows))

@@ -71,7 +71,7 @@ def test_blocks_are_those_of_the_model_on_the_whole_text(family: str) -> None:
     assert checked.runner.cache.num_used == 0
 
 
-@mutant(ModelDrafter, "_part")
+@mutant(ModelDrafter, "part_of")
 def _shifted(part, self, session, leaves):
     """Tokens behind the last one are one position too far."""
     made = part(self, session, leaves)
@@ -80,7 +80,7 @@ def _shifted(part, self, session, leaves):
     return made
 
 
-@mutant(ModelDrafter, "_part")
+@mutant(ModelDrafter, "part_of")
 def _unseen(part, self, session, leaves):
     """A token of the tree without a row is taken to have been computed."""
     made = part(self, session, leaves)
@@ -89,7 +89,7 @@ def _unseen(part, self, session, leaves):
     return made
 
 
-@mutant(ModelDrafter, "_part")
+@mutant(ModelDrafter, "part_of")
 def _kept(part, self, session, leaves):
     """Pending tokens are forgotten once something below them is computed."""
     made = part(self, session, leaves)

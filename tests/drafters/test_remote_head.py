@@ -168,8 +168,10 @@ def test_what_was_expanded_is_kept_when_it_is_committed(kind: str, monkeypatch: 
     session.after()
     session.after(decided[0], ids=(901,))
     calls: list[Any] = []
-    step = HeadDrafter._step
-    monkeypatch.setattr(HeadDrafter, "_step", lambda self, leaves: [calls.append(len(leaves)), step(self, leaves)])
+    step = HeadDrafter.expand_nodes
+    monkeypatch.setattr(
+        HeadDrafter, "expand_nodes", lambda self, leaves: [calls.append(len(leaves)), step(self, leaves)]
+    )
     session.next_node = 902
     session.commit(2, node_ids=(901,))
     torch.testing.assert_close(spread(session.after()), session.text.whole(29, decided), atol=1e-4, rtol=1e-4)
@@ -290,6 +292,6 @@ def test_a_head_that_forgets_to_correct_its_own_states_is_noticed(kind: str, mon
             each.coming.clear()
         return False
 
-    monkeypatch.setattr(RemoteHead, "_compute", forgets)
+    monkeypatch.setattr(RemoteHead, "compute_states", forgets)
     session.feed(29, 31)
     assert not torch.allclose(spread(session.after()), session.text.whole(31, ()), atol=1e-3)

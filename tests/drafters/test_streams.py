@@ -124,7 +124,7 @@ def _pages_of_the_layer_below(bind: Any, self: HeadDrafter, cache: Any, first_la
 
 
 def _without_additions(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StreamHead, "_added", lambda self, addition, linear, args, output: output)
+    patch.setattr(StreamHead, "with_addition", lambda self, addition, linear, args, output: output)
 
 
 def _without_the_anchor(patch: pytest.MonkeyPatch) -> None:

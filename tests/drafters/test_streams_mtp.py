@@ -137,7 +137,7 @@ def test_unrolled_it_says_the_same(tmp_path: Path) -> None:
     torch.testing.assert_close(said, oracle(tokens[:21], tokens[21:23]), atol=1e-4, rtol=1e-4)
 
 
-@mutant(StateTaps, "_catch")
+@mutant(StateTaps, "catch")
 def _the_first_stream_alone(catch: Any, self: StateTaps, boundary: int, state: Tensor) -> None:
     """The head gets the first stream in the place of each."""
     whole = state._base if state._base is not None and state._base.dim() == 4 else None

@@ -53,12 +53,12 @@ def _old_drafts_are_heard(on_draft: Any, session: Session, event: Any, *rest: An
 
 def _lost_trees_stay_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The relay does not re-open the draft of a session that has lost nodes."""
-    monkeypatch.setattr(Session, "_on_tree_lost", lambda session, actions: None)
+    monkeypatch.setattr(Session, "on_tree_lost", lambda session, actions: None)
 
 
 def _malformed_outcomes_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The relay believes what no target can have meant."""
-    monkeypatch.setattr(session_module, "_malformed", lambda outcome: False)
+    monkeypatch.setattr(session_module, "is_malformed", lambda outcome: False)
 
 
 @mutant(Session, "reopen_target")

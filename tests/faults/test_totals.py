@@ -191,7 +191,7 @@ def _reopening_forgets(reopen_target: Any, session: Session) -> Any:
 
 def _lookups_pass_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target does not say that it looked a proposal up."""
-    monkeypatch.setattr(engine, "_round", lambda part, cause, num: Round(part.num_drafted, num, cause))
+    monkeypatch.setattr(engine, "round_of", lambda part, cause, num: Round(part.num_drafted, num, cause))
 
 
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [

@@ -97,7 +97,7 @@ def rounded_twice_in_long_steps(original: Any, rows: Tensor) -> Tensor:
     return original(first if len(rows) > 8 else rows)  # type: ignore[no-any-return]
 
 
-@mutant(paged, "_divided")
+@mutant(paged, "divided")
 def scales_of_the_step(original: Any, x: Tensor, scale: float) -> Tensor:
     """Measured anew in each step that takes a prompt."""
     return original(x, float(x.abs().max()) / 448 if x.shape[2] > 8 else scale)  # type: ignore[no-any-return]

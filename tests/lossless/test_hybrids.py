@@ -289,7 +289,7 @@ def test_random_steps_leak_no_state_and_have_the_bits_of_plain_decoding(
 def _matches_without_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefix is hit whether the state at its end is known or not, and goes on with zeros."""
     monkeypatch.setattr(LinearSlots, "hit", lambda self, pages: len(pages))
-    monkeypatch.setattr(LinearSlots, "_base", lambda self, pages, first, start: 0 if start % 64 == 0 else first)
+    monkeypatch.setattr(LinearSlots, "known_base", lambda self, pages, first, start: 0 if start % 64 == 0 else first)
 
 
 @mutant(LinearSlots, "plan")

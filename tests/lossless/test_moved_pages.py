@@ -144,7 +144,7 @@ def moved(model: LoadedModel, cuts: Iterator[int], target: Engine | None = None)
             source.step()
         opened = asked.opened(name, source.texts[name], epoch=2)
         if name in source.engine._sessions:  # it has not ended
-            source.engine._close(source.engine._sessions[name])
+            source.engine.close_session(source.engine._sessions[name])
             num_moved += move(source.engine.pages, target.engine.pages, opened)
             target.open(opened)
             target.step()
@@ -433,7 +433,7 @@ def the_order_of_pages_is_another(original: Any, *args: Any) -> list[bytes]:
     return original(*args)[::-1]  # type: ignore[no-any-return]
 
 
-@mutant(pages_module, "_fill")
+@mutant(pages_module, "fill_page")
 def layers_are_swapped(original: Any, cache: Any, page: int, content: bytes) -> None:
     half = len(content) // 2
     original(cache, page, content[half:] + content[:half])
@@ -447,7 +447,7 @@ def the_first_page_comes_again(
     return [*hashes[:1], *hashes[:-1]][first:]
 
 
-@mutant(PageStore, "_identity")
+@mutant(PageStore, "exchange_identity")
 def every_checkpoint_has_one_identity(original: Any, *args: Any) -> bytes:
     return b"the same"
 

@@ -213,10 +213,10 @@ def test_mistakes_are_noticed(mutant: str, expected: dict[str, Result], monkeypa
             assert score(logits, [7], 5)[0].top != likeliest(logits.log_softmax(-1)[0], 5)
             return
         case "order of parts":
-            forward = runners._forward
+            forward = runners.forward_parts
             monkeypatch.setattr(
                 runners,
-                "_forward",
+                "forward_parts",
                 lambda runner, parts, **rest: forward(
                     runner, sorted(parts, key=lambda part: (not part.scores, part.verifies)), **rest
                 ),

@@ -301,7 +301,7 @@ def test_a_wrong_q_is_caught(pair: Pair, make: Any) -> None:
     assert p_value(found.counts, law_of(pair.model)) < FALSE_ALARM
 
 
-@mutant(HeadGrower, "_offer")
+@mutant(HeadGrower, "offer")
 def _wrong_q(offer: Any, self: HeadGrower, followed: Any) -> None:
     """The same of a head."""
     offer(self, followed)
@@ -317,7 +317,7 @@ def _likeliest_token(rank: Any, candidates: Any, rows: Any) -> Any:
     return [replace(r, token_ids=(max(zip(r.q.probs, r.q.token_ids, strict=True))[1],)) if r.q else r for r in rankings]
 
 
-@mutant(HeadGrower, "_offer")
+@mutant(HeadGrower, "offer")
 def _dropped_by_what_was_drawn(offer: Any, self: HeadGrower, followed: Any) -> None:
     """A proposal is withheld where its first token is a likely one. A head's confidence may end a proposal before a
     token is drawn, never because of it."""

@@ -54,7 +54,7 @@ def test_the_rest_of_a_resumed_stream_is_that_of_the_unbroken_one(temperature, m
     off = resumed(requests, unbroken, mistake=1)
     assert differ(off, rest(off), unbroken, shift=1) == len(off)
     # ... and output that is taken for prompt counts for other penalties and limits
-    monkeypatch.setattr(Session, "_open_message", _all_prompt(Session._open_message))
+    monkeypatch.setattr(Session, "open_message", _all_prompt(Session.open_message))
     assert differ(again, rest(again), unbroken) > 3
 
 

@@ -75,7 +75,7 @@ def differing(folder: Path, means: dict[str, Tensor]) -> list[str]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_weight_is_what_its_format_means(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, by any slice, a few rows at a time; and its bytes are counted as it will run."""
-    monkeypatch.setattr(dequantized, "_NUM_AT_ONCE", 5000)
+    monkeypatch.setattr(dequantized, "NUM_AT_ONCE", 5000)
     means = write_packed(tmp_path, name)
     assert differing(tmp_path, means) == []
     size = Checkpoint.open(str(tmp_path)).size("bfloat16")
@@ -85,11 +85,12 @@ def test_a_weight_is_what_its_format_means(name: str, tmp_path: Path, monkeypatc
 
 
 MUTANTS = {
-    "scales from the beginning": ("fp8, blocks", "_index", lambda own: (
+    "scales from the beginning": ("fp8, blocks", "index_of_scales", lambda own: (
         lambda self, name, stem, dim, size, length, part: own(self, name, stem, dim, size, length,
                                                              slice(0, part.stop - part.start))), "["),
-    "zero points as stored": ("gptq", "_zeros", lambda own: lambda self, stem, box: own(self, stem, box) - 1, "whole"),
-    "no zero points": ("pack-quantized, zeros", "_zeros", lambda own: lambda self, stem, box: 8, "whole"),
+    "zero points as stored": ("gptq", "zero_points",
+                              lambda own: lambda self, stem, box: own(self, stem, box) - 1, "whole"),
+    "no zero points": ("pack-quantized, zeros", "zero_points", lambda own: lambda self, stem, box: 8, "whole"),
 }  # fmt: skip
 
 
@@ -107,7 +108,9 @@ def test_a_rank_that_takes_the_scales_of_another_is_noticed(tmp_path: Path, monk
     with torch.no_grad():
         want = load_pretrained(Checkpoint.open(str(tmp_path)), torch.float32)(torch.tensor([TEXT])).logits[0]
     assert float((logits_of_two(str(tmp_path)) - want).abs().max()) <= 10 * LIMIT
-    monkeypatch.setattr(DequantizedFiles, "_index", MUTANTS["scales from the beginning"][2](DequantizedFiles._index))
+    monkeypatch.setattr(
+        DequantizedFiles, "index_of_scales", MUTANTS["scales from the beginning"][2](DequantizedFiles.index_of_scales)
+    )
     assert float((logits_of_two(str(tmp_path)) - want).abs().max()) > 1000 * LIMIT
 
 

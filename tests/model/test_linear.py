@@ -364,7 +364,7 @@ def _reused_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
         self._free_states.append(slot := self._state_of[key])
         return slot
 
-    monkeypatch.setattr(LinearSlots, "_use_state", changed)
+    monkeypatch.setattr(LinearSlots, "use_state", changed)
 
 
 def _no_dependencies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +409,7 @@ def _folded(tile: list[Tensor], stop: int, state: Tensor, spec: LinearSpec) -> T
 
 def _from_the_first_token(monkeypatch: pytest.MonkeyPatch, count: int = 0) -> None:
     """Sums begin at the step's first token instead of the chunk's; ``count``: only of steps of so many tokens."""
-    tokens = operator._tokens
+    tokens = operator.compute_tokens
 
     def wrong(tile: list[Tensor], of: Chunk, state: Tensor, tail: Tensor, spec: LinearSpec, *rest: Any) -> Tensor:
         if not of.first or count not in (0, of.count):
@@ -425,7 +425,7 @@ def _from_the_first_token(monkeypatch: pytest.MonkeyPatch, count: int = 0) -> No
         return out
 
     by_torch(monkeypatch)
-    monkeypatch.setattr(operator, "_tokens", wrong)
+    monkeypatch.setattr(operator, "compute_tokens", wrong)
 
 
 def _one_token_by_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,7 +433,7 @@ def _one_token_by_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
     _from_the_first_token(monkeypatch, count=1)
 
 
-@mutant(operator, "_scanned")
+@mutant(operator, "scanned")
 def _one_token_by_sums(scanned: Any, tile: list[Tensor], own: slice, state: Tensor, *rest: Any) -> Any:
     """Decoding of Mamba sums over the chunk's rows in place of going from its beginning row by row."""
     if own.stop - own.start != 1:
@@ -460,10 +460,10 @@ def _one_token_by_sums_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def _cumulative_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decays are summed by one call."""
     by_torch(monkeypatch)
-    monkeypatch.setattr(operator, "_summed", lambda before, rates: before + rates.cumsum(0))
+    monkeypatch.setattr(operator, "summed", lambda before, rates: before + rates.cumsum(0))
 
 
-@mutant(LinearSlots, "_copy")
+@mutant(LinearSlots, "copy_states")
 def _no_state_for_siblings(copy: Any, self: LinearSlots, source: int, target: int) -> list[tuple[int, int]]:
     """A private page does not get the states of the page that it is a copy of."""
     pairs = [*copy(self, source, target)]
@@ -472,7 +472,7 @@ def _no_state_for_siblings(copy: Any, self: LinearSlots, source: int, target: in
     return pairs
 
 
-@mutant(LinearSlots, "_write_also")
+@mutant(LinearSlots, "write_also")
 def _also_writes_one_place(write: Any, self: LinearSlots, of: Chunk, *rest: Any, **options: Any) -> None:
     """Rows that branches share are written to the first one alone."""
     write(self, of, *rest, **options)
@@ -491,8 +491,8 @@ def _rows_of_siblings(plan: Any, self: LinearSlots, steps: Sequence[SequenceStep
 
 def _states_of_speculated_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """States are stored behind draft tokens, too, and rows before them given up."""
-    sequence = LinearSlots._sequence
-    monkeypatch.setattr(LinearSlots, "_sequence", lambda self, step: sequence(self, replace(step, committed=-1)))
+    sequence = LinearSlots.sequence_part
+    monkeypatch.setattr(LinearSlots, "sequence_part", lambda self, step: sequence(self, replace(step, committed=-1)))
 
 
 MUTANTS = [

@@ -57,7 +57,7 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     from triton.runtime import interpreter
 
-    monkeypatch.setattr(kernels(), "_GROUPS", 2)
+    monkeypatch.setattr(kernels(), "NUM_GROUPS", 2)
     patched: set[int] = set()
     launch = interpreter.GridExecutor.__call__
 
@@ -204,7 +204,7 @@ def _of_the_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def _branches_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Sequences do not wait for those whose rows they read."""
     of_triton(monkeypatch, kernels())
-    monkeypatch.setattr(kernels(), "_GROUPS", 1)
+    monkeypatch.setattr(kernels(), "NUM_GROUPS", 1)
     monkeypatch.setattr(LinearStep, "groups", lambda self: [range(i, i + 1) for i in range(len(self.sequences))])
     encode = LinearStep.encode
 
@@ -226,8 +226,8 @@ def _no_rows_for_branches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 def _slots_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The state is stored behind draft tokens, too."""
     of_triton(monkeypatch, kernels())
-    store = LinearSlots._store
-    monkeypatch.setattr(LinearSlots, "_store", lambda self, key, must: (store(self, key, must=must) + 1) % 4)
+    store = LinearSlots.store_state
+    monkeypatch.setattr(LinearSlots, "store_state", lambda self, key, must: (store(self, key, must=must) + 1) % 4)
 
 
 @pytest.mark.parametrize(

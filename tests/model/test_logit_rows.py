@@ -105,7 +105,7 @@ def test_states_behind_the_last_layer_need_all_rows(features: Features | None, s
 def test_which_layers_have_such_an_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
     """No experts, which choose by token; and none whose outputs could end in the middle of a vector."""
     assert LogitRows.of(random_model(config(intermediate_size=96)), None) is None
-    monkeypatch.setattr(logit_rows, "_LANES", 1)
+    monkeypatch.setattr(logit_rows, "LANES", 1)
     families = {name for name in FAMILIES if LogitRows.of(random_model(name), None) is not None}
     assert {"llama", "qwen3", "gemma2", "gemma3", "mistral", "phi3"} <= families
     assert not {"qwen3_moe", "gpt2"} & families

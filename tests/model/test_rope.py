@@ -58,8 +58,8 @@ def test_greedy_tokens_are_those_of_generate(max_model_len: int, length: int) ->
 
 
 def test_a_mutant_with_the_other_factors_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = rope._settle
-    monkeypatch.setattr(rope, "_settle", lambda module, *, long: settle(module, long=not long))
+    settle = rope.settle_factors
+    monkeypatch.setattr(rope, "settle_factors", lambda module, *, long: settle(module, long=not long))
     assert farthest(LIMIT, LIMIT) > 100 * FP32_LIMIT
     assert farthest(None, LIMIT + 1) > 100 * FP32_LIMIT
 

@@ -52,7 +52,7 @@ FORMATS = {
 
 def keep(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the CPU were a GPU with the kernel; a few rows are read at a time."""
-    monkeypatch.setattr(dequantized, "_NUM_AT_ONCE", 5000)
+    monkeypatch.setattr(dequantized, "NUM_AT_ONCE", 5000)
     monkeypatch.setattr(kept, "why_not_scaled", lambda device, dtype: None)
 
 

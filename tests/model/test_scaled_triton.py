@@ -35,7 +35,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two splits, however small the weight; and products whose bits do not know the size of a tile."""
     if not _CAN_RUN:
         return
-    monkeypatch.setattr(kernels(), "_LEAST_BLOCKS", 1)
+    monkeypatch.setattr(kernels(), "MIN_BLOCKS", 1)
     if DEVICE == "cuda":
         return
     from triton.runtime import interpreter
@@ -132,11 +132,11 @@ def test_no_bit_of_a_token_depends_on_the_others() -> None:
 def without_splits() -> Mutant:
     """Many tokens are summed without splits."""
 
-    @mutant(kernels(), "_multiplied")
+    @mutant(kernels(), "multiplied")
     def changed(multiplied: Callable[..., Tensor], x: Tensor, *rest: Any, **options: Any) -> Tensor:
         num_rows = len(x) if len(rest) < 4 else len(rest[3].order)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels(), "_MOST_SPLITS", 1 if num_rows > 64 else 8)
+            patch.setattr(kernels(), "MAX_SPLITS", 1 if num_rows > 64 else 8)
             return multiplied(x, *rest, **options)
 
     return changed

@@ -209,7 +209,7 @@ def test_the_self_test_says_when_it_holds(dtype: torch.dtype) -> None:
 
 def test_the_self_test_reaches_the_largest_step_and_the_longest_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is time; and says how far it came."""
-    monkeypatch.setattr(selftest, "_LEAST_S", 600.0)
+    monkeypatch.setattr(selftest, "MIN_BUDGET_S", 600.0)
     runner, lengths = make(torch.float32, pages=80), []
     step = runner._step
     runner._step = lambda *inputs: (lengths.append(inputs[0].shape[1]), step(*inputs))[1]
@@ -224,7 +224,7 @@ def test_the_self_test_reaches_the_largest_step_and_the_longest_context(monkeypa
 
 def test_the_self_test_spends_little_time_on_long_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step of a longer context is begun that would take it beyond its time, by the last one."""
-    monkeypatch.setattr(selftest, "_LEAST_S", 0.0)
+    monkeypatch.setattr(selftest, "MIN_BUDGET_S", 0.0)
     now = itertools.count()
     monkeypatch.setattr(selftest.time, "perf_counter", lambda: float(next(now)))
     report = check_invariance(make(torch.float32, pages=80), 4096)

@@ -267,9 +267,9 @@ def test_buffers_and_pages_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_layout_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = step_plan._ragged
+    right = step_plan.ragged_ranges
     monkeypatch.setattr(layout, "native_module", lambda: None)
-    monkeypatch.setattr(step_plan, "_ragged", lambda starts, counts: right(starts, counts) + (counts[-1] > 1))
+    monkeypatch.setattr(step_plan, "ragged_ranges", lambda starts, counts: right(starts, counts) + (counts[-1] > 1))
     for seed in (1, 2, 3):
         with pytest.raises(AssertionError):
             _assert_plain(_batch(seed), Shapes())
@@ -291,9 +291,9 @@ FAULTS = {
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The native layout with all faults, none of which is on."""
     changed = tmp_path_factory.mktemp("faulty") / "layout.cpp"
-    changed.write_text(with_faults(layout._SOURCE, FAULTS.items()), encoding="utf-8")
+    changed.write_text(with_faults(layout.SOURCE, FAULTS.items()), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "_SOURCE", changed)
+        patch.setattr(layout, "SOURCE", changed)
         return layout.native_module.__wrapped__()
 
 

@@ -31,7 +31,7 @@ def delay(link: Any, delay_s: float) -> None:
 
 async def test_states_that_a_stream_is_too_slow_for_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are not: the mutant that drops commits as well loses one here."""
-    monkeypatch.setattr(link_module, "_MOST_STATES_BYTES", 20)
+    monkeypatch.setattr(link_module, "MAX_STATES_BYTES", 20)
     dropped: list[str] = []
     link = Link(
         Member("draft-0", "127.0.0.1:1"), DRAFT, on_messages=lambda _, messages: None,
@@ -67,7 +67,7 @@ async def test_a_way_longer_than_heartbeats_are_apart_is_measured() -> None:
             yield batch
 
     delay(link, DELAY_S)
-    await link._read(replica())
+    await link.read_stream(replica())
     assert len(latencies) >= 2
     assert all(latency >= 2 * DELAY_S for latency in latencies)
 
@@ -83,6 +83,6 @@ async def test_a_link_that_is_stopped_while_its_stream_breaks_ends() -> None:
         link.stop()
         return "the replica ended the stream"
 
-    link._read = read  # type: ignore[method-assign]
+    link.read_stream = read  # type: ignore[method-assign]
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         link.start(tasks)

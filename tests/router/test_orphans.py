@@ -186,11 +186,11 @@ async def test_the_time_in_which_the_router_stood_still_is_nobodys_fault(monkeyp
         before = router._target_seen_s
         times = iter([0.0, 40.0, 40.0, 40.1])
         monkeypatch.setattr(router_module, "time", SimpleNamespace(monotonic=lambda: next(times)))
-        monkeypatch.setattr(router_module, "_TICK_S", 0.1)
+        monkeypatch.setattr(router_module, "TICK_S", 0.1)
         monkeypatch.setattr(router_module, "asyncio", SimpleNamespace(sleep=_at_once, current_task=lambda: Named()))
-        monkeypatch.setattr(router, "_tick", lambda: seen.append(router._target_seen_s - before))
+        monkeypatch.setattr(router, "tick", lambda: seen.append(router._target_seen_s - before))
         with pytest.raises(RuntimeError, match="StopIteration"):
-            await router._tick_forever()
+            await router.tick_forever()
         monkeypatch.undo()
     assert seen == pytest.approx([39.8, 39.8])
 
@@ -206,7 +206,7 @@ async def test_a_router_that_stood_still_does_not_take_its_replicas_for_dead(mon
         clock = iter(frozen)
         monkeypatch.setattr(link_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
         monkeypatch.setattr(link_module, "asyncio", SimpleNamespace(sleep=_at_once))
-        ends.append(await link._watch_silence())
+        ends.append(await link.watch_silence())
         assert next(clock, None) is None
         monkeypatch.undo()
         link.up = False
@@ -247,7 +247,7 @@ async def _at_once(_: float) -> None:
 async def test_heartbeats_without_news_place_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router of a hundred replicas gets four hundred heartbeats a second."""
     count = 0
-    reconcile = Router._reconcile
+    reconcile = Router.reconcile
 
     def counted(router: Router) -> None:
         nonlocal count
@@ -258,7 +258,7 @@ async def test_heartbeats_without_news_place_no_session(monkeypatch: pytest.Monk
     async with world.router() as router:
         tasks = [asyncio.create_task(result_of(router, request(f"s{i}", i, 30))) for i in range(2)]
         await world.turn()
-        monkeypatch.setattr(Router, "_reconcile", counted)
+        monkeypatch.setattr(Router, "reconcile", counted)
         target = world.targets[0]
         (link,) = target.links.values()
         for sessions, expected_count in ((1, 0), (1, 0), (0, 0), (2, 1), (3, 1), (1, 2), (1, 2)):

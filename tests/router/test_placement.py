@@ -34,8 +34,8 @@ def test_prefixes_are_of_a_salt() -> None:
 
 
 def test_an_index_without_salts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = placement._chain
-    monkeypatch.setattr(placement, "_chain", lambda token_ids, salt: chain(token_ids, ""))
+    chain = placement.page_hashes
+    monkeypatch.setattr(placement, "page_hashes", lambda token_ids, salt: chain(token_ids, ""))
     with pytest.raises(AssertionError):
         prefixes_are_of_a_salt()
 
@@ -103,5 +103,5 @@ def test_a_burst_at_many_routers_is_spread() -> None:
 
 
 def test_without_two_choices_targets_would_be_overrun_while_others_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "_FEW", 1_000)
+    monkeypatch.setattr(placement, "NUM_COMPARED", 1_000)
     assert busiest_of(20, 100, 640) >= 30 + 20

@@ -209,7 +209,7 @@ async def test_150_clients_of_a_router_try_at_most_twice_for_an_answer(monkeypat
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "_REMEMBERED", 100)
+    monkeypatch.setattr(retry, "NUM_REMEMBERED", 100)
     hints = RetryHints()
     for i in range(300):
         hints.note_freed(float(i), None)

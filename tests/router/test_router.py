@@ -63,8 +63,8 @@ async def test_an_error_in_one_tick_is_logged_and_the_next_tick_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The request that waits for a target still ends in time."""
-    monkeypatch.setattr(router_module, "_TICK_S", 0.001)
-    monkeypatch.setattr(Router, "_no_target", once_broken(Router._no_target))
+    monkeypatch.setattr(router_module, "TICK_S", 0.001)
+    monkeypatch.setattr(Router, "no_target_reason", once_broken(Router.no_target_reason))
     clock = Clock()
     async with running(clock) as router:
         waiting = anext(router.generate(Request("r", "abc")))
@@ -112,7 +112,7 @@ async def test_a_request_whose_text_cannot_be_made_ends_alone_and_frees_its_plac
         def decode(_: Any) -> str:
             raise RuntimeError("broken by a test")
 
-        monkeypatch.setattr(broken._detokenizer, "_decode", decode)
+        monkeypatch.setattr(broken._detokenizer, "decode_last", decode)
         world.targets[0].turn()  # two outcomes before the first becomes text
         await world.until(*tasks)
         with pytest.raises(EngineError, match="could not process the output of this request"):
@@ -125,7 +125,7 @@ async def test_a_request_whose_text_cannot_be_made_ends_alone_and_frees_its_plac
 
 
 @pytest.mark.parametrize(
-    ("method", "task"), [("_read", "reader"), ("_write", "writer"), ("_watch_silence", "heartbeat")]
+    ("method", "task"), [("read_stream", "reader"), ("write_stream", "writer"), ("watch_silence", "heartbeat")]
 )
 async def test_an_error_in_a_task_of_a_link_is_logged_and_it_connects_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str, task: str
@@ -144,7 +144,7 @@ async def test_an_error_in_a_task_of_a_link_is_logged_and_it_connects_again(
         again.set()
         return await idle()
 
-    for name in ("_read", "_write", "_watch_silence"):
+    for name in ("read_stream", "write_stream", "watch_silence"):
         monkeypatch.setattr(Link, name, broken_once if name == method else idle)
     async with running(Clock()) as router:
         await asyncio.wait_for(again.wait(), 30)
@@ -172,8 +172,8 @@ async def test_an_error_while_a_link_goes_down_is_logged_and_it_connects_again(
             await asyncio.Event().wait()
         return "the replica ended the stream"
 
-    monkeypatch.setattr(Link, "_stream", stream)
-    monkeypatch.setattr(Link, "_down", once_broken(Link._down))
+    monkeypatch.setattr(Link, "serve_stream", stream)
+    monkeypatch.setattr(Link, "on_down", once_broken(Link.on_down))
     async with running(Clock()) as router:
         await asyncio.wait_for(again.wait(), 30)
         assert not router.ready

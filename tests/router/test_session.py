@@ -282,7 +282,7 @@ def longest_beginning(text, stops):
 
 @given(st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=6), st.text("abc", max_size=12))
 def test_what_is_undecided_is_the_longest_beginning_of_a_stop_string(stops, text):
-    assert session_module._Prefixes(stops).num_undecided(text) == longest_beginning(text, stops)
+    assert session_module.Prefixes(stops).num_undecided(text) == longest_beginning(text, stops)
 
 
 def test_stop_strings_cost_what_the_text_is_long_whatever_they_hold(monkeypatch):
@@ -293,6 +293,6 @@ def test_stop_strings_cost_what_the_text_is_long_whatever_they_hold(monkeypatch)
     stops = tuple("a" * 1000 + f"{i:024}" for i in range(64))
     session = Session("s", PROMPT, SamplingParams(), SpeculationParams(), decode=decode, stop=stops)
     text = ("a" * 900 + "c" + "a" * 500 + "cd") * 5
-    released = "".join(session._release(text[i : i + 3])[0] for i in range(0, len(text), 3))
+    released = "".join(session.release_text(text[i : i + 3])[0] for i in range(0, len(text), 3))
     assert released + session._withheld == text
     assert len(looked) <= 3 * len(text)

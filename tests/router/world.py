@@ -91,7 +91,7 @@ class Target:
         self.up = False
         self.sessions.clear()
         for link in self.links.values():
-            link._down(reason)
+            link.on_down(reason)
 
 
 class Draft:
@@ -153,7 +153,7 @@ class World:
                 if self.num_turns % 5 == 0:
                     target.beat()
         for router in {router: None for target in self.targets for router in target.links}:
-            router._tick()
+            router.tick()
         for _ in range(5):  # the clients
             await asyncio.sleep(0)
 
@@ -172,8 +172,8 @@ def without_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     async def idle(*_: Any) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Link, "_run", idle)
-    monkeypatch.setattr(Router, "_tick_forever", idle)
+    monkeypatch.setattr(Link, "run_forever", idle)
+    monkeypatch.setattr(Router, "tick_forever", idle)
 
 
 def request(name: str, seed: int, max_tokens: int = 20) -> Request:

@@ -91,7 +91,7 @@ def went_on_first(made_call: threading.Event) -> bool:
 def test_the_caller_keeps_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [went_on_first(threading.Event()) for _ in range(20)] == [True] * 20
     releasing, made_call = ctypes.CDLL(None).write, threading.Event()
-    monkeypatch.setattr(handover, "_write", lambda *args: (releasing(*args), made_call.wait(TIMEOUT_S)))
+    monkeypatch.setattr(handover, "write_with_lock", lambda *args: (releasing(*args), made_call.wait(TIMEOUT_S)))
     assert not went_on_first(made_call), "what gives it up is found out"
 
 

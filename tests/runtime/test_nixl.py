@@ -265,7 +265,7 @@ def test_nixl_itself_reads_the_memory_of_another_process() -> None:
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
-@mutant(NixlAgent, "_begin")
+@mutant(NixlAgent, "begin_transfer")
 def pages_are_taken_before_the_transfer_is_complete(original: Any, agent: NixlAgent, *args: Any) -> Any:
     name, handle, _ = original(agent, *args)
     return name, handle, nixl._DONE

@@ -462,7 +462,7 @@ def test_each_rank_makes_its_own_device_the_current_one(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(ranks_module, "_join", lambda rendezvous, device: joined.append(device) or nullcontext())
+    monkeypatch.setattr(ranks_module, "connect_rank", lambda rendezvous, device: joined.append(device) or nullcontext())
     meeting = Rendezvous("tcp:10.0.0.1:6000", degree=2)
     for rank in range(2):
         with ranks_module.ranked(str(checkpoints), TargetOptions(device="cuda"), meeting.of(rank)):

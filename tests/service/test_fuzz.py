@@ -40,6 +40,6 @@ async def test_an_error_that_is_not_the_caller_s_is_noticed(config, plain, monke
 
 async def test_a_session_that_is_not_freed_is_noticed(config, plain, monkeypatch):
     """A mutant: a request whose caller has left stays."""
-    monkeypatch.setattr(Router, "_leave", functools.wraps(Router._leave)(lambda router, active: None))
+    monkeypatch.setattr(Router, "leave", functools.wraps(Router.leave)(lambda router, active: None))
     with pytest.raises(TimeoutError):
         await rounds(config, plain, 1, 200, 200, patience_s=1.0)

@@ -60,8 +60,8 @@ async def replica(config, kind, version, monkeypatch):
     setup = config.target_setup() if kind == "target" else config.draft_setup()
     with monkeypatch.context() as patch:
         if version == BEFORE:
-            protocols = {name: as_before(each) for name, each in server_module._PROTOCOLS.items()}
-            patch.setattr(server_module, "_PROTOCOLS", protocols)
+            protocols = {name: as_before(each) for name, each in server_module.PROTOCOLS.items()}
+            patch.setattr(server_module, "PROTOCOLS", protocols)
         server = server_module.engine_server(setup, replica_id=f"{kind}-{version}")
         await server.start()
     if version not in (BEFORE, CURRENT):

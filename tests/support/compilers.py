@@ -38,15 +38,15 @@ def lacking(item: pytest.Item) -> str | None:
 
 def products_with(folder: Path, faults: Mapping[str, tuple[str, str]]) -> ctypes.CDLL:
     """The library of native products, with one text of some source files replaced by another."""
-    kept, copies = cpu_linear._SOURCE.parent, folder / "products" / "compiled"
+    kept, copies = cpu_linear.SOURCE.parent, folder / "products" / "compiled"
     copies.mkdir(parents=True)
-    for path in (*kept.glob("*.h"), kept / "../exponential.h", cpu_linear._SOURCE):
+    for path in (*kept.glob("*.h"), kept / "../exponential.h", cpu_linear.SOURCE):
         shutil.copy(path, copies / path.relative_to(kept))
     for name, (right, wrong) in faults.items():
         source = (copies / name).read_text(encoding="utf-8")
         assert source.count(right) == 1, right
         (copies / name).write_text(source.replace(right, wrong), encoding="utf-8")
-    return cpu_linear.load(copies / cpu_linear._SOURCE.name)
+    return cpu_linear.load(copies / cpu_linear.SOURCE.name)
 
 
 _SWITCH = """

@@ -258,7 +258,7 @@ def integers(rng: random.Random, shape: tuple[int, ...], stop: int) -> torch.Ten
 
 
 def attended(rng: random.Random) -> None:
-    attention._load()
+    attention.load_operator()
     dtype, kept = rng.choice(attention.DTYPES), rng.choice((None, None, torch.uint8))
     pages, kv_heads, groups, dim, value_dim = (rng.choice((1, 2, 3, 0)) for _ in range(5))
     rows, length, blocks, tokens = (rng.choice((1, 2, 3)) for _ in range(4))

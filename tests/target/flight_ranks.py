@@ -29,7 +29,7 @@ PAGES = 24
 _last: list[Any] = [None]
 
 
-@mutant(ModelRunner, "_run")
+@mutant(ModelRunner, "run_plan")
 def stale_follower(run: Any, runner: ModelRunner, plan: StepPlan) -> Any:
     """Computes the tokens that were sampled one step earlier."""
     before, _last[0] = _last[0], plan.drawn
@@ -56,7 +56,7 @@ def without_room(require: Any, runner: RankRunner, plan: StepPlan) -> None:
     """Has no memory for one in three of the steps that are launched ahead."""
     with pytest.MonkeyPatch.context() as patch:
         if plan.drawn is not None and random.Random(runner.num_forwards).random() < 0.3:
-            patch.setattr(runner, "_reserve", _no_memory)
+            patch.setattr(runner, "reserve_step", _no_memory)
         require(runner, plan)
 
 

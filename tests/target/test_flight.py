@@ -149,7 +149,7 @@ def test_messages_come_while_a_step_with_drafts_is_in_flight(seed: int, monkeypa
     assert stats.nodes_used > 0
 
 
-@mutant(TargetEngine, "_is_open")
+@mutant(TargetEngine, "is_open")
 def _open_if_another_is(is_open: Any, engine: TargetEngine, session: TargetSession) -> bool:
     return True
 
@@ -296,7 +296,7 @@ def _all_sessions_may_be_ahead(init: Any, session: TargetSession, *args: Any, **
     session.samples_ahead = True
 
 
-@mutant(TargetEngine, "_launched")
+@mutant(TargetEngine, "on_launched")
 def _a_prompt_that_ends_is_a_chunk(launched: Any, engine: TargetEngine, parts: Any, *args: Any, **options: Any) -> Any:
     flight = launched(engine, parts, *args, **options)
     for part in parts:
@@ -322,7 +322,7 @@ def test_a_step_ahead_that_is_wrong_is_caught(mistake: Mutant, monkeypatch: pyte
         assert_same(run(asked, monkeypatch, seed=0)[1], reference)
 
 
-@mutant(TargetEngine, "_drop_ahead")
+@mutant(TargetEngine, "drop_ahead")
 def _kept(drop: Any, engine: TargetEngine) -> None:
     pass
 
@@ -334,7 +334,7 @@ def test_a_step_ahead_that_is_kept_is_caught(monkeypatch: pytest.MonkeyPatch) ->
         assert_same(undecided(monkeypatch)[1], reference)
 
 
-@mutant(TargetEngine, "_close")
+@mutant(TargetEngine, "close_session")
 def _committed_although_it_ended(close: Any, engine: TargetEngine, session: TargetSession) -> None:
     """Its row in the step ahead is an outcome like others."""
     flight = engine._flight
@@ -408,9 +408,9 @@ HOST_US = {
     (Scheduler, "schedule"): lambda n: 60 + 3 * n,
     (Scheduler, "schedule_ahead"): lambda n: 60 + 3 * n,
     (ModelRunner, "plan"): lambda n: 60 + n,
-    (TargetEngine, "_commit"): lambda n: 20 + 8 * n,
-    (TargetEngine, "_adapt"): lambda n: 10 + n,
-    (TargetEngine, "_send_held"): lambda n: 10 + n,
+    (TargetEngine, "commit_verdicts"): lambda n: 20 + 8 * n,
+    (TargetEngine, "adapt_drafting"): lambda n: 10 + n,
+    (TargetEngine, "send_held"): lambda n: 10 + n,
 }
 """Microseconds of the parts of the host's work, in steps of n sessions: about those of ``results/host-time.txt``."""
 

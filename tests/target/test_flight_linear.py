@@ -64,7 +64,7 @@ def test_a_step_ahead_that_is_dropped_leaves_no_state(monkeypatch: pytest.Monkey
     drop(monkeypatch)
 
 
-@mutant(TargetEngine, "_launched")
+@mutant(TargetEngine, "on_launched")
 def _the_step_ahead_is_held(launched: Any, engine: TargetEngine, parts: Any, *args: Any, is_ahead: bool) -> Any:
     """Sessions hold its states as if they were the context's, and give up what they were computed from."""
     flight = launched(engine, parts, *args, is_ahead=is_ahead)

@@ -158,7 +158,7 @@ def _told_one_row_late(each) -> None:
 
 
 def _pages_with_holes_are_shared(each) -> None:
-    each.setattr(feeding, "_overlap", lambda hole, rows: False)
+    each.setattr(feeding, "do_overlap", lambda hole, rows: False)
 
 
 @pytest.mark.parametrize("mutate", [_untold, _told_one_row_late, _pages_with_holes_are_shared])

@@ -105,7 +105,7 @@ def test_everything_that_a_head_is_fed_with_is_right(features: Features, budget:
     assert not head.sessions
 
 
-@mutant(Feeding, "_fed")
+@mutant(Feeding, "fed_of")
 def _shifted_token(fed, self, mounted, computed, states):
     """The token at P instead of the one at P + 1."""
     item = fed(self, mounted, computed, states)
@@ -113,7 +113,7 @@ def _shifted_token(fed, self, mounted, computed, states):
     return replace(item, token_ids=tuple(tokens))
 
 
-@mutant(Feeding, "_fed")
+@mutant(Feeding, "fed_of")
 def _own_guess_at_chunks(fed, self, mounted, computed, states):
     """The last row of a chunk gets another token than the prompt's next one."""
     item = fed(self, mounted, computed, states)
@@ -122,13 +122,13 @@ def _own_guess_at_chunks(fed, self, mounted, computed, states):
     return replace(item, token_ids=(*item.token_ids[:-1], 11))
 
 
-@mutant(Feeding, "_fed")
+@mutant(Feeding, "fed_of")
 def _state_of_another_row(fed, self, mounted, computed, states):
     """Draft tokens that were rejected before it are not left out: the wrong row of a verification."""
     return fed(self, mounted, replace(computed, row=max(0, computed.row - 1)), states)
 
 
-@mutant(Feeding, "_fed")
+@mutant(Feeding, "fed_of")
 def _first_logits_row(fed, self, mounted, computed, states):
     """The state of the first verified row instead of the last accepted one."""
     return fed(self, mounted, replace(computed, num_accepted=0), states)
@@ -266,7 +266,7 @@ def test_a_head_is_fed_with_the_accepted_path_of_a_subtree(features: Features, m
     for broken in (False, True):
         mounted, head = oracle(features, texts)
         if broken:
-            monkeypatch.setattr(TargetEngine, "_accepted_first", lambda self, step, states: states)
+            monkeypatch.setattr(TargetEngine, "accepted_first", lambda self, step, states: states)
         pump = Pump(
             target_with(features),
             pair("llama")[1],

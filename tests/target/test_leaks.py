@@ -461,13 +461,13 @@ def _kept_on_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _kept_on_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
-    preempt = Scheduler._preempt
+    preempt = Scheduler.preempt
 
     def wrong(self: Scheduler, session: TargetSession, parts: list[Scheduled]) -> None:
         session.held_state = NONE
         preempt(self, session, parts)
 
-    monkeypatch.setattr(Scheduler, "_preempt", wrong)
+    monkeypatch.setattr(Scheduler, "preempt", wrong)
 
 
 def _prefix_of_the_page_before(monkeypatch: pytest.MonkeyPatch) -> None:

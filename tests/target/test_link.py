@@ -234,7 +234,7 @@ def test_a_draft_that_is_opened_anew_is_sent_everything(files: Path) -> None:
 
 def test_a_step_sends_a_bounded_number_and_the_rest_follows(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(files)
-    monkeypatch.setattr(link_module, "_STEP_BYTES", 7 * STATE_BYTES * wire.link.width)
+    monkeypatch.setattr(link_module, "STEP_BYTES", 7 * STATE_BYTES * wire.link.width)
     wire.run()
     wire.check_text()
     for name in wire.requests:

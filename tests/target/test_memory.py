@@ -73,13 +73,13 @@ def test_sessions_without_memory_end_alone(mode: Mode, monkeypatch: pytest.Monke
     """Their keys do not fit, with however few new tokens; the others lose nothing but time, and verify branches."""
     target, draft = pair("llama")
     any_subtrees(monkeypatch)
-    abandon = TargetEngine._abandon
+    abandon = TargetEngine.abandon_step
 
     def checked(engine: TargetEngine, *args: Any) -> None:
         abandon(engine, *args)
         engine.check_integrity()
 
-    monkeypatch.setattr(TargetEngine, "_abandon", checked)
+    monkeypatch.setattr(TargetEngine, "abandon_step", checked)
     reference = plain_reference(target, requests())
     pump = Pump(target, draft, seed=3, draft_steps=(2, 6))
     limited(pump, lambda steps: all(max(step.rows) < 140 for step in steps), ERRORS[0])

@@ -197,7 +197,7 @@ class WindowDetokenizer:
     """
 
     def __init__(self, decode: Decode, prompt_token_ids: Sequence[int] = ()) -> None:
-        self._decode = decode
+        self.decode_last = decode
         self._ids = list(prompt_token_ids[-_PROMPT_TAIL_TOKENS:])
         self._read = len(self._ids)
         self._prefix_text = decode(self._ids) if self._ids else ""
@@ -206,7 +206,7 @@ class WindowDetokenizer:
     def add(self, token_id: int) -> str:
         """Appends a token (``Detokenizer.add``)."""
         self._ids.append(token_id)
-        text = self._decode(self._ids)
+        text = self.decode_last(self._ids)
         undecided = len(self._ids) - self._read
         if text.endswith(_INCOMPLETE) and undecided <= _MAX_UNDECIDED_TOKENS:
             return ""
@@ -216,7 +216,7 @@ class WindowDetokenizer:
         """The text of what is still undecided (``Detokenizer.flush``)."""
         if self._read == len(self._ids):
             return ""
-        return self._advance(self._decode(self._ids)).rstrip(_INCOMPLETE)
+        return self._advance(self.decode_last(self._ids)).rstrip(_INCOMPLETE)
 
     def place(self, token_id: int) -> int:
         """Position at which the text of a token would begin (``Detokenizer.place``)."""
@@ -225,7 +225,7 @@ class WindowDetokenizer:
     def _advance(self, text: str) -> str:
         new_text = text[len(self._prefix_text) :]
         self.num_chars += len(new_text)
-        newest = self._decode(self._ids[self._read :])
+        newest = self.decode_last(self._ids[self._read :])
         if newest:  # tokens without text are no neighbours: what follows them is not the start of a text
             del self._ids[: self._read]
             self._prefix_text = newest

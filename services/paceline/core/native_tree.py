@@ -31,7 +31,7 @@ from paceline.errors import EngineError
 from paceline.messages import MAX_STEP_S, Node, NodeColumns, Nodes, SparseDistribution
 from paceline.types import Cause
 
-_SOURCE = Path(__file__).with_name("tree.cpp")
+SOURCE = Path(__file__).with_name("tree.cpp")
 log = logging.getLogger(__name__)
 
 
@@ -125,7 +125,7 @@ def rows_of(state: SamplerState, proposal: Proposal) -> list[Row]:
 def native_module() -> Any:
     """The compiled module; None if it cannot be compiled or loaded here, for a reason that is logged once."""
     try:
-        passes = extension(_SOURCE, "paceline_tree", "speculation trees")
+        passes = extension(SOURCE, "paceline_tree", "speculation trees")
         if (found := rows.addresses("paceline_probability")) is None:
             return None
         refusals = Refusal.STALE, Refusal.INVALID, Refusal.DROPPED

@@ -25,7 +25,7 @@ from torch import Tensor
 from paceline.core.native import compiled, machine
 from paceline.errors import EngineError
 
-_SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCE = Path(__file__).with_suffix(".cpp")
 _OPTIONS = ("-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 _MAX_TOKENS = 2**31
@@ -541,7 +541,7 @@ def _call(name: str, *arguments: object) -> None:
 def load_library() -> ctypes.CDLL | None:
     """The compiled library; None if it cannot be compiled or loaded here, for a reason that is logged once."""
     try:
-        library = ctypes.CDLL(str(compiled(_SOURCE, _digest(), _OPTIONS, "the passes over vocabulary rows")))
+        library = ctypes.CDLL(str(compiled(SOURCE, _digest(), _OPTIONS, "the passes over vocabulary rows")))
     except (EngineError, OSError) as error:
         log.warning("tokens are drawn by torch, which is slower: %s", error)
         return None
@@ -553,4 +553,4 @@ def load_library() -> ctypes.CDLL | None:
 def _digest() -> str:
     """Digest of the source, its options and the machine's instruction set, for which it is compiled."""
     facts = f"{machine()} {_OPTIONS}"
-    return hashlib.blake2b(_SOURCE.read_bytes() + facts.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(SOURCE.read_bytes() + facts.encode(), digest_size=8).hexdigest()

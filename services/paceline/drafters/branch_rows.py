@@ -137,7 +137,7 @@ class BranchSession(RowSession):
         Raises:
             ResourceExhaustedError: there is no room for the rows.
         """
-        self._reserve(cache, self.trunk, stop)
+        self.reserve(cache, self.trunk, stop)
         cache.promise(id(self), 1)
         span = range(self.num_cached, stop)
         return SequenceStep(self.tokens[self.num_cached : stop], span, span, self.pages, num_logits=0)
@@ -188,7 +188,7 @@ class BranchSession(RowSession):
         below = {*kept} if self.num_cached == len(self.tokens) else ()
         self.places = {node_id: place for node_id, place in self.places.items() if node_id in below}
         if end is not self.trunk:
-            self._commit(end)
+            self.make_trunk(end)
         self.prune(cache)
 
     def prune(self, cache: KVCache, new: Sequence[Branch] = ()) -> None:
@@ -238,16 +238,16 @@ class BranchSession(RowSession):
         committed, is_new = self.num_cached, branch.stop > rows.start
         copies: Sequence[tuple[int, int]] = ()
         if is_new:
-            branch, copies = self._fork(cache, owner, branch, rows)
+            branch, copies = self.fork(cache, owner, branch, rows)
         else:
             committed = len(self.tokens) if branch is self.trunk else committed
             cache.promise(owner, _num_chunks(max(rows.start, committed), rows.stop))
-            self._reserve(cache, branch, rows.stop)
+            self.reserve(cache, branch, rows.stop)
         branch.stop = rows.stop
         step = SequenceStep(inputs, rows, rows, self.table(branch), 1 + len(tail), copies=copies, committed=committed)
         return Path(branch, is_new, step, len(pending), tuple(node_ids[known:]))
 
-    def _fork(
+    def fork(
         self, cache: KVCache, owner: object, branch: Branch, rows: range
     ) -> tuple[Branch, Sequence[tuple[int, int]]]:
         """A branch that leaves another one before ``rows``, and the page that it gets a copy of."""
@@ -259,7 +259,8 @@ class BranchSession(RowSession):
         first = page if branch is self.trunk else branch.first
         return Branch(first, table[first:page] + own), ((table[page], own[0]),) if is_inside else ()
 
-    def _reserve(self, cache: KVCache, branch: Branch, stop: int) -> None:
+    def reserve(self, cache: KVCache, branch: Branch, stop: int) -> None:
+        """Gives a branch the pages of its rows before ``stop``. Raises NoMemoryError."""
         pages = self.pages if branch is self.trunk else branch.pages
         if (missing := pages_for(stop) - branch.first - len(pages)) > 0:
             pages.extend(cache.allocate(missing))
@@ -277,7 +278,7 @@ class BranchSession(RowSession):
         rows = range(stop - 1, stop)
         return (SequenceStep([self.tokens[stop - 1]], rows, rows, self.pages, 0, also=also, committed=stop),)
 
-    def _commit(self, branch: Branch) -> None:
+    def make_trunk(self, branch: Branch) -> None:
         """Makes a branch the trunk. The old trunk is a branch, from the page on in which they leave each other."""
         old, first = self.trunk, branch.first
         old.first, old.pages, self.pages = first, self.pages[first:], self.table(branch)

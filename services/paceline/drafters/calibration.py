@@ -37,7 +37,7 @@ _RANKED_MASS = 0.95
 ACCEPTANCE = 0.75
 """Share of draft tokens that the target is taken to accept before any was tried."""
 
-_SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCE = Path(__file__).with_suffix(".cpp")
 _OPTIONS = ("-ffp-contract=off",)
 log = logging.getLogger(__name__)
 
@@ -302,7 +302,7 @@ def load_library() -> ctypes.PyDLL | None:
     Its calls take some microseconds and keep the interpreter lock.
     """
     try:
-        library = ctypes.PyDLL(str(compiled(_SOURCE, _digest(), _OPTIONS, "the calibration of drafts")))
+        library = ctypes.PyDLL(str(compiled(SOURCE, _digest(), _OPTIONS, "the calibration of drafts")))
     except (EngineError, OSError) as error:
         log.warning("probabilities of nodes are computed by Python, which is slower: %s", error)
         return None
@@ -315,4 +315,4 @@ def load_library() -> ctypes.PyDLL | None:
 
 def _digest() -> str:
     """Digest of the source, its options and the machine's instruction set."""
-    return hashlib.blake2b(_SOURCE.read_bytes() + f"{machine()} {_OPTIONS}".encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(SOURCE.read_bytes() + f"{machine()} {_OPTIONS}".encode(), digest_size=8).hexdigest()

@@ -68,7 +68,7 @@ class VerticalDrafter(ModelDrafter):
         guesses: list[list[int]] = [[] for _ in leaves]
         open_ = [i for i, leaf in enumerate(leaves) if self._guesser.ready(leaf.session_id)]
         while open_:
-            asked = [_below(leaves[i], i, guesses[i]) for i in open_]
+            asked = [leaf_below(leaves[i], i, guesses[i]) for i in open_]
             further = []
             for at in range(0, len(asked), self._guesser.max_leaves):
                 some = asked[at : at + self._guesser.max_leaves]
@@ -120,7 +120,7 @@ class VerticalDrafter(ModelDrafter):
         return RankingRow(Row(sampler, (*leaf.path, *chain)), rule, fan_out=1)
 
 
-def _below(leaf: Leaf, index: int, guesses: Sequence[int]) -> Leaf:
+def leaf_below(leaf: Leaf, index: int, guesses: Sequence[int]) -> Leaf:
     """The leaf after some guesses, whose nodes have negative ids, so that no row of them is kept."""
     if not guesses:
         return leaf

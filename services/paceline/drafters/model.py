@@ -158,7 +158,7 @@ class ModelDrafter(OfSessions[RowSession]):
             tails = self._tails(leaves)
             parts, rows, at, depths = self._parts(leaves, tails)
         if not parts:
-            return self._candidates(leaves, tails, self._num_candidates(leaves))
+            return self.no_candidates(leaves, tails, self._num_candidates(leaves))
         try:
             steps = [step for part in parts for step in ((part.step,) if isinstance(part, Part) else part.steps)]
             logits = self._runner.forward(steps)
@@ -187,7 +187,7 @@ class ModelDrafter(OfSessions[RowSession]):
         ids, scores = download(ids, scores)
         if all_in_order:
             return Candidates(ids, scores, beyond=beyond)
-        everyone = self._candidates(leaves, tails, ids.shape[1])
+        everyone = self.no_candidates(leaves, tails, ids.shape[1])
         place = torch.tensor(at)
         of_leaves = (place,) if self.tokens_per_leaf == 1 else (place, torch.tensor(depths))
         everyone.token_ids[of_leaves], everyone.log_q[of_leaves] = ids, scores
@@ -216,7 +216,7 @@ class ModelDrafter(OfSessions[RowSession]):
                 if not usable:
                     continue
                 try:
-                    part = self._part(session, [(leaves[i], tails[i]) for i in usable])
+                    part = self.part_of(session, [(leaves[i], tails[i]) for i in usable])
                 except ResourceExhaustedError:
                     continue
                 parts.append(part)
@@ -255,7 +255,7 @@ class ModelDrafter(OfSessions[RowSession]):
         """
         session = self._session(leaf.session_id)
         pending = session.tokens[session.num_cached :]
-        first = self._alone(session, [(leaf, NO_TAIL)], pending)
+        first = self.part_without_tails(session, [(leaf, NO_TAIL)], pending)
         if first is None:
             return []
         taken = list(first.step.rows)
@@ -339,7 +339,7 @@ class ModelDrafter(OfSessions[RowSession]):
         vocabulary = self._runner if self._translation is None else self._translation
         return min(GREEDY_CANDIDATES if greedy else self._top_m, self._top_m, vocabulary.vocab_size)
 
-    def _candidates(self, leaves: Sequence[Leaf], tails: Sequence[Tail], m: int) -> Candidates:
+    def no_candidates(self, leaves: Sequence[Leaf], tails: Sequence[Tail], m: int) -> Candidates:
         """No candidates for anything yet."""
         shape = (len(leaves), m) if self.tokens_per_leaf == 1 else (len(leaves), self.tokens_per_leaf, m)
         return Candidates(*_none(shape), tuple(tail.path for tail in tails) if any(tail.path for tail in tails) else ())
@@ -359,7 +359,7 @@ class ModelDrafter(OfSessions[RowSession]):
             if (leaves[i].path or pending) and None not in map(self._translation.token, leaves[i].path)
         ]
 
-    def _part(self, session: RowSession, leaves: Sequence[tuple[Leaf, Tail]]) -> Part | BranchPart:
+    def part_of(self, session: RowSession, leaves: Sequence[tuple[Leaf, Tail]]) -> Part | BranchPart:
         """Returns one session's part of the forward: pending tokens, nodes without rows above leaves, then every leaf
         and its tail, which have logits.
 
@@ -375,7 +375,7 @@ class ModelDrafter(OfSessions[RowSession]):
             return session.part(self._cache, paths)
         num_tokens = len(session.tokens)
         pending = session.tokens[session.num_cached :]
-        if (part := self._alone(session, leaves, pending)) is not None:
+        if (part := self.part_without_tails(session, leaves, pending)) is not None:
             return part
         missing: dict[int, tuple[int, int]] = {}  # token and position by node, ancestors first
         for leaf, _ in leaves:
@@ -421,8 +421,10 @@ class ModelDrafter(OfSessions[RowSession]):
             at += count
         return Part(session, tree_step(session, tokens, positions, rows, num_logits, seen), num_pending, kept)
 
-    def _alone(self, session: RowSession, leaves: Sequence[tuple[Leaf, Tail]], pending: list[int]) -> Part | None:
-        """``_part`` of the anchor, or of leaves without tails below pending tokens and ancestors that all have their
+    def part_without_tails(
+        self, session: RowSession, leaves: Sequence[tuple[Leaf, Tail]], pending: list[int]
+    ) -> Part | None:
+        """``part_of`` of the anchor, or of leaves without tails below pending tokens and ancestors that all have their
         rows: nearly every part there is. None: it is another."""
         num_tokens, node_rows = len(session.tokens), session.node_rows
         if not leaves[0][0].path:

@@ -106,7 +106,7 @@ struct Positions {
   }
 };
 
-// Part of a group, whose `rows` were taken: ModelDrafter._alone. Null after an error.
+// Part of a group, whose `rows` were taken: ModelDrafter.part_without_tails. Null after an error.
 PyObject* part_of(PyObject* leaves, const Group& group, PyObject* rows) {
   PyObject *context = group[kTokens], *node_rows = group[kNodeRows];
   const Py_ssize_t num_tokens = PyList_GET_SIZE(context), size = PyList_GET_SIZE(rows);

@@ -21,7 +21,7 @@ from paceline.drafters.rows import Part, RowSession, chain_step
 from paceline.errors import EngineError, ResourceExhaustedError
 from paceline.model.kv_cache import KVCache
 
-_SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCE = Path(__file__).with_suffix(".cpp")
 _COLUMNS = attrgetter("tokens", "sampler", "num_cached", "node_rows")
 """Attributes of a session that ``parts.cpp`` reads, in its order."""
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def parts_of(
 def native_module() -> Any:
     """The compiled pass; None if it cannot be compiled or loaded here, for a reason that is logged once."""
     try:
-        passes = extension(_SOURCE, "paceline_parts", "the pass over the leaves of a forward")
+        passes = extension(SOURCE, "paceline_parts", "the pass over the leaves of a forward")
         passes.prepare(Part, Row, chain_step, _COLUMNS)
     except (EngineError, ImportError, TypeError) as error:
         log.warning("leaves are laid out by Python, which is slower: %s", error)

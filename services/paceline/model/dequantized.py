@@ -22,7 +22,7 @@ from paceline.model.scaled import FLOAT4, INTEGER_ZEROS, Scaled, stored_scales
 
 Box = tuple[slice, ...]
 
-_NUM_AT_ONCE = 1 << 19
+NUM_AT_ONCE = 1 << 19
 """Numbers that are dequantized at once, in float32: what a processor's cache holds."""
 _TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "U8": torch.uint8}
 """How codes of a byte are read, by their number format."""
@@ -99,7 +99,7 @@ class DequantizedFiles:
 
         groups = groups[::-1] if packing.transposed else groups
         scales = stored_scales(of_groups(self._spread(self._scales_name(stem), groups, stem)), format)
-        factor, zeros = self._factor(stem), self._zeros(stem, groups)
+        factor, zeros = self._factor(stem), self.zero_points(stem, groups)
         if isinstance(zeros, Tensor):
             zeros = of_groups(zeros - INTEGER_ZEROS[format.bits])
             if not torch.equal(zeros, zeros.to(torch.int8).to(zeros.dtype)):
@@ -115,9 +115,9 @@ class DequantizedFiles:
         """[outputs, bytes] of the codes of a box: of 4 bits two inputs in a byte, the first in the lower bits."""
         packing, stored, (rows, columns) = self._packings[stem], stem + self._packings[stem].codes, box
         if packing.transposed and packing.packed_dim == 1:  # a word has outputs
-            parts = range(columns.start, columns.stop, max(1, _NUM_AT_ONCE // (rows.stop - rows.start)))
+            parts = range(columns.start, columns.stop, max(1, NUM_AT_ONCE // (rows.stop - rows.start)))
             boxes = [(slice(first, min(first + parts.step, columns.stop)), rows) for first in parts]
-            numbers = torch.cat([self._codes(packing, stored, part, 1).to(torch.uint8) for part in boxes]).T
+            numbers = torch.cat([self.unpacked_codes(packing, stored, part, 1).to(torch.uint8) for part in boxes]).T
             numbers = F.pad(numbers, (0, numbers.shape[1] % 2))
             return numbers[:, ::2] | numbers[:, 1::2] << 4
         dtype, per_word = _TYPES.get(self._files.type(stored), torch.int32), packing.per_word
@@ -149,7 +149,7 @@ class DequantizedFiles:
         numbers = self._experts if packing.kind == "mxfp4" else self._numbers
         dim = len(box) - 1 if packing.transposed and packing.kind != "mxfp4" else 0
         size = box[dim].stop - box[dim].start
-        step = max(1, _NUM_AT_ONCE * size // max(1, target.numel()))
+        step = max(1, NUM_AT_ONCE * size // max(1, target.numel()))
         for first in range(0, size, step):
             stop = min(first + step, size)
             part = (*box[:dim], slice(box[dim].start + first, box[dim].start + stop), *box[dim + 1 :])
@@ -160,11 +160,11 @@ class DequantizedFiles:
         packing = self._packings[stem]
         if packing.transposed:
             box = (*box[:-2], box[-1], box[-2])
-        numbers = self._codes(packing, stem + packing.codes, box, packing.packed_dim)
+        numbers = self.unpacked_codes(packing, stem + packing.codes, box, packing.packed_dim)
         if packing.kind == "nvfp4":
             numbers = torch.tensor(FLOAT4, dtype=torch.float32)[numbers]
         else:
-            numbers = numbers.float() - self._zeros(stem, box)
+            numbers = numbers.float() - self.zero_points(stem, box)
         scales, factor = self._scales(stem, box), self._factor(stem)
         numbers *= scales if factor is None else scales * factor
         return numbers.transpose(-1, -2) if packing.transposed else numbers
@@ -181,7 +181,7 @@ class DequantizedFiles:
             raise self._misshapen(name)
         return 1 / second if self._packings[stem].divides else second
 
-    def _codes(self, packing: Packing, name: str, box: Box, packed_dim: int) -> Tensor:
+    def unpacked_codes(self, packing: Packing, name: str, box: Box, packed_dim: int) -> Tensor:
         """A box of codes, unpacked: floats of 8 bits as float32, integers as int32."""
         if packing.kind == "scaled":
             return self._part(name, box, torch.float32)
@@ -197,7 +197,7 @@ class DequantizedFiles:
         part = box[dim]
         return codes.flatten(dim, dim + 1).narrow(dim, part.start - first * per_word, part.stop - part.start)
 
-    def _zeros(self, stem: str, box: Box) -> Tensor | int:
+    def zero_points(self, stem: str, box: Box) -> Tensor | int:
         """The zero points of a box, which one for each scale is stored, or the one of all weights."""
         packing = self._packings[stem]
         name = stem + packing.zeros
@@ -231,7 +231,7 @@ class DequantizedFiles:
             return (
                 self._whole(name).reshape(1, 1)
                 if unpacked is None
-                else self._codes(packing, name, (slice(0, 1),) * len(sizes), packing.zeros_dim)
+                else self.unpacked_codes(packing, name, (slice(0, 1),) * len(sizes), packing.zeros_dim)
             )
         whole = self._files.shape(stem + packing.codes)
         dims = len(whole)
@@ -240,11 +240,11 @@ class DequantizedFiles:
         if len(sizes) != dims:
             raise self._misshapen(name)
         lengths = self._stored_lengths(stem)
-        indices = [self._index(name, stem, dim, sizes[dim], lengths[dim], box[dim]) for dim in range(dims)]
+        indices = [self.index_of_scales(name, stem, dim, sizes[dim], lengths[dim], box[dim]) for dim in range(dims)]
         firsts = [int(index.min()) for index in indices]
         part = tuple(slice(f, int(index.max()) + 1) for f, index in zip(firsts, indices, strict=True))
         if unpacked is not None:
-            values = self._codes(packing, name, part, packing.zeros_dim)
+            values = self.unpacked_codes(packing, name, part, packing.zeros_dim)
         else:
             stored = part[: len(self._files.shape(name))]
             values = self._part(name, stored, torch.float32).reshape([p.stop - p.start for p in part])
@@ -252,7 +252,7 @@ class DequantizedFiles:
             values = values.index_select(dim, index - first)
         return values
 
-    def _index(self, name: str, stem: str, dim: int, size: int, length: int, part: slice) -> Tensor:
+    def index_of_scales(self, name: str, stem: str, dim: int, size: int, length: int, part: slice) -> Tensor:
         """Along a dimension of ``length`` numbers with ``size`` scales, the scale of each number of a part."""
         packing = self._packings[stem]
         groups = stem + packing.groups

@@ -28,7 +28,7 @@ from paceline.model.states import find_layers
 
 Listener = Callable[[Tensor], None]
 """Receives states ``[R, hidden]``: one for each row of logits of a step, then rows of padding."""
-_SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 class _Here(threading.local):
@@ -111,7 +111,7 @@ def _tell(states: Tensor, index: Tensor) -> None:
 @functools.cache
 def load_library() -> tuple[ctypes.CDLL, Any]:
     """The library, and the function that it calls. Registers the operator."""
-    path = compiled(_SOURCE, _digest(), torch_options(), "the call from the middle of a step")
+    path = compiled(SOURCE, _digest(), torch_options(), "the call from the middle of a step")
     try:
         library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled models look for its symbols
     except OSError as error:
@@ -139,4 +139,4 @@ _capsule_of.restype, _capsule_of.argtypes = ctypes.py_object, [ctypes.c_void_p, 
 @functools.cache
 def _digest() -> str:
     """Digest of the source and torch's version."""
-    return hashlib.blake2b(_SOURCE.read_bytes() + torch.__version__.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(SOURCE.read_bytes() + torch.__version__.encode(), digest_size=8).hexdigest()

@@ -23,8 +23,8 @@ from paceline.core.native import extension
 from paceline.errors import EngineError
 from paceline.model.attention.chunks import code_of
 
-_SOURCE = Path(__file__).with_suffix(".cpp")
-HEADER = _SOURCE.with_suffix(".h")
+SOURCE = Path(__file__).with_suffix(".cpp")
+HEADER = SOURCE.with_suffix(".h")
 """The buffer of a step, for other libraries that read it."""
 _COLUMNS = attrgetter(
     "token_ids",
@@ -159,7 +159,7 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 def native_module() -> Any:
     """The compiled module; None if it cannot be compiled or loaded here, for a reason that is logged once."""
     try:
-        return extension(_SOURCE, "paceline_layout", "the layout of steps", (HEADER,), ("-march=native",))
+        return extension(SOURCE, "paceline_layout", "the layout of steps", (HEADER,), ("-march=native",))
     except (EngineError, ImportError) as error:
         log.warning("steps are laid out by numpy, which is slower: %s", error)
         return None

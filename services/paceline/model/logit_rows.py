@@ -20,7 +20,7 @@ from paceline.model.compiled.linear import PackedLinear
 from paceline.model.features import OUT, STREAMS, Features
 from paceline.model.states import find_layers
 
-_LANES = 64
+LANES = 64
 """Numbers that elementwise kernels take at a time (``tails.py``): of outputs in multiples of it no token is a tail."""
 
 
@@ -54,7 +54,7 @@ class LogitRows:
         if mlp is None or not type(mlp).__name__.endswith("MLP"):  # experts choose by token
             return None
         products = [part for part in mlp.modules() if isinstance(part, nn.Linear | PackedLinear)]
-        return cls(mlp) if products and not any(part.out_features % _LANES for part in products) else None
+        return cls(mlp) if products and not any(part.out_features % LANES for part in products) else None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

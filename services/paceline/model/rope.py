@@ -41,7 +41,7 @@ def settle_rope(model: PreTrainedModel, max_model_len: int, name: str) -> None:
             raise _refusal(name, kind)
         if kind == LONGROPE:
             assert limit is not None
-            _settle(module, long=max_model_len > limit)
+            settle_factors(module, long=max_model_len > limit)
             if _depends_on_others(module, limit):
                 raise _refusal(name, kind)
             log.info("%s has %s", name, factors_in_use(config.to_dict(), max_model_len))
@@ -64,7 +64,7 @@ def _rotary_modules(model: PreTrainedModel) -> Iterator[tuple[Any, str]]:
             yield module, kind
 
 
-def _settle(module: Any, *, long: bool) -> None:
+def settle_factors(module: Any, *, long: bool) -> None:
     """Leaves a rotary embedding one set of factors and the forward that does not choose."""
     for part in longrope_parts(module.config.rope_parameters):
         chosen = part["long_factor" if long else "short_factor"]

@@ -105,17 +105,17 @@ class ModelRunner:
 
     def forward(self, steps: Sequence[SequenceStep]) -> Tensor:
         """Writes the KV of all new tokens and returns logits ``[sum(num_logits), vocab_size]``, steps in order."""
-        return self._run(self.plan(steps))[0]
+        return self.run_plan(self.plan(steps))[0]
 
     def forward_drawn(self, steps: Sequence[SequenceStep], token_ids: Tensor) -> Tensor:
         """``forward`` where the step's first tokens are ``token_ids`` [n] int64, which an earlier step draws on the
         device; ``steps`` has any numbers in their place."""
-        return self._run(self.plan(steps)._replace(drawn=token_ids))[0]
+        return self.run_plan(self.plan(steps)._replace(drawn=token_ids))[0]
 
     def forward_with_states(self, steps: Sequence[SequenceStep]) -> tuple[Tensor, Tensor]:
         """``forward``, and the states that ``features`` name: ``[n, len(boundaries) * hidden]`` of all tokens of the
         step in order, or of those with logits if not ``every_position``."""
-        logits, states = self._run(self.plan(steps))
+        logits, states = self.run_plan(self.plan(steps))
         return logits, self._of_tokens(states, steps)
 
     def plan(self, steps: Sequence[SequenceStep]) -> StepPlan:
@@ -134,7 +134,7 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> Tensor:
         """``forward`` of a plan: logits ``[num_logits, vocab_size]``."""
-        return self._run(plan)[0]
+        return self.run_plan(plan)[0]
 
     @property
     def chains(self) -> bool:
@@ -159,7 +159,7 @@ class ModelRunner:
             longest_row=self.backend.longest_row,
         )
 
-    def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+    def run_plan(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """Returns logits and states of a plan. The states may have rows of padding at the end."""
         self.num_forwards += 1
         try:

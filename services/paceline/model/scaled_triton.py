@@ -33,7 +33,7 @@ _OUTPUTS = 64
 """Outputs of a tile of few tokens: the fewest rows that the matrix units of an H100 take."""
 _FEW_TOKENS = 64
 """Tokens of the largest tile whose splits are programs of their own; tiles of many tokens have twice as many."""
-_PROGRAMS, _MOST_SPLITS, _LEAST_BLOCKS = 256, 8, 4
+_PROGRAMS, MAX_SPLITS, MIN_BLOCKS = 256, 8, 4
 """Programs of a product of few tokens, about two for each multiprocessor of an H100; the most splits of an output, and
 the fewest blocks of a split."""
 _ADDED = 1024
@@ -241,7 +241,7 @@ def num_splits(inputs: int, outputs: int) -> tuple[int, int]:
     """Splits of an output's sum, and blocks of each: a matter of the weight's sizes alone."""
     blocks, tiles = -(-inputs // BLOCK), -(-outputs // _OUTPUTS)
     splits = 1
-    while splits < _MOST_SPLITS and 2 * splits * _LEAST_BLOCKS <= blocks and tiles * splits < _PROGRAMS:
+    while splits < MAX_SPLITS and 2 * splits * MIN_BLOCKS <= blocks and tiles * splits < _PROGRAMS:
         splits *= 2
     each = -(-blocks // splits)
     return -(-blocks // each), each
@@ -273,10 +273,10 @@ def multiply(x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
         weights: [outputs, inputs].
         bias: [outputs].
     """
-    return _multiplied(x, weights, bias, most_tokens(x, weights))
+    return multiplied(x, weights, bias, most_tokens(x, weights))
 
 
-def _multiplied(
+def multiplied(
     x: Tensor, weights: Weights, bias: Tensor | None, most: int, routes: Routes | None = None, *, back: bool = False
 ) -> Tensor:
     """``multiply``, or its like for pairs of tokens and experts in order; ``back``: from that order to the first one.
@@ -362,7 +362,7 @@ def multiply_routed(x: Tensor, weights: Weights, bias: Tensor | None, routes: Ro
         routes: the pairs.
         back: False: results are in the order of the experts; True: in the order in which tokens have chosen.
     """
-    return _multiplied(x.contiguous(), weights, bias, routes.tokens, routes, back=back)
+    return multiplied(x.contiguous(), weights, bias, routes.tokens, routes, back=back)
 
 
 def weighted(results: Tensor, chosen: Tensor, weights: Tensor, num_experts: int) -> Tensor:
@@ -427,9 +427,9 @@ def tiles_agree(like: Tensor, weights: Weights, sizes: tuple[int, int, int]) -> 
     zeros = None if weights.zeros is None else (random(outputs, groups) * 2).to(torch.int8)
     tried = Weights(codes, scales.to(weights.scales.dtype), factors, zeros, *weights[4:])
     x = random(num_tokens, inputs).to(like.dtype)
-    large = _multiplied(x, tried, None, 2 * _FEW_TOKENS)
+    large = multiplied(x, tried, None, 2 * _FEW_TOKENS)
     for tokens in (16, 32, _FEW_TOKENS):
-        parts = [_multiplied(part, tried, None, tokens) for part in torch.split(x, tokens)]
+        parts = [multiplied(part, tried, None, tokens) for part in torch.split(x, tokens)]
         if not torch.equal(torch.cat(parts), large):
             return False
     return True

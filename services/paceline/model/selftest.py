@@ -34,7 +34,7 @@ _LAST = 5
 """Tokens that are decoded, and verified, at the end of each long context."""
 _FIRST_CONTEXT, _GROWTH = 1000, 4
 """The first long context, and how many times longer each of the next is."""
-_LEAST_S = 1.0
+MIN_BUDGET_S = 1.0
 """Long contexts may take this long, or as long as everything before them took."""
 _Rows = tuple[Tensor, ...]
 """Logits ``[n, vocab]`` of some tokens, and their states ``[n, width]`` if the model returns them."""
@@ -249,7 +249,7 @@ def _check_long_contexts(
     Of such a context the rows of the last page alone are computed, and it takes no memory.
     """
     (first, *_), (last,) = owned
-    limit_s, spent_s, took_s, length = max(_LEAST_S, spent_s), 0.0, 0.0, _FIRST_CONTEXT
+    limit_s, spent_s, took_s, length = max(MIN_BUDGET_S, spent_s), 0.0, 0.0, _FIRST_CONTEXT
     while length < _GROWTH * longest and spent_s + _GROWTH * took_s < limit_s:
         started, context = time.perf_counter(), min(length, longest)
         if context <= max(report.max_context, PAGE_SIZE + _LAST):

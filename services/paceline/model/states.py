@@ -99,13 +99,14 @@ class StateTaps:
         return caught
 
     def _entering(self, boundary: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._catch(boundary, args[0] if args else kwargs.get("hidden_states"))
+        self.catch(boundary, args[0] if args else kwargs.get("hidden_states"))
 
     def _leaving(self, boundary: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         state = output if isinstance(output, Tensor) else output[0]
-        self._catch(boundary, state[:, :, STREAMS - boundary] if boundary <= STREAMS else state)
+        self.catch(boundary, state[:, :, STREAMS - boundary] if boundary <= STREAMS else state)
 
-    def _catch(self, boundary: int, state: Any) -> None:
+    def catch(self, boundary: int, state: Any) -> None:
+        """Keeps the state at a boundary while a forward is observed."""
         if self._caught is None:
             return
         if boundary in self._caught:

@@ -387,7 +387,7 @@ def _lay_out(
     for field in (into.tokens, into.positions, into.logits_index, into.write_tokens, into.scatter):
         field[:] = 0
     into.tokens[:num_tokens], into.positions[:num_tokens] = ids, positions
-    into.logits_index[:num_logits] = _ragged(ends - num_logits_of, num_logits_of)
+    into.logits_index[:num_logits] = ragged_ranges(ends - num_logits_of, num_logits_of)
     into.write_tokens[:num_tokens] = np.arange(num_tokens)
     into.write_tokens[num_tokens:num_writes], into.write_rows[num_tokens:num_writes] = also[::2], also[1::2]
     into.write_rows[num_writes:] = scratch_row + np.arange(shape.writes - num_writes) % PAGE_SIZE
@@ -397,17 +397,17 @@ def _lay_out(
     column, place = np.arange(shape.pages), np.arange(row_len)
     table = page_ids[tables[:, None] + column * (column < num_pages_of[:, None])]  # [sequences, pages]
     into.page_table[:] = np.repeat(table, rows_of, axis=0)
-    begins = _ragged(np.zeros_like(rows_of), rows_of) * row_len  # of each query row, within its sequence
+    begins = ragged_ranges(np.zeros_like(rows_of), rows_of) * row_len  # of each query row, within its sequence
     local = np.minimum(begins[:, None] + place, np.repeat(lengths, rows_of)[:, None] - 1)
     into.gather[:] = np.repeat(first, rows_of)[:, None] + local
     into.query_rows[:] = rows[into.gather]
     row = rows_of.cumsum() - rows_of
-    into.scatter[:num_tokens] = _ragged(row * row_len, lengths)  # the rows of a sequence lie next to each other
+    into.scatter[:num_tokens] = ragged_ranges(row * row_len, lengths)  # the rows of a sequence lie next to each other
     if shape.is_tree:
         _tree_columns([*zip(steps, row.tolist(), rows_of.tolist(), strict=True)], local, into)
 
 
-def _ragged(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def ragged_ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """The ranges [starts[i], starts[i] + counts[i]), concatenated."""
     ends = counts.cumsum()
     return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1])

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 5.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 2.0
-_MOST_STATES_BYTES = 64 << 20
+MAX_STATES_BYTES = 64 << 20
 """States and hints that wait to be written; more are dropped."""
 
 Sent = TypeVar("Sent")
@@ -109,7 +109,7 @@ class Link(Generic[Sent, Received]):
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Connects, and again whenever the stream breaks, in a task of the group until ``stop``."""
-        self._task = tasks.create_task(self._run(), name=f"paceline-link-{self.member.replica_id}")
+        self._task = tasks.create_task(self.run_forever(), name=f"paceline-link-{self.member.replica_id}")
 
     def stop(self) -> None:
         """Ends the stream, and with it the link. Idempotent; ``on_change`` is not called."""
@@ -126,7 +126,7 @@ class Link(Generic[Sent, Received]):
 
     def _holds(self, aside: States | Hint) -> bool:
         """Reserves room for states or a hint; False: there is none, and they are dropped."""
-        if self._states_bytes + len(aside.packed) > _MOST_STATES_BYTES:
+        if self._states_bytes + len(aside.packed) > MAX_STATES_BYTES:
             if self._on_dropped is not None:
                 self._on_dropped("states" if isinstance(aside, States) else "hint")
             return False
@@ -167,15 +167,16 @@ class Link(Generic[Sent, Received]):
         self._outbox.extend(messages)
         self._wake.set()
 
-    async def _run(self) -> None:
+    async def run_forever(self) -> None:
+        """Connects, serves a stream, and connects again after a pause that grows."""
         pause_s = _FIRST_RETRY_S
         while True:
             try:
                 async with channel(self.member.address, self._certificates) as connection:
-                    reason = await self._stream(connection)
+                    reason = await self.serve_stream(connection)
                 if self.up:
                     pause_s = _FIRST_RETRY_S
-                    self._down(reason)
+                    self.on_down(reason)
                 elif reason != self.reason:
                     self.reason = reason
                     log.warning("%s %s is not up: %s", self.kind.name, self.member.replica_id, reason)
@@ -187,16 +188,16 @@ class Link(Generic[Sent, Received]):
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
 
-    async def _stream(self, channel: aio.Channel) -> str:
+    async def serve_stream(self, channel: aio.Channel) -> str:
         """Serves one stream from its beginning to its end; returns why it ended."""
         token = ((TOKEN_KEY, self._token),) if self._token else ()
         call = self.kind.stub(channel).Rounds(metadata=((protocol.KEY, str(protocol.VERSION)), *token))
         name, reasons = f"paceline-link-{self.member.replica_id}", []
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._part(self._read(call)), name=f"{name}-reader")
-                tasks.create_task(self._part(self._write(call)), name=f"{name}-writer")
-                tasks.create_task(self._part(self._watch_silence()), name=f"{name}-heartbeat")
+                tasks.create_task(self._part(self.read_stream(call)), name=f"{name}-reader")
+                tasks.create_task(self._part(self.write_stream(call)), name=f"{name}-writer")
+                tasks.create_task(self._part(self.watch_silence()), name=f"{name}-heartbeat")
         except* _StreamEnded as ended:
             reasons = [str(error) for error in ended.exceptions]
         finally:
@@ -217,7 +218,8 @@ class Link(Generic[Sent, Received]):
         assert task is not None
         log.exception("unexpected error in background task %s", task.get_name())
 
-    async def _read(self, call: Any) -> str:
+    async def read_stream(self, call: Any) -> str:
+        """Delivers what the replica sends; returns why the stream ended."""
         try:
             async for batch in call:
                 self._seen_at = time.monotonic()
@@ -248,7 +250,8 @@ class Link(Generic[Sent, Received]):
             if self._on_latency is not None:
                 self._on_latency((time.monotonic_ns() - echo.sent_ns) / 1e9)
 
-    async def _write(self, call: Any) -> str:
+    async def write_stream(self, call: Any) -> str:
+        """Sends what is in the outbox; returns why the stream ended."""
         try:
             while True:
                 await self._wake.wait()
@@ -260,7 +263,8 @@ class Link(Generic[Sent, Received]):
             await asyncio.sleep(_CONNECT_TIMEOUT_S)  # the reader knows why
             return f"the stream cannot be written to: {error}"
 
-    async def _watch_silence(self) -> str:
+    async def watch_silence(self) -> str:
+        """Returns once the replica has been silent for too long."""
         self._seen_at = time.monotonic()
         period_s = self._silence_s / 5
         while True:
@@ -295,7 +299,8 @@ class Link(Generic[Sent, Received]):
         """The values that placement depends on and a heartbeat may change."""
         return self.up, self.has_room, self.crowded, self.max_sessions
 
-    def _down(self, reason: str) -> None:
+    def on_down(self, reason: str) -> None:
+        """Drops unsent messages and reports the link as down."""
         self.up, self.reason = False, reason
         self._outbox.clear()
         self._states_bytes = 0

@@ -26,7 +26,7 @@ _MORE_LOAD = 2
 """Sessions that a replica may have beyond the least loaded one and still be chosen for its cached prefix or
 its cost.
 """
-_FEW = 4
+NUM_COMPARED = 4
 """Replicas among which the least loaded one is chosen."""
 _RANDOM = Random()
 
@@ -269,7 +269,7 @@ def choose(
 ) -> Candidate | None:
     """Returns the replica of the largest gain unless it is far busier, else a lightly loaded one; None if all are full.
 
-    Of more than ``_FEW`` the better of two that are drawn at random (Mitzenmacher, "The Power of Two Choices in
+    Of more than ``NUM_COMPARED`` the better of two that are drawn at random (Mitzenmacher, "The Power of Two Choices in
     Randomized Load Balancing", 2001): routers know what others have sent only since the last heartbeat, and the least
     loaded replica would get the next sessions of all of them.
 
@@ -287,7 +287,11 @@ def choose(
         best = max(like, key=lambda c: (gains.get(c.replica_id, 0), -c.num_sessions / c.max_sessions))
         if gains.get(best.replica_id, 0) > gains.get(least.replica_id, 0):
             return best
-    return least if len(free) <= _FEW else min(random.sample(free, 2), key=lambda c: c.num_sessions / c.max_sessions)
+    return (
+        least
+        if len(free) <= NUM_COMPARED
+        else min(random.sample(free, 2), key=lambda c: c.num_sessions / c.max_sessions)
+    )
 
 
 class PrefixIndex:
@@ -303,7 +307,7 @@ class PrefixIndex:
     def add(self, replica_id: str, token_ids: Sequence[int], salt: str = "") -> None:
         """Records that the replica has computed this context."""
         known = self._pieces.setdefault(replica_id, OrderedDict())
-        for digest in _chain(token_ids, salt):
+        for digest in page_hashes(token_ids, salt):
             known[digest] = None
             known.move_to_end(digest)
         while len(known) > self._max_pieces:
@@ -318,10 +322,10 @@ class PrefixIndex:
         known = self._pieces.get(replica_id)
         if not known:
             return 0
-        return PAGE_SIZE * sum(1 for _ in itertools.takewhile(known.__contains__, _chain(token_ids, salt)))
+        return PAGE_SIZE * sum(1 for _ in itertools.takewhile(known.__contains__, page_hashes(token_ids, salt)))
 
 
-def _chain(token_ids: Sequence[int], salt: str) -> Iterable[int]:
+def page_hashes(token_ids: Sequence[int], salt: str) -> Iterable[int]:
     """Yields one hash per full KV page; each covers the salt, and the prompt from its beginning to the page's end."""
     digest = hash(salt)
     for end in range(PAGE_SIZE, len(token_ids) + 1, PAGE_SIZE):

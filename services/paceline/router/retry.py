@@ -19,7 +19,7 @@ _RECENT_S = 60.0
 """Seconds; events longer ago say nothing about the rate at which places become free now."""
 _QUIET_S = 5.0
 """A crowd is over when all who were told to come should have come this long ago."""
-_REMEMBERED = 4096
+NUM_REMEMBERED = 4096
 _ASSUMED_SERVICE_S = 2.5
 """Assumed duration of a request before any has ended.
 
@@ -37,10 +37,10 @@ class RetryHints:
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
-        self._freed: deque[float] = deque(maxlen=_REMEMBERED)
-        self._refused: deque[float] = deque(maxlen=_REMEMBERED)
+        self._freed: deque[float] = deque(maxlen=NUM_REMEMBERED)
+        self._refused: deque[float] = deque(maxlen=NUM_REMEMBERED)
         self._told: list[float] = []  # when refused clients should come, ascending
-        self._service_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._service_s: deque[float] = deque(maxlen=NUM_REMEMBERED)
         self._num_told = 0
         self._full_since = 0.0  # when the present crowd began
 
@@ -61,7 +61,7 @@ class RetryHints:
         if slot > now + MOST_S:
             slot, spacing_s = now + self._rng.uniform(MOST_S / 2, MOST_S), 0.0
         insort(self._told, slot)
-        del self._told[:-_REMEMBERED]
+        del self._told[:-NUM_REMEMBERED]
         return min(max(slot - now + spacing_s * self._rng.uniform(-0.5, 0.5), LEAST_S), MOST_S)
 
     def num_returned(self, now: float) -> int:

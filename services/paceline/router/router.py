@@ -44,7 +44,7 @@ from paceline.types import Chunk, ReplicaStatus, Request, Result, RouterView, re
 
 log = logging.getLogger(__name__)
 
-_TICK_S = 0.1
+TICK_S = 0.1
 _HANGS_S = 10.0
 """A target that is taken out of its pool in a longer step is taken out because it hangs."""
 
@@ -121,13 +121,13 @@ class Router:
         self._main = asyncio.create_task(self._run(started), name="paceline-router")
         await started.wait()
         for side in self._pools():
-            side.pool.watch(self._reconcile)
-        self._reconcile()
+            side.pool.watch(self.reconcile)
+        self.reconcile()
 
     async def _run(self, started: asyncio.Event) -> None:
         """Owns all background work until it is cancelled: the tick and the tasks of the links."""
         async with asyncio.TaskGroup() as self._tasks:
-            self._tasks.create_task(self._tick_forever(), name="paceline-router-tick")
+            self._tasks.create_task(self.tick_forever(), name="paceline-router-tick")
             started.set()
 
     async def stop(self) -> None:
@@ -190,7 +190,7 @@ class Router:
                 active.changed.clear()
                 await active.changed.wait()
         finally:
-            self._leave(active)
+            self.leave(active)
 
     async def _enter(self, request: Request) -> ActiveRequest:
         self._require_new(request)
@@ -232,7 +232,8 @@ class Router:
         """True if a target has a place that no orphaned session waits for."""
         return self._placement.num_free() > len(self._orphaned)
 
-    def _leave(self, active: ActiveRequest) -> None:
+    def leave(self, active: ActiveRequest) -> None:
+        """Ends a request's part here: its replicas are told if it was not done."""
         self._admission.leave(active)
         if not active.done:
             self._apply(active, active.session.cancel())
@@ -242,7 +243,7 @@ class Router:
         del self._active[active.request.key]
         del self._by_session[active.session.session_id]
         self._admission.note_ended(active)
-        self._reconcile()
+        self.reconcile()
 
     def cancel(self, request_id: str, owner: str = "") -> bool:
         """Ends a request of ``owner`` with what has arrived, finish reason ``abort``; False: it is not here."""
@@ -304,7 +305,7 @@ class Router:
 
     # -- reconciling sessions with replicas ----------------------------------------------------------------
 
-    def _reconcile(self) -> None:
+    def reconcile(self) -> None:
         """Brings sessions and replicas together, after a change of members, links or room."""
         if self._tasks is None:
             return
@@ -438,7 +439,7 @@ class Router:
             self._placement.forget_prefixes(link)
             for active in sorted((self._by_session[name] for name in link.sessions), key=lambda a: a.arrived_s):
                 self._lose(active, link.reason)
-        self._reconcile()
+        self.reconcile()
 
     def _on_draft_change(self, link: DraftLink) -> None:
         if not link.up:
@@ -446,7 +447,7 @@ class Router:
                 active = self._by_session[session_id]
                 self._placement.release_draft(active)  # the draft forgets it by itself: the stream has ended
                 self._apply(active, active.session.on_draft_down())
-        self._reconcile()
+        self.reconcile()
 
     def _lose(self, active: ActiveRequest, reason: str) -> None:
         """Orphans a session whose target is lost, or has failed it; ends one that has lost too many."""
@@ -463,19 +464,20 @@ class Router:
             if active.spans is not None:
                 active.spans.lost()
 
-    async def _tick_forever(self) -> None:
+    async def tick_forever(self) -> None:
+        """Calls ``tick`` every ``TICK_S`` seconds."""
         task = asyncio.current_task()
         assert task is not None
         while True:
             started = time.monotonic()
-            await asyncio.sleep(_TICK_S)
-            self._target_seen_s += max(0.0, time.monotonic() - started - 2 * _TICK_S)  # none could be seen meanwhile
+            await asyncio.sleep(TICK_S)
+            self._target_seen_s += max(0.0, time.monotonic() - started - 2 * TICK_S)  # none could be seen meanwhile
             try:
-                self._tick()
+                self.tick()
             except Exception:  # without the next tick no time limit would hold any more
                 log.exception("unexpected error in background task %s", task.get_name())
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
         """Fails the requests that have run, or have been without any live target, for too long."""
         config, now = self._config, self._clock()
         if self._targets.open_links():
@@ -483,18 +485,21 @@ class Router:
         oldest = now - config.recovery_timeout_s
         if self._target_seen_s < oldest:
             for active in [active for active in self._orphaned if (active.orphaned_since or 0.0) < oldest]:
-                self._fail(active, EngineError(self._no_target("the target was lost and", config.recovery_timeout_s)))
+                self._fail(
+                    active, EngineError(self.no_target_reason("the target was lost and", config.recovery_timeout_s))
+                )
             patience_s = config.cold_start_timeout_s if self._asleep else config.recovery_timeout_s
             for active in [active for active in self._queue if active.arrived_s < now - patience_s]:
-                self._fail(active, EngineError(self._no_target("", patience_s)))
+                self._fail(active, EngineError(self.no_target_reason("", patience_s)))
         if (limit_s := config.request_timeout_s) is not None:
             for active in [active for active in self._active.values() if active.arrived_s < now - limit_s]:
                 self._fail(active, DeadlineExceededError(f"the request took longer than {limit_s:g} s"))
         drains = any(map(self._targets.is_draining, self._targets.links.values()))
         if self._orphaned or self._queue or drains:
-            self._reconcile()  # were an error to end one attempt, the next would be far away
+            self.reconcile()  # were an error to end one attempt, the next would be far away
 
-    def _no_target(self, what: str, waited_s: float) -> str:
+    def no_target_reason(self, what: str, waited_s: float) -> str:
+        """Says for how long no target was up, and why each link is down."""
         reasons = "; ".join(f"{rid}: {link.reason}" for rid, link in self._targets.links.items() if not link.up)
         waited = f"no target replica was up for {waited_s:g} s"
         return f"{what} {waited}".strip() + (f" ({reasons})" if reasons else "")
@@ -606,5 +611,5 @@ class Router:
             if active.spans is not None:
                 active.spans.finished(actions.result)
             self._release(active)
-            asyncio.get_running_loop().call_soon(self._reconcile)  # there is room now
+            asyncio.get_running_loop().call_soon(self.reconcile)  # there is room now
         active.changed.set()

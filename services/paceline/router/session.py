@@ -241,7 +241,7 @@ class Session:
         self._undigested: deque[Outcome | PromptLogprobs] = deque()
         self._detokenizer = detokenizer or text_of(decode, self._prompt)
         self._stops = tuple(stop)
-        self._stop_prefixes = _Prefixes(self._stops)
+        self._stop_prefixes = Prefixes(self._stops)
         self._matched_stop: int | str | None = None
         self._num_decided = 0  # output tokens that have been added to the text
         self._withheld = ""  # decided text that may be the beginning of a stop string
@@ -313,11 +313,11 @@ class Session:
         """
         self._opened = True
         self._opened_s, self._queue_s = self._clock(), queue_s
-        actions = Actions(to_target=[self._open_message()])
+        actions = Actions(to_target=[self.open_message()])
         if self.speculates:
             self.draft_available = draft_available
             if draft_available:
-                actions.to_draft.append(self._open_message())
+                actions.to_draft.append(self.open_message())
             else:
                 self._tell_no_draft(actions)
         return actions
@@ -355,7 +355,7 @@ class Session:
             if not event.wanted:
                 self._leave_draft(actions)
         else:
-            self._on_tree_lost(actions)
+            self.on_tree_lost(actions)
         return actions
 
     def _on_scores(self, event: PromptScores, actions: Actions) -> None:
@@ -407,7 +407,7 @@ class Session:
         if len(self._scores) < self._num_scores_wanted:
             self._lose_target(actions, "the target sent no log probabilities of the prompt")
             return
-        if _malformed(outcome):
+        if is_malformed(outcome):
             self.relay_stats.malformed += 1
             self._lose_target(actions, f"a malformed outcome at {outcome.context_len}")
             return
@@ -432,7 +432,8 @@ class Session:
         else:
             self.relay_stats.stale += 1
 
-    def _on_tree_lost(self, actions: Actions) -> None:
+    def on_tree_lost(self, actions: Actions) -> None:
+        """Opens the session on its draft again, a limited number of times."""
         if not (self.draft_available and self._relayed):  # the tree of a draft that the session has left
             self.relay_stats.stale += 1
             return
@@ -500,10 +501,10 @@ class Session:
         self._epoch += 1
         if self.draft_available:
             actions.to_draft.append(CloseSession(self.session_id, self._draft_epoch))
-            actions.to_draft.append(self._open_message())
+            actions.to_draft.append(self.open_message())
         self._target_epoch = self._draft_epoch = self._epoch
         self._relayed = False
-        opened = self._open_message()
+        opened = self.open_message()
         opened = replace(opened, suspected_s=suspected_s, pages_from=pages_from, pages_timeout_s=pages_timeout_s)
         actions.to_target.append(opened)
         if self.speculates and not self.draft_available:
@@ -532,7 +533,7 @@ class Session:
         self._draft_epoch = self._epoch
         self._relayed = False
         self.draft_available = True
-        actions.to_draft.append(self._open_message())
+        actions.to_draft.append(self.open_message())
         context_len = len(self._history)
         actions.to_target.append(DraftState(self.session_id, self._target_epoch, True, self._draft_epoch, context_len))
 
@@ -613,13 +614,13 @@ class Session:
             self._num_decided += 1
             if silent and num_tokens == len(token_ids):
                 break  # the token that ends the text is no part of it
-            text, matched = self._release(self._detokenizer.add(token_id))
+            text, matched = self.release_text(self._detokenizer.add(token_id))
             if text:
                 segments.append((text, drafted[num_tokens - 1]))
             if matched is not None:
                 break
         if finish_reason is not None and matched is None:
-            tail, matched = self._release(self._detokenizer.flush())
+            tail, matched = self.release_text(self._detokenizer.flush())
             tail += self._withheld
             if tail:
                 segments.append((tail, drafted[num_tokens - 1]))
@@ -653,7 +654,7 @@ class Session:
         if finish_reason is not None:
             self._end(Actions(), finish_reason, [])
 
-    def _release(self, text: str) -> tuple[str, str | None]:
+    def release_text(self, text: str) -> tuple[str, str | None]:
         """Adds decided text; returns the part that no stop string can withhold, and the complete stop string.
 
         A stop string that the first ``min_tokens`` tokens complete has no effect; one that begins in their text and
@@ -714,7 +715,8 @@ class Session:
             actions.to_draft.append(CloseSession(self.session_id, self._draft_epoch))
             self.draft_available = False
 
-    def _open_message(self) -> OpenSession:
+    def open_message(self) -> OpenSession:
+        """Returns the message that opens the session on a target, with all tokens decided so far."""
         if self._tracer is not None:
             self._tracer.on_open(len(self._history))
         sampling = self.sampling
@@ -736,7 +738,7 @@ class Session:
         )
 
 
-def _malformed(outcome: Outcome) -> bool:
+def is_malformed(outcome: Outcome) -> bool:
     """True if no target can have meant this outcome."""
     token_ids, round_ = outcome.token_ids, outcome.round
     num_tokens, num_accepted = len(token_ids), round_.num_accepted
@@ -753,7 +755,7 @@ def _malformed(outcome: Outcome) -> bool:
     return False
 
 
-class _Prefixes:
+class Prefixes:
     """The beginnings of stop strings, in order, so that one of them is found by bisection."""
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -18,9 +18,9 @@ from typing import Any
 
 _READ_BYTES = 4096
 
-_write = ctypes.PyDLL(None).write  # unlike os.write it is called with the interpreter lock held
-_write.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t]
-_write.restype = ctypes.c_ssize_t
+write_with_lock = ctypes.PyDLL(None).write  # unlike os.write it is called with the interpreter lock held
+write_with_lock.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t]
+write_with_lock.restype = ctypes.c_ssize_t
 
 
 class Handover:
@@ -41,7 +41,7 @@ class Handover:
         self._calls.append((function, args))
         if not self._woken:
             self._woken = True
-            _write(self._writing, b"\0", 1)  # there is room: the loop reads before another one is written
+            write_with_lock(self._writing, b"\0", 1)  # there is room: the loop reads before another one is written
 
     def close(self) -> None:
         """Ends this, on the loop. Idempotent."""

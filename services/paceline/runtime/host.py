@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
 """Period of the status that a replica sends on every stream."""
-_WRITE_TIMEOUT_S = 10.0
+WRITE_TIMEOUT_S = 10.0
 """A router that takes nothing for this long has hung: its stream is ended and its sessions are freed."""
 _STALLED_S = 60.0
 """An engine whose step takes longer than this hangs: the replica reports itself unhealthy."""
@@ -349,7 +349,7 @@ class EngineHost(Generic[Out]):
             for message in messages:
                 if isinstance(message, Echo | SessionFailed):
                     stream.push(message)
-                elif self._admit(stream, message):
+                elif self.admit(stream, message):
                     mine.append(message)
             self._deliver(mine)
 
@@ -358,10 +358,10 @@ class EngineHost(Generic[Out]):
     ) -> None:
         while (batch := await stream.take()) is not None:
             messages, status_due = batch
-            async with asyncio.timeout(_WRITE_TIMEOUT_S):
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await write(encode(messages, self.status() if status_due else None))
 
-    def _admit(self, stream: Stream[Out], message: ToEngine) -> bool:
+    def admit(self, stream: Stream[Out], message: ToEngine) -> bool:
         """True if a message is for the engine: its session was opened by this stream, or is opened by the message."""
         owner = self._owners.get(message.session_id)
         if isinstance(message, OpenSession) and (owner is None or owner[0] is stream):

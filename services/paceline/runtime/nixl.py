@@ -90,7 +90,7 @@ class NixlAgent:
             UnendedError: the transfer failed, and could not be ended either.
             OSError: the transfer failed, or the agent was closed.
         """
-        name, handle, state = await self._call(self._begin, metadata, theirs, ours)
+        name, handle, state = await self._call(self.begin_transfer, metadata, theirs, ours)
         pause_s = _FIRST_PAUSE_S
         while state == _UNDER_WAY and self.memory is not None:
             await asyncio.sleep(pause_s)
@@ -128,7 +128,8 @@ class NixlAgent:
             self._agent.deregister_memory(self._registered)
         self._agent = self._registered = None
 
-    def _begin(self, metadata: bytes, theirs: Sequence[Block], ours: Sequence[Block]) -> tuple[str, Any, str]:
+    def begin_transfer(self, metadata: bytes, theirs: Sequence[Block], ours: Sequence[Block]) -> tuple[str, Any, str]:
+        """Starts a read of another agent's blocks; returns its name, the handle and the first status."""
         name = self._agent.add_remote_agent(metadata)
         self._readers[name] += 1
         handle = None

@@ -40,7 +40,7 @@ class _Protocol(NamedTuple):
     """Registers the servicer."""
 
 
-_PROTOCOLS = {
+PROTOCOLS = {
     "target": _Protocol(
         streams.decode_to_target, streams.encode_from_target, target_pb2_grpc.add_TargetServiceServicer_to_server
     ),
@@ -103,7 +103,7 @@ class EngineServer:
         await self.host.start()
         if self._mover is not None:
             await _prepare(self._mover)
-        protocol = _PROTOCOLS[self.host.kind]
+        protocol = PROTOCOLS[self.host.kind]
         agent = self._mover.agent if isinstance(self._mover, NixlMover) else None
         add = functools.partial(protocol.add, _RoundsService(self.host, protocol, agent))
         self._server, port = await start_server(add, self._bind, 0, self._token, self._certificates)

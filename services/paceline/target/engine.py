@@ -237,7 +237,7 @@ class TargetEngine:
             elif isinstance(message, DraftState):
                 self._set_draft(session, message)
             else:
-                self._close(session)
+                self.close_session(session)
         if drafted:
             self._add_nodes(drafted, now)
         if opened and self.allocation.adaptive:  # all of them count for the first one, too
@@ -252,7 +252,7 @@ class TargetEngine:
         if flight is None:
             started, parts = self._schedule()
             if not parts:
-                self._send_held()
+                self.send_held()
                 self._meter.idle(waiting=bool(self._scheduler.running))
                 return self._send_states()
             flight = self._launch(parts, started)
@@ -265,9 +265,9 @@ class TargetEngine:
         self._flight = self._launch_ahead(flight)
         if flight.is_ahead:
             self._follow_outcomes()
-            self._held += self._in_flight([part for part in flight.parts if self._is_open(part.session)])
+            self._held += self._in_flight([part for part in flight.parts if self.is_open(part.session)])
             self._meter.begin_ahead()
-        self._send_held()
+        self.send_held()
         self._finish(flight)
         return True
 
@@ -276,7 +276,7 @@ class TargetEngine:
         seconds = self.allocation.cost.seconds(sum(part.num_tokens for part in flight.parts))
         flight.awaited_from = self._clock() + _RECEIVING * seconds
         self._flight = flight
-        self._send_held()
+        self.send_held()
 
     def _schedule(self) -> tuple[float, list[Scheduled]]:
         """Chooses the parts of a step before which none is in flight; returns them after the time before that."""
@@ -297,13 +297,13 @@ class TargetEngine:
         wants_states = self.link is not None or (bool(self.heads) and self.heads.wants_states())
         on_states = None if self.hints is None else self._send_hints
         if not self.runners.is_asynchronous:  # the forward ends when the step is done
-            self._send_held()
+            self.send_held()
         try:
             forwarded = self.runners.forward(parts, wants_states=wants_states, on_states=on_states)
         except NoMemoryError as error:
-            self._abandon(parts, error)
+            self.abandon_step(parts, error)
             return None
-        return self._launched(parts, forwarded, is_ahead=False)
+        return self.on_launched(parts, forwarded, is_ahead=False)
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
         """Launches the step after ``flight`` from the tokens that the device samples; None: it has to wait."""
@@ -311,7 +311,7 @@ class TargetEngine:
         if token_ids is None or not self._overlaps:
             return None
         sampled = sorted([part for part in flight.parts if part.verifies], key=flight.is_whole)
-        parts = self._scheduler.schedule_ahead([part for part in flight.parts if self._is_open(part.session)])
+        parts = self._scheduler.schedule_ahead([part for part in flight.parts if self.is_open(part.session)])
         if not parts:
             return None
         rows = {id(part.session): row for row, part in enumerate(sampled)}
@@ -319,9 +319,9 @@ class TargetEngine:
         if index != [*range(len(sampled))]:
             token_ids = token_ids[upload(index, token_ids.device, torch.int64)]
         forwarded = self.runners.forward_ahead(parts, token_ids)
-        return None if forwarded is None else self._launched(parts, forwarded, is_ahead=True)
+        return None if forwarded is None else self.on_launched(parts, forwarded, is_ahead=True)
 
-    def _launched(self, parts: Sequence[Scheduled], forwarded: Forwarded, *, is_ahead: bool) -> Flight:
+    def on_launched(self, parts: Sequence[Scheduled], forwarded: Forwarded, *, is_ahead: bool) -> Flight:
         """Commits the prefill chunks of a launched step, which decide nothing, and has the device sample its tokens
         where no others must be known for that."""
         for part in parts:
@@ -347,7 +347,8 @@ class TargetEngine:
         others = self.heads or self.link is not None or self.hints is not None or self.cores is not None
         return self.runners.is_asynchronous and not others
 
-    def _is_open(self, session: TargetSession) -> bool:
+    def is_open(self, session: TargetSession) -> bool:
+        """True if this very session is open; another one may have its name."""
         return self._sessions.get(session.session_id) is session
 
     def _finish(self, flight: Flight) -> None:
@@ -357,13 +358,13 @@ class TargetEngine:
         flight.release_pages(self.runner.cache)
         step = self._meter.decided(flight.parts)
         if flight.is_ahead or flight.awaited_from:  # sessions may have ended since
-            verdicts = [v for v, part in zip(verdicts, step.verifying, strict=True) if self._is_open(part.session)]
-            parts = [part for part in step.parts if self._is_open(part.session)]
+            verdicts = [v for v, part in zip(verdicts, step.verifying, strict=True) if self.is_open(part.session)]
+            parts = [part for part in step.parts if self.is_open(part.session)]
             step = replace(step, parts=parts, verifying=[part for part in parts if part.verifies])
         self.heads.charge_guesses([part.session for part in step.parts if part.guess_tables], step.guess_s)
-        self._held += self._commit(step, verdicts)
+        self._held += self.commit_verdicts(step, verdicts)
         if not self._holds_outcomes or forwarded.scored is not None:  # no outcome waits for what follows
-            self._send_held()
+            self.send_held()
         if forwarded.scored is not None:
             self._send(self._score(flight.parts, forwarded.scored))
         if forwarded.guessed is not None:
@@ -371,7 +372,7 @@ class TargetEngine:
         if self.heads or self.link is not None:
             self._use_states(step, forwarded.states)
             self._send_states()
-        self._adapt(step)
+        self.adapt_drafting(step)
         self._meter.end(step)
 
     def _verdicts(self, flight: Flight) -> list[Verdict | PacelineError]:
@@ -380,22 +381,22 @@ class TargetEngine:
         whole = [part for part in verifying if flight.is_whole(part)]
         drawn = None if flight.drawn is None else flight.drawn.verdicts([part.proposal for part in whole])
         if flight.drawn is not None and drawn is None:
-            self._drop_ahead()
+            self.drop_ahead()
         others: Sequence[Verdict | PacelineError] = drawn or _decide(flight.forwarded.logits, whole)
         return _with_sampled(verifying, flight.forwarded.sampled, others)
 
-    def _drop_ahead(self) -> None:
+    def drop_ahead(self) -> None:
         """Gives up the step that was launched ahead: its tokens were no verdicts. Its prefill chunks are valid."""
         ahead, self._flight = self._flight, None
         if ahead is not None:
             ahead.wait()
 
-    def _abandon(self, parts: Sequence[Scheduled], error: NoMemoryError) -> None:
+    def abandon_step(self, parts: Sequence[Scheduled], error: NoMemoryError) -> None:
         """Ends the session that a step had no memory for; the others are in the next step."""
         for part in parts:
             part.session.join(self.runner.cache, part.session.pages)
         failed = SessionFailed(error.session.session_id, error.session.epoch, str(error))
-        self._close(error.session)
+        self.close_session(error.session)
         self._send([failed])
         self._meter.idle(waiting=False)
 
@@ -491,7 +492,7 @@ class TargetEngine:
 
     def close(self) -> None:
         """Releases the other ranks of the model, if there are any, and ends its compilation. Idempotent."""
-        self._send_held()
+        self.send_held()
         self.heads.shutdown()
         self.runners.close()
         if self._grammars is not None:
@@ -512,7 +513,7 @@ class TargetEngine:
         self.runners.advance()
         generation = self.runners.generation if old is None else old.generation
         if old is not None:
-            self._close(old)
+            self.close_session(old)
         if message.suspected_s > 0 and any(s.suspected_until > self._clock() for s in self._sessions.values()):
             reason = "a session that targets were lost under is served: another one has to wait"
             self._send([SessionFailed(message.session_id, message.epoch, reason, turned_away=True)])
@@ -565,7 +566,8 @@ class TargetEngine:
                 f"{self.runner.cache.num_pages * PAGE_SIZE}: shorten the prompt or lower max_tokens"
             )
 
-    def _close(self, session: TargetSession) -> None:
+    def close_session(self, session: TargetSession) -> None:
+        """Forgets a session, and frees its pages unless a step in flight reads them."""
         if self._flight is not None:
             self._flight.keep_pages(session)
         del self._sessions[session.session_id]
@@ -644,7 +646,7 @@ class TargetEngine:
                 in_flight.append(InFlight(session.session_id, session.epoch, part.stop, node_ids))
         return in_flight
 
-    def _commit(self, step: MeasuredStep, verdicts: Sequence[Verdict | PacelineError]) -> list[FromTarget]:
+    def commit_verdicts(self, step: MeasuredStep, verdicts: Sequence[Verdict | PacelineError]) -> list[FromTarget]:
         """Commits the verdicts of a step and the rows that it computed for them. A session whose verdict is an error
         ends."""
         self.stats.preemptions = self._scheduler.num_preemptions
@@ -664,7 +666,7 @@ class TargetEngine:
             if isinstance(verdict, Verdict):
                 messages.append(self._commit_round(step, next(rounds), heads))
             else:
-                self._close(part.session)
+                self.close_session(part.session)
                 at_fault = isinstance(verdict, InvalidRequestError)
                 messages.append(SessionFailed(part.session.session_id, part.session.epoch, str(verdict), at_fault))
         return messages
@@ -678,14 +680,14 @@ class TargetEngine:
                 continue
             session, rows = part.session, logits[start : start + part.num_logits]
             start += part.num_logits
-            if not self._is_open(session):
+            if not self.is_open(session):
                 continue
             assert session.scored_top is not None
             try:
                 tokens = score(rows, session.tokens[part.start + 1 : part.stop + 1], session.scored_top)
             except (EngineError, RuntimeError, MemoryError) as error:
                 failed = error if isinstance(error, EngineError) else without_memory(error)
-                self._close(session)
+                self.close_session(session)
                 messages.append(SessionFailed(session.session_id, session.epoch, str(failed)))
                 continue
             session.num_scored = part.stop
@@ -712,7 +714,7 @@ class TargetEngine:
             part.stop,
             token_ids,
             logprobs,
-            _round(part, session.cause, num_accepted),
+            round_of(part, session.cause, num_accepted),
             finish_reason,
             session.cached_tokens if session.cause is Cause.START else 0,
             top_logprobs,
@@ -724,7 +726,7 @@ class TargetEngine:
         session.commit_outcome(token_ids, step.decided_at)
         session.commit_rows(cache, part.stop + num_accepted)  # to its end: others may share the prefix
         if finish_reason is not None:
-            self._close(session)
+            self.close_session(session)
         elif heads is not None:
             heads.advance(session)
         return outcome
@@ -764,14 +766,14 @@ class TargetEngine:
             row += part.num_tokens
             logits_row += part.num_drafted + 1 if verifies else 0
         if states is not None and any(part.tables for part in step.parts):
-            states = self._accepted_first(step, states)
+            states = self.accepted_first(step, states)
         if self.link is not None and states is not None:
             self.link.keep(computed, states)
         if self.heads:
             self.heads.feed(computed, states)
             self.heads.book()
 
-    def _accepted_first(self, step: MeasuredStep, states: Tensor) -> Tensor:
+    def accepted_first(self, step: MeasuredStep, states: Tensor) -> Tensor:
         """Reorders a step's states so that accepted tokens directly follow their context, as in a chain."""
         features = self.runner.features
         assert features is not None
@@ -785,7 +787,7 @@ class TargetEngine:
             index += [*range(len(index), base), *(base + i for i in path), *(base + i for i in rest)]
         return states[upload(index, states.device)]
 
-    def _adapt(self, step: MeasuredStep) -> None:
+    def adapt_drafting(self, step: MeasuredStep) -> None:
         """Pauses drafting where it has no gain, and resumes it where it may."""
         if not self.allocation.adaptive:
             return
@@ -806,7 +808,7 @@ class TargetEngine:
             self._send(gate.messages)
             gate.messages = []
 
-    def _send_held(self) -> None:
+    def send_held(self) -> None:
         """Sends the outcomes that were held back."""
         if held := self._held:
             self._held = []
@@ -816,7 +818,7 @@ class TargetEngine:
         """Sends the messages that are held back, then these."""
         if messages:
             self._held += messages
-            self._send_held()
+            self.send_held()
 
 
 def _cause(part: Scheduled, *, drafted: bool) -> Cause:
@@ -831,7 +833,7 @@ def _cause(part: Scheduled, *, drafted: bool) -> Cause:
     return session.cause
 
 
-def _round(part: Scheduled, cause: Cause, num_accepted: int) -> Round:
+def round_of(part: Scheduled, cause: Cause, num_accepted: int) -> Round:
     """The effect of a step on one session, which has emitted ``num_accepted`` tokens of its proposal."""
     num_drafted, producer = part.num_drafted, part.proposal.producer
     if producer is Producer.LOOKUP:

@@ -25,7 +25,7 @@ from paceline.target.heads.feeding import Computed, full_pages
 from paceline.target.session import TargetSession
 from paceline.types import PAGE_SIZE
 
-_STEP_BYTES = 8 << 20
+STEP_BYTES = 8 << 20
 """States that one step sends, of all sessions together; one chunk of one position is sent in any case."""
 
 
@@ -115,7 +115,7 @@ class StatesLink:
             if followed.num_sent < min(followed.stop, session.num_computed):  # it has no pages while it is preempted
                 lacking.append((followed.stop - followed.num_sent, session, followed))
         lacking.sort(key=lambda each: each[0])
-        left = max(1, _STEP_BYTES // (STATE_BYTES * self.width))
+        left = max(1, STEP_BYTES // (STATE_BYTES * self.width))
         chunks: list[tuple[TargetSession, range]] = []
         for _, session, followed in lacking:
             for rows in _chunks(followed, left):

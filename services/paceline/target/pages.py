@@ -87,7 +87,7 @@ class PageStore:
     def wanted(self, token_ids: Sequence[int], salt: str) -> WantedPages | None:
         """The pages of a context that are not here; None: there are none, or pages are not moved."""
         generation, cache = self._runners.generation, self._cache
-        if (identity := self._identity(generation)) is None:
+        if (identity := self.exchange_identity(generation)) is None:
             return None
         root = root_hash(salt, generation)
         known, _ = cache.match_prefix(token_ids, root)
@@ -102,7 +102,7 @@ class PageStore:
     def held(self, token_ids: Sequence[int], salt: str, identity: bytes, first: int) -> list[bytes]:
         """The hashes of a context's pages from ``first`` on that are here; none for a target of another identity."""
         for generation in {self._runners.generation, *self._runners.generations, *self._probes}:
-            if self._identity(generation) == identity:
+            if self.exchange_identity(generation) == identity:
                 hashes = _chain(root_hash(salt, generation), token_ids)
                 return hashes[first : len(self._cache.find(hashes))]
         return []
@@ -122,7 +122,7 @@ class PageStore:
             raise ValueError(f"pages are of {self.page_bytes} bytes each, and {len(wanted.hashes)} are wanted")
         pages = self._allocate(wanted, index, len(contents))
         for page, content in zip(pages, contents, strict=False):
-            _fill(cache, page, content)
+            fill_page(cache, page, content)
         return self._publish(wanted, index, pages)
 
     def _allocate(self, wanted: WantedPages, index: int, count: int) -> list[int]:
@@ -184,7 +184,7 @@ class PageStore:
     def _cache(self) -> KVCache:
         return self._runners.current.cache
 
-    def _identity(self, generation: int) -> bytes | None:
+    def exchange_identity(self, generation: int) -> bytes | None:
         """Identity that two targets must share to exchange pages; None: this one exchanges none."""
         probe, origin = self._probe(generation), b"" if self._origin is None else self._origin.digest
         return None if probe is None or origin is None else hashlib.blake2b(probe + origin, digest_size=16).digest()
@@ -246,7 +246,7 @@ def _packed(tensors: Sequence[Tensor]) -> bytes:
     return packed
 
 
-def _fill(cache: KVCache, page: int, content: bytes) -> None:
+def fill_page(cache: KVCache, page: int, content: bytes) -> None:
     """Overwrites a page."""
     parts = [pool[page] for pool in cache.pools]
     flat = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(parts[0].device)

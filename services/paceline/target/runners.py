@@ -193,7 +193,7 @@ def _in_memory(
     """Runs the forward of one runner's parts; of their halves if the device has no memory for all."""
     try:
         with nullcontext() if on_states is None else heard_by(partial(on_states, parts)):
-            return [(parts, _forward(runner, parts, wants_states=wants_states))]
+            return [(parts, forward_parts(runner, parts, wants_states=wants_states))]
     except (RuntimeError, MemoryError) as error:
         if not _may_try_again(runner, error):
             raise
@@ -233,7 +233,7 @@ def _halves(parts: list[Scheduled]) -> tuple[list[Scheduled], list[Scheduled]] |
     return [first], [replace(part, start=middle)]
 
 
-def _forward(runner: ModelRunner, parts: Sequence[Scheduled], *, wants_states: bool) -> Forwarded:
+def forward_parts(runner: ModelRunner, parts: Sequence[Scheduled], *, wants_states: bool) -> Forwarded:
     """The forward of parts of one runner."""
     steps: list[SequenceStep] = []
     riding: list[SequenceStep] = []

@@ -432,7 +432,7 @@ class Scheduler:
                     proposal, num_reserved = NO_PROPOSAL, 0
                     continue
                 victim = self.running[-1]
-                self._preempt(victim, parts)
+                self.preempt(victim, parts)
                 if victim is session:
                     return 0
         part = Scheduled(session, session.num_computed, stop, proposal, num_trimmed, tables, scores=scores)
@@ -482,7 +482,8 @@ class Scheduler:
         private = session.fork(self._cache, [branch.num_pages(stop, spare) for branch in others])
         return tuple(page_tables(session.pages, private, branches, stop))
 
-    def _preempt(self, session: TargetSession, parts: list[Scheduled]) -> None:
+    def preempt(self, session: TargetSession, parts: list[Scheduled]) -> None:
+        """Takes a running session's pages and parts of the step; it waits and is prefilled again."""
         assert len(self.running) > 1 or session.pages, "a lone session always fits: checked when it was opened"
         self.running.remove(session)
         session.give_way(self._cache)

@@ -130,7 +130,7 @@ def without_exchanges() -> ExitStack:
 
     stack = ExitStack()
     stack.enter_context(mock.patch.object(Picks, "sample", sample))
-    stack.enter_context(mock.patch.object(RankRunner, "_forward", ModelRunner._run))
+    stack.enter_context(mock.patch.object(RankRunner, "_forward", ModelRunner.run_plan))
     stack.enter_context(mock.patch.object(RankRunner, "require_room", return_value=None))
     return stack
 

@@ -112,14 +112,14 @@ def test_a_compiled_model_has_the_logits_of_an_eager_one(dtype: torch.dtype) -> 
     assert float((rows[0] - rows[1]).abs().max() / rows[1].abs().max()) <= FP32_LIMIT
 
 
-@mutant(operator, "_ends")
+@mutant(operator, "window_ends")
 def _windows_of_the_step(ends: Any, step: Any, rate: int) -> Tensor:
     """Windows begin at the step's first token."""
     found: Tensor = ends(replace(step, positions=step.positions - step.positions[0]), rate)
     return found
 
 
-@mutant(operator, "_ends")
+@mutant(operator, "window_ends")
 def _one_page_of_branches(ends: Any, step: Any, rate: int) -> Tensor:
     """The entry of a token that branches share is stored on the page of the first one."""
     found: Tensor = ends(step, rate)
@@ -127,7 +127,7 @@ def _one_page_of_branches(ends: Any, step: Any, rate: int) -> Tensor:
     return found[~(tokens[:, None] == tokens).tril(-1).any(1)]
 
 
-@mutant(operator, "_store")
+@mutant(operator, "store_entries")
 def _entries_of_rejected_tokens(store: Any, pages: Tensor, entries: Any, rows: Tensor, made: Tensor) -> None:
     """An entry that is there stays, as if its window had been committed."""
     slot = rows % 64 // entries.rate if entries.slots > 1 else torch.zeros_like(rows)
@@ -136,7 +136,7 @@ def _entries_of_rejected_tokens(store: Any, pages: Tensor, entries: Any, rows: T
     store(pages, entries, rows, torch.where(there != 0, there, made.to(there.dtype)))
 
 
-@mutant(operator, "_rows")
+@mutant(operator, "rows_before")
 def _rows_of_the_first_branch(found: Any, step: Any, *given: Any) -> Tensor:
     """A branch's entries are made of the rows of the branch that it leaves."""
     one: Tensor = found(replace(step, scatter_index=torch.zeros_like(step.scatter_index)), *given)

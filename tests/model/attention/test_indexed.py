@@ -61,7 +61,7 @@ def test_a_choice_in_parts_is_the_choice(monkeypatch: pytest.MonkeyPatch) -> Non
     runner, tokens = indexed().runner(4), list(prompt(1, 150))
     rows = []
     for limit in (2**22, 1):
-        monkeypatch.setattr(operator, "_MOST_PRODUCTS", limit)
+        monkeypatch.setattr(operator, "MAX_PRODUCTS", limit)
         pages = runner.cache.allocate(3)
         rows.append(runner.forward([chunk(tokens, 0, 150, pages, 150)]))
         runner.cache.release(pages)

@@ -40,7 +40,7 @@ ALIGNED = {"query", "keys", "values", "result", "sums"}
 capability = int(sys.argv[1])
 RUN = [
     (kernels._partial, PLAIN, 4, 2), (kernels._partial, LATENTS, 8, 1), (kernels._combined, LATENTS, 4, 1),
-    (kernels._write, PLAIN, 4, 1), *((kernels._walked, heads | own, 8, 2)
+    (kernels._write, PLAIN, 4, 1), *((kernels.walk_pages, heads | own, 8, 2)
                                      for heads, own in zip((PLAIN, WIDE, LATENTS), WALKED)),
 ]
 IN_FP8 = [(*RUN[i], FP8) for i in (0, 1, 3, 4)]
@@ -53,7 +53,7 @@ for kernel, sizes, warps, stages, types in [*((*each, {}) for each in RUN), *IN_
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
     made = compile(source, GPUTarget("cuda", capability, 32), options=options)
     ptx, of = made.asm["ptx"], (kernel, sizes, types)
-    if kernel in (kernels._partial, kernels._walked):
+    if kernel in (kernels._partial, kernels.walk_pages):
         assert re.search("mma.sync|wgmma|tcgen05", ptx), ("products do not use matrix units", of)
     assert "fma.rn.f32" not in ptx, ("fused multiplications and additions", of)
     assert made.metadata.shared <= MOST_SHARED, (made.metadata.shared, of)

@@ -135,7 +135,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(rows + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-    monkeypatch.setattr(kernel, "_PROGRAMS", 3)
+    monkeypatch.setattr(kernel, "NUM_PROGRAMS", 3)
 
 
 def _widened(data: np.ndarray, dtype: object) -> np.ndarray:
@@ -349,13 +349,13 @@ def test_tiles_of_other_bits_are_not_used(mistake: str | None, monkeypatch, capl
 
             return launch
 
-    walked = kernel._walked
-    monkeypatch.setattr(kernel, "_walked", Inexact())
-    monkeypatch.setattr(kernel, "_BLOCKS", {})
+    walked = kernel.walk_pages
+    monkeypatch.setattr(kernel, "walk_pages", Inexact())
+    monkeypatch.setattr(kernel, "BLOCKS", {})
     monkeypatch.setattr(kernel, "LEAST_WALKS", 1)
     monkeypatch.setattr(schedule, "LEAST_WALKS", 1)
-    monkeypatch.setattr(kernel, "_NUM_TRIED", 1)
-    monkeypatch.setattr(kernel, "_can_try", lambda _: True)
+    monkeypatch.setattr(kernel, "NUM_TRIED", 1)
+    monkeypatch.setattr(kernel, "can_try", lambda _: True)
     query = torch.empty(1, 4, 1, 32, dtype=torch.float16, device=DEVICE)
     pool = torch.empty(1, PAGE_SIZE, 1, 32, dtype=torch.float16, device=DEVICE)
     found = {None: 64, "large tiles differ": 16, "all walks differ": 0}[mistake]

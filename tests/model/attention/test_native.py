@@ -464,7 +464,7 @@ import os
 import sys
 from pathlib import Path
 from paceline.model.attention import native as cpu_attention
-cpu_attention._SOURCE = Path(sys.argv[1])
+cpu_attention.SOURCE = Path(sys.argv[1])
 cpu_attention._OPTIONS = (*cpu_attention._OPTIONS, *sys.argv[2:])
 assert cpu_attention.unavailable() is None
 from tests.model.attention.test_native import DTYPES, by_definition, num_different, random_inputs
@@ -482,11 +482,11 @@ def in_a_process(tmp_path: Path, faults: Sequence[tuple[str, str]], *options: st
     They are numbered from 1 (``with_faults``).
     """
     source = tmp_path / "cpu_attention.cpp"
-    source.write_text(with_faults(cpu_attention._SOURCE, faults), encoding="utf-8")
+    source.write_text(with_faults(cpu_attention.SOURCE, faults), encoding="utf-8")
     numbers = "".join(map(str, range(len(faults) + 1)))
     environment = {**os.environ, "PACELINE_CACHE": str(tmp_path), "PYTHONPATH": f"{ROOT}:{ROOT / 'services'}"}
     environment["FAULTS"] = numbers
-    command = [sys.executable, "-c", _INVARIANCE, str(source), f"-I{cpu_attention._SOURCE.parent}", *options]
+    command = [sys.executable, "-c", _INVARIANCE, str(source), f"-I{cpu_attention.SOURCE.parent}", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     values = done.stdout.split()
@@ -562,7 +562,7 @@ def test_without_it_torch_attends_and_the_log_says_so(
     def fail() -> None:
         raise EngineError(reason)
 
-    monkeypatch.setattr(cpu_attention, "_load", fail)
+    monkeypatch.setattr(cpu_attention, "load_operator", fail)
     monkeypatch.setattr(cpu_attention, "unavailable", cpu_attention.unavailable.__wrapped__)
     with caplog.at_level(logging.INFO, "paceline"):
         runner: ModelRunner = prepare(random_model("llama"), compile=False).runner(4)

@@ -53,7 +53,7 @@ def test_weights_and_logits_are_those_that_are_meant(experts: str, tmp_path: Pat
     assert size.weights_bytes == 2 * size.num_parameters
 
 
-@mutant(DequantizedFiles, "_index")
+@mutant(DequantizedFiles, "index_of_scales")
 def _scales_from_the_beginning(index: Any, self: Any, name: str, stem: str, dim: int, *given: Any) -> Tensor:
     """A rank takes the exponents of the tensor's first groups."""
     size, length, part = given
@@ -61,7 +61,7 @@ def _scales_from_the_beginning(index: Any, self: Any, name: str, stem: str, dim:
     return found
 
 
-@mutant(DequantizedFiles, "_codes")
+@mutant(DequantizedFiles, "unpacked_codes")
 def _high_half_first(codes: Any, self: Any, packing: Any, *given: Any) -> Tensor:
     """The first of two numbers of a byte is in its high half."""
     found: Tensor = codes(self, packing, *given)

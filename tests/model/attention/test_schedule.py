@@ -137,7 +137,7 @@ def test_a_prompt_of_any_chunk_takes_little_scratch(kernel: Any, tokens: int, ot
     row_lens = [16] * (tokens // 16) + [tokens % 16] * (tokens % 16 > 0) + [1] * others
     scratch, num_calls = scratch_of(kernel, row_lens, 16, 128 << 10)
     assert scratch <= 256 << 20
-    assert kernel._walked.num_calls == (tokens >= 256)
+    assert kernel.walk_pages.num_calls == (tokens >= 256)
     if tokens >= 256:
         rest = tokens % 16 + others
         assert num_calls == -(-rest * num_splits(2048) * sum_bytes(HEADS, DIM) // (256 << 20))

@@ -80,7 +80,7 @@ def test_compiled_tokens_equal_eager_ones_and_the_artifact_is_used_again(
     def unexpected(*args: object) -> None:
         raise AssertionError("compiled a second time")
 
-    monkeypatch.setattr(compile_module, "_compile", unexpected)
+    monkeypatch.setattr(compile_module, "compile_step", unexpected)
     same_tokens(prepare(smallest(), compile=True), prepare(smallest(), compile=False))
     with pytest.raises(AssertionError, match="a second time"):
         prepare(noisy_copy(smallest(), 0.01), compile=True)
@@ -189,7 +189,7 @@ def test_a_package_that_needs_more_than_its_library_is_left_to_torch(
 ) -> None:
     """It says so, and gives the same logits."""
     model = prepare(smallest(), compile=True)
-    monkeypatch.setattr(package, "_NEEDS_EXECUTOR", b"")
+    monkeypatch.setattr(package, "NEEDS_EXECUTOR", b"")
     by_torch = prepare(smallest(), compile=True)
     assert "hold up other threads" in caplog.text
     logits = []
@@ -250,7 +250,7 @@ def test_compiled_states_are_those_of_eager_steps(monkeypatch: pytest.MonkeyPatc
     features = Features((0, 1, OUT), every_position=True)
     model = prepare(smallest(), compile=True, features=features)
     assert isinstance(model.step, CompiledPackage)
-    monkeypatch.setattr(package, "_NEEDS_EXECUTOR", b"")
+    monkeypatch.setattr(package, "NEEDS_EXECUTOR", b"")
     found = []
     for one in (model, *(prepare(smallest(), compile=compile, features=features) for compile in (True, False))):
         runner = one.runner(6)

@@ -41,7 +41,7 @@ def compilation(monkeypatch: pytest.MonkeyPatch, program: str, load=lambda: step
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
 
-    monkeypatch.setattr(background, "_spawn", spawn)
+    monkeypatch.setattr(background, "spawn", spawn)
     return Compilation(JOB, load)
 
 
@@ -84,7 +84,7 @@ def test_a_worker_that_cannot_be_started_is_a_compilation_that_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No process is left to the system, say."""
-    monkeypatch.setattr(background, "_spawn", lambda: (_ for _ in ()).throw(OSError("no process can be started")))
+    monkeypatch.setattr(background, "spawn", lambda: (_ for _ in ()).throw(OSError("no process can be started")))
     made = Compilation(JOB, lambda: step)
     made.start()
     made.wait()
@@ -233,7 +233,7 @@ def test_an_engine_serves_before_it_is_compiled_and_is_compiled_when_it_starts_a
         assert len(early) == len(late) == 24
     finally:
         engine.close()
-    monkeypatch.setattr(background, "_spawn", lambda: pytest.fail("it is in the cache"))
+    monkeypatch.setattr(background, "spawn", lambda: pytest.fail("it is in the cache"))
     again = build_target_engine(setup, sent.extend)
     assert (again.execution, again.runners._compilation) == ("compiled", None)
     assert tokens(again, sent, "again") == late

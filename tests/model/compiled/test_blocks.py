@@ -165,7 +165,7 @@ def test_scales_of_another_row_are_noticed(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.slow
 def test_without_avx512_products_have_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    library = cpu_linear.load(cpu_linear._SOURCE, portable=True)
+    library = cpu_linear.load(cpu_linear.SOURCE, portable=True)
     for seed, layout in enumerate(FORMATS):
         for dtype in DTYPES:
             weights, x = blocks(seed, 70, 1000, *layout), rows(seed, 11, 1000, dtype)

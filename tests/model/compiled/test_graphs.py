@@ -111,7 +111,7 @@ def test_engines_of_one_process_record_one_after_the_other(cuda: FakeCuda) -> No
 
 
 def test_without_turns_two_captures_would_meet(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_RECORDING", contextlib.nullcontext())
+    monkeypatch.setattr(graphs, "RECORDING", contextlib.nullcontext())
     both = threading.Barrier(2)
     errors: list[str] = []
     calls = threading.local()

@@ -181,7 +181,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     multiplied = "Format::template multiply<R>(it, sums);"
     apart = "if (!it.first) sums[r][v] = sums[r][v] + load_floats(it.sums + r * Format::kOutputs + v * kLanes);"
     apart = f"for (int r = 0; r < R; ++r) for (int v = 0; v < kVectors; ++v) {apart}"
-    header = (cpu_linear._SOURCE.parent / "product.h").read_text(encoding="utf-8")
+    header = (cpu_linear.SOURCE.parent / "product.h").read_text(encoding="utf-8")
     right = header[header.index(loaded) : header.index(pieces) + len(pieces)]
     assert right.count(multiplied) == 1
     wrong = right.replace(loaded, "Floats{};").replace(multiplied, multiplied + apart)
@@ -417,7 +417,7 @@ def test_without_a_compiler_the_products_are_torchs_and_it_is_said_once(
     def refuse(*_: object) -> Path:
         raise EngineError("there is no C++ compiler")
 
-    monkeypatch.setattr(cpu_linear, "_has_use", lambda: True)
+    monkeypatch.setattr(cpu_linear, "has_use", lambda: True)
     monkeypatch.setattr(cpu_linear, "compiled", refuse)
     cpu_linear._loaded.cache_clear()
     try:

@@ -73,7 +73,7 @@ def test_hints_and_states_change_no_bit_of_a_family(family: str, dtype: torch.dt
 def test_a_graph_with_other_bits_is_not_kept(monkeypatch: pytest.MonkeyPatch, compiled_steps: Path) -> None:
     """The compiler may fuse as it likes: the graph with hints has other bits and is refused."""
     monkeypatch.setitem(aot.COMPILER, "emulate_precision_casts", False)
-    monkeypatch.setattr(aot, "_VERSION", "fused")  # among the artifacts of others
+    monkeypatch.setattr(aot, "VERSION", "fused")  # among the artifacts of others
     before = {*(compiled_steps / "compiled").glob("*.pt2")}
     with pytest.raises(ConfigError, match=r"^compile is true, but the compiled step of .* has other logits"):
         prepare(random_model(config(), dtype=torch.bfloat16), compile=True, **HINTS)

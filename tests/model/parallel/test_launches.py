@@ -117,7 +117,7 @@ def launches_of(num_layers: int, degree: int, monkeypatch: pytest.MonkeyPatch, e
 
     kernel = SimpleNamespace(write_in_place=write, attend_in_place=attend)
     monkeypatch.setitem(sys.modules, "paceline.model.attention.triton", kernel)
-    monkeypatch.setattr(parts, "_compiled", compiled)
+    monkeypatch.setattr(parts, "compiled_function", compiled)
     config = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": num_layers})
     plan = plan_shards(config, 1, degree)
     with torch.device("meta"), no_init_weights():

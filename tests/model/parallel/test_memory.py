@@ -62,7 +62,7 @@ def serve(
     model = load(group, path, torch.float32)
     with pytest.MonkeyPatch.context() as context:
         context.setattr(loading, "make_backend", backend)
-        context.setattr(RankRunner, "_reserve", reserve)
+        context.setattr(RankRunner, "reserve_step", reserve)
         if wrong:
             kept_from_others(context)
         if group.rank > 0:

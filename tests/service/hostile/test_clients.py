@@ -74,7 +74,7 @@ async def test_what_makes_no_sense_is_dropped_and_counted_and_harms_nobody(confi
     await attacked(config, shared, kind, attack, plain)
 
 
-@mutant(EngineHost, "_admit")
+@mutant(EngineHost, "admit")
 def _anybody_may_end_a_session(_, self, stream, message):
     """The host does not look at who opened a session."""
     owner = self._owners.get(message.session_id)
@@ -179,12 +179,12 @@ async def _flood(raw, echoes):
 
 @pytest.mark.slow
 async def test_a_stream_that_takes_nothing_is_ended_and_its_sessions_are_freed(config, plain, monkeypatch):
-    monkeypatch.setattr(replica, "_WRITE_TIMEOUT_S", 0.7)
+    monkeypatch.setattr(replica, "WRITE_TIMEOUT_S", 0.7)
     await assert_a_deaf_stream_is_ended(config, plain)
 
 
 @pytest.mark.slow
 async def test_a_host_that_waits_for_ever_is_caught(config, plain, monkeypatch):
-    monkeypatch.setattr(replica, "_WRITE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(replica, "WRITE_TIMEOUT_S", 60.0)
     with pytest.raises(TimeoutError):
         await assert_a_deaf_stream_is_ended(config, plain, patience_s=2.0)

@@ -144,7 +144,7 @@ class HeadDrafter(OfSessions[_Session]):
             tokens.extend(each.token_ids[part_of])
             num_rows = positions[-1] + 1
             part = Part(start, len(tokens), positions, each.pages, 1, num_rows, each.holes, write=True)
-            parts.append(_keyless(part) if self.module.keyless else part)
+            parts.append(keyless_part(part) if self.module.keyless else part)
         made: list[Tensor] = []
         with torch.inference_mode():
             given = torch.cat([each.states[part_of] for each in fed])
@@ -185,7 +185,7 @@ class HeadDrafter(OfSessions[_Session]):
                 self._look_ahead({leaves[i].session_id for i in usable})
                 usable = self._trusted(leaves, usable)
             elif self.conditional:
-                self._step([leaves[i] for i in usable if leaves[i].path])
+                self.expand_nodes([leaves[i] for i in usable if leaves[i].path])
             else:
                 self._predict_all({leaves[i].session_id for i in usable})
             groups: dict[int, list[int]] = {}
@@ -205,7 +205,7 @@ class HeadDrafter(OfSessions[_Session]):
         or unconditional depths, which needs none."""
         if self.conditional and not self.module.parallel:
             with torch.inference_mode():
-                self._step(leaves)
+                self.expand_nodes(leaves)
 
     def advance(self, session_id: str, token_ids: Sequence[int], node_ids: Sequence[int], kept: Sequence[int]) -> None:
         """Moves the anchor on; of nodes that are not ``kept`` nothing stays."""
@@ -253,7 +253,7 @@ class HeadDrafter(OfSessions[_Session]):
         last = torch.tensor([self._tokens(leaf)[-1] for leaf in leaves], device=states.device)
         return self.module.predict(states, last, variant)
 
-    def _step(self, leaves: Sequence[Leaf]) -> None:
+    def expand_nodes(self, leaves: Sequence[Leaf]) -> None:
         """Computes the rows of nodes below anchors, one call per variant of the module."""
         groups: dict[int, list[Leaf]] = {}
         for leaf in leaves:
@@ -276,7 +276,7 @@ class HeadDrafter(OfSessions[_Session]):
                 first = 1 + variant if self.layers else 1
                 part = Part(start, start + len(own), positions, session.pages, first, session.num_tokens, session.holes)
                 part.above, part.branches = [list(leaf.path_ids[:-1]) for leaf in own], session.branches
-                parts.append(_keyless(part) if self.module.keyless else part)
+                parts.append(keyless_part(part) if self.module.keyless else part)
                 start = part.stop
             device = states[0].device
             ids = torch.tensor([[leaf.path[-1] for _, own in owners for leaf in own]], device=device)
@@ -345,7 +345,7 @@ class HeadDrafter(OfSessions[_Session]):
         return [self._sessions[leaf.session_id].anchor, *leaf.path]
 
 
-def _keyless(part: Part) -> Part:
+def keyless_part(part: Part) -> Part:
     """The rows of a ``keyless`` head: at the anchor's position, over the target's rows before it."""
     anchor = part.num_rows - 1
     positions = [anchor] * len(part.positions)

@@ -41,7 +41,7 @@ from paceline.errors import ConfigError
 from paceline.model.kv_cache import KVCache, LayerSpec
 from paceline.model.states import find_layers
 
-_ANCHOR = -1
+ANCHOR = -1
 """Stands for the anchor among the nodes whose keys and values a session keeps: its own id changes."""
 
 
@@ -147,8 +147,8 @@ class EarlyExit(OfSessions[_Session]):
             part = parts[-1]
             part.stop += 1
             part.positions.append(session.num_tokens - 1 + len(leaf.path))
-            part.above.append([_ANCHOR, *leaf.path_ids[:-1]] if leaf.path else [])
-            owners[-1][1].append(leaf.node_id if leaf.path else _ANCHOR)
+            part.above.append([ANCHOR, *leaf.path_ids[:-1]] if leaf.path else [])
+            owners[-1][1].append(leaf.node_id if leaf.path else ANCHOR)
             token_ids.append(leaf.path[-1] if leaf.path else session.anchor)
         device = self.model.device
         positions = torch.tensor([[position for part in parts for position in part.positions]], device=device)
@@ -199,7 +199,7 @@ class ExitPlan:
         """
         model = borrowed_or_read(partial(layers_below, self.boundary), target, self._target, dtype, device)
         if self.adapter is not None:
-            _adapt(model, self.adapter.load_module(dtype, device), self._target.path)
+            append_exit(model, self.adapter.load_module(dtype, device), self._target.path)
         return EarlyExit(model, vocab_size=self._vocab_size, max_leaves=max_leaves)
 
 
@@ -249,7 +249,7 @@ def layers_below(boundary: int, family: Family) -> Family:
     return subclass(family, init)
 
 
-def _adapt(model: PreTrainedModel, adapter: HeadModule, name: str) -> None:
+def append_exit(model: PreTrainedModel, adapter: HeadModule, name: str) -> None:
     """Appends an exit head to the last layer of a model."""
     _, layers = find_layers(model, name)
     adapter = adapter.eval().requires_grad_(False)

@@ -112,7 +112,7 @@ class Gemma4Drafter(HeadModule):
                 position_embeddings=angles[kind],
                 attention_mask=None,
                 position_ids=positions,
-                attend=partial(_attend_before, attend),
+                attend=partial(attend_before, attend),
             )
         y: Tensor = self.model.norm(x)
         return torch.cat([y, self.post_projection(y)], -1)
@@ -124,9 +124,11 @@ class Gemma4Drafter(HeadModule):
             out: Tensor = self.lm_head(y)
             return out
         rows = y.reshape(-1, self._size)
-        return torch.cat([self._of_clusters(part) for part in torch.split(rows, _ROWS_AT_ONCE)]).view(*y.shape[:-1], -1)
+        return torch.cat([self.logits_of_clusters(part) for part in torch.split(rows, _ROWS_AT_ONCE)]).view(
+            *y.shape[:-1], -1
+        )
 
-    def _of_clusters(self, y: Tensor) -> Tensor:
+    def logits_of_clusters(self, y: Tensor) -> Tensor:
         """[n, vocabulary] of rows [n, hidden]."""
         parts = self.masked_embedding
         assert self.clusters is not None
@@ -137,7 +139,7 @@ class Gemma4Drafter(HeadModule):
         return out.scatter_(1, tokens, scores)
 
 
-def _attend_before(
+def attend_before(
     attend: Attend, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> Tensor:
     """Calls ``attend`` from the anchor's position, one after the last row: a window of W + 1 rows is W + 2
@@ -186,7 +188,7 @@ def read_gemma4(reading: Reading) -> HeadForm:
             "tokens and the second be at most the first"
         )
     target: Any = target_config(reading.facts.checkpoint).get_text_config()
-    layers = _target_layers(reading, text, target)
+    layers = target_layers_of(reading, text, target)
     try:
         module = Gemma4Drafter(config, layers, embed=later, own_head=own_head, what=reading.what)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -230,7 +232,7 @@ def _config(reading: Reading, kind: str) -> PretrainedConfig:
     return config
 
 
-def _target_layers(reading: Reading, text: Any, target: Any) -> dict[str, int]:
+def target_layers_of(reading: Reading, text: Any, target: Any) -> dict[str, int]:
     """The target's last layer of each type that has keys and values, which must be as the drafter's layers take them.
 
     A target's layers beyond those (``num_kv_shared_layers``) see the same rows.

@@ -115,7 +115,7 @@ class Paged:
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Writes the rows of parts that are written: [1, kv heads, T, dim]."""
-        written = [(row, at) for part in self._parts if part.write for row, at in _placed(part)]
+        written = [(row, at) for part in self._parts if part.write for row, at in rows_to_write(part)]
         if written:
             keys, values = self._pools(layer)
             rows, at = (torch.tensor(numbers, device=key.device) for numbers in zip(*written, strict=True))
@@ -201,7 +201,7 @@ def _rows(part: Part) -> Tensor:
     return (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()[: part.num_rows]
 
 
-def _placed(part: Part) -> list[tuple[int, int]]:
+def rows_to_write(part: Part) -> list[tuple[int, int]]:
     """(flat row on the pages, row of the call) of each row that is written."""
     return [
         (flat_rows(part.pages, position, position + 1)[0], at)

@@ -116,7 +116,7 @@ class RemoteHead(OfSessions[_Session]):
     def prefill(self) -> bool:
         """Computes states of sessions that are not ready; those without room for them wait."""
         waiting = {name: s for name, s in self._sessions.items() if s.coming and not s.ready}
-        return self._compute(waiting, self._max_prefill_tokens)
+        return self.compute_states(waiting, self._max_prefill_tokens)
 
     def ready(self, session_id: str) -> bool:
         """True once the states before the first anchor are computed."""
@@ -127,7 +127,7 @@ class RemoteHead(OfSessions[_Session]):
         too far.
         """
         named = {leaf.session_id: self._session(leaf.session_id) for leaf in leaves}
-        while self._compute({name: s for name, s in named.items() if s.coming and s.ready}):
+        while self.compute_states({name: s for name, s in named.items() if s.coming and s.ready}):
             pass
         for name, session in named.items():
             if session.ready and session.coming:
@@ -176,7 +176,7 @@ class RemoteHead(OfSessions[_Session]):
         if num_tokens > room:
             raise ResourceExhaustedError(f"the context has {num_tokens} tokens: the draft's cache holds {room}")
 
-    def _compute(self, sessions: dict[str, _Session], budget: int = 1 << 60) -> bool:
+    def compute_states(self, sessions: dict[str, _Session], budget: int = 1 << 60) -> bool:
         """Computes states that have come, at most ``budget`` positions; False if there were none, or no room."""
         fed: list[Fed] = []
         for name, session in sessions.items():

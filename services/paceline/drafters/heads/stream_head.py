@@ -96,10 +96,10 @@ class StreamHead(Blockwise):
             if isinstance(addition, LowRank):
                 layer, _, path = name.partition(".")
                 linear = target.layers[int(layer)].get_submodule(path)
-                linear.register_forward_hook(partial(self._added, addition))
+                linear.register_forward_hook(partial(self.with_addition, addition))
         self._target = target
 
-    def _added(self, addition: nn.Module, linear: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def with_addition(self, addition: nn.Module, linear: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """Returns the output of a linear layer. In a pass of streams, adds their low-rank product to it."""
         if not self._is_streaming:
             return output

@@ -165,7 +165,7 @@ def _compress(compressor: Compressor, x: Tensor, step: _Step) -> None:
     """
     module, (rate, dim, _), pool = compressor
     _write(step.keys[pool], step, torch.cat([module.kv_proj(x), module.gate_proj(x)], -1))
-    writes = _ends(step, rate)
+    writes = window_ends(step, rate)
     tokens, rows = step.write_tokens[writes], step.write_rows[writes]
     if torch.compiler.is_exporting():
         ends = (step.positions.index_select(0, tokens) + 1) % rate == 0
@@ -174,17 +174,17 @@ def _compress(compressor: Compressor, x: Tensor, step: _Step) -> None:
         return
     spare = max(MIN_TOKENS, -(-2 * _LANES // dim), -(-_LANES // _num_angles(module)))
     made = _entries(compressor, step, torch.cat([tokens, tokens[:1].expand(spare)]))
-    _store(step.keys[pool + 1], compressor.entries, rows, made[: tokens.shape[0]])
+    store_entries(step.keys[pool + 1], compressor.entries, rows, made[: tokens.shape[0]])
 
 
-def _ends(step: _Step, rate: int) -> Tensor:
+def window_ends(step: _Step, rate: int) -> Tensor:
     """Indices of the rows that are written whose tokens end a window; while a step is exported, of all."""
     if torch.compiler.is_exporting():
         return torch.arange(step.write_tokens.shape[0], device=step.write_tokens.device)
     return ((step.positions.index_select(0, step.write_tokens) + 1) % rate == 0).nonzero()[:, 0]
 
 
-def _store(pages: Tensor, entries: Entries, rows: Tensor, made: Tensor) -> None:
+def store_entries(pages: Tensor, entries: Entries, rows: Tensor, made: Tensor) -> None:
     """Stores entries ``[n, dim]`` on the pages of ``rows``, their last tokens'."""
     slot = rows % PAGE_SIZE // entries.rate if entries.slots > 1 else torch.zeros_like(rows)
     columns = slot[:, None] * entries.dim + torch.arange(entries.dim, device=rows.device)
@@ -199,7 +199,7 @@ def _entries(compressor: Compressor, step: _Step, tokens: Tensor) -> Tensor:
     """The entries ``[n, dim]`` of the windows that ``tokens`` ``[n]`` end; with padding at the end."""
     module, entries, pool = compressor
     last = step.positions[tokens]
-    parts, gates = _window(compressor, _rows(step, entries.width, tokens, step.keys[pool]))
+    parts, gates = _window(compressor, rows_before(step, entries.width, tokens, step.keys[pool]))
     before = last[:, None] - torch.arange(entries.width - 1, -1, -1, device=last.device) < 0
     gates = gates.masked_fill(before[..., None], -torch.inf)  # of the first entry, whose window has no other before it
     weights = torch.exp(gates - gates.amax(1, keepdim=True))
@@ -211,7 +211,7 @@ def _entries(compressor: Compressor, step: _Step, tokens: Tensor) -> Tensor:
     return rotated
 
 
-def _rows(step: _Step, width: int, tokens: Tensor, pages: Tensor) -> Tensor:
+def rows_before(step: _Step, width: int, tokens: Tensor, pages: Tensor) -> Tensor:
     """The last ``width`` rows up to each of ``tokens`` in its own sequence, float32 ``[n, width, row_values]``."""
     row_len = step.gather_index.shape[1]
     table = step.page_table.index_select(0, step.scatter_index[tokens] // row_len)

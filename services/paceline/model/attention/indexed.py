@@ -32,7 +32,7 @@ _ROTARY: dict[str, tuple[str, bool]] = {
     "HYV4Indexer": ("apply_rotary_pos_emb", False),
 }
 """How each class of transformers rotates: by which function, and whether it rotates the first part of a head."""
-_MOST_PRODUCTS = 2**22
+MAX_PRODUCTS = 2**22
 """Products of queries and keys that are held at a time: 16 MiB."""
 
 
@@ -73,7 +73,7 @@ class IndexedStep:
             return self.mask.masked_fill(~best[..., : seen.shape[-1]].unsqueeze(1), -torch.inf)
         if self.mask.shape[-1] <= top_k:
             return self.mask
-        queries, size = queries.float(), max(1, _MOST_PRODUCTS // (seen[:, 0].numel() * queries.shape[1]))
+        queries, size = queries.float(), max(1, MAX_PRODUCTS // (seen[:, 0].numel() * queries.shape[1]))
         chosen = [
             highest(score(queries, key_pages, weights, self.page_table, places, visible), top_k)
             for places, visible in zip(torch.split(self.gather_index, size, 1), torch.split(seen, size, 1), strict=True)

@@ -28,8 +28,8 @@ from paceline.errors import EngineError
 from paceline.types import PAGE_SIZE
 
 DTYPES = (torch.bfloat16, torch.float32)
-_SOURCE = Path(__file__).with_suffix(".cpp")
-_HEADERS = (_SOURCE.with_name("lanes.h"), _SOURCE.parents[1] / "exponential.h")
+SOURCE = Path(__file__).with_suffix(".cpp")
+_HEADERS = (SOURCE.with_name("lanes.h"), SOURCE.parents[1] / "exponential.h")
 _OPTIONS = ("-march=native", "-ffp-contract=off", "-fno-math-errno")
 _PAGE_SIZE = 64
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def unavailable() -> str | None:
         return "needs AVX-512, which this machine does not have"
     assert PAGE_SIZE == _PAGE_SIZE, "a page is the block of the operator"
     try:
-        _load()
+        load_operator()
     except EngineError as error:
         log.warning("attention is computed by torch, which is slower: %s", error)
         return f"could not be built: {error}"
@@ -52,7 +52,7 @@ def unavailable() -> str | None:
 def at_hand() -> bool:
     """True if ``unavailable`` would compile nothing: the library is in the cache, or this machine cannot run it."""
     capable = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return not capable or library_path(_SOURCE, _digest()).exists()
+    return not capable or library_path(SOURCE, _digest()).exists()
 
 
 def attend(
@@ -112,7 +112,7 @@ def share_by(share: ctypes.c_void_p) -> None:
 
     ``share`` is a C function that runs pieces of work (``linear.sharer``). A query's result is the same in any thread.
     """
-    _load().paceline_attention_share(share)
+    load_operator().paceline_attention_share(share)
 
 
 def compiled_shims() -> dict[Any, list[str]]:
@@ -134,10 +134,10 @@ def compiled_shims() -> dict[Any, list[str]]:
 
 
 @functools.cache
-def _load() -> ctypes.CDLL:
+def load_operator() -> ctypes.CDLL:
     """The library, whose operator is registered, compiled if it never was. Raises EngineError with the reason if it
     cannot be."""
-    path = compiled(_SOURCE, _digest(), (*_OPTIONS, *torch_options()), "the attention over pages")
+    path = compiled(SOURCE, _digest(), (*_OPTIONS, *torch_options()), "the attention over pages")
     try:
         library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled models look for its symbols
     except OSError as error:
@@ -149,5 +149,5 @@ def _load() -> ctypes.CDLL:
 def _digest() -> str:
     """Digest of the sources, their compiler options, torch's version and the machine's instruction set."""
     facts = f"{torch.__version__} {machine()} {_OPTIONS}"
-    sources = b"".join([path.read_bytes() for path in (*_HEADERS, _SOURCE)])
+    sources = b"".join([path.read_bytes() for path in (*_HEADERS, SOURCE)])
     return hashlib.blake2b(sources + facts.encode(), digest_size=8).hexdigest()

@@ -106,9 +106,9 @@ def paged_attention(
         return attend_in_place(query, *pages, gather_index, scatter_index, seen, s_aux, *numbers), None
 
     mask: Tensor = seen if indices is None else indices
-    _write(_divided(key, scales.keys), key_pages, write_rows, write_tokens, kernel)
+    _write(divided(key, scales.keys), key_pages, write_rows, write_tokens, kernel)
     if own_values:
-        _write(_divided(value, scales.values), value_pages, write_rows, write_tokens, kernel)
+        _write(divided(value, scales.values), value_pages, write_rows, write_tokens, kernel)
 
     if kernel == "native":
         out = attend(query, *pages, gather_index, scatter_index, mask, s_aux, scale, softcap)
@@ -140,7 +140,7 @@ def paged_attention(
     return _times(_scattered(out, groups, row_len, scatter_index), scales.values), None
 
 
-def _divided(x: Tensor, scale: float) -> Tensor:
+def divided(x: Tensor, scale: float) -> Tensor:
     """Numbers for pages, where they are rounded once."""
     return x if scale == 1 else x.float() / scale
 

@@ -9,11 +9,11 @@ step (``schedule.py``) in turn, so a launch depends on nothing but the number of
 nothing.
 
 There are two launches. ``_partial`` computes partial results of few queries, which ``_combined`` adds up: for decoding
-and verification, whose keys must be spread over a device. ``_walked`` takes the many queries of full rows of a prompt,
-and walks all their keys: it reads them less often, and keeps the sums in registers. Both call the same functions for a
-tile and for a sum, which are compiled without fused multiplications and additions, and no order of summation depends on
-how a tile lies in the threads: weights are summed by a product. ``walked_block`` compares the bits of both on a device,
-whose matrix units might sum in another order for more rows, before it lets large tiles be used.
+and verification, whose keys must be spread over a device. ``walk_pages`` takes the many queries of full rows of a
+prompt, and walks all their keys: it reads them less often, and keeps the sums in registers. Both call the same
+functions for a tile and for a sum, which are compiled without fused multiplications and additions, and no order of
+summation depends on how a tile lies in the threads: weights are summed by a product. ``walked_block`` compares the bits
+of both on a device, whose matrix units might sum in another order for more rows, before it lets large tiles be used.
 
 Imports triton, so that it is imported only where this kernel was chosen (``kernels.py``).
 """
@@ -39,7 +39,7 @@ _ONES = tl.constexpr(16)
 """Columns of the product that sums weights: the fewest that matrix units take."""
 _ROWS = 256
 """Rows that one load fetches when the row of a piece of work is looked up."""
-_PROGRAMS = 1024
+NUM_PROGRAMS = 1024
 """Programs that share the pieces of work of a call: several for each multiprocessor of any device."""
 _PREFETCHED_BYTES = 1 << 15
 """Most bytes of a tile of keys and values for which the next tile is prefetched. Two such tiles fit the shared memory
@@ -49,11 +49,11 @@ _TILE_BYTES = 1 << 16
 """Most bytes of a tile of keys and values. Wider heads have tiles of fewer keys, but at least ``BLOCK``."""
 _WIDE = 256
 """Keys of more numbers are multiplied in two parts: the largest power of two, and the rest."""
-_TRIED_PAGES, _NUM_TRIED = 9, 1 << 22
+_TRIED_PAGES, NUM_TRIED = 9, 1 << 22
 """Pages of the contexts that tiles of different sizes are compared on, and numbers of the queries: millions, since
 rounding hides most differences.
 """
-_BLOCKS: dict[tuple[object, ...], int] = {}
+BLOCKS: dict[tuple[object, ...], int] = {}
 """Results of ``walked_block`` by device, dtype and sizes of heads."""
 log = logging.getLogger(__name__)
 
@@ -387,7 +387,7 @@ def _combined(  # type: ignore[no-untyped-def]
     do_not_specialize=["num_rows", "row_len", "num_pages", "head_stride", "token_stride"],
     do_not_specialize_on_alignment=["table", "gather", "first", "stop", "mask", "ends"],
 )
-def _walked(  # type: ignore[no-untyped-def]
+def walk_pages(  # type: ignore[no-untyped-def]
     query,
     keys,
     values,
@@ -674,7 +674,7 @@ def _attended(
         "PAGE": page_size,
         "SPLIT": SPLIT,
         "ROWS": _ROWS,
-        "PROGRAMS": _PROGRAMS,
+        "PROGRAMS": NUM_PROGRAMS,
         "CAPPED": softcap is not None,
         "MASKED": mask is not None,
         "enable_fp_fusion": False,
@@ -682,7 +682,7 @@ def _attended(
     few = {"num_stages": 2 if keys * key_bytes <= _PREFETCHED_BYTES else 1, "num_warps": 4 if key_dim <= _WIDE else 8}
     given_sinks = query if sinks is None else sinks
     if walked is not None:
-        _walked[(_PROGRAMS,)](
+        walk_pages[(NUM_PROGRAMS,)](
             query,
             key_pages,
             value_pages,
@@ -704,7 +704,7 @@ def _attended(
     for call, work in todo:
         rows = call.stop_row - call.first_row
         at = call.first_row, call.first_place, row_len
-        _partial[(_PROGRAMS,)](
+        _partial[(NUM_PROGRAMS,)](
             query,
             key_pages,
             value_pages,
@@ -746,23 +746,23 @@ def walked_block(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> int:
     """
     (_, num_heads, _, key_dim), (*_, num_kv_heads, value_dim) = query.shape, value_pages.shape
     key = str(query.device), query.dtype, key_pages.dtype, num_heads, num_kv_heads, key_dim, value_dim
-    if key not in _BLOCKS:
-        if not _can_try(query):
+    if key not in BLOCKS:
+        if not can_try(query):
             return 0
         candidates = walked_blocks(query.dtype, num_heads // num_kv_heads, key_dim)
         in_keys = value_pages.stride(2) == key_dim
         sizes = query, num_kv_heads, -value_dim if in_keys else value_dim
         fp8 = key_pages.dtype == FP8
-        _BLOCKS[key] = next((b for b in candidates if blocks_agree(b, *sizes, fp8=fp8, most=_NUM_TRIED)), 0)
-        if _BLOCKS[key] != candidates[0]:
+        BLOCKS[key] = next((b for b in candidates if blocks_agree(b, *sizes, fp8=fp8, most=NUM_TRIED)), 0)
+        if BLOCKS[key] != candidates[0]:
             log.warning(
                 "attention of heads of %d numbers has other bits in tiles of %d queries on %s: it has tiles of %d",
                 key_dim,
                 candidates[0],
                 query.device,
-                _BLOCKS[key] or BLOCK,
+                BLOCKS[key] or BLOCK,
             )
-    return _BLOCKS[key]
+    return BLOCKS[key]
 
 
 def walked_blocks(dtype: torch.dtype, groups: int, key_dim: int) -> list[int]:
@@ -771,7 +771,8 @@ def walked_blocks(dtype: torch.dtype, groups: int, key_dim: int) -> list[int]:
     return sorted({BLOCK, min(most, _tile(QUERY_ROW_LEN * groups))}, reverse=True)
 
 
-def _can_try(query: Tensor) -> bool:
+def can_try(query: Tensor) -> bool:
+    """True if sizes of blocks can be timed here and now."""
     return query.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 

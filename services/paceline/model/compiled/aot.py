@@ -56,7 +56,7 @@ from paceline.model.step import Step, name_of
 from paceline.model.step_plan import SequenceStep, StepPlan
 from paceline.types import PAGE_SIZE
 
-_VERSION = 4  # raise when the traced signature or its lowering changes
+VERSION = 4  # raise when the traced signature or its lowering changes
 COMPILER: dict[str, Any] = {"freezing": True, "max_autotune": False, "emulate_precision_casts": True}
 """Options of Inductor. The last one makes it round after each operator, in fused kernels too."""
 _COMPILE_LIMIT_S = 3600.0
@@ -96,7 +96,7 @@ def artifact_key(
     digest = hashlib.blake2b(digest_size=16)
     share = share_of(model)
     facts = {
-        "version": _VERSION,
+        "version": VERSION,
         "torch": torch.__version__,
         "isa": torch.backends.cpu.get_cpu_capability(),
         "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported(),
@@ -193,7 +193,7 @@ def compiled_step(
             for left in path.parent.glob(f"{path.stem}.*.pt2"):  # by a process that was ended
                 left.unlink()
             temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
-            _compile(model, layers, sliding_window, kernel, temporary, taps, callback, linear)
+            compile_step(model, layers, sliding_window, kernel, temporary, taps, callback, linear)
             if share is None and (taps is not None or callback is not None):
                 bare = compiled_step(model, layers, sliding_window, kernel, cache_dir, linear=linear)
                 _require_same_logits(_load(temporary, kernel), bare, model, layers, sliding_window, temporary, linear)
@@ -263,7 +263,7 @@ class _RankStep:
             raise EngineError(self._group.failure() or str(error)) from error
 
 
-def _compile(
+def compile_step(
     model: PreTrainedModel,
     layers: list[LayerSpec],
     sliding_window: int | None,
@@ -273,6 +273,7 @@ def _compile(
     callback: LayerCallback | None,
     linear: Mapping[int, LinearSpec] | None,
 ) -> None:
+    """Exports and compiles a model's step, and writes the artifact to ``path``."""
     cache = KVCache(layers, num_pages=16, dtype=model.dtype, device="cpu", linear=linear, slots=Slots.of(8))
     example = [
         SequenceStep(list(range(1, 6)), list(range(70, 75)), list(range(70, 75)), [1, 2], num_logits=3),

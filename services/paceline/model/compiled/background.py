@@ -160,7 +160,7 @@ class Compilation:
         with self._lock:
             if self._closed:
                 raise EngineError("the engine has ended")
-            self._process = process = _spawn()
+            self._process = process = spawn()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -194,7 +194,7 @@ def all_cores() -> frozenset[int]:
     return frozenset(cores)
 
 
-def _spawn() -> subprocess.Popen[bytes]:
+def spawn() -> subprocess.Popen[bytes]:
     """The worker, in a session of its own, which signals of a terminal do not reach."""
     path = os.pathsep.join(filter(None, sys.path))
     return subprocess.Popen(

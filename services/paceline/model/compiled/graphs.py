@@ -38,7 +38,7 @@ _WAITING = {
     *(aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave, aten.bincount),
 }
 """Operators whose result, or its shape, the host has to know."""
-_RECORDING = threading.Lock()
+RECORDING = threading.Lock()
 """CUDA allows one recording at a time in a process. During it no thread may wait for the whole device."""
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class CudaRecorder:
         Raises:
             RuntimeError: ``function`` waits for the device, or does something else that cannot be recorded.
         """
-        with _RECORDING:
+        with RECORDING:
             return self._record(function)
 
     def _record(self, function: Callable[[], None]) -> Replay:

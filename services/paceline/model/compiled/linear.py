@@ -36,7 +36,7 @@ BLOCK = 32
 """Outputs whose weights lie together."""
 _INPUTS = 32
 """Inputs come in multiples of this number, the inputs of a tile."""
-_SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCE = Path(__file__).with_suffix(".cpp")
 _HEADERS = ("product.h", "bfloat16.h", "blocks.h", "threads.h", "../exponential.h")
 _AVX512 = tuple(f"-mavx512{name}" for name in ("f", "bw", "dq", "vl", "bf16", "vnni"))
 _AMX = ("-mamx-tile", "-mamx-bf16")
@@ -57,22 +57,22 @@ def blocks_usable() -> bool:
 def usable() -> bool:
     """True if products by bfloat16 weights are native on this machine; compiles the library if needed. Logs once why
     not."""
-    return _has_use() and load_library() is not None
+    return has_use() and load_library() is not None
 
 
 def at_hand() -> bool:
     """True if ``usable`` would compile nothing: the library is in the cache, or this machine has no use for it."""
-    return not _has_use() or library_path(_SOURCE, _digest(_SOURCE)).exists()
+    return not has_use() or library_path(SOURCE, _digest(SOURCE)).exists()
 
 
 def key() -> str:
     """Part of a compiled step's cache key that names the operator of bfloat16 weights."""
-    return _digest(_SOURCE) if usable() else "none"
+    return _digest(SOURCE) if usable() else "none"
 
 
 def blocks_key(model: nn.Module) -> str | None:
     """Part of a compiled step's cache key that names the operator of quantized weights; None: the model has none."""
-    return _digest(_SOURCE) if quantized_layers(model) else None
+    return _digest(SOURCE) if quantized_layers(model) else None
 
 
 def shims() -> dict[Any, list[str]]:
@@ -314,7 +314,7 @@ def load_library() -> ctypes.CDLL | None:
 def _loaded() -> ctypes.CDLL | None:
     """None: it cannot be compiled or loaded here, for a reason that is logged once. Registers the operators."""
     try:
-        library = load(_SOURCE)
+        library = load(SOURCE)
     except (EngineError, OSError) as error:
         log.warning("linear layers are compiled to oneDNN's products, which are slower: %s", error)
         return None
@@ -323,7 +323,7 @@ def _loaded() -> ctypes.CDLL | None:
     return library
 
 
-def _has_use() -> bool:
+def has_use() -> bool:
     """True if this machine has the instructions of native products."""
     if not has_bfloat16():
         _say("the CPU has no AVX512-BF16")

@@ -48,11 +48,11 @@ _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, 
 _capsule_of = ctypes.pythonapi.PyCapsule_New
 _capsule_of.restype, _capsule_of.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
-_SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCE = Path(__file__).with_suffix(".cpp")
 _OPTIONS = ("-march=native",)
 _HUGE_PAGE, _LARGE = 1 << 21, 1 << 24
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # of Linux; there are no such files as are read below elsewhere
-_NEEDS_EXECUTOR = b"aoti_torch_proxy_executor_call_function("
+NEEDS_EXECUTOR = b"aoti_torch_proxy_executor_call_function("
 _LIBRARY_CALL = re.compile(rb"\baoti_torch_cpu_(\w+)\(")
 _NATIVE = {
     b"packed_linear",
@@ -73,7 +73,7 @@ def load_package(path: Path) -> StepFunction:
     """The step in a package. Raises EngineError if it cannot be loaded here."""
     with zipfile.ZipFile(path) as package:
         sources = [package.read(name) for name in package.namelist() if name.endswith(".cpp")]
-    if any(_NEEDS_EXECUTOR in source for source in sources):
+    if any(NEEDS_EXECUTOR in source for source in sources):
         log.warning("%s calls operators that only torch's loader can: its steps hold up other threads", path.name)
         loaded: StepFunction = torch._inductor.aoti_load_package(str(path))
         return loaded
@@ -259,7 +259,7 @@ def load_library() -> ctypes.CDLL | None:
     """The compiled library; None if it cannot be compiled or loaded here, for a reason that is logged once."""
     options = (*_OPTIONS, f"-I{layout.HEADER.parent}", *torch_options())
     try:
-        library = ctypes.CDLL(str(compiled(_SOURCE, _digest(), options, "the call of compiled steps")))
+        library = ctypes.CDLL(str(compiled(SOURCE, _digest(), options, "the call of compiled steps")))
     except (EngineError, OSError) as error:
         log.warning("the inputs of compiled steps are made one by one, which is slower: %s", error)
         return None
@@ -274,7 +274,7 @@ def load_library() -> ctypes.CDLL | None:
 def _digest() -> str:
     """Digest of the sources, their options, torch's version and the machine's instruction set."""
     facts = f"{torch.__version__} {machine()} {_OPTIONS}"
-    sources = _SOURCE.read_bytes() + layout.HEADER.read_bytes()
+    sources = SOURCE.read_bytes() + layout.HEADER.read_bytes()
     return hashlib.blake2b(sources + facts.encode(), digest_size=8).hexdigest()
 
 

@@ -42,7 +42,7 @@ def compile_parts(model: PreTrainedModel) -> int:
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
-    compiled = functools.cache(_compiled)
+    compiled = functools.cache(compiled_function)
     num_parts = 0
     for module in model.modules():
         forward: Any = inspect.unwrap(type(module).forward)
@@ -59,7 +59,7 @@ def compile_parts(model: PreTrainedModel) -> int:
     return num_parts
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, compiled for any number of tokens; under a dispatch mode, where torch compiles none, as it is."""
     quick = torch.compile(function, dynamic=True, options=_OPTIONS)
 

@@ -176,7 +176,7 @@ def _run(part: SequencePart, pools: LinearPools, spec: LinearSpec, gates: Gates,
             own[: chunk.first] = pool[chunk.rows, : chunk.first]
         if chunk.count:
             end = chunk.first + chunk.count
-            out[at : at + chunk.count] = _tokens(tile, chunk, state, tail, spec, gates, at)
+            out[at : at + chunk.count] = compute_tokens(tile, chunk, state, tail, spec, gates, at)
             for own, pool in zip(tile, pools.rows, strict=True):
                 if chunk.rows != NONE:
                     pool[chunk.rows, chunk.first : end] = own[chunk.first : end]
@@ -190,7 +190,7 @@ def _run(part: SequencePart, pools: LinearPools, spec: LinearSpec, gates: Gates,
     return at
 
 
-def _tokens(
+def compute_tokens(
     tile: list[Tensor], chunk: Chunk, state: Tensor, tail: Tensor, spec: LinearSpec, gates: Gates, at: int
 ) -> Tensor:
     """Computes the tokens of a chunk, the first of which is ``at``, and their rows; returns their outputs."""
@@ -207,8 +207,8 @@ def _tokens(
     rows = _RULES[spec.kind](mixed, _placed(gates.a, chunk, at), _placed(gates.b, chunk, at), spec, gates)
     keys[own] = rows.keys[own]
     before = decays[first - 1] if first and spec.kind is not Kind.MAMBA else torch.zeros_like(decays[0])
-    decays[own] = rows.rates[own] if spec.kind is Kind.MAMBA else _summed(before, rows.rates[own])
-    out = (_scanned if spec.kind is Kind.MAMBA else _attended)(tile, own, state, rows, spec, gates)
+    decays[own] = rows.rates[own] if spec.kind is Kind.MAMBA else summed(before, rows.rates[own])
+    out = (scanned if spec.kind is Kind.MAMBA else _attended)(tile, own, state, rows, spec, gates)
     return out if gates.skip is None else out + rows.values[own] * gates.skip[:, None]
 
 
@@ -236,7 +236,7 @@ def _attended(tile: list[Tensor], own: slice, state: Tensor, rows: _Rows, spec: 
     return out
 
 
-def _scanned(tile: list[Tensor], own: slice, state: Tensor, rows: _Rows, spec: LinearSpec, gates: Gates) -> Tensor:
+def scanned(tile: list[Tensor], own: slice, state: Tensor, rows: _Rows, spec: LinearSpec, gates: Gates) -> Tensor:
     """``_attended`` of Mamba."""
     _, keys, updates, steps = tile
     updates[own] = steps[own] * rows.values[own]
@@ -265,7 +265,7 @@ def _widened(x: Tensor, spec: LinearSpec) -> Tensor:
     return x.repeat_interleave(spec.value_heads // spec.key_heads, 1)
 
 
-def _summed(before: Tensor, rates: Tensor) -> Tensor:
+def summed(before: Tensor, rates: Tensor) -> Tensor:
     """Sums from the chunk's beginning, row after row: a cumulative sum of several rows would group them by the step."""
     sums = []
     for rate in rates:

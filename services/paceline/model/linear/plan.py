@@ -319,10 +319,10 @@ class LinearSlots:
         self._free_rows += self._ended
         self._free_states += self._ended_states
         self._ended, self._ended_states, self._optional = [], [], []
-        copies = [pair for step in steps for pages in step.copies for pair in self._copy(*pages)]
-        sequences = [self._sequence(step) for step in steps]
+        copies = [pair for step in steps for pages in step.copies for pair in self.copy_states(*pages)]
+        sequences = [self.sequence_part(step) for step in steps]
         for chunk, key in self._optional:
-            chunk.store = self._store(key, must=False)
+            chunk.store = self.store_state(key, must=False)
         return LinearStep(sequences, copies)
 
     def confirm(self) -> None:
@@ -342,7 +342,7 @@ class LinearSlots:
             self._drop_state(key)
         self._unconfirmed, self._replaced_rows, self._replaced_states = [], [], []
 
-    def _copy(self, source: int, target: int) -> Iterator[tuple[int, int]]:
+    def copy_states(self, source: int, target: int) -> Iterator[tuple[int, int]]:
         """Makes a page share the states of another one. Yields (from, to) slots for copies of its rows."""
         for chunk in range(CHUNKS_OF_PAGE):
             ours, theirs = source * CHUNKS_OF_PAGE + chunk, target * CHUNKS_OF_PAGE + chunk
@@ -354,13 +354,14 @@ class LinearSlots:
             else:
                 self._drop_rows(theirs)
 
-    def _sequence(self, step: Tokens) -> SequencePart:
+    def sequence_part(self, step: Tokens) -> SequencePart:
+        """Plans the chunks, states and rows of one sequence's tokens in a step."""
         pages, start, num_tokens = step.pages, step.rows[0], len(step.token_ids)
         stop = start + num_tokens
         committed = stop if step.committed < 0 else step.committed
         first, last, boundary = start // CHUNK, (stop - 1) // CHUNK, committed // CHUNK
-        base = self._base(pages, first, start)
-        state = self._use_state(_key(pages, base - 1)) if base else NONE
+        base = self.known_base(pages, first, start)
+        state = self.use_state(_key(pages, base - 1)) if base else NONE
         for number in range(first, len(pages) * CHUNKS_OF_PAGE):  # what these were computed from is overwritten
             self._drop_state(_key(pages, number))
         last_end = boundary // CHUNKS_OF_PAGE * CHUNKS_OF_PAGE  # of a page of committed tokens
@@ -379,17 +380,17 @@ class LinearSlots:
             if number < boundary and step.committed < 0:  # nobody holds it, and the state at the boundary replaces them
                 self._replaced_rows.append(key)
             if start < committed and number + 1 == boundary:  # not of a branch, which keeps the rows
-                chunk.store = self._store(key, must=True)
+                chunk.store = self.store_state(key, must=True)
             elif start < committed and number + 1 == last_end:
                 self._optional.append((chunk, key))
             for at, row in further.get(number, ()):
-                self._write_also(chunk, at, row, kept=number >= boundary)
+                self.write_also(chunk, at, row, kept=number >= boundary)
             chunks.append(chunk)
         if step.committed < 0 and 0 < base < boundary and not _ends_page(key := _key(pages, base - 1)):
             self._replaced_states.append(key)  # that at the boundary takes its place
         return SequencePart(state, chunks)
 
-    def _base(self, pages: Sequence[int], first: int, start: int) -> int:
+    def known_base(self, pages: Sequence[int], first: int, start: int) -> int:
         """The chunk before which a state is known, and from which on all rows before ``start`` are."""
         known = not start % CHUNK or _key(pages, first) in self._rows_of
         base = first
@@ -400,7 +401,7 @@ class LinearSlots:
             raise EngineError(f"the state of linear layers before row {start} is no longer there")
         return base
 
-    def _write_also(self, chunk: Chunk, offset: int, row: int, *, kept: bool) -> None:
+    def write_also(self, chunk: Chunk, offset: int, row: int, *, kept: bool) -> None:
         """Plans a second write of a chunk's row, to the flat ``row``. With the chunk's last row the state is shared,
         too.
         """
@@ -415,13 +416,14 @@ class LinearSlots:
 
     # Slots.
 
-    def _use_state(self, key: int) -> int:
+    def use_state(self, key: int) -> int:
+        """Returns the slot of a stored state, which this step does not give away."""
         slot = self._state_of[key]
         self._state_of.move_to_end(key)
         self._in_step.add(slot)
         return slot
 
-    def _store(self, key: int, *, must: bool) -> int:
+    def store_state(self, key: int, *, must: bool) -> int:
         """A slot for the state of ``key``; NONE if it need not be stored and all are in use."""
         self._drop_state(key)
         if not self._free_states:
@@ -429,7 +431,7 @@ class LinearSlots:
         if self._free_states:
             self._own(key, self._free_states.pop())
             self._unconfirmed.append(key)
-            return self._use_state(key)
+            return self.use_state(key)
         if must:
             raise EngineError(f"all {self.slots.states} states of linear layers are in use")
         return NONE

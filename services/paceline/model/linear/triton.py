@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.checkpoint.linear import Kind, LinearSpec
 from paceline.model.linear.operator import Gates, LinearPools
 
-_GROUPS = 64
+NUM_GROUPS = 64
 """Programs at most that share the groups of a step, for each head's columns."""
 _COLUMNS = 32
 """Columns of a state in one program. A head of 128 columns has four programs, which fill a device in decoding."""
@@ -518,7 +518,7 @@ def _recur(numbers: Tensor, pools: LinearPools, spec: LinearSpec, gates: Gates) 
     first_values = spec.kind is Kind.MAMBA2
     shortest, longest = gates.limits
     blocks = triton.cdiv(spec.value_dim, _COLUMNS)
-    _recurrent[(min(_GROUPS, inputs.shape[0]), spec.value_heads, blocks)](
+    _recurrent[(min(NUM_GROUPS, inputs.shape[0]), spec.value_heads, blocks)](
         numbers,
         inputs,
         gates.a,
@@ -566,7 +566,7 @@ def _convolve(numbers: Tensor, pools: LinearPools, spec: LinearSpec, gates: Gate
     inputs = gates.inputs
     out = inputs.new_zeros(inputs.shape[0], spec.conv_dim, 1)
     blocks = triton.cdiv(spec.conv_dim, _CHANNELS)
-    _convolution[(min(_GROUPS, inputs.shape[0]), blocks)](
+    _convolution[(min(NUM_GROUPS, inputs.shape[0]), blocks)](
         numbers,
         inputs,
         gates.weight,
@@ -589,7 +589,7 @@ def _convolve(numbers: Tensor, pools: LinearPools, spec: LinearSpec, gates: Gate
 def _scan(numbers: Tensor, pools: LinearPools, spec: LinearSpec, gates: Gates) -> Tensor:
     inputs = gates.inputs
     out = inputs.new_zeros(inputs.shape[0], spec.value_heads, 1)
-    _scanned[(min(_GROUPS, inputs.shape[0]), triton.cdiv(spec.value_heads, _CHANNELS))](
+    _scanned[(min(NUM_GROUPS, inputs.shape[0]), triton.cdiv(spec.value_heads, _CHANNELS))](
         numbers,
         inputs,
         gates.a,

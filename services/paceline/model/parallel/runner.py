@@ -134,17 +134,17 @@ class RankRunner(ModelRunner):
         self.lost = False
         """An exchange has failed: no other can succeed."""
 
-    def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+    def run_plan(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """Runs one step on this rank: logits of the whole vocabulary, and states, which are the same on all ranks."""
         local, states = self._forward(plan)
-        return self._join(local), states
+        return self.gather_logits(local), states
 
     def _forward(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """This rank's part of the logits, and states. Tokens that are still being sampled are the first rank's."""
         if plan.drawn is not None:
             drawn = self.share.group.all_gather(plan.drawn)[0]
             plan = plan._replace(drawn=drawn.clamp(min=0))  # a rank that does not come has all bits set
-        return super()._run(plan)
+        return super().run_plan(plan)
 
     def require_room(self, plan: StepPlan) -> None:
         """Finds out whether all ranks have memory for a step, before any of them waits for another within it.
@@ -160,7 +160,7 @@ class RankRunner(ModelRunner):
             return
         reason = None
         try:
-            self._reserve(shape)
+            self.reserve_step(shape)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -169,7 +169,8 @@ class RankRunner(ModelRunner):
             release_cached()
             raise NoRoomError(reason or "another rank has no memory for it")
 
-    def _reserve(self, shape: StepShape) -> None:
+    def reserve_step(self, shape: StepShape) -> None:
+        """Has the allocator keep the memory of a step. Raises torch's error if there is none."""
         torch.empty(self._step_bytes(shape), dtype=torch.uint8, device=self.cache.keys[0].device)
 
     def run_and_pick(self, plan: StepPlan, picks: Picks) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -178,7 +179,7 @@ class RankRunner(ModelRunner):
         local, states = self._forward(plan)
         tokens, logprobs = picks.sample(self.share.group, local, self.share.vocab)
         others = upload(picks.others(len(local)), local.device, torch.int64)
-        return self._join(local[others]), tokens, logprobs, states
+        return self.gather_logits(local[others]), tokens, logprobs, states
 
     def check(self) -> None:
         """Raises RanksLostError if a rank did not come to a step that is done (``ModelRunner.check``)."""
@@ -213,7 +214,8 @@ class RankRunner(ModelRunner):
         with self.together():
             super().record(replace(limits, max_tokens=min(limits.max_tokens, most)))
 
-    def _join(self, local: Tensor) -> Tensor:
+    def gather_logits(self, local: Tensor) -> Tensor:
+        """Returns logits [n, vocabulary] from each rank's columns [n, vocabulary / ranks]."""
         if not len(local):
             return local.new_empty(0, self.vocab_size)
         return torch.cat(self.share.group.all_gather(local).unbind(), dim=-1)[:, : self.vocab_size]
@@ -239,7 +241,7 @@ class LeadingRunner(RankRunner):
 
     cache: LeadersCache
 
-    def _run(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+    def run_plan(self, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """Sends the plan to the other ranks and runs it.
 
         Raises RanksLostError if a rank is gone or does not come in time, and NoRoomError.
@@ -247,7 +249,7 @@ class LeadingRunner(RankRunner):
         with self.together():
             self._tell(plan, b"")
             self.require_room(plan)
-            return super()._run(plan)
+            return super().run_plan(plan)
 
     def forward_and_pick(
         self, steps: Sequence[SequenceStep], rows: Sequence[Row | None], drawn: Tensor | None = None
@@ -417,7 +419,7 @@ def ranked(
     if rendezvous is None:
         yield None
         return
-    group = _join(rendezvous, rank_device(path, options, rendezvous, taken))
+    group = connect_rank(rendezvous, rank_device(path, options, rendezvous, taken))
     try:
         yield group
     except BaseException:
@@ -425,7 +427,8 @@ def ranked(
         raise
 
 
-def _join(rendezvous: Rendezvous, device: torch.device) -> Collectives:
+def connect_rank(rendezvous: Rendezvous, device: torch.device) -> Collectives:
+    """Connects this rank to the others of its group."""
     return connect(
         open_store(rendezvous),
         rendezvous.rank,

@@ -27,7 +27,7 @@ from paceline.errors import EngineError
 from paceline.model.parallel.collectives import Collectives, DeviceCollectives, TorchCollectives
 from paceline.model.parallel.peers import open_peers
 
-_SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCE = Path(__file__).with_suffix(".cpp")
 _TOKEN_BYTES = 16
 _SUMMED = (torch.bfloat16, torch.float32, torch.float16)
 log = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class SharedMemoryCollectives(Collectives):
 @functools.cache
 def load_library() -> ctypes.CDLL:
     """The operators, compiled if they never were. Raises EngineError with the reason if they cannot be."""
-    path = compiled(_SOURCE, _digest(), torch_options(), "the operators of tensor parallelism")
+    path = compiled(SOURCE, _digest(), torch_options(), "the operators of tensor parallelism")
     try:
         library = ctypes.CDLL(
             str(path), mode=ctypes.RTLD_GLOBAL, use_errno=True
@@ -199,7 +199,7 @@ def load_library() -> ctypes.CDLL:
 @functools.cache
 def _digest() -> str:
     """Digest of the operators' source and torch's version."""
-    return hashlib.blake2b(_SOURCE.read_bytes() + torch.__version__.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(SOURCE.read_bytes() + torch.__version__.encode(), digest_size=8).hexdigest()
 
 
 def _host() -> str:

@@ -146,7 +146,7 @@ class LoadTrials:
             won = load.experiment.verdict(reference * WORTH if load.wanted else reference / KEPT)
             if won is not None:
                 self._end_trial(load, won=won)
-        elif load.steps >= LEAST and self._left_s(num_sessions, load) <= 0.0 and self._is_open(num_sessions, load):
+        elif load.steps >= LEAST and self._left_s(num_sessions, load) <= 0.0 and self.is_open(num_sessions, load):
             self._begin_trial(load)
 
     def _begin_trial(self, load: _Load) -> None:
@@ -174,7 +174,7 @@ class LoadTrials:
             tokens_per_s=rates,
             ideal_gain=self.allocation.gain(num_sessions, self.allocation.coupled.rate(), LARGEST_K),
             num_trials=self.num_trials,
-            next_trial_s=max(0.0, self._left_s(num_sessions, load)) if self._is_open(num_sessions, load) else None,
+            next_trial_s=max(0.0, self._left_s(num_sessions, load)) if self.is_open(num_sessions, load) else None,
         )
 
     def _at(self, num_sessions: int) -> _Load:
@@ -220,7 +220,7 @@ class LoadTrials:
         known = heads if seen.trials < ENOUGH_TRIALS <= heads.trials else seen
         return self.allocation.ideal_rate(num_sessions, known.rate(), LARGEST_K)
 
-    def _is_open(self, num_sessions: int, load: _Load) -> bool:
+    def is_open(self, num_sessions: int, load: _Load) -> bool:
         """True if the alternative could be faster, judged by the cost of a step."""
         if not load.choice:
             return self.allocation.gain(num_sessions, 1.0, LARGEST_K) >= WORTH

@@ -56,19 +56,19 @@ class Feeding:
         """
         fed: list[Fed] = []
         if states is not None:
-            fed = [item for each in computed if (item := self._fed(mounted, each, states)) is not None]
+            fed = [item for each in computed if (item := self.fed_of(mounted, each, states)) is not None]
         served = mounted.feed(fed)
         if mounted.every_position:
             for each in computed:
                 followed = mounted.sessions[each.session.session_id] if each.session.session_id in served else None
                 for page, rows in full_pages(each):
-                    if followed is None or any(_overlap(hole, rows) for hole in followed.holes):
+                    if followed is None or any(do_overlap(hole, rows) for hole in followed.holes):
                         mounted.pages.discard(page)
                     else:
                         mounted.pages.add(page)
         return bool(fed)
 
-    def _fed(self, mounted: MountedHead, computed: Computed, states: Tensor) -> Fed | None:
+    def fed_of(self, mounted: MountedHead, computed: Computed, states: Tensor) -> Fed | None:
         """Returns the input of a head from one session; None: there is none."""
         session, start, stop = computed.session, computed.start, computed.session.num_computed
         followed = mounted.sessions.get(session.session_id)
@@ -130,5 +130,6 @@ def full_pages(computed: Computed) -> list[tuple[int, range]]:
     return [(session.pages[index], range(index * PAGE_SIZE, (index + 1) * PAGE_SIZE)) for index in indices]
 
 
-def _overlap(hole: range, rows: range) -> bool:
+def do_overlap(hole: range, rows: range) -> bool:
+    """True if two ranges of rows have a row in common."""
     return hole.start < rows.stop and rows.start < hole.stop

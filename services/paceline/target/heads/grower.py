@@ -93,7 +93,7 @@ class HeadGrower(Grower[Followed]):
             at, first = self._next_leaves(below, width, tokens_per_s), False
         for followed in sessions:
             if self.sessions.get(followed.session_id) is followed:
-                self._offer(followed)
+                self.offer(followed)
 
     def _may_chain(self, at: Sequence[tuple[Followed, TreeNode]], width: int) -> bool:
         """True if one call shall draft the best path of each session: the head can do so, and no other way is
@@ -153,7 +153,8 @@ class HeadGrower(Grower[Followed]):
         of_head = expected_tokens([followed.hits.rate()] * self._depth(followed))
         return of_head - expected_tokens(session.looked_up(session.k).probs)
 
-    def _offer(self, followed: Followed) -> None:
+    def offer(self, followed: Followed) -> None:
+        """Offers a session its head's best path, for the next step to verify."""
         path = followed.tree.proposal(self._depth(followed))
         if len(path):
             anchor = None if followed.rule is Rule.REJECTION else followed.tree.anchor
