@@ -221,7 +221,7 @@ struct Values {
     return mask && !(mask[i >> 3] >> (i & 7) & 1) ? -kInfinity : value(x[i]);
   }
 
-  // A block from `begin`, as many values as there are up to `count`, the rest -inf. False: there are only -inf, and
+  // A block from `begin`: up to `count` values, the rest -inf. False: there are only -inf, and
   // `out` is as it was. With a mask `begin` is a multiple of 8.
   bool load(int64_t begin, int64_t count, float* __restrict out) const {
     const T* __restrict from = x + begin;
@@ -387,7 +387,7 @@ template <typename T>
 float reached_by(const Values<T>& x, int64_t n, int64_t m) {
   const int64_t blocks = (n + kBlock - 1) / kBlock;
   if (blocks * kLanes < 4 * m) return bisected(x, n, m);
-  const int64_t together = std::max<int64_t>(1, blocks * kLanes / (4 * m));  // about four times as many groups as m
+  const int64_t together = std::max<int64_t>(1, blocks * kLanes / (4 * m));  // about 4 m groups
   const int64_t rounds = (blocks + together - 1) / together;
   if (rounds * kLanes < m) return -kInfinity;
   std::vector<float> most(rounds * kLanes);
@@ -638,7 +638,7 @@ void paceline_gumbel_max(const void* x, int kind, int64_t rows, int64_t n, int64
 }
 
 // The `num_best` tokens with the largest (x - max) / temperature + noise of each row after its cuts (see Cuts), and their
-// log-probabilities among those that are left; temperature 0: the largest x alone. Where there are fewer, and in a row
+// log-probabilities among the tokens that are left; temperature 0: the largest x alone. Where there are fewer, and in a row
 // with NaN, +inf or nothing but -inf where its mask has bits, tokens are -1. Returns [rows, num_best].
 void paceline_pick(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const uint8_t* masks,
                    int64_t mask_stride, const int64_t* top_k, const float* floors, const float* temperatures,
@@ -850,7 +850,7 @@ void paceline_guess(const int64_t* ids, const float* log_q, int64_t rows, int64_
 // What a draft draws by the rejection rule and guesses, from its logits: paceline_largest of the m largest x; their log q,
 // of (x - max) / temperature without what the row's cuts leave out of them; paceline_unlisted of the others, for rows
 // with `unlisted`; and of these paceline_sample and paceline_guess. `drawing`, `guessing`: the keys of each row's noise for
-// the one and for the other. `shift`: that of listed tokens beside unlisted ones. Token -1: the row has +inf or
+// the one and for the other. `shift`: of listed tokens, relative to unlisted ones. Token -1: the row has +inf or
 // nothing but -inf, and nothing is drawn. `gaps`: the distance of the two largest log q, inf where there are no two.
 void paceline_draft(const void* x, int kind, int64_t rows, int64_t n, int64_t stride, const uint8_t* masks,
                     int64_t mask_stride, const int64_t* top_k, const float* floors, const float* temperatures,

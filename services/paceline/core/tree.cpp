@@ -1,4 +1,4 @@
-// The native SpeculationTree and TreeNode, which replace those of tree.py, with the same names; the Frontier that replaces
+// The native SpeculationTree and TreeNode, which replace the classes of tree.py of the same names; the Frontier that replaces
 // the one of draft/growth.py; what grows them; and the wire form of nodes: see native_tree.py.
 
 #include "objects.h"
@@ -327,7 +327,7 @@ struct Column {
     const Py_ssize_t found = PySequence_Fast_GET_SIZE(held.get());
     if (found == 0 && optional) return true;
     if (found != size) {
-      PyErr_Format(PyExc_ValueError, "a column has %zd entries: %zd nodes have as many each", found, size);
+      PyErr_Format(PyExc_ValueError, "a column has %zd entries: it needs one for each of %zd nodes", found, size);
       return false;
     }
     items = PySequence_Fast_ITEMS(held.get());
@@ -416,8 +416,8 @@ PyObject* attach_one(PyObject* self, PyObject* node) {
   return Py_NewRef(placed == nullptr ? refusals[static_cast<int>(refusal) - 1] : object(placed));
 }
 
-// Attaches new nodes below a parent, with the tree's next ids: of the first one its q, of the others None; those behind it
-// are drawn where there is no q. Returns a list of those that the tree has taken; null after an error.
+// Attaches new nodes below a parent, with the tree's next ids: of the first one its q, of the others None; the others
+// are drawn where there is no q. Returns a list of the nodes that the tree has taken; null after an error.
 PyObject* grow_below(Tree* tree, int64_t parent_id, const int64_t* token_ids, const double* probs, size_t size, bool sampled,
                      PyObject* q) {
   Ref made(PyList_New(0));
@@ -674,7 +674,7 @@ struct Entry {
 struct Unexpanded {
   std::vector<Entry> heap;  // the least entry first
   std::vector<Node*> unwanted;
-  std::vector<int64_t> in_flight;  // nodes of the latest commit; once it is sorted in, those that the tree has
+  std::vector<int64_t> in_flight;  // nodes of the latest commit; once it is sorted in, only nodes that the tree has
 };
 
 // A Frontier of draft/growth.py. The order is that of Sequential with `chain`, else BestFirst's; that and InTurn's are
@@ -876,7 +876,7 @@ struct Candidates {
   std::vector<double> gaps, probs, shares, bonus;
   std::vector<PyObject*> qs;  // that the first one was drawn from; Py_None: all are drawn alike
 
-  // Makes room for so many nodes, with 8 candidates each.
+  // Makes room for `size` nodes, with 8 candidates each.
   void reserve(size_t size) {
     sizes.reserve(size), tables.reserve(size), of_bonus.reserve(size), shares.reserve(size), qs.reserve(size);
     token_ids.reserve(8 * size), gaps.reserve(8 * size), bonus.reserve(8 * size);
@@ -1044,7 +1044,7 @@ struct Wire {
     at += 8;
     return true;
   }
-  // What a tag that has been seen is followed by: a length and so many bytes.
+  // Reads what follows a tag: a length, then that number of bytes.
   bool part(Wire& inner) {
     uint32_t size = 0;
     ++at;
@@ -1062,7 +1062,7 @@ constexpr uint8_t kNodeIds = 0x22, kParentIds = 0x2A, kTokenIds = 0x32, kProbs =
 // The readers below take one field each into a column, a tuple, which is empty without the field. They return false if
 // the field is not plain or has no value for each of the nodes, or after an error.
 
-// A field of integers. `size`: nodes; -1: as many as there are here.
+// A field of integers. `size`: nodes; -1: sets it to the number of integers.
 bool read_ids(Wire& wire, uint8_t tag, Py_ssize_t& size, Ref& column) {
   Wire inner{nullptr, nullptr};
   if (wire.has(tag) && !wire.part(inner)) return false;

@@ -98,7 +98,7 @@ struct Bonus {
 
 extern "C" {
 
-// calibration.expect. `sizes` [rows]: candidates of each row; `tables` [rows]: its calibration; `gaps`: those of all rows,
+// calibration.expect. `sizes` [rows]: candidates of each row; `tables` [rows]: its calibration; `gaps`: of all rows,
 // one behind the other. The last three are null where no row has bonus gaps, and else of each row the calibration of
 // bonus tokens, null for a row without, the share, and one bonus gap for each gap. Returns the probabilities, as `gaps`,
 // and how many of each row are worth a node.

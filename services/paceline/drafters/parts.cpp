@@ -9,7 +9,7 @@ namespace {
 
 using paceline::intern, paceline::method, paceline::Ref;
 
-// Columns of a leaf, which is a tuple, and those of a session in parts.py.
+// Columns of a leaf, which is a tuple. The columns of a session are in parts.py.
 enum { kSessionId, kNodeId, kPathIds, kPath, kNumOfLeaf };
 enum { kTokens, kSampler, kNumCached, kNodeRows, kNumOfSession };
 
@@ -56,7 +56,7 @@ bool plain(PyObject* leaves, Group& group) {
   return true;
 }
 
-// True for a tuple, or one with names, of so many columns.
+// True for a tuple of `size` columns, with names or without.
 bool is_row(PyObject* columns, Py_ssize_t size) { return PyTuple_Check(columns) && PyTuple_GET_SIZE(columns) == size; }
 
 // Finds the groups of leaves, whose columns are appended to `held`. False if there is more than the plain case, or after an
@@ -152,7 +152,7 @@ bool add_rows(PyObject* leaves, const Group& group, PyObject* all) {
   return true;
 }
 
-// True if take_rows has made a list of as many rows as it was asked for; else there is an error.
+// True if take_rows has made a list of `size` rows; else there is an error.
 bool is_rows(PyObject* rows, PyObject* size) {
   if (PyList_CheckExact(rows) && PyList_GET_SIZE(rows) == PyLong_AsSsize_t(size)) return true;
   PyErr_SetString(PyExc_TypeError, "take_rows has made no list of the rows");

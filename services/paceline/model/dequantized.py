@@ -1,7 +1,7 @@
 """Quantized weights as plain ones: dequantized tensor by tensor, and of a tensor the part that is asked for.
 
 One rank reads whole tensors, each of several ranks its slices, by the same code. A weight is computed in float32 and
-rounded once, to the dtype of the model. The formats are those of ``checkpoint/packing.py``.
+rounded once, to the dtype of the model. ``checkpoint/packing.py`` has the formats.
 """
 
 from __future__ import annotations

@@ -54,12 +54,12 @@ def pad_experts(model: PreTrainedModel) -> bool:
 
 
 def takes_scaled(module: nn.Module) -> bool:
-    """True if the weights of a module are those of experts that ``run_scaled`` can multiply by."""
+    """True if a module holds weights of experts that ``run_scaled`` can multiply by."""
     return hasattr(module, "_is_expert_parallel") and not getattr(module, "has_post_expert_norm", True)
 
 
 def run_scaled(model: PreTrainedModel) -> None:
-    """Has the experts of a model multiplied here: those that stay as they are stored, and padded ones."""
+    """Has the experts of a model multiplied here: experts that stay as they are stored, and padded ones."""
     ExpertsInterface.register(_NAME, _forward)
     model.set_experts_implementation(_NAME)
 

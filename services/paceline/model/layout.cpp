@@ -115,7 +115,7 @@ bool add_values(PyObject* tensor, int64_t rows, int64_t width, int64_t& num_valu
   return true;
 }
 
-// Adds the rows that tokens see beside the others, of `num_keys`: of each how many, and which.
+// Adds the further rows that tokens see, below `num_keys`: the number of each token's rows, then the rows.
 bool add_own(PyObject* own_rows, int64_t num_tokens, int64_t num_keys, Column& column) {
   if (!PyList_CheckExact(own_rows) || PyList_GET_SIZE(own_rows) != num_tokens) return false;
   for (Py_ssize_t i = 0; i < num_tokens; ++i) {
@@ -162,7 +162,7 @@ struct Columns {
   }
 
   // What the tokens of a sequence see, where that is not all rows up to their own: each some rows, or all the same ones and
-  // each its own beside.
+  // each its own in addition.
   bool add_tree(PyObject* const* of, int64_t num_tokens, int64_t& keys, int64_t& owners) {
     if (of[kVisible] == Py_None) {
       visible.push_back(0), key_positions.push_back(0);
@@ -304,7 +304,7 @@ void fill(const Columns& columns, int64_t scratch_row, const Shape& s, int64_t* 
         std::memset(sees + width, 0, s.keys() - width);
         if (!owners) continue;
         for (int64_t j = 1; j <= *own; ++j) sees[own[j]] = 1;
-        if (begin + p < tokens - 1) own += 1 + *own;  // the last token's rows are those of the padding, too
+        if (begin + p < tokens - 1) own += 1 + *own;  // the padding has the last token's rows, too
       }
       if (!s.is_tree) continue;
       int64_t* of_key = f.key_positions + row * s.keys();

@@ -48,7 +48,7 @@ struct Fields {
   }
 };
 
-// `window`: of the layers that slide; negative: the size of the chunks of those that attend in chunks.
+// `window`: of the layers that slide; negative: the size of the chunks of layers that attend in chunks.
 template <class T>
 void fill_masks(const Shape& s, const Fields& f, int64_t window, T infinity, T* whole, T* near) {
   for (int64_t row = 0; row < s.rows; ++row) {

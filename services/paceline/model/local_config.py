@@ -40,7 +40,7 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def counts_by_config(checkpoint: Checkpoint) -> WeightCounts:
-    """Counts the weights of the model that a configuration describes; loads none. Those of a quantization that this
+    """Counts the weights of the model that a configuration describes; loads none. Weights of a quantization that this
     package does not read count as plain floats.
 
     Raises:

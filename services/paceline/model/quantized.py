@@ -1,7 +1,7 @@
 """Quantized weights in torch: how they are made or kept while a model is loaded, and what it says of its own.
 
-On the CPU the linear layers of a model run by blocks of 4 or 8 bits (``compiled/blocks.py``): those that a GGUF file
-holds, or that are made of plain weights. On GPUs they run by numbers of 8 bits with scales (``scaled.py``): those of a
+On the CPU the linear layers of a model run by blocks of 4 or 8 bits (``compiled/blocks.py``): blocks that a GGUF file
+holds, or that are made of plain weights. On GPUs they run by numbers of 8 bits with scales (``scaled.py``), of a
 checkpoint (``kept.py``), or made of plain weights. Other checkpoints that come quantized are transformers'.
 """
 
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 def load_options(
     checkpoint: Checkpoint, quantization: Quantization | None, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Keyword arguments of ``from_pretrained`` beyond those of a checkpoint that is not quantized.
+    """Keyword arguments of ``from_pretrained`` in addition to what a checkpoint without quantization needs.
 
     Raises:
         ConfigError: the method of the checkpoint, or ``quantization``, cannot run here.
@@ -122,7 +122,7 @@ def pack_quantized(
 
     Layers that a GGUF file stores in blocks of 32 run on these blocks. All others are rounded by ``quantization``, or
     stay as they are. Gates with few outputs always stay as they are, so that no choice of an expert depends on
-    rounding. A rank that has whole blocks of a weight has those of the ``whole`` model.
+    rounding. A rank whose part of a weight is whole blocks has the blocks of the ``whole`` model.
     """
     whole = whole or Whole()
     output_layer = model.get_output_embeddings()

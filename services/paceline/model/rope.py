@@ -80,5 +80,5 @@ def _depends_on_others(module: nn.Module, limit: int) -> bool:
     near, both = torch.tensor([[1]]), torch.tensor([[1, limit + 1]])
     device = next(module.buffers()).device
     x = torch.zeros(1, 1, 1, device=device)
-    alone, beside = (module(x, positions.to(device)) for positions in (near, both))
-    return any(not torch.equal(a[:, :1], b[:, :1]) for a, b in zip(alone, beside, strict=True))
+    alone, mixed = (module(x, positions.to(device)) for positions in (near, both))
+    return any(not torch.equal(a[:, :1], b[:, :1]) for a, b in zip(alone, mixed, strict=True))

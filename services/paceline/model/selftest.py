@@ -116,26 +116,26 @@ def check_invariance(
     total = min(start + _NUM_TOKENS, limit)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, runner.vocab_size, (total,), generator=generator).tolist()
-    pages, beside = runner.cache.allocate(pages_for(total)), runner.cache.allocate(1)
+    pages, spare = runner.cache.allocate(pages_for(total)), runner.cache.allocate(1)
     report = InvarianceReport()
     try:
         for first in range(0, start, PAGE_SIZE):
             runner.forward([_chunk(tokens, first, first + PAGE_SIZE, pages)])
         decoded = _decode(runner, [_chunk(tokens, i, i + 1, pages) for i in range(start, total)])
-        few = _chunk(tokens, 0, min(3, total), beside)
+        few = _chunk(tokens, 0, min(3, total), spare)
         for size in _CHUNKS:
             for i in range(start, total, size):
                 steps = [_chunk(tokens, i, min(i + size, total), pages), *([few] if i % 2 else [])]
                 _compare(report, runner, steps, 0, _from(decoded, i - start))
-        _check_largest_step(report, runner, tokens, start, (pages, beside), decoded, max_step_tokens)
+        _check_largest_step(report, runner, tokens, start, (pages, spare), decoded, max_step_tokens)
         _check_prefill(report, runner, tokens, start, decoded, max_step_tokens)
         longest = min(max_len or 1 << 20, available * PAGE_SIZE)
-        _check_long_contexts(report, runner, tokens, start, (pages, beside), longest, time.perf_counter() - started)
+        _check_long_contexts(report, runner, tokens, start, (pages, spare), longest, time.perf_counter() - started)
         _check_branches(report, runner, tokens, start, pages, decoded)
         return report
     finally:
         runner.cache.release(pages)
-        runner.cache.release(beside)
+        runner.cache.release(spare)
 
 
 def num_different_rows(
@@ -202,10 +202,10 @@ def _check_largest_step(
     max_step_tokens: int,
 ) -> None:
     """Verifies the first tokens as the first, and as the last, of a step as large as an engine takes."""
-    pages, beside = owned
+    pages, spare = owned
     ours = _chunk(tokens, start, min(start + _CHUNKS[-1], len(tokens)), pages)
     longest, room = min(PAGE_SIZE, len(tokens)), max_step_tokens - len(ours.token_ids)
-    others = [_chunk(tokens, 0, min(longest, room - at), beside, num_logits=1) for at in range(0, room, longest)]
+    others = [_chunk(tokens, 0, min(longest, room - at), spare, num_logits=1) for at in range(0, room, longest)]
     _compare(report, runner, [ours, *others], 0, decoded)
     _compare(report, runner, [*others, ours], len(others), decoded)
 
@@ -360,8 +360,8 @@ def _full_plan(
     generator: torch.Generator,
     slots: LinearSlots | None,
 ) -> StepPlan:
-    """A step of as many tokens as there are, spread over all rows: random ones, each writing a row of its own, that see
-    random numbers of rows below ``farthest``. ``slots``: of linear layers, whose states are read and not written."""
+    """A step of random tokens, spread over all rows: each writes a row of its own and sees a
+    random number of rows below ``farthest``. ``slots``: of linear layers, whose states are read and not written."""
 
     def random(*size: int, end: int) -> Tensor:
         return torch.randint(0, end, size, generator=generator)

@@ -37,7 +37,7 @@ def workspace_bytes(
                      (T / 16 + S) * P * 1024 * b                       triton: masks, if steps have trees
         logits       R * vocab * (b + 4 * num_copies)            the model's, and ``num_copies`` in float32
 
-    The last two never coexist: the larger one counts. Where the heads are not known, those of partial sums are taken to
+    The last two never coexist: the larger one counts. Where the heads are not known, partial sums are taken to
     be as wide as two residual states together.
     Sampling on GPUs needs more: there the noise of all rows is drawn in one call.
     """

@@ -42,10 +42,10 @@ def layouts_now(info: ServerInfo) -> Mapping[str, float]:
     )
     load = Load(info.sessions_running, len(targets), len(drafts))
     alone = Load(info.sessions_running, len(targets) + len(drafts))
-    beside = replace(apart, colocated=True, ranked=RANKED, most_leaves=MOST_LEAVES)
+    shared = replace(apart, colocated=True, ranked=RANKED, most_leaves=MOST_LEAVES)
     return {
         APART: best_k(apart, load, Mode.OVERLAPPED, _LONGEST).tokens_per_s,
-        COLOCATED: best_k(beside, alone, Mode.SEQUENTIAL, _LONGEST).tokens_per_s,
+        COLOCATED: best_k(shared, alone, Mode.SEQUENTIAL, _LONGEST).tokens_per_s,
         PLAIN: plain(apart, alone).tokens_per_s,
     }
 

@@ -328,7 +328,7 @@ def _without_weights(checkpoint: Checkpoint) -> str:
 
 
 def counted(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns a checkpoint without weights with those that its configuration describes. Raises ConfigError."""
+    """Adds the weights that its configuration describes to a checkpoint that has none. Raises ConfigError."""
     from paceline.model.local_config import counts_by_config  # loads torch
 
     return replace(checkpoint, counted=counts_by_config(checkpoint))

@@ -275,7 +275,7 @@ class NixlMover(HostMemoryMover):
     def _forget(self, transfer: asyncio.Task[int]) -> None:
         self.transfers.discard(transfer)
         if not transfer.cancelled():
-            transfer.exception()  # whoever waited for it has it
+            transfer.exception()  # its waiter has it
 
 
 async def _next(parts: AsyncIterator[Any]) -> Any:

@@ -863,7 +863,7 @@ def _with_sampled(
         if not part.session.picks:
             verdicts.append(next(left))
             continue
-        end = start + part.num_drafted + 1  # the part's rows are [start, end) of those that ranks sample
+        end = start + part.num_drafted + 1  # the part's rows are [start, end) of the rows that ranks sample
         try:
             verdicts.append(verify_picked(part.proposal, token_ids[start:end], logprobs[start:end]))
         except PacelineError as error:

@@ -16,8 +16,8 @@ decides, except for the values of tokens.
 - The target runs on accelerators, has no head, sends no hidden states or hints, and shares no cores with a draft.
 - The step in flight verifies no draft tokens, and no running session may have any in the next one: it has no draft, and
   prompt lookups have no expected gain, or pause because they were without result.
-- No running session's next token needs earlier ones on the host, as those of structured output, penalties and bad words
-  do, and of the rejection rule, nor rows of logits (log probabilities of other tokens or of the prompt).
+- No running session's next token needs earlier ones on the host, as structured output, penalties, bad words and the
+  rejection rule do, nor rows of logits (log probabilities of other tokens or of the prompt).
 - There are pages without a preemption.
 
 Otherwise the step is finished first. A session that has ended meanwhile (stop token, cancellation) still has a row in
@@ -50,8 +50,8 @@ class Flight:
     drawn: Drawn | None = None
     """The tokens that the device samples from whole rows of logits; None: it samples none, and the host decides."""
     token_ids: Tensor | None = None
-    """[parts that verify] int64: all tokens that devices sample, first those of ``Forwarded.sampled``; None: the next
-    step needs more than these."""
+    """[parts that verify] int64: all tokens that devices sample, ``Forwarded.sampled`` first; None: the next step
+    needs more than these."""
     is_ahead: bool = False
     """It was launched before the step in front of it was finished."""
     awaited_from: float = 0.0

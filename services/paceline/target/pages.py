@@ -172,7 +172,7 @@ class PageStore:
 
     @property
     def lent(self) -> list[int]:
-        """All pages that are lent or reserved."""
+        """All pages that are borrowed or reserved."""
         return [page for pages in self._lent.values() for page in pages]
 
     def settle(self, wanted: WantedPages) -> None:

@@ -50,7 +50,7 @@ class Forwarded(NamedTuple):
     logits: Tensor
     """[rows, vocab]: one row per draft token of each verifying part, and one more."""
     sampled: Sequence[Sampled] = ()
-    """What the ranks sample for the sessions that allow it, in order; (): whoever has the logits decides all parts."""
+    """What the ranks sample for the sessions that allow it, in order; (): the rank with logits decides all parts."""
     states: Tensor | None = None
     """[n, width]: hidden states for the heads, of all tokens or of those with logits; None: no head reads any."""
     guessed: Tensor | None = None

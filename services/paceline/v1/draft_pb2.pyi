@@ -22,7 +22,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class ToDraft(_message.Message):
     """A batch, in order. Messages of one kind that follow each other may travel in columns: entry i of each column belongs to
-    the i-th of them. Columns have equal lengths, except for those that say otherwise.
+    the i-th of them. Columns have equal lengths unless they say otherwise.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -79,7 +79,7 @@ class GenerateRequest(_message.Message):
         """Continues a stream that broke: the same request, with every token id that the broken stream has delivered, in order.
         The answer is the rest of that stream: no token and no character comes twice, positions, penalties, min_tokens,
         max_tokens, stop strings and completion_tokens count as if it had never broken; everything else in the last message
-        (rounds, timing) is of this call. Under the coupled rule the tokens are those of the unbroken stream, under the
+        (rounds, timing) is of this call. Under the coupled rule the tokens are the same as of the unbroken stream, under the
         rejection rule they are equal in distribution. Needs sampling_params.seed. INVALID_ARGUMENT if there are more than
         max_tokens, or if the output ends before the last of them.
         """
@@ -290,10 +290,10 @@ class SpeculationStats(_message.Message):
     misses: _builtins.int
     """Rounds that found no continuation of the previous outcome."""
     lookup_drafted: _builtins.int
-    """Of drafted and accepted, those of proposals that the target looked up in its own text."""
+    """Of drafted and accepted, the tokens of proposals that the target looked up in its own text."""
     lookup_accepted: _builtins.int
     head_drafted: _builtins.int
-    """Of drafted and accepted, those of proposals that heads of the target made. The rest is the draft's."""
+    """Of drafted and accepted, the tokens of proposals that heads of the target made. The rest is the draft's."""
     head_accepted: _builtins.int
     @_builtins.property
     def causes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
@@ -720,7 +720,7 @@ class GetServerInfoResponse(_message.Message):
     sessions_speculating: _builtins.int
     """Running sessions that may have a draft, by what was asked for."""
     sessions_drafting: _builtins.int
-    """Of these, those that have one, or whose target wants one for them."""
+    """Of these, sessions that have one, or whose target wants one for them."""
     serve_silent_s: _builtins.float
     """How long Ray Serve's controller has not answered; 0 if it does. Until it does, nothing is replaced or scaled."""
     @_builtins.property

@@ -124,7 +124,7 @@ Global___PagePlaces: _TypeAlias = PagePlaces  # noqa: Y015
 @_typing.final
 class ToTarget(_message.Message):
     """A batch, in order. Messages of one kind that follow each other may travel in columns: entry i of each column belongs to
-    the i-th of them. Columns have equal lengths, except for those that say otherwise.
+    the i-th of them. Columns have equal lengths unless they say otherwise.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -6,7 +6,7 @@ itself, and what router and replicas tell each other about a session.
 
 Units: every duration is in seconds and ends in _s; every length and count is in tokens unless its name says otherwise.
 Real numbers are doubles, never floats: a value that is rounded on the way would change what is sampled.
-Token ids are those of the target's tokenizer.
+Token ids are the target's tokenizer's.
 """
 
 from collections import abc as _abc
@@ -272,7 +272,7 @@ class SamplingParams(_message.Message):
     at random.
     """
     seed_scope: _builtins.str
-    """Which requests share noise if their seeds are equal. "prompt" (default): those of the same prompt; the noise is keyed
+    """Which requests share noise if their seeds are equal. "prompt" (default): requests of the same prompt; the noise is keyed
     by a digest of seed and prompt, so that one seed for many prompts gives independent samples. "global": all requests;
     the noise is keyed by the seed alone.
     """
@@ -287,7 +287,7 @@ class SamplingParams(_message.Message):
     skip_special_tokens: _builtins.bool
     """Special tokens have no text. False: the text shows them, but for one that ends it. Default true."""
     prompt_logprobs: _builtins.int
-    """Asks for the log probability of each token of the prompt, and for so many likeliest tokens in its place. Range [0, 20].
+    """Asks for the log probability of each token of the prompt, and for this number of likeliest tokens in its place. Range [0, 20].
     Absent: there are none.
     """
     @_builtins.property
@@ -1006,7 +1006,7 @@ class Hint(_message.Message):
     context_len: _builtins.int
     """Length of the context that the step continues."""
     weight: _builtins.float
-    """Beside the draft's own ranking, in (0, 1]."""
+    """Relative to the draft's own ranking, in (0, 1]."""
     packed: _builtins.bytes
     """As many token ids for each node, int32, then their log probabilities, float32, -inf where there is no token; both
     little-endian, node by node.
@@ -1074,7 +1074,7 @@ Global___TreeUpdates: _TypeAlias = TreeUpdates  # noqa: Y015
 @_typing.final
 class Nodes(_message.Message):
     """New nodes of one session's speculation tree, parents before children, in columns: entry i of each column belongs to the
-    i-th node. Columns have equal lengths, except for those that say that they may be empty.
+    i-th node. Columns have equal lengths unless they say that they may be empty.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

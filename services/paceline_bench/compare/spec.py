@@ -8,8 +8,8 @@
       chains: {target_config: {engine_kwargs: {tree_verification: "off"}}}       changes of the configuration
       plain: {requests: {mode: plain}}                                           and of the requests
 
-Other keys are the fields of ``Spec``, and those of an arm the fields of ``Arm``. ``made.py`` names the models that are
-made for the run.
+Other keys are the fields of ``Spec``; the keys of an arm are the fields of ``Arm``. ``made.py`` names the models that
+are made for the run.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ class Bench:
     ) -> list[Row]:
         """Runs sessions for ``num_steps`` steps of the target: the rows of both engines and of the relay.
 
-        ``recordings``: by parts, to which the calls of this run are added; those of no others are kept.
+        ``recordings``: by parts, to which the calls of this run are added; no other calls are kept.
         """
         cell = Cell(mode, temperature, num_sessions, self._target.runner.vocab_size)
         sides, router = self.sides(), Router(cell.sessions())

@@ -46,8 +46,9 @@ class GrowingSession:
         bonus: Calibration | None = None,
         saguaro: float = 1.0,
     ) -> None:
-        """``sampler``: the target's, or one that follows the same tokens. ``tree``: empty. ``calibration``, ``bonus``:
-        those of all sessions under this rule, ``bonus`` of guesses of a bonus token. ``saguaro``: ``RankingRow``'s."""
+        """``sampler``: the target's, or one that follows the same tokens. ``tree``: empty. ``calibration``,
+        ``bonus``: of all sessions under this rule, ``bonus`` of guesses of a bonus token.
+        ``saguaro``: ``RankingRow``'s."""
         self.session_id, self.sampler, self.rule, self.tree = session_id, sampler, rule, tree
         self.fan_out, self.saguaro = fan_out, saguaro
         self.calibration = Calibration(fan_out, calibration)

@@ -3,7 +3,7 @@
 Three kinds of config.json are read: z-lab's, whose own keys are in ``dflash_config``; DeepSpec's, which has them at the
 top; and that of the speculators library, whose layers are in ``transformer_layer_config``. A key counts wherever it is,
 and must not be there twice with two values. The tensors are the same: ``fc``, ``hidden_norm``, ``norm``, ``layers.{i}``
-of the Qwen 3 or Llama family, and those of ``block.py``. JetSpec's files are DFlash's.
+of the Qwen 3 or Llama family, and the tensors of ``block.py``. JetSpec's files are DFlash's.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Google publishes one for each target, ``google/gemma-4-*-it-assistant``. The ref
                                    norm, of the token before it, or the state of the depth before
     y = norm(layers(x))            layers of a type attend to the target's last layer of that type that has keys
     s' = post_projection(y)        the state of the next depth
-    logits = lm_head(y)            or, with ordered embeddings, those of the tokens of the likeliest clusters
+    logits = lm_head(y)            or, with ordered embeddings, of the tokens of the likeliest clusters
 
 All depths stand at the anchor's position and see the rows before the anchor, which the target has computed. A window of
 W sees the last W + 1 of these rows: the reference counts from the last row, both ends included.

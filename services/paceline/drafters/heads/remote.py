@@ -4,7 +4,7 @@ Its anchor is the last token whose state has come. To the head, later committed 
 to be decided::
 
     position      0 .. num_fed-1   num_fed     num_fed+1 ..     num_tokens-1
-    state         of the target    -           the head's own   -               those of the target are on their way
+    state         of the target    -           the head's own   -               the target's are on their way
     token         cached           its anchor  the lag          the anchor
                                                └── a path below its anchor, on which the leaves of the tree continue
 

@@ -5,7 +5,7 @@ t[P+1] the anchor, stream j = 0, 1, .. is a row at position P + 1 + j::
 
     row j at boundary b    h_b[P] + s[j] + D U e(t[P+1])     s: an embedding of the stream, e: the target's own
     layers b .. L - 1      W x + B A x in place of W x, in every linear layer; the row sees the target's keys and values
-                           of positions 0 .. P, and those of streams 0 .. j
+                           of positions 0 .. P, and of streams 0 .. j
     final norm, LM head    the target's: logits of the token at P + 2 + j
 
 One pass makes all tokens, and keeps nothing of them. Two things differ from the paper:

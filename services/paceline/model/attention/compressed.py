@@ -300,8 +300,8 @@ def _entry_pages(compressor: Compressor, step: _Step) -> tuple[Tensor, Tensor]:
 
 
 def _seen_pages(step: _Step, layer: int, window: int) -> tuple[Tensor, Tensor]:
-    """Copies of the pages of keys that a query row sees in its window ``[pages, page_size, 1, dim]``, and those of each
-    row ``[B, pages]``. In the place of others is one of zeros, the first."""
+    """Copies of the pages of keys that a query row sees in its window ``[pages, page_size, 1, dim]``, and the pages
+    of each row ``[B, pages]``. The first page is zeros and stands for all others."""
     table, pool = step.page_table, step.keys[layer]
     seen = (step.masks[-1][:, 0] == 0).view(table.shape[0], -1, table.shape[1], PAGE_SIZE).any(3).any(1)
     if torch.compiler.is_exporting():  # the tokens of a row follow each other

@@ -32,7 +32,7 @@ constexpr int64_t kPacking = 4;       // queries that a block takes as long as t
 constexpr int64_t kUnits = 16;        // pieces of work that are enough for the helpers
 constexpr int64_t kShared = 1 << 18;  // multiplications, about 3 us: of these an attention is worth the helpers
 
-// work(it, i) for all i below `pieces`, each once, by this thread and those that help it. False: nobody helps it, and
+// work(it, i) for all i below `pieces`, each once, by this thread and its helpers. False: nobody helps it, and
 // nothing was done. See linear.cpp.
 using Share = bool (*)(int64_t pieces, void (*work)(const void* it, int64_t piece), const void* it);
 std::atomic<Share> share{nullptr};
@@ -48,7 +48,7 @@ bool shared(int64_t pieces, const Work& work) {
 struct Block {
   int64_t number, page;
   int64_t next;  // page that is read afterwards
-  uint64_t any, all;  // of its keys, those that some query sees, and that all see
+  uint64_t any, all;  // bits of its keys that some query sees, and that all see
 };
 
 struct Sizes {

@@ -5,7 +5,7 @@
 ``DeviceBackend``: the plan is packed into one page-locked buffer (``buckets.py``), which crosses in one copy that
 nothing waits for; masks are made on the device. Decoding and verification take one of few shapes, which can be
 recorded and replayed as CUDA graphs (``graphs.py``). Without a recording the same padded step runs eagerly: the
-slow twin, to which ``selftest.check_replay`` compares every recording at start-up.
+slow reference, to which ``selftest.check_replay`` compares every recording at start-up.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ class DeviceBackend:
             self._replays[shape] = replay
 
     def _new_room(self, shape: StepShape, plan: StepPlan | None = None) -> _Room:
-        """``plan``: the step for whose numbers of linear layers there is room; None: those of most steps."""
+        """``plan``: the step whose numbers of linear layers must fit; None: the numbers of most steps must."""
         return _Room.of(shape, self._new_buffer(self._num_bytes(shape, plan)), self._cache.linear_pools)
 
     def _new_buffer(self, num_bytes: int, *, pinned: bool = False) -> Tensor:

@@ -59,7 +59,7 @@ class Inputs {
 
   bool failed() const { return failed_; }
 
-  // Of those that are there: they are the caller's from now on.
+  // Returns the handles; they are the caller's from now on.
   std::vector<AtenTensorHandle> release() { return std::exchange(handles_, {}); }
 
  private:

@@ -101,7 +101,7 @@ class LinearStep:
     def groups(self) -> list[range]:
         """Runs of sequences of which none reads or writes a slot that one of another run writes.
 
-        Runs may be computed at the same time; the sequences of a run one after the other, as those of a session's
+        Runs may be computed at the same time; the sequences of a run are computed one after the other, as a session's
         branches are.
         """
         first_touch: dict[tuple[bool, int], int] = {}
@@ -199,8 +199,8 @@ class LinearSlots:
         self._ended_states: list[int] = []  # the same, of states: the step may read them after it has stored others
         self._optional: list[tuple[Chunk, int]] = []  # chunks whose states, of these keys, are stored if slots are left
         self._unconfirmed: list[int] = []  # keys whose states are only there once the step has run
-        self._replaced_rows: list[int] = []  # keys whose rows nobody needs once the step has run,
-        self._replaced_states: list[int] = []  # and those of such states
+        self._replaced_rows: list[int] = []  # keys whose rows nobody needs once the step has run
+        self._replaced_states: list[int] = []  # keys of such states
         self._promised: dict[object, int] = {}
 
     @property

@@ -1,6 +1,6 @@
 """Which part of a linear layer a tensor-parallel rank holds: a range of heads, or of a convolution's channels.
 
-A rank's states, rows and operator are those of its heads; only the output projection is summed. transformers' own plan
+A rank has the states, rows and operator of its heads; only the output projection is summed. transformers' own plan
 leaves these layers whole, since its forward could not run a part. Projections are packed in these ways:
 
     Qwen3-Next   in_proj_qkvz, in_proj_ba   key head after key head: one range

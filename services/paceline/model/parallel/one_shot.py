@@ -33,7 +33,7 @@ _BLOCK_BYTES = 4096
 SLOT_BYTES = 8 << 20
 """Bytes of the largest tensor that is exchanged so: 512 tokens of 8,192 numbers in 16 bits."""
 _TWICE_BYTES = 1 << 20
-"""Sums of more bytes are two-shot: a rank takes those of its blocks for all, which moves 2 tensors in place of
+"""Sums of more bytes are two-shot: a rank takes the sums of its blocks for all, which moves 2 tensors in place of
 ``degree``."""
 _SUMMED = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _COPIED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,4 +1,4 @@
-// Exchange between the ranks of one host: each rank writes to its own slots and reads those of the others.
+// Exchange between the ranks of one host: each rank writes to its own slots and reads the others' slots.
 //
 // A round r is one piece of one tensor. A rank writes slot (rank, r mod 2), publishes r, waits until every other rank
 // has published r, and reads their slots. Two slots are enough: a rank writes slot r + 2 only after all have published

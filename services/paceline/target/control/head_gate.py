@@ -23,7 +23,8 @@ from paceline.core.statistics import Ewma
 from paceline.target.control.allocation import load_class
 
 _COMPARED_EVERY = round(LEAST / TRIAL_SHARE)
-"""In ``LEAST`` of so many times a head is asked depth by depth, and in as many for chains, to measure both."""
+"""Of this number of times a head is asked ``LEAST`` times depth by depth and ``LEAST`` times for chains, to measure
+both."""
 
 
 @dataclass(slots=True)

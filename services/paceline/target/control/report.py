@@ -106,7 +106,7 @@ def _inside(engine: TargetEngine) -> list[str]:
 
 def _standing(standing: Standing, num_sessions: int, without: str) -> str:
     drafting, plain = (standing.tokens_per_s[wanted] for wanted in (True, False))
-    beside = f"drafting is {'on' if standing.drafting else 'off'} with {_number(num_sessions, 'session')} running"
+    state = f"drafting is {'on' if standing.drafting else 'off'} with {_number(num_sessions, 'session')} running"
     measured = " against ".join(
         f"{rate:.0f} tokens/s {how}" for how, rate in (("with drafts", drafting), (without, plain)) if rate > 0
     )
@@ -123,7 +123,7 @@ def _standing(standing: Standing, num_sessions: int, without: str) -> str:
             other = "plain decoding" if without == "plain" else "decoding without drafts"
         when = f"after {standing.next_trial_s:.0f} s of decoding" if standing.next_trial_s >= 0.5 else "now"
         trials += f"; {other} is tried next {when}"
-    return f"{beside} ({why}; {trials})"
+    return f"{state} ({why}; {trials})"
 
 
 def _number(count: int, of: str) -> str:

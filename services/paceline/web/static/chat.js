@@ -1,4 +1,4 @@
-// The view of a chat: what was said, and beside it what speculation did for an answer.
+// The view of a chat: what was said, and next to it what speculation did for an answer.
 
 import { blocksOf, elementOf } from "./markdown.js";
 import { onDraw, redraw, show } from "./panel.js";

@@ -9,7 +9,7 @@ const MARKS = { accepted: "✓", rejected: "✕", next: "➜", missed: "➜" };
 const STATES = {
   root: "the last token of the context",
   accepted: "verified and accepted",
-  rejected: "verified in vain",
+  rejected: "verified and rejected",
   next: "the target’s next token, foreseen",
   missed: "the target’s next token, not foreseen",
   ahead: "grown while the target verified",

@@ -1,4 +1,4 @@
-// Markdown as DOM nodes. Each character keeps its place in the source, so that whoever shows it can tell its origin.
+// Markdown as DOM nodes. Each character keeps its place in the source, so that the view can tell its origin.
 // Nothing of the source becomes markup but the elements that are made here: HTML in it is text, and links are http(s).
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^`]*)$/;
