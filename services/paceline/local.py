@@ -116,7 +116,9 @@ class LocalPipeline:
             return local_worker(config, "draft", draft_factory, self._on_draft, self._on_draft_death)
 
         self._make_draft = make_draft
-        self._target = local_worker(config, "target", target_factory, self._on_target, self._on_target_death)
+        self._target = local_worker(
+            config, "target", target_factory, self._on_target, lambda reason: self.end(EngineError(reason))
+        )
         self._draft = make_draft() if config.draft is not None or draft_factory is not None else None
         self._draft_up = self._draft is not None
         self._most_with_drafts: int | None = None  # the most sessions for which the target wants drafts
@@ -560,9 +562,6 @@ class LocalPipeline:
         if self._draft_up and not self._crowded:
             for session in sessions:
                 self._send(session.on_draft_up())
-
-    def _on_target_death(self, reason: str) -> None:
-        self.end(EngineError(reason))
 
     def end(self, error: PacelineError) -> None:
         """Ends all requests by an error, and all that may still come."""

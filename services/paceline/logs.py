@@ -108,11 +108,7 @@ def configure_replica(config: LogConfig, replica_id: str) -> None:
 def _hush_torchao() -> None:
     """Silences torchao, which transformers imports wherever it is installed, and which warns when it is imported."""
     logging.getLogger("torchao").setLevel(logging.ERROR)
-    logging.getLogger("torch.utils._pytree").addFilter(_is_not_of_enums)
-
-
-def _is_not_of_enums(record: logging.LogRecord) -> bool:
-    return "is an Enum subclass" not in record.getMessage()
+    logging.getLogger("torch.utils._pytree").addFilter(lambda record: "is an Enum subclass" not in record.getMessage())
 
 
 def _handler(formatter: logging.Formatter, stream: TextIO | None = None) -> logging.Handler:
@@ -138,11 +134,9 @@ def describe(error: BaseException) -> str:
 def unexpected(logger: logging.Logger, error: Exception) -> None:
     """Logs an unexpected error in a request: types and frames, but no messages, which may quote the prompt."""
     name = type(error).__name__
-    logger.error("unexpected error in a request: %s", name, extra={"traceback": _trace(error, _type_name)})
-
-
-def _type_name(error: BaseException) -> str:
-    return type(error).__name__
+    logger.error(
+        "unexpected error in a request: %s", name, extra={"traceback": _trace(error, lambda each: type(each).__name__)}
+    )
 
 
 def _trace(error: BaseException, describe: Callable[[BaseException], str] = describe) -> str:

@@ -259,12 +259,7 @@ class Grammars:
             max_grammar_size=_MAX_GRAMMAR_SYMBOLS,
             verbose_errors=False,
         )
-        return LLMatcher(tokenizer, _grammar_of(form, self._tokens), log_level=0, limits=limits)
-
-
-def _grammar_of(form: StructuredOutput, tokens: GrammarTokenizer) -> str:
-    """The form as a Lark grammar of llguidance. Raises InvalidRequestError."""
-    return f"{_lark_of(form, tokens)}\n{_UNFORCED}"
+        return LLMatcher(tokenizer, f"{_lark_of(form, self._tokens)}\n{_UNFORCED}", log_level=0, limits=limits)
 
 
 def _lark_of(form: StructuredOutput, tokens: GrammarTokenizer) -> str:

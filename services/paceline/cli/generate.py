@@ -38,7 +38,6 @@ from paceline.types import (
     SamplingParams,
     ServerInfo,
     SpeculationParams,
-    TopLogprobs,
 )
 
 if TYPE_CHECKING:
@@ -250,11 +249,12 @@ def _tint(round_: Round | None, index: int) -> str:
 def as_json(result: Result, *, logprobs: bool = False) -> dict[str, Any]:
     """Returns the object that ``--json`` prints."""
     stats, timing = result.speculation, result.timing
+    tops = [[{"token_id": token_id, "logprob": prob} for token_id, prob in place] for place in result.top_logprobs]
     return {
         "text": result.text,
         "token_ids": list(result.token_ids),
         **({"logprobs": list(result.logprobs)} if logprobs else {}),
-        **({"top_logprobs": [_likeliest(place) for place in result.top_logprobs]} if result.top_logprobs else {}),
+        **({"top_logprobs": tops} if tops else {}),
         "finish_reason": result.finish_reason.value,
         "usage": {
             "prompt_tokens": result.usage.prompt_tokens,
@@ -267,10 +267,6 @@ def as_json(result: Result, *, logprobs: bool = False) -> dict[str, Any]:
             "tokens_per_s": round(timing.tokens_per_s, 3),
         },
     }
-
-
-def _likeliest(place: TopLogprobs) -> list[dict[str, Any]]:
-    return [{"token_id": token_id, "logprob": logprob} for token_id, logprob in place]
 
 
 def summary(result: Result) -> str:

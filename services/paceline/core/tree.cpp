@@ -327,7 +327,7 @@ struct Column {
     const Py_ssize_t found = PySequence_Fast_GET_SIZE(held.get());
     if (found == 0 && optional) return true;
     if (found != size) {
-      PyErr_Format(PyExc_ValueError, "a column has %zd entries: it needs one for each of %zd nodes", found, size);
+      PyErr_Format(PyExc_ValueError, "a column has %zd entries: %zd nodes need one each", found, size);
       return false;
     }
     items = PySequence_Fast_ITEMS(held.get());

@@ -177,13 +177,13 @@ class ModelDrafter(OfSessions[RowSession]):
         for part in parts:
             part.keep()
         if unread:
-            return Candidates(*_nothing(len(leaves)), unread=(logits, self._num_candidates(leaves)))
+            return Candidates(*_none((len(leaves), 0)), unread=(logits, self._num_candidates(leaves)))
         if ranked is not None:
             of_rows = [*zip(*ranked, strict=True)]
             if not all_in_order:
                 found = dict(zip(at, of_rows, strict=True))
                 of_rows = [found.get(i, ([], [])) for i in range(len(leaves))]
-            return Candidates(*_nothing(len(leaves)), ranked=of_rows)
+            return Candidates(*_none((len(leaves), 0)), ranked=of_rows)
         ids, scores = download(ids, scores)
         if all_in_order:
             return Candidates(ids, scores, beyond=beyond)
@@ -462,11 +462,6 @@ class ModelDrafter(OfSessions[RowSession]):
 
 
 @functools.lru_cache
-def _nothing(num_leaves: int) -> tuple[Tensor, Tensor]:
-    """``_none`` of each leaf; read-only."""
-    return _none((num_leaves, 0))
-
-
 def _none(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Token ids and log q of no candidates."""
     return torch.zeros(shape, dtype=torch.long), torch.full(shape, float("-inf"))

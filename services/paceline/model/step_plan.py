@@ -219,15 +219,9 @@ class StepPlan(NamedTuple):
             return cls._by_python(steps, scratch_row, shapes)
         num_tokens, num_writes, num_logits, shortest, longest, num_rows, is_tree, copies, columns = found
         row_len = _row_len(len(steps), shortest, longest, shapes)
-        shape = _shape(
-            shapes.tokens(num_tokens),
-            shapes.tokens(num_writes),
-            shapes.tokens(num_logits),
-            len(steps) if longest <= row_len else sum([-(-len(step.token_ids) // row_len) for step in steps]),
-            row_len,
-            shapes.pages(pages_for(num_rows)),
-            is_tree,
-        )
+        rows = len(steps) if longest <= row_len else sum([-(-len(step.token_ids) // row_len) for step in steps])
+        padded = map(shapes.tokens, (num_tokens, num_writes, num_logits))
+        shape = _shape(*padded, rows, row_len, shapes.pages(pages_for(num_rows)), is_tree)
         buffer = torch.empty(shape.num_bytes, dtype=torch.uint8)
         layout.lay_out(columns, scratch_row, shape, buffer)
         return cls(num_logits, shape, buffer, copies)
@@ -257,15 +251,9 @@ class StepPlan(NamedTuple):
         is_tree = any(keys)
         num_rows = max(max(rows) + 1, *keys)
         num_logits = sum([step.num_logits for step in steps])
-        shape = _shape(
-            shapes.tokens(num_tokens),
-            shapes.tokens(num_tokens + len(also) // 2),
-            shapes.tokens(num_logits),
-            sum([-(-length // row_len) for length in lengths]),
-            row_len,
-            shapes.pages(pages_for(num_rows)),
-            is_tree,
-        )
+        num_query_rows = sum([-(-length // row_len) for length in lengths])
+        padded = map(shapes.tokens, (num_tokens, num_tokens + len(also) // 2, num_logits))
+        shape = _shape(*padded, num_query_rows, row_len, shapes.pages(pages_for(num_rows)), is_tree)
         buffer = torch.empty(shape.num_bytes, dtype=torch.uint8)
         _lay_out(steps, (ids, rows, positions, pages), also, scratch_row, shape, arrays_of(shape, buffer))
         return cls(num_logits, shape, buffer, tuple([pair for step in steps for pair in step.copies]))

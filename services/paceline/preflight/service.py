@@ -223,11 +223,6 @@ class _Model:
     """As in ``Pool``."""
 
     @property
-    def learned_positions(self) -> bool:
-        """True if positions come from a table, beyond whose end there is nothing."""
-        return "n_positions" in self.checkpoint.config
-
-    @property
     def limit(self) -> int:
         """The longest context that it was made for."""
         return self.checkpoint.max_model_len
@@ -460,7 +455,7 @@ def _check_together(target: _Model, draft: _Model, max_len: int, options: DraftO
     if limit < max_len:
         problem = f"names a draft that was made for at most {limit} tokens, and contexts may have {max_len}"
         remedy = f"set {_TARGET}.engine_kwargs.max_model_len to {limit}, or choose another draft"
-        if draft.learned_positions:
+        if "n_positions" in draft.checkpoint.config:  # from a table, beyond whose end there is nothing
             findings.append(Finding.error(key, f"{problem}, where it fails: {remedy}"))
         else:
             findings.append(Finding.warning(key, f"{problem}, where its proposals are poor: {remedy}"))

@@ -150,11 +150,13 @@ def request_from_proto(
         raise InvalidRequestError(
             "sampling_params.seed is absent and generated_token_ids is not: the seed of the broken stream is needed"
         )
+    mode = proto.speculation.enabled if proto.speculation.HasField("enabled") else None
+    speculation = speculation_arguments(speculation_fields(proto.speculation), mode)
     return Request(
         request_id=proto.request_id or secrets.token_hex(16),
         prompt=prompt,
         sampling=_validated(SamplingParams, "sampling_params", sampling_fields(proto.sampling_params)),
-        speculation=_validated(SpeculationParams, "speculation", _speculation_arguments(proto.speculation)),
+        speculation=_validated(SpeculationParams, "speculation", speculation),
         stop=stop,
         generated_token_ids=tuple(proto.generated_token_ids[:]),
         cache_salt=proto.cache_salt,
@@ -172,11 +174,6 @@ def _check_limits(proto: types_pb2.SamplingParams, limits: RequestLimits) -> Non
         allowed_token_ids=proto.allowed_token_ids,
         where="sampling_params.",
     )
-
-
-def _speculation_arguments(proto: types_pb2.SpeculationOptions) -> dict[str, Any]:
-    """Returns the arguments of SpeculationParams; ``enabled`` selects the mode. Raises InvalidRequestError."""
-    return speculation_arguments(speculation_fields(proto), proto.enabled if proto.HasField("enabled") else None)
 
 
 def _validated(kind: type[_Model], path: str, fields: Mapping[str, Any]) -> _Model:

@@ -177,7 +177,7 @@ class CountBody(ToolsBody):
         switch = next((name for name in _SWITCHES if name in variables), None)
         if self.thinking.type in ("enabled", "disabled") and switch is not None:
             options[switch] = self.thinking.type == "enabled"
-        elif self.thinking.type == "disabled" and chat is not None and _reasons(chat):
+        elif self.thinking.type == "disabled" and chat is not None and chat.format.reasoning is not None:
             raise InvalidRequestError("thinking.type is 'disabled', but the chat template cannot switch it off")
         given = {"thinking_budget": self.thinking.budget_tokens, "reasoning_effort": self.output_config.effort}
         return options | {name: value for name, value in given.items() if value is not None and name in variables}
@@ -191,10 +191,6 @@ class MessageBody(CountBody):
         if "max_tokens" not in self.model_fields_set:
             raise Fault("max_tokens", "is missing: it is needed")
         return self
-
-
-def _reasons(chat: ChatTemplate) -> bool:
-    return chat.format.reasoning is not None
 
 
 def _choice(choice: Any) -> dict[str, Any]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from paceline.config.methods.entry import HeadMethod, Row
 
-DFLASH = HeadMethod(
-    method="dflash",
+_of_blocks = partial(
+    HeadMethod,
     read="paceline.drafters.heads.block_formats:read_block",
     make="paceline.drafters.training.kinds:make_block",
     write="paceline.drafters.training.export:write_block",
-    published=("dflash",),
     boundaries="many",
     remote=True,
     page_states=None,
+)
+DFLASH = _of_blocks(
+    method="dflash",
+    published=("dflash",),
     acceptance={
         "chat": (0.74, "DFlash 2 for Qwen3.8-27B, K = 7: 3 to 4 tokens a step of prose"),
         "code": (0.87, "2606.18394: DFlash for Qwen3-8B, K = 15: 6.9 tokens a step of mathematics, with chains"),
@@ -26,15 +31,9 @@ DFLASH = HeadMethod(
         ),
     ),
 )
-DSPARK = HeadMethod(
+DSPARK = _of_blocks(
     method="dspark",
-    read="paceline.drafters.heads.block_formats:read_block",
-    make="paceline.drafters.training.kinds:make_block",
-    write="paceline.drafters.training.export:write_block",
     published=("dspark",),
-    boundaries="many",
-    remote=True,
-    page_states=None,
     acceptance={"chat": (0.87, "DSpark for Kimi-K3, K = 7: 5.2 tokens a step; of texts that are not named")},
     rows=(
         Row(
@@ -45,15 +44,9 @@ DSPARK = HeadMethod(
         ),
     ),
 )
-JETSPEC = HeadMethod(
+JETSPEC = _of_blocks(
     method="jetspec",
-    read="paceline.drafters.heads.block_formats:read_block",
-    make="paceline.drafters.training.kinds:make_block",
-    write="paceline.drafters.training.export:write_block",
     published=("jetspec",),
-    boundaries="many",
-    remote=True,
-    page_states=None,
     acceptance={"chat": (0.74, "as DFlash"), "code": (0.87, "as DFlash")},
     rows=(
         Row(

@@ -128,10 +128,6 @@ class GrowingSession:
         kept = [n.node_id for n in self.tree.nodes() if n.expanded and n is not anchor]
         return node_ids, len(walk.node_ids), kept
 
-    def in_flight_below(self, node: TreeNode) -> bool:
-        """True if a proposed child of the node is being verified."""
-        return node.best is not None and node.best.node_id in self.in_flight
-
     def observe(self, token_ids: Sequence[int]) -> None:
         """Records which candidates of each node the committed tokens took, before the tree is walked."""
         node = self.tree.anchor
@@ -139,7 +135,7 @@ class GrowingSession:
             child = node.children.get(token_id)
             if node.gaps:
                 rank = child.rank if child else None
-                if node.bonus and not self.in_flight_below(node):
+                if node.bonus and not (node.best and node.best.node_id in self.in_flight):
                     order = by_guess(node.bonus)
                     at = order.index(rank) if rank is not None and rank < len(order) else None
                     self.bonus.observe(guessed([node.bonus[r] for r in order]).gaps, at)

@@ -181,7 +181,9 @@ class SessionGate:
         for pause in self.paused.values():
             session = pause.session
             fewer = load_class(num_sessions) < load_class(pause.num_sessions)
-            if pause.judgement is Judgement.LOAD or (fewer and self._gain(session, num_sessions) >= WORTH):
+            if pause.judgement is Judgement.LOAD or (
+                fewer and self.allocation.gain(num_sessions, session.hits.rate(), session.k) >= WORTH
+            ):
                 resumed.append(session)
             elif session.drafting.left_s(budget) <= 0.0:
                 due.append(session)
@@ -204,9 +206,6 @@ class SessionGate:
             self._peak_since, self._last_peak, self._peak = now, self._peak, 0
         self._peak = max(self._peak, num_sessions)
         return is_new
-
-    def _gain(self, session: TargetSession, num_sessions: int) -> float:
-        return self.allocation.gain(num_sessions, session.hits.rate(), session.k)
 
     def pause(self, session: TargetSession, judgement: Judgement, num_sessions: int) -> None:
         """Stops drafting for a session, for longer after every failure."""
