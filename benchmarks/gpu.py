@@ -18,6 +18,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,6 +45,8 @@ from paceline_bench.grow import grow, parse_size
 RESULTS = Path(__file__).parent / "results"
 VERIFIED = (1, 4, 8, 16)
 LEAVES = (1, 8, 16)
+CHUNK, LONGEST = 2048, 32768
+"""Tokens of a chunk of a prompt, and of the longest prompt."""
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim", "tie_word_embeddings")
 _LLAMA = {"llama-1B": (2048, 8192, 16, 64, True), "llama-8B": (4096, 14336, 32, 128, False)}
 _COMMON = {"vocab_size": 128_256, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
@@ -124,6 +127,21 @@ def step_seconds(runner: ModelRunner, num_tokens: int, context: int, clock: Cloc
         runner.cache.release(pages)
 
 
+def prompt_lines(model: LoadedModel, longest: int, clock: Clock, repeats: int) -> Iterator[str]:
+    """Seconds of a chunk of a prompt, by our kernels and by the library if there is one."""
+    if model.lacks_library:
+        yield "  prompts: FlashInfer's bits do not hold here, or it cannot be built; the log says why"
+    runner = model.runner(pages_for(longest))
+    pages = runner.cache.allocate(pages_for(longest))
+    ways = {"our kernels": 0, "FlashInfer": CHUNK} if runner.backend.block_len else {"our kernels": 0}
+    for context in (0, longest - CHUNK):
+        span, cells = range(context, context + CHUNK), []
+        for way, count in ways.items():
+            step = SequenceStep([1] * CHUNK, span, span, pages, num_logits=1, num_by_library=count)
+            cells.append(f"{way}: {1e3 * clock.seconds(partial(runner.forward, [step]), repeats):.3f}")
+        yield f"  prompt, ms of {CHUNK} tokens after {context}  " + "  ".join(cells)
+
+
 def draft_seconds(runner: ModelRunner, num_leaves: int, context: int, clock: Clock, repeats: int) -> float:
     """One tree step: forward, candidates of each leaf, and the way back to the host."""
     pages = runner.cache.allocate(pages_for(context + num_leaves))
@@ -182,6 +200,7 @@ def report(name: str, device: str, args: argparse.Namespace, peak: float, clock:
         cells = "  ".join(f"{n}: {ms:.3f} ({ms / times[0]:.2f} x)" for n, ms in zip(VERIFIED, times, strict=True))
         yield f"  step, {kind:7} ms by tokens  {cells}"
         yield f"  {kind}: {check_invariance(runner, model.max_len)}"
+    yield from prompt_lines(model, min(model.max_len, LONGEST), clock, args.repeats)
 
 
 def report_draft(device: str, args: argparse.Namespace, clock: Clock) -> Iterator[str]:
@@ -204,7 +223,9 @@ def main() -> None:
     parser.add_argument("--models", default="grown-1B,grown-8B,llama-1B,llama-8B")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--attention", choices=["auto", "sdpa", "triton"], default="auto", help="of the targets")
+    parser.add_argument(
+        "--attention", choices=["auto", "sdpa", "triton", "flashinfer"], default="auto", help="of the targets"
+    )
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="no part of a model is compiled")
     parser.add_argument("--no-eager", dest="eager", action="store_false", help="only steps that are replayed")
     parser.add_argument("--context", type=int, default=256, help="tokens before the measured ones")

@@ -198,7 +198,7 @@ def test_mistakes_are_noticed(mutant: str, expected: dict[str, Result], monkeypa
 
             def whole(session: TargetSession, cache: KVCache) -> None:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(KVCache, "match_prefix", lambda own, _, root: match_prefix(own, session.tokens, root))
+                    patch.setattr(KVCache, "match_prefix", lambda own, _, *by: match_prefix(own, session.tokens, *by))
                     attach(session, cache)
 
             monkeypatch.setattr(TargetSession, "attach_prefix", whole)

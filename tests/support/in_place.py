@@ -82,6 +82,8 @@ def attend_in_place(
             own = mask[row + call.first_row, 0, at + call.first_place]
             assert not (own[~known] == 0).any(), "a key that is seen is in no split"
             result[token] = attended(token, row + call.first_row, own > -math.inf)
+    if seen.by_library is not None:  # its tokens are the library's
+        return result.nan_to_num()[None]
     assert not result.isnan().any(), "a token is in no call"
     return result[None]
 

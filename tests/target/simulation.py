@@ -54,7 +54,7 @@ class SyntheticRunner:
 
     features = None
     is_asynchronous = False
-    backend = SimpleNamespace(num_unrecorded=0)
+    backend = SimpleNamespace(num_unrecorded=0, block_len=0)
     execution = "eager"
 
     def check(self) -> None:

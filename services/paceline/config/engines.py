@@ -57,9 +57,9 @@ class ModelOptions(Strict):
     trust_remote_code: bool = False
     """Run the Python code that comes with the checkpoint and its tokenizer (``auto_map``), with all rights of the
     service. False: such a checkpoint is refused, without a question."""
-    attention: Literal["auto", "sdpa", "native", "triton"] = "auto"
+    attention: Literal["auto", "sdpa", "native", "triton", "flashinfer"] = "auto"
     """The attention kernel (``model/attention/kernels.py``). ``auto``: native on CPUs and triton on GPUs that can run
-    it, else sdpa."""
+    it, else sdpa. ``flashinfer``, of targets: triton, and FlashInfer for whole blocks of 512 tokens of prompts."""
     kv_cache_dtype: KVCacheDType = "auto"
     """The dtype of keys and values in the KV cache. ``auto``: the model's. ``fp8``, or ``fp8_e4m3``: one byte a number.
     They are divided by the checkpoint's scales, else by 1, and rounded to float8_e4m3fn when they are written. This

@@ -225,17 +225,20 @@ class KVCache:
                     if self.linear is not None:
                         self.linear.forget([page])
 
-    def match_prefix(self, token_ids: Sequence[int], root: bytes = b"") -> tuple[list[int], list[bytes]]:
+    def match_prefix(
+        self, token_ids: Sequence[int], root: bytes = b"", num_by_library: int = 0
+    ) -> tuple[list[int], list[bytes]]:
         """The longest cached run of full pages that begins ``token_ids``; takes a reference to each.
 
         At least one token is left over, because its logits must be computed. The state of linear layers is known at
-        the end of the run. Returns the pages and their hashes. ``root``: see ``root_hash``.
+        the end of the run. Returns the pages and their hashes. ``root``: see ``root_hash``. ``num_by_library``: first
+        tokens, of those that a kernel library attends to: whole pages.
         """
         pages: list[int] = []
         hashes: list[bytes] = []
         previous = root
         for start in range(0, len(token_ids) - PAGE_SIZE, PAGE_SIZE):
-            previous = page_hash(previous, token_ids[start : start + PAGE_SIZE])
+            previous = page_hash(previous, token_ids[start : start + PAGE_SIZE], by_library=start < num_by_library)
             page = self._page_of.get(previous)
             if page is None:
                 break
@@ -389,9 +392,13 @@ def root_hash(salt: str, generation: int = 0) -> bytes:
     return hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""
 
 
-def page_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
-    """Chained digest of one full page of tokens (128 bit: equal digests are equal prefixes)."""
-    return hashlib.blake2b(previous + array("q", token_ids).tobytes(), digest_size=16).digest()
+def page_hash(previous: bytes, token_ids: Sequence[int], *, by_library: bool = False) -> bytes:
+    """Chained digest of one full page of tokens (128 bit: equal digests are equal prefixes).
+
+    ``by_library``: a kernel library attends to the tokens, so that their bits are other ones.
+    """
+    person = b"library" if by_library else b""
+    return hashlib.blake2b(previous + array("q", token_ids).tobytes(), digest_size=16, person=person).digest()
 
 
 def flat_rows(pages: Sequence[int], start: int, stop: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +31,7 @@ from paceline.config import KVCacheDType, ModelOptions, Quantization, cache_dir
 from paceline.core.cuda import triton_unavailable
 from paceline.errors import ConfigError
 from paceline.model.attention import native as cpu_attention
+from paceline.model.attention.flashinfer import Library, difference
 from paceline.model.attention.indexed import indexers_of
 from paceline.model.attention.kernels import Attention, Kernel, kernel_for
 from paceline.model.attention.paged import scale_pages
@@ -104,6 +105,10 @@ class LoadedModel:
     """The hidden states that its steps return in addition to the logits; None: none."""
     kernel: Kernel = "sdpa"
     """The attention kernel of ``step``."""
+    library: Library | None = None
+    """Attends to whole blocks of prompts; None: the kernel does."""
+    lacks_library: bool = False
+    """True if a library is configured and the kernel takes its place, as its bits do not hold here."""
     cuda_graphs: CudaGraphs = "auto"
     max_cuda_graphs: int = 256
     load_compiled: Callable[[], StepFunction | None] | None = None
@@ -160,6 +165,7 @@ class LoadedModel:
             False if eager else self.cuda_graphs,
             self.max_cuda_graphs,
             int if self.group is None else partial(agreed, group=self.group),
+            self.library,
         )
         options: dict[str, Any] = {
             "dtype": self.dtype,
@@ -172,6 +178,8 @@ class LoadedModel:
         }
         if self.share is None:
             return ModelRunner(self.step, cache, execution=self._execution, **options)
+        if self.device.type != "cpu":
+            options["execution"] = self._execution
         return (LeadingRunner if leads else RankRunner)(
             self.step, cache, share=self.share, step_bytes=self._step_bytes, **options
         )
@@ -191,7 +199,7 @@ class LoadedModel:
     @property
     def _execution(self) -> Execution:
         if self.device.type != "cpu":
-            return ""
+            return "library" if self.library is not None else "no_library" if self.lacks_library else ""
         return "eager" if isinstance(self.step, Step) else "compiled"
 
 
@@ -385,7 +393,7 @@ def prepare(
     text = model.config.get_text_config()
     max_len = context_length(text) or 1 << 20
     settle_rope(model, min(max_model_len or max_len, max_len), name_of(model))
-    layers, linear, window, spare_tokens = probe_layers(model, taps)
+    layers, linear, window, spare_tokens, further = probe_layers(model, taps)
     if kv_cache_dtype != "auto":
         attending = model.config.get_text_config().num_hidden_layers
         known = kv_scales or {}
@@ -397,10 +405,17 @@ def prepare(
     products_at_hand = cpu_linear.at_hand()
     never = compile == "later" and not (cpu_attention.at_hand() and products_at_hand)
     choose = partial(
-        kernel_for, device=model.device, dtype=model.dtype, layers=layers, indexed=bool(indexers_of(model))
+        kernel_for,
+        device=model.device,
+        dtype=model.dtype,
+        layers=layers,
+        indexed=bool(indexers_of(model)),
+        window=window,
+        further=further,
     )
     kernel = choose("sdpa" if never and attention == "auto" else attention)
     log.info("attention of %s on %s: %s", type(model).__name__, model.device.type, kernel)
+    library = library_for(model, layers) if attention == "flashinfer" else None
     step: StepFunction | None = None
     if compile:
         reason = _why_eager(model, demanded=True) if on_cpu else _why_no_parts(model)
@@ -422,6 +437,8 @@ def prepare(
     return LoadedModel(
         step=step or Step(model, kernel, taps, middle),
         kernel=kernel,
+        library=library,
+        lacks_library=attention == "flashinfer" and library is None,
         layers=layers,
         linear=linear,
         sliding_window=window,
@@ -437,6 +454,21 @@ def prepare(
         features=features,
         load_compiled=load_compiled if waits else None,
     )
+
+
+def library_for(model: PreTrainedModel, layers: Sequence[LayerSpec]) -> Library | None:
+    """FlashInfer on a model's device, if its bits hold on all ranks; None and a warning if they do not."""
+    found, share = Library(model.device), share_of(model)
+    config = model.config.get_text_config()
+    groups = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    sizes = {(layer.num_kv_heads, layer.key_dim) for layer in layers if layer != NO_KV}
+    reasons = [difference(found, groups * heads, heads, dim, model.dtype) for heads, dim in sorted(sizes)]
+    reason = next((each for each in reasons if each is not None), None)
+    if agreed(int(reason is None), None if share is None else share.group):
+        log.info("prompts on %s: FlashInfer, whose bits depend on no batch", model.device)
+        return found
+    log.warning("prompts on %s: our own kernels, as FlashInfer %s", model.device, reason or "fails on another rank")
+    return None
 
 
 def _why_no_parts(model: PreTrainedModel) -> str | None:

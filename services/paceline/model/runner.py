@@ -14,7 +14,7 @@ from paceline.model.compiled.buckets import Limits
 from paceline.model.features import Features
 from paceline.model.kv_cache import KVCache
 from paceline.model.shapes import Shapes
-from paceline.model.step_plan import SequenceStep, StepPlan
+from paceline.model.step_plan import SequenceStep, StepPlan, spans_by_library
 from paceline.types import Execution
 
 if TYPE_CHECKING:
@@ -125,6 +125,8 @@ class ModelRunner:
             self._on_swap()
         plan = StepPlan.of(steps, self.cache.scratch_row, self.shapes)
         assert self.cache.linear is None or not plan.shape.is_tree, "linear layers verify branches, no masked trees"
+        if self.backend.block_len:
+            plan = plan._replace(by_library=spans_by_library(steps))
         return plan if self.cache.linear is None else plan._replace(linear=self.cache.linear.plan(steps))
 
     def close(self) -> None:

@@ -30,6 +30,8 @@ _NUM_TOKENS = 96
 _MAX_STEP_TOKENS = 256
 _BRANCH, _SHARED = 8, 2
 """Tokens of each of two branches that are verified in one step, and how many of them both share."""
+_UNEVEN = 100
+"""Tokens of a chunk that ends at no place where a library's request does."""
 _LAST = 5
 """Tokens that are decoded, and verified, at the end of each long context."""
 _FIRST_CONTEXT, _GROWTH = 1000, 4
@@ -98,8 +100,9 @@ def check_invariance(
 
     The other ways: in chunks, alone and with others; in a step of ``max_step_tokens``; by prefill, as a session that is
     resumed; a few at the end of ever longer contexts, up to ``max_len`` or until these have taken as long as all before
-    them; and as two branches of a tree, if the cache has two pages for them. Starts at a context that crosses the
-    256-key boundary, if the cache and ``max_len`` positions have room for it. Leaves the KV cache without references.
+    them; as two branches of a tree, if the cache has two pages for them; and a block of a prompt for a library in
+    chunks of two sizes. Starts at a context that crosses the 256-key boundary, if the cache and ``max_len`` positions
+    have room for it. Leaves the KV cache without references.
 
     Raises:
         ConfigError: the cache has fewer than two pages.
@@ -132,6 +135,7 @@ def check_invariance(
         longest = min(max_len or 1 << 20, available * PAGE_SIZE)
         _check_long_contexts(report, runner, tokens, start, (pages, spare), longest, time.perf_counter() - started)
         _check_branches(report, runner, tokens, start, pages, decoded)
+        check_blocks(report, runner, max_len, max_step_tokens)
         return report
     finally:
         runner.cache.release(pages)
@@ -272,6 +276,27 @@ def _check_long_contexts(
         took_s = time.perf_counter() - started
         spent_s += took_s
         length *= _GROWTH
+
+
+def check_blocks(report: InvarianceReport, runner: ModelRunner, max_len: int | None, max_step_tokens: int) -> None:
+    """Computes a block of a prompt in chunks of two sizes, if there is a library for it, and a few tokens after it."""
+    block_len = runner.backend.block_len
+    total = block_len + _BRANCH
+    if not block_len or total > (max_len or total) or runner.cache.num_available < pages_for(total):
+        return
+    tokens = torch.randint(0, runner.vocab_size, (total,), generator=torch.Generator().manual_seed(1)).tolist()
+    found = []
+    for chunk, after in ((max_step_tokens, 1), (_UNEVEN, _BRANCH)):
+        pages = runner.cache.allocate(pages_for(total))
+        try:
+            cuts = sorted({*range(0, block_len, chunk), *range(block_len, total, after), total})
+            steps = [_chunk(tokens, first, stop, pages) for first, stop in pairwise(cuts)]
+            for step in steps:
+                step.num_by_library = len(step.token_ids) if step.rows[0] < block_len else 0
+            found.append(_decode(runner, steps))
+        finally:
+            runner.cache.release(pages)
+    report.add(found[1][0], found[0][0], step_tokens=max_step_tokens, context=total)
 
 
 def _check_branches(

@@ -36,6 +36,9 @@ _LAYER_TYPES = {"attention", "full_attention", "sliding_attention"}
 _KNOWN = {"s_aux", "indices", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
 """Tensors that the paged attention takes, or that say nothing beyond the step's own plan."""
 
+_FURTHER = {"softcap": "caps of its scores", "s_aux": "attention sinks"}
+"""Arguments of an attention function -> what they are, in words."""
+
 
 class Step(torch.nn.Module):
     """The forward of a step.
@@ -120,6 +123,8 @@ class Probe(NamedTuple):
     """Window of the layers that have one, or their chunks (``Chunks``); None: no layer has."""
     spare_tokens: int
     """Padding that steps on the CPU need after their last token (``tails.py``)."""
+    further: frozenset[str]
+    """Names of what some layer's attention has beyond a softmax over scaled products."""
 
 
 def name_of(model: PreTrainedModel) -> str:
@@ -154,6 +159,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
     own = ({"linear": None} if linear else {}) | ({"attention_mask": PROBE.by_kind} if indexers else {})
     seen: dict[int, LayerSpec] = {}
     windows: set[int] = set()
+    further: set[str] = set()
 
     @over_latents
     def record(
@@ -175,6 +181,7 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
         seen[int(module.layer_idx)] = LayerSpec(key.shape[1], key.shape[3], values)
         if kwargs.get("sliding_window") is not None:
             windows.add(int(kwargs["sliding_window"]))
+        further.update(name for key, name in _FURTHER.items() if kwargs.get(key) is not None)
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         return query.new_zeros(shape), None
 
@@ -216,7 +223,8 @@ def probe_layers(model: PreTrainedModel, taps: StateTaps | None = None) -> Probe
         raise ConfigError(f"{name} has sliding windows of {sorted(windows)} tokens; one size is supported")
     on_cpu = model.device.type == "cpu"
     layers, window = [seen.get(i, NO_KV) for i in range(num_layers)], windows.pop() if windows else None
-    return Probe([*layers, *indexers, *compressors], linear, window, spare.count if on_cpu else 0)
+    kept = [*layers, *indexers, *compressors]
+    return Probe(kept, linear, window, spare.count if on_cpu else 0, frozenset(further))
 
 
 def _check_layer_types(config: PretrainedConfig, name: str, adopted: set[str]) -> None:

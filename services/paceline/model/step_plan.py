@@ -60,6 +60,8 @@ class SequenceStep:
     """Further flat KV rows that tokens of this step are written to: (index among ``token_ids``, row) each."""
     copies: Sequence[tuple[int, int]] = ()
     """Pages that are copied before the step: (from, to) each."""
+    num_by_library: int = 0
+    """First tokens, of those that a kernel library attends to (``attention/flashinfer.py``)."""
     committed: int = -1
     """Length of the session's context after this step, without tokens that may be rejected; -1: none may be.
 
@@ -187,8 +189,9 @@ def arrays_of(shape: StepShape, buffer: Tensor) -> StepArrays:
 
 
 _ALL_RULES = Shapes()
-_NUM_SIZES = 10
-"""Integers at the beginning of a frame: rows of logits, the shape, number of copied pages, size of the linear step."""
+_NUM_SIZES = 11
+"""Integers at the beginning of a frame: rows of logits, the shape, numbers of copied pages and of spans of a library,
+size of the linear step."""
 
 
 class StepPlan(NamedTuple):
@@ -208,6 +211,8 @@ class StepPlan(NamedTuple):
     """Pages that are copied before the step, on every rank: (from, to) each."""
     linear: LinearStep | None = None
     """The work of linear layers; None: the model has none."""
+    by_library: tuple[tuple[int, int], ...] = ()
+    """Tokens that a kernel library attends to: first token and number of each span of one session."""
     drawn: Tensor | None = None
     """[n] int64 on an accelerator: the step's first tokens, in place of those in ``buffer``; None: these are right."""
 
@@ -294,26 +299,37 @@ class StepPlan(NamedTuple):
         """A frame for ``decode``: the sizes and all integers as int32, then the tree's bits."""
         values, front = self.buffer.numpy(), self.shape.num_integers * INTEGER_BYTES
         linear = array("q") if self.linear is None else self.linear.encode()
-        sizes = (self.num_logits, *self.shape, len(self.copies), len(linear))
-        integers = (np.array((*sizes, *chain(*self.copies), *linear)), values[:front].view(np.int64))
+        sizes = (self.num_logits, *self.shape, len(self.copies), len(self.by_library), len(linear))
+        lists = np.array((*sizes, *chain(*self.copies, *self.by_library), *linear))
+        integers = (lists, values[:front].view(np.int64))
         return np.concatenate(integers).astype(np.int32).tobytes() + values[front:].tobytes()
 
     @classmethod
     def decode(cls, frame: bytes) -> Self:
         """The plan that another rank has encoded."""
         sizes: list[int] = np.frombuffer(frame, np.int32, _NUM_SIZES).tolist()
-        num_logits, tokens, writes, logit_rows, rows, row_len, pages, is_tree, num_copies, num_linear = sizes
+        num_logits, tokens, writes, logit_rows, rows, row_len, pages, is_tree, num_copies, num_spans, num_linear = sizes
         shape = StepShape(tokens, writes, logit_rows, rows, row_len, pages, bool(is_tree))
-        first = _NUM_SIZES + 2 * num_copies
+        first = _NUM_SIZES + 2 * (num_copies + num_spans)
         num = first + num_linear
         lists = np.frombuffer(frame, np.int32, num)
-        copied, linear = lists[_NUM_SIZES:first].reshape(-1, 2).tolist(), lists[first:].tolist()
+        pairs, linear = lists[_NUM_SIZES:first].reshape(-1, 2).tolist(), lists[first:].tolist()
         buffer, front = np.empty(shape.num_bytes, np.uint8), shape.num_integers * INTEGER_BYTES
         buffer[:front].view(np.int64)[:] = np.frombuffer(frame, np.int32, shape.num_integers, 4 * num)
         buffer[front:] = np.frombuffer(frame, np.uint8, offset=4 * (num + shape.num_integers))
-        copies = tuple((source, target) for source, target in copied)
+        copies, spans = pairs[:num_copies], pairs[num_copies:]
         step = LinearStep.decode(linear) if linear else None
-        return cls(num_logits, shape, torch.from_numpy(buffer), copies, step)
+        return cls(num_logits, shape, torch.from_numpy(buffer), _tuples(copies), step, _tuples(spans))
+
+
+def _tuples(pairs: list[list[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((first, second) for first, second in pairs)
+
+
+def spans_by_library(steps: Sequence[SequenceStep]) -> tuple[tuple[int, int], ...]:
+    """``StepPlan.by_library`` of steps."""
+    firsts = accumulate([len(step.token_ids) for step in steps], initial=0)
+    return tuple((at, step.num_by_library) for at, step in zip(firsts, steps, strict=False) if step.num_by_library)
 
 
 def _check(step: SequenceStep) -> None:

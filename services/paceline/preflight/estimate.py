@@ -306,7 +306,7 @@ def _attention_of(options: ModelOptions, size: ModelSize, on_gpu: bool) -> Kerne
     """The kernel that is expected to run (``model/attention/kernels.py``): on a CPU as on this machine's, on a GPU
     Triton's where heads are not too long for it and no indexer chooses keys."""
     if options.attention != "auto":
-        return options.attention
+        return "triton" if options.attention == "flashinfer" else options.attention
     if on_gpu:
         return "triton" if size.value_dim <= MOST_VALUE_DIM and not size.index_values else "sdpa"
     return "native" if native.has_avx512() else "sdpa"

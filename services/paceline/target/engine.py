@@ -535,6 +535,7 @@ class TargetEngine:
                 lookups=self._lookups,
                 grammar=grammar,
                 generation=generation,
+                block_len=self.runner.backend.block_len,
             )
             self._check_fits(session)
         except PacelineError as error:

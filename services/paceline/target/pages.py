@@ -8,7 +8,8 @@ what computed them (``origin.py``), which is known a while after the start. Only
 under the salt of their session.
 
 Not moved, so computed again: pages of models with linear layers (which need a state, too), of several ranks, with
-layers of heads or of states for drafts, and of targets whose self-test is off or has failed.
+layers of heads or of states for drafts, of targets with a kernel library for prompts, and of those whose self-test is
+off or has failed.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ class PageStore:
         """True if pages hold all that there is of a context, and their bits were tested."""
         cache = self._cache
         has_rest = cache.linear is not None or len(cache.keys) > cache.num_layers
-        return self._proven and not has_rest and not isinstance(runner, RankRunner)
+        is_one = not runner.backend.block_len and not isinstance(runner, RankRunner)
+        return self._proven and not has_rest and is_one
 
     def _probe(self, generation: int) -> bytes | None:
         """The bits and the layout of a probe; None: there are none, and no pages are exchanged."""

@@ -100,11 +100,17 @@ class Scheduled:
         the context and after each draft token.
         """
         context, proposal = self.session.tokens[self.start : self.stop] or [_UNKNOWN], self.proposal
+        num_by_library = max(0, min(self.stop, self.session.num_by_library) - self.start)
         if self.tables:
-            return sequence_steps(context, self.start, proposal, self.tables)
+            steps = sequence_steps(context, self.start, proposal, self.tables)
+            steps[0].num_by_library = num_by_library
+            return steps
         context += proposal.token_ids
         rows = range(self.start, self.stop + self.num_drafted)  # a token's KV row is its position
-        return [SequenceStep(context, rows, rows, self.session.pages, self.num_logits, committed=self.stop)]
+        pages, num_logits = self.session.pages, self.num_logits
+        return [
+            SequenceStep(context, rows, rows, pages, num_logits, num_by_library=num_by_library, committed=self.stop)
+        ]
 
     def riding_steps(self, own: SequenceStep) -> list[SequenceStep]:
         """One sequence for each branch of the guesses, each with the logits after its last token. ``own``: the first

@@ -13,6 +13,7 @@ from paceline.core.processors import Grammar, SamplerState
 from paceline.core.statistics import DecayingRatio, RateSample
 from paceline.core.tree import NO_PROPOSAL, Proposal, TreeNode
 from paceline.messages import OpenSession
+from paceline.model.attention.flashinfer import num_by_library
 from paceline.model.kv_cache import KVCache, flat_rows, page_hash, root_hash
 from paceline.model.linear.plan import NONE
 from paceline.target.control.allocation import AcceptanceHistory, expected_tokens
@@ -92,6 +93,7 @@ class TargetSession:
         "mode",
         "nodes_context_len",
         "num_attached",
+        "num_by_library",
         "num_computed",
         "num_prompt_tokens",
         "num_scored",
@@ -129,6 +131,7 @@ class TargetSession:
         lookups: Sequence[DecayingRatio] | None = None,
         grammar: Grammar | None = None,
         generation: int = 0,
+        block_len: int = 0,
     ) -> None:
         """Opens a session.
 
@@ -138,6 +141,7 @@ class TargetSession:
             lookups: the engine's shares of right prompt lookups (``lookup.py``); None: no such proposals.
             grammar: the grammar of its structured output, after the output so far; None: none.
             generation: number of the runner that computes all of its tokens (``runners.py``).
+            block_len: tokens of the prompt's blocks that a kernel library attends to (``Backend.block_len``).
 
         Raises:
             InvalidRequestError: the prompt or an option names a token outside the vocabulary.
@@ -149,6 +153,8 @@ class TargetSession:
         """Other targets were lost under it if this is in the future: until then no second such session is taken."""
         self.tokens = list(message.token_ids)
         self.num_prompt_tokens = message.num_prompt_tokens
+        self.num_by_library = num_by_library(message.num_prompt_tokens, block_len)
+        """First tokens, to which a kernel library attends whenever they are computed."""
         self.max_tokens = min(message.num_prompt_tokens + sampling.max_tokens, max_len)
         """Context length at which the session ends."""
         self.stop_ids = frozenset(sampling.stop_token_ids) | (
@@ -395,7 +401,7 @@ class TargetSession:
         assert self.num_computed == 0
         # Rows that are still to be scored must be computed, and so must the last one in any case.
         shareable = self.tokens[: self.num_scored + 1] if self.scores_prompt else self.tokens
-        pages, self._hashes = cache.match_prefix(shareable, self._root)
+        pages, self._hashes = cache.match_prefix(shareable, self._root, self.num_by_library)
         self.pages = array("q", pages)
         self.num_computed = self.num_attached = len(self.pages) * PAGE_SIZE
         self.held_state = cache.hold(self.pages, self.num_computed, self.held_state)
@@ -420,8 +426,11 @@ class TargetSession:
         self.hold_state(cache, num_computed)
         while (len(self._hashes) + 1) * PAGE_SIZE <= num_computed:
             index = len(self._hashes)
-            previous = self._hashes[-1] if self._hashes else self._root
-            digest = page_hash(previous, self.tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
+            previous, span = (
+                self._hashes[-1] if self._hashes else self._root,
+                slice(index * PAGE_SIZE, (index + 1) * PAGE_SIZE),
+            )
+            digest = page_hash(previous, self.tokens[span], by_library=span.start < self.num_by_library)
             self._hashes.append(digest)
             cache.publish(self.pages[index], digest)
 

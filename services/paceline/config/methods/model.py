@@ -37,6 +37,16 @@ class DraftOptions(Growing, ModelOptions):
     positive expected gain. In ``paceline.local`` an idle draft's cores share the target's products."""
 
     @model_validator(mode="after")
+    def _has_no_library(self) -> Self:
+        if self.attention == "flashinfer":
+            raise Fault(
+                "attention",
+                "is 'flashinfer' in a draft, whose contexts change with every outcome: 'auto', 'sdpa', 'native' or "
+                "'triton' is allowed",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_the_tokens_of_a_head(self) -> Self:
         if self.placement == "auto" and self.vocabulary != "same":
             raise Fault(

@@ -103,7 +103,10 @@ def paged_attention(
 
         write_in_place(key, value, key_pages, value_pages, write_rows, write_tokens, scales)
         numbers = scale, softcap, scales.values
-        return attend_in_place(query, *pages, gather_index, scatter_index, seen, s_aux, *numbers), None
+        out = attend_in_place(query, *pages, gather_index, scatter_index, seen, s_aux, *numbers)
+        if seen.by_library is not None:
+            seen.by_library(query, key_pages, read_values, scale, out)
+        return out, None
 
     mask: Tensor = seen if indices is None else indices
     _write(divided(key, scales.keys), key_pages, write_rows, write_tokens, kernel)

@@ -14,7 +14,7 @@ and there are no partial sums. No triton.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -128,6 +128,9 @@ class Seen:
     """Places and splits of each row, if the host knows them; None while a step is recorded."""
     capacity: int = 0
     """While a step is recorded: the most partial sums that its tokens can need; then the number it has room for."""
+    by_library: Callable[[Tensor, Tensor, Tensor, float, Tensor], None] | None = None
+    """Overwrites the results of tokens that a library attends to (``flashinfer.Library.attend``); None: there are none.
+    Rows of such tokens alone have no places here."""
     programs: int = 1 << 30
     """While a step is recorded: the fewest programs that walk a row in any of its layers; 0: some walk none."""
     _made: dict[tuple[int, int, int], tuple[list[tuple[Call, Tensor]], Tensor | None]] = field(default_factory=dict)

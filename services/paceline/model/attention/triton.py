@@ -645,7 +645,8 @@ def _attended(
     sums = query.new_empty(most, value_dim, dtype=torch.float32)
     maxima = query.new_empty(most, dtype=torch.float32)
     totals = torch.empty_like(maxima)
-    made = query.new_empty if walked is None else query.new_zeros  # tokens of padding are in no row
+    # Tokens of padding are in no row that is walked, and those of a library in none at all.
+    made = query.new_empty if walked is None and seen.by_library is None else query.new_zeros
     result = made(1, num_tokens, num_heads, value_dim)
     (key_tile, rest_tile), value_tile = _tiles(key_dim), _tile(value_dim)
     in_keys = value_pages.stride(2) == key_dim and key_tile == value_dim < key_dim  # the beginning of the keys

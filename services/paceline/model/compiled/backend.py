@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import EngineError
+from paceline.model.attention.flashinfer import BLOCK_LEN, Library, Requests
 from paceline.model.attention.kernels import Kernel
 from paceline.model.attention.schedule import SPLIT, num_splits, walks
 from paceline.model.compiled.buckets import Fits, Limits, pack, shapes_to_record, token_shapes
@@ -65,6 +67,8 @@ class Backend(Protocol):
     """Tokens of a query row at most (``Shapes.longest_row``)."""
     is_asynchronous: bool
     """True if ``run`` only queues a step."""
+    block_len: int
+    """Tokens of a block of a prompt that a library attends to (``attention/flashinfer.py``); 0: there is none."""
 
     def run(self, step: StepFunction, plan: StepPlan) -> Outputs:
         """Logits ``[plan.num_logits, vocab]``, and states, on the device, which the caller may keep. Does not wait for
@@ -85,6 +89,8 @@ class HostBackend:
     """Rows are not cut (``Backend.longest_row``)."""
     is_asynchronous = False
     """``run`` returns when the step is done (``Backend.is_asynchronous``)."""
+    block_len = 0
+    """There is no library (``Backend.block_len``)."""
 
     def __init__(self, cache: KVCache, dtype: torch.dtype, window: int | None) -> None:
         self._cache, self._dtype, self._window = cache, dtype, window
@@ -166,10 +172,12 @@ class DeviceBackend:
         recorder: Recorder | None,
         max_shapes: int,
         least: Callable[[int], int] = int,
+        library: Library | None = None,
     ) -> None:
         """
         Args:
             cache, dtype, window, kernel: of the model.
+            library: attends to whole blocks of prompts; None: the kernel does.
             recorder: None: no step is recorded, but all run in the same shapes as if they were.
             max_shapes: recordings at most.
             least: the smallest of what all ranks pass, so that they replay the same steps.
@@ -178,6 +186,9 @@ class DeviceBackend:
         self.is_asynchronous = self.device.type == "cuda"
         """True on an accelerator (``Backend.is_asynchronous``)."""
         self._in_place = kernel == "triton"
+        self._library = library
+        self.block_len = BLOCK_LEN if library is not None else 0
+        """Tokens of a block of a prompt that the library attends to (``Backend.block_len``)."""
         self.longest_row = QUERY_ROW_LEN if self._in_place else UNBOUNDED
         """Tokens of a query row at most (``Backend.longest_row``)."""
         self._cache, self._dtype, self._window = cache, dtype, window
@@ -215,7 +226,7 @@ class DeviceBackend:
 
     def replays(self, plan: StepPlan, shape: StepShape) -> bool:
         """True if a plan runs by the recording of ``shape``, which takes no memory."""
-        return shape in self._replays and self._has_room(shape, plan)
+        return not plan.by_library and shape in self._replays and self._has_room(shape, plan)
 
     def _has_room(self, shape: StepShape, plan: StepPlan) -> bool:
         """True if the recording of ``shape`` has room for the partial sums of a plan's attention, and for its numbers
@@ -249,7 +260,7 @@ class DeviceBackend:
         if packed is not room.buffer:
             room.buffer.copy_(packed, non_blocking=True)
         _set_tokens(room.buffer, plan.drawn)
-        logits, states = self._call(step, room, self._inputs(room, shape, packed))
+        logits, states = self._call(step, room, self._inputs(room, shape, packed, plan.by_library))
         return logits[: plan.num_logits], None if states is None else states[: plan.shape.tokens]
 
     def replay(self, plan: StepPlan, shape: StepShape) -> Outputs:
@@ -380,20 +391,36 @@ class DeviceBackend:
         if shape.is_tree:
             arrays.visible[..., 0] = True
 
-    def _inputs(self, room: _Room, shape: StepShape, packed: Tensor | None = None) -> list[Any]:
+    def _inputs(
+        self,
+        room: _Room,
+        shape: StepShape,
+        packed: Tensor | None = None,
+        by_library: Sequence[tuple[int, int]] = (),
+    ) -> list[Any]:
         """What the step's attention sees (``paged_attention``): masks, or ``Seen`` of attention in place. ``packed``:
-        the host's copy of the buffer; None while a step is recorded, whose contents no one knows."""
+        the host's copy of the buffer; None while a step is recorded, whose contents no one knows. ``by_library``: of
+        the plan."""
         if not self._in_place:
             return list(attention_masks(room.arrays, self._dtype, self._window))
-        sizes = None
+        sizes, requests = None, None
         if packed is not None:
             arrays = arrays_of(shape, packed)
             places, splits = sizes_of(arrays.query_rows, arrays.scatter)
             if shape.is_tree:
                 splits[:] = num_splits(shape.pages)
+            if self._library is not None and by_library:
+                requests = Requests.of(by_library, arrays.query_rows, arrays.scatter, arrays.page_table)
+                whole = requests.whole_rows(arrays.scatter // shape.row_len, places)
+                places[whole] = 0
             sizes = places.tolist(), splits.tolist()
         capacity = shape.tokens * num_splits(shape.pages)
-        return list(attention_seen(room.arrays, self._dtype, self._window, sizes=sizes, capacity=capacity))
+        found = attention_seen(room.arrays, self._dtype, self._window, sizes=sizes, capacity=capacity)
+        if self._library is not None and requests is not None:
+            for seen in found:
+                seen.places.index_fill_(0, torch.from_numpy(whole).to(self.device), 0)
+                seen.by_library = partial(self._library.attend, requests)
+        return found
 
     def _call(self, step: StepFunction, room: _Room, seen: list[Any]) -> Outputs:
         """Runs ``step`` on the contents of the buffer; returns logits [shape.logit_rows, vocab], and states."""

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import ConfigError, EngineError
+from paceline.model.attention.flashinfer import Library
 from paceline.model.attention.kernels import Kernel
 from paceline.model.compiled.backend import Backend, DeviceBackend, HostBackend, Replay
 from paceline.model.compiled.buckets import Limits
@@ -131,8 +132,10 @@ def make_backend(
     cuda_graphs: CudaGraphs,
     max_cuda_graphs: int,
     least: Callable[[int], int] = int,
+    library: Library | None = None,
 ) -> Backend:
-    """Chooses the backend that runs the steps where ``cache`` lies. ``least``: see ``DeviceBackend``.
+    """Chooses the backend that runs the steps where ``cache`` lies. ``least``, ``library``: see
+    ``DeviceBackend``.
 
     Raises:
         ConfigError: see ``require_graphs``.
@@ -144,7 +147,14 @@ def make_backend(
     recorder = CudaRecorder(device) if cuda_graphs else None
     log.info("steps on %s run %s", torch.cuda.get_device_name(device), "as CUDA graphs" if recorder else "eagerly")
     return DeviceBackend(
-        cache, dtype, window, kernel=kernel, recorder=recorder, max_shapes=max_cuda_graphs, least=least
+        cache,
+        dtype,
+        window,
+        kernel=kernel,
+        recorder=recorder,
+        max_shapes=max_cuda_graphs,
+        least=least,
+        library=library,
     )
 
 
