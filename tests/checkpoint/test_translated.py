@@ -12,6 +12,7 @@ import tiktoken
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tests.support.models import random_model
 from tests.support.mutants import mutant
 from tokenizers import Tokenizer as Backend
@@ -27,6 +28,7 @@ from paceline.cli.main import main
 from paceline.errors import ConfigError
 from paceline.model.loading import load_pretrained
 from paceline.model.local_config import counts_by_config
+from paceline.model.parallel.load import CheckpointFiles
 
 CORPUS = [
     "def read(path): return open(path).read()  # it's what they've said, I'll 12345",
@@ -230,6 +232,40 @@ def test_its_chat_template_finds_its_calls_and_reasoning(kimi):
 
 def test_a_service_of_it_is_accepted(kimi, capsys):
     assert main(["check", str(kimi), "--no-compile", "--drafter", "ngram"]) == 0, capsys.readouterr()
+
+
+def of_images(text: Path, folder: Path, *, is_indexed: bool) -> Path:
+    """Kimi-K2.5 as it is published: the text model's configuration and weights within those of a model of images."""
+    shutil.copytree(text, folder)
+    weights = {f"language_model.{name}": tensor for name, tensor in load_file(text / "model.safetensors").items()}
+    save_file(weights | {"vision_tower.patch_embed.pos_emb.weight": torch.ones(3)}, folder / "model.safetensors")
+    inner = json.loads((text / "config.json").read_text())
+    del inner["dtype"]
+    config = {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "dtype": "bfloat16"}
+    config |= {"auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}, "text_config": inner}
+    (folder / "config.json").write_text(json.dumps(config | {"vision_config": {"model_type": ""}}))
+    if is_indexed:
+        (folder / "model.safetensors").rename(folder / "model-1-of-1.safetensors")
+        index = {
+            "metadata": {"total_size": 1},
+            "weight_map": dict.fromkeys(weights, "model-1-of-1.safetensors"),
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize("is_indexed", [True, False])
+def test_the_text_model_of_one_with_images_is_the_same_model(kimi, tmp_path, is_indexed):
+    folder = of_images(kimi, tmp_path / "K2.5", is_indexed=is_indexed)
+    ours, text = Checkpoint.open(str(folder)), Checkpoint.open(str(kimi))
+    assert ours.config == text.config
+    assert ours.size() == text.size()
+    loaded, expected = (load_pretrained(one, torch.bfloat16).state_dict() for one in (ours, text))
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    stored = CheckpointFiles(ours.path)
+    assert {*stored} == {*load_file(kimi / "model.safetensors")}
+    assert all(torch.equal(stored.read(name), CheckpointFiles(str(kimi)).read(name)) for name in stored)
 
 
 def test_changed_files_are_read_anew(tmp_path):

@@ -17,6 +17,7 @@ from paceline.checkpoint.latent import latent_values, num_attentions, num_plain_
 from paceline.checkpoint.linear import LinearLayers, Slots, layer_types, linear_layers
 from paceline.checkpoint.packing import Packing, count_packed, count_scaled
 from paceline.checkpoint.quantization import weight_bytes_per_parameter
+from paceline.checkpoint.translated import INDEX
 from paceline.errors import ConfigError
 from paceline.types import PAGE_SIZE
 
@@ -256,17 +257,27 @@ def count_weights(folder: Path, packing: Packing | None = None, model_type: str 
 
 def has_weights(folder: Path) -> bool:
     """True if there is any file of weights, sound or not, or an index of them."""
-    names = ("model.safetensors.index.json", "model.safetensors", "pytorch_model*.bin")
+    names = (INDEX, "model.safetensors", "pytorch_model*.bin")
     return gguf_weights(folder) is not None or any(next(folder.glob(name), None) is not None for name in names)
 
 
 def headers(folder: Path) -> dict[Path, dict[str, Entry]]:
     """The tensors of each safetensors file of a checkpoint; {} if it has none. Raises ConfigError or OSError."""
-    index = read_json(folder, "model.safetensors.index.json").get("weight_map")
-    if isinstance(index, dict):
-        return {folder / name: header(folder / name) for name in sorted(set(map(str, index.values())))}
+    content = read_json(folder, INDEX)
+    if isinstance(index := content.get("weight_map"), dict):
+        files = {folder / name: header(folder / name) for name in sorted(set(map(str, index.values())))}
+        return {file: _without(prefix_of(content), entries) for file, entries in files.items()}
     single = folder / "model.safetensors"
     return {single: header(single)} if single.exists() else {}
+
+
+def prefix_of(index: Mapping[str, Any]) -> str:
+    """What the names of a model's tensors begin with in the files of an index, in addition to their names in it."""
+    return str((index.get("metadata") or {}).get("prefix", ""))
+
+
+def _without(prefix: str, entries: dict[str, Entry]) -> dict[str, Entry]:
+    return {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
 
 
 def header(path: Path) -> dict[str, Entry]:

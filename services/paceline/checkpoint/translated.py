@@ -1,14 +1,15 @@
 """Checkpoints that name a model type or a tokenizer of code of their own, for what transformers has under another name.
 
 For each a directory is made once, in the cache of compiled models: links to its files, with the configuration and the
-tokenizer as transformers reads them. Its code is neither run nor linked.
+tokenizer as transformers reads them. Its code is neither run nor linked. Of a model of images and text it is the text
+model: the index of its weights has their names without ``PREFIX``, which its metadata names.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,33 @@ from paceline.config import cache_dir
 _FORMAT = 1
 """Goes up whenever the directory would be made otherwise of the same files."""
 _CONFIG, _SETTINGS = "config.json", "tokenizer_config.json"
+INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+PREFIX = "language_model."
+"""Begins the names of a text model's weights in the files of a model of images and text."""
 Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How transformers names the layout of a model type that it does not know."""
+    """What transformers runs in place of a model type that it does not know."""
 
-    model_type: str
-    architecture: str
-    values: Callable[[Config], Config] = lambda config: {}
-    """Keys of its configuration that the type has under other names."""
+    model_type: str = ""
+    architecture: str = ""
+    part: str = ""
+    """Key of the text model's configuration, whose own type says what runs; "": the model is one of text."""
 
 
 LAYOUTS: Mapping[str, Layout] = {
     "kimi_k2": Layout("deepseek_v3", "DeepseekV3ForCausalLM"),
     "mimo": Layout("qwen2", "Qwen2ForCausalLM"),
+    **dict.fromkeys(("kimi_k25", "kimi_vl"), Layout(part="text_config")),
+    "internvl_chat": Layout(part="llm_config"),
 }
 """Model types that are published with code of their own, by the name in their config.json."""
+
+
+_SHARED = ("quantization_config", "eos_token_id", "bos_token_id", "pad_token_id", "torch_dtype", "dtype")
+"""Keys of a whole model's configuration that hold for its text model if that has none of its own."""
 
 
 def translated(folder: Path) -> Path:
@@ -48,6 +58,8 @@ def translated(folder: Path) -> Path:
     """
     config, settings = _read(folder / _CONFIG), _read(folder / _SETTINGS)
     layout, has_ranks = LAYOUTS.get(str(config.get("model_type"))), tiktoken_model.is_known(folder, settings)
+    if layout is not None and layout.part and not isinstance(config.get(layout.part), Mapping):
+        layout = None  # its type has a saved form that transformers reads
     if layout is None and not has_ranks:
         return folder
     names = sorted(one.name for one in folder.iterdir() if one.suffix != ".py")
@@ -61,6 +73,8 @@ def translated(folder: Path) -> Path:
         if has_ranks:
             files["tokenizer.json"], values = tiktoken_model.converted(folder, settings)
             files[_SETTINGS] = json.dumps(values, indent=2, ensure_ascii=False)
+        if layout is not None and layout.part:
+            files[INDEX] = json.dumps({"metadata": {"prefix": PREFIX}, "weight_map": _of_text(folder)})
         for name in names:
             if name not in files and not (has_ranks and name == tiktoken_model.FILE):
                 (inner / name).symlink_to((folder / name).absolute())
@@ -74,7 +88,21 @@ def translated(folder: Path) -> Path:
 def _known(config: Config, layout: Layout) -> dict[str, Any]:
     """A configuration as transformers has it."""
     kept = {key: value for key, value in config.items() if key != "auto_map"}
-    return {**kept, "model_type": layout.model_type, "architectures": [layout.architecture], **layout.values(config)}
+    if not layout.part:
+        return {**kept, "model_type": layout.model_type, "architectures": [layout.architecture]}
+    text = {key: kept[key] for key in _SHARED if key in kept} | dict(config[layout.part])
+    inner = LAYOUTS.get(str(text.get("model_type")))
+    return _known(text, inner) if inner is not None else {key: text[key] for key in text if key != "auto_map"}
+
+
+def _of_text(folder: Path) -> dict[str, str]:
+    """The file of each weight of the text model, by its name without the prefix."""
+    stored = _read(folder / INDEX).get("weight_map")
+    if stored is None and (single := folder / _SINGLE).is_file():
+        with single.open("rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+        stored = dict.fromkeys(json.loads(header), single.name)
+    return {name.removeprefix(PREFIX): file for name, file in (stored or {}).items() if name.startswith(PREFIX)}
 
 
 def _read(file: Path) -> dict[str, Any]:

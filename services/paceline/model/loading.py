@@ -22,11 +22,12 @@ from transformers.utils import logging as hf_logging
 
 from paceline.checkpoint import indexed
 from paceline.checkpoint.files import Checkpoint, context_length
-from paceline.checkpoint.folder import require_no_code
+from paceline.checkpoint.folder import read_json, require_no_code
 from paceline.checkpoint.kv_scales import UNSCALED, KVScales, described, kv_scales
 from paceline.checkpoint.linear import LinearLayers, LinearSpec, Slots, require_runnable
 from paceline.checkpoint.packing import packing_of
-from paceline.checkpoint.size import ModelSize, gib, size_of
+from paceline.checkpoint.size import ModelSize, gib, prefix_of, size_of
+from paceline.checkpoint.translated import INDEX
 from paceline.config import KVCacheDType, ModelOptions, Quantization, cache_dir
 from paceline.core.cuda import triton_unavailable
 from paceline.errors import ConfigError
@@ -50,7 +51,7 @@ from paceline.model.layer_callback import LayerCallback
 from paceline.model.linear import layers as linear_layers
 from paceline.model.local_config import BUILDING, meta_model
 from paceline.model.parallel.collectives import Collectives
-from paceline.model.parallel.load import Progress
+from paceline.model.parallel.load import CheckpointFiles, Progress
 from paceline.model.parallel.model import Share, load_shard, share_of
 from paceline.model.parallel.runner import LeadersCache, LeadingRunner, RankRunner, agreed, lead
 from paceline.model.quantized import (
@@ -533,6 +534,9 @@ def load_pretrained(
         if part is None:
             kept = KeptWeights.of(meta_model(config), files, None, device, dtype)
         names = [name for name in files if name not in kept.tensors]
+    elif checkpoint.folder is not None and prefix_of(read_json(checkpoint.folder, INDEX)):
+        stored = CheckpointFiles(path)
+        config, names, read = plain_config(checkpoint), [*stored], stored.read
     if config is not None:
         loader, location = part or kept.without(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]), None
         options |= {"config": config, "state_dict": {name: _Lazy(partial(read, name)) for name in names}}

@@ -27,14 +27,17 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from paceline.checkpoint.folder import folder_of
 from paceline.checkpoint.gguf.weights import GgufWeights
+from paceline.checkpoint.size import prefix_of
+from paceline.checkpoint.translated import INDEX
 from paceline.errors import ConfigError
 from paceline.model.parallel.plan import ParameterShard, ShardPlan
 
 Progress = Callable[[int, int], None]
 """(bytes that are loaded, bytes of the rank)."""
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SINGLE = "model.safetensors"
 _MAPPED_BYTES = 16 << 20
 _NUM_NAMED = 3
 
@@ -104,7 +107,7 @@ class CheckpointFiles:
     def __init__(self, path: str) -> None:
         """Raises ConfigError if ``path`` holds no safetensors files."""
         self.path = path
-        directory = Path(path).expanduser()
+        directory = folder_of(path) or Path(path).expanduser()
         if not directory.is_dir():
             patterns = ["*.safetensors", "*.json"]
             try:
@@ -113,11 +116,12 @@ class CheckpointFiles:
                 raise ConfigError(f"model {path!r} could not be fetched: {error}") from error
         self._file_of: dict[str, Path] = {}
         self._handles: dict[Path, Any] = {}
-        self._mapped = 0
+        self._mapped, self._prefix = 0, ""
         try:
-            if (directory / _INDEX).is_file():
-                weight_map = json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-                self._file_of = {name: directory / file for name, file in weight_map.items()}
+            if (directory / INDEX).is_file():
+                index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+                self._file_of = {name: directory / file for name, file in index["weight_map"].items()}
+                self._prefix = prefix_of(index)
             elif (directory / _SINGLE).is_file():
                 self._file_of = dict.fromkeys(self._open(directory / _SINGLE).keys(), directory / _SINGLE)
             else:
@@ -147,9 +151,7 @@ class CheckpointFiles:
 
     def read(self, name: str) -> Tensor:
         """A whole tensor as it is stored."""
-        tensor: Tensor = (
-            self._slice(name)[...] if self.shape(name) else self._open(self._file_of[name]).get_tensor(name)
-        )
+        tensor: Tensor = self._slice(name)[...] if self.shape(name) else self._number(name)
         return tensor.clone()
 
     def copy(self, name: str, box: tuple[slice, ...], target: Tensor) -> None:
@@ -159,15 +161,19 @@ class CheckpointFiles:
         whole = self._slice(name)
         shape = whole.get_shape()
         if not shape:
-            target.copy_(self._open(self._file_of[name]).get_tensor(name).reshape(target.shape))
+            target.copy_(self._number(name).reshape(target.shape))
             return
         part = whole[box]
         target.copy_(part.reshape(target.shape))
         self._mapped += part.shape[0] * torch.Size(shape[1:]).numel() * part.itemsize  # whole rows come into memory
 
+    def _number(self, name: str) -> Tensor:
+        tensor: Tensor = self._open(self._file_of[name]).get_tensor(self._prefix + name)
+        return tensor
+
     def _slice(self, name: str) -> Any:
         try:
-            return self._open(self._file_of[name]).get_slice(name)
+            return self._open(self._file_of[name]).get_slice(self._prefix + name)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"model {self.path!r} is not whole: {name}: {error}") from error
 
