@@ -186,7 +186,7 @@ class Simulation:
         )
         if free_rows is not None:
             self.target.allocation.cost = FreeRows(free_rows)  # type: ignore[assignment]
-            self.target.adapt_drafting = lambda step: None  # type: ignore[method-assign]
+            self.target.adapt_drafting = lambda done: None  # type: ignore[method-assign]
         drafter = ModelDrafter(draft.runner(64), max_leaves=max_leaves, max_prefill_tokens=256, top_m=256)
         self._draft_clock = DraftClock(self._clock, self._draft_step_s)
         self.draft = DraftEngine(

@@ -202,6 +202,20 @@ def test_the_head_of_a_sharded_target_changes_no_text(method: str, draft: int | 
     assert not any(r.speculation.drafted for r in plain)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_compiled_ranks_of_rounded_weights_change_no_text(quantization: str) -> None:
+    """In bfloat16, as they are served: proposals are verified by the bits of plain decoding."""
+    config = config_of(TARGET_DIR.parent, target=2)
+    options = {"compile": True, "quantization": quantization, "dtype": "bfloat16", "batch_invariant": "require"}
+    config = config.model_copy(update={"target": config.target.model_copy(update=options)})
+    with LocalPipeline(config) as pipeline:
+        plain, overlapped = outputs(pipeline, MODES[:2])
+        accepted = pipeline.generate("import os\n", SamplingParams(max_tokens=60), MODES[1]).result.speculation.accepted
+    assert overlapped == plain
+    assert accepted > 0
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
 def test_a_rank_that_draws_by_another_seed_is_caught(

@@ -5,25 +5,30 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from tests.model.parallel.ranks import load
 from tests.support.late import LateDevice
+from tests.support.models import pair
 from tests.support.mutants import mutant
-from tests.support.pump import Pump, Request
+from tests.support.pump import Pump, Request, in_mode
+from tests.target.storm import Storm
+from tests.target.test_flight import requests
 from torch import Tensor
 
 from paceline.errors import EngineError, RanksLostError
 from paceline.messages import Outcome
 from paceline.model.compiled.backend import DeviceBackend
+from paceline.model.loading import LoadedModel
 from paceline.model.parallel.collectives import Collectives, TorchCollectives
 from paceline.model.parallel.runner import Follower, RankRunner, Sampled
 from paceline.model.runner import ModelRunner
 from paceline.model.step_plan import StepPlan
 from paceline.target.runners import Runners
-from paceline.types import Result
+from paceline.types import Mode, Result
 
 PAGES = 24
 _last: list[Any] = [None]
@@ -96,6 +101,16 @@ def broken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TorchCollectives, "check", check)
 
 
+def follow(model: LoadedModel, pages: int) -> None:
+    """Takes the steps of the first rank."""
+    runner = model.runner(pages, max_sessions=16)
+    cache, dtype, window = runner.cache, runner.dtype, runner.sliding_window
+    runner.backend = DeviceBackend(cache, dtype, window, kernel=model.kernel, recorder=None, max_shapes=1000)
+    follower = Follower(runner)
+    while follower.step():
+        pass
+
+
 def serve(
     group: Collectives,
     path: str,
@@ -115,12 +130,7 @@ def serve(
         for name in mistakes[group.rank]:
             globals()[name](patch)
         if group.rank:
-            runner = model.runner(pages, max_sessions=16)
-            cache, dtype, window = runner.cache, runner.dtype, runner.sliding_window
-            runner.backend = DeviceBackend(cache, dtype, window, kernel=model.kernel, recorder=None, max_shapes=1000)
-            follower = Follower(runner)
-            while follower.step():
-                pass
+            follow(model, pages)
             return None
         pump = Pump(model, None, pages=pages, max_step_tokens=100, late=0.1)
         device = LateDevice(pump.clock, lambda n: 1e-3)
@@ -145,3 +155,18 @@ def serve(
             return {}, pump.target.stats.steps_ahead, tokens
         pump.target.close()
         return results, pump.target.stats.steps_ahead, tokens
+
+
+def storm(group: Collectives, path: str, asked: dict[str, Request], seed: int) -> tuple[Any, Counter[str]] | None:
+    """On rank 0: results of sessions with drafts in a storm, and what it has counted."""
+    model = load(group, path, torch.float32)
+    if group.rank:
+        follow(model, PAGES)
+        return None
+    with pytest.MonkeyPatch.context() as patch:
+        pump = Storm(model, pair("llama")[1], patch, seed, targets_die=False, pages=PAGES)
+        gone = {f"gone{name}": request for name, request in requests(seed + 1, 6).items()}
+        results = pump.run(in_mode(asked | gone, Mode.OVERLAPPED))
+        pump.require_totals()
+        pump.target.close()
+    return {name: results[name] for name in asked}, pump.counts

@@ -43,6 +43,7 @@ class Direct:
         budget: int = 64,
         max_len: int = 512,
         holds_outcomes: bool = False,
+        adaptive: bool = True,
     ) -> None:
         self.sent: list = []
         self.clock = Clock()
@@ -53,6 +54,7 @@ class Direct:
             max_step_tokens=budget,
             max_model_len=max_len,
             holds_outcomes=holds_outcomes,
+            adaptive=adaptive,
             clock=self.clock,
         )
 

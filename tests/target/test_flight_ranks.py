@@ -7,6 +7,7 @@ committed although a rank did not come.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.model.parallel.ranks import Ranks
 from tests.support.hybrids import hybrid_model
 from tests.support.models import save_pair
 from tests.support.pump import Request, assert_same
-from tests.target.flight_ranks import serve
+from tests.target.flight_ranks import serve, storm
 from tests.target.test_flight import requests
 
 pytestmark = pytest.mark.slow
@@ -57,6 +58,17 @@ def test_texts_are_those_of_serial_steps(two: Ranks, path: str, serial: Served) 
     results, num_ahead, _ = ahead(two, path)
     assert_same(results, serial[0])
     assert num_ahead > 30
+
+
+def test_a_storm_with_drafts(two: Ranks, path: str, serial: Served) -> None:
+    """Sessions leave, drafts die and come back, pages are few; with drafts, steps are settled behind the next launch,
+    without them the next one is launched ahead."""
+    total: Counter[str] = Counter()
+    for seed in range(2):
+        results, counts = two.run(storm, path, asked(), seed)[0]
+        assert_same(results, serial[0])
+        total += counts
+    assert all(total[name] > 0 for name in ("nodes_used", "steps_ahead", "preemptions"))
 
 
 def test_linear_layers_of_two_ranks(two: Ranks, tmp_path: Any) -> None:

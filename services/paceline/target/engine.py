@@ -5,7 +5,8 @@ one by then; of a step with drafts it only launches one, or finishes one (``flig
 forward begins, and what is in flight is announced before the forward that verifies it; on an asynchronous device right
 after its launch. Where what sends them shares the engine's interpreter (``holds_outcomes``), both leave together, at
 that time, or once no session is ready for a step: a forward runs without the interpreter, the choice of its sessions
-and proposals does not, and routers and drafts have one message to take instead of two.
+and proposals does not, and routers and drafts have one message to take instead of two. On an asynchronous device they
+leave then in any case.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,10 +47,10 @@ from paceline.model.step_plan import SequenceStep
 from paceline.target.branches import accepted_table, branches_of, page_tables, sequence_steps
 from paceline.target.control.allocation import Allocation
 from paceline.target.control.session_gate import SessionGate
-from paceline.target.control.step_meter import DecidedRound, MeasuredStep, StepMeter
+from paceline.target.control.step_meter import DecidedRound, StepMeter
 from paceline.target.control.waiting import WaitPolicy
 from paceline.target.cores import TargetCores
-from paceline.target.flight import Flight
+from paceline.target.flight import Finished, Flight
 from paceline.target.heads.driver import Heads
 from paceline.target.heads.feeding import Computed
 from paceline.target.heads.mounted import MountedHead
@@ -159,11 +159,13 @@ class TargetEngine:
         self.ranks = self._meter.ranks
         self._emit = emit
         self._holds_outcomes = holds_outcomes
-        self._held: list[FromTarget] = []
+        self.held: list[FromTarget] = []
         """Messages that are sent together with the next ones."""
         self._flight: Flight | None = None
         """The step that was launched ahead of its turn, or is not awaited yet; between two calls of ``step``, the only
         one in flight."""
+        self._unsettled: Finished | None = None
+        """The last step, if it was only committed so far."""
         self._clock = clock
         self._max_model_len = max_model_len
         self._scheduler = Scheduler(
@@ -250,12 +252,15 @@ class TargetEngine:
         """Does one step. False: no session is ready until a message comes or ``wait_s`` has passed."""
         flight = self._flight
         if flight is None:
-            started, parts = self._schedule()
+            try:
+                started, parts = self._schedule()
+                flight = self._launch(parts, started) if parts else None
+            finally:  # whatever becomes of this step, the last one has succeeded
+                self.settle_step()
             if not parts:
                 self.send_held()
                 self._meter.idle(waiting=bool(self._scheduler.running))
                 return self._send_states()
-            flight = self._launch(parts, started)
             if flight is None:
                 return True
             if self._overlaps and any(part.session.draft_available for part in flight.parts):
@@ -265,10 +270,10 @@ class TargetEngine:
         self._flight = self._launch_ahead(flight)
         if flight.is_ahead:
             self._follow_outcomes()
-            self._held += self._in_flight([part for part in flight.parts if self.is_open(part.session)])
+            self.held += self.in_flight_of([part for part in flight.parts if self.is_open(part.session)])
             self._meter.begin_ahead()
         self.send_held()
-        self._finish(flight)
+        self.finish_step(flight)
         return True
 
     def _receive_during(self, flight: Flight) -> None:
@@ -292,17 +297,21 @@ class TargetEngine:
 
     def _launch(self, parts: Sequence[Scheduled], started: float) -> Flight | None:
         """Announces and launches a step; None: it had no memory."""
-        self._held += self._in_flight(parts)
+        announced = self.in_flight_of(parts)
         self._meter.begin(parts, started, self.heads.take_s())
         wants_states = self.link is not None or (bool(self.heads) and self.heads.wants_states())
         on_states = None if self.hints is None else self._send_hints
         if not self.runners.is_asynchronous:  # the forward ends when the step is done
+            self.held += announced
             self.send_held()
         try:
             forwarded = self.runners.forward(parts, wants_states=wants_states, on_states=on_states)
         except NoMemoryError as error:
             self.abandon_step(parts, error)
             return None
+        if self.runners.is_asynchronous:
+            self.settle_step()  # outcomes come before what is verified after them
+            self.held += announced
         return self.on_launched(parts, forwarded, is_ahead=False)
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
@@ -351,29 +360,45 @@ class TargetEngine:
         """True if this very session is open; another one may have its name."""
         return self._sessions.get(session.session_id) is session
 
-    def _finish(self, flight: Flight) -> None:
-        """Waits for a step, commits its verdicts and sends the outcomes."""
+    def finish_step(self, flight: Flight) -> None:
+        """Waits for a step, commits its verdicts and sends the outcomes; if the next step can be launched before that,
+        only commits."""
         forwarded, verdicts = flight.forwarded, self._verdicts(flight)
         self.runners.check()
         flight.release_pages(self.runner.cache)
-        step = self._meter.decided(flight.parts)
+        done = Finished(flight.parts, self._meter.decided())
         if flight.is_ahead or flight.awaited_from:  # sessions may have ended since
-            verdicts = [v for v, part in zip(verdicts, step.verifying, strict=True) if self.is_open(part.session)]
-            parts = [part for part in step.parts if self.is_open(part.session)]
-            step = replace(step, parts=parts, verifying=[part for part in parts if part.verifies])
-        self.heads.charge_guesses([part.session for part in step.parts if part.guess_tables], step.guess_s)
-        self._held += self.commit_verdicts(step, verdicts)
+            verifying = [part for part in flight.parts if part.verifies]
+            verdicts = [v for v, part in zip(verdicts, verifying, strict=True) if self.is_open(part.session)]
+            done.open = [part for part in done.parts if self.is_open(part.session)]
+        if self._overlaps and self._flight is None and forwarded.scored is None:
+            self.commit_verdicts(done, verdicts)
+            self._unsettled = done
+            self._meter.ended()
+            return
+        step = done.step = self._meter.measure(done.parts, done.times)
+        self.heads.charge_guesses([part.session for part in done.open if part.guess_tables], step.guess_s)
+        self.commit_verdicts(done, verdicts)
+        self.tell_rounds(done)
         if not self._holds_outcomes or forwarded.scored is not None:  # no outcome waits for what follows
             self.send_held()
         if forwarded.scored is not None:
-            self._send(self._score(flight.parts, forwarded.scored))
+            self.send(self._score(flight.parts, forwarded.scored))
         if forwarded.guessed is not None:
-            self._learn_guesses(step, forwarded.guessed)
+            self._learn_guesses(done, forwarded.guessed)
         if self.heads or self.link is not None:
-            self._use_states(step, forwarded.states)
+            self._use_states(done, forwarded.states)
             self._send_states()
-        self.adapt_drafting(step)
-        self._meter.end(step)
+        self.adapt_drafting(done)
+        self._meter.ended()
+
+    def settle_step(self) -> None:
+        """Tells and accounts for a step that was only committed, if there is one."""
+        done, self._unsettled = self._unsettled, None
+        if done is not None:
+            done.step = self._meter.measure(done.parts, done.times)
+            self.tell_rounds(done)
+            self.adapt_drafting(done)
 
     def _verdicts(self, flight: Flight) -> list[Verdict | PacelineError]:
         """Verdicts of the parts that verify, in order. Drops the step ahead where the device could not decide."""
@@ -397,7 +422,7 @@ class TargetEngine:
             part.session.join(self.runner.cache, part.session.pages)
         failed = SessionFailed(error.session.session_id, error.session.epoch, str(error))
         self.close_session(error.session)
-        self._send([failed])
+        self.send([failed])
         self._meter.idle(waiting=False)
 
     def calibrate(self) -> None:
@@ -492,6 +517,7 @@ class TargetEngine:
 
     def close(self) -> None:
         """Releases the other ranks of the model, if there are any, and ends its compilation. Idempotent."""
+        self.settle_step()
         self.send_held()
         self.heads.shutdown()
         self.runners.close()
@@ -516,7 +542,7 @@ class TargetEngine:
             self.close_session(old)
         if message.suspected_s > 0 and any(s.suspected_until > self._clock() for s in self._sessions.values()):
             reason = "a session that targets were lost under is served: another one has to wait"
-            self._send([SessionFailed(message.session_id, message.epoch, reason, turned_away=True)])
+            self.send([SessionFailed(message.session_id, message.epoch, reason, turned_away=True)])
             return []
         form, output = message.sampling.structured_output, message.token_ids[message.num_prompt_tokens :]
         try:
@@ -540,7 +566,7 @@ class TargetEngine:
             self._check_fits(session)
         except PacelineError as error:
             at_fault = isinstance(error, InvalidRequestError)
-            self._send([SessionFailed(message.session_id, message.epoch, str(error), at_fault)])
+            self.send([SessionFailed(message.session_id, message.epoch, str(error), at_fault)])
             return []
         if not self._sessions:
             self._meter.idle(waiting=False)  # until now there was nothing to do, even if no step was asked for
@@ -613,7 +639,7 @@ class TargetEngine:
         if session.draft_available and session.tree_is_current and session.nodes_context_len == session.num_tokens:
             self.stats.trees_lost += 1
             session.draft_available = False  # until it is re-opened
-            self._send([TreeLost(session.session_id, session.epoch)])
+            self.send([TreeLost(session.session_id, session.epoch)])
 
     def _follow_outcomes(self) -> None:
         """Walks the trees along the last outcomes, with the nodes that arrived while their step ran."""
@@ -633,7 +659,7 @@ class TargetEngine:
         self.stats.ahead_rounds += num_rounds
         self.stats.ahead_depth_total += depth_total
 
-    def _in_flight(self, parts: Sequence[Scheduled]) -> list[InFlight]:
+    def in_flight_of(self, parts: Sequence[Scheduled]) -> list[InFlight]:
         """Returns the proposals in flight for the drafts, which grow below them during verification."""
         in_flight = []
         for part in parts:
@@ -647,30 +673,29 @@ class TargetEngine:
                 in_flight.append(InFlight(session.session_id, session.epoch, part.stop, node_ids))
         return in_flight
 
-    def commit_verdicts(self, step: MeasuredStep, verdicts: Sequence[Verdict | PacelineError]) -> list[FromTarget]:
+    def commit_verdicts(self, done: Finished, verdicts: Sequence[Verdict | PacelineError]) -> None:
         """Commits the verdicts of a step and the rows that it computed for them. A session whose verdict is an error
         ends."""
         self.stats.preemptions = self._scheduler.num_preemptions
-        decided: list[DecidedRound] = []
-        for part, verdict in zip(step.verifying, verdicts, strict=True):
-            if isinstance(verdict, Verdict):
-                num_emitted, finish_reason = part.session.cut(verdict.token_ids)
-                num_accepted = verdict.num_accepted if finish_reason is None else min(verdict.num_accepted, num_emitted)
-                decided.append((part, verdict, num_accepted, num_emitted, finish_reason))
-        self._meter.rounds(step, decided)
         heads = self.heads if self.heads else None
-        if len(decided) == len(verdicts):
-            return [self._commit_round(step, each, heads) for each in decided]
-        messages: list[FromTarget] = []
-        rounds = iter(decided)
-        for part, verdict in zip(step.verifying, verdicts, strict=True):
+        verifying = [part for part in done.open if part.verifies]
+        row_s = 0.0 if done.step is None else done.step.row_s / max(1, len(verifying))
+        for part, verdict in zip(verifying, verdicts, strict=True):
+            session = part.session
             if isinstance(verdict, Verdict):
-                messages.append(self._commit_round(step, next(rounds), heads))
+                done.rounds.append(self._commit_round(part, verdict, done.times.decided_at, heads, row_s))
             else:
-                self.close_session(part.session)
+                self.close_session(session)
                 at_fault = isinstance(verdict, InvalidRequestError)
-                messages.append(SessionFailed(part.session.session_id, part.session.epoch, str(verdict), at_fault))
-        return messages
+                done.failed.append(SessionFailed(session.session_id, session.epoch, str(verdict), at_fault))
+        done.running = [*self._scheduler.running]
+
+    def tell_rounds(self, done: Finished) -> None:
+        """Counts the rounds of a step, and makes the messages about them."""
+        assert done.step is not None
+        done.num_emitted = self._meter.rounds(done.step, done.times, done.rounds)
+        self.held += [outcome_of(each) for each in done.rounds]
+        self.held += done.failed
 
     def _score(self, parts: Sequence[Scheduled], logits: Tensor) -> list[PromptScores | SessionFailed]:
         """Returns log probabilities of prompts. ``logits``: all rows of the scored parts, in order."""
@@ -696,46 +721,41 @@ class TargetEngine:
             messages.append(PromptScores(session.session_id, session.epoch, logprobs))
         return messages
 
-    def _commit_round(self, step: MeasuredStep, decided: DecidedRound, heads: Heads | None) -> Outcome:
-        """Commits one session's verdict. ``heads``: None if there are none."""
-        part, verdict, num_accepted, num_emitted, finish_reason = decided
+    def _commit_round(
+        self, part: Scheduled, verdict: Verdict, decided_at: float, heads: Heads | None, row_s: float
+    ) -> DecidedRound:
+        """Commits one session's verdict. ``heads``: None if there are none; ``row_s``: seconds of a draft token."""
         session, proposal, cache = part.session, part.proposal, self.runner.cache
-        token_ids, logprobs, top_logprobs = verdict.token_ids, verdict.logprobs, verdict.top_logprobs
+        num_emitted, finish_reason = session.cut(verdict.token_ids)
+        num_accepted, token_ids = verdict.num_accepted, verdict.token_ids
         if finish_reason is not None:
-            token_ids, logprobs = token_ids[:num_emitted], logprobs[:num_emitted]
-            top_logprobs = top_logprobs[:num_emitted]
+            num_accepted, token_ids = min(num_accepted, num_emitted), token_ids[:num_emitted]
         if part.tables:
             path = proposal.along(token_ids[:num_accepted])
             session.join(cache, accepted_table(proposal, path, part.tables))
         elif part.guess_tables:
             session.join(cache, session.pages)
-        outcome = Outcome(
-            session.session_id,
-            session.epoch,
-            part.stop,
-            token_ids,
-            logprobs,
-            round_of(part, session.cause, num_accepted),
-            finish_reason,
-            session.cached_tokens if session.cause is Cause.START else 0,
-            top_logprobs,
+        heard = session.draft_heard if session.draft_available else None
+        waiting_since, outcome_at = session.waiting_since, session.outcome_at
+        decided = DecidedRound(
+            part, verdict, num_accepted, num_emitted, finish_reason, session.cause, heard, waiting_since, outcome_at
         )
         session.waiting_since = None
+        session.verified_draft = len(proposal.node_ids) > 0 and proposal.producer is Producer.DRAFT
         if heads is not None:
-            row_s = step.row_s * part.num_drafted / max(1, len(step.verifying))
-            heads.observe(session, proposal, verdict.token_ids[: verdict.num_accepted], row_s)
-        session.commit_outcome(token_ids, step.decided_at)
+            heads.observe(session, proposal, verdict.token_ids[: verdict.num_accepted], row_s * part.num_drafted)
+        session.commit_outcome(token_ids, decided_at)
         session.commit_rows(cache, part.stop + num_accepted)  # to its end: others may share the prefix
         if finish_reason is not None:
             self.close_session(session)
         elif heads is not None:
             heads.advance(session)
-        return outcome
+        return decided
 
-    def _learn_guesses(self, step: MeasuredStep, logits: Tensor) -> None:
+    def _learn_guesses(self, done: Finished, logits: Tensor) -> None:
         """Sends heads the likeliest tokens after their guesses, for sessions that continue."""
         likeliest, start = logits.argmax(-1).tolist(), 0
-        for part in step.parts:
+        for part in done.open:
             stop = start + len(part.guess_tables)
             if stop > start and self._sessions.get(part.session.session_id) is part.session:
                 self.heads.learn(part.session, likeliest[start:stop])
@@ -744,7 +764,7 @@ class TargetEngine:
     def _send_hints(self, parts: Sequence[Scheduled], states: Tensor) -> None:
         """Sends hints about likely tokens to drafts, while the rest of the forward of ``parts`` still runs."""
         assert self.hints is not None
-        self._send(self.hints.of(parts, states))
+        self.send(self.hints.of(parts, states))
         self.stats.hints_sent, self.stats.hints_bytes = self.hints.num_sent, self.hints.num_bytes
 
     def _send_states(self) -> bool:
@@ -753,33 +773,33 @@ class TargetEngine:
             return False
         messages = self.link.take(self._sessions.values())
         self.stats.states_sent, self.stats.states_bytes = self.link.num_sent, self.link.num_bytes
-        self._send(messages)
+        self.send(messages)
         return bool(messages)
 
-    def _use_states(self, step: MeasuredStep, states: Tensor | None) -> None:
+    def _use_states(self, done: Finished, states: Tensor | None) -> None:
         """Feeds the step's states of sessions that go on to the heads, and keeps them for drafts."""
         computed, row, logits_row = [], 0, 0
-        for part in step.parts:
+        for part in done.open:
             session, verifies = part.session, part.verifies
             if self._sessions.get(session.session_id) is session:
                 num_accepted = session.num_computed - part.stop
                 computed.append(Computed(session, part.start, row, logits_row if verifies else -1, num_accepted))
             row += part.num_tokens
             logits_row += part.num_drafted + 1 if verifies else 0
-        if states is not None and any(part.tables for part in step.parts):
-            states = self.accepted_first(step, states)
+        if states is not None and any(part.tables for part in done.open):
+            states = self.accepted_first(done, states)
         if self.link is not None and states is not None:
             self.link.keep(computed, states)
         if self.heads:
             self.heads.feed(computed, states)
             self.heads.book()
 
-    def accepted_first(self, step: MeasuredStep, states: Tensor) -> Tensor:
+    def accepted_first(self, done: Finished, states: Tensor) -> Tensor:
         """Reorders a step's states so that accepted tokens directly follow their context, as in a chain."""
         features = self.runner.features
         assert features is not None
         index: list[int] = []
-        for part in step.parts:
+        for part in done.open:
             num_context = part.stop - part.start if features.every_position else int(part.verifies)
             num_accepted = max(0, part.session.num_computed - part.stop)
             path = part.proposal.along(part.session.tokens[part.stop : part.stop + num_accepted])
@@ -788,37 +808,39 @@ class TargetEngine:
             index += [*range(len(index), base), *(base + i for i in path), *(base + i for i in rest)]
         return states[upload(index, states.device)]
 
-    def adapt_drafting(self, step: MeasuredStep) -> None:
+    def adapt_drafting(self, done: Finished) -> None:
         """Pauses drafting where it has no gain, and resumes it where it may."""
-        if not self.allocation.adaptive:
-            return
-        running, now = self._scheduler.running, step.decided_at
-        self._meter.compare(step, running)
-        for part in step.verifying:
-            session = part.session
-            if session.draft_available and session.session_id in self._sessions:
-                self.gate.review(session, len(running))
-        self.gate.tick(now, len(running), self._sessions.values())
-        self._send_wishes()
+        times, running = done.times, done.running
+        if self.allocation.adaptive:
+            assert done.step is not None
+            self._meter.compare(done.step, times, len(done.open), done.num_emitted, running)
+            for part, *_ in done.rounds:
+                session = part.session
+                if session.draft_available and self.is_open(session):
+                    self.gate.review(session, len(running))
+            self.gate.tick(times.decided_at, len(running), self._sessions.values())
+            self._send_wishes()
+        self._meter.book(times)
 
     def _send_wishes(self) -> None:
         """Tells routers which sessions should have a draft from now on, and which should not."""
         gate = self.gate
         if gate.messages:
             self.stats.drafts_paused, self.stats.drafts_resumed = gate.num_pauses, gate.num_resumptions
-            self._send(gate.messages)
+            self.send(gate.messages)
             gate.messages = []
 
     def send_held(self) -> None:
         """Sends the outcomes that were held back."""
-        if held := self._held:
-            self._held = []
+        if held := self.held:
+            self.held = []
             self._emit(held)
 
-    def _send(self, messages: Sequence[FromTarget]) -> None:
+    def send(self, messages: Sequence[FromTarget]) -> None:
         """Sends the messages that are held back, then these."""
         if messages:
-            self._held += messages
+            self.settle_step()
+            self.held += messages
             self.send_held()
 
 
@@ -832,6 +854,26 @@ def _cause(part: Scheduled, *, drafted: bool) -> Cause:
     if not session.draft_available and not part.proposal.draft_ids:
         return Cause.DRAFT_DOWN if drafted else Cause.DISABLED
     return session.cause
+
+
+def outcome_of(decided: DecidedRound) -> Outcome:
+    """The message about a round."""
+    part, verdict, num_accepted, num_emitted, finish_reason, cause, *_ = decided
+    session, token_ids, logprobs, top_logprobs = part.session, verdict.token_ids, verdict.logprobs, verdict.top_logprobs
+    if finish_reason is not None:
+        token_ids, logprobs = token_ids[:num_emitted], logprobs[:num_emitted]
+        top_logprobs = top_logprobs[:num_emitted]
+    return Outcome(
+        session.session_id,
+        session.epoch,
+        part.stop,
+        token_ids,
+        logprobs,
+        round_of(part, cause, num_accepted),
+        finish_reason,
+        session.cached_tokens if cause is Cause.START else 0,
+        top_logprobs,
+    )
 
 
 def round_of(part: Scheduled, cause: Cause, num_accepted: int) -> Round:

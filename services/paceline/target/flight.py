@@ -8,7 +8,9 @@ asynchronous device it launches the next step before it finishes this one, from 
 
 So the host's work takes time only where it is longer than the device's. A step with drafts is awaited only after most
 of the time that it is expected to take, and what comes until then is received meanwhile: drafts' tokens are in the
-trees when the outcome is known, and no step waits for their messages to be read.
+trees when the outcome is known, and no step waits for their messages to be read. What the next step does not need of
+this one is left for after its launch: ``Finished`` has what sessions were when it was decided, so whatever happens to
+them until then does not matter. It is settled as well where the next step fails or there is none.
 
 At most two steps are in flight, and the second is launched under one rule: nothing of it depends on what the first
 decides, except for the values of tokens.
@@ -35,7 +37,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from paceline.core.verification import Drawn
+from paceline.messages import SessionFailed
 from paceline.model.kv_cache import KVCache
+from paceline.target.control.step_meter import DecidedRound, MeasuredStep, StepTimes
 from paceline.target.runners import Forwarded
 from paceline.target.scheduler import Scheduled
 from paceline.target.session import TargetSession
@@ -80,3 +84,24 @@ class Flight:
         """Releases the pages of sessions that ended. Only once the step is done."""
         cache.release(self.pages)
         self.pages = []
+
+
+@dataclass(slots=True)
+class Finished:
+    """A step whose verdicts are known."""
+
+    parts: Sequence[Scheduled]
+    times: StepTimes
+    open: Sequence[Scheduled] = ()
+    """The parts of sessions that had not ended by then."""
+    rounds: list[DecidedRound] = field(default_factory=list)
+    """What was committed, in the order of the parts."""
+    failed: list[SessionFailed] = field(default_factory=list)
+    running: Sequence[TargetSession] = ()
+    """Sessions that were served when it was decided."""
+    step: MeasuredStep | None = None
+    """None: it is not measured yet."""
+    num_emitted: int = 0
+
+    def __post_init__(self) -> None:
+        self.open = self.parts

@@ -41,7 +41,7 @@ def test_branches_are_charged_to_the_draft_tokens_or_the_guesses_that_need_them(
     cost, branch_s, size = allocation.cost, allocation.branch_s, 6 + guesses
     drafted_s = cost.seconds(size) - cost.seconds(size - 4)
     guess_s = cost.seconds(size) - cost.seconds(size - guesses) + guesses * branch_s
-    step = meter.decided([part(4, num_branches), part(guesses=guesses)])
+    step = meter.measure([part(4, num_branches), part(guesses=guesses)], meter.decided())
     assert step.row_s == pytest.approx((drafted_s + num_branches * branch_s) * 2 / 4)
     assert step.guess_s == pytest.approx(guess_s)
     assert step.decoding == 1.0

@@ -130,10 +130,13 @@ class SessionGate:
         if self._trial is session:
             self._trial, self._ended = None, session
 
-    def observe(self, session: TargetSession, num_rows: int, num_trimmed: int, accepted: int, lost: float) -> None:
-        """Books a round of a session that has a draft and is not paused; ``lost``: in tokens, see the module's head."""
+    def observe(
+        self, session: TargetSession, num_rows: int, num_trimmed: int, accepted: int, lost: float, *, heard: bool
+    ) -> None:
+        """Books a round of a session that has a draft and is not paused; ``lost``: in tokens, see the module's head;
+        ``heard``: the draft had sent nodes."""
         account = session.account
-        if not session.draft_heard:
+        if not heard:
             account.unheard += 1
             if account.unheard < 2 * WINDOW:
                 account.lost += lost

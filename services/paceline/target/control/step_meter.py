@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.core.statistics import Ewma
 from paceline.core.tree import Producer
@@ -117,17 +118,27 @@ class StepSizes:
         return found
 
 
-@record
-class MeasuredStep:
-    """A step whose verdicts are known: its times in seconds, and the cost of its draft tokens."""
+class StepTimes(NamedTuple):
+    """Times of a step whose verdicts are known, in seconds."""
 
-    parts: Sequence[Scheduled]
-    verifying: Sequence[Scheduled]
-    """The parts that verify: kept here, since their sessions grow when they are committed."""
     started: float
     """Time before its sessions were chosen."""
+    forward_at: float
+    """Time when its forward began."""
+    is_ahead: bool
+    """It was launched before the one in front of it was done."""
     decided_at: float
     """Time when its verdicts were known."""
+    last_at: float
+    """The same of the step before it; 0: it is the first one."""
+    follows: bool
+    """There was no pause since that step."""
+
+
+@record
+class MeasuredStep:
+    """The cost of a step's draft tokens, in seconds."""
+
     row_s: float
     """Delay by one draft token, summed over the sessions of the step."""
     plain_s: float
@@ -138,13 +149,27 @@ class MeasuredStep:
     """Share of the step's time, 0 to 1, that it would have taken without its prefill chunks."""
 
 
-DecidedRound = tuple[Scheduled, Verdict, int, int, FinishReason | None]
-"""Outcome of one part of a step: verdict, accepted tokens, emitted tokens (both cut at the session's end), and the
-reason if the session ends here."""
+class DecidedRound(NamedTuple):
+    """Outcome of one part of a step, and what its session was when it was decided."""
+
+    part: Scheduled
+    verdict: Verdict
+    num_accepted: int
+    """Accepted tokens, cut at the session's end."""
+    num_emitted: int
+    """Emitted tokens, cut as well."""
+    finish_reason: FinishReason | None
+    """The reason if the session ends here."""
+    cause: Cause
+    heard: bool | None
+    """Its draft has sent nodes; None: it had no draft."""
+    waiting_since: float | None
+    outcome_at: float
 
 
 class StepMeter:
-    """Measures the steps of one engine: ``begin`` or ``begin_ahead``, ``decided``, ``rounds``, ``compare``, ``end``."""
+    """Measures the steps of one engine: ``begin`` or ``begin_ahead``, ``decided``, ``ended``. Then, or after
+    the next step has begun, ``measure``, ``rounds``, ``compare`` and ``book`` account for it."""
 
     def __init__(
         self, clock: Callable[[], float], allocation: Allocation, wait_policy: WaitPolicy, gate: SessionGate
@@ -159,7 +184,6 @@ class StepMeter:
         self._started = self._forward_at = 0.0  # of the step in progress
         self._is_ahead = False  # it was launched before the one in front of it was done
         self._ahead_s = Ewma()  # from the one to the other in steps without branches
-        self._emitted_before = 0  # tokens emitted by all steps before it
         self._ended_at: float | None = None  # of the last step; None: there was nothing to do since
         self._decided_at = 0.0  # of the last step
         self._all_waited = False  # since the last step
@@ -178,7 +202,7 @@ class StepMeter:
         """
         self._started, self._forward_at = started + head_s, self._clock()
         self.stats.head_s += head_s
-        self._emitted_before, self._is_ahead = self.stats.tokens_emitted, False
+        self._is_ahead = False
         if self._ended_at is None:
             return
         gap_s, stats = max(0.0, self._forward_at - self._ended_at - head_s), self.stats
@@ -197,13 +221,23 @@ class StepMeter:
         """Records that a step which was launched ahead is the next to be done: the device began it when the last one
         was decided, so that there is no gap."""
         self._started = self._forward_at = self._decided_at
-        self._emitted_before, self._is_ahead = self.stats.tokens_emitted, True
+        self._is_ahead = True
         self.stats.steps_ahead += 1
 
-    def decided(self, parts: Sequence[Scheduled]) -> MeasuredStep:
+    def decided(self) -> StepTimes:
         """Records the time at which the verdicts of the step are known."""
-        now, cost = self._clock(), self._allocation.cost
-        verifying = [p for p in parts if p.verifies]
+        now, last_at = self._clock(), self._decided_at
+        self._decided_at = now
+        return StepTimes(self._started, self._forward_at, self._is_ahead, now, last_at, self._ended_at is not None)
+
+    def ended(self) -> None:
+        """Records the end of a step: the time from now to the next forward is a bubble or a wait."""
+        self._ended_at, self._all_waited = self._clock(), False
+
+    def measure(self, parts: Sequence[Scheduled], times: StepTimes) -> MeasuredStep:
+        """Records what a step of these parts took."""
+        seconds, cost = times.decided_at - times.started, self._allocation.cost
+        num_verifying = sum(part.verifies for part in parts)
         num_context = num_drafted = num_branches = num_guesses = num_guessed = 0
         for part in parts:
             num_context += part.stop - part.start
@@ -213,7 +247,7 @@ class StepMeter:
             if part.guess_tables:
                 num_guesses += len(part.guesses)
                 num_guessed += len(part.guess_tables)
-        num_tokens, num_verifying = num_context + num_drafted + num_guesses, len(verifying)
+        num_tokens = num_context + num_drafted + num_guesses
         num_decoding = num_drafted + num_verifying + num_guesses  # the others belong to prefill chunks
         row_s = guess_s = 0.0
         if num_drafted:
@@ -227,36 +261,36 @@ class StepMeter:
         if any(part.scores for part in parts):  # whose logits cost more than the tokens of other steps
             decoding = 0.0
         plain_s = self._allocation.plain_s(num_verifying)
-        step = MeasuredStep(parts, verifying, self._started, now, row_s, plain_s, guess_s, decoding)
+        step = MeasuredStep(row_s, plain_s, guess_s, decoding)
         if num_context == len(parts):  # one token each; the costs above do not include this step
-            self._wait_policy.step_s.add(now - self._started)
-            ahead_s = self._forward_at - self._started
+            self._wait_policy.step_s.add(seconds)
+            forward_s, ahead_s = times.decided_at - times.forward_at, times.forward_at - times.started
             if num_branches + num_guessed:  # pages of branches are forked before the forward
-                seconds = now - self._forward_at + max(0.0, ahead_s - self._ahead_s.get(ahead_s))
-                self._allocation.observe_branches(num_branches + num_guessed, num_tokens, seconds)
+                forward_s += max(0.0, ahead_s - self._ahead_s.get(ahead_s))
+                self._allocation.observe_branches(num_branches + num_guessed, num_tokens, forward_s)
             else:
-                if not self._is_ahead:
+                if not times.is_ahead:
                     self._ahead_s.add(ahead_s)
                 if not num_drafted:
-                    self._allocation.hidden.add(float(self._is_ahead))
-                self._allocation.observe_step(num_tokens, now - self._forward_at)
+                    self._allocation.hidden.add(float(times.is_ahead))
+                self._allocation.observe_step(num_tokens, forward_s)
         self.stats.steps += 1
-        self.stats.step_s += now - self._started
+        self.stats.step_s += seconds
         self.stats.tokens_computed += num_tokens
         self.sizes.add(num_tokens)
         self.stats.guesses += num_guesses
         return step
 
-    def rounds(self, step: MeasuredStep, decided: Sequence[DecidedRound]) -> None:
-        """Counts the outcomes of a step, before they are committed."""
+    def rounds(self, step: MeasuredStep, times: StepTimes, decided: Sequence[DecidedRound]) -> int:
+        """Counts the outcomes of a step; returns the tokens that they emit."""
         stats, gate, lengths = self.stats, self._gate, self._allocation.lengths
         row_s, plain_s = step.row_s, step.plain_s
-        num_rows = num_rows_used = num_rows_trimmed = 0
+        num_rows = num_rows_used = num_rows_trimmed = num_all_emitted = 0
         finished: list[FinishedRound] = []
-        for part, verdict, num_accepted, num_emitted, _ in decided:
+        for part, verdict, num_accepted, num_emitted, _, cause, heard, waiting_since, outcome_at in decided:
             session, proposal = part.session, part.proposal
             stats.proposals_invalid += verdict.num_invalid
-            stats.tokens_emitted += num_emitted
+            num_all_emitted += num_emitted
             num_nodes = num_used = num_tried = 0  # of the draft
             path: Sequence[int] = range(verdict.num_accepted)
             if part.tables:
@@ -277,51 +311,51 @@ class StepMeter:
                 num_nodes, num_used, num_tried = part.num_drafted, num_accepted, result.places
                 session.hits.add(result.places, result.predicted, result.first, result.any)
                 self.ranks.add(proposal, path)
-            session.verified_draft = num_nodes > 0
             num_rows += num_nodes
             num_rows_used += num_used
             num_rows_trimmed += part.num_trimmed
             if session.k:
                 lengths.add(part.num_drafted)
-            if session.cause is Cause.START:
+            if cause is Cause.START:
                 stats.cached_tokens += session.cached_tokens
             else:
                 waited_s = answer_s = 0.0
-                if session.draft_available:
-                    if session.waiting_since is not None:
-                        waited_s = step.started - session.waiting_since
-                        if num_nodes and session.cause in MISSES:
+                if heard is not None:
+                    if waiting_since is not None:
+                        waited_s = times.started - waiting_since
+                        if num_nodes and cause in MISSES:
                             answer_s = waited_s
                     lost_s = waited_s + row_s * num_nodes
                     lost = lost_s / plain_s if plain_s > 0 else 0.0
-                    gate.observe(session, num_nodes, part.num_trimmed, num_used, lost)
-                finished.append((num_tried, num_used, num_emitted, step.decided_at - session.outcome_at, answer_s))
-            if not num_nodes and session.draft_available:
+                    gate.observe(session, num_nodes, part.num_trimmed, num_used, lost, heard=heard)
+                finished.append((num_tried, num_used, num_emitted, times.decided_at - outcome_at, answer_s))
+            if not num_nodes and heard is not None:
                 session.hits.fade()
         self._wait_policy.observe_rounds(finished)
         stats.rounds += len(decided)
+        stats.tokens_emitted += num_all_emitted
         stats.draft_rows += num_rows
         stats.nodes_used += num_rows_used
         stats.draft_rows_trimmed += num_rows_trimmed
+        return num_all_emitted
 
-    def compare(self, step: MeasuredStep, running: Sequence[TargetSession]) -> None:
+    def compare(
+        self, step: MeasuredStep, times: StepTimes, num_parts: int, num_tokens: int, running: Sequence[TargetSession]
+    ) -> None:
         """Records the tokens per second of a step for the choice between drafting and plain decoding at its load.
 
         Steps after a pause, of sessions that have all ended, where none may have a draft, or mostly of prefill do not
-        count.
+        count. ``num_parts``: of sessions that had not ended when it was decided; ``num_tokens``: that it emitted.
         """
         may = [s for s in running if s.k > 0]
-        if self._ended_at is None or not may or not step.parts or 2 * step.decoding < 1:
+        if not times.follows or not may or not num_parts or 2 * step.decoding < 1:
             return
-        num_tokens = self.stats.tokens_emitted - self._emitted_before
-        seconds = step.decoding * (step.decided_at - self._decided_at)
+        seconds = step.decoding * (times.decided_at - times.last_at)
         heard = sum(s.draft_available and s.draft_heard for s in may)
         if seconds > 0:
             self._allocation.tokens_per_s.add(num_tokens / seconds)
-        self._gate.trials.measure(len(step.parts), num_tokens, seconds, drafting=2 * heard >= len(may))
+        self._gate.trials.measure(num_parts, num_tokens, seconds, drafting=2 * heard >= len(may))
 
-    def end(self, step: MeasuredStep) -> None:
-        """Records the end of a step: the time from now to the next forward is a bubble or a wait."""
-        self._allocation.budget.step(step.decided_at - (self._decided_at or step.decided_at))
-        self._ended_at, self._decided_at = self._clock(), step.decided_at
-        self._all_waited = False
+    def book(self, times: StepTimes) -> None:
+        """Adds the time of a step to that which trials may take a share of."""
+        self._allocation.budget.step(times.decided_at - (times.last_at or times.decided_at))
