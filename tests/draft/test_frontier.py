@@ -13,7 +13,7 @@ import pytest
 
 from paceline.core.native_tree import new_tree
 from paceline.core.tree import Refusal, SpeculationTree, TreeNode
-from paceline.draft.growth import BestFirst, Frontier, Growth, InTurn, Sequential, check_integrity
+from paceline.draft.growth import Frontier, Growth, check_integrity
 from paceline.draft.session import new_frontier
 from paceline.messages import Node
 
@@ -49,7 +49,7 @@ def reference(tree: SpeculationTree, growth: Growth) -> Frontier:
 
 @pytest.mark.parametrize("make", [reference, pytest.param(new_frontier, marks=pytest.mark.compiler)])
 @pytest.mark.parametrize(
-    "growth", [BestFirst(K, 3, 1e-3), InTurn(K, 3, 1e-3), Sequential(K)], ids=lambda g: type(g).__name__
+    "growth", [Growth(K, 3, 1e-3), Growth(K, 3, 1e-3, in_turn=True), Growth.sequential(K)], ids=str
 )
 def test_a_frontier_offers_what_the_definition_says(growth: Growth, make: Callable[..., Frontier]) -> None:
     rng = random.Random(7)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from paceline.core.tree import SpeculationTree, TreeNode
-from paceline.draft.growth import BestFirst, Frontier, Growth, Reach, Sequential, check_integrity
+from paceline.draft.growth import Frontier, Growth, Reach, check_integrity
 from paceline.messages import Node
 from paceline.types import SpeculationParams, warn_of_growth
 
@@ -60,7 +60,7 @@ class Grower:
 
 
 def test_best_first_takes_the_likeliest_leaf_each_time() -> None:
-    grower = Grower(BestFirst(k=3, fan_out=3, min_path_prob=1e-6))
+    grower = Grower(Growth(k=3, fan_out=3, min_path_prob=1e-6))
     for _ in range(60):
         leaves = [n for n in grower.tree.nodes() if not n.expanded and n.position - grower.tree.anchor.position <= 3]
         node = grower.expand_one()
@@ -71,7 +71,7 @@ def test_best_first_takes_the_likeliest_leaf_each_time() -> None:
 
 
 def test_best_first_stops_where_no_proposal_can_reach_and_goes_on_after_a_commit() -> None:
-    grower = Grower(BestFirst(k=2, fan_out=2, min_path_prob=1e-9))
+    grower = Grower(Growth(k=2, fan_out=2, min_path_prob=1e-9))
     assert len(grower.expand_all()) == 1 + 2 + 4  # the anchor, next tokens, and one more: proposals of 2
     grower.fly(2)
     # Each place to be cut (anchor, 1st, 2nd in flight) now has outcomes with binary trees of depth 2 below.
@@ -102,14 +102,14 @@ def _ahead(path: tuple[int, ...], in_flight: tuple[int, ...]) -> int:
 
 
 def test_best_first_leaves_out_what_hardly_happens() -> None:
-    grower = Grower(BestFirst(k=8, fan_out=3, min_path_prob=0.05))
+    grower = Grower(Growth(k=8, fan_out=3, min_path_prob=0.05))
     expanded = grower.expand_all()
     assert all(math.exp(n.log_path) >= 0.05 for n in expanded)
     assert grower.frontier.peek() is None
 
 
 def test_sequential_grows_one_chain_and_waits() -> None:
-    grower = Grower(Sequential(4))
+    grower = Grower(Growth.sequential(4))
     assert [grower.path(n) for n in grower.expand_all()] == [(0,) * d for d in range(4)]
     assert len(grower.tree.proposal(9)) == 4
     grower.tree.walk((0,))
@@ -117,7 +117,7 @@ def test_sequential_grows_one_chain_and_waits() -> None:
     assert grower.frontier.peek() is None, "a proposal is in flight"
     grower.frontier.commit(())
     assert len(grower.expand_all()) == 1
-    assert Grower(Sequential(0)).expand_all() == []
+    assert Grower(Growth.sequential(0)).expand_all() == []
 
 
 def test_a_tree_reaches_two_tokens_beyond_what_is_verified() -> None:
@@ -137,7 +137,7 @@ def test_a_tree_reaches_two_tokens_beyond_what_is_verified() -> None:
 def test_nodes_beyond_the_reach_are_not_expanded() -> None:
     """Nor before the next commit has brought them nearer; a chain goes to K."""
     tree = SpeculationTree(VOCAB, 1)
-    frontier = Frontier(tree, BestFirst(8))
+    frontier = Frontier(tree, Growth(8))
     assert frontier.reach is not None
     frontier.reach.longest.value = 0.0
     frontier.commit(())
@@ -150,7 +150,7 @@ def test_nodes_beyond_the_reach_are_not_expanded() -> None:
         assert child is not None
         frontier.push_below(node, (child,))
     assert len(tree) == 3, "the anchor, and two ahead, were expanded"
-    assert Frontier(SpeculationTree(VOCAB, 1), Sequential(4)).reach is None
+    assert Frontier(SpeculationTree(VOCAB, 1), Growth.sequential(4)).reach is None
 
 
 def test_a_request_that_names_the_growth_of_earlier_versions_is_served(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ from tests.support.mutants import Mutant, mutant
 from paceline.core import native_tree
 from paceline.core.tree import TreeNode
 from paceline.draft import grower, session
-from paceline.draft.growth import BestFirst
+from paceline.draft.growth import Growth
 from paceline.draft.session import DraftSession, new_frontier
 from paceline.drafters.calibration import Calibration, expect_address
 from paceline.drafters.protocol import Candidates, Leaf
@@ -207,7 +207,7 @@ def test_leaves_of_the_common_case_are_left_to_nobody(kind: str) -> None:
 def test_candidates_that_do_not_fit_are_refused(places: Any, candidates: Any, message: str) -> None:
     tree = native_tree.new_tree(VOCAB, 5)
     calibration = Calibration(3)
-    frontier = new_frontier(tree, BestFirst(3))
+    frontier = new_frontier(tree, Growth(3))
     place = (frontier, tree.anchor, 3, calibration.address, calibration.address, 1.0)
     with pytest.raises((TypeError, ValueError), match=message):
         native_tree.grow_each([place] if places is None else places, candidates, 0.01, expect_address())

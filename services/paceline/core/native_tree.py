@@ -77,8 +77,7 @@ def native_frontier(
 ) -> Any | None:
     """Makes a native ``Frontier`` (``draft/growth.py``) of a tree of ``new_tree``; None: there are none here.
 
-    ``k``, ``min_log``: ``BestFirst``'s; ``in_turn``: nothing is expanded while a proposal is being verified; ``chain``:
-    in the order of ``Sequential``.
+    ``k``, ``min_log``, ``in_turn``, ``chain``: of ``Growth``.
     """
     passes = native_module()
     return None if passes is None else passes.Frontier(tree, k, min_log, in_turn, chain, reach)

@@ -677,8 +677,7 @@ struct Unexpanded {
   std::vector<int64_t> in_flight;  // nodes of the latest commit; once it is sorted in, only nodes that the tree has
 };
 
-// A Frontier of draft/growth.py. The order is that of Sequential with `chain`, else BestFirst's; that and InTurn's are
-// `in_turn`.
+// A Frontier of draft/growth.py. The order is Growth.key's with the same `k`, `min_log`, `in_turn` and `chain`.
 struct Frontier {
   PyObject_HEAD
   Tree* tree;

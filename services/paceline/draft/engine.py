@@ -27,7 +27,7 @@ from paceline.checkpoint.grammar import Grammars
 from paceline.core.processors import Grammar, SamplerState
 from paceline.draft import hints
 from paceline.draft.grower import DraftGrower
-from paceline.draft.growth import BestFirst, Growth, InTurn, Sequential, check_integrity
+from paceline.draft.growth import Growth, check_integrity
 from paceline.draft.overlap import Overlap
 from paceline.draft.session import DraftSession
 from paceline.draft.stats import DraftStats
@@ -226,7 +226,7 @@ class DraftEngine:
                 num_guessed=guessed,
             )
             session = DraftSession(message, sampler, growth, self._calibrations, self._bonus)
-            session.ahead = not isinstance(growth, InTurn | Sequential)
+            session.ahead = not growth.in_turn
             self._drafter.open(message.session_id, message.token_ids, sampler, message.cache_salt)
         except Exception as error:
             self._drafter.close(message.session_id)
@@ -279,10 +279,9 @@ class DraftEngine:
     def _growth(self, params: SpeculationParams) -> Growth:
         k = 0 if params.mode is Mode.PLAIN else params.max_draft_tokens
         if params.mode is not Mode.OVERLAPPED or k == 0:
-            return Sequential(k)
-        if self.overlap is not None and not self.overlap.begin():
-            return InTurn(k, self._fan_out, self._min_path_prob)
-        return BestFirst(k, self._fan_out, self._min_path_prob)
+            return Growth.sequential(k)
+        in_turn = self.overlap is not None and not self.overlap.begin()
+        return Growth(k, self._fan_out, self._min_path_prob, in_turn)
 
     def _close(self, session: DraftSession, epoch: int) -> None:
         del self._sessions[session.session_id]

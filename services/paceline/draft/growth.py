@@ -1,6 +1,6 @@
 """Order in which the nodes of a speculation tree are expanded: the ways in which a draft can spend its time. Pure.
 
-A policy gives every unexpanded node a sort key; a ``Frontier`` keeps the nodes of one tree in that order.
+``Growth`` gives every unexpanded node a sort key; a ``Frontier`` keeps the nodes of one tree in that order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import chain
-from typing import Protocol
+from typing import Self
 
 from paceline.core.statistics import DecayingMax
 from paceline.core.tree import SpeculationTree, TreeNode
@@ -27,55 +27,44 @@ MIN_PROB = 0.01
 Key = tuple[float, float]
 
 
-class Growth(Protocol):
-    """Order of expansion: the least key comes first; None: not before the next commit.
-
-    ``ahead``: number of tokens of the node's path after the proposal in flight. 0 is a place where the proposal may be
-    cut, 1 a next token of that outcome, and the continuations of an outcome have ahead 2 to K + 1. So nodes with
-    ahead <= K may be expanded.
-    """
-
-    @property
-    def k(self) -> int:
-        """Length of the longest proposal."""
-        ...
-
-    @property
-    def fan_out(self) -> int:
-        """Children to publish below each expanded node."""
-        ...
-
-    def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> Key | None:
-        """Sort key of an unexpanded node."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class BestFirst:
-    """The largest probability that the text goes through the node."""
+class Growth:
+    """Order of expansion: best first, or a chain of first choices (``sequential``)."""
 
     k: int
+    """Length of the longest proposal."""
     fan_out: int = 4
+    """Children to publish below each expanded node."""
     min_path_prob: float = 0.02
+    in_turn: bool = False
+    """Nothing is expanded while a proposal is being verified."""
+    chain: bool = False
+    """First choices only, K of them in a row."""
     min_log: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "min_log", math.log(self.min_path_prob))
 
+    @classmethod
+    def sequential(cls, k: int) -> Self:
+        """Grows only the chain of first choices, K long, and nothing while a proposal is being verified."""
+        return cls(k, 1, in_turn=True, chain=True)
+
     def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> Key | None:
-        """Path probability, for nodes near enough to serve the next proposal."""
+        """Sort key of an unexpanded node, the least first: the probability that the text goes through it, or its depth
+        in a chain. None: it is not expanded before the next commit.
+
+        ``ahead``: number of tokens of the node's path after the proposal in flight. 0 is a place where the proposal may
+        be cut, 1 a next token of that outcome, and the continuations of an outcome have ahead 2 to K + 1. So nodes with
+        ahead <= K may be expanded.
+        """
+        if self.in_turn and num_in_flight:
+            return None
+        if self.chain:
+            return (float(ahead), 0.0) if ahead < self.k and (ahead == 0 or node.rank == 0) else None
         if ahead > self.k or node.log_path - anchor.log_path < self.min_log:
             return None
         return 0.0, -node.log_path
-
-
-@dataclass(frozen=True, slots=True)
-class InTurn(BestFirst):
-    """``BestFirst``, but nothing is grown while a proposal is being verified."""
-
-    def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> Key | None:
-        """Orders nodes as ``BestFirst`` while nothing is in flight; else None."""
-        return None if num_in_flight else BestFirst.key(self, node, anchor, ahead, num_in_flight)
 
 
 _KEEP_REACH = 0.9
@@ -108,21 +97,8 @@ class Reach:
         return min(self.k, math.ceil(self.longest.value) + _SLACK)
 
 
-@dataclass(frozen=True, slots=True)
-class Sequential:
-    """Grows only the chain of first choices, K long, and nothing while a proposal is being verified."""
-
-    k: int
-    fan_out: int = 1
-
-    def key(self, node: TreeNode, anchor: TreeNode, ahead: int, num_in_flight: int) -> Key | None:
-        """Depth, while nothing is in flight."""
-        wanted = num_in_flight == 0 and ahead < self.k and (ahead == 0 or node.rank == 0)
-        return (float(ahead), 0.0) if wanted else None
-
-
 class Frontier:
-    """The unexpanded nodes of one tree in a policy's order. O(log n) per node, O(n) for the first use after commits."""
+    """The unexpanded nodes of one tree in order. O(log n) per node, O(n) for the first use after commits."""
 
     __slots__ = (
         "_ahead",
@@ -137,8 +113,8 @@ class Frontier:
     )
 
     def __init__(self, tree: SpeculationTree, growth: Growth) -> None:
-        self.reach: Reach | None = Reach(growth.k) if isinstance(growth, BestFirst) else None
-        """None: the policy alone limits the depth."""
+        self.reach: Reach | None = None if growth.chain else Reach(growth.k)
+        """None: ``Growth`` alone limits the depth."""
         self._most_ahead = math.inf  # of a node that may be expanded, since the last commit
         self._tree = tree
         self._growth = growth

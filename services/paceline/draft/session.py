@@ -9,7 +9,7 @@ from paceline.core.native_tree import columns_of, native_frontier, new_tree
 from paceline.core.processors import SamplerState
 from paceline.core.statistics import Ewma
 from paceline.core.tree import SpeculationTree, TreeNode
-from paceline.draft.growth import HOLD_ROUNDS, ROUND_WEIGHT, BestFirst, Frontier, Growth, InTurn, Sequential
+from paceline.draft.growth import HOLD_ROUNDS, ROUND_WEIGHT, Frontier, Growth
 from paceline.drafters.calibration import Calibration, bonus_probs
 from paceline.drafters.growing.session import GrowingSession
 from paceline.drafters.protocol import Leaf
@@ -164,7 +164,7 @@ class DraftSession(GrowingSession):
 def new_frontier(tree: SpeculationTree, growth: Growth) -> Frontier:
     """Makes a ``Frontier``, a native one where ``native_tree.new_tree`` makes native trees."""
     made = Frontier(tree, growth)
-    in_turn, chain = isinstance(growth, InTurn | Sequential), isinstance(growth, Sequential)
-    min_log = growth.min_log if isinstance(growth, BestFirst) else 0.0
-    native: Frontier | None = native_frontier(tree, growth.k, min_log, made.reach, in_turn=in_turn, chain=chain)
+    native: Frontier | None = native_frontier(
+        tree, growth.k, growth.min_log, made.reach, in_turn=growth.in_turn, chain=growth.chain
+    )
     return native or made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import (
@@ -168,18 +168,7 @@ class _Recommendation:
 
         now = self._clock()
         if self._known is None or now - self._known[0] >= _RECOMMEND_S:
-            self._known = (
-                now,
-                drafts_per_target(
-                    target_step_s=times.target_step_s,
-                    target_row_s=times.target_row_s,
-                    draft_step_s=times.draft_step_s,
-                    draft_row_s=times.draft_row_s,
-                    acceptance=times.acceptance,
-                    sessions_per_target=times.sessions_per_target,
-                    link_s=times.link_s,
-                ),
-            )
+            self._known = now, drafts_per_target(**asdict(times))
         return self._known[1]
 
 

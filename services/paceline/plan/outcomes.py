@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Self
 
-from paceline.draft.growth import BestFirst
+from paceline.draft.growth import Growth
 
-LEAST_PATH_PROB = BestFirst(k=1).min_path_prob
+LEAST_PATH_PROB = Growth(k=1).min_path_prob
 """The default of a draft."""
 _LEAST_POWER, _MOST_POWER = 0.1, 12.0
 _MOST_FOUND = 0.995

@@ -326,8 +326,6 @@ extern "C" {
 
 size_t paceline_ranks_bytes(int degree) { return sizeof(Memory) + 2 * static_cast<size_t>(degree) * kSlotBytes; }
 
-int paceline_ranks_max() { return kMaxDegree; }
-
 // Takes over `fd`, an open file description of its own. The number of the exchange, or -1 with errno.
 int64_t paceline_ranks_attach(int fd, int rank, int degree, double timeout) {
   struct flock lock = {};
