@@ -1,4 +1,4 @@
-"""Workers with small engines: order, latency of the relay, start errors, deaths, and no process left behind."""
+"""Workers with small engines: start errors, deaths, and no process left behind; see ``test_connections.py``."""
 
 from __future__ import annotations
 
@@ -32,38 +32,25 @@ class Echo(Idle):
     """Sends every message back; obeys a few words."""
 
     def __init__(self, emit: Any) -> None:
-        self.emit, self.ticks = emit, 0
+        self.emit, self.num_received = emit, 0
         self.pending: list[Any] = []
-        self.ticking, self.num_received = False, 0
 
     def receive(self, messages: Any) -> None:
         self.pending += messages
         self.num_received += len(messages)
 
     def step(self) -> bool:
-        if self.ticking and self.ticks < 3:
-            self.ticks += 1
-            self.emit(["tick"])
-            return False
         if not self.pending:
             return False
         message = self.pending.pop(0)
-        if message == "raise":
-            raise RuntimeError("out of order")
         if message == "exit":
             os._exit(3)
         if message == "hang":
             time.sleep(3600)
-        if message == "tick":
-            self.ticking = True
-            return False
         if message == "environment":
             message = (os.environ.get("OMP_NUM_THREADS"), "torch" in sys.modules, os.getpid())
         self.emit([message])
         return True
-
-    def wait_s(self) -> float | None:
-        return 0.001 if self.ticking else None
 
     def facts(self) -> dict[str, Any]:
         return {"num_sessions": self.num_received}
@@ -111,26 +98,6 @@ def client(kind):
     client.worker.stop(timeout_s=0.5)
 
 
-def test_messages_keep_their_order(client):
-    for i in range(0, 300, 3):
-        client.worker.send([i, i + 1, i + 2])
-    assert [client.next() for _ in range(300)] == list(range(300))
-
-
-def test_large_messages_in_both_directions_do_not_block_the_sender(client):
-    data = b"x" * 3_000_000
-    for _ in range(5):
-        client.worker.send([data])
-    client.worker.send(["after"])
-    assert [len(client.next()) for _ in range(5)] == [len(data)] * 5
-    assert client.next() == "after"
-
-
-def test_an_engine_that_waits_is_stepped_again_without_a_message(client):
-    client.worker.send(["tick"])
-    assert [client.next() for _ in range(3)] == ["tick"] * 3
-
-
 def test_the_facts_of_an_engine_are_those_of_its_last_round(client):
     assert client.worker.facts == {"num_sessions": 0}
     client.worker.send(["one", "two"])
@@ -139,14 +106,6 @@ def test_the_facts_of_an_engine_are_those_of_its_last_round(client):
     client.worker.send(["three"])  # its answer comes after that of the question
     assert client.next() == "three"
     assert client.worker.facts["num_sessions"] in (2, 3)
-
-
-def test_stop_is_idempotent_and_ends_the_engine(client):
-    client.worker.stop()
-    client.worker.stop()
-    assert not client.worker.alive
-    client.worker.send(["nobody hears this"])
-    assert client.deaths.empty()
 
 
 @pytest.mark.parametrize(
@@ -176,13 +135,6 @@ def test_what_an_engine_of_several_cores_sends_is_taken_on_another_than_its_firs
     assert cores.get(timeout=TIMEOUT_S) == {*allowed[num_cores > 1 :]}
     worker.stop()
     assert sorted(os.sched_getaffinity(0)) == allowed
-
-
-def test_a_failing_step_is_reported_once(client):
-    client.worker.send(["raise"])
-    assert "RuntimeError: out of order" in client.deaths.get(timeout=TIMEOUT_S)
-    client.worker.stop()
-    assert client.deaths.empty()
 
 
 def test_death_of_the_process_is_reported():
