@@ -60,6 +60,13 @@ def call(url, body=None, headers=(), method=None):
     return status, got, text
 
 
+def refusal(url, body):
+    """The sentence with which a request is refused."""
+    status, _, answer = call(url, body)
+    assert status == 400, answer
+    return answer["error"]["message"]
+
+
 def events(url, body):
     """The events of a stream, parsed; the last is ``[DONE]`` if it came."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})

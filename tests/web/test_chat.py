@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 from tests.support.models import letters_tokenizer
 from tests.web.chats import RESPONSE, TEMPLATE, Scripted, called, save_chat
-from tests.web.support import MODEL, call, edge_over, events, served
+from tests.web.support import MODEL, call, edge_over, events, refusal, served
 
 from paceline.checkpoint.chat import ChatTemplate, load_chat
 from paceline.errors import ConfigError
@@ -255,9 +255,7 @@ REFUSED = [
 @pytest.mark.parametrize(("body", "sentence"), REFUSED)
 def test_what_is_not_served_is_refused_by_its_name(scripted, body, sentence):
     _, at = scripted
-    status, _, answer = call(f"{at}/v1/chat/completions", {"messages": USER} | body)
-    assert status == 400, answer
-    assert answer["error"]["message"].startswith(sentence), answer
+    assert refusal(f"{at}/v1/chat/completions", {"messages": USER} | body).startswith(sentence)
 
 
 def test_habits_are_accepted(scripted):
@@ -275,9 +273,9 @@ def test_habits_are_accepted(scripted):
 
 
 def test_a_base_model_refuses_chats_in_one_sentence(url):
-    status, _, answer = call(f"{url}/v1/chat/completions", {"messages": USER})
-    assert status == 400
-    assert "'tests/target' has no chat template: use /v1/completions" in answer["error"]["message"]
+    assert "'tests/target' has no chat template: use /v1/completions" in refusal(
+        f"{url}/v1/chat/completions", {"messages": USER}
+    )
 
 
 def test_without_a_response_template_tools_are_refused_and_all_is_content(tmp_path):

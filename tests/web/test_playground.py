@@ -10,7 +10,7 @@ from importlib.resources import files
 import pytest
 from tests.security.conftest import digest, write_keys
 from tests.support.models import prompt
-from tests.web.support import call, edge_over, events, served
+from tests.web.support import call, edge_over, events, refusal, served
 
 from paceline.messages import InFlight, Node, Nodes
 from paceline.router.trace import Tracer
@@ -97,9 +97,7 @@ def test_the_state_counts_what_has_run(page, pipeline):
 
 def test_a_trace_without_what_it_belongs_to_is_refused(page):
     asked = {"prompt": "lazy", "stream": True, "stream_options": {"include_trace": True}}
-    status, _, body = call(f"{page}/v1/completions", asked)
-    assert status == 400
-    assert "include_trace is true without include_speculation" in body["error"]["message"]
+    assert "include_trace is true without include_speculation" in refusal(f"{page}/v1/completions", asked)
 
 
 @pytest.mark.parametrize("mode", list(Mode))
