@@ -6,18 +6,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from benchmarks import kuberay_autoscaling
+from benchmarks import gpu, kuberay_autoscaling
 from benchmarks.clusters import aws, failures
 from ray.autoscaler._private.util import prepare_config, validate_config
+from tests.support import flashinfer
+from tests.support.models import random_model
 
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError
+from paceline.model.compiled import backend
+from paceline.types import PAGE_SIZE
 
 ROOT = Path(__file__).parents[2]
 PATHS = (ROOT / "services", ROOT, ROOT / "benchmarks")  # a script finds its neighbors in its own folder
@@ -63,6 +68,26 @@ def test_a_name_that_is_gone_is_found(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("def main():\n    from paceline.errors import ConfigError, GoneError\n", encoding="utf-8")
     assert "GoneError" in import_all([script])
+
+
+def test_prompts_are_timed_by_our_kernels_and_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stub: the script itself needs a GPU."""
+    monkeypatch.setattr(gpu, "CHUNK", 2 * PAGE_SIZE)
+    Wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+    model = flashinfer.loaded(random_model("llama"), Wrapper, 2 * PAGE_SIZE, monkeypatch)
+    spans: list[int] = []
+    plan = backend.DeviceBackend.run
+    monkeypatch.setattr(
+        backend.DeviceBackend, "run", lambda own, step, of: spans.append(len(of.by_library)) or plan(own, step, of)
+    )
+    clock = SimpleNamespace(seconds=lambda call, repeats: len(call()) * 0.25)
+    lines = [*gpu.prompt_lines(model, 4 * PAGE_SIZE, clock, 1)]
+    assert [line.split()[6:] for line in lines] == [
+        [str(after), "our", "kernels:", "250.000", "FlashInfer:", "250.000"] for after in (0, 2 * PAGE_SIZE)
+    ]
+    assert spans == [0, 1] * 2
+    without = replace(model, library=None, lacks_library=True)
+    assert "bits do not hold" in next(gpu.prompt_lines(without, 4 * PAGE_SIZE, clock, 1))
 
 
 SCRIPTS = ("aws", "failures", "kuberay")

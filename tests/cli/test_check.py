@@ -242,6 +242,10 @@ def test_a_gpu_service_is_sized_by_the_memory_of_its_gpus(capsys, models):
     assert parts["kv_bytes"] == pytest.approx(0.5 * (2 * GIB - others), rel=0.01)
     _, out = check(capsys, *models, *gpu, "--device-memory-gib", "2")
     assert re.search(r"target_config: weights, KV and workspace are in the memory of a GPU: 1\.\d\d GiB of its 2", out)
+    assert "FlashInfer" not in out
+    library = ["--set", "target_config.engine_kwargs.attention=flashinfer"]
+    _, out = check(capsys, *models, *gpu, *library, "--device-memory-gib", "2")
+    assert "target_config: FlashInfer attends to whole blocks of prompts if it is installed there and its bits" in out
     _, out = check(capsys, *models, *gpu, "--device-memory-gib", "0.001")
     assert "GPU has 0.00 GiB: choose a smaller model or more or larger GPUs (tensor_parallel_size)" in out
     assert "draft_config: it runs on CPU cores, as it reserves no GPU: accelerator_type or --draft-device cuda" in out

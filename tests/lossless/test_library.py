@@ -6,31 +6,24 @@ with the other sign: what is computed in the other way even once changes the tex
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 from tests.support import flashinfer as fake
-from tests.support import in_place
 from tests.support.models import noisy_copy, prompt, random_model
 from tests.support.mutants import mutant
-from tests.support.pump import Pump, Request, assert_same, in_mode, plain_reference
+from tests.support.pump import Pump, Request, assert_continued, assert_same, in_mode, plain_reference
 
-from paceline.model import kv_cache, loading
-from paceline.model.attention import flashinfer
-from paceline.model.attention.flashinfer import Library
-from paceline.model.compiled import backend
-from paceline.model.compiled.backend import DeviceBackend, HostBackend
+from paceline.model import kv_cache
+from paceline.model.attention.flashinfer import Library, num_by_library
 from paceline.model.loading import LoadedModel, prepare
 from paceline.model.selftest import InvarianceReport, check_blocks
-from paceline.model.step import Step
 from paceline.target import session
 from paceline.target.scheduler import Scheduled
 from paceline.types import PAGE_SIZE, Mode, SamplingParams
 
 BLOCK_LEN = 2 * PAGE_SIZE
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 
 
 class Apart(fake.BatchPrefillWithPagedKVCacheWrapper):
@@ -40,29 +33,21 @@ class Apart(fake.BatchPrefillWithPagedKVCacheWrapper):
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> tuple[LoadedModel, LoadedModel]:
     """A target as on a GPU, with a library, and its draft."""
-    kernel = ModuleType("paceline.model.attention.triton")
-    kernel.attend_in_place, kernel.write_in_place = in_place.attend_in_place, in_place.write_in_place
-    monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
-    monkeypatch.setattr(backend, "BLOCK_LEN", BLOCK_LEN)
-    monkeypatch.setattr(flashinfer, "REQUEST_LEN", PAGE_SIZE)
-
-    def make(cache, dtype, window, kernel, graphs, most, least, library):
-        if kernel != "triton":
-            return HostBackend(cache, dtype, window)
-        return DeviceBackend(cache, dtype, window, kernel=kernel, recorder=None, max_shapes=most, library=library)
-
-    monkeypatch.setattr(loading, "make_backend", make)
     weights = random_model("llama")
     draft = prepare(noisy_copy(weights, 0.05), compile=False)
-    loaded = prepare(weights, compile=False)
-    library = Library(loaded.device, Apart)
-    return replace(loaded, kernel="triton", step=Step(weights, "triton"), library=library), draft
+    return fake.loaded(weights, Apart, BLOCK_LEN, monkeypatch), draft
 
 
 def requests() -> dict[str, Request]:
-    """Prompts of whole blocks, of blocks and a rest, and shorter ones; two begin alike for more than a block."""
+    """Prompts of whole blocks, of blocks and a rest, and a shorter one; two begin alike for more than a block. The
+    output of one ends its second block."""
     shared = prompt(5, BLOCK_LEN + PAGE_SIZE)
-    prompts = [prompt(0, BLOCK_LEN), [*shared, *prompt(1, BLOCK_LEN)], [*shared, 11, 12], prompt(3, 40)]
+    prompts = [
+        prompt(0, BLOCK_LEN),
+        [*shared, *prompt(1, BLOCK_LEN)],
+        [*shared, *prompt(2, PAGE_SIZE - 6)],
+        prompt(3, 40),
+    ]
     return {
         str(i): Request(each, SamplingParams(temperature=float(i % 2), seed=i, max_tokens=MAX_TOKENS, ignore_eos=True))
         for i, each in enumerate(prompts)
@@ -135,12 +120,28 @@ def test_one_kind_of_pages_is_noticed(models, monkeypatch: pytest.MonkeyPatch) -
         check_second_turn(models)
 
 
+def check_continued(target: LoadedModel) -> None:
+    """A session that goes on elsewhere is computed as it was, though its context has one block more by then."""
+    one = {"2": requests()["2"]}
+    assert_continued(Pump(target, None, late=0.0), one, plain_reference(target, one), [MAX_TOKENS - 2])
+
+
+def test_tokens_of_an_output_stay_with_our_kernels(models) -> None:
+    check_continued(models[0])
+
+
+def check_small_chunks(target: LoadedModel) -> None:
+    long = {"1": requests()["1"]}
+    expected = plain_reference(target, long, max_step_tokens=2 * BLOCK_LEN)
+    assert_same(Pump(target, None, late=0.0, max_step_tokens=37).run(long), expected)
+
+
 @mutant(Scheduled, "sequence_steps")
-def all_blocks_of_a_chunk(sequence_steps, part):
+def blocks_of_the_context(sequence_steps, part):
     """The library attends to whole blocks of the context, whoever has generated them."""
     steps = sequence_steps(part)
-    if part.stop > part.start + 1:
-        steps[0].num_by_library = max(0, part.stop // BLOCK_LEN * BLOCK_LEN - part.start)
+    end = min(part.stop, num_by_library(len(part.session.tokens), BLOCK_LEN))
+    steps[0].num_by_library = max(0, end - part.start)
     return steps
 
 
@@ -153,14 +154,14 @@ def blocks_that_are_whole_in_a_chunk(sequence_steps, part):
     return steps
 
 
-@pytest.mark.parametrize("change", [all_blocks_of_a_chunk, blocks_that_are_whole_in_a_chunk])
-def test_a_choice_by_the_chunk_is_noticed(change, models, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = plain_reference(models[0], requests(), max_step_tokens=2 * BLOCK_LEN)
+@pytest.mark.parametrize(
+    ("change", "check"),
+    [(blocks_of_the_context, check_continued), (blocks_that_are_whole_in_a_chunk, check_small_chunks)],
+)
+def test_another_choice_is_noticed(change, check, models, monkeypatch: pytest.MonkeyPatch) -> None:
     change(monkeypatch)
-    pump = Pump(models[0], None, pages=9, max_step_tokens=37)
-    results = pump.run(in_mode(requests(), Mode.PLAIN))
     with pytest.raises(AssertionError):
-        assert_same(results, expected)
+        check(models[0])
 
 
 class ByChunk(Apart):

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
+from tests.support import in_place
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from paceline.model import loading
+from paceline.model.attention import flashinfer
+from paceline.model.attention.flashinfer import Library
+from paceline.model.compiled import backend
+from paceline.model.compiled.backend import Backend, DeviceBackend, HostBackend
+from paceline.model.loading import LoadedModel, prepare
+from paceline.model.step import Step
+from paceline.types import PAGE_SIZE
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
@@ -108,3 +123,31 @@ class BatchPrefillWithPagedKVCacheWrapper:
         seen = torch.ones(len(query), num_keys, dtype=torch.bool).tril(num_keys - len(query))
         result = F.scaled_dot_product_attention(query.float().transpose(0, 1), *heads, attn_mask=seen, scale=self.scale)
         return result.transpose(0, 1)
+
+
+def loaded(
+    model: PreTrainedModel,
+    make: type[BatchPrefillWithPagedKVCacheWrapper],
+    block_len: int,
+    patch: pytest.MonkeyPatch,
+) -> LoadedModel:
+    """A model as on a GPU, with the reference of the kernel for attention in place, and a library for its prompts.
+
+    Blocks have ``block_len`` tokens, and requests a page of them.
+    """
+    module = ModuleType("paceline.model.attention.triton")
+    module.__dict__.update(attend_in_place=in_place.attend_in_place, write_in_place=in_place.write_in_place)
+    patch.setitem(sys.modules, module.__name__, module)
+    patch.setattr(backend, "BLOCK_LEN", block_len)
+    patch.setattr(flashinfer, "REQUEST_LEN", PAGE_SIZE)
+
+    def on_device(
+        cache: Any, dtype: Any, window: Any, kernel: Any, graphs: Any, most: int, least: Any, library: Any
+    ) -> Backend:
+        if kernel != "triton":
+            return HostBackend(cache, dtype, window)
+        return DeviceBackend(cache, dtype, window, kernel=kernel, recorder=None, max_shapes=most, library=library)
+
+    patch.setattr(loading, "make_backend", on_device)
+    made = prepare(model, compile=False)
+    return replace(made, kernel="triton", step=Step(model, "triton"), library=Library(made.device, make))

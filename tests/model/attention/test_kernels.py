@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.model.families import checkpoint, small_config
+from tests.support.flashinfer import BatchPrefillWithPagedKVCacheWrapper as Wrapper
 from tests.support.in_place import seen_through
 from tests.support.models import SLIDING_WINDOW, prompt, random_model
 from tests.support.rings import nightly
@@ -26,8 +27,9 @@ from paceline.checkpoint.files import Checkpoint
 from paceline.checkpoint.kv_scales import UNSCALED, KVScales
 from paceline.config import ModelOptions, ServiceConfig
 from paceline.errors import ConfigError
+from paceline.model.attention import flashinfer, schedule
 from paceline.model.attention import native as cpu_attention
-from paceline.model.attention import schedule
+from paceline.model.attention.flashinfer import Library
 from paceline.model.attention.kernels import choose_kernel
 from paceline.model.attention.schedule import SPLIT, Seen, num_splits
 from paceline.model.compiled.backend import DeviceBackend
@@ -548,3 +550,27 @@ def test_a_model_runs_on_it(family: str) -> None:
         logits.append(runner.forward([SequenceStep([7, 8], [74, 74], [74, 75], pages, 2, visible, positions)]))
         outputs.append(torch.cat(logits))
     assert (outputs[0] - outputs[1]).abs().max() < 1e-4
+
+
+@needs_triton
+@pytest.mark.parametrize("gain", [1.0, *nightly([1.01])])
+def test_a_library_takes_rows_of_its_own_beside_it(gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block and a rest of a prompt, and another session's token; results of the library that are off are seen."""
+    monkeypatch.setattr(flashinfer, "REQUEST_LEN", PAGE_SIZE)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=32,
+    )  # fmt: skip
+    loaded, outputs = prepare(random_model(config).to(DEVICE), compile=False), []
+    made = type("Made", (Wrapper,), {"gain": gain})
+    for kernel, library in (("sdpa", None), ("triton", Library(loaded.device, made))):
+        step, cache = Step(loaded.step.model, kernel), loaded.runner(6).cache
+        given = {"dtype": loaded.dtype, "sliding_window": None, "vocab_size": 300}
+        options = {"kernel": kernel, "recorder": None, "max_shapes": 8, "library": library}
+        runner = ModelRunner(step, cache, backend=DeviceBackend(cache, loaded.dtype, None, **options), **given)
+        span, pages = range(PAGE_SIZE + 5), cache.allocate(2)
+        chunk = SequenceStep(prompt(1, len(span)), span, span, pages, len(span), num_by_library=PAGE_SIZE)
+        other = SequenceStep([7], [0], [0], cache.allocate(1), 1)
+        outputs.append(runner.forward([other, chunk]))
+    far = (outputs[0] - outputs[1]).abs().amax(1) > 1e-4
+    assert far.nonzero().flatten().tolist() == ([] if gain == 1 else [*range(1, 1 + PAGE_SIZE)])
