@@ -7,18 +7,26 @@ import pytest
 from paceline_bench.parts import overlap
 
 
-def measured(capfd: pytest.CaptureFixture[str], degree: str) -> None:
-    overlap.main(["--ranks", degree, "--sessions", "2", "--device-ms", "2", "--steps", "6"])
+def measured(capfd: pytest.CaptureFixture[str], degree: str, *options: str) -> None:
+    sizes = ("--sessions", "2", "--device-ms", "2", "--steps", "6", "--repeats", "1")
+    overlap.main(["--ranks", degree, *sizes, *options])
     title, line = capfd.readouterr().out.splitlines()
     names = ("ranks", "sessions", "device ms", "serial ms", "ahead ms", "tokens/s", "hidden")
     assert title.split() == " ".join(names).split()
-    num_ranks, num_sessions, device_ms, serial_ms, *_ = line.split()
+    num_ranks, num_sessions, device_ms, serial_ms, ahead_ms, tokens_per_s, _ = line.split()
     assert (num_ranks, num_sessions, device_ms) == (degree, "2", "2.00")
     assert float(serial_ms) > float(device_ms)
+    per_step = float(tokens_per_s) * float(ahead_ms) / 1e3
+    assert per_step == pytest.approx(8 if "--drafts" in options else 2, rel=0.1)
 
 
 def test_both_ways_have_the_time_of_the_device(capfd: pytest.CaptureFixture[str]) -> None:
     measured(capfd, "1")
+
+
+def test_sessions_have_the_tokens_of_their_drafts(capfd: pytest.CaptureFixture[str]) -> None:
+    """Three are accepted in a step, and one more comes."""
+    measured(capfd, "1", "--drafts")
 
 
 @pytest.mark.slow

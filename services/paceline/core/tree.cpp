@@ -78,7 +78,7 @@ using Probability = double (*)(const void*, const void*, int64_t, int64_t, int64
 Probability probability;
 double tolerance;
 
-PyTypeObject *node_type, *tree_type, *frontier_type;
+PyTypeObject *node_type, *tree_type, *frontier_type, *ranking_type;
 PyObject *empty_tuple;
 
 struct Names {
@@ -300,7 +300,158 @@ PyGetSetDef node_properties[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
-PyMethodDef node_methods[] = {{"shift", shift, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+// -- subtrees -----------------------------------------------------------------------------------------------------------
+
+// A child that may be proposed, by its calibrated probability.
+struct Likely {
+  double prob;
+  Node* node;
+};
+
+// A node that may be ranked next: number `at` of the children of one node.
+struct Candidate {
+  double worth, own;                 // its own worth and path probability
+  double parent_path, parent_worth;
+  int64_t serial;
+  size_t family, at;
+  bool begins;
+
+  bool operator<(const Candidate& other) const {
+    return worth != other.worth ? worth < other.worth : serial > other.serial;
+  }
+};
+
+struct Ranks {
+  std::vector<std::vector<Likely>> families;
+  std::vector<Candidate> heap;
+  std::vector<Node*> order;
+};
+
+// A Ranking (ranking.py). It holds the nodes in its families, and its anchor.
+struct Ranking {
+  PyObject_HEAD
+  Ranks* ranks;
+  Node* anchor;
+  int64_t depth, most, serial;
+  double factor, branch_tokens;
+
+  void push(size_t family, size_t at, double path, double worth, bool begins) {
+    const double own = path * ranks->families[family][at].prob;
+    const double value = std::min(worth, begins ? own - branch_tokens : own);
+    if (!(value > 0)) return;
+    ranks->heap.push_back({value, own, path, worth, ++serial, family, at, begins});
+    std::push_heap(ranks->heap.begin(), ranks->heap.end());
+  }
+
+  void push_below(const Node* node, double path, double worth) {
+    std::vector<Likely> found;
+    for (Node* child = node->first; child != nullptr; child = child->next)
+      if (child->sampled) found.push_back({std::min(1.0, factor * child->prob), as_node(Py_NewRef(object(child)))});
+    if (found.empty()) return;
+    std::stable_sort(found.begin(), found.end(), [](const Likely& a, const Likely& b) { return a.prob > b.prob; });
+    ranks->families.push_back(std::move(found));
+    push(ranks->families.size() - 1, 0, path, worth, false);
+  }
+};
+
+Ranking* as_ranking(PyObject* self) { return reinterpret_cast<Ranking*>(self); }
+
+// TreeNode.ranking(depth, factor, branch_tokens, most)
+PyObject* ranking(PyObject* anchor, PyObject* arguments) {
+  long long depth = 0, most = 0;
+  double factor = 0, branch_tokens = 0;
+  if (!PyArg_ParseTuple(arguments, "LddL", &depth, &factor, &branch_tokens, &most)) return nullptr;
+  PyObject* self = PyType_GenericAlloc(ranking_type, 0);
+  if (self == nullptr) return nullptr;
+  Ranking* made = as_ranking(self);
+  made->ranks = new Ranks, made->anchor = as_node(Py_NewRef(anchor));
+  made->depth = depth, made->most = most, made->factor = factor, made->branch_tokens = branch_tokens;
+  made->push_below(made->anchor, 1.0, kInfinity);
+  return self;
+}
+
+void free_ranking(PyObject* self) {
+  Ranking* ranking = as_ranking(self);
+  if (ranking->ranks != nullptr) {
+    for (const auto& family : ranking->ranks->families)
+      for (const Likely& each : family) Py_DECREF(object(each.node));
+    delete ranking->ranks;
+  }
+  Py_XDECREF(reinterpret_cast<PyObject*>(ranking->anchor));
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* next_ranked(PyObject* self) {
+  Ranking* ranking = as_ranking(self);
+  Ranks& ranks = *ranking->ranks;
+  if (ranks.heap.empty() || static_cast<int64_t>(ranks.order.size()) >= ranking->most) return nullptr;
+  std::pop_heap(ranks.heap.begin(), ranks.heap.end());
+  const Candidate next = ranks.heap.back();
+  ranks.heap.pop_back();
+  Node* node = ranks.families[next.family][next.at].node;
+  ranks.order.push_back(node);
+  if (next.at + 1 < ranks.families[next.family].size())
+    ranking->push(next.family, next.at + 1, next.parent_path, next.parent_worth, true);
+  if (node->position - ranking->anchor->position < ranking->depth) ranking->push_below(node, next.own, next.worth);
+  return Py_BuildValue("(ddO)", next.worth, next.own, next.begins ? Py_True : Py_False);
+}
+
+// columns(num) -> token_ids, probs, node_ids, parents of the first nodes that were ranked, branch by branch
+PyObject* ranked_columns(PyObject* self, PyObject* num) {
+  const Ranks& ranks = *as_ranking(self)->ranks;
+  const size_t size = std::min(static_cast<size_t>(std::max<Py_ssize_t>(PyLong_AsSsize_t(num), 0)), ranks.order.size());
+  if (PyErr_Occurred()) return nullptr;
+  std::unordered_map<const Node*, size_t> place;  // 1 more than its index; 0: the anchor
+  std::vector<std::vector<size_t>> children(size + 1);
+  for (size_t i = 0; i < size; ++i) {
+    place[ranks.order[i]] = i + 1;
+    const auto parent = place.find(ranks.order[i]->parent);
+    children[parent == place.end() ? 0 : parent->second].push_back(i + 1);
+  }
+  std::vector<size_t> order, above(size + 1), at(size + 1), stack(children[0].rbegin(), children[0].rend());
+  for (size_t i = 0; i <= size; ++i)
+    for (const size_t child : children[i]) above[child] = i;
+  while (!stack.empty()) {
+    const size_t i = stack.back();
+    stack.pop_back();
+    order.push_back(i);
+    at[i] = order.size();
+    stack.insert(stack.end(), children[i].rbegin(), children[i].rend());
+  }
+  const auto column = [&](auto value) { return tuple_of(order.size(), [&](size_t i) { return value(order[i]); }); };
+  const auto node = [&](size_t i) { return ranks.order[i - 1]; };
+  Ref token_ids(column([&](size_t i) { return PyLong_FromLongLong(node(i)->token_id); }));
+  Ref probs(column([&](size_t i) { return PyFloat_FromDouble(node(i)->prob); }));
+  Ref node_ids(column([&](size_t i) { return PyLong_FromLongLong(node(i)->node_id); }));
+  Ref parents(column([&](size_t i) { return PyLong_FromLongLong(static_cast<int64_t>(at[above[i]]) - 1); }));
+  if (!token_ids || !probs || !node_ids || !parents) return nullptr;
+  return PyTuple_Pack(4, token_ids.get(), probs.get(), node_ids.get(), parents.get());
+}
+
+Py_ssize_t num_ranked(PyObject* self) { return static_cast<Py_ssize_t>(as_ranking(self)->ranks->order.size()); }
+
+PyMethodDef ranking_methods[] = {
+    {"columns", ranked_columns, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot ranking_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(free_ranking)},
+    {Py_tp_methods, ranking_methods},
+    {Py_tp_iter, reinterpret_cast<void*>(PyObject_SelfIter)},
+    {Py_tp_iternext, reinterpret_cast<void*>(next_ranked)},
+    {Py_sq_length, reinterpret_cast<void*>(num_ranked)},
+    {0, nullptr},
+};
+PyType_Spec ranking_spec = {"paceline_tree.Ranking", sizeof(Ranking), 0, Py_TPFLAGS_DEFAULT, ranking_slots};
+
+PyMethodDef node_methods[] = {
+    {"shift", shift, METH_O, nullptr},
+    {"ranking", ranking, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
 
 PyType_Slot node_slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void*>(free_node)},
@@ -1304,10 +1455,11 @@ PyMODINIT_FUNC PyInit_paceline_tree() {
     return nullptr;
   empty_tuple = PyTuple_New(0);
   PyObject *nodes = PyType_FromSpec(&node_spec), *trees = PyType_FromSpec(&tree_spec);
-  PyObject *frontiers = PyType_FromSpec(&frontier_spec), *made = PyModule_Create(&module);
-  if (nodes == nullptr || trees == nullptr || frontiers == nullptr || made == nullptr) return nullptr;
+  PyObject *frontiers = PyType_FromSpec(&frontier_spec), *rankings = PyType_FromSpec(&ranking_spec);
+  PyObject* made = PyModule_Create(&module);
+  if (nodes == nullptr || trees == nullptr || frontiers == nullptr || rankings == nullptr || made == nullptr) return nullptr;
   node_type = reinterpret_cast<PyTypeObject*>(nodes), tree_type = reinterpret_cast<PyTypeObject*>(trees);
-  frontier_type = reinterpret_cast<PyTypeObject*>(frontiers);
+  frontier_type = reinterpret_cast<PyTypeObject*>(frontiers), ranking_type = reinterpret_cast<PyTypeObject*>(rankings);
   if (PyModule_AddObjectRef(made, "TreeNode", nodes) < 0 || PyModule_AddObjectRef(made, "SpeculationTree", trees) < 0 ||
       PyModule_AddObjectRef(made, "Frontier", frontiers) < 0)
     return nullptr;

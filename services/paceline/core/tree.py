@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, IntEnum, auto
 
+from paceline.core.ranking import Ranking
 from paceline.messages import Node, SparseDistribution, record
 from paceline.types import Cause
 
@@ -114,6 +115,10 @@ class TreeNode:
             node = below.pop()
             node.log_path += by
             below += node.children.values()
+
+    def ranking(self, depth: int, factor: float, branch_tokens: float, most: int) -> Ranking:
+        """Ranks the nodes below, see ``Ranking``."""
+        return Ranking(self, depth, factor, branch_tokens, most)
 
 
 @record

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
 
+from paceline.core.ranking import Ranked, Ranking
 from paceline.core.statistics import Ewma
 from paceline.draft import growth
 from paceline.draft.growth import HOLD_ROUNDS, MIN_PROB, Reach
@@ -27,7 +29,7 @@ from paceline.plan.results import Result
 from paceline.plan.simulation import DRAFT_ENDS, DRAFT_WAKES, READY, Simulation
 from paceline.plan.states import Draft, Session, Target
 from paceline.target.control.allocation import allocate_draft_tokens
-from paceline.target.control.subtree import SubtreeOffer
+from paceline.target.control.subtree import MAX_TREE_TOKENS, SubtreeOffer
 from paceline.target.control.waiting import GIVE_UP, ROUND_WEIGHT, worth_now, worth_waiting
 from paceline.types import Cause, Mode
 
@@ -51,25 +53,39 @@ class Node:
         return self.children if self.children and self.children[0].arrives <= now else ()
 
 
+class Arrived(Ranking):
+    """The nodes of a session that have arrived at the target, as it ranks them."""
+
+    def __init__(self, anchor: Any, depth: int, branch_tokens: float, probs: list[float], now: float) -> None:
+        """``probs``: of the children that may be verified, by rank."""
+        self._each, self._now = probs, now
+        super().__init__(anchor, depth, 1.0, branch_tokens, MAX_TREE_TOKENS)
+
+    def children_of(self, node: Any) -> list[tuple[float, Any]]:
+        return [*zip(self._each, node.known(self._now), strict=False)]
+
+
 class Offer(SubtreeOffer):
-    """The nodes of a session that have arrived at the target, as an offer to a step."""
+    """These nodes as an offer to a step."""
 
     __slots__ = ("_each", "_now")
 
     def __init__(self, anchor: Node, depth: int, probs: list[float], now: float) -> None:
-        """``probs``: of the children that may be verified, by rank."""
+        """``probs``: see ``Arrived``."""
         super().__init__(anchor, depth, 1.0)  # type: ignore[arg-type]  # of a node it takes no more than there is
         self._each, self._now = probs, now
 
-    def _children(self, node: Node) -> list[tuple[float, Node]]:
-        return [*zip(self._each, node.known(self._now), strict=False)]
+    def ranked(self, branch_tokens: float) -> Iterator[Ranked]:
+        self._ranking = Arrived(self._anchor, self._depth, branch_tokens, self._each, self._now)
+        return self._ranking
 
-    def first(self, num_nodes: int) -> list[Node]:
+    def first(self, num_nodes: int) -> list[Any]:
         """The first nodes of the last order."""
-        if num_nodes > len(self._nodes):
+        if self._ranking is None or num_nodes > len(self._ranking):
             for _ in islice(self.ranked(0.0), num_nodes):
                 pass
-        return self._nodes[:num_nodes]
+        assert self._ranking is not None
+        return [*self._ranking.nodes[:num_nodes]]
 
 
 class Tree:

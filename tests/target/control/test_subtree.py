@@ -10,6 +10,7 @@ import pytest
 from tests.support.rings import slow
 from tests.target.simulation import Simulation, cpu_cost, gpu_cost
 
+from paceline.core.native_tree import new_tree
 from paceline.core.tree import Producer, Proposal, SpeculationTree, TreeNode
 from paceline.messages import Node
 from paceline.target.control.allocation import Allocation, allocate_draft_tokens
@@ -53,6 +54,26 @@ def test_free_branches_offer_the_likeliest_nodes(seed: int) -> None:
     assert [path for _, path, _ in ranked] == pytest.approx(sorted(wanted, reverse=True)[:MAX_TREE_TOKENS])
     assert all(worth == path for worth, path, _ in ranked)
     assert len(offer) == len(ranked)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_native_trees_rank_as_the_reference_does(seed: int) -> None:
+    """The same numbers, bit for bit, and the same proposals, however far it was asked, with siblings alike."""
+    rng = random.Random(seed)
+    reference, native = SpeculationTree(100, 1), new_tree(100, 1)
+    while len(reference) < 60:
+        parent = rng.choice([*reference.nodes()])
+        prob = rng.choice((0.25, 0.5, rng.random()))
+        node = Node(len(reference) + 1, parent.node_id, len(parent.children), prob, rng.random() < 0.95)
+        reference.add([node])
+        native.add([node])
+    depth, factor, branch_tokens = rng.randint(1, 9), rng.choice((0.7, 1.0, 1.6)), rng.choice((0.0, 0.02, 0.3))
+    offers = [SubtreeOffer(tree.anchor, depth, factor) for tree in (reference, native)]
+    for num in (rng.randint(1, 20), 64, 99):
+        wanted, found = [[*islice(offer.ranked(branch_tokens), num)] for offer in offers]
+        assert found == wanted
+        for count in {0, 1, len(wanted) // 2, len(wanted), len(wanted) + 3}:
+            assert offers[1].proposal(count) == offers[0].proposal(count)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -221,4 +242,4 @@ def test_an_offer_is_walked_only_as_far_as_it_is_asked() -> None:
     tree = random_tree(random.Random(1))
     offer = SubtreeOffer(tree.anchor, 9, EVEN)
     assert len([*islice(offer.ranked(0.0), 3)]) == 3
-    assert len(offer._nodes) == 3
+    assert len(offer._ranking) == 3

@@ -32,10 +32,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.core.experiment import WINDOW, WORTH, Budget
+from paceline.core.ranking import Ranked
 from paceline.core.statistics import ENGINE_KEEP, SESSION_KEEP, DecayingHistogram, DecayingRatio, Ewma
 from paceline.core.tree import Proposal
 from paceline.target.control.step_cost import StepCost
-from paceline.target.control.subtree import Ranked, SubtreeOffer
+from paceline.target.control.subtree import SubtreeOffer
 
 PRIOR_ACCEPTANCE = 0.7
 LEAST_PATH = 0.02
