@@ -105,7 +105,7 @@ class PacedFactory:
             setup = self.config.draft_setup()
             assert setup is not None
             draft: Any = EngineSpec(setup).build(emit)
-            self._pace_drafter(draft._drafter)
+            self._pace_drafter(draft.drafter)
             return _timed(draft)
         from paceline.target.control.step_cost import StepCost
 
@@ -118,9 +118,9 @@ class PacedFactory:
 
     def _pace_drafter(self, drafter: Any) -> PacedRunner:
         """Gives a draft model its pace, after ``disturbed`` has made its runner worse."""
-        runner = drafter._runner if self.disturbed is None else self.disturbed(drafter._runner)
-        drafter._runner = PacedRunner(runner, self.draft)
-        return drafter._runner
+        runner = drafter.runner if self.disturbed is None else self.disturbed(drafter.runner)
+        drafter.runner = PacedRunner(runner, self.draft)
+        return drafter.runner
 
 
 def _timed(draft: Any) -> Any:
@@ -348,9 +348,9 @@ def replicas(stack: contextlib.AsyncExitStack, factories: Sequence[PacedFactory]
 def _delay(link: Any, delay_s: float) -> None:
     """Adds ``delay_s`` to each way of a link; delays overlap and keep the order."""
     loop = asyncio.get_running_loop()
-    queue, receive = link._queue, link._receive
+    queue, receive = link._queue, link.receive
     link._queue = lambda messages: loop.call_later(delay_s, queue, list(messages))
-    link._receive = lambda *received: loop.call_later(delay_s, receive, *received)
+    link.receive = lambda *received: loop.call_later(delay_s, receive, *received)
 
 
 @contextlib.asynccontextmanager
@@ -364,7 +364,7 @@ async def routed(
     metrics = _Metrics(Registry("router"), "paced")
     router = Router(info, *pools, settings, metrics=metrics)
     await router.start()
-    for link in router._drafts.links.values() if delay_s else ():
+    for link in router.drafts.links.values() if delay_s else ():
         _delay(link, delay_s)
     try:
         yield router
@@ -411,7 +411,7 @@ def _counters(router: Router) -> dict[str, float]:
     statuses = router.statuses()
     drafts, targets = ([status.counters for status in statuses.get(kind, [])] for kind in ("draft", "target"))
     drafting = [*drafts, *(c for c in targets if "leaves" in c)]
-    metrics: Any = router._metrics
+    metrics: Any = router.metrics
     return {
         "draft_steps": sum(c["tree_steps"] for c in drafting),
         "draft_leaves": sum(c["leaves"] for c in drafting),

@@ -155,7 +155,7 @@ async def drain(
             await stream.until(BEFORE)
         pages, by_nixl = counted(beside, "pages_moved"), counted(beside, "page_bytes_by_nixl")
         pool.set_members([old, new])
-        while len(router._targets.open_links()) < 2:
+        while len(router.targets.open_links()) < 2:
             await asyncio.sleep(0.005)
         begun, lengths = time.perf_counter(), [len(stream.times) for stream in streams]
         pool.set_members([new])

@@ -320,7 +320,7 @@ class LatePump(Pump):
         if self.ticks % 5 == 0:
             self.later.work(2)
         if self.later.waiting and "s2" in self.sessions:
-            self.lengths.append(len(self.sessions["s2"]._history))
+            self.lengths.append(len(self.sessions["s2"].history))
         return super().tick()
 
 

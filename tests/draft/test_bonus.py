@@ -24,7 +24,7 @@ class Grown:
         self.harness.open(open_session(acceptance=Acceptance.REJECTION, seed=seed, max_draft_tokens=6))
         self.harness.steps(steps)
         self.engine = self.harness.engine
-        self.session = self.engine._sessions["s"]
+        self.session = self.engine.sessions["s"]
 
     def path(self, length: int) -> list[TreeNode]:
         """That many of the nodes that are proposed."""

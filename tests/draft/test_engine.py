@@ -100,7 +100,7 @@ def test_nodes_are_sent_together_while_the_target_verifies_and_each_at_once_when
     """Rounds of 20 steps of a millisecond: after a hit about five messages, after a miss one for every step."""
     harness = Harness(TableDrafter(max_leaves=1), tree_budget=4096)
     now = itertools.count()
-    harness.engine._clock = lambda: next(now) * 5e-4  # asked at the start of a step and before it sends
+    harness.engine.clock = lambda: next(now) * 5e-4  # asked at the start of a step and before it sends
     harness.open(open_session())
     target, sent, hit = harness.targets["s"], {True: [], False: []}, False
     for _ in range(60):
@@ -374,7 +374,7 @@ def test_unknown_nodes_in_flight_are_none(in_flight: tuple[int, ...]) -> None:
     for _ in range(10):
         harness.round(3)
         harness.engine.receive([Commit("s", 0, len(harness.targets["s"].text), (), in_flight)])
-        session = harness.engine._sessions["s"]
+        session = harness.engine.sessions["s"]
         assert len(session.in_flight) <= len(session.tree) + 1
     target = harness.targets["s"]
     assert target.text == plain(target.open, len(target.text) - 3)
@@ -409,7 +409,7 @@ def test_what_is_kept_of_ended_sessions_is_bounded(monkeypatch: pytest.MonkeyPat
         harness.engine.receive([CloseSession(f"c{i}", 0), open_session(f"d{i}", text=(VOCAB,))])
         failures(harness)
     assert len(harness.engine._ended) == len(harness.engine._denied) == 8
-    assert not harness.engine._sessions
+    assert not harness.engine.sessions
     assert not harness.engine._failures
 
 

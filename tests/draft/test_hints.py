@@ -77,7 +77,7 @@ class Step:
         self.context_len = len(self.target.text)
         self.engine.receive([Commit("s", 0, self.context_len, (), self.proposal.node_ids)])
         self.harness.steps(DURING)
-        self.session: DraftSession = self.engine._sessions["s"]
+        self.session: DraftSession = self.engine.sessions["s"]
 
     def at(self, index: int) -> TreeNode:
         """The node behind which row ``index`` of the step decides."""
@@ -241,7 +241,7 @@ def test_the_token_that_may_be_proposed_is_not_touched_under_the_rejection_rule(
     harness = Harness(Recorded())
     harness.open(open_session(acceptance=Acceptance.REJECTION))
     harness.steps(6)
-    session = harness.engine._sessions["s"]
+    session = harness.engine.sessions["s"]
     anchor = session.tree.anchor
     sampled = anchor.best
     assert sampled is not None

@@ -114,7 +114,7 @@ def grown(
     def steps(count: int) -> int:
         done = 0
         while done < count and harness.engine.step():
-            states.extend(repr(state(session)) for session in harness.engine._sessions.values())
+            states.extend(repr(state(session)) for session in harness.engine.sessions.values())
             done += 1
         return done
 
@@ -186,7 +186,7 @@ def test_leaves_of_the_common_case_are_left_to_nobody(kind: str) -> None:
         harness.open(open_session(temperature=0.0) if own else open_session(acceptance=kind))
         for _ in range(10):
             harness.round(3)
-        assert isinstance(harness.engine._sessions["s"].tree, native_tree.native_module().SpeculationTree)
+        assert isinstance(harness.engine.sessions["s"].tree, native_tree.native_module().SpeculationTree)
     assert sum(len(nodes) for step in grown for nodes in step) > 20
 
 

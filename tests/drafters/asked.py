@@ -51,7 +51,7 @@ def run_head(target: LoadedModel, head: Any, num_tokens: int, **options: Any) ->
         for old, new in zip(before, pools, strict=True):
             assert torch.equal(old, new), "the target's pages are read only"
         for i, leaf in enumerate(leaves):
-            tokens = [*pump.target._sessions[leaf.session_id].tokens]
+            tokens = [*pump.target.sessions[leaf.session_id].tokens]
             asked.append(Answer(tokens, leaf.path, answer.token_ids[i], answer.log_q[i]))
         return answer
 
@@ -62,13 +62,13 @@ def run_head(target: LoadedModel, head: Any, num_tokens: int, **options: Any) ->
 def lengths_of(pump: Pump) -> list[int]:
     """The tokens of each outcome of an engine, from now on."""
     lengths: list[int] = []
-    deliver = pump._on_target
+    deliver = pump.on_target
 
     def watched(messages: list[Any]) -> None:
         lengths.extend(len(message.token_ids) for message in messages if isinstance(message, Outcome))
         deliver(messages)
 
-    pump._on_target = watched  # type: ignore[method-assign]
+    pump.on_target = watched  # type: ignore[method-assign]
     return lengths
 
 
@@ -109,7 +109,7 @@ def check_head(
     assert 0 < pump.target.stats.head_rows_used < mounted.stats.rows
     assert difference(asked, said, num) < within
     assert pump.target.runner.cache.num_used == 0
-    assert not mounted.head._sessions
+    assert not mounted.head.sessions
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
@@ -120,11 +120,11 @@ def stale(field: str) -> Mutant:
 
     @mutant(HeadDrafter, "feed")
     def kept(feed: Any, self: HeadDrafter, fed: Sequence[Fed]) -> None:
-        before = {each.session_id: getattr(self._sessions[each.session_id], field) for each in fed}
+        before = {each.session_id: getattr(self.sessions[each.session_id], field) for each in fed}
         feed(self, fed)
         for name, value in before.items():
             if value is not None and len(value):
-                setattr(self._sessions[name], field, value)
+                setattr(self.sessions[name], field, value)
 
     return kept
 

@@ -183,7 +183,7 @@ def test_sessions_wait_for_a_state_and_leaves_go_without_where_rows_are_full() -
     trees = Trees(3, num_pages=12, max_sessions=1, state_slots=2)
     linear = trees.runner.cache.linear
     assert linear is not None
-    linear.slots, linear._free_rows = Slots(2, 7), linear._free_rows[-7:]
+    linear.slots, linear.free_rows = Slots(2, 7), linear.free_rows[-7:]
     for i, length in enumerate((63, 15, 1)):
         trees.open(f"s{i}", prompt(i, length))
     for i in range(3):
@@ -204,7 +204,7 @@ def wait_for_long() -> None:
     trees = Trees(4, max_sessions=1, state_slots=2)
     linear = trees.runner.cache.linear
     assert linear is not None
-    linear.slots, linear._free_rows = Slots(2, 7), linear._free_rows[-7:]
+    linear.slots, linear.free_rows = Slots(2, 7), linear.free_rows[-7:]
     sizes, forward = list[int](), trees.runner.forward
 
     def measured(steps: Any, *args: Any) -> Any:
@@ -234,7 +234,7 @@ def test_tokens_of_a_session_that_waited_for_long_are_computed_in_chunks() -> No
 
 @mutant(ModelDrafter, "advance")
 def _prompts_alone_are_chunked(advance: Any, self: ModelDrafter, session_id: str, *rest: Any) -> None:
-    session = self._sessions[session_id]
+    session = self.sessions[session_id]
     num_prefill = session.num_prefill
     advance(self, session_id, *rest)
     session.num_prefill = num_prefill

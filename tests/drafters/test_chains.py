@@ -35,7 +35,7 @@ def drafter(model: LoadedModel, pages: int = 12) -> ModelDrafter:
     """A drafter whose chains run step by step, unless the model is compiled."""
     runner = model.runner(pages)
     if not isinstance(model.step, CompiledPackage):
-        runner._step = StepByStep(runner._step)
+        runner.step_function = StepByStep(runner.step_function)
     return ModelDrafter(runner, max_leaves=8, max_prefill_tokens=512, top_m=64)
 
 
@@ -83,7 +83,7 @@ def test_a_chain_is_what_one_call_for_each_token_finds(family: str, sampling: di
             sampler.append(tokens)
             it.advance("a", tokens, [*nodes[:num_kept], 900], [])
             it.check_integrity()
-            assert it._sessions["a"].num_cached == len(it._sessions["a"].tokens) - 1, "only the miss is to be computed"
+            assert it.sessions["a"].num_cached == len(it.sessions["a"].tokens) - 1, "only the miss is to be computed"
     deeper = whole.chain(Leaf("a", 0, (), ()), 2, FAN_OUT, NEVER)
     whole.keep("a", [201])
     below = (201,), (deeper[0][0][0],)
@@ -116,7 +116,7 @@ def test_a_chain_without_room_is_none_and_an_error_leaves_the_session_as_it_was(
         raise RuntimeError("no step")
 
     with monkeypatch.context() as patch:
-        patch.setattr(it._runner._step, "run_chain", fail)
+        patch.setattr(it.runner.step_function, "run_chain", fail)
         with pytest.raises(RuntimeError, match="no step"):
             it.chain(leaf, 2, 2, NEVER)
     it.check_integrity()
@@ -158,7 +158,7 @@ def test_other_processors_are_asked_for_token_by_token(sampling: dict) -> None:
 def mounted(draft: LoadedModel, *, chained: bool, k: int = 4) -> MountedHead:
     runner = draft.runner(48)
     if chained:
-        runner._step = StepByStep(runner._step)
+        runner.step_function = StepByStep(runner.step_function)
     return MountedHead("draft", DraftModelHead(runner, max_leaves=8, max_prefill_tokens=64, top_m=64), num_tokens=k)
 
 
@@ -191,7 +191,7 @@ def test_a_session_alone_is_drafted_for_by_chains_and_its_text_is_the_same(pair)
     texts = served(target, by_chains)
     assert texts == served(target, by_tokens)
     assert texts == served(target, mounted(draft, chained=False, k=1))
-    assert by_chains.head._runner._step.num_chains > 20
+    assert by_chains.head.runner.step_function.num_chains > 20
     assert by_chains.stats == replace(by_tokens.stats, seconds=by_chains.stats.seconds)
     assert by_chains.stats.rows_used > 40
 
@@ -245,7 +245,7 @@ def test_an_adaptive_engine_drafts_both_ways_and_keeps_the_text(pair, at_once: b
     head = mounted(draft, chained=True)
     texts = served(target, head, adaptive=True, at_once=at_once)
     assert texts == served(target, mounted(draft, chained=False, k=1))
-    assert 0 < head.head._runner._step.num_chains < head.stats.rounds
+    assert 0 < head.head.runner.step_function.num_chains < head.stats.rounds
     assert head.stats.rows_used > 0
 
 
@@ -261,9 +261,9 @@ def test_a_draft_of_one_session_answers_a_miss_by_a_chain(pair, mode: Mode) -> N
     found, chains = [], []
     for chained in (True, False):
         runner = draft.runner(32)
-        step = StepByStep(runner._step)
+        step = StepByStep(runner.step_function)
         if chained:
-            runner._step = step
+            runner.step_function = step
         model = ModelDrafter(runner, max_leaves=8, max_prefill_tokens=64, top_m=64)
         pump = Pump(target, None, drafter=model, adaptive=False, late=0.0, draft_steps=(6, 6))
         found.append(pump.run({"a": request})["a"])
@@ -291,7 +291,7 @@ def test_native_chains_are_those_of_their_twin(family: str) -> None:
         [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 20, "min_p": 0.01}] * 3
     ):
         native, twin = drafter(model), drafter(model)
-        twin._runner._step = StepByStep(twin._runner._step)
+        twin.runner.step_function = StepByStep(twin.runner.step_function)
         text = prompt(turn, rng.randrange(5, 3 * PAGE_SIZE), VOCAB)
         least = rng.choice([0.0, 0.2, 0.5])
         stop = Stop((0.1, 1.0), (0.3, 0.4, 0.5), (0.2, 0.3, 0.4), 0.95, 1.1, 1.0, least)

@@ -93,9 +93,9 @@ def pump_of(family: str, **options: Any) -> Run:
 
     def on_its_pages(leaves: Sequence[Leaf]) -> Candidates:
         for leaf in leaves:
-            session = pump.target._sessions[leaf.session_id]
+            session = pump.target.sessions[leaf.session_id]
             held = pages_for(session.num_tokens - 1)
-            assert head._sessions[leaf.session_id].pages[:held] == session.pages[:held]
+            assert head.sessions[leaf.session_id].pages[:held] == session.pages[:held]
         return expand(leaves)
 
     head.expand = on_its_pages  # type: ignore[method-assign]
@@ -181,10 +181,10 @@ def test_after_a_preemption_it_waits_for_its_pages(noticed: bool, monkeypatch: p
     engine = pump.target
     params = SpeculationParams(max_draft_tokens=1)
     engine.receive([OpenSession("s", 1, tokens, len(tokens), 1, SamplingParams(max_tokens=40, seed=1), params)])
-    while (session := engine._sessions["s"]).num_tokens < PAGE_SIZE + 1:
+    while (session := engine.sessions["s"]).num_tokens < PAGE_SIZE + 1:
         engine.step()
     assert session.num_computed == PAGE_SIZE
-    engine._scheduler.preempt(session, [])
+    engine.scheduler.preempt(session, [])
     asked = len(answers)
     engine.step()
     assert (len(answers) == asked) == noticed

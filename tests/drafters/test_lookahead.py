@@ -62,7 +62,7 @@ class Watched(LookaheadHead):
 
     def guesses(self, session_id: str) -> Proposal:
         found = super().guesses(session_id)
-        self._riding[session_id] = [*self.engine._sessions[session_id].tokens], found
+        self._riding[session_id] = [*self.engine.sessions[session_id].tokens], found
         return found
 
     def learn(self, session_id: str, token_ids: Sequence[int]) -> None:
@@ -270,7 +270,7 @@ def test_the_window_moves_up_and_its_columns_become_ngrams(window: int, ngram: i
         head.learn("s", said)
         head.advance("s", [10 + step], [1], [])
         head.check_integrity()
-    for key, tails in head._session("s").pool.items():
+    for key, tails in head.sessions["s"].pool.items():
         for tail in tails:
             run = [*tail] if window == 1 or key >= 10 else [key, *tail]
             assert all(b == (a + 1) % 100 for a, b in pairwise(run[1:])), (key, tail)
@@ -279,19 +279,19 @@ def test_the_window_moves_up_and_its_columns_become_ngrams(window: int, ngram: i
 def test_the_pool_has_the_ngrams_of_prompt_and_answer() -> None:
     """As prompt lookup: what followed a token before is proposed after it, across the end of the prompt, too."""
     head = opened(2, 4, 2, 1, 2, 3, 4, 5)
-    assert [*head._session("s").pool.items()] == [(1, {(2, 3, 4): None}), (2, {(3, 4, 5): None})]
+    assert [*head.sessions["s"].pool.items()] == [(1, {(2, 3, 4): None}), (2, {(3, 4, 5): None})]
     head.advance("s", [1], [1], [])
     assert candidates(head) == [2]
     assert candidates(head, 2) == [3], "the n-gram goes on, and so does the one that begins with 2"
     head.advance("s", [6, 7, 3], [2, 3, 4], [])
     assert candidates(head) == [4]
-    assert (4, 5, 1) in head._session("s").pool[3]
+    assert (4, 5, 1) in head.sessions["s"].pool[3]
     head.check_integrity()
 
 
 def test_the_pool_keeps_what_was_seen_last_and_answers_along_a_path() -> None:
     head = opened(2, 4, 2)
-    pool = head._session("s").pool
+    pool = head.sessions["s"].pool
     for tail in ((1, 2, 3), (1, 5, 6), (1, 2, 3), (4, 4, 4)):
         head._keep(pool, 7, tail)
     assert list(pool[7]) == [(1, 2, 3), (4, 4, 4)]

@@ -265,7 +265,7 @@ def test_dropped_rows_are_used_again() -> None:
         twin.commit("a", missed)
         twin.expand(("a", missed))
     assert twin.runner.cache.num_used == 1
-    assert twin.drafter._sessions["a"].num_rows <= 20 + 40 + 5
+    assert twin.drafter.sessions["a"].num_rows <= 20 + 40 + 5
 
 
 def test_prefixes_are_shared() -> None:

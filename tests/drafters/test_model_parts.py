@@ -75,7 +75,7 @@ def test_leaves_alone_are_laid_out_as_among_others(monkeypatch) -> None:
     rng, short = random.Random(3), Counter[str]()
     for _ in range(300):
         fast = drafter()
-        session = random_session(rng, fast._cache)
+        session = random_session(rng, fast.cache)
         slow, twin = copy.deepcopy((fast, session))
         monkeypatch.setattr(slow, "part_without_tails", lambda *_: None)
         pending = session.num_cached < len(session.tokens)
@@ -101,7 +101,7 @@ def test_leaves_alone_are_laid_out_as_among_others(monkeypatch) -> None:
 
 def state(drafter: ModelDrafter) -> str:
     """All that a step changes of a drafter's sessions."""
-    return repr([replace(session, sampler=None, shared=None) for session in drafter._sessions.values()])
+    return repr([replace(session, sampler=None, shared=None) for session in drafter.sessions.values()])
 
 
 def listed(part: Part) -> str:
@@ -114,10 +114,10 @@ def test_leaves_of_all_sessions_are_laid_out_as_session_by_session() -> None:
     rng, seen_before = random.Random(8), Counter[str]()
     for _ in range(400):
         own = drafter()
-        own._sessions = {name: random_session(rng, own._cache) for name in "abc"}
+        own.sessions = {name: random_session(rng, own.cache) for name in "abc"}
         leaves, has_paths = [], {}
         for name in rng.sample("abc", rng.randint(1, 3)):
-            session = own._sessions[name]
+            session = own.sessions[name]
             pending = session.num_cached < len(session.tokens)
             has_paths[name] = not pending
             leaves += [leaf_of(rng, session, 99 + i, name) for i in range(1 if pending else rng.randint(1, 5))]
@@ -126,7 +126,7 @@ def test_leaves_of_all_sessions_are_laid_out_as_session_by_session() -> None:
         if rng.random() < 0.1:
             rng.shuffle(leaves)
         slow, before = copy.deepcopy(own), state(own)
-        made = parts_of(leaves, own._sessions, own._cache)
+        made = parts_of(leaves, own.sessions, own.cache)
         common = all(77 not in leaf.path_ids for leaf in leaves) and all(
             {bool(leaf.path) for leaf in leaves if leaf.session_id == name} in ({expected}, set())
             for name, expected in has_paths.items()
@@ -140,14 +140,14 @@ def test_leaves_of_all_sessions_are_laid_out_as_session_by_session() -> None:
         parts, rows = made
         want, want_rows, at, depths = slow._parts(leaves, [NO_TAIL] * len(leaves))
         assert [(row.state.seed_bits, row.suffix) for row in rows] == [(r.state.seed_bits, r.suffix) for r in want_rows]
-        assert all(row.state is own._sessions[leaf.session_id].sampler for row, leaf in zip(rows, leaves, strict=True))
+        assert all(row.state is own.sessions[leaf.session_id].sampler for row, leaf in zip(rows, leaves, strict=True))
         assert (at, depths) == ([*range(len(leaves))], [0] * len(leaves))
         assert [listed(part) for part in parts] == [listed(part) for part in want]
         assert [type(row) for row in rows] == [Row] * len(leaves)
         for part in (*parts, *want):
             part.keep()
         assert state(own) == state(slow)
-        for session in own._sessions.values():
+        for session in own.sessions.values():
             used = [*session.node_rows.values(), *session.free_rows, *session.committed.nonzero()[0].tolist()]
             assert sorted(used) == [*range(session.num_rows)], "a row leaked or has two uses"
     assert min(seen_before.values()) > 30
@@ -156,25 +156,25 @@ def test_leaves_of_all_sessions_are_laid_out_as_session_by_session() -> None:
 @pytest.mark.compiler
 def test_rows_are_given_back_where_one_session_has_no_room() -> None:
     rng, own = random.Random(9), drafter()
-    own._sessions = {"a": random_session(rng, own._cache), "b": random_session(rng, own._cache)}
-    for session in own._sessions.values():
+    own.sessions = {"a": random_session(rng, own.cache), "b": random_session(rng, own.cache)}
+    for session in own.sessions.values():
         session.num_cached = len(session.tokens)
     leaves = [Leaf("a", 99, (99,), (1,)), Leaf("b", 99, (99,), (1,))]
-    full = own._sessions["b"]
+    full = own.sessions["b"]
     full.free_rows, full.num_rows = [], len(full.pages) * PAGE_SIZE
 
     def refuse(count: int) -> list[int]:
         raise ResourceExhaustedError(f"no room for {count} pages")
 
-    own._cache.allocate = refuse  # type: ignore[method-assign]
-    free, room = sorted(own._sessions["a"].free_rows), own._sessions["a"].num_rows
-    assert parts_of(leaves, own._sessions, own._cache) is None
-    given_back = sorted(set(own._sessions["a"].free_rows) - set(range(room, own._sessions["a"].num_rows)))
+    own.cache.allocate = refuse  # type: ignore[method-assign]
+    free, room = sorted(own.sessions["a"].free_rows), own.sessions["a"].num_rows
+    assert parts_of(leaves, own.sessions, own.cache) is None
+    given_back = sorted(set(own.sessions["a"].free_rows) - set(range(room, own.sessions["a"].num_rows)))
     assert given_back == free
-    assert sorted(own._sessions["a"].free_rows)[len(free) :] == [*range(room, own._sessions["a"].num_rows)]
+    assert sorted(own.sessions["a"].free_rows)[len(free) :] == [*range(room, own.sessions["a"].num_rows)]
     with pytest.raises(TypeError, match="a list of leaves, a dict"):
-        parts_module.native_module().parts_of([], [()], own._cache)
-    assert parts_module.native_module().parts_of([()], {}, own._cache) is None
+        parts_module.native_module().parts_of([], [()], own.cache)
+    assert parts_module.native_module().parts_of([()], {}, own.cache) is None
 
 
 def leaf_of(rng: random.Random, session: RowSession, node_id: int, name: str = "s") -> Leaf:

@@ -34,7 +34,7 @@ def scan(text: list[int], path: list[int], lo: int, hi: int, m: int) -> tuple[li
 
 def candidates(drafter: SuffixDrafter, path: list[int]) -> tuple[list[int], list[float]]:
     """Those of the only session."""
-    found = drafter._candidates(drafter._sessions["s"], path)
+    found = drafter.candidates_of(drafter.sessions["s"], path)
     return [token for token, _ in found], [prob for _, prob in found]
 
 

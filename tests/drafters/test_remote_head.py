@@ -235,17 +235,17 @@ def test_too_far_behind_it_says_nothing() -> None:
 
 def test_a_prompt_waits_for_pages_and_a_session_without_any_ends() -> None:
     session = Session("eagle3", 30)
-    taken = session.remote._cache.allocate(12)
+    taken = session.remote.cache.allocate(12)
     session.feed(0, 29)
     assert not session.remote.prefill()
-    session.remote._cache.release(taken)
+    session.remote.cache.release(taken)
     session.prefill()
     session.commit(50)
-    taken = session.remote._cache.allocate(11)
+    taken = session.remote.cache.allocate(11)
     session.feed(29, 79)
     with pytest.raises(DrafterSessionError, match="no KV page is free"):
         session.after()
-    session.remote._cache.release(taken)
+    session.remote.cache.release(taken)
     assert session.after().log_q.isfinite().any()
     session.remote.close("s")
     session.remote.check_integrity()
@@ -258,7 +258,7 @@ def _states_of_the_next_position(session: Session) -> None:
 
 
 def _tokens_of_the_same_position(session: Session) -> None:
-    known = session.remote._sessions["s"]
+    known = session.remote.sessions["s"]
     known.tokens[:-1] = known.tokens[1:]
 
 

@@ -67,13 +67,13 @@ class FaultyPump(Pump):
         self._seen: dict[str, list[Any]] = {link: [] for link in LINKS}
         self._delayed: list[tuple[int, str, Any]] = []
         self._progress: dict[str, tuple[int, int]] = {}
-        self._now = 0
+        self.now = 0
 
     # -- the links -------------------------------------------------------------------------------------------------
 
-    def _deliver(self, queue: Any, receive: Callable[[list[Any]], None]) -> bool:
+    def deliver(self, queue: Any, receive: Callable[[list[Any]], None]) -> bool:
         link = next(name for name in LINKS if getattr(self, name) is queue)
-        return super()._deliver(queue, lambda messages: receive(self._harm(link, messages)))
+        return super().deliver(queue, lambda messages: receive(self._harm(link, messages)))
 
     def _harm(self, link: str, messages: list[Any]) -> list[Any]:
         out: list[Any] = []
@@ -87,7 +87,7 @@ class FaultyPump(Pump):
                 out += [message, message]
                 self._injected(link, kind)
             elif kind == "delay":
-                self._delayed.append((self._now + self.chaos.randint(1, 30), link, message))
+                self._delayed.append((self.now + self.chaos.randint(1, 30), link, message))
                 self._injected(link, kind)
             elif kind == "replay":
                 old = [m for m in repeated if m.epoch < message.epoch] or repeated
@@ -117,10 +117,10 @@ class FaultyPump(Pump):
     # -- the owner -------------------------------------------------------------------------------------------------
 
     def tick(self) -> bool:
-        self._now += 1
-        assert self._now < LONGEST, "no end"
-        due = [d for d in self._delayed if d[0] <= self._now]
-        self._delayed = [d for d in self._delayed if d[0] > self._now]
+        self.now += 1
+        assert self.now < LONGEST, "no end"
+        due = [d for d in self._delayed if d[0] <= self.now]
+        self._delayed = [d for d in self._delayed if d[0] > self.now]
         for _, link, message in due:
             getattr(self, link).append(message)
         self.each_tick()
@@ -132,11 +132,11 @@ class FaultyPump(Pump):
     def _watch(self) -> None:
         for name, session in self.sessions.items():
             length, since = self._progress.get(name, (-1, 0))
-            if session.finished or len(session._history) != length:
-                self._progress[name] = len(session._history), self._now
-            elif self._now - since > PATIENCE:
+            if session.finished or len(session.history) != length:
+                self._progress[name] = len(session.history), self.now
+            elif self.now - since > PATIENCE:
                 self.counts["stalls"] += 1
-                self._progress[name] = length, self._now
+                self._progress[name] = length, self.now
                 self.reopen(session)
 
     def _check(self) -> None:
@@ -144,14 +144,14 @@ class FaultyPump(Pump):
         for name, session in self.sessions.items():
             if session.finished or not self.content_is_true:
                 continue
-            history = session._history
-            target = self.target._sessions.get(name)
+            history = session.history
+            target = self.target.sessions.get(name)
             if target is not None and target.epoch == session.target_epoch:
                 same = target.tokens[: len(history)] == history
                 assert same or self._has_ended(name, target.epoch), "the target is elsewhere"
-            draft = self.draft._sessions.get(name) if self.draft and not self.draft_dead else None
+            draft = self.draft.sessions.get(name) if self.draft and not self.draft_dead else None
             if draft is not None and draft.epoch == session.draft_epoch:
-                context = self.drafter._sessions[name].tokens
+                context = self.drafter.sessions[name].tokens
                 assert history[: len(context)] == context, "the draft is elsewhere"
                 if target is not None and target.draft_epoch == draft.epoch:
                     for node in target.tree.nodes():
@@ -168,16 +168,16 @@ class FaultyPump(Pump):
 
     def reopen(self, session: Session) -> None:
         """On the same target, or the one that has taken its place."""
-        self._send(session.reopen_target())
+        self.send(session.reopen_target())
         if session.wants_draft and not self.draft_dead:
-            self._send(session.on_draft_up())
+            self.send(session.on_draft_up())
 
     def _target_failed(self, session: Session, reason: str) -> None:
         self.reopen(session)
 
-    def _on_target(self, messages: list[Any]) -> None:
+    def on_target(self, messages: list[Any]) -> None:
         if self.on_outcome is None:
-            super()._on_target(messages)
+            super().on_target(messages)
             return
         for message in messages:  # one at a time: the engine may die with the rest of the batch on its way
             outbox = self.relay.on_target([message])
@@ -185,9 +185,9 @@ class FaultyPump(Pump):
             if isinstance(message, Outcome):
                 self.on_outcome(self.sessions[message.session_id])
             for session in outbox.touched.values():
-                self._digest(session)
+                self.digest(session)
 
-    def _on_draft(self, messages: list[Any]) -> None:
+    def on_draft(self, messages: list[Any]) -> None:
         for message in messages:  # one at a time, so that what is relayed can be compared with the session's state
             session = self.sessions[message.session_id]
             available, epoch = session.draft_available, session.draft_epoch
@@ -197,10 +197,10 @@ class FaultyPump(Pump):
                 assert message.epoch == epoch, "something stale is relayed"
             self._carry_out(outbox)
 
-    def _digest(self, session: Session) -> None:
+    def digest(self, session: Session) -> None:
         actions = session.digest()
         self.chunks[session.session_id] += [t for chunk in actions.chunks for t in chunk.token_ids]
-        self._send(actions)
+        self.send(actions)
         if session.result is not None:
             self.results[session.session_id] = session.result
 
@@ -231,7 +231,7 @@ class FaultyPump(Pump):
         if not keeps_talking:
             self.from_draft.clear()
         for session in self.sessions.values():
-            self._send(session.on_draft_down())
+            self.send(session.on_draft_down())
 
     def restart_draft(self) -> None:
         """Sessions that want a draft are opened on it."""
@@ -240,7 +240,7 @@ class FaultyPump(Pump):
         self.draft_dead = False
         for session in self.sessions.values():
             if session.wants_draft:
-                self._send(session.on_draft_up())
+                self.send(session.on_draft_up())
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class FaultyPump(Pump):
         for engine, queue in ((self.target, self.to_target), (self.draft, self.to_draft)):
             queue.clear()
             if engine is not None:
-                queue.extend(CloseSession(name, s.epoch) for name, s in engine._sessions.items())
+                queue.extend(CloseSession(name, s.epoch) for name, s in engine.sessions.items())
         super().settle()
         self._count(self.target.stats)
         if self.draft is not None and not self.draft_dead:

@@ -45,10 +45,10 @@ def test_a_target_that_dies_at_any_round(two: dict[str, Result], keeps_talking: 
 
 def _die_for(num_ticks: int, keeps_talking: bool, pump: FaultyPump) -> None:
     pump.kill_draft(keeps_talking=keeps_talking)
-    back = pump._now + num_ticks
+    back = pump.now + num_ticks
 
     def each_tick() -> None:
-        if pump._now == back:
+        if pump.now == back:
             pump.restart_draft()
 
     pump.each_tick = each_tick
@@ -77,7 +77,7 @@ def _deaths(pump: FaultyPump) -> None:
 
     def each_tick() -> None:
         event = pump.chaos.random()
-        if pump._now > LONGEST // 2:
+        if pump.now > LONGEST // 2:
             return
         if event < 0.01:
             pump.kill_target(keeps_talking=pump.chaos.random() < 0.5)

@@ -24,15 +24,15 @@ from paceline.types import Result
 @mutant(Session, "on_target")
 def _repeated_outcomes_count(on_target: Any, session: Session, event: Any, *rest: Any) -> Any:
     """The relay takes an outcome whose context has been passed."""
-    late = isinstance(event, Outcome) and event.context_len < len(session._history)
-    return on_target(session, replace(event, context_len=len(session._history)) if late else event, *rest)
+    late = isinstance(event, Outcome) and event.context_len < len(session.history)
+    return on_target(session, replace(event, context_len=len(session.history)) if late else event, *rest)
 
 
 @mutant(Session, "on_target")
 def _gaps_are_closed(on_target: Any, session: Session, event: Any, *rest: Any) -> Any:
     """The relay takes an outcome although the one before is missing."""
-    early = isinstance(event, Outcome) and event.context_len > len(session._history)
-    return on_target(session, replace(event, context_len=len(session._history)) if early else event, *rest)
+    early = isinstance(event, Outcome) and event.context_len > len(session.history)
+    return on_target(session, replace(event, context_len=len(session.history)) if early else event, *rest)
 
 
 @mutant(Session, "on_target")
@@ -64,12 +64,12 @@ def _malformed_outcomes_count(monkeypatch: pytest.MonkeyPatch) -> None:
 @mutant(Session, "reopen_target")
 def _history_is_what_was_digested(reopen_target: Any, session: Session) -> Actions:
     """A target is re-opened from the text instead of from the outcomes."""
-    history = session._history
-    session._history = [*session._prompt, *session._emitted]
+    history = session.history
+    session.history = [*session.prompt, *session.emitted]
     try:
         return reopen_target(session)
     finally:
-        session._history = history
+        session.history = history
 
 
 @mutant(Session, "reopen_target")
@@ -97,7 +97,7 @@ def _commits_may_be_missing(commit: Any, engine: DraftEngine, session: Any, mess
 def _drafts_ignore_epochs(receive: Any, engine: DraftEngine, messages: Sequence[Any]) -> None:
     """The draft takes commits and closes of any epoch."""
     for message in messages:
-        session = engine._sessions.get(message.session_id)
+        session = engine.sessions.get(message.session_id)
         known = session is not None and not isinstance(message, OpenSession)
         receive(engine, [replace(message, epoch=session.epoch) if known else message])
 
@@ -106,7 +106,7 @@ def _drafts_ignore_epochs(receive: Any, engine: DraftEngine, messages: Sequence[
 def _targets_ignore_the_epoch_of_nodes(receive: Any, engine: TargetEngine, messages: Sequence[Any]) -> None:
     """The target hangs up nodes of an old draft."""
     for message in messages:
-        session = engine._sessions.get(message.session_id)
+        session = engine.sessions.get(message.session_id)
         known = session is not None and isinstance(message, Nodes)
         receive(engine, [replace(message, epoch=session.draft_epoch) if known else message])
 
@@ -134,7 +134,7 @@ def _target_dies(reference: dict[str, Result]) -> None:
 
 def _new_epochs(pump: FaultyPump) -> None:
     """The target dies now and then, so that most of what is replayed is of an old epoch."""
-    pump.each_tick = lambda: pump.kill_target(keeps_talking=True) if pump._now in range(12, 100, 12) else None
+    pump.each_tick = lambda: pump.kill_target(keeps_talking=True) if pump.now in range(12, 100, 12) else None
 
 
 def _old_closes(reference: dict[str, Result]) -> None:
@@ -142,9 +142,9 @@ def _old_closes(reference: dict[str, Result]) -> None:
 
     def prepare(pump: FaultyPump) -> None:
         def each_tick() -> None:
-            if pump._now in range(12, 100, 12):
+            if pump.now in range(12, 100, 12):
                 pump.kill_target()
-            elif pump._now % 12 == 6:
+            elif pump.now % 12 == 6:
                 pump.to_draft.extend(CloseSession(n, s.draft_epoch - 1) for n, s in pump.sessions.items())
 
         pump.each_tick = each_tick

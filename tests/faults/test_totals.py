@@ -37,7 +37,7 @@ class Redeployed(FaultyPump):
 
     def _redeploy(self) -> None:
         event = self.chaos.random()
-        if self._now > LONGEST // 2:
+        if self.now > LONGEST // 2:
             return
         if event < 0.01:
             self.counts["targets_replaced"] += 1
@@ -50,7 +50,7 @@ class Redeployed(FaultyPump):
             self.draining = False
         elif event < 0.10 and self.draining:  # as to another draft that has room, which then is gone, too
             for session in self.sessions.values():
-                self._send(session.leave_draft())
+                self.send(session.leave_draft())
         elif event < 0.13 and self.draft_dead:
             self.restart_draft()
 
@@ -61,18 +61,18 @@ class Redeployed(FaultyPump):
 
     def reopen(self, session: Session) -> None:
         if self.draining:
-            self._send(session.reopen_target())
+            self.send(session.reopen_target())
         else:
             super().reopen(session)
 
-    def _send(self, actions: Any) -> None:
+    def send(self, actions: Any) -> None:
         for chunk in getattr(actions, "chunks", ()):
             self.all_chunks[self._name].append(chunk)
-        super()._send(actions)
+        super().send(actions)
 
-    def _digest(self, session: Session) -> None:
+    def digest(self, session: Session) -> None:
         self._name = session.session_id
-        super()._digest(session)
+        super().digest(session)
 
 
 def wanted(num: int = 6) -> dict[str, Request]:
@@ -175,9 +175,9 @@ def test_the_same_in_many_orders(reference: dict[str, Result]) -> None:
 @mutant(Session, "on_target")
 def _every_outcome_counts(on_target: Any, session: Session, event: Any, *rest: Any) -> Any:
     """Rounds count when they arrive, repetitions and those of lost targets included."""
-    rounds = len(session._undigested)
+    rounds = len(session.undigested)
     actions = on_target(session, event, *rest)
-    if isinstance(event, Outcome) and len(session._undigested) == rounds:
+    if isinstance(event, Outcome) and len(session.undigested) == rounds:
         session.stats.add(event.round)
     return actions
 

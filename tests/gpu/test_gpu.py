@@ -189,7 +189,7 @@ def test_every_graph_has_the_bits_of_its_eager_twin(family: str, attention: Atte
         record_steps(runner, limits, 1024, True)
         assert isinstance(runner.backend, DeviceBackend)
         assert isinstance(runner.backend._recorder, CudaRecorder)
-        assert len(runner.backend.recorded) == len(runner.backend._shapes) > 8
+        assert len(runner.backend.recorded) == len(runner.backend.shapes) > 8
         assert check_replay(runner, 1024) == []
 
 
@@ -248,7 +248,7 @@ def requests(count: int, max_tokens: int = 24) -> dict[str, Request]:
 def recording_pump(target: LoadedModel, draft: LoadedModel, **options) -> Pump:
     pump = Pump(target, draft, **options)
     pump.target.runner.record(LIMITS)
-    pump.drafter._runner.record(TREES)
+    pump.drafter.runner.record(TREES)
     return pump
 
 

@@ -134,7 +134,7 @@ def test_a_draft_with_linear_layers_is_accepted_where_it_is_the_target(folder: P
         assert result.token_ids == expected
         assert result.speculation.accepted == result.speculation.drafted > 0
         worker: Any = pipeline._draft
-        cache = worker._engine._drafter._cache
+        cache = worker._engine.drafter.cache
         assert cache.linear.slots == Slots.of(2, branches=3)
         setup, size = config.draft_setup(), Checkpoint.open(str(folder)).size("float32")
         assert setup is not None

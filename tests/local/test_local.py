@@ -228,7 +228,7 @@ def test_many_sessions_in_a_kv_cache_that_holds_two_of_them(checkpoints, threade
         num_bytes = sum(pool.nbytes for pool in (*cache.keys, *cache.values))
 
         def watched(steps):
-            held = {page for session in engine._sessions.values() for page in session.pages}
+            held = {page for session in engine.sessions.values() for page in session.pages}
             assert held <= set(range(6))
             engine.check_integrity()
             most_held.append(len(held))

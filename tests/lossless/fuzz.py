@@ -218,11 +218,11 @@ class _Pump(FaultyPump):
 
 def _deaths(pump: FaultyPump, case: Case) -> None:
     """What the dead have sent arrives if their tick is even."""
-    if pump._now in case.target_dies:
-        pump.kill_target(keeps_talking=pump._now % 2 == 0)
-    if pump._now in case.draft_dies and not pump.draft_dead:
-        pump.kill_draft(keeps_talking=pump._now % 2 == 0)
-    elif pump._now - 10 in case.draft_dies and pump.draft_dead:
+    if pump.now in case.target_dies:
+        pump.kill_target(keeps_talking=pump.now % 2 == 0)
+    if pump.now in case.draft_dies and not pump.draft_dead:
+        pump.kill_draft(keeps_talking=pump.now % 2 == 0)
+    elif pump.now - 10 in case.draft_dies and pump.draft_dead:
         pump.restart_draft()
 
 

@@ -68,8 +68,8 @@ def _accepts_anything(decide: Any, logits: Any, rows: Any, proposals: Any, rules
 @mutant(Session, "reopen_target")
 def _migrates_without_its_last_token(reopen_target: Any, session: Session) -> Any:
     """A session that moves to another target loses a token on the way."""
-    if len(session._history) > len(session._prompt):
-        session._history.pop()
+    if len(session.history) > len(session.prompt):
+        session.history.pop()
     return reopen_target(session)
 
 

@@ -55,8 +55,8 @@ def test_prefix_hits_and_the_loss_of_states_give_identical_tokens(family: str, d
     assert slots is not None
     for forget in (False, False, True):
         if forget:  # as if other sessions had needed their slots
-            for key in [*slots._state_of]:
-                slots._drop_state(key)
+            for key in [*slots.state_of]:
+                slots.drop_state(key)
         hits.append(sessions.served_again(pump))
     assert hits[1] > max(hits[0], hits[2])
     assert hits[1] >= len(sessions.requests) * 128
@@ -87,8 +87,8 @@ def _states_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def changed(session: TargetSession, cache: KVCache) -> None:
         give_way(session, cache)
         assert cache.linear is not None
-        for key in [key for key in cache.linear._state_of if not cache.linear._held[key]]:
-            cache.linear._drop_state(key)
+        for key in [key for key in cache.linear.state_of if not cache.linear.held[key]]:
+            cache.linear.drop_state(key)
 
     monkeypatch.setattr(TargetSession, "give_way", changed)
 
@@ -124,10 +124,10 @@ def drafting_for_itself(family: str, dtype: torch.dtype, num: int, mode: Mode, *
     sessions = sessions_of(family, dtype, num)
     options.setdefault("drafter", drafter_of(sessions.target))
     pump = Pump(sessions.target, None, pages=40, max_step_tokens=48, draft_steps=(1, 8), **options)
-    for runner in (pump.target.runner, pump.drafter._runner):
+    for runner in (pump.target.runner, pump.drafter.runner):
         poison(runner)
     assert_same(pump.run(in_mode(sessions.requests, mode)), sessions.reference)
-    assert pump.drafter._cache.num_used == 0
+    assert pump.drafter.cache.num_used == 0
     return pump
 
 

@@ -167,7 +167,7 @@ def pump_of(method: Method, config: ServiceConfig, **options: Any) -> Pump:
     model = loaded(setup.source, features_of(opened, linked))
     heads = load_heads(setup, opened, checkpoint, model, None)
     link = None if linked is None else load_link(linked, model)
-    drafter = None if draft_setup is None else build_draft_engine(draft_setup, lambda _: None)._drafter
+    drafter = None if draft_setup is None else build_draft_engine(draft_setup, lambda _: None).drafter
     pump = Pump(
         model,
         None,

@@ -143,8 +143,8 @@ def moved(model: LoadedModel, cuts: Iterator[int], target: Engine | None = None)
         for _ in range(next(cuts)):
             source.step()
         opened = asked.opened(name, source.texts[name], epoch=2)
-        if name in source.engine._sessions:  # it has not ended
-            source.engine.close_session(source.engine._sessions[name])
+        if name in source.engine.sessions:  # it has not ended
+            source.engine.close_session(source.engine.sessions[name])
             num_moved += move(source.engine.pages, target.engine.pages, opened)
             target.open(opened)
             target.step()
@@ -420,7 +420,7 @@ def test_a_page_is_given_once_it_is_whole() -> None:
     source, target = Engine(model), Engine(model)
     source.open(asked.opened("s"))
     while source.engine.num_sessions:
-        num_whole = source.engine._sessions["s"].num_computed // PAGE_SIZE
+        num_whole = source.engine.sessions["s"].num_computed // PAGE_SIZE
         assert held_by(source, target, asked, text) == num_whole
         source.step()
 
@@ -460,10 +460,10 @@ def the_salt_is_ignored(original: Any, salt: str, generation: int = 0) -> bytes:
 @mutant(TargetSession, "commit_rows")
 def a_page_is_shared_before_its_last_row(original: Any, session: Any, cache: Any, num_computed: int) -> None:
     original(session, cache, num_computed)
-    last = len(session._hashes)
+    last = len(session.hashes)
     tokens = session.tokens[last * PAGE_SIZE : (last + 1) * PAGE_SIZE]
     if num_computed == (last + 1) * PAGE_SIZE - 1 and len(tokens) == PAGE_SIZE:
-        cache.publish(session.pages[last], page_hash(session._hashes[-1] if last else session._root, tokens))
+        cache.publish(session.pages[last], page_hash(session.hashes[-1] if last else session.root, tokens))
 
 
 @pytest.mark.parametrize("wrong", [the_order_of_pages_is_another, layers_are_swapped, the_first_page_comes_again])

@@ -165,8 +165,8 @@ def test_whatever_goes_wrong_each_comes_once(seed: int, expected: dict[str, Resu
 def test_a_target_that_sends_none_is_left() -> None:
     """As one of an older version."""
     pump = Pump(pair("llama")[0], None, late=0.0)
-    deliver = pump._on_target
-    pump._on_target = lambda messages: deliver(  # type: ignore[method-assign]
+    deliver = pump.on_target
+    pump.on_target = lambda messages: deliver(  # type: ignore[method-assign]
         [message for message in messages if not isinstance(message, PromptScores)]
     )
     pump.run({"one": requests()["40"]})
@@ -268,7 +268,7 @@ def test_the_logits_of_a_step_are_bounded_and_others_decode_beside() -> None:
     assert most_scored_rows(150_000) * 150_000 <= 2**24 < most_scored_rows(VOCAB) * (VOCAB + 1)
     assert most_scored_rows(10**9) == 16
     pump = Pump(pair("llama")[0], None, late=0.0, max_step_tokens=256)
-    pump.target._scheduler._max_scored_rows = 16
+    pump.target.scheduler._max_scored_rows = 16
     sizes: list[int] = []
     forward = pump.target.runner.forward
 

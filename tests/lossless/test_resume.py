@@ -59,4 +59,4 @@ def test_the_rest_of_a_resumed_stream_is_that_of_the_unbroken_one(temperature, m
 
 
 def _all_prompt(original):
-    return lambda session: replace(original(session), num_prompt_tokens=len(session._history))
+    return lambda session: replace(original(session), num_prompt_tokens=len(session.history))

@@ -136,7 +136,7 @@ def test_a_key_of_the_whole_history_is_caught(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         router_session.Session,
         "noise_key",
-        property(lambda self: noise_key(self.seed, SeedScope.PROMPT, self._history), lambda self, key: None),
+        property(lambda self: noise_key(self.seed, SeedScope.PROMPT, self.history), lambda self, key: None),
         raising=False,
     )
     assert len(set(_keys_of_a_life())) > 1

@@ -79,9 +79,9 @@ def swapped(
     for name, request in early.items():
         pump.submit(name, request)
     engine = pump.target
-    while not engine._sessions or any(one.num_tokens < len(PREFIX) + 8 for one in engine._sessions.values()):
+    while not engine.sessions or any(one.num_tokens < len(PREFIX) + 8 for one in engine.sessions.values()):
         pump.tick()
-    assert len(engine._sessions) == len(early), "one has ended already"
+    assert len(engine.sessions) == len(early), "one has ended already"
     compilation.execution = "compiled"
     for name, request in late.items():
         pump.submit(name, request)

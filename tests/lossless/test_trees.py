@@ -80,7 +80,7 @@ def test_a_draft_and_a_head_give_identical_tokens(temperature: float, monkeypatc
         assert stats.cached_tokens > 0
         assert mounted.stats.rows_used >= stats.head_rows_used == sum(each.head_accepted for each in counted)
         assert stats.nodes_used == sum(each.accepted - each.head_accepted - each.lookup_accepted for each in counted)
-        assert mounted.head._runner.cache.num_used == 0
+        assert mounted.head.runner.cache.num_used == 0
 
 
 def test_subtrees_of_measured_steps_give_identical_tokens() -> None:

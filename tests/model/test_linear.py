@@ -361,7 +361,7 @@ def _reused_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot of a state that one session reads is given to another one in the same step."""
 
     def changed(self: LinearSlots, key: int) -> int:
-        self._free_states.append(slot := self._state_of[key])
+        self.free_states.append(slot := self.state_of[key])
         return slot
 
     monkeypatch.setattr(LinearSlots, "use_state", changed)
@@ -468,7 +468,7 @@ def _no_state_for_siblings(copy: Any, self: LinearSlots, source: int, target: in
     """A private page does not get the states of the page that it is a copy of."""
     pairs = [*copy(self, source, target)]
     for key in range(target * CHUNKS_OF_PAGE, (target + 1) * CHUNKS_OF_PAGE):
-        self._drop_state(key)
+        self.drop_state(key)
     return pairs
 
 

@@ -165,7 +165,7 @@ def num_different_in_batches(runner: ModelRunner, rounds: int) -> int:
 
 def perturbed(runner: ModelRunner, differs) -> ModelRunner:
     """The runner with its logits changed by one unit in the last place for some shapes of a step."""
-    step = runner._step
+    step = runner.step_function
 
     def changed(*inputs):
         logits = step(*inputs)
@@ -211,8 +211,8 @@ def test_the_self_test_reaches_the_largest_step_and_the_longest_context(monkeypa
     """Where there is time; and says how far it came."""
     monkeypatch.setattr(selftest, "MIN_BUDGET_S", 600.0)
     runner, lengths = make(torch.float32, pages=80), []
-    step = runner._step
-    runner._step = lambda *inputs: (lengths.append(inputs[0].shape[1]), step(*inputs))[1]
+    step = runner.step_function
+    runner.step_function = lambda *inputs: (lengths.append(inputs[0].shape[1]), step(*inputs))[1]
     report = check_invariance(runner, 4096, 512)
     assert report.holds, str(report)
     assert report.max_step_tokens == 512
@@ -234,7 +234,7 @@ def test_the_self_test_spends_little_time_on_long_contexts(monkeypatch: pytest.M
 def test_the_self_test_notices_that_prefill_leaves_other_keys_than_decoding() -> None:
     """As a session that is resumed on another target would: its context comes from one large chunk."""
     runner = make(torch.float32)
-    step = runner._step
+    step = runner.step_function
 
     def changed(*inputs):
         logits = step(*inputs)
@@ -244,7 +244,7 @@ def test_the_self_test_notices_that_prefill_leaves_other_keys_than_decoding() ->
                 flat[inputs[3]] = torch.nextafter(flat[inputs[3]], torch.tensor(1e9))
         return logits
 
-    runner._step = changed
+    runner.step_function = changed
     report = check_invariance(runner)
     assert not report.holds
 
@@ -485,8 +485,8 @@ def test_steps_come_in_few_sizes() -> None:
     assert sizes == sorted(sizes)
     runner = make(torch.float32)
     seen = set()
-    step = runner._step
-    runner._step = lambda *inputs: (seen.add((inputs[0].shape[1], len(inputs[2]))), step(*inputs))[1]
+    step = runner.step_function
+    runner.step_function = lambda *inputs: (seen.add((inputs[0].shape[1], len(inputs[2]))), step(*inputs))[1]
     pages = runner.cache.allocate(4)
     for n in range(60, 90):
         assert runner.forward([SequenceStep([1] * n, range(n), range(n), pages, num_logits=n - 20)]).shape[0] == n - 20

@@ -110,7 +110,7 @@ def test_the_self_test_compares_states_of_verification_decoding_and_prefill(fami
     assert report.holds
     assert report.num_states_different == 0, str(report)
     assert "hidden states" not in str(report)
-    step = runner._step
+    step = runner.step_function
     for shortest in (17, 128):  # verification; prefill
 
         def changed(*inputs, shortest=shortest):
@@ -119,7 +119,7 @@ def test_the_self_test_compares_states_of_verification_decoding_and_prefill(fami
                 states[..., -1] = torch.nextafter(states[..., -1], torch.tensor(1e9))
             return logits, states
 
-        runner._step = changed
+        runner.step_function = changed
         report = check_invariance(runner, 600)
         assert report.holds, "the logits are what they were"
         assert report.num_states_different > 0

@@ -137,7 +137,7 @@ def test_a_forecast_that_forgets_what_drafting_costs_is_noticed(monkeypatch: pyt
 def test_guesses_that_are_right_save_forwards_and_wrong_ones_cost_rows() -> None:
     """Vertical: with g = 0.5 and 2 guesses a forward drafts 1.75 tokens."""
     where, model = site(1), draft(0.8, share=0.2)
-    system = advice._system(where, replace(model, guesses=(2, 0.5)), 7)
+    system = advice.system_of(where, replace(model, guesses=(2, 0.5)), 7)
     assert 7 * system.draft.seconds(8) == pytest.approx(7 / 1.75 * model.step.seconds(24))
     found = [best(where, replace(model, guesses=(4, g))).predicted.tokens_per_s for g in (0.01, 0.5, 0.9)]
     assert found[0] < best(where, model).predicted.tokens_per_s < found[1] < found[2]
@@ -145,7 +145,7 @@ def test_guesses_that_are_right_save_forwards_and_wrong_ones_cost_rows() -> None
 
 def test_rows_that_ride_make_the_steps_of_the_target_longer() -> None:
     rider = Candidate("lookahead", 0.3, StepTable.affine(1e-4, 1e-5), in_pool=False, riding_rows=14)
-    system = advice._system(site(1), rider, 3)
+    system = advice.system_of(site(1), rider, 3)
     assert system.target.seconds(8 * 4) == pytest.approx(TARGET.seconds(8 * 18))
     measured = StepTable(((1, 1.0), (10, 1.5), (40, 9.0)))
     for size in (1, 3, 20, 50):
@@ -166,7 +166,7 @@ def test_every_method_has_an_assumption_with_its_source() -> None:
 def test_a_head_apart_is_drafted_with_in_turn_and_its_states_take_their_time() -> None:
     head = draft(0.7, in_pool=True, state_bytes=1 << 20)
     where = site(2, sessions=4)
-    system, load = advice._system(where, head, 3), Load(4, 1, 1)
+    system, load = advice.system_of(where, head, 3), Load(4, 1, 1)
     found, without = advice.predict_load(where, head, load, 3), sequential(system, load, 3)
     bytes_of_round = 4 * found.tokens_per_round * head.state_bytes
     assert found.tokens_per_round == pytest.approx(without.tokens_per_round)

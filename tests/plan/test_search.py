@@ -65,9 +65,9 @@ def test_no_target_holds_more_sessions_than_it_may() -> None:
 @pytest.mark.parametrize("prices", [PRICES, Prices(1.0, 1.0), Prices(10.0, 1.0)], ids=["usual", "alike", "cheap"])
 def test_fleets_that_are_not_looked_at_cost_more(prices: Prices, monkeypatch: pytest.MonkeyPatch) -> None:
     wish = Wish(64, 0.012)
-    fewer = list(search._candidates(SYSTEM, wish, prices))
+    fewer = list(search.candidates_of(SYSTEM, wish, prices))
     monkeypatch.setattr(search, "TOO_EXPENSIVE", math.inf)
-    every = list(search._candidates(SYSTEM, wish, prices))
+    every = list(search.candidates_of(SYSTEM, wish, prices))
     assert len(fewer) < len(every)
     assert min(fewer, key=lambda c: c[0]) == min(every, key=lambda c: c[0])
 

@@ -206,8 +206,8 @@ def test_what_a_head_in_the_pool_takes_is_that_of_its_files_and_of_the_tables_th
     size = Checkpoint.open(str(TARGET_DIR)).size("float32")
     setup = replace(target(), source=str(TARGET_DIR), link=head_options())
     draft_setup = DraftSetup.for_target(setup, None, setup.link)
-    drafter = build_draft_engine(draft_setup, lambda _: None)._drafter
-    module, cache = drafter._head.module, drafter._cache
+    drafter = build_draft_engine(draft_setup, lambda _: None).drafter
+    module, cache = drafter._head.module, drafter.cache
     own = sum(p.nbytes for p in module.parameters()) + sum(b.nbytes for b in module.buffers())
     tables = 2 * size.vocab_size * size.hidden_size * 4
     estimate = draft_estimate(draft_setup, remote_size(setup.link, size), 1024)
@@ -272,8 +272,8 @@ if role == "target":
     runner = EngineSpec(target).build(lambda messages: None).runner
     num_pages = session_pages(config.target.max_model_len)
 else:
-    drafter = EngineSpec(draft).build(lambda messages: None)._drafter
-    runner, num_pages = drafter._runner, draft_session_pages(config.draft, config.target.max_model_len)
+    drafter = EngineSpec(draft).build(lambda messages: None).drafter
+    runner, num_pages = drafter.runner, draft_session_pages(config.draft, config.target.max_model_len)
 loaded = status("VmRSS")
 count_peak_from_here()
 sessions, tokens, longest = config.target.max_sessions, config.target.max_step_tokens, config.target.max_model_len

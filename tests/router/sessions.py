@@ -22,7 +22,7 @@ def outcome(session, tokens, accepted=0, finish=None, epoch=None, cause=Cause.HI
     return Outcome(
         session.session_id,
         session.target_epoch if epoch is None else epoch,
-        len(session._history) if at is None else at,
+        len(session.history) if at is None else at,
         tuple(tokens),
         tuple(-0.5 for _ in tokens),
         Round(accepted, accepted, cause, **made),

@@ -42,7 +42,7 @@ async def slow_router(
     without_sockets(monkeypatch)
     tokenizer = Slow()
     async with world.router(**settings) as router:
-        router._admission._info = TargetInfo(tokenizer, 4096, ())  # type: ignore[arg-type]
+        router.admission._info = TargetInfo(tokenizer, 4096, ())  # type: ignore[arg-type]
         try:
             yield router, tokenizer
         finally:
@@ -66,7 +66,7 @@ async def test_a_stream_goes_on_while_a_long_prompt_is_tokenized(monkeypatch: py
         assert not long.done()
         assert tokenizer.threads != [threading.current_thread()]
         tokenizer.go.set()
-        while not router._active:
+        while not router.active:
             await asyncio.sleep(0.001)
         await world.until(long)
         assert long.result()[1].usage.prompt_tokens == len(LONG)
@@ -81,8 +81,8 @@ async def test_a_request_is_cancelled_by_its_id_while_its_prompt_is_tokenized(mo
         tokenizer.go.set()
         token_ids, result = await long
         assert (token_ids, result.finish_reason) == ([], FinishReason.ABORT)
-        assert not router._active
-        assert not router._entering
+        assert not router.active
+        assert not router.entering
 
 
 async def test_a_caller_that_leaves_while_its_prompt_is_tokenized_leaves_nothing(
@@ -92,9 +92,9 @@ async def test_a_caller_that_leaves_while_its_prompt_is_tokenized_leaves_nothing
         long = await started(router, tokenizer, Request("long", LONG))
         long.cancel()
         await asyncio.wait([long])
-        assert not router._active
-        assert not router._entering
-        assert not router._admission.preparation.is_busy
+        assert not router.active
+        assert not router.entering
+        assert not router.admission.preparation.is_busy
 
 
 async def test_no_more_long_prompts_wait_than_requests_may(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ async def test_a_request_that_an_engine_finds_at_fault_is_tried_nowhere_else(
             await world.turn()
         (target,) = [target for target in world.targets if target.sessions]
         ((_, session_id),) = target.sessions
-        target.links[router]._receive([SessionFailed(session_id, 0, "all is forbidden", True)], None)
+        target.links[router].receive([SessionFailed(session_id, 0, "all is forbidden", True)], None)
         with pytest.raises(InvalidRequestError, match="all is forbidden"):
             await task
         target.sessions.clear()

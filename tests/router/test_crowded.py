@@ -35,7 +35,7 @@ class Crowd:
         for name in names:
             wanted = request(name, ord(name), max_tokens)
             self.tasks.append(asyncio.create_task(self._answer(wanted)))
-            while name not in self.router._active or not self.router._active[name].opened:
+            while name not in self.router.active or not self.router.active[name].opened:
                 await asyncio.sleep(0)
 
     async def _answer(self, wanted) -> None:
@@ -46,7 +46,7 @@ class Crowd:
         """The target says it to the session that came first."""
         link = self.target.links[self.router]
         first = next(iter(link.sessions.values()))
-        link._receive([SpeculationWanted(first.session_id, first.target_epoch, wanted, most_sessions)], None)
+        link.receive([SpeculationWanted(first.session_id, first.target_epoch, wanted, most_sessions)], None)
 
 
 @contextlib.asynccontextmanager
@@ -74,7 +74,7 @@ async def test_a_burst_opens_no_more_drafts_than_its_target_wants(monkeypatch: p
         assert burst.with_draft == []
         assert draft.commands() == [CloseSession] * 2
         (link,) = burst.target.links.values()
-        told = {m.session_id: m.available for m in link._outbox if isinstance(m, DraftState)}
+        told = {m.session_id: m.available for m in link.outbox if isinstance(m, DraftState)}
         assert len(told) == 4
         assert not any(told.values())
         await burst.world.turn()
@@ -116,10 +116,10 @@ async def test_what_a_replica_that_is_gone_has_led_to_does_not_hold_for_the_next
         if gone == "target":
             burst.target.die()
             burst.target.up = True
-            target._receive([], burst.target.status)
+            target.receive([], burst.target.status)
         else:
             draft._down("silent for 1.0 s")
-            draft._receive([], burst.world.draft.status)  # type: ignore[union-attr]
+            draft.receive([], burst.world.draft.status)  # type: ignore[union-attr]
         for _ in range(2):  # b waits for the first token of a
             await burst.world.turn()
         assert burst.with_draft == (["a", "b"] if gone == "target" else ["b"]), "a was paused by itself"

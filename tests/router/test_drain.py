@@ -68,28 +68,28 @@ async def test_what_does_not_end_in_time_ends_by_an_error_that_says_so(monkeypat
         for task in tasks:
             with pytest.raises(RouterStoppedError, match=r"did not end within the 0\.01 s .* send it again"):
                 await task
-        assert not router._active
+        assert not router.active
 
 
 async def test_a_request_that_is_still_tokenized_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     without_sockets(monkeypatch)
     world = World(1)
     async with world.router() as router:
-        go, prepare = asyncio.Event(), router._admission.prepare
+        go, prepare = asyncio.Event(), router.admission.prepare
 
         async def slowly(*args: Any) -> Any:
             await go.wait()
             return await prepare(*args)
 
-        router._admission.prepare = slowly  # type: ignore[method-assign]
+        router.admission.prepare = slowly  # type: ignore[method-assign]
         task = asyncio.create_task(result_of(router, request("s", 1)))
         await asyncio.sleep(0)
         router.end(RouterStoppedError("stopped"))
         go.set()
         with pytest.raises(RouterStoppedError):
             await task
-        assert not router._active
-        assert not router._entering
+        assert not router.active
+        assert not router.entering
 
 
 async def test_an_idle_service_drains_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,9 @@ async def stream(batches: Sequence[Any]) -> AsyncIterator[Any]:
 def delay(link: Any, delay_s: float) -> None:
     """Adds ``delay_s`` to each way of a link; delays overlap and keep the order."""
     loop = asyncio.get_running_loop()
-    queue, receive = link._queue, link._receive
+    queue, receive = link._queue, link.receive
     link._queue = lambda messages: loop.call_later(delay_s, queue, list(messages))
-    link._receive = lambda *received: loop.call_later(delay_s, receive, *received)
+    link.receive = lambda *received: loop.call_later(delay_s, receive, *received)
 
 
 async def test_states_that_a_stream_is_too_slow_for_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,9 +41,9 @@ async def test_states_that_a_stream_is_too_slow_for_are_dropped_and_counted(monk
     for i in range(4):
         link.send([Commit("s", 1, i, (5,)), States("s", 1, i, 4, bytes(8))])
     link.send([Hint("s", 1, 4, (0,), 0.5, bytes(8))])
-    first, link._outbox, link._states_bytes = link._outbox, [], 0
+    first, link.outbox, link._states_bytes = link.outbox, [], 0
     link.send([States("s", 1, 4, 4, bytes(8))])
-    sent = [*first, *link._outbox]
+    sent = [*first, *link.outbox]
     assert [m.context_len for m in sent if isinstance(m, Commit)] == [0, 1, 2, 3]
     assert [m.position for m in sent if isinstance(m, States)] == [0, 1, 4]
     assert not any(isinstance(m, Hint) for m in sent)
@@ -63,7 +63,7 @@ async def test_a_way_longer_than_heartbeats_are_apart_is_measured() -> None:
     async def replica() -> AsyncIterator[Any]:
         for _ in range(40):
             await asyncio.sleep(0.02)
-            batch, link._outbox = link._outbox, []
+            batch, link.outbox = link.outbox, []
             yield batch
 
     delay(link, DELAY_S)

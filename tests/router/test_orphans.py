@@ -31,7 +31,7 @@ async def begun(world: World, router: Router, num: int, *, max_tokens: int) -> l
     tasks = [asyncio.create_task(result_of(router, each)) for each in wanted]
     for _ in range(3):
         await world.turn()
-    assert all(active.session.stats.rounds for active in router._active.values() if active.opened)
+    assert all(active.session.stats.rounds for active in router.active.values() if active.opened)
     return tasks
 
 
@@ -48,10 +48,10 @@ async def test_all_streams_of_a_lost_target_end_at_the_other_one_although_it_is_
     async with world.router(recovery_timeout_s=1.0) as router:
         tasks = await begun(world, router, 32, max_tokens=200)
         world.targets[0].die()
-        assert len(router._orphaned) == 16
+        assert len(router.orphaned) == 16
         await world.until(*tasks)
         await assert_own_tokens(tasks, 200)
-        assert not router._active
+        assert not router.active
     assert world.clock.now > 15
 
 
@@ -65,14 +65,14 @@ async def test_orphaned_sessions_go_before_new_requests_and_the_oldest_first() -
         await world.turn()
         sessions = world.targets[0].links[router].sessions
         lost = sorted(router._by_session[name].request.request_id for name in sessions)
-        attach = router._placement.attach_target
+        attach = router.placement.attach_target
 
         def noted(active: Any, link: Any) -> None:
             opened.append(active.request.request_id)
             attach(active, link)
 
-        router._placement.attach_target = noted  # type: ignore[method-assign]
-        deliver = router._deliver
+        router.placement.attach_target = noted  # type: ignore[method-assign]
+        deliver = router.deliver
 
         def stolen(active: Any, actions: Any) -> None:
             deliver(active, actions)
@@ -81,7 +81,7 @@ async def test_orphaned_sessions_go_before_new_requests_and_the_oldest_first() -
                 new.append(asyncio.create_task(result_of(router, wanted)))
                 router._place_queue()
 
-        router._deliver = stolen  # type: ignore[method-assign]
+        router.deliver = stolen  # type: ignore[method-assign]
         world.targets[0].die()
         await world.until(*tasks)
         await world.until(*new)
@@ -115,7 +115,7 @@ async def test_requests_wait_for_the_first_target_of_a_pool_that_was_scaled_to_z
     """A pool of at least one target has lost its last: there a request fails after ``recovery_timeout_s``."""
     world = World(1)
     async with world.router(recovery_timeout_s=1.0, cold_start_timeout_s=60.0) as router:
-        pool = router._targets.pool
+        pool = router.targets.pool
         assert isinstance(pool, StaticPool)
         pool.wakes = wakes
         world.targets[0].die("scaled to zero")
@@ -144,15 +144,15 @@ async def test_the_limits_of_clients_and_of_requests_hold_for_orphaned_sessions(
     async with world.router(request_timeout_s=3.0) as router:
         tasks = await begun(world, router, 4, max_tokens=2000)
         world.targets[0].die()
-        left, kept = (active.request.request_id for active in router._orphaned)
+        left, kept = (active.request.request_id for active in router.orphaned)
         tasks[int(left[1:])].cancel()
         await world.turn()
-        assert [active.request.request_id for active in router._orphaned] == [kept]
+        assert [active.request.request_id for active in router.orphaned] == [kept]
         with contextlib.suppress(AssertionError):
             await world.until(*tasks, turns=60)
         ended = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(ended[int(kept[1:])], DeadlineExceededError)
-        assert not router._orphaned
+        assert not router.orphaned
 
 
 async def test_a_session_comes_next_where_other_routers_hold_every_place() -> None:
@@ -161,7 +161,7 @@ async def test_a_session_comes_next_where_other_routers_hold_every_place() -> No
     lost, kept = world.targets
     async with world.router() as mine, world.router(max_queued_requests=500) as other:
         mine_at_kept = kept.links.pop(mine)  # it is new, and not up for this router yet
-        mine_at_kept.up, other._targets.links["target-0"].up = False, False
+        mine_at_kept.up, other.targets.links["target-0"].up = False, False
         tasks = await begun(world, mine, 2, max_tokens=60)
         crowd = [asyncio.create_task(result_of(other, request(f"c{i}", i))) for i in range(300)]
         for _ in range(10):
@@ -169,7 +169,7 @@ async def test_a_session_comes_next_where_other_routers_hold_every_place() -> No
         kept.links[mine] = mine_at_kept
         kept.beat()
         lost.die()
-        assert len(mine._orphaned) == 1
+        assert len(mine.orphaned) == 1
         await world.until(*tasks, turns=300)
         await assert_own_tokens(tasks, 60)
         assert sum(not task.done() for task in crowd) > 50, "they did not wait for the end of the crowd"
@@ -183,12 +183,12 @@ async def test_the_time_in_which_the_router_stood_still_is_nobodys_fault(monkeyp
     monkeypatch.undo()
     seen: list[float] = []
     async with World().router() as router:
-        before = router._target_seen_s
+        before = router.target_seen_s
         times = iter([0.0, 40.0, 40.0, 40.1])
         monkeypatch.setattr(router_module, "time", SimpleNamespace(monotonic=lambda: next(times)))
         monkeypatch.setattr(router_module, "TICK_S", 0.1)
         monkeypatch.setattr(router_module, "asyncio", SimpleNamespace(sleep=_at_once, current_task=lambda: Named()))
-        monkeypatch.setattr(router, "tick", lambda: seen.append(router._target_seen_s - before))
+        monkeypatch.setattr(router, "tick", lambda: seen.append(router.target_seen_s - before))
         with pytest.raises(RuntimeError, match="StopIteration"):
             await router.tick_forever()
         monkeypatch.undo()
@@ -199,7 +199,7 @@ async def test_a_router_that_stood_still_does_not_take_its_replicas_for_dead(mon
     """After a freeze of 20 s the messages of that time are read first; silence counts while the loop runs."""
     ends: list[str] = []
     async with World(1).router() as router:
-        (link,) = router._targets.links.values()
+        (link,) = router.targets.links.values()
         link.up = True
         times = itertools.chain([0.0], *([t, t + 1.0, t + 1.0] for t in (0.0, 1.0)))  # two quiet seconds
         frozen = [*times, 2.0, 22.0, 22.0, *itertools.chain(*([t, t + 1.0, t + 1.0] for t in (22.0, 23.0, 24.0)))]
@@ -222,7 +222,7 @@ async def test_a_stream_that_its_client_continues_is_not_refused_and_goes_before
         broken = [replace(wanted, request_id=f"b{i}", generated_token_ids=expected(wanted)[:5]) for i in range(3)]
         resumed = [asyncio.create_task(result_of(router, each)) for each in broken]
         await world.turn()
-        assert {active.request.request_id for active in router._queue} == {"b0", "b1", "s2", "s3"}
+        assert {active.request.request_id for active in router.queue} == {"b0", "b1", "s2", "s3"}
         with pytest.raises(ResourceExhaustedError, match="4 are queued"):
             await resumed[2]
         await world.until(*resumed[:2])
@@ -262,6 +262,6 @@ async def test_heartbeats_without_news_place_no_session(monkeypatch: pytest.Monk
         target = world.targets[0]
         (link,) = target.links.values()
         for sessions, expected_count in ((1, 0), (1, 0), (0, 0), (2, 1), (3, 1), (1, 2), (1, 2)):
-            link._receive([], replace(target.status, num_sessions=sessions))
+            link.receive([], replace(target.status, num_sessions=sessions))
             assert count == expected_count, sessions
         await world.until(*tasks)

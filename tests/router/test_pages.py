@@ -15,7 +15,7 @@ class Leases:
 
     def __init__(self, router: Router) -> None:
         self.open: list[str | None] = []
-        router._targets.pool.lease = self._lease  # type: ignore[method-assign]
+        router.targets.pool.lease = self._lease  # type: ignore[method-assign]
 
     def _lease(self, session_id: str, replica_id: str | None) -> _Lease:
         self.open.append(replica_id)
@@ -57,7 +57,7 @@ async def test_a_drain_tells_where_pages_are_and_keeps_the_target_until_the_next
         leases = Leases(router)
         task, old, new = await begun(world, router)
         new.places = 0  # it is busy: no token yet
-        router._targets.pool.set_members([new.member])  # type: ignore[attr-defined]
+        router.targets.pool.set_members([new.member])  # type: ignore[attr-defined]
         new.take()
         assert pages_from(new) == [old.member.address if timeout_s else ""]
         names = [old.member.replica_id, new.member.replica_id] if timeout_s else [new.member.replica_id]
@@ -79,7 +79,7 @@ async def test_a_kept_target_is_let_go_when_the_request_ends(monkeypatch: pytest
         leases = Leases(router)
         task, old, new = await begun(world, router)
         new.places = 0
-        router._targets.pool.set_members([new.member])  # type: ignore[attr-defined]
+        router.targets.pool.set_members([new.member])  # type: ignore[attr-defined]
         assert old.member.replica_id in leases.open
         assert router.cancel("s")
         await world.until(task)
@@ -93,7 +93,7 @@ async def test_a_kept_target_is_let_go_in_time(monkeypatch: pytest.MonkeyPatch) 
         leases = Leases(router)
         task, old, new = await begun(world, router)
         new.places = 0
-        router._targets.pool.set_members([new.member])  # type: ignore[attr-defined]
+        router.targets.pool.set_members([new.member])  # type: ignore[attr-defined]
         async with asyncio.timeout(20):
             while old.member.replica_id in leases.open:
                 await asyncio.sleep(0.01)

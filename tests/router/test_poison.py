@@ -74,7 +74,7 @@ def _(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def counted(router: Router, name: str = "PoisonRequestError") -> float:
     """Failed requests by reason."""
-    return router._metrics._registry.counter(FAILED, name)._value.get()  # type: ignore[no-any-return]
+    return router.metrics._registry.counter(FAILED, name)._value.get()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("at", [0, 5, 9], ids=["in its prompt", "at its third token", "later"])
@@ -96,9 +96,9 @@ async def test_a_session_that_hangs_two_targets_is_ended_and_no_other(places: tu
         for each, task in zip(good, tasks, strict=True):
             assert tuple((await task)[0]) == expected(each)
         assert counted(router) == 1
-        assert not router._active
-        assert not router._orphaned
-        assert not router._placement._on_trial
+        assert not router.active
+        assert not router.orphaned
+        assert not router.placement._on_trial
 
 
 async def test_without_trials_one_by_one_neighbors_would_be_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +117,10 @@ class Arbiter(Fragile):
     def take(self) -> None:
         turned_away = []
         for router, link in self.links.items():
-            for message in link._outbox[:]:
+            for message in link.outbox[:]:
                 if isinstance(message, OpenSession) and message.suspected_s:
                     if self._tries():
-                        link._outbox.remove(message)
+                        link.outbox.remove(message)
                         turned_away.append((link, message))
                     else:
                         self.tried = router, message.session_id
@@ -128,7 +128,7 @@ class Arbiter(Fragile):
         super().take()
         self.num_turned_away += len(turned_away)
         for link, message in turned_away:
-            link._receive([SessionFailed(message.session_id, message.epoch, "another", turned_away=True)], None)
+            link.receive([SessionFailed(message.session_id, message.epoch, "another", turned_away=True)], None)
 
     def _tries(self) -> bool:
         opened, context = self.sessions.get(self.tried, (None, [])) if self.tried is not None else (None, [])
@@ -154,8 +154,8 @@ async def test_the_poison_of_one_router_ends_no_session_of_another(places: tuple
         for each, task in zip(good, tasks, strict=True):
             assert tuple((await task)[0]) == expected(each)
         assert sum(target.num_turned_away for target in world.fragile if isinstance(target, Arbiter)) > 0
-        assert not one._orphaned
-        assert not other._orphaned
+        assert not one.orphaned
+        assert not other.orphaned
 
 
 async def test_without_the_targets_word_sessions_of_the_other_router_would_be_ended_too(
@@ -189,13 +189,13 @@ async def test_new_requests_do_not_take_the_places_of_sessions_that_wait_for_the
         for _ in range(3):
             await world.turn()
         world.targets[0].die()  # two sessions each
-        assert len(router._orphaned) == 1  # the other is on trial
+        assert len(router.orphaned) == 1  # the other is on trial
         new = [asyncio.create_task(result_of(router, request(f"n{i}", i, 30))) for i in range(2)]
         for _ in range(2):
             await world.turn()
-        assert not router._orphaned
+        assert not router.orphaned
         assert len(world.targets[1].sessions) == 4
-        assert all(a.target is not None for a in router._active.values() if a.request.request_id[0] == "s")
+        assert all(a.target is not None for a in router.active.values() if a.request.request_id[0] == "s")
         await world.until(*old, *new)
 
 
@@ -208,12 +208,12 @@ def test_a_target_that_leaves_its_pool_while_it_hangs_is_lost_and_not_drained() 
             task = asyncio.create_task(result_of(router, request("s0", 0, 30)))
             for _ in range(3):
                 await world.turn()
-            (active,) = router._active.values()
+            (active,) = router.active.values()
             link = active.target
             assert link is not None
             assert link.status is not None
             link.status = replace(link.status, busy_s=busy_s)
-            pool: Any = router._targets.pool
+            pool: Any = router.targets.pool
             assert isinstance(pool, StaticPool)
             pool.set_members([t.member for t in world.targets if t.member is not link.member])
             await world.until(task)
@@ -230,13 +230,13 @@ async def test_targets_that_fail_the_session_alone_count_as_well() -> None:
         task = asyncio.create_task(result_of(router, request("s0", 0, 30)))
         for _ in range(2):
             await world.turn()
-            (active,) = router._active.values()
+            (active,) = router.active.values()
             link = active.target
             assert link is not None
             failed = SessionFailed(active.session.session_id, active.session.target_epoch, "no memory", False)
-            link._receive([failed], None)
+            link.receive([failed], None)
             if active.losses.num_in_a_row == 1:
-                link._outbox.clear()  # the target never says a word about it
+                link.outbox.clear()  # the target never says a word about it
         with pytest.raises(PoisonRequestError, match="no memory"):
             await task
         assert counted(router) == 1

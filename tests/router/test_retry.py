@@ -143,7 +143,7 @@ def test_only_places_that_become_free_count(monkeypatch: pytest.MonkeyPatch) -> 
     async def hint_after(num_refused: int) -> float:
         world = World(2, turn_s=0.1)
         async with world.router(max_queued_requests=1) as router:
-            router._admission._hints = RetryHints(random.Random(3))
+            router.admission._hints = RetryHints(random.Random(3))
             tasks = [asyncio.create_task(result_of(router, request(f"s{i}", i, 400))) for i in range(3)]
             await world.turn()
             last = 0.0
@@ -174,7 +174,7 @@ async def test_a_full_queue_refuses_before_the_prompt_is_tokenized(monkeypatch: 
         async def prepare(*_: object) -> None:
             raise AssertionError("it was tokenized")
 
-        monkeypatch.setattr(router._admission, "prepare", prepare)
+        monkeypatch.setattr(router.admission, "prepare", prepare)
         with pytest.raises(ResourceExhaustedError):
             await result_of(router, request("t", 1))
         await world.until(task)

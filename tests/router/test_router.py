@@ -83,13 +83,13 @@ async def test_an_error_in_the_text_of_one_request_ends_that_one_and_no_other(
     monkeypatch.setattr(Session, "digest", once_broken(lambda session: Actions()))
     async with running(Clock()) as router:
         first, second = (asyncio.ensure_future(anext(router.generate(Request(name, "abc")))) for name in "ab")
-        while len(router._active) < 2:
+        while len(router.active) < 2:
             await asyncio.sleep(0)
-        router._touched = dict(router._active)
-        router._digest()
+        router._touched = dict(router.active)
+        router.digest()
         with pytest.raises(EngineError, match="could not process the output of this request"):
             await asyncio.wait_for(first, 30)
-        assert list(router._active) == ["b"]
+        assert list(router.active) == ["b"]
         assert not second.done()
         second.cancel()
         await asyncio.wait([second])
@@ -107,7 +107,7 @@ async def test_a_request_whose_text_cannot_be_made_ends_alone_and_frees_its_plac
         wanted = [request(name, seed) for seed, name in enumerate("abc")]
         tasks = [asyncio.create_task(result_of(router, each)) for each in wanted]
         await world.turn()
-        broken = router._active["a"].session
+        broken = router.active["a"].session
 
         def decode(_: Any) -> str:
             raise RuntimeError("broken by a test")
@@ -148,7 +148,7 @@ async def test_an_error_in_a_task_of_a_link_is_logged_and_it_connects_again(
         monkeypatch.setattr(Link, name, broken_once if name == method else idle)
     async with running(Clock()) as router:
         await asyncio.wait_for(again.wait(), 30)
-        (link,) = router._targets.links.values()
+        (link,) = router.targets.links.values()
         assert link.reason == "RuntimeError: broken by a test"
     (record,) = errors_of(caplog)
     assert f"paceline-link-target-0-{task}" in record.getMessage()

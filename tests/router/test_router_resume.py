@@ -31,13 +31,13 @@ async def test_a_token_that_the_model_does_not_have_is_refused():
 @pytest.mark.parametrize("num_tokens", [4, 2000])
 async def test_a_stream_that_lacks_its_end_only_gets_it_though_no_target_is_up(num_tokens):
     async with running(Clock()) as router:
-        router._admission._info = replace(router.info, max_model_len=4096)
+        router.admission._info = replace(router.info, max_model_len=4096)
         request = resumed(b"a" * (num_tokens - 1) + b"!", max_tokens=num_tokens + 5)
         (result,) = await answers(router, request)
         assert isinstance(result, Result)
         assert (result.finish_reason, result.matched_stop) == (FinishReason.STOP, "!")
         assert result.usage.completion_tokens == num_tokens
-        assert router._active == {}
+        assert router.active == {}
 
 
 async def test_a_request_whose_first_stream_still_runs_is_refused_by_a_name_of_its_own():
@@ -50,4 +50,4 @@ async def test_a_request_whose_first_stream_still_runs_is_refused_by_a_name_of_i
             await answers(router, resumed([97]))
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        assert router._active == {}
+        assert router.active == {}

@@ -85,7 +85,7 @@ HAPPENINGS = (
 
 def happen(session, peers, what):
     """One event, from engines that are right, or late by one epoch."""
-    at = len(session._history) - len(PROMPT)
+    at = len(session.history) - len(PROMPT)
     old_target, old_draft = peers.target_epoch - 1, peers.draft_epoch - 1
     if what in ("outcome", "finish") and peers.target is not None:
         tokens = STORY[at : at + 2]
@@ -119,7 +119,7 @@ def happen(session, peers, what):
         peers.take(session.leave_draft())
     elif what == "reopen":
         if peers.target is not None:
-            assert peers.target == session._history
+            assert peers.target == session.history
         peers.take(session.reopen_target())
     elif what in ("digest", "cancel"):
         peers.take(getattr(session, what)())

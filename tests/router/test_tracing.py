@@ -79,7 +79,7 @@ async def test_a_session_that_is_moved_has_a_span_until_it_goes_on_elsewhere(how
         if how == "failover":
             world.targets[0].die()
         else:
-            router._targets.pool.set_members([world.targets[1].member])
+            router.targets.pool.set_members([world.targets[1].member])
         await world.until(task)
         assert task.result() == expected(wanted)
     assert tree(recorded.spans) == {"moved": ["queue", "prefill", "migration"]}

@@ -57,7 +57,7 @@ class Target:
     def take(self) -> None:
         """Takes what the routers have sent."""
         for router, link in self.links.items():
-            messages, link._outbox = link._outbox, []
+            messages, link.outbox = link.outbox, []
             for message in messages:
                 key = router, getattr(message, "session_id", "")
                 if isinstance(message, OpenSession):
@@ -79,12 +79,12 @@ class Target:
             batches[router].append(Outcome(name, opened.epoch, length, (context[-1],), (-0.5,), round_, finish))
         for router, messages in batches.items():
             if messages and self.links[router].up:
-                self.links[router]._receive(messages, None)
+                self.links[router].receive(messages, None)
 
     def beat(self) -> None:
         """Sends the heartbeat."""
         for link in self.links.values():
-            link._receive([], self.status)
+            link.receive([], self.status)
 
     def die(self, reason: str = "silent for 5.0 s") -> None:
         """All routers notice."""
@@ -104,9 +104,9 @@ class Draft:
 
     def commands(self) -> list[type]:
         """The kinds of the commands that have come since the last call."""
-        taken = [type(message) for link in self.links for message in link._outbox if not isinstance(message, Echo)]
+        taken = [type(message) for link in self.links for message in link.outbox if not isinstance(message, Echo)]
         for link in self.links:
-            link._outbox = []
+            link.outbox = []
         return taken
 
 
@@ -130,13 +130,13 @@ class World:
         router = Router(info, pool, drafts, RouterConfig(**settings), metrics=metrics, clock=self.clock)
         await router.start()
         for target in self.targets:
-            target.links[router] = link = router._targets.links[target.member.replica_id]
+            target.links[router] = link = router.targets.links[target.member.replica_id]
             if target.up:
-                link._receive([], target.status)
+                link.receive([], target.status)
         if self.draft is not None:
-            assert router._drafts is not None
-            self.draft.links.append(link := router._drafts.links[self.draft.member.replica_id])
-            link._receive([], self.draft.status)
+            assert router.drafts is not None
+            self.draft.links.append(link := router.drafts.links[self.draft.member.replica_id])
+            link.receive([], self.draft.status)
         try:
             yield router
         finally:

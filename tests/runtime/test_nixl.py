@@ -273,7 +273,7 @@ def pages_are_taken_before_the_transfer_is_complete(original: Any, agent: NixlAg
 
 @mutant(PageStore, "lend")
 def pages_are_not_kept(original: Any, store: PageStore, key: object, hashes: Any) -> Any:
-    return store._cache.find(hashes)
+    return store.cache.find(hashes)
 
 
 @mutant(NixlMover, "transfer_pages")

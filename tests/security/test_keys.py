@@ -152,7 +152,7 @@ def test_requests_at_once(access, registry):
 
 
 def test_tokens_a_minute_and_when_to_come_again(access, registry):
-    clock = access._clock
+    clock = access.clock
     with access.enter("alice") as charge:
         charge.note(Usage(500, 1, 0))
         charge.note(Usage(500, 90, 0))
@@ -174,7 +174,7 @@ def test_tokens_a_minute_and_when_to_come_again(access, registry):
 
 
 def test_over_ten_minutes_a_key_gets_its_tokens_and_no_more(access):
-    clock, total = access._clock, 0
+    clock, total = access.clock, 0
     end = clock.now + 600
     while clock.now < end:
         try:
@@ -187,7 +187,7 @@ def test_over_ten_minutes_a_key_gets_its_tokens_and_no_more(access):
 
 
 def test_the_hint_for_requests_at_once_is_the_pace_of_their_ends(access):
-    clock = access._clock
+    clock = access.clock
     for _ in range(4):
         with access.enter("alice"):
             clock.now += 3.0

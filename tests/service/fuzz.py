@@ -271,8 +271,8 @@ async def http_port(router: Any) -> AsyncIterator[int]:
         return "paceline_up 1\n"
 
     ingress = object.__new__(Ingress)
-    ingress.config, ingress._router, ingress._service = ServiceConfig(), router, GenerationService(router)
-    ingress._access, ingress._chat = Access(None, AccessMetrics(Registry("router"))), None
+    ingress.config, ingress.router, ingress.service = ServiceConfig(), router, GenerationService(router)
+    ingress.access, ingress._chat = Access(None, AccessMetrics(Registry("router"))), None
     ingress._monitor = SimpleNamespace(exposition=SimpleNamespace(remote=exposition))  # type: ignore[assignment]
     app = ingress.__serve_build_asgi_app__()
 
@@ -311,8 +311,8 @@ async def rounds(
         async def check() -> None:
             _, result = await collect(router, PROMPT, sampling=VICTIM)
             assert result.token_ids == plain(PROMPT, VICTIM), "the tokens of another stream have changed"
-            await until(lambda: not (router._active or router._entering), patience_s, "the router holds no request")
-            await until(lambda: not router._admission.preparation.is_busy, what="no prompt is tokenized")
+            await until(lambda: not (router.active or router.entering), patience_s, "the router holds no request")
+            await until(lambda: not router.admission.preparation.is_busy, what="no prompt is tokenized")
             await assert_free(target, draft)
 
         await check()

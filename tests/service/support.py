@@ -74,8 +74,8 @@ def _main(kind, config, replica_id, pause_s, pipe):
 
         setup = config.target_setup() if kind == "target" else config.draft_setup()
         server = engine_server(setup, replica_id=replica_id)
-        build = server.host._factory
-        server.host._factory = lambda emit: _Slowed(build(emit), pause_s)
+        build = server.host.factory
+        server.host.factory = lambda emit: _Slowed(build(emit), pause_s)
         await server.start()
         pipe.send(server.address)
         await asyncio.to_thread(multiprocessing.parent_process().join)

@@ -159,10 +159,10 @@ async def test_a_lost_target_costs_no_token(checkpoints, plain, sampling, loss):
     config = tiny_pair(checkpoints)
     with replicas(config, targets=2, target_pause_s=STEP_S) as (targets, drafts):
         async with routed(config, targets, drafts, target_timeout_s=1.0) as (router, _, _):
-            await until(lambda: len(router._targets.open_links()) == 2)
+            await until(lambda: len(router.targets.open_links()) == 2)
 
             def hit():
-                busiest = max(router._targets.links.values(), key=lambda link: len(link.sessions))
+                busiest = max(router.targets.links.values(), key=lambda link: len(link.sessions))
                 next(t for t in targets if t.replica_id == busiest.member.replica_id).signal(number)
 
             prompts = [PROMPT, "x", "xy", "xyz"]
@@ -173,8 +173,8 @@ async def test_a_lost_target_costs_no_token(checkpoints, plain, sampling, loss):
             for prompt, (chunks, result) in zip(prompts, results, strict=True):
                 assert result.token_ids == plain(prompt, sampling)
                 assert [t for chunk in chunks for t in chunk.token_ids] == list(result.token_ids)
-            assert router._active == {}
-            assert len(router._targets.open_links()) == 1
+            assert router.active == {}
+            assert len(router.targets.open_links()) == 1
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ async def test_without_any_target_left_a_request_ends_as_unavailable_and_says_af
                 await collect(router, PROMPT, sampling=ONE, on_chunk=at(5, targets[0].kill))
             with pytest.raises(EngineError, match="no target replica was up for 1 s"):
                 await collect(router, PROMPT, sampling=ONE)
-            assert router._active == {}
+            assert router.active == {}
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ async def test_a_request_that_takes_too_long_ends_and_frees_what_it_held(checkpo
         async with routed(config, targets, drafts, request_timeout_s=0.5) as (router, _, _):
             with pytest.raises(DeadlineExceededError, match=r"longer than 0\.5 s"):
                 await collect(router, PROMPT, sampling=ONE.model_copy(update={"max_tokens": 1500}))
-            assert router._active == {}
+            assert router.active == {}
             await until(lambda: open_sessions(router) == [0, 0])
 
 
@@ -214,7 +214,7 @@ async def test_a_router_that_goes_away_leaves_nothing_behind(checkpoints):
             endless = ONE.model_copy(update={"max_tokens": 1500})
             tasks = [asyncio.create_task(collect(router, PROMPT, sampling=endless)) for _ in range(4)]
             await until(lambda: max(open_sessions(witness), default=0) == 4)
-            for link in [*router._targets.links.values(), *router._drafts.links.values()]:
+            for link in [*router.targets.links.values(), *router.drafts.links.values()]:
                 link.stop()  # the streams break; nobody closes a session
             await until(lambda: open_sessions(witness) == [0, 0])
             for task in tasks:
@@ -229,7 +229,7 @@ async def test_the_sessions_of_a_draining_replica_move_and_none_is_cut(checkpoin
     with replicas(config, targets=2, drafts=2, target_pause_s=STEP_S) as (targets, drafts):
         async with routed(config, targets, drafts) as (router, target_pool, draft_pool):
             pool, group = (target_pool, targets) if kind == "target" else (draft_pool, drafts)
-            side = router._targets if kind == "target" else router._drafts
+            side = router.targets if kind == "target" else router.drafts
             await until(lambda: len(side.open_links()) == 2)
 
             def drain():
@@ -263,7 +263,7 @@ async def test_a_slow_link_to_the_draft_is_measured_and_changes_no_token(checkpo
     with replicas(config, target_pause_s=STEP_S) as (targets, drafts):
         async with routed(config, targets, drafts) as (router, _, _):
             measured = []
-            (link,) = router._drafts.links.values()
+            (link,) = router.drafts.links.values()
             link._on_latency = measured.append
             delay(link, delay_s)
             _, result = await collect(router, PROMPT, sampling=ONE)

@@ -25,14 +25,14 @@ def counted(router, name):
 
 async def drained(router, pool, targets, plain, on_drain=lambda old: None):
     """Drains the target that serves most once all streams have begun; asserts their tokens."""
-    await until(lambda: len(router._targets.open_links()) == 2)
+    await until(lambda: len(router.targets.open_links()) == 2)
     begun, done = set(), []
 
     def on_chunk(prompt):
         def note(chunks):
             begun.update({prompt} if len(chunks) > 8 else ())
             if len(begun) == len(PROMPTS) and not done:
-                links = router._targets.links
+                links = router.targets.links
                 old = max(targets, key=lambda t: len(links[t.replica_id].sessions))
                 done.append(len(links[old.replica_id].sessions))
                 on_drain(old)
@@ -64,7 +64,7 @@ async def test_sessions_of_a_draining_target_bring_their_pages(checkpoints, plai
                 assert pages >= 2 * num_moved
                 assert num_bytes == pages * PAGE_SIZE * TOKEN_BYTES
             assert counted(router, "moves_failed") == 0
-            assert [len(link.sessions) for link in router._targets.links.values()] == [0]
+            assert [len(link.sessions) for link in router.targets.links.values()] == [0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, *slow([signal.SIGSTOP])])

@@ -154,8 +154,8 @@ async def test_health_of_the_ingress() -> None:
     from paceline.cluster.ingress import Ingress
 
     ingress = object.__new__(Ingress)
-    ingress._service = SimpleNamespace(ready=True)  # type: ignore[assignment]
-    ingress._access = SimpleNamespace(identify=lambda _: "")  # type: ignore[assignment]
+    ingress.service = SimpleNamespace(ready=True)  # type: ignore[assignment]
+    ingress.access = SimpleNamespace(identify=lambda _: "")  # type: ignore[assignment]
     listed = await ingress.List(b"", Context())
     assert set(listed.statuses) == {"", GENERATION.full_name}
     good = health_pb2.HealthCheckRequest(service=GENERATION.full_name).SerializeToString()
@@ -186,8 +186,8 @@ async def test_whether_a_call_is_encrypted_is_what_its_connection_says() -> None
     from paceline.cluster.ingress import Ingress
 
     ingress = object.__new__(Ingress)
-    ingress._access = Access(None, AccessMetrics(Registry()), require_tls=True)
-    ingress._service = SimpleNamespace(cancel=lambda request_id, name: True)  # type: ignore[assignment]
+    ingress.access = Access(None, AccessMetrics(Registry()), require_tls=True)
+    ingress.service = SimpleNamespace(cancel=lambda request_id, name: True)  # type: ignore[assignment]
 
     refused = grpc.StatusCode.FAILED_PRECONDITION
     for security, status in ((b"insecure", refused), (b"ssl", None)):

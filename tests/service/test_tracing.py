@@ -55,8 +55,8 @@ class InProcess:
         setup = config.target_setup() if kind == "target" else config.draft_setup()
         self.server = engine_server(setup, replica_id=replica_id, observer=EngineSpans(tracing, kind, replica_id))
         self.replica_id, self.goes_on, self.dies = replica_id, threading.Event(), False
-        build = self.server.host._factory
-        self.server.host._factory = lambda emit: Held(build(emit), self)
+        build = self.server.host.factory
+        self.server.host.factory = lambda emit: Held(build(emit), self)
 
     @property
     def member(self):
@@ -74,7 +74,7 @@ async def service(config, tracing_of, targets=1, **settings):
             if targets == 1:
                 replica.goes_on.set()
         async with routed(config, replicas[:targets], replicas[targets:], **settings) as (router, pool, _):
-            await until(lambda: len(router._targets.open_links()) == targets and router._drafts.open_links())
+            await until(lambda: len(router.targets.open_links()) == targets and router.drafts.open_links())
             yield router, replicas, pool
     finally:
         for replica in replicas:
@@ -200,7 +200,7 @@ async def test_a_session_that_goes_to_another_target_has_spans_on_both_in_one_tr
                     continue
                 tokens += item.token_ids
                 if len(tokens) >= 8 and not moved:
-                    moved += [link.member.replica_id for link in router._targets.links.values() if link.sessions]
+                    moved += [link.member.replica_id for link in router.targets.links.values() if link.sessions]
                     (old,) = [replica for replica in replicas if replica.replica_id in moved]
                     if how == "failover":
                         old.dies = True

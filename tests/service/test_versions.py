@@ -102,7 +102,7 @@ async def test_streams_go_on_while_targets_of_two_versions_take_turns(checkpoint
                 drafts.set_members(members(draft))
                 await until(lambda: len([s for side in router.statuses().values() for s in side]) == 2)
                 moves, num_chunks, turns = [], Counter(), [first, second]
-                router._metrics.moved = moves.append
+                router.metrics.moved = moves.append
 
                 def turn(prompt, chunks):
                     """When each stream has a chunk, and again when each has three, all move to the other target."""
@@ -142,7 +142,7 @@ async def test_a_peer_two_versions_away_is_refused_with_both_versions(checkpoint
         with routers_of(router_version, monkeypatch), caplog.at_level(logging.WARNING):
             async with routed(config, [], [], recovery_timeout_s=0.5) as (router, targets, _):
                 targets.set_members(members(server))
-                link = router._targets.links[server.host.status().replica_id]
+                link = router.targets.links[server.host.status().replica_id]
                 await until(lambda: "paceline-protocol is" in link.reason)
                 with pytest.raises(EngineError, match=f"paceline-protocol is {version}: 2 is spoken here"):
                     await collect(router, "a")

@@ -88,9 +88,9 @@ def poison(runner: ModelRunner) -> ModelRunner:
         assert slots is not None
         for layer in cache.linear_pools.values():
             for pool in (layer.states, layer.tails):
-                pool[slots._free_states + slots._ended_states] = math.nan
+                pool[slots.free_states + slots._ended_states] = math.nan
             for pool in layer.rows:
-                pool[slots._free_rows + slots._ended] = math.nan
+                pool[slots.free_rows + slots.ended] = math.nan
         return plan(steps)
 
     runner.plan = poisoned  # type: ignore[method-assign]

@@ -173,26 +173,26 @@ class Pump:
             clock=self.clock,
         )
         self.sessions[name] = session
-        self._send(session.open(draft_available=self.draft is not None))
+        self.send(session.open(draft_available=self.draft is not None))
 
     def tick(self) -> bool:
         """One turn of everything; False if nothing was left to do but wait, and the clock was moved on."""
         self.clock.now += self.rng.uniform(1e-4, 3e-3)
-        moved = self._deliver(self.to_target, self.target.receive)
+        moved = self.deliver(self.to_target, self.target.receive)
         slow = self.rng.random() >= self.pace
         stepped = not slow and self.target.step()
         self.clock.now += 1e-3
         self.target.check_integrity()
         worked = False
         if self.draft is not None and not self.draft_dead:
-            moved = self._deliver(self.to_draft, self.draft.receive) or moved
+            moved = self.deliver(self.to_draft, self.draft.receive) or moved
             for _ in range(self.rng.randint(*self.draft_steps)):
                 worked = self.draft.step() or worked
             self.draft.check_integrity()
         else:
             self.to_draft.clear()
-        moved = self._deliver(self.from_target, self._on_target) or moved
-        moved = self._deliver(self.from_draft, self._on_draft) or moved
+        moved = self.deliver(self.from_target, self.on_target) or moved
+        moved = self.deliver(self.from_draft, self.on_draft) or moved
         if slow or stepped or worked or moved:
             return True
         wait = self.target.wait_s()
@@ -200,40 +200,40 @@ class Pump:
             self.clock.now += wait / 4  # the draft may still have work that it was not given a turn for
         return False
 
-    def _deliver(self, queue: deque[Any], receive: Callable[[list[Any]], None]) -> bool:
+    def deliver(self, queue: deque[Any], receive: Callable[[list[Any]], None]) -> bool:
         if not queue or self.rng.random() < self.late:
             return False
         count = len(queue) if self.rng.random() < 0.6 else self.rng.randint(1, len(queue))
         receive([queue.popleft() for _ in range(count)])
         return True
 
-    def _on_target(self, messages: list[Any]) -> None:
+    def on_target(self, messages: list[Any]) -> None:
         outbox = self.relay.on_target(messages)
         self._carry_out(outbox)
         for session in outbox.touched.values():
-            self._digest(session)
+            self.digest(session)
 
-    def _on_draft(self, messages: list[Any]) -> None:
+    def on_draft(self, messages: list[Any]) -> None:
         self._carry_out(self.relay.on_draft(messages))
 
     def _carry_out(self, outbox: Outbox) -> None:
-        self._send(outbox)
+        self.send(outbox)
         for name, reason in (outbox.target_failed | outbox.refused).items():
             self._target_failed(self.sessions[name], reason)
         if self.draft is not None and not self.draft_dead:
             for session in outbox.draft_wanted:
-                self._send(session.on_draft_up())
+                self.send(session.on_draft_up())
 
     def _target_failed(self, session: Session, reason: str) -> None:
         self.failures[session.session_id] = reason
-        self._send(session.cancel())
+        self.send(session.cancel())
 
-    def _digest(self, session: Session) -> None:
-        self._send(session.digest())
+    def digest(self, session: Session) -> None:
+        self.send(session.digest())
         if session.result is not None and session.session_id not in self.failures:
             self.results[session.session_id] = session.result
 
-    def _send(self, actions: Actions | Outbox) -> None:
+    def send(self, actions: Actions | Outbox) -> None:
         for message in actions.to_target:
             self.to_target.extend(self.tamper(message) if self.tamper else [message])
         for command in actions.to_draft:

@@ -146,7 +146,7 @@ def serve(
                     tokens.setdefault(each.session_id, []).extend(each.token_ids)
             emit(messages)
 
-        pump.target._emit = heard
+        pump.target.emit = heard
         try:
             results = pump.run(asked)
         except RanksLostError:

@@ -29,7 +29,7 @@ class SharedCores:
     most = 2
 
     def __init__(self, pump: Pump) -> None:
-        self._sessions = pump.target._sessions
+        self._sessions = pump.target.sessions
         self.shared, self.wanted = False, set()
 
     @property

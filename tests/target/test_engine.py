@@ -129,7 +129,7 @@ def test_random_load_keeps_every_invariant(seed: int, monkeypatch: pytest.Monkey
 
     def counted(steps):
         sizes.append(sum(len(s.token_ids) for s in steps))
-        assert len(steps) <= pump.target._scheduler._max_sessions
+        assert len(steps) <= pump.target.scheduler._max_sessions
         return forward(steps)
 
     monkeypatch.setattr(pump.target.runner, "forward", counted)
@@ -181,7 +181,7 @@ def test_sessions_beyond_the_limit_wait_their_turn() -> None:
     for i in range(5):
         direct.open(f"s{i}", plain(greedy(5 + i, 4)))
     direct.engine.step()
-    assert len(direct.engine._scheduler.running) == 2
+    assert len(direct.engine.scheduler.running) == 2
     outcomes = direct.drain()
     assert {k: len(tokens_of(v)) for k, v in outcomes.items()} == {f"s{i}": 4 for i in range(5)}
 
@@ -250,7 +250,7 @@ def test_outcomes_may_leave_with_what_is_in_flight_next(holds: bool, mode: Mode)
     """One message instead of two; at once if the session waits for its draft."""
     direct = Direct(holds_outcomes=holds)
     sent: list[list[type]] = []
-    direct.engine._emit = lambda messages: sent.append([type(m) for m in messages])
+    direct.engine.emit = lambda messages: sent.append([type(m) for m in messages])
     direct.open("a", in_mode({"a": greedy(2, max_tokens=9)}, mode)["a"])
     tokens = reference_tokens(2, 9)
     direct.engine.receive([Nodes("a", 1, 2, proposal_of(tokens[:4]))])

@@ -100,7 +100,7 @@ def cancelled(
         for name, session in list(pump.sessions.items()):
             if name.startswith("gone") and name not in pump.failures and not session.finished and rng.random() < 0.2:
                 pump.failures[name] = "cancelled"
-                pump._send(session.cancel())
+                pump.send(session.cancel())
         return moved
 
     patch.setattr(pump, "tick", tick_and_cancel)
@@ -137,7 +137,7 @@ def test_messages_come_while_a_step_with_drafts_is_in_flight(seed: int, monkeypa
     @mutant(TargetEngine, "receive")
     def counted(receive: Any, engine: TargetEngine, messages: Any) -> None:
         nonlocal num_received
-        flight = engine._flight
+        flight = engine.flight
         num_received += flight is not None and any(part.num_drafted for part in flight.parts)
         receive(engine, messages)
 
@@ -249,7 +249,7 @@ def test_a_draft_leaves_and_comes_back_in_the_middle(seed: int, monkeypatch: pyt
         accepted.append(stats.nodes_used)
         pump.draft_dead = change == "on_draft_down"
         for session in pump.sessions.values():
-            pump._send(getattr(session, change)())
+            pump.send(getattr(session, change)())
     assert stats.steps_ahead > 10
     assert_same(pump.run({}), reference)
     assert stats.nodes_used > accepted[1]
@@ -337,7 +337,7 @@ def test_a_step_ahead_that_is_kept_is_caught(monkeypatch: pytest.MonkeyPatch) ->
 @mutant(TargetEngine, "close_session")
 def _committed_although_it_ended(close: Any, engine: TargetEngine, session: TargetSession) -> None:
     """Its row in the step ahead is an outcome like others."""
-    flight = engine._flight
+    flight = engine.flight
     if flight is None or all(part.session is not session for part in flight.parts):
         close(engine, session)
 
@@ -369,7 +369,7 @@ def outcomes_after_the_end(patch: pytest.MonkeyPatch, mistake: Mutant | None) ->
                     ended.add(each.session_id)
         emit(messages)
 
-    pump.target._emit = counted
+    pump.target.emit = counted
     pump.run(requests(0))
     return num_late
 

@@ -240,7 +240,7 @@ def test_a_draft_model_in_the_target_changes_no_text(temperature: float, adaptiv
     assert mounted.stats.rows_used > 50
     assert sum(r.speculation.head_accepted for r in pump.results.values()) == mounted.stats.rows_used
     assert pump.target.stats.preemptions > 0
-    assert mounted.head._runner.cache.num_used == 0, "every row of the draft model is free again"
+    assert mounted.head.runner.cache.num_used == 0, "every row of the draft model is free again"
 
 
 @pytest.mark.parametrize("mode", [Mode.OVERLAPPED, Mode.SEQUENTIAL, Mode.PLAIN])
@@ -289,7 +289,7 @@ def test_a_session_that_outgrows_a_head_goes_on_without_it() -> None:
     pump = Pump(target_with(EVERY), None, heads=[mounted], late=0.0)
     assert_same(pump.run(requests), reference)
     assert mounted.stats.rows > 0
-    assert mounted.head._runner.cache.num_used == 0
+    assert mounted.head.runner.cache.num_used == 0
 
 
 def test_a_session_is_continued_from_tokens() -> None:

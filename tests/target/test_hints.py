@@ -222,13 +222,13 @@ def test_a_hint_leaves_before_the_layers_above_it_run() -> None:
         layers[BOUNDARY - 1].register_forward_hook(lambda *_: events.append("below")),
         layers[BOUNDARY].register_forward_hook(lambda *_: events.append("above")),
     ]
-    emit = wire.pump.target._emit
+    emit = wire.pump.target.emit
 
     def noted(messages: Sequence[Any]) -> None:
         events.extend(type(message).__name__ for message in messages)
         emit(messages)
 
-    wire.pump.target._emit = noted
+    wire.pump.target.emit = noted
     try:
         wire.run({"s0": requests_of(0.0)["s0"]})
     finally:

@@ -67,9 +67,9 @@ class LinearRunner(SyntheticRunner):
         self.cache.state_copies = Copies(self.states)
 
     def forward(self, steps: Sequence[Any]) -> torch.Tensor:
-        for slot in self.linear._free_states:
+        for slot in self.linear.free_states:
             self.states[slot] = None
-        for slot in [*self.linear._free_rows, *self.linear._ended]:
+        for slot in [*self.linear.free_rows, *self.linear.ended]:
             self.rows[slot] = [None] * CHUNK
         plan = self.linear.plan(steps)
         for source, to in plan.copies:
@@ -220,8 +220,8 @@ class Storm:
             heads=self.mounted,
             clock=self.clock,
         )
-        self.schedule = self.engine._scheduler.schedule
-        self.engine._scheduler.schedule = self.checked  # type: ignore[method-assign]
+        self.schedule = self.engine.scheduler.schedule
+        self.engine.scheduler.schedule = self.checked  # type: ignore[method-assign]
         self.of_draft: dict[str, set[tuple[int, ...]]] = {}
         self.published: dict[str, set[int]] = {}
         self.used = dict.fromkeys(Producer, 0)
@@ -272,7 +272,7 @@ class Storm:
         self.used[Producer.LOOKUP] += one.lookup_accepted
 
     def sessions(self) -> list[TargetSession]:
-        return [*self.engine._sessions.values()]
+        return [*self.engine.sessions.values()]
 
     def open(self) -> None:
         rng, name = self.rng, f"{self.seed}.{self.opened}"
@@ -445,9 +445,9 @@ def test_states_add_up_after_random_steps(num_steps: int, monkeypatch: pytest.Mo
     assert storm.runner.read > 50 * num_steps
     assert min(stats.branches, stats.cached_tokens / PAGE_SIZE) > num_steps / 10
     assert min(stats.branches_used, stats.preemptions, storm.migrations, storm.finished) >= num_steps / 300
-    assert not linear._held
+    assert not linear.held
     assert not linear._rows_of
-    assert all(key // CHUNKS_OF_PAGE in storm.runner.cache._cached for key in linear._state_of)
+    assert all(key // CHUNKS_OF_PAGE in storm.runner.cache._cached for key in linear.state_of)
 
 
 def _kept_on_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,10 +475,10 @@ def _prefix_of_the_page_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: LinearSlots, pages: Sequence[int]) -> int:
         count = hit(self, pages)
-        if count > 1 and (early := pages[count - 2] * CHUNKS_OF_PAGE + CHUNKS_OF_PAGE - 1) in self._state_of:
+        if count > 1 and (early := pages[count - 2] * CHUNKS_OF_PAGE + CHUNKS_OF_PAGE - 1) in self.state_of:
             late = pages[count - 1] * CHUNKS_OF_PAGE + CHUNKS_OF_PAGE - 1
-            self._drop_state(late)
-            self._own(late, self._state_of[early])
+            self.drop_state(late)
+            self._own(late, self.state_of[early])
         return count
 
     monkeypatch.setattr(LinearSlots, "hit", wrong)

@@ -223,8 +223,8 @@ def test_a_draft_that_is_opened_anew_is_sent_everything(files: Path) -> None:
     while len(wire.sent["s0", 0]) < 3:
         wire.pump.tick()
     session = wire.pump.sessions["s0"]
-    wire.pump._send(session.on_draft_down())
-    wire.pump._send(session.on_draft_up())
+    wire.pump.send(session.on_draft_down())
+    wire.pump.send(session.on_draft_up())
     assert session.draft_epoch == 1
     wire.run([])
     positions = list(wire.unpacked("s0", 1))
@@ -341,7 +341,7 @@ def lagged(
 
     def counted(self: RemoteHead, leaves: Sequence[Leaf]) -> Candidates:
         made = expand(self, leaves)
-        lags.update(len(self._session(leaf.session_id).lag()[1]) for leaf in leaves if not leaf.path)
+        lags.update(len(self.sessions[leaf.session_id].lag()[1]) for leaf in leaves if not leaf.path)
         return made
 
     wire = Wire(files, how=how, method=method_named(method), temperature=0.0, max_tokens=60)

@@ -92,8 +92,8 @@ class Record:
         def recording(leaves: list[Leaf]):
             candidates = expand(leaves)
             for i, leaf in enumerate(leaves):
-                if candidates.log_q[i, 0] > -1e30 and not head._sessions[leaf.session_id].holes:
-                    tokens = list(engine._sessions[leaf.session_id].tokens)
+                if candidates.log_q[i, 0] > -1e30 and not head.sessions[leaf.session_id].holes:
+                    tokens = list(engine.sessions[leaf.session_id].tokens)
                     self.asked.append((tokens, leaf.path, int(candidates.token_ids[i, 0])))
             return candidates
 
@@ -354,7 +354,7 @@ def test_a_draft_model_beside_the_target(tmp_path: Path) -> None:
     for temperature in (0.0, 1.0):
         assert texts(engine, prompts, Mode.OVERLAPPED, temperature) == texts(engine, prompts, Mode.PLAIN, temperature)
     assert mounted.stats.rows_used > 20
-    assert mounted.head._runner.cache.num_used == 0
+    assert mounted.head.runner.cache.num_used == 0
 
 
 def test_a_draft_model_beside_the_target_is_warm_before_it_is_timed(
@@ -368,7 +368,7 @@ def test_a_draft_model_beside_the_target_is_warm_before_it_is_timed(
 
     def noted(self, leaves):
         [leaf] = leaves
-        expanded.append((leaf.path_ids, self._sessions[leaf.session_id].sampler.greedy))
+        expanded.append((leaf.path_ids, self.sessions[leaf.session_id].sampler.greedy))
         return expand(self, leaves)
 
     monkeypatch.setattr(DraftModelHead, "expand", noted)
@@ -380,7 +380,7 @@ def test_a_draft_model_beside_the_target_is_warm_before_it_is_timed(
     assert expanded == [((), True), ((1,), True), ((), False), ((1,), False)]
     head = engine.heads.mounted[0].head
     assert isinstance(head, DraftModelHead)
-    assert (head.max_leaves, head._sessions) == (4 * 3, {})
+    assert (head.max_leaves, head.sessions) == (4 * 3, {})
     head.check_integrity()
     of_head, of_target = recorded
     assert (of_head.max_rows, of_head.max_tokens, of_head.is_tree) == (3, 4 * 3, True)
@@ -409,7 +409,7 @@ def test_suffixes_beside_the_target(temperature: float, tmp_path: Path) -> None:
             used.append(mounted.stats.rows_used)
             mounted.stats.rows_used = 0
         assert mounted.failure == ""
-        assert not mounted.head._sessions
+        assert not mounted.head.sessions
     alone, again, with_corpus, _, first, shared = used
     assert alone == again, "nothing stays of other sessions"
     assert with_corpus > alone + 40

@@ -20,7 +20,7 @@ class LocalPublic(PublicMethods):
     """The public methods over the pipeline of this process."""
 
     def __init__(self, pipeline: LocalPipeline, service: GenerationService, access: Access, model_id: str) -> None:
-        self._pipeline, self._service, self._access, self._model_id = pipeline, service, access, model_id
+        self._pipeline, self.service, self.access, self._model_id = pipeline, service, access, model_id
 
     async def model_info(self) -> ModelInfo:
         config, targets = self._pipeline.config, self._pipeline.server_info().pools["target"]

@@ -97,7 +97,7 @@ class Ingress(PublicMethods):
         registry = Registry(self._replica_id, mirror=True)
         self._access_metrics = AccessMetrics(registry)
         self._keys = None if server.api_keys is None else KeyRing(server.api_keys)
-        self._access = Access(self._keys, self._access_metrics, require_tls=server.tls is not None)
+        self.access = Access(self._keys, self._access_metrics, require_tls=server.tls is not None)
         self._certificates: dict[str, Certificates] = {}
         if (tls := server.tls) is not None:
             files = CertificateFiles.at("server.tls", tls.certificate, tls.key, tls.client_ca, "client_ca")
@@ -108,7 +108,7 @@ class Ingress(PublicMethods):
         limit_ages(server.grpc_max_connection_age_s)
         model_id = self.config.target_config.model_loading_config.model_id
         self._reporter = Reporter(self._replica_id, "router", registry)
-        self._router = core.Router(
+        self.router = core.Router(
             self._facts,
             self._pools[0],
             self._pools[1] if drafts is not None else None,
@@ -124,8 +124,8 @@ class Ingress(PublicMethods):
         self._tracing = (
             None if tracing is None else Tracing.open(model_id, instance_id=self._replica_id, **tracing.arguments)
         )
-        self._service = GenerationService(self._router, self._tracing, shares_cache=server.share_cache_between_keys)
-        longest, allowed = self._service.bounds.max_message_bytes, config.server.max_message_bytes
+        self.service = GenerationService(self.router, self._tracing, shares_cache=server.share_cache_between_keys)
+        longest, allowed = self.service.bounds.max_message_bytes, config.server.max_message_bytes
         if longest > allowed:
             log.warning("server.max_message_bytes is %d: prompts that fit the context have up to %d", allowed, longest)
         self._myself = serve.get_replica_context()
@@ -135,7 +135,7 @@ class Ingress(PublicMethods):
         self._stopped = False
         self._demand: Lease | None = None
         self._decided: tuple[str, ...] = ()
-        await self._router.start()
+        await self.router.start()
         settle_front()
         self._pushers = [Pusher(self._report), Pusher(self._ask_for_drafts)]
 
@@ -147,19 +147,19 @@ class Ingress(PublicMethods):
 
     async def is_ready(self) -> bool:
         """True if a request would be served now."""
-        return self._router.ready
+        return self.router.ready
 
     async def statuses(self) -> Mapping[str, list[ReplicaStatus]]:
         """Newest status of every replica that is up, by kind."""
-        return self._router.statuses()
+        return self.router.statuses()
 
     async def num_requests(self) -> int:
         """Requests that run or wait here."""
-        return self._router.num_running + self._router.num_queued
+        return self.router.num_running + self.router.num_queued
 
     async def cancel_these(self, requests: Sequence[Named]) -> list[Named]:
         """Cancels the requests that this router has, and returns them."""
-        return [(request_id, owner) for request_id, owner in requests if self._service.cancel(request_id, owner)]
+        return [(request_id, owner) for request_id, owner in requests if self.service.cancel(request_id, owner)]
 
     async def _cancel_at_peers(self, requests: Sequence[Named]) -> set[Named]:
         return {named for found in await self._ask_peers("cancel_these", requests) for named in found}
@@ -173,12 +173,12 @@ class Ingress(PublicMethods):
             draft_model_id=None if draft is None else draft.drafter_name,
             dtype=await self._served_dtype(),
             speculates=speculates,
-            batch_invariant=_weakest(self._router.statuses().get("target", ())),
+            batch_invariant=_weakest(self.router.statuses().get("target", ())),
         )
 
     async def _served_dtype(self) -> str:
         """The default as the targets resolved it; as it is configured while none is up."""
-        if self._dtype is None and self._router.ready:
+        if self._dtype is None and self.router.ready:
             try:
                 async with asyncio.timeout(CONTROL_TIMEOUT_S):
                     self._dtype = await self._targets.dtype.remote()
@@ -207,8 +207,8 @@ class Ingress(PublicMethods):
         kept = ResponseStore(server.responses_store_bytes) if server.responses_store_bytes else None
         edge = Edge(
             names[0],
-            self._service,
-            self._access,
+            self.service,
+            self.access,
             server.max_message_bytes,
             metrics=self._metrics_page,
             chat=self._chat,
@@ -237,11 +237,11 @@ class Ingress(PublicMethods):
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Figures for autoscaling policies other than ours (``scaling``)."""
-        return {"running": float(self._router.num_running), "queued": float(self._router.num_queued)}
+        return {"running": float(self.router.num_running), "queued": float(self.router.num_queued)}
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests, and returns when none is in progress (``GenerationService.drain``)."""
-        await self._service.drain(timeout_s)
+        await self.service.drain(timeout_s)
 
     def _stop_within(self, left_s: float) -> float:
         """Ends by an error what would be cut without one: Serve kills the replica after ``left_s``. Returns how long
@@ -249,8 +249,8 @@ class Ingress(PublicMethods):
         self._leaving = True
         reason = f"this router is being stopped, and the request did not end within {left_s:g} s"
         last_words_s = max(left_s / 2, left_s - _LAST_WORDS_S)
-        self._loop.call_soon_threadsafe(self._loop.call_later, last_words_s, self._service.end, reason)
-        return 0.0 if self._service.draining else min(1.2 * self.config.server.grpc_max_connection_age_s, left_s / 2)
+        self._loop.call_soon_threadsafe(self._loop.call_later, last_words_s, self.service.end, reason)
+        return 0.0 if self.service.draining else min(1.2 * self.config.server.grpc_max_connection_age_s, left_s / 2)
 
     async def stop(self) -> None:
         """Ends the requests in progress with an error, and returns all leases. Idempotent."""
@@ -258,7 +258,7 @@ class Ingress(PublicMethods):
         for pusher in self._pushers:
             await pusher.stop()
         await self._elsewhere.stop()
-        await self._router.stop()
+        await self.router.stop()
         for pool in self._pools:
             await pool.stop()
         if self._tracing is not None:
@@ -276,15 +276,15 @@ class Ingress(PublicMethods):
 
     async def _report(self) -> None:
         self._reload()
-        num_queued = self._router.num_queued
-        local_streams.note(self._router.num_running + num_queued)
+        num_queued = self.router.num_queued
+        local_streams.note(self.router.num_running + num_queued)
         status = ReplicaStatus(
             self._replica_id,
             "router",
             self._incarnation,
-            num_sessions=self._router.num_running + num_queued,
+            num_sessions=self.router.num_running + num_queued,
             num_waiting=num_queued,
-            max_sessions=sum(s.max_sessions for s in self._router.statuses().get("target", [])),
+            max_sessions=sum(s.max_sessions for s in self.router.statuses().get("target", [])),
             pid=os.getpid(),
             node=ray.util.get_node_ip_address(),
             version=installed_version(),
@@ -294,10 +294,10 @@ class Ingress(PublicMethods):
                 "leases": float(sum(pool.num_leases for pool in self._pools)),
                 "asyncio_tasks": float(len(asyncio.all_tasks())),
                 "cpu_s": time.process_time(),
-                "returned": float(self._router.num_returned),
+                "returned": float(self.router.num_returned),
             },
         )
-        self._decided = await self._monitor.push.remote(self._reporter.report(status, self._router.view()))
+        self._decided = await self._monitor.push.remote(self._reporter.report(status, self.router.view()))
 
     async def _ask_for_drafts(self) -> None:
         """A lease without a replica wakes a draft pool that has been scaled to zero while requests run, unless the
@@ -305,9 +305,9 @@ class Ingress(PublicMethods):
         if len(self._pools) < 2:
             return
         ours = "draft" in self._decided
-        wanted = not ours and self._router.num_running > 0 and not self._pools[1].members()
+        wanted = not ours and self.router.num_running > 0 and not self._pools[1].members()
         if wanted and self._demand is None:
-            self._demand = self._pools[1].lease(f"{self._router.router_id}.draft-demand", None)
+            self._demand = self._pools[1].lease(f"{self.router.router_id}.draft-demand", None)
         elif not wanted and self._demand is not None:
             self._demand.close()
             self._demand = None

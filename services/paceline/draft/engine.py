@@ -92,11 +92,11 @@ class DraftEngine:
         self.description, self._describe = description, describe
         self._runner = runner
         self.stats = DraftStats()
-        self._drafter = drafter
+        self.drafter = drafter
         self._grower = DraftGrower(drafter, self.stats, tree_budget, self._fail_all)
         self.overlap = None if self._grower.reads is None else Overlap(ahead)
         """Measures if drafting ahead has gain; None: the drafter reads no hidden states."""
-        self._emit = emit
+        self.emit = emit
         self._vocab_size = vocab_size
         self._tree_budget = tree_budget
         self._fan_out = fan_out
@@ -104,9 +104,9 @@ class DraftEngine:
         self._max_sessions = max_sessions
         self._max_context_len = max_context_len
         self._device = device
-        self._clock = clock
+        self.clock = clock
         self._step_s = 0.0
-        self._sessions = self._grower.sessions
+        self.sessions = self._grower.sessions
         self._calibrations = {rule: Calibration(16) for rule in Rule}
         self._bonus = Calibration(16)
         self._failures: list[SessionFailed] = []
@@ -119,7 +119,7 @@ class DraftEngine:
     @property
     def num_sessions(self) -> int:
         """Number of open sessions."""
-        return len(self._sessions)
+        return len(self.sessions)
 
     @property
     def execution(self) -> Execution:
@@ -138,7 +138,7 @@ class DraftEngine:
     def receive(self, messages: Iterable[ToDraft]) -> None:
         """Applies messages in order. Never raises: a message that cannot be followed ends its own session."""
         for message in messages:
-            session = self._sessions.get(message.session_id)
+            session = self.sessions.get(message.session_id)
             if isinstance(message, OpenSession):
                 self._open(session, message)
             elif session is not None and message.epoch < session.epoch:
@@ -178,18 +178,18 @@ class DraftEngine:
         """Seconds that the engine may sleep after ``step`` returned False; None: until a message comes."""
         if self.overlap is None:
             return None
-        now = self._clock()
-        return min((s.states_until - now for s in self._sessions.values() if self._grower.waits(s, now)), default=None)
+        now = self.clock()
+        return min((s.states_until - now for s in self.sessions.values() if self._grower.waits(s, now)), default=None)
 
     def close(self) -> None:
         """Releases resources that the drafter holds outside this process. Idempotent."""
-        self._drafter.shutdown()
+        self.drafter.shutdown()
         if self._grammars is not None:
             self._grammars.close()
 
     def check_integrity(self) -> None:
         """Asserts the invariants of every session and of the drafter; O(nodes)."""
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             session.tree.check_integrity()
             check_integrity(session.frontier, session.tree)
             assert not session.tree.lost
@@ -197,7 +197,7 @@ class DraftEngine:
             assert session.tree.next_id > max(node.node_id for node in session.tree.nodes())
             anchor = session.tree.anchor
             assert all(n.expanded or n is anchor or not n.children for n in session.tree.nodes())
-        self._drafter.check_integrity()
+        self.drafter.check_integrity()
 
     def _open(self, old: DraftSession | None, message: OpenSession) -> None:
         ended = self._ended.get(message.session_id, -1) if old is None else old.epoch
@@ -227,13 +227,13 @@ class DraftEngine:
             )
             session = DraftSession(message, sampler, growth, self._calibrations, self._bonus)
             session.ahead = not growth.in_turn
-            self._drafter.open(message.session_id, message.token_ids, sampler, message.cache_salt)
+            self.drafter.open(message.session_id, message.token_ids, sampler, message.cache_salt)
         except Exception as error:
-            self._drafter.close(message.session_id)
+            self.drafter.close(message.session_id)
             self._has_ended(message.session_id, message.epoch)
             self._report(message.session_id, message.epoch, error)
         else:
-            self._sessions[message.session_id] = session
+            self.sessions[message.session_id] = session
 
     def _constrained(self, message: OpenSession) -> tuple[SamplingParams, Grammar | None]:
         """The sampling parameters that are followed here, and the grammar of their structured output."""
@@ -245,8 +245,8 @@ class DraftEngine:
 
     def _check_open(self, message: OpenSession) -> None:
         """Raises if the session cannot be served; its sampler checks the sampling options."""
-        if len(self._sessions) >= self._max_sessions:
-            raise ResourceExhaustedError(f"{len(self._sessions)} sessions are open: no more are allowed")
+        if len(self.sessions) >= self._max_sessions:
+            raise ResourceExhaustedError(f"{len(self.sessions)} sessions are open: no more are allowed")
         self._check_length(len(message.token_ids))
         if not 0 < message.num_prompt_tokens <= len(message.token_ids):
             raise InvalidRequestError(
@@ -284,9 +284,9 @@ class DraftEngine:
         return Growth(k, self._fan_out, self._min_path_prob, in_turn)
 
     def _close(self, session: DraftSession, epoch: int) -> None:
-        del self._sessions[session.session_id]
+        del self.sessions[session.session_id]
         self._has_ended(session.session_id, epoch)
-        self._drafter.close(session.session_id)
+        self.drafter.close(session.session_id)
 
     def _has_ended(self, session_id: str, epoch: int) -> None:
         _remember(self._ended, session_id, max(epoch, self._ended.get(session_id, -1)))
@@ -297,7 +297,7 @@ class DraftEngine:
 
     def _fail_all(self, error: Exception, session_ids: Sequence[str]) -> None:
         for session_id in session_ids:
-            self._fail(self._sessions[session_id], error)
+            self._fail(self.sessions[session_id], error)
 
     def _report(self, session_id: str, epoch: int, error: Exception) -> None:
         unexpected = not isinstance(error, PacelineError)
@@ -349,7 +349,7 @@ class DraftEngine:
 
     def commit(self, session: DraftSession, message: Commit) -> None:
         """Moves the anchor along the committed tokens; a token without a node gets one, of probability 1."""
-        tree, token_ids, now = session.tree, message.token_ids, self._clock()
+        tree, token_ids, now = session.tree, message.token_ids, self.clock()
         context_len = tree.context_len
         if message.context_len < context_len:
             self.stats.stale_messages += 1
@@ -367,7 +367,7 @@ class DraftEngine:
             self.stats.nodes_used += num_hits
             self.stats.nodes_missed += num_missed
             self._observe_round(session, node_ids, now)
-            self._drafter.advance(session.session_id, token_ids, node_ids, kept)
+            self.drafter.advance(session.session_id, token_ids, node_ids, kept)
         in_flight = [node for i in message.in_flight if (node := tree.get(i))]
         session.in_flight = frozenset([node.node_id for node in in_flight])
         if token_ids:
@@ -390,13 +390,13 @@ class DraftEngine:
 
     def _grow(self) -> bool:
         """Does one tree step of all sessions: choose -> expand -> rank -> publish. False: no node is to be expanded."""
-        started = self._clock()
+        started = self.clock()
         chosen = self._grower.choose(started)
         if not chosen:
             return False
         num_leaves, is_path = self.stats.leaves, self._grower.grow(chosen)
         self.stats.tree_steps += 1
-        self._step_s = self._clock() - started
+        self._step_s = self.clock() - started
         if is_path:
             self.stats.paths += 1
             self.stats.path_tokens += self.stats.leaves - num_leaves
@@ -410,8 +410,8 @@ class DraftEngine:
         """Sends queued nodes and failures, and announces once per commit that a session is idle."""
         messages: list[Nodes | SessionFailed] = list(self._failures)
         self._failures.clear()
-        now = self._clock()
-        for session in self._sessions.values():
+        now = self.clock()
+        for session in self.sessions.values():
             if not session.changed:
                 continue
             idle = session.ready and session.next_leaf(self._tree_budget) is None
@@ -430,7 +430,7 @@ class DraftEngine:
             session.changed = bool(session.outbox) or not session.ready
         if messages:
             self.stats.messages += len(messages)
-            self._emit(messages)
+            self.emit(messages)
         return bool(messages)
 
 

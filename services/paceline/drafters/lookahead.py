@@ -69,13 +69,13 @@ class LookaheadHead(Stateless, OfSessions[_Session]):
         """
         self.max_leaves = max_leaves
         self._window, self._num_levels, self._guesses = window, ngram - 1, guesses
-        self._sessions: dict[str, _Session] = {}
+        self.sessions: dict[str, _Session] = {}
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Opens a session; its first guesses are tokens of its prompt, drawn by a seed of their own."""
         draw, seen = random.Random(len(token_ids)), token_ids[-_SEEDS:]
         levels = [draw.choices(seen, k=self._window) for _ in range(self._num_levels)]
-        self._sessions[session_id] = session = _Session(token_ids[-1], levels)
+        self.sessions[session_id] = session = _Session(token_ids[-1], levels)
         self._read(session, token_ids[-_MOST_KEYS:])
 
     @property
@@ -140,7 +140,7 @@ class LookaheadHead(Stateless, OfSessions[_Session]):
 
     def check_integrity(self) -> None:
         """Asserts that window and pools have their sizes, and that nothing rides between two steps."""
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             assert [len(level) for level in session.levels] == [self._window] * self._num_levels
             assert not session.riding, "what rides is learned from"
             assert len(session.pool) <= _MOST_KEYS

@@ -61,11 +61,11 @@ class ModelDrafter(OfSessions[RowSession]):
         self.max_leaves = max_leaves
         self._translation = translation
         self._max_len = max_len
-        self._runner = runner
-        self._cache = runner.cache
+        self.runner = runner
+        self.cache = runner.cache
         self._max_prefill_tokens = max_prefill_tokens
         self._top_m = top_m
-        self._sessions: dict[str, RowSession] = {}
+        self.sessions: dict[str, RowSession] = {}
 
     @property
     def chainer(self) -> Chainer:
@@ -81,25 +81,25 @@ class ModelDrafter(OfSessions[RowSession]):
         """Begins a session; refuses a context that the whole cache cannot hold."""
         if self._translation is not None:
             token_ids = self._translation.context(token_ids)
-        if pages_for(len(token_ids)) > self._cache.num_pages or len(token_ids) > self._max_len:
+        if pages_for(len(token_ids)) > self.cache.num_pages or len(token_ids) > self._max_len:
             raise ResourceExhaustedError(self._too_long(len(token_ids)))
-        kind = RowSession if self._cache.linear is None else BranchSession
+        kind = RowSession if self.cache.linear is None else BranchSession
         session = kind(list(token_ids), sampler, num_prefill=len(token_ids) - 1, root=root_hash(salt))
         if session.begun:
-            session.begin(self._cache)
-        self._sessions[session_id] = session
+            session.begin(self.cache)
+        self.sessions[session_id] = session
 
     def prefill(self) -> bool:
         """Computes a chunk of prompts; sessions without room for their prompt, or without a state, wait."""
         budget, begun = self._max_prefill_tokens, self._begin_waiting()
         chunks: dict[str, tuple[RowSession, int, SequenceStep]] = {}
-        for session_id, session in self._sessions.items():
+        for session_id, session in self.sessions.items():
             stop = min(session.num_prefill, session.num_cached + budget)
             count = stop - session.num_cached
             if count <= 0 or not session.begun:
                 continue
             try:
-                chunks[session_id] = session, stop, session.chunk(self._cache, stop)
+                chunks[session_id] = session, stop, session.chunk(self.cache, stop)
             except ResourceExhaustedError:
                 continue
             budget -= count
@@ -107,13 +107,13 @@ class ModelDrafter(OfSessions[RowSession]):
             return begun
         failed: dict[str, Exception] = {}
         done = call_for_each(
-            lambda names: self._runner.forward([chunks[name][2] for name in names]),
+            lambda names: self.runner.forward([chunks[name][2] for name in names]),
             [*chunks],
             session_of=str,
             on_failure=lambda error, names: failed.update(dict.fromkeys(names, error)),
         )
         for session, stop, _ in (chunks[name] for names, _ in done for name in names):
-            session.take_chunk(self._cache, stop)
+            session.take_chunk(self.cache, stop)
         for name in failed:
             session, _, _ = chunks[name]
             session.num_rows = session.num_cached  # the rows are free again
@@ -125,13 +125,13 @@ class ModelDrafter(OfSessions[RowSession]):
     def _begin_waiting(self) -> bool:
         """Begins sessions that wait for a state of linear layers, as far as there are any: each needs one, and another
         while it passes a boundary."""
-        waiting = [session for session in self._sessions.values() if not session.begun]
+        waiting = [session for session in self.sessions.values() if not session.begun]
         if not waiting:
             return False
-        assert self._cache.linear is not None
-        room = self._cache.linear.slots.states // least_states(1) - (len(self._sessions) - len(waiting))
+        assert self.cache.linear is not None
+        room = self.cache.linear.slots.states // least_states(1) - (len(self.sessions) - len(waiting))
         for session in waiting[:room]:
-            session.begin(self._cache)
+            session.begin(self.cache)
         return room > 0
 
     def ready(self, session_id: str) -> bool:
@@ -149,8 +149,8 @@ class ModelDrafter(OfSessions[RowSession]):
         tails: Sequence[Tail] = ()
         at: Sequence[int] = range(len(leaves))  # leaf of each row of logits,
         depths: Sequence[int] = ()  # and its depth
-        plain = self.tokens_per_leaf == 1 and self._translation is None and self._cache.linear is None
-        made = parts_of(leaves, self._sessions, self._cache) if plain else None
+        plain = self.tokens_per_leaf == 1 and self._translation is None and self.cache.linear is None
+        made = parts_of(leaves, self.sessions, self.cache) if plain else None
         parts: Sequence[Part | BranchPart]
         if made is not None:
             parts, rows = made
@@ -161,7 +161,7 @@ class ModelDrafter(OfSessions[RowSession]):
             return self.no_candidates(leaves, tails, self._num_candidates(leaves))
         try:
             steps = [step for part in parts for step in ((part.step,) if isinstance(part, Part) else part.steps)]
-            logits = self._runner.forward(steps)
+            logits = self.runner.forward(steps)
             if self._translation is not None:
                 logits = self._translation.logits(logits)
             all_in_order = made is not None or (self.tokens_per_leaf == 1 and [*at] == [*range(len(leaves))])
@@ -236,12 +236,12 @@ class ModelDrafter(OfSessions[RowSession]):
         sampler = self._session(session_id).sampler
         return (
             self._translation is None
-            and self._cache.linear is None
+            and self.cache.linear is None
             and self.tokens_per_leaf == 1
             and sampler.picks_at_once
             and sampler.grammar is None
             and (sampler.greedy or sampler.num_ranked > 0)
-            and self._runner.chains
+            and self.runner.chains
         )
 
     def chain(self, leaf: Leaf, most: int, fan_out: int, stop: Stop) -> Ranked:
@@ -260,7 +260,7 @@ class ModelDrafter(OfSessions[RowSession]):
             return []
         taken = list(first.step.rows)
         try:
-            rows = session.take_rows(self._cache, most - 1)
+            rows = session.take_rows(self.cache, most - 1)
             taken += rows
             position = len(session.tokens) + len(leaf.path)
             session.positions[rows] = range(position, position + most - 1)
@@ -271,12 +271,12 @@ class ModelDrafter(OfSessions[RowSession]):
                 temperature=0.0 if sampler.greedy else sampler.temperature,
                 top_k=sampler.top_k,
                 log_min_p=sampler.log_min_p,
-                fan_out=min(fan_out, self._runner.vocab_size),
+                fan_out=min(fan_out, self.runner.vocab_size),
             )
             then = chain_step(session, [0], [position], rows[:1], [[*own, *first.step.rows, *rows[:1]]])
-            plans = self._runner.plan([first.step]), self._runner.plan([then])
+            plans = self.runner.plan([first.step]), self.runner.plan([then])
             writes = [session.pages[row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE for row in rows]
-            ranked = self._runner.run_chain(Chain(*plans, rows, writes, draw, stop))
+            ranked = self.runner.run_chain(Chain(*plans, rows, writes, draw, stop))
         except BaseException as error:
             session.free_rows.extend(taken)
             if isinstance(error, ResourceExhaustedError):
@@ -301,7 +301,7 @@ class ModelDrafter(OfSessions[RowSession]):
         if self._translation is not None:
             pairs = self._translation.committed(token_ids, node_ids)
         is_ready = session.ready
-        session.follow(self._cache, pairs, kept)
+        session.follow(self.cache, pairs, kept)
         if not is_ready:  # it may wait for long: all its tokens but the last are computed in chunks
             session.num_prefill = len(session.tokens) - 1
         if len(session.tokens) > self._max_len:
@@ -309,24 +309,24 @@ class ModelDrafter(OfSessions[RowSession]):
 
     def shutdown(self) -> None:
         """Leaves the other ranks of the model, if there are any."""
-        self._runner.close()
+        self.runner.close()
 
     def close(self, session_id: str) -> None:
         """Frees the session's pages."""
-        session = self._sessions.pop(session_id, None)
+        session = self.sessions.pop(session_id, None)
         if session is not None:
-            session.end(self._cache)
+            session.end(self.cache)
 
     def check_integrity(self) -> None:
         """Asserts that every row of every session has exactly one use; O(rows)."""
-        sessions = [*self._sessions.values()]
+        sessions = [*self.sessions.values()]
         states = [state for session in sessions for state in session.held_states]
-        self._cache.check_integrity([session.held_pages for session in sessions], states)
+        self.cache.check_integrity([session.held_pages for session in sessions], states)
         for session in sessions:
             session.check_integrity()
 
     def _too_long(self, num_tokens: int) -> str:
-        room = min(self._cache.num_pages * PAGE_SIZE, self._max_len)
+        room = min(self.cache.num_pages * PAGE_SIZE, self._max_len)
         return f"the context has {num_tokens} tokens: the draft's cache holds {room}"
 
     def _tails(self, leaves: Sequence[Leaf]) -> list[Tail]:
@@ -335,8 +335,8 @@ class ModelDrafter(OfSessions[RowSession]):
 
     def _num_candidates(self, leaves: Sequence[Leaf]) -> int:
         """Candidates per node: few are enough where no session samples, as q alone orders the children then."""
-        greedy = all(self._sessions[leaf.session_id].sampler.greedy for leaf in leaves)
-        vocabulary = self._runner if self._translation is None else self._translation
+        greedy = all(self.sessions[leaf.session_id].sampler.greedy for leaf in leaves)
+        vocabulary = self.runner if self._translation is None else self._translation
         return min(GREEDY_CANDIDATES if greedy else self._top_m, self._top_m, vocabulary.vocab_size)
 
     def no_candidates(self, leaves: Sequence[Leaf], tails: Sequence[Tail], m: int) -> Candidates:
@@ -372,7 +372,7 @@ class ModelDrafter(OfSessions[RowSession]):
         if isinstance(session, BranchSession):
             ids = [[own for own in map(self._own, leaf.path) if own is not None] for leaf, _ in leaves]  # ``_usable``
             paths = [(leaf.path_ids, of, tail.inputs) for (leaf, tail), of in zip(leaves, ids, strict=True)]
-            return session.part(self._cache, paths)
+            return session.part(self.cache, paths)
         num_tokens = len(session.tokens)
         pending = session.tokens[session.num_cached :]
         if (part := self.part_without_tails(session, leaves, pending)) is not None:
@@ -393,7 +393,7 @@ class ModelDrafter(OfSessions[RowSession]):
             tokens.extend(block)
             positions.extend(range(first, first + len(block)))
             num_logits += 1 + len(tail.inputs)
-        rows = session.take_rows(self._cache, len(tokens))
+        rows = session.take_rows(self.cache, len(tokens))
         session.positions[rows] = positions
         # seen: [tokens, num_rows] bool: each token attends to the committed rows, its ancestors' and its own.
         # In numpy: indexing tensors this small costs torch ten times as much.
@@ -430,7 +430,7 @@ class ModelDrafter(OfSessions[RowSession]):
         if not leaves[0][0].path:
             if len(leaves) > 1 or leaves[0][1].inputs:
                 return None
-            rows = session.take_rows(self._cache, len(pending))
+            rows = session.take_rows(self.cache, len(pending))
             positions = range(session.num_cached, num_tokens)
             for row, position in zip(rows, positions, strict=True):
                 session.positions[row] = position
@@ -451,7 +451,7 @@ class ModelDrafter(OfSessions[RowSession]):
             tokens.append(token_id)
             depths.append(num_tokens + len(path) - 1)
             seen.append(above)
-        rows = session.take_rows(self._cache, len(tokens))
+        rows = session.take_rows(self.cache, len(tokens))
         kept, row_positions = {}, session.positions
         for (leaf, _), row, depth, above in zip(leaves, rows, depths, seen, strict=True):
             row_positions[row] = depth

@@ -382,15 +382,15 @@ class Plain:
 class OfSessions(Plain, Generic[Held]):
     """The base of drafters that hold something for each open session."""
 
-    _sessions: dict[str, Held]
+    sessions: dict[str, Held]
 
     def close(self, session_id: str) -> None:
         """Drops the session."""
-        self._sessions.pop(session_id, None)
+        self.sessions.pop(session_id, None)
 
     def _session(self, session_id: str) -> Held:
         try:
-            return self._sessions[session_id]
+            return self.sessions[session_id]
         except KeyError:
             raise DrafterSessionError(session_id, "not open in this drafter") from None
 

@@ -243,7 +243,7 @@ class SuffixDrafter(Stateless, OfSessions[_Session]):
             cursor = Cursor()
             for token_id in text:
                 self._corpus.append(cursor, token_id)
-        self._sessions: dict[str, _Session] = {}
+        self.sessions: dict[str, _Session] = {}
         self._unready: dict[str, _Session] = {}
         """Sessions whose context is not indexed yet, the longest waiting first."""
 
@@ -251,7 +251,7 @@ class SuffixDrafter(Stateless, OfSessions[_Session]):
         """Opens a session."""
         num_prompt = sampler.num_tokens - sampler.num_output_tokens
         session = _Session(list(token_ids), SuffixAutomaton(self._depth), salt, num_prompt)
-        self._sessions[session_id] = self._unready[session_id] = session
+        self.sessions[session_id] = self._unready[session_id] = session
 
     def prefill(self) -> bool:
         """Indexes the next thousand tokens of waiting sessions, the longest waiting first."""
@@ -273,7 +273,7 @@ class SuffixDrafter(Stateless, OfSessions[_Session]):
         """Matches the end of every leaf's text."""
         rows: list[list[tuple[int, float]]] = []
         for leaf in leaves:
-            best = self._candidates(self._session(leaf.session_id), leaf.path)
+            best = self.candidates_of(self._session(leaf.session_id), leaf.path)
             rows.append(best + [(0, 0.0)] * (self._num_candidates - len(best)))
         token_ids = torch.tensor([[token_id for token_id, _ in row] for row in rows])
         return Candidates(token_ids, torch.tensor([[prob for _, prob in row] for row in rows]).log())
@@ -292,9 +292,9 @@ class SuffixDrafter(Stateless, OfSessions[_Session]):
 
     def check_integrity(self) -> None:
         """Asserts that exactly the sessions that are not ready have tokens left to index."""
-        behind = {name for name, session in self._sessions.items() if session.num_indexed < len(session.tokens)}
+        behind = {name for name, session in self.sessions.items() if session.num_indexed < len(session.tokens)}
         assert behind == self._unready.keys()
-        assert all(session.own.num_tokens == session.num_indexed for session in self._sessions.values())
+        assert all(session.own.num_tokens == session.num_indexed for session in self.sessions.values())
 
     def _index(self, session: _Session, max_tokens: int) -> int:
         """Indexes at most ``max_tokens`` further tokens; returns how many there were."""
@@ -314,7 +314,7 @@ class SuffixDrafter(Stateless, OfSessions[_Session]):
         if part is not None:
             part.append(session.shared_cursor, token_id)
 
-    def _candidates(self, session: _Session, path: Sequence[int]) -> list[tuple[int, float]]:
+    def candidates_of(self, session: _Session, path: Sequence[int]) -> list[tuple[int, float]]:
         """The most frequent followers of the longest match of the session's text and ``path``, with frequencies; of
         equally frequent ones first what the session's own text had last."""
         text = session.tokens[-self._depth :]

@@ -141,18 +141,18 @@ class ModelRunner:
     @property
     def chains(self) -> bool:
         """True if ``run_chain`` may be called."""
-        own = getattr(self._step, "chains", None)
+        own = getattr(self.step_function, "chains", None)
         return own is not None and isinstance(self.backend, HostBackend) and own(self.dtype)
 
     def run_chain(self, chain: Chain) -> Ranked:
         """The tokens that a chain of steps of this model ranks, by one call. ``chains`` comes first."""
-        ranked: Ranked = self._step.run_chain(chain, self.cache, self.dtype, self.sliding_window)  # type: ignore[attr-defined]
+        ranked: Ranked = self.step_function.run_chain(chain, self.cache, self.dtype, self.sliding_window)  # type: ignore[attr-defined]
         self.num_forwards += len(ranked)
         return ranked
 
     def _take(self, step: StepFunction) -> None:
         """Runs ``step`` from now on, in the shapes that it needs."""
-        self._step = step
+        self.step_function = step
         native = getattr(step, "is_native", False)
         self.shapes = Shapes.needed(
             native=native,
@@ -169,7 +169,7 @@ class ModelRunner:
                 self.cache.copy(plan.copies)
                 if plan.linear is not None:
                     self.cache.copy_rows(plan.linear.copies)
-                outputs = self.backend.run(self._step, plan)
+                outputs = self.backend.run(self.step_function, plan)
         except BaseException:
             if self.cache.linear is not None:
                 self.cache.linear.abandon()
@@ -191,4 +191,4 @@ class ModelRunner:
     def record(self, limits: Limits) -> None:
         """Records the steps of an engine that keeps to ``limits``, where the backend replays steps; see ``Backend``."""
         with torch.no_grad():
-            self.backend.record(self._step, limits)
+            self.backend.record(self.step_function, limits)

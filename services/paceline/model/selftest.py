@@ -355,7 +355,7 @@ def check_replay(runner: ModelRunner, max_len: int | None = None) -> list[StepSh
             farthest = min(max_len or shape.num_keys, backend.most_keys(shape))
             plan = _full_plan(shape, pages, runner.vocab_size, farthest, generator, runner.cache.linear)
             with torch.no_grad():
-                eager, replayed = backend.compute(runner._step, plan, shape), backend.replay(plan, shape)
+                eager, replayed = backend.compute(runner.step_function, plan, shape), backend.replay(plan, shape)
             if not backend.least(_equal(eager, replayed)):
                 backend.forget(shape)
                 dropped.append(shape)

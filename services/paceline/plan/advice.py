@@ -117,7 +117,7 @@ def forecasts(site: Site, candidates: Sequence[Candidate]) -> list[Forecast]:
 
 def _all(site: Site, candidates: Sequence[Candidate]) -> Iterator[tuple[str, int, Load, Prediction]]:
     load = Load(site.sessions, site.targets)
-    yield "plain", site.target_devices, load, plain(_system(site, None), load)
+    yield "plain", site.target_devices, load, plain(system_of(site, None), load)
     for candidate in candidates:
         for load, predicted in _options(site, candidate):
             yield candidate.name, site.target_devices, load, predicted
@@ -141,7 +141,7 @@ def _loads(site: Site, candidate: Candidate) -> Iterator[Load]:
 
 def predict_load(site: Site, candidate: Candidate, load: Load, k: int) -> Prediction:
     """Predicts a candidate's figures under a load with ``k`` draft tokens."""
-    system = _system(site, candidate, k)
+    system = system_of(site, candidate, k)
     if candidate.state_bytes:
         return _of_states(site, candidate, system, load, k)
     return overlapped(system, load, k) if candidate.in_pool else colocated(system, load, k)
@@ -159,7 +159,7 @@ def _of_states(site: Site, candidate: Candidate, system: System, load: Load, k: 
     return overlapped(replace(system, outcomes=left), load, k)
 
 
-def _system(site: Site, candidate: Candidate | None, k: int = 1) -> System:
+def system_of(site: Site, candidate: Candidate | None, k: int = 1) -> System:
     """Returns the model's system; its K forwards per proposal cost as much as the candidate's own forwards."""
     tokens = site.sessions * (1 + k)
     if candidate is None:

@@ -200,7 +200,7 @@ def cheapest_plain(system: System, wish: Wish, prices: Prices, *, seed: int = 0)
 
 def cheapest(system: System, wish: Wish, prices: Prices, *, seed: int = 0) -> Fleet | None:
     """Overlapped; None if no fleet keeps the limit."""
-    candidates = sorted(_candidates(system, wish, prices), key=lambda c: c[0])
+    candidates = sorted(candidates_of(system, wish, prices), key=lambda c: c[0])
     tried: set[tuple[int, int]] = set()
     for _, load, predicted in candidates:
         if (load.targets, load.drafts) in tried:
@@ -256,7 +256,7 @@ def _fleet(system: System, wish: Wish, prices: Prices, load: Load, predicted: Pr
     return Fleet(load, predicted, simulated, some, prices.per_hour(load), per_million)
 
 
-def _candidates(system: System, wish: Wish, prices: Prices) -> Iterator[tuple[float, Load, Prediction]]:
+def candidates_of(system: System, wish: Wish, prices: Prices) -> Iterator[tuple[float, Load, Prediction]]:
     """(cost of a million tokens, fleet, prediction) of all fleets that keep the limit in closed form."""
     for k in _LOOKAHEADS:
         least = _least_targets(wish, partial(_overlapped, system, wish, drafts=wish.sessions, k=k))

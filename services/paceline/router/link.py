@@ -98,7 +98,7 @@ class Link(Generic[Sent, Received]):
         self._on_messages, self._on_change = on_messages, on_change
         self._on_latency, self._on_dropped = on_latency, on_dropped
         self._silence_s, self._token, self._certificates = silence_s, token, certificates
-        self._outbox: list[Sent | Echo] = []
+        self.outbox: list[Sent | Echo] = []
         self._states_bytes = 0  # of the states in the outbox
         self._wake = asyncio.Event()
         self._seen_at = 0.0  # when the latest batch came
@@ -164,7 +164,7 @@ class Link(Generic[Sent, Received]):
         return self.most_with_drafts is not None and self.load > self.most_with_drafts
 
     def _queue(self, messages: Sequence[Sent | Echo]) -> None:
-        self._outbox.extend(messages)
+        self.outbox.extend(messages)
         self._wake.set()
 
     async def run_forever(self) -> None:
@@ -227,12 +227,12 @@ class Link(Generic[Sent, Received]):
                 self.num_malformed += num_malformed
                 if status is not None and (refusal := protocol.refusal(status.protocol)):
                     return refusal
-                self._receive(messages, status)
+                self.receive(messages, status)
         except aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
         return "the replica ended the stream"
 
-    def _receive(self, batch: Sequence[Received | Echo], status: ReplicaStatus | None) -> None:
+    def receive(self, batch: Sequence[Received | Echo], status: ReplicaStatus | None) -> None:
         if status is not None:
             self._note(status)
         messages: list[Received] = []
@@ -256,7 +256,7 @@ class Link(Generic[Sent, Received]):
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                batch, self._outbox, self._states_bytes = self._outbox, [], 0
+                batch, self.outbox, self._states_bytes = self.outbox, [], 0
                 if batch:
                     await call.write(self.kind.encode(batch))
         except (aio.AioRpcError, asyncio.InvalidStateError) as error:
@@ -302,7 +302,7 @@ class Link(Generic[Sent, Received]):
     def on_down(self, reason: str) -> None:
         """Drops unsent messages and reports the link as down."""
         self.up, self.reason = False, reason
-        self._outbox.clear()
+        self.outbox.clear()
         self._states_bytes = 0
         self._echo_ns = 0
         log.warning("%s %s is down: %s", self.kind.name, self.member.replica_id, reason)

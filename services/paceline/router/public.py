@@ -40,8 +40,8 @@ _HEALTH_PERIOD_S = 0.5
 class PublicMethods:
     """The public gRPC methods. A subclass sets the attributes, and describes the model and the service."""
 
-    _service: GenerationService
-    _access: Access
+    service: GenerationService
+    access: Access
     _leaving = False
     """Clients are sent to another router: nothing without an end of its own goes on."""
 
@@ -63,9 +63,9 @@ class PublicMethods:
         """Streams the chunks of one request, then its result (generation.proto)."""
         try:
             metadata = _metadata(grpc_context)
-            name = self._access.identify(metadata)
-            with self._access.enter(name) as charge:
-                answer = self._service.generate(request, name, charge.note, metadata)
+            name = self.access.identify(metadata)
+            with self.access.enter(name) as charge:
+                answer = self.service.generate(request, name, charge.note, metadata)
                 async with contextlib.aclosing(answer) as responses:
                     async for response in responses:
                         yield response
@@ -78,9 +78,9 @@ class PublicMethods:
         The answer is the same for a request that does not exist and for one of another key.
         """
         try:
-            name = self._access.identify(_metadata(grpc_context))
+            name = self.access.identify(_metadata(grpc_context))
             request_id = parse(CancelRequest, request).request_id
-            cancelled = self._service.cancel(request_id, name)
+            cancelled = self.service.cancel(request_id, name)
         except PacelineError as error:
             _set_status(grpc_context, error)
             return CancelResponse()
@@ -91,7 +91,7 @@ class PublicMethods:
     async def GetModelInfo(self, request: Any, grpc_context: Any) -> Any:
         """Describes the model that is served (generation.proto)."""
         try:
-            self._access.identify(_metadata(grpc_context))
+            self.access.identify(_metadata(grpc_context))
         except PacelineError as error:
             _set_status(grpc_context, error)
             return GetModelInfoResponse()
@@ -100,7 +100,7 @@ class PublicMethods:
     async def GetServerInfo(self, request: Any, grpc_context: Any) -> Any:
         """Describes the state of the whole service (generation.proto)."""
         try:
-            self._access.identify(_metadata(grpc_context))
+            self.access.identify(_metadata(grpc_context))
             info = await self.server_info()
         except PacelineError as error:
             _set_status(grpc_context, error)
@@ -144,7 +144,7 @@ class PublicMethods:
         answer = health_pb2.HealthCheckResponse
         if service not in _HEALTH_SERVICES:
             return answer(status=answer.SERVICE_UNKNOWN)
-        return answer(status=answer.SERVING if self._service.ready else answer.NOT_SERVING)
+        return answer(status=answer.SERVING if self.service.ready else answer.NOT_SERVING)
 
 
 def model_info(

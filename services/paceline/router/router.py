@@ -68,24 +68,24 @@ class Router:
         self._certificates = certificates
         self.info = info
         self.router_id = secrets.token_hex(4)
-        self._config, self._metrics, self._token, self._clock = config, metrics, token, clock
+        self._config, self.metrics, self._token, self._clock = config, metrics, token, clock
         self.limits = config.limits
         """Bounds of a request."""
-        self._targets = LinkPool(targets, self._make_target_link)
-        self._drafts = None if drafts is None else LinkPool(drafts, self._make_draft_link)
-        self._placement = Placement(
-            self._targets, self._drafts, self.router_id, trial_s=2 * config.target_timeout_s, clock=clock
+        self.targets = LinkPool(targets, self._make_target_link)
+        self.drafts = None if drafts is None else LinkPool(drafts, self._make_draft_link)
+        self.placement = Placement(
+            self.targets, self.drafts, self.router_id, trial_s=2 * config.target_timeout_s, clock=clock
         )
-        self._admission = Admission(info, config, self.router_id, metrics=metrics, clock=clock)
-        self._queue = self._admission.queue
-        self._active: dict[str, ActiveRequest] = {}  # by Request.key
-        self._entering: dict[str, bool] = {}  # requests in tokenization -> True if cancelled
+        self.admission = Admission(info, config, self.router_id, metrics=metrics, clock=clock)
+        self.queue = self.admission.queue
+        self.active: dict[str, ActiveRequest] = {}  # by Request.key
+        self.entering: dict[str, bool] = {}  # requests in tokenization -> True if cancelled
         self._entering_ends: dict[str, PacelineError] = {}  # errors that end them
         self._by_session: dict[str, ActiveRequest] = {}
-        self._orphaned: list[ActiveRequest] = []
+        self.orphaned: list[ActiveRequest] = []
         self._touched: dict[str, ActiveRequest] = {}  # sessions to digest, by session id
         self._had_drafts = False
-        self._target_seen_s = clock()  # when a target was last up
+        self.target_seen_s = clock()  # when a target was last up
         self._main: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None  # while the router runs
 
@@ -106,8 +106,8 @@ class Router:
             DRAFT,
             on_messages=self._on_draft,
             on_change=self._on_draft_change,
-            on_latency=self._metrics.draft_link,
-            on_dropped=self._metrics.dropped,
+            on_latency=self.metrics.draft_link,
+            on_dropped=self.metrics.dropped,
             silence_s=self._config.draft_timeout_s,
             token=self._token,
             certificates=self._certificates,
@@ -134,8 +134,8 @@ class Router:
         """Ends the requests in progress with an error, and closes all streams."""
         self._tasks = None
         self.end(RouterStoppedError("the router is being stopped: another one can continue the stream"))
-        self._placement.demand_target(False)
-        self._admission.close()
+        self.placement.demand_target(False)
+        self.admission.close()
         for side in self._pools():
             for link in side.links.values():
                 link.stop()
@@ -145,12 +145,12 @@ class Router:
 
     def end(self, error: PacelineError) -> None:
         """Ends all requests in progress with an error, also during tokenization."""
-        self._entering_ends.update(dict.fromkeys(self._entering, error))
-        for active in list(self._active.values()):
+        self._entering_ends.update(dict.fromkeys(self.entering, error))
+        for active in list(self.active.values()):
             self._fail(active, error)
 
     def _pools(self) -> Sequence[LinkPool[Any]]:
-        return [self._targets] if self._drafts is None else [self._targets, self._drafts]
+        return [self.targets] if self.drafts is None else [self.targets, self.drafts]
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -175,14 +175,14 @@ class Router:
             if active.session.result is not None:  # it lacked no more than its end, or was cancelled
                 active.result = active.session.result
             else:
-                self._admission.enqueue(active)
+                self.admission.enqueue(active)
                 self._place_queue()
                 await active.admitted.wait()
             while True:
                 while active.chunks:
                     yield active.chunks.popleft()
                 if active.error is not None:
-                    self._metrics.failed(type(active.error).__name__)
+                    self.metrics.failed(type(active.error).__name__)
                     raise active.error
                 if active.result is not None:
                     yield active.result
@@ -195,24 +195,24 @@ class Router:
     async def _enter(self, request: Request) -> ActiveRequest:
         self._require_new(request)
         self._require_room(request)  # before anything that slows running requests
-        self._entering[request.key] = False
+        self.entering[request.key] = False
         try:
-            active = await self._admission.prepare(request, self._targets.statuses())
+            active = await self.admission.prepare(request, self.targets.statuses())
         finally:
-            cancelled = self._entering.pop(request.key)
+            cancelled = self.entering.pop(request.key)
             error = self._entering_ends.pop(request.key, None)
         if error is not None:
             raise error
         if not active.session.finished and not cancelled:
             self._require_room(request)
-        self._active[request.key] = active
+        self.active[request.key] = active
         self._by_session[active.session.session_id] = active
         if cancelled:
             self.cancel(request.request_id, request.owner)
         return active
 
     def _require_new(self, request: Request) -> None:
-        if request.key in self._active or request.key in self._entering:
+        if request.key in self.active or request.key in self.entering:
             raise RequestInProgressError(f"request_id {request.request_id!r} is in progress: each needs its own")
 
     def _require_room(self, request: Request) -> None:
@@ -223,38 +223,38 @@ class Router:
         self._place_queue()
         limit = self._config.max_queued_requests
         if request.generated_token_ids:
-            limit += sum(link.max_sessions for link in self._targets.open_links())
-        if not self._has_room and not self._queue.may_wait(request.share or request.request_id, limit):
-            raise self._admission.refusal(self.num_running)
+            limit += sum(link.max_sessions for link in self.targets.open_links())
+        if not self._has_room and not self.queue.may_wait(request.share or request.request_id, limit):
+            raise self.admission.refusal(self.num_running)
 
     @property
     def _has_room(self) -> bool:
         """True if a target has a place that no orphaned session waits for."""
-        return self._placement.num_free() > len(self._orphaned)
+        return self.placement.num_free() > len(self.orphaned)
 
     def leave(self, active: ActiveRequest) -> None:
         """Ends a request's part here: its replicas are told if it was not done."""
-        self._admission.leave(active)
+        self.admission.leave(active)
         if not active.done:
             self._apply(active, active.session.cancel())
         self._release(active)
         if dropped := active.session.relay_stats.dropped:
-            self._metrics.dropped("relay", dropped)
-        del self._active[active.request.key]
+            self.metrics.dropped("relay", dropped)
+        del self.active[active.request.key]
         del self._by_session[active.session.session_id]
-        self._admission.note_ended(active)
+        self.admission.note_ended(active)
         self.reconcile()
 
     def cancel(self, request_id: str, owner: str = "") -> bool:
         """Ends a request of ``owner`` with what has arrived, finish reason ``abort``; False: it is not here."""
         key = request_key(request_id, owner)
-        if key in self._entering:
-            self._entering[key] = True
+        if key in self.entering:
+            self.entering[key] = True
             return True
-        active = self._active.get(key)
+        active = self.active.get(key)
         if active is None or active.done:
             return False
-        self._admission.leave(active)
+        self.admission.leave(active)
         self._apply(active, active.session.cancel())
         active.admitted.set()
         return True
@@ -262,27 +262,27 @@ class Router:
     @property
     def num_running(self) -> int:
         """Number of requests that have been opened on a target."""
-        return len(self._active) - len(self._queue)
+        return len(self.active) - len(self.queue)
 
     @property
     def num_queued(self) -> int:
         """Number of requests that wait for room."""
-        return len(self._queue)
+        return len(self.queue)
 
     @property
     def num_returned(self) -> int:
         """Number of the refused requests that should have come again by now."""
-        return self._admission.num_returned
+        return self.admission.num_returned
 
     @property
     def ready(self) -> bool:
         """True if a request would be served now, or once it has woken a pool that is scaled to zero."""
-        return bool(self._targets.open_links()) or self._asleep
+        return bool(self.targets.open_links()) or self._asleep
 
     @property
     def _asleep(self) -> bool:
         """True if there is no target, and a request that waits has one started."""
-        return self._targets.pool.wakes and not self._targets.pool.members()
+        return self.targets.pool.wakes and not self.targets.pool.members()
 
     @property
     def trouble(self) -> str:
@@ -295,7 +295,7 @@ class Router:
 
     def view(self) -> RouterView:
         """Returns the state of the service as this router sees it."""
-        sessions = [active.session for active in self._active.values() if active.opened]
+        sessions = [active.session for active in self.active.values() if active.opened]
         sessions = [session for session in sessions if session.speculates and not session.finished]
         return RouterView(
             members={side.pool.name: tuple(side.pool.members()) for side in self._pools()},
@@ -309,10 +309,10 @@ class Router:
         """Brings sessions and replicas together, after a change of members, links or room."""
         if self._tasks is None:
             return
-        self._placement.sync(self._tasks)
+        self.placement.sync(self._tasks)
         self._place_orphans()
-        for link in list(self._targets.links.values()):
-            if self._targets.is_draining(link):
+        for link in list(self.targets.links.values()):
+            if self.targets.is_draining(link):
                 busy_s = 0.0 if link.status is None else link.status.busy_s
                 for active in [self._by_session[session_id] for session_id in link.sessions]:
                     if busy_s > _HANGS_S:
@@ -322,14 +322,14 @@ class Router:
                         self._migrate(active, "drain")
         self._place_queue()
         self._give_drafts()
-        if self._drafts is not None:
-            self._metrics.draft_replicas(sum(link.up for link in self._drafts.links.values()))
-        self._metrics.sessions(len(self._queue), self.num_running, len(self._orphaned))
+        if self.drafts is not None:
+            self.metrics.draft_replicas(sum(link.up for link in self.drafts.links.values()))
+        self.metrics.sessions(len(self.queue), self.num_running, len(self.orphaned))
 
     def _place_orphans(self) -> None:
         """Continues orphaned sessions elsewhere, the one that has waited longest first, as far as there is room."""
-        for active in list(self._orphaned):
-            if self._placement.all_too_old(active):
+        for active in list(self.orphaned):
+            if self.placement.all_too_old(active):
                 self._fail(active, outdated(active))
             elif not self._migrate(active, "failover"):
                 return
@@ -337,23 +337,23 @@ class Router:
     def _place_queue(self) -> None:
         """Opens queued requests, in fair turns, where there is room that no orphaned session takes."""
         self._place_orphans()
-        while self._queue and self._has_room:
-            active = self._queue.pop(Counter(a.share for a in self._active.values() if a.opened and not a.done))
-            link = self._placement.choose_target(active)
+        while self.queue and self._has_room:
+            active = self.queue.pop(Counter(a.share for a in self.active.values() if a.opened and not a.done))
+            link = self.placement.choose_target(active)
             if link is None:
                 self._fail(active, outdated(active))
             else:
                 self._open(active, link)
-        self._placement.demand_target(bool(self._queue or self._orphaned))
+        self.placement.demand_target(bool(self.queue or self.orphaned))
 
     def _open(self, active: ActiveRequest, link: TargetLink) -> None:
-        session, queue_s = active.session, self._admission.opened(active)
-        self._placement.attach_target(active, link)
-        draft = self._placement.choose_draft(active) if session.speculates and not link.crowded else None
+        session, queue_s = active.session, self.admission.opened(active)
+        self.placement.attach_target(active, link)
+        draft = self.placement.choose_draft(active) if session.speculates and not link.crowded else None
         if active.spans is not None:
             active.spans.opened(link.member.replica_id)
         if draft is not None:
-            self._placement.attach_draft(active, draft)
+            self.placement.attach_draft(active, draft)
         self._apply(active, session.open(draft is not None, queue_s=queue_s))
         active.admitted.set()
         if link.crowded:  # a target in the middle of a step does not yet know how many there are
@@ -362,27 +362,27 @@ class Router:
 
     def _migrate(self, active: ActiveRequest, reason: str) -> bool:
         """Continues a session on another target; returns False if none has room."""
-        link = self._placement.choose_target(active)
+        link = self.placement.choose_target(active)
         if link is None:
             return False
         session, old = active.session, active.target
         timeout_s = self._config.page_move_timeout_s
         pages_from = old.member.address if timeout_s and reason == "drain" and old is not None and old.up else ""
         if pages_from:
-            self._placement.keep_pages(active, timeout_s)
-        self._placement.release_target(active)
-        if active in self._orphaned:
-            self._orphaned.remove(active)
+            self.placement.keep_pages(active, timeout_s)
+        self.placement.release_target(active)
+        if active in self.orphaned:
+            self.orphaned.remove(active)
             active.orphaned_since = None
         if old is not None:
             old.send([CloseSession(session.session_id, session.target_epoch)])
-        self._placement.attach_target(active, link)
-        self._metrics.moved(reason)
+        self.placement.attach_target(active, link)
+        self.metrics.moved(reason)
         if active.spans is not None:
             active.spans.moved(reason, link.member.replica_id)
         extra = {"request_id": active.request.request_id}
         log.info("session continues on target %s (%s)", link.member.replica_id, reason, extra=extra)
-        suspected_s = self._placement.suspected_s(active)
+        suspected_s = self.placement.suspected_s(active)
         self._apply(
             active,
             session.reopen_target(suspected_s=suspected_s, pages_from=pages_from, pages_timeout_s=timeout_s),
@@ -391,52 +391,52 @@ class Router:
 
     def _give_drafts(self) -> None:
         """Opens sessions that have no draft, or whose draft drains, on one that is up."""
-        if self._drafts is None:
+        if self.drafts is None:
             return
-        has_drafts = bool(self._drafts.open_links())
+        has_drafts = bool(self.drafts.open_links())
         if has_drafts and not self._had_drafts:
             # The targets' limits were for the drafts that are gone, not for new ones.
-            for target in self._targets.links.values():
+            for target in self.targets.links.values():
                 target.most_with_drafts = None
         self._had_drafts = has_drafts
-        if not self._placement.drafts_with_room():
+        if not self.placement.drafts_with_room():
             return
-        for active in self._active.values():
+        for active in self.active.values():
             if not active.opened or active.session.finished or active.target is None:
                 continue
-            drains = active.draft is not None and self._drafts.is_draining(active.draft)
+            drains = active.draft is not None and self.drafts.is_draining(active.draft)
             if drains or (active.draft is None and active.session.wants_draft):
                 self._give_draft(active)
 
     def _give_draft(self, active: ActiveRequest) -> None:
         crowded = active.target is not None and active.target.crowded
-        link = None if crowded else self._placement.choose_draft(active)
+        link = None if crowded else self.placement.choose_draft(active)
         if link is None:
             return
         self._take_draft(active)
-        self._placement.attach_draft(active, link)
-        self._metrics.draft_reopened("opened")
+        self.placement.attach_draft(active, link)
+        self.metrics.draft_reopened("opened")
         self._apply(active, active.session.on_draft_up())
 
     def _take_draft(self, active: ActiveRequest) -> None:
         """Closes a session on its draft, if it has one."""
         if active.draft is not None:
             self._apply(active, active.session.leave_draft())
-            self._placement.release_draft(active)
+            self.placement.release_draft(active)
 
     def _release(self, active: ActiveRequest) -> None:
-        self._placement.release_target(active)
-        self._placement.release_pages(active)
-        self._placement.release_draft(active)
-        if active in self._orphaned:
-            self._orphaned.remove(active)
+        self.placement.release_target(active)
+        self.placement.release_pages(active)
+        self.placement.release_draft(active)
+        if active in self.orphaned:
+            self.orphaned.remove(active)
 
     # -- what can happen to replicas -----------------------------------------------------------------------
 
     def _on_target_change(self, link: TargetLink) -> None:
         if not link.up:
             link.most_with_drafts = None
-            self._placement.forget_prefixes(link)
+            self.placement.forget_prefixes(link)
             for active in sorted((self._by_session[name] for name in link.sessions), key=lambda a: a.arrived_s):
                 self._lose(active, link.reason)
         self.reconcile()
@@ -445,7 +445,7 @@ class Router:
         if not link.up:
             for session_id in list(link.sessions):
                 active = self._by_session[session_id]
-                self._placement.release_draft(active)  # the draft forgets it by itself: the stream has ended
+                self.placement.release_draft(active)  # the draft forgets it by itself: the stream has ended
                 self._apply(active, active.session.on_draft_down())
         self.reconcile()
 
@@ -454,12 +454,12 @@ class Router:
         if active.losses.note_lost(active.session.context_len):
             self._fail(active, poisonous(active.losses, reason))
             return
-        self._placement.release_target(active)
+        self.placement.release_target(active)
         self._orphan(active)
 
     def _orphan(self, active: ActiveRequest) -> None:
-        if active not in self._orphaned:
-            self._orphaned.append(active)
+        if active not in self.orphaned:
+            self.orphaned.append(active)
             active.orphaned_since = self._clock()
             if active.spans is not None:
                 active.spans.lost()
@@ -471,7 +471,7 @@ class Router:
         while True:
             started = time.monotonic()
             await asyncio.sleep(TICK_S)
-            self._target_seen_s += max(0.0, time.monotonic() - started - 2 * TICK_S)  # none could be seen meanwhile
+            self.target_seen_s += max(0.0, time.monotonic() - started - 2 * TICK_S)  # none could be seen meanwhile
             try:
                 self.tick()
             except Exception:  # without the next tick no time limit would hold any more
@@ -480,34 +480,34 @@ class Router:
     def tick(self) -> None:
         """Fails the requests that have run, or have been without any live target, for too long."""
         config, now = self._config, self._clock()
-        if self._targets.open_links():
-            self._target_seen_s = now
+        if self.targets.open_links():
+            self.target_seen_s = now
         oldest = now - config.recovery_timeout_s
-        if self._target_seen_s < oldest:
-            for active in [active for active in self._orphaned if (active.orphaned_since or 0.0) < oldest]:
+        if self.target_seen_s < oldest:
+            for active in [active for active in self.orphaned if (active.orphaned_since or 0.0) < oldest]:
                 self._fail(
                     active, EngineError(self.no_target_reason("the target was lost and", config.recovery_timeout_s))
                 )
             patience_s = config.cold_start_timeout_s if self._asleep else config.recovery_timeout_s
-            for active in [active for active in self._queue if active.arrived_s < now - patience_s]:
+            for active in [active for active in self.queue if active.arrived_s < now - patience_s]:
                 self._fail(active, EngineError(self.no_target_reason("", patience_s)))
         if (limit_s := config.request_timeout_s) is not None:
-            for active in [active for active in self._active.values() if active.arrived_s < now - limit_s]:
+            for active in [active for active in self.active.values() if active.arrived_s < now - limit_s]:
                 self._fail(active, DeadlineExceededError(f"the request took longer than {limit_s:g} s"))
-        drains = any(map(self._targets.is_draining, self._targets.links.values()))
-        if self._orphaned or self._queue or drains:
+        drains = any(map(self.targets.is_draining, self.targets.links.values()))
+        if self.orphaned or self.queue or drains:
             self.reconcile()  # were an error to end one attempt, the next would be far away
 
     def no_target_reason(self, what: str, waited_s: float) -> str:
         """Says for how long no target was up, and why each link is down."""
-        reasons = "; ".join(f"{rid}: {link.reason}" for rid, link in self._targets.links.items() if not link.up)
+        reasons = "; ".join(f"{rid}: {link.reason}" for rid, link in self.targets.links.items() if not link.up)
         waited = f"no target replica was up for {waited_s:g} s"
         return f"{what} {waited}".strip() + (f" ({reasons})" if reasons else "")
 
     def _fail(self, active: ActiveRequest, error: PacelineError) -> None:
         if active.done:
             return
-        self._admission.leave(active)
+        self.admission.leave(active)
         active.error = error
         actions = active.session.discard()
         self._apply(active, Actions(to_target=actions.to_target, to_draft=actions.to_draft))
@@ -533,14 +533,14 @@ class Router:
             if not active.done:
                 self._migrate(active, "session_failed")
         for session_id in outbox.turned_away:
-            self._placement.turned_away(self._by_session[session_id])
+            self.placement.turned_away(self._by_session[session_id])
             self._orphan(self._by_session[session_id])
-        if self._orphaned:  # one may have waited for another's trial
+        if self.orphaned:  # one may have waited for another's trial
             self._place_orphans()
         for session in outbox.draft_wanted:
             self._give_draft(self._by_session[session.session_id])
         if outbox.touched and not self._touched:
-            asyncio.get_running_loop().call_soon(self._digest)  # text, after the engines have what they need
+            asyncio.get_running_loop().call_soon(self.digest)  # text, after the engines have what they need
         self._touched |= {session_id: self._by_session[session_id] for session_id in outbox.touched}
 
     def _on_draft(self, link: DraftLink, messages: Sequence[FromDraft]) -> None:
@@ -551,10 +551,10 @@ class Router:
 
     def _after_batch(self, outbox: Outbox) -> None:
         if outbox.num_dropped:
-            self._metrics.dropped("unknown", outbox.num_dropped)
+            self.metrics.dropped("unknown", outbox.num_dropped)
         for session_id, session in outbox.touched.items():
             if not session.draft_available:
-                self._placement.release_draft(self._by_session[session_id])
+                self.placement.release_draft(self._by_session[session_id])
 
     def _send_to_targets(self, messages: Iterable[ToTarget]) -> None:
         by_link: dict[TargetLink, list[ToTarget]] = defaultdict(list)
@@ -579,9 +579,9 @@ class Router:
         if actions.to_draft and active.draft is not None:
             active.draft.send(actions.to_draft)
         if actions.chunks or actions.result is not None:
-            self._deliver(active, actions)
+            self.deliver(active, actions)
 
-    def _digest(self) -> None:
+    def digest(self) -> None:
         touched, self._touched = self._touched, {}
         for active in touched.values():
             if active.done:
@@ -592,22 +592,22 @@ class Router:
                 unexpected(log, error)
                 self._fail(active, EngineError("the router could not process the output of this request"))
 
-    def _deliver(self, active: ActiveRequest, actions: Actions) -> None:
+    def deliver(self, active: ActiveRequest, actions: Actions) -> None:
         now = self._clock()
         for chunk in actions.chunks:
             if chunk.round is not None:
                 if not active.last_chunk_s:
-                    self._metrics.first_token(now - active.arrived_s)
+                    self.metrics.first_token(now - active.arrived_s)
                 gap_s = now - active.last_chunk_s if active.last_chunk_s else None
-                self._metrics.round(chunk.round, len(chunk.token_ids), gap_s)
+                self.metrics.round(chunk.round, len(chunk.token_ids), gap_s)
                 if active.spans is not None:
                     active.spans.round(chunk.round, len(chunk.token_ids))
                 active.last_chunk_s = now
-                self._placement.release_pages(active)
+                self.placement.release_pages(active)
             active.chunks.append(chunk)
         if actions.result is not None:
             active.result = actions.result
-            self._metrics.finished(actions.result, active.session.sampling.max_tokens)
+            self.metrics.finished(actions.result, active.session.sampling.max_tokens)
             if active.spans is not None:
                 active.spans.finished(actions.result)
             self._release(active)

@@ -130,11 +130,9 @@ class Session:
         "_detokenizer",
         "_draft_epoch",
         "_draft_wanted",
-        "_emitted",
         "_eos_token_ids",
         "_epoch",
         "_first_s",
-        "_history",
         "_last_s",
         "_logprobs",
         "_matched_stop",
@@ -145,7 +143,6 @@ class Session:
         "_num_scores_wanted",
         "_opened",
         "_opened_s",
-        "_prompt",
         "_queue_s",
         "_relayed",
         "_scores",
@@ -156,10 +153,12 @@ class Session:
         "_text",
         "_top_logprobs",
         "_tracer",
-        "_undigested",
         "_withheld",
         "draft_available",
+        "emitted",
+        "history",
         "noise_key",
+        "prompt",
         "relay_stats",
         "result",
         "sampling",
@@ -168,6 +167,7 @@ class Session:
         "speculation",
         "stats",
         "traceparent",
+        "undigested",
     )
 
     def __init__(
@@ -220,8 +220,8 @@ class Session:
         self.traceparent = ""
         """W3C trace context of the request's span, for the engines that serve the session; empty if it has none."""
 
-        self._prompt = tuple(prompt_token_ids)
-        self._history = [*prompt_token_ids, *generated_token_ids]  # the prompt and all that the target has decided
+        self.prompt = tuple(prompt_token_ids)
+        self.history = [*prompt_token_ids, *generated_token_ids]  # the prompt and all that the target has decided
         self._eos_token_ids = tuple(eos_token_ids)
         self._cache_salt = cache_salt
         # A resumed session begins at a later epoch: under the rejection rule no draft noise is drawn a second time.
@@ -236,23 +236,23 @@ class Session:
         # A broken stream that delivered tokens had delivered these before.
         scores = sampling.prompt_logprobs is not None and not generated_token_ids
         self._scores: list[TokenLogprob | None] = [None] if scores else []  # of the prompt's first tokens
-        self._num_scores_wanted = len(self._prompt) if scores else 0
+        self._num_scores_wanted = len(self.prompt) if scores else 0
 
-        self._undigested: deque[Outcome | PromptLogprobs] = deque()
-        self._detokenizer = detokenizer or text_of(decode, self._prompt)
+        self.undigested: deque[Outcome | PromptLogprobs] = deque()
+        self._detokenizer = detokenizer or text_of(decode, self.prompt)
         self._stops = tuple(stop)
         self._stop_prefixes = Prefixes(self._stops)
         self._matched_stop: int | str | None = None
         self._num_decided = 0  # output tokens that have been added to the text
         self._withheld = ""  # decided text that may be the beginning of a stop string
-        self._emitted: list[int] = []
+        self.emitted: list[int] = []
         self._logprobs: list[float] = []
         self._top_logprobs: list[TopLogprobs] = []
         self._text: list[str] = []
         self._cached_tokens = 0
 
         self._clock = clock
-        self._tracer = Tracer(decode, len(self._prompt), clock) if trace else None
+        self._tracer = Tracer(decode, len(self.prompt), clock) if trace else None
         self._queue_s = self._opened_s = self._first_s = self._last_s = 0.0
         self._num_first = 0  # tokens of the first outcome
         if generated_token_ids:
@@ -273,7 +273,7 @@ class Session:
     @property
     def context_len(self) -> int:
         """Length of the context: the prompt and all that targets have decided."""
-        return len(self._history)
+        return len(self.history)
 
     @property
     def target_epoch(self) -> int:
@@ -332,7 +332,7 @@ class Session:
         if self._target_done:
             self.relay_stats.ended += 1
         elif isinstance(event, (Outcome, InFlight)):
-            if event.epoch != self._target_epoch or event.context_len != len(self._history):
+            if event.epoch != self._target_epoch or event.context_len != len(self.history):
                 self._on_misplaced(event, actions)
             elif isinstance(event, InFlight):
                 self._on_in_flight(event, actions)
@@ -372,11 +372,11 @@ class Session:
             self.relay_stats.repeated += 1
         else:
             self._scores += logprobs.tokens
-            self._undigested.append(logprobs)
+            self.undigested.append(logprobs)
 
     def _on_misplaced(self, event: Outcome | InFlight, actions: Actions) -> None:
         """Counts a message of another epoch, or for a context length that was passed or is not reached yet."""
-        context_len = len(self._history)
+        context_len = len(self.history)
         if event.epoch != self._target_epoch:
             self.relay_stats.stale += 1
         elif event.context_len < context_len:
@@ -420,8 +420,8 @@ class Session:
             actions.to_draft.append(Commit(self.session_id, self._draft_epoch, outcome.context_len, token_ids))
         if self._num_losses and outcome.round.num_accepted and outcome.round.cause in _DRAFT_CAUSES:
             self._num_losses = 0
-        self._history.extend(token_ids)
-        self._undigested.append(outcome)
+        self.history.extend(token_ids)
+        self.undigested.append(outcome)
         if self._tracer is not None:
             self._tracer.on_outcome()
 
@@ -454,7 +454,7 @@ class Session:
             self.relay_stats.stale += 1
         elif isinstance(event, SessionFailed):
             self._lose_draft(actions)
-        elif not 0 < event.context_len <= len(self._history):
+        elif not 0 < event.context_len <= len(self.history):
             self.relay_stats.malformed += 1
         else:
             self._relayed = True
@@ -534,7 +534,7 @@ class Session:
         self._relayed = False
         self.draft_available = True
         actions.to_draft.append(self.open_message())
-        context_len = len(self._history)
+        context_len = len(self.history)
         actions.to_target.append(DraftState(self.session_id, self._target_epoch, True, self._draft_epoch, context_len))
 
     def _tell_no_draft(self, actions: Actions) -> None:
@@ -549,7 +549,7 @@ class Session:
 
     def discard(self) -> Actions:
         """Ends the session now without the text that has not been digested, and frees it on both engines."""
-        self._undigested.clear()
+        self.undigested.clear()
         return self.cancel()
 
     # -- text and result -----------------------------------------------------------------------------------
@@ -557,8 +557,8 @@ class Session:
     def digest(self) -> Actions:
         """Turns the outcomes that have arrived into chunks, and the last one into the result, too."""
         actions = Actions()
-        while self._undigested and not self.finished:
-            event = self._undigested.popleft()
+        while self.undigested and not self.finished:
+            event = self.undigested.popleft()
             if isinstance(event, PromptLogprobs):
                 actions.chunks.append(Chunk((), (), (), (), None, self._usage(), prompt_logprobs=event))
             elif not self.sampling.max_tokens:
@@ -571,7 +571,7 @@ class Session:
         self._last_s = self._clock()
         if self.stats.rounds == 0:
             self._first_s, self._num_first = self._last_s, len(outcome.token_ids)
-            self._cached_tokens = min(outcome.cached_tokens, len(self._prompt))
+            self._cached_tokens = min(outcome.cached_tokens, len(self.prompt))
         num_drafted = min(outcome.round.num_accepted, len(outcome.token_ids))
         drafted = (True,) * num_drafted + (False,) * (len(outcome.token_ids) - num_drafted)
         num_tokens, segments, finish_reason = self._decide(outcome.token_ids, drafted, outcome.finish_reason)
@@ -579,7 +579,7 @@ class Session:
         trace = None if self._tracer is None else self._tracer.take()
         round_ = outcome.round.first(num_tokens)  # a stop string may have cut it
         self.stats.add(round_)
-        self._emitted += token_ids
+        self.emitted += token_ids
         self._logprobs += logprobs
         top = outcome.top_logprobs[:num_tokens]
         self._top_logprobs += top
@@ -687,15 +687,15 @@ class Session:
             actions.to_target.append(CloseSession(self.session_id, self._target_epoch))
         self._target_done = True
         self._close_draft(actions)
-        self._undigested.clear()
+        self.undigested.clear()
         decode_s = self._last_s - self._first_s
-        num_later = len(self._emitted) - self._num_first
+        num_later = len(self.emitted) - self._num_first
         rate = num_later / decode_s if decode_s > 0 and num_later > 0 else 0.0
         first_s = self._first_s if self.stats.rounds else self._clock()
         prefill_s = first_s - self._opened_s if self._opened else 0.0
         actions.result = self.result = Result(
             text="".join(self._text),
-            token_ids=tuple(self._emitted),
+            token_ids=tuple(self.emitted),
             logprobs=tuple(self._logprobs),
             finish_reason=finish_reason,
             usage=self._usage(),
@@ -708,7 +708,7 @@ class Session:
         )
 
     def _usage(self) -> Usage:
-        return Usage(len(self._prompt), self._num_resumed + len(self._emitted), self._cached_tokens)
+        return Usage(len(self.prompt), self._num_resumed + len(self.emitted), self._cached_tokens)
 
     def _close_draft(self, actions: Actions) -> None:
         if self.draft_available:
@@ -718,7 +718,7 @@ class Session:
     def open_message(self) -> OpenSession:
         """Returns the message that opens the session on a target, with all tokens decided so far."""
         if self._tracer is not None:
-            self._tracer.on_open(len(self._history))
+            self._tracer.on_open(len(self.history))
         sampling = self.sampling
         if len(self._scores) >= self._num_scores_wanted:
             sampling = sampling.model_copy(update={"prompt_logprobs": None})
@@ -727,8 +727,8 @@ class Session:
         return OpenSession(
             session_id=self.session_id,
             epoch=self._epoch,
-            token_ids=tuple(self._history),
-            num_prompt_tokens=len(self._prompt),
+            token_ids=tuple(self.history),
+            num_prompt_tokens=len(self.prompt),
             seed=self.noise_key,
             sampling=sampling,
             speculation=self.speculation,

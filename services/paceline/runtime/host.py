@@ -206,7 +206,7 @@ class EngineHost(Generic[Out]):
         """Messages for sessions that the sender had not opened here, or that had ended."""
         self.num_malformed = 0
         """Messages that could not be read."""
-        self._factory, self._observer = factory, observer
+        self.factory, self._observer = factory, observer
         self._heartbeat_s = heartbeat_s
         self._engine: _Watched | None = None
         self._worker = ranked_worker(
@@ -219,7 +219,7 @@ class EngineHost(Generic[Out]):
         self._called: asyncio.Future[Any] | None = None
         self._arrivals: Arrivals | None = None
         self._streams: set[Stream[Out]] = set()
-        self._owners: dict[str, tuple[Stream[Out], int]] = {}  # session id -> who opened it, and its newest epoch
+        self.owners: dict[str, tuple[Stream[Out], int]] = {}  # session id -> who opened it, and its newest epoch
         self._failure: str | None = None
         self._beating: asyncio.Task[None] | None = None
         self._status = ReplicaStatus(
@@ -278,7 +278,7 @@ class EngineHost(Generic[Out]):
     @property
     def num_sessions(self) -> int:
         """Sessions that are open here."""
-        return len(self._owners)
+        return len(self.owners)
 
     def take_pages(self, mover: PageMover) -> None:
         """From now on sessions that move here bring their KV pages, by ``mover``."""
@@ -363,24 +363,24 @@ class EngineHost(Generic[Out]):
 
     def admit(self, stream: Stream[Out], message: ToEngine) -> bool:
         """True if a message is for the engine: its session was opened by this stream, or is opened by the message."""
-        owner = self._owners.get(message.session_id)
+        owner = self.owners.get(message.session_id)
         if isinstance(message, OpenSession) and (owner is None or owner[0] is stream):
             if owner is None or message.epoch > owner[1]:
-                self._owners[message.session_id] = (stream, message.epoch)
+                self.owners[message.session_id] = (stream, message.epoch)
             return True
         if owner is None or owner[0] is not stream:
             self.num_foreign += 1
             return False
         if isinstance(message, CloseSession) and message.epoch == owner[1]:
-            del self._owners[message.session_id]
+            del self.owners[message.session_id]
         return True
 
     def _forget(self, stream: Stream[Out]) -> None:
         """Closes the sessions of a stream. Idempotent."""
         self._streams.discard(stream)
-        ended = [(sid, epoch) for sid, (owner, epoch) in self._owners.items() if owner is stream]
+        ended = [(sid, epoch) for sid, (owner, epoch) in self.owners.items() if owner is stream]
         for session_id, _ in ended:
-            del self._owners[session_id]
+            del self.owners[session_id]
         if ended:
             self._deliver([CloseSession(session_id, epoch) for session_id, epoch in ended])
 
@@ -394,7 +394,7 @@ class EngineHost(Generic[Out]):
     # -- the engine ----------------------------------------------------------------------------------------
 
     def _build(self, emit: Emit[Out]) -> Engine[ToEngine]:
-        engine = self._factory(emit)
+        engine = self.factory(emit)
         self._engine = _Watched(engine, self._observer)
         return self._engine
 
@@ -413,7 +413,7 @@ class EngineHost(Generic[Out]):
 
     def _route(self, messages: Sequence[Out]) -> None:
         for message in messages:
-            owner = self._owners.get(message.session_id)
+            owner = self.owners.get(message.session_id)
             if owner is None:  # it was closed while the engine was in its last step
                 continue
             stream, epoch = owner
@@ -422,7 +422,7 @@ class EngineHost(Generic[Out]):
                 isinstance(message, Outcome) and message.finish_reason is not None
             )
             if ended and message.epoch == epoch:
-                del self._owners[message.session_id]
+                del self.owners[message.session_id]
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason

@@ -96,7 +96,7 @@ class Access:
     ) -> None:
         """``require_tls``: refuse calls that did not come through a proxy that encrypts."""
         self._require_tls = require_tls
-        self._keys, self._metrics, self._clock = keys, metrics, clock
+        self._keys, self._metrics, self.clock = keys, metrics, clock
         self._usage: dict[str, _Usage] = {}
 
     @property
@@ -158,7 +158,7 @@ class Access:
             ResourceExhaustedError: the key has its maximum of requests in progress, or has used its tokens.
         """
         entry = None if self._keys is None else self._keys.keys.get(name)
-        usage = self._usage.setdefault(name, _Usage(self._clock()))
+        usage = self._usage.setdefault(name, _Usage(self.clock()))
         if entry is not None:
             self._check(entry, usage)
         usage.num_running += 1
@@ -170,11 +170,11 @@ class Access:
             )
         finally:
             usage.num_running -= 1
-            usage.finished_s.append(self._clock())
+            usage.finished_s.append(self.clock())
             self._note_running(name, usage)
 
     def _check(self, entry: ApiKey, usage: _Usage) -> None:
-        now = self._clock()
+        now = self.clock()
         limit = entry.max_requests
         if limit is not None and usage.num_running >= limit:
             self._metrics.refused(entry.name, "requests")

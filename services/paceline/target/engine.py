@@ -157,18 +157,18 @@ class TargetEngine:
         self._meter = StepMeter(clock, self.allocation, self.wait_policy, self.gate)
         self.stats, self.step_sizes = self._meter.stats, self._meter.sizes
         self.ranks = self._meter.ranks
-        self._emit = emit
+        self.emit = emit
         self._holds_outcomes = holds_outcomes
         self.held: list[FromTarget] = []
         """Messages that are sent together with the next ones."""
-        self._flight: Flight | None = None
+        self.flight: Flight | None = None
         """The step that was launched ahead of its turn, or is not awaited yet; between two calls of ``step``, the only
         one in flight."""
         self._unsettled: Finished | None = None
         """The last step, if it was only committed so far."""
         self._clock = clock
         self._max_model_len = max_model_len
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             runner.cache,
             self.wait_policy,
             max_sessions=max_sessions,
@@ -178,7 +178,7 @@ class TargetEngine:
             trial_rows=self.gate.trial_rows,
             heads=self.heads,
         )
-        self._sessions: dict[str, TargetSession] = {}
+        self.sessions: dict[str, TargetSession] = {}
         self._describe = describe
         self._max_sessions, self._max_step_tokens = max_sessions, max_step_tokens
         if self._overlaps:
@@ -197,25 +197,25 @@ class TargetEngine:
     @property
     def num_sessions(self) -> int:
         """Number of open sessions."""
-        return len(self._sessions)
+        return len(self.sessions)
 
     @property
     def num_running(self) -> int:
         """Number of open sessions that are served now."""
-        return len(self._scheduler.running)
+        return len(self.scheduler.running)
 
     @property
     def num_waiting(self) -> int:
         """Number of open sessions that wait for room."""
-        return len(self._scheduler.waiting)
+        return len(self.scheduler.waiting)
 
     def is_waiting(self, session_id: str) -> bool:
         """True if an open session waits for room, for the first time or again."""
-        return any(session.session_id == session_id for session in self._scheduler.waiting)
+        return any(session.session_id == session_id for session in self.scheduler.waiting)
 
     def receive(self, messages: Sequence[OpenSession | Nodes | CloseSession | DraftState]) -> None:
         """Applies messages; drops and counts messages for unknown sessions or other epochs."""
-        now, sessions = self._clock(), self._sessions
+        now, sessions = self._clock(), self.sessions
         drafted: list[tuple[TargetSession, Nodes]] = []  # nodes that follow each other
         opened: list[TargetSession] = []
         for message in messages:
@@ -250,7 +250,7 @@ class TargetEngine:
 
     def step(self) -> bool:
         """Does one step. False: no session is ready until a message comes or ``wait_s`` has passed."""
-        flight = self._flight
+        flight = self.flight
         if flight is None:
             try:
                 started, parts = self._schedule()
@@ -259,7 +259,7 @@ class TargetEngine:
                 self.settle_step()
             if not parts:
                 self.send_held()
-                self._meter.idle(waiting=bool(self._scheduler.running))
+                self._meter.idle(waiting=bool(self.scheduler.running))
                 return self._send_states()
             if flight is None:
                 return True
@@ -267,7 +267,7 @@ class TargetEngine:
                 self._receive_during(flight)
         if flight.awaited_from > self._clock():
             return False
-        self._flight = self._launch_ahead(flight)
+        self.flight = self._launch_ahead(flight)
         if flight.is_ahead:
             self._follow_outcomes()
             self.held += self.in_flight_of([part for part in flight.parts if self.is_open(part.session)])
@@ -280,7 +280,7 @@ class TargetEngine:
         """Has a step with drafts awaited only after most of the time that it is expected to take."""
         seconds = self.allocation.cost.seconds(sum(part.num_tokens for part in flight.parts))
         flight.awaited_from = self._clock() + _RECEIVING * seconds
-        self._flight = flight
+        self.flight = flight
         self.send_held()
 
     def _schedule(self) -> tuple[float, list[Scheduled]]:
@@ -288,11 +288,11 @@ class TargetEngine:
         self._follow_outcomes()
         if self.heads or self.cores is not None:
             self._follow_drafts()
-        self.runners.retain(session.generation for session in self._sessions.values())
+        self.runners.retain(session.generation for session in self.sessions.values())
         started = self._clock()
         if self._grammars is not None:
             self._grammars.begin_step()
-        parts = self._scheduler.schedule(started, overlaps=self._overlaps)
+        parts = self.scheduler.schedule(started, overlaps=self._overlaps)
         return started, self.runners.in_order(parts)
 
     def _launch(self, parts: Sequence[Scheduled], started: float) -> Flight | None:
@@ -320,7 +320,7 @@ class TargetEngine:
         if token_ids is None or not self._overlaps:
             return None
         sampled = sorted([part for part in flight.parts if part.verifies], key=flight.is_whole)
-        parts = self._scheduler.schedule_ahead([part for part in flight.parts if self.is_open(part.session)])
+        parts = self.scheduler.schedule_ahead([part for part in flight.parts if self.is_open(part.session)])
         if not parts:
             return None
         rows = {id(part.session): row for row, part in enumerate(sampled)}
@@ -358,7 +358,7 @@ class TargetEngine:
 
     def is_open(self, session: TargetSession) -> bool:
         """True if this very session is open; another one may have its name."""
-        return self._sessions.get(session.session_id) is session
+        return self.sessions.get(session.session_id) is session
 
     def finish_step(self, flight: Flight) -> None:
         """Waits for a step, commits its verdicts and sends the outcomes; if the next step can be launched before that,
@@ -371,7 +371,7 @@ class TargetEngine:
             verifying = [part for part in flight.parts if part.verifies]
             verdicts = [v for v, part in zip(verdicts, verifying, strict=True) if self.is_open(part.session)]
             done.open = [part for part in done.parts if self.is_open(part.session)]
-        if self._overlaps and self._flight is None and forwarded.scored is None:
+        if self._overlaps and self.flight is None and forwarded.scored is None:
             self.commit_verdicts(done, verdicts)
             self._unsettled = done
             self._meter.ended()
@@ -412,7 +412,7 @@ class TargetEngine:
 
     def drop_ahead(self) -> None:
         """Gives up the step that was launched ahead: its tokens were no verdicts. Its prefill chunks are valid."""
-        ahead, self._flight = self._flight, None
+        ahead, self.flight = self.flight, None
         if ahead is not None:
             ahead.wait()
 
@@ -428,7 +428,7 @@ class TargetEngine:
     def calibrate(self) -> None:
         """Times steps of 1 to 64 tokens, up to the number that all sessions may verify, so that the first sessions meet
         measured costs, and prepares moves of pages. Without sessions only."""
-        assert not self._sessions
+        assert not self.sessions
         if self._max_model_len > PAGE_SIZE:
             self.pages.prepare()
         if self.cores is None:
@@ -440,8 +440,8 @@ class TargetEngine:
 
     def _follow_drafts(self) -> None:
         """Uses drafts' cores while no session has a draft, and tells heads in which circumstances they are asked."""
-        cores, num_running = self.cores, len(self._scheduler.running)
-        if cores is not None and cores.shared is any(session.draft_available for session in self._sessions.values()):
+        cores, num_running = self.cores, len(self.scheduler.running)
+        if cores is not None and cores.shared is any(session.draft_available for session in self.sessions.values()):
             self._use_cores(shared=not cores.shared)
         if self.allocation.adaptive and num_running:
             self.heads.use(0 if cores is None else cores.num, drafting=self.gate.trials.wanted(num_running))
@@ -508,7 +508,7 @@ class TargetEngine:
 
     def wait_s(self) -> float | None:
         """Seconds that the engine may sleep after ``step`` returned False; None: until a message comes."""
-        until = self._scheduler.wait_until if self._flight is None else self._flight.awaited_from
+        until = self.scheduler.wait_until if self.flight is None else self.flight.awaited_from
         return None if until is None else max(0.0, until - self._clock())
 
     def facts(self) -> Mapping[str, Any]:
@@ -526,21 +526,21 @@ class TargetEngine:
 
     def check_integrity(self) -> None:
         """Asserts the invariants of sessions, scheduler and pages."""
-        kept = [] if self._flight is None else self._flight.pages
-        self._scheduler.check_integrity(list(self._sessions.values()), [*kept, *self.pages.lent])
-        in_flight = () if self._flight is None else [part.session for part in self._flight.parts]
-        for session in self._sessions.values():
+        kept = [] if self.flight is None else self.flight.pages
+        self.scheduler.check_integrity(list(self.sessions.values()), [*kept, *self.pages.lent])
+        in_flight = () if self.flight is None else [part.session for part in self.flight.parts]
+        for session in self.sessions.values():
             session.check_integrity(in_flight=session in in_flight)
-        self.heads.check_integrity(list(self._sessions.values()))
+        self.heads.check_integrity(list(self.sessions.values()))
 
     def _open(self, message: OpenSession) -> list[TargetSession]:
         """Opens a session, and returns it; none if it is refused."""
-        old = self._sessions.get(message.session_id)
+        old = self.sessions.get(message.session_id)
         self.runners.advance()
         generation = self.runners.generation if old is None else old.generation
         if old is not None:
             self.close_session(old)
-        if message.suspected_s > 0 and any(s.suspected_until > self._clock() for s in self._sessions.values()):
+        if message.suspected_s > 0 and any(s.suspected_until > self._clock() for s in self.sessions.values()):
             reason = "a session that targets were lost under is served: another one has to wait"
             self.send([SessionFailed(message.session_id, message.epoch, reason, turned_away=True)])
             return []
@@ -568,10 +568,10 @@ class TargetEngine:
             at_fault = isinstance(error, InvalidRequestError)
             self.send([SessionFailed(message.session_id, message.epoch, str(error), at_fault)])
             return []
-        if not self._sessions:
+        if not self.sessions:
             self._meter.idle(waiting=False)  # until now there was nothing to do, even if no step was asked for
-        self._sessions[message.session_id] = session
-        self._scheduler.add(session)
+        self.sessions[message.session_id] = session
+        self.scheduler.add(session)
         self.heads.open(session)
         return [session]
 
@@ -595,13 +595,13 @@ class TargetEngine:
 
     def close_session(self, session: TargetSession) -> None:
         """Forgets a session, and frees its pages unless a step in flight reads them."""
-        if self._flight is not None:
-            self._flight.keep_pages(session)
-        del self._sessions[session.session_id]
+        if self.flight is not None:
+            self.flight.keep_pages(session)
+        del self.sessions[session.session_id]
         self.heads.close(session)
         if self.link is not None:
             self.link.close(session)
-        self._scheduler.remove(session)
+        self.scheduler.remove(session)
         self.gate.forget(session)
 
     def _set_draft(self, session: TargetSession, message: DraftState) -> None:
@@ -644,7 +644,7 @@ class TargetEngine:
     def _follow_outcomes(self) -> None:
         """Walks the trees along the last outcomes, with the nodes that arrived while their step ran."""
         num_rounds = depth_total = 0
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             if session.tree_is_current:
                 continue
             session.follow_outcome()
@@ -676,7 +676,7 @@ class TargetEngine:
     def commit_verdicts(self, done: Finished, verdicts: Sequence[Verdict | PacelineError]) -> None:
         """Commits the verdicts of a step and the rows that it computed for them. A session whose verdict is an error
         ends."""
-        self.stats.preemptions = self._scheduler.num_preemptions
+        self.stats.preemptions = self.scheduler.num_preemptions
         heads = self.heads if self.heads else None
         verifying = [part for part in done.open if part.verifies]
         row_s = 0.0 if done.step is None else done.step.row_s / max(1, len(verifying))
@@ -688,7 +688,7 @@ class TargetEngine:
                 self.close_session(session)
                 at_fault = isinstance(verdict, InvalidRequestError)
                 done.failed.append(SessionFailed(session.session_id, session.epoch, str(verdict), at_fault))
-        done.running = [*self._scheduler.running]
+        done.running = [*self.scheduler.running]
 
     def tell_rounds(self, done: Finished) -> None:
         """Counts the rounds of a step, and makes the messages about them."""
@@ -757,7 +757,7 @@ class TargetEngine:
         likeliest, start = logits.argmax(-1).tolist(), 0
         for part in done.open:
             stop = start + len(part.guess_tables)
-            if stop > start and self._sessions.get(part.session.session_id) is part.session:
+            if stop > start and self.sessions.get(part.session.session_id) is part.session:
                 self.heads.learn(part.session, likeliest[start:stop])
             start = stop
 
@@ -771,7 +771,7 @@ class TargetEngine:
         """Sends states that drafts lack, within the limit of a step; False: they lack none."""
         if self.link is None:
             return False
-        messages = self.link.take(self._sessions.values())
+        messages = self.link.take(self.sessions.values())
         self.stats.states_sent, self.stats.states_bytes = self.link.num_sent, self.link.num_bytes
         self.send(messages)
         return bool(messages)
@@ -781,7 +781,7 @@ class TargetEngine:
         computed, row, logits_row = [], 0, 0
         for part in done.open:
             session, verifies = part.session, part.verifies
-            if self._sessions.get(session.session_id) is session:
+            if self.sessions.get(session.session_id) is session:
                 num_accepted = session.num_computed - part.stop
                 computed.append(Computed(session, part.start, row, logits_row if verifies else -1, num_accepted))
             row += part.num_tokens
@@ -818,7 +818,7 @@ class TargetEngine:
                 session = part.session
                 if session.draft_available and self.is_open(session):
                     self.gate.review(session, len(running))
-            self.gate.tick(times.decided_at, len(running), self._sessions.values())
+            self.gate.tick(times.decided_at, len(running), self.sessions.values())
             self._send_wishes()
         self._meter.book(times)
 
@@ -834,7 +834,7 @@ class TargetEngine:
         """Sends the outcomes that were held back."""
         if held := self.held:
             self.held = []
-            self._emit(held)
+            self.emit(held)
 
     def send(self, messages: Sequence[FromTarget]) -> None:
         """Sends the messages that are held back, then these."""

@@ -68,7 +68,7 @@ class StatesLink:
         self._pool = torch.empty(0)
         self._holds: set[int] = set()
         """Full pages with states in all rows."""
-        self._sessions: dict[str, _Followed] = {}
+        self.sessions: dict[str, _Followed] = {}
 
     @property
     def layer(self) -> LayerSpec:
@@ -90,7 +90,7 @@ class StatesLink:
         target: list[int] = []
         for each in computed:
             session, start, stop = each.session, each.start, each.session.num_computed
-            followed = self._sessions.setdefault(session.session_id, _Followed())
+            followed = self.sessions.setdefault(session.session_id, _Followed())
             if followed.attachment != session.attachment:
                 shared = session.pages[: session.num_attached // PAGE_SIZE]
                 held = len(list(takewhile(self._holds.__contains__, shared))) * PAGE_SIZE
@@ -107,7 +107,7 @@ class StatesLink:
         """Returns the messages of one step: states that sessions' drafts lack, sessions that lack the fewest first."""
         lacking = []
         for session in sessions:
-            followed = self._sessions.get(session.session_id)
+            followed = self.sessions.get(session.session_id)
             if followed is None or not session.draft_available or followed.attachment != session.attachment:
                 continue
             if followed.draft_epoch != session.draft_epoch:
@@ -126,7 +126,7 @@ class StatesLink:
 
     def close(self, session: TargetSession) -> None:
         """Forgets a session. States of the step with which it ends were not kept, so its last pages lack some."""
-        followed = self._sessions.pop(session.session_id, None)
+        followed = self.sessions.pop(session.session_id, None)
         known = followed is not None and followed.attachment == session.attachment
         num_rows = followed.stop if followed is not None and known else 0
         self._holds.difference_update(session.pages[max(session.num_attached, num_rows) // PAGE_SIZE :])

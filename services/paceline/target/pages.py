@@ -79,7 +79,7 @@ class PageStore:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page, of all layers."""
-        return sum(pool[0].numel() * pool.dtype.itemsize for pool in self._cache.pools)
+        return sum(pool[0].numel() * pool.dtype.itemsize for pool in self.cache.pools)
 
     def prepare(self) -> None:
         """Computes the probe now, so that no session waits for it."""
@@ -87,7 +87,7 @@ class PageStore:
 
     def wanted(self, token_ids: Sequence[int], salt: str) -> WantedPages | None:
         """The pages of a context that are not here; None: there are none, or pages are not moved."""
-        generation, cache = self._runners.generation, self._cache
+        generation, cache = self._runners.generation, self.cache
         if (identity := self.exchange_identity(generation)) is None:
             return None
         root = root_hash(salt, generation)
@@ -105,12 +105,12 @@ class PageStore:
         for generation in {self._runners.generation, *self._runners.generations, *self._probes}:
             if self.exchange_identity(generation) == identity:
                 hashes = _chain(root_hash(salt, generation), token_ids)
-                return hashes[first : len(self._cache.find(hashes))]
+                return hashes[first : len(self.cache.find(hashes))]
         return []
 
     def read(self, hashes: Sequence[bytes]) -> list[bytes]:
         """The contents of pages, up to the first that is no longer here."""
-        return [_bytes(self._cache, page) for page in self._cache.find(hashes)]
+        return [_bytes(self.cache, page) for page in self.cache.find(hashes)]
 
     def write(self, wanted: WantedPages, index: int, contents: Sequence[bytes]) -> int:
         """Adds pages from ``index`` of the context on to the prefix cache; returns how many, which is 0 once the
@@ -118,7 +118,7 @@ class PageStore:
 
         Raises ValueError if they are not whole pages of this target, or more than were requested.
         """
-        hashes, cache = wanted.hashes[index : index + len(contents)], self._cache
+        hashes, cache = wanted.hashes[index : index + len(contents)], self.cache
         if len(hashes) < len(contents) or any(len(content) != self.page_bytes for content in contents):
             raise ValueError(f"pages are of {self.page_bytes} bytes each, and {len(wanted.hashes)} are wanted")
         pages = self._allocate(wanted, index, len(contents))
@@ -128,22 +128,22 @@ class PageStore:
 
     def _allocate(self, wanted: WantedPages, index: int, count: int) -> list[int]:
         """Pages from ``index`` of the context on; none once the pages before them had to make room, or without room."""
-        if len(self._cache.find(wanted.hashes[:index])) < index:
+        if len(self.cache.find(wanted.hashes[:index])) < index:
             return []
         try:
-            return self._cache.allocate(count)
+            return self.cache.allocate(count)
         except ResourceExhaustedError:
             return []
 
     def _publish(self, wanted: WantedPages, index: int, pages: Sequence[int]) -> int:
         for page, digest in zip(pages, wanted.hashes[index:], strict=False):
-            self._cache.publish(page, digest)
-        self._cache.release(pages)
+            self.cache.publish(page, digest)
+        self.cache.release(pages)
         return len(pages)
 
     def memory(self) -> PageMemory | None:
         """Where all pages lie, once the device has done what it was told; None: pages are not moved."""
-        cache = self._cache
+        cache = self.cache
         if not self._is_whole(self._runners.current):
             return None
         device = cache.pools[0].device
@@ -154,7 +154,7 @@ class PageStore:
 
     def lend(self, key: object, hashes: Sequence[bytes]) -> list[int]:
         """The pages of the first hashes that are here, which stay as they are until ``give_back``."""
-        self._lent[key] = self._cache.share(hashes)
+        self._lent[key] = self.cache.share(hashes)
         return self._lent[key]
 
     def reserve(self, key: object, wanted: WantedPages, index: int, count: int) -> list[int]:
@@ -169,7 +169,7 @@ class PageStore:
 
     def give_back(self, key: object) -> None:
         """Ends what ``lend`` or ``reserve`` has begun. Idempotent."""
-        self._cache.release(self._lent.pop(key, []))
+        self.cache.release(self._lent.pop(key, []))
 
     @property
     def lent(self) -> list[int]:
@@ -178,11 +178,11 @@ class PageStore:
 
     def settle(self, wanted: WantedPages) -> None:
         """Makes the end of the context leave the cache before its beginning, as that of any prefix."""
-        pages, _ = self._cache.match_prefix(wanted.token_ids, wanted.root)
-        self._cache.release(pages)
+        pages, _ = self.cache.match_prefix(wanted.token_ids, wanted.root)
+        self.cache.release(pages)
 
     @property
-    def _cache(self) -> KVCache:
+    def cache(self) -> KVCache:
         return self._runners.current.cache
 
     def exchange_identity(self, generation: int) -> bytes | None:
@@ -192,7 +192,7 @@ class PageStore:
 
     def _is_whole(self, runner: ModelRunner) -> bool:
         """True if pages hold all that there is of a context, and their bits were tested."""
-        cache = self._cache
+        cache = self.cache
         has_rest = cache.linear is not None or len(cache.keys) > cache.num_layers
         is_one = not runner.backend.block_len and not isinstance(runner, RankRunner)
         return self._proven and not has_rest and is_one
@@ -201,7 +201,7 @@ class PageStore:
         """The bits and the layout of a probe; None: there are none, and no pages are exchanged."""
         if generation in self._probes:
             return self._probes[generation]
-        runner, cache = self._runners.generations.get(generation), self._cache
+        runner, cache = self._runners.generations.get(generation), self.cache
         if runner is None or not self._is_whole(runner):
             return None
         try:

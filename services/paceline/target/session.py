@@ -65,9 +65,7 @@ class TargetSession:
     """
 
     __slots__ = (  # an instance dict of this size is slow to read
-        "_hashes",
         "_outcome",
-        "_root",
         "_vocab_size",
         "acceptance",
         "account",
@@ -82,6 +80,7 @@ class TargetSession:
         "drafting",
         "epoch",
         "generation",
+        "hashes",
         "head_offer",
         "held_state",
         "hits",
@@ -105,6 +104,7 @@ class TargetSession:
         "private_pages",
         "rejection",
         "resumed_at",
+        "root",
         "sampler",
         "samples_ahead",
         "scored_end",
@@ -205,8 +205,8 @@ class TargetSession:
         """Tokens whose pages it shared when it was last given pages."""
         self.cache_salt = message.cache_salt
         self.generation = generation
-        self._root = root_hash(self.cache_salt, generation)
-        self._hashes: list[bytes] = []
+        self.root = root_hash(self.cache_salt, generation)
+        self.hashes: list[bytes] = []
         # The state of the draft, as far as the target knows it.
         self.draft_available = self.k > 0
         self.draft_silent = False
@@ -401,7 +401,7 @@ class TargetSession:
         assert self.num_computed == 0
         # Rows that are still to be scored must be computed, and so must the last one in any case.
         shareable = self.tokens[: self.num_scored + 1] if self.scores_prompt else self.tokens
-        pages, self._hashes = cache.match_prefix(shareable, self._root, self.num_by_library)
+        pages, self.hashes = cache.match_prefix(shareable, self.root, self.num_by_library)
         self.pages = array("q", pages)
         self.num_computed = self.num_attached = len(self.pages) * PAGE_SIZE
         self.held_state = cache.hold(self.pages, self.num_computed, self.held_state)
@@ -410,7 +410,7 @@ class TargetSession:
     def give_way(self, cache: KVCache) -> None:
         """Releases all pages for other sessions; copies of states of linear layers stay, so that what is left of the
         pages can be hit."""
-        cache.copy_states(self.pages, self._hashes)
+        cache.copy_states(self.pages, self.hashes)
         self.release(cache)
 
     def release(self, cache: KVCache) -> None:
@@ -418,20 +418,20 @@ class TargetSession:
         cache.let_go(self.held_state)
         cache.release([*self.pages, *self.private_pages])
         self.held_state = NONE
-        self.pages, self.private_pages, self._hashes, self.num_computed = array("q"), [], [], 0
+        self.pages, self.private_pages, self.hashes, self.num_computed = array("q"), [], [], 0
 
     def commit_rows(self, cache: KVCache, num_computed: int) -> None:
         """Declares the KV of rows [0, num_computed) valid and committed; shares pages that became full."""
         self.num_computed = num_computed
         self.hold_state(cache, num_computed)
-        while (len(self._hashes) + 1) * PAGE_SIZE <= num_computed:
-            index = len(self._hashes)
+        while (len(self.hashes) + 1) * PAGE_SIZE <= num_computed:
+            index = len(self.hashes)
             previous, span = (
-                self._hashes[-1] if self._hashes else self._root,
+                self.hashes[-1] if self.hashes else self.root,
                 slice(index * PAGE_SIZE, (index + 1) * PAGE_SIZE),
             )
             digest = page_hash(previous, self.tokens[span], by_library=span.start < self.num_by_library)
-            self._hashes.append(digest)
+            self.hashes.append(digest)
             cache.publish(self.pages[index], digest)
 
     def hold_state(self, cache: KVCache, num_computed: int) -> None:

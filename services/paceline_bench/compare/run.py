@@ -312,11 +312,11 @@ class SlowFactory:
             engine.receive = lambda messages: None
             engine.step = lambda: False
             return engine  # type: ignore[no-any-return]
-        expand = engine._drafter.expand
+        expand = engine.drafter.expand
 
         def slowly(leaves: Any) -> Any:
             time.sleep(self.delay_s)
             return expand(leaves)
 
-        engine._drafter.expand = slowly
+        engine.drafter.expand = slowly
         return engine  # type: ignore[no-any-return]

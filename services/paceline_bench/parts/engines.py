@@ -171,7 +171,7 @@ class Router:
 
     def mean_context_len(self) -> int:
         """Tokens of a session's context."""
-        return round(statistics.mean(len(session._history) for session in self._relay.sessions.values()))
+        return round(statistics.mean(len(session.history) for session in self._relay.sessions.values()))
 
     def cancel(self) -> None:
         """Ends all sessions, of which ``to_target`` and ``to_draft`` tell the engines."""

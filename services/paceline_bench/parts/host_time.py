@@ -124,7 +124,7 @@ def stubbed(runner: ModelRunner, watch: Stopwatch, limits: Limits, *, misses: bo
     device = DeviceBackend(
         runner.cache, runner.dtype, runner.sliding_window, kernel="triton", recorder=None, max_shapes=1024
     )
-    device.record(runner._step, limits)
+    device.record(runner.step_function, limits)
     runner.backend = device
     vocab_size = runner.vocab_size
 
@@ -138,7 +138,7 @@ def stubbed(runner: ModelRunner, watch: Stopwatch, limits: Limits, *, misses: bo
         return logits
 
     patched: Any = runner
-    patched._step = watch.of("forward", stub)
+    patched.step_function = watch.of("forward", stub)
     patched.forward = watch.of("inputs", runner.forward)
 
 
@@ -206,15 +206,15 @@ class Bench:
         with _reading(self.clocks["target"], TargetEngine), _reading(self.clocks["draft"], DraftEngine):
             self._target = build_target_engine(config.target_setup(), self._outboxes[0].extend)
             self._draft = build_draft_engine(draft_setup, self._outboxes[1].extend)
-        drafter: Any = self._draft._drafter
+        drafter: Any = self._draft.drafter
         if target is not None:
-            for runner in (self._target.runner, drafter._runner):
-                runner._step = self._watch.of("forward", runner._step)
+            for runner in (self._target.runner, drafter.runner):
+                runner.step_function = self._watch.of("forward", runner.step_function)
                 runner.forward = self._watch.of("inputs", runner.forward)  # type: ignore[method-assign]
             return
         stubbed(self._target.runner, self._watch, Limits(max_sessions, _STEP_TOKENS, _PAGES), misses=False)
         tree_limits = Limits(_TREE_STEP_TOKENS, _TREE_STEP_TOKENS, _PAGES + 5, is_tree=True)
-        stubbed(drafter._runner, self._watch, tree_limits, misses=True)
+        stubbed(drafter.runner, self._watch, tree_limits, misses=True)
 
     def timed(self) -> ExitStack:
         """While it is open, the parts that are no methods of an engine are told apart."""

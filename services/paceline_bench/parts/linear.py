@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.cli.table import table
 from paceline.model.compiled import linear as cpu_linear
 from paceline.model.compiled.blocks import pack_blocks, quantize
-from paceline.model.compiled.package import _large_mappings, _use_huge_pages
+from paceline.model.compiled.package import _use_huge_pages, large_mappings
 from paceline_bench.parts.turns import in_turn
 
 
@@ -34,12 +34,12 @@ def fastest_s(ways: list[Callable[[], object]], seconds: float) -> list[float]:
 def measured(outputs: int, inputs: int, num_tokens: list[int], mib: int, seconds: float) -> list[tuple[str, ...]]:
     """The rows of one shape's table."""
     layers = max(1, (mib << 20) // (2 * outputs * inputs))
-    before = set(_large_mappings())
+    before = set(large_mappings())
     weights = torch.randn(layers, outputs, inputs).mul_(inputs**-0.5).bfloat16()
     packed = torch.stack([cpu_linear.pack(weight) for weight in weights])
     blocks = {bits: torch.stack([pack_blocks(quantize(weight, bits)) for weight in weights]) for bits in (8, 4)}
     theirs = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
-    for span in set(_large_mappings()) - before:
+    for span in set(large_mappings()) - before:
         _use_huge_pages(*span)  # as in a package
 
     def native(x: Tensor, packed: Tensor) -> None:

@@ -94,7 +94,7 @@ class StubBackend(DeviceBackend):
     def __init__(self, device: StubDevice, runner: ModelRunner, max_sessions: int) -> None:
         cache, dtype, window = runner.cache, runner.dtype, runner.sliding_window
         super().__init__(cache, dtype, window, kernel="triton", recorder=None, max_shapes=1024)
-        super().record(runner._step, Limits(max_sessions, _STEP_TOKENS, _PAGES))
+        super().record(runner.step_function, Limits(max_sessions, _STEP_TOKENS, _PAGES))
         self.is_asynchronous = True
         self._stub = device
         self._nothing = torch.zeros(_STEP_TOKENS, 1)

@@ -39,7 +39,8 @@ FP8 = dict.fromkeys(["keys", "values"], "*u8")
 ALIGNED = {"query", "keys", "values", "result", "sums"}
 capability = int(sys.argv[1])
 RUN = [
-    (kernels._partial, PLAIN, 4, 2), (kernels._partial, LATENTS, 8, 1), (kernels._combined, LATENTS, 4, 1),
+    (kernels.partial_results, PLAIN, 4, 2), (kernels.partial_results, LATENTS, 8, 1),
+    (kernels.combine_results, LATENTS, 4, 1),
     (kernels._write, PLAIN, 4, 1), *((kernels.walk_pages, heads | own, 8, 2)
                                      for heads, own in zip((PLAIN, WIDE, LATENTS), WALKED)),
 ]
@@ -53,7 +54,7 @@ for kernel, sizes, warps, stages, types in [*((*each, {}) for each in RUN), *IN_
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
     made = compile(source, GPUTarget("cuda", capability, 32), options=options)
     ptx, of = made.asm["ptx"], (kernel, sizes, types)
-    if kernel in (kernels._partial, kernels.walk_pages):
+    if kernel in (kernels.partial_results, kernels.walk_pages):
         assert re.search("mma.sync|wgmma|tcgen05", ptx), ("products do not use matrix units", of)
     assert "fma.rn.f32" not in ptx, ("fused multiplications and additions", of)
     assert made.metadata.shared <= MOST_SHARED, (made.metadata.shared, of)

@@ -179,7 +179,7 @@ def test_no_size_of_a_step_makes_triton_compile_another_variant() -> None:
 
     changing = {"row_len", "num_pages", "num_rows", "first_row", "first_place"}
     changing |= {f"{of}_stride" for of in ("head", "token", "key_head", "key_token", "value_head", "value_token")}
-    for function in (kernel._partial, kernel._combined, kernel._write):
+    for function in (kernel.partial_results, kernel.combine_results, kernel._write):
         parameters = getattr(function, "params", None)
         if parameters is None:
             pytest.skip("triton's interpreter compiles nothing")

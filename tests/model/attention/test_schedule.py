@@ -123,7 +123,7 @@ def test_what_a_step_allocates_is_bounded(kernel: Any, rows: int, row_len: int, 
     counted = scratch_bytes(tokens, pages, sum_bytes(HEADS, DIM), MAX_SCRATCH_BYTES)
     assert scratch <= counted <= max(MAX_SCRATCH_BYTES, num_splits(pages) * sum_bytes(HEADS, DIM))
     assert scratch == counted or scratch > MAX_SCRATCH_BYTES // 2
-    assert kernel._partial.num_calls == kernel._combined.num_calls == num_calls >= 1
+    assert kernel.partial_results.num_calls == kernel.combine_results.num_calls == num_calls >= 1
 
 
 @pytest.mark.parametrize("others", [0, 64])
@@ -179,7 +179,7 @@ def scratch_of(kernel: Any, row_lens: list[int], row_len: int, context: int) -> 
         kernel.torch = SimpleNamespace(empty_like=spied(torch.empty_like), float32=torch.float32)
         query_like = _Spied(query, spied)
         kernel.attend_in_place(query_like, pool, pool, table, gather, gather.flatten()[:tokens], seen, None, 1.0, None)
-    return sum(made) - tokens * HEADS * DIM * 2, kernel._partial.num_calls
+    return sum(made) - tokens * HEADS * DIM * 2, kernel.partial_results.num_calls
 
 
 class _Spied:

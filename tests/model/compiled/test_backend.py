@@ -416,7 +416,7 @@ def test_the_service_says_the_same_through_replays(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(loading, "make_backend", backend)
     pump = Pump(target, draft, max_sessions=4)
     pump.target.runner.record(Limits(4, 64, 8))
-    pump.drafter._runner.record(Limits(4, 32, 8, is_tree=True))
+    pump.drafter.runner.record(Limits(4, 32, 8, is_tree=True))
     assert_same(pump.run(requests), want)
     assert all(recorder.num_replays >= 5 for recorder in recorders), [r.num_replays for r in recorders]
 
@@ -519,7 +519,7 @@ def test_recording_stops_where_memory_does_and_bits_stay(caplog: pytest.LogCaptu
         runner.record(LIMITS)
     assert len(few.backend.recorded) == 3
     assert none.backend.recorded == []
-    assert few.backend._shapes == none.backend._shapes
+    assert few.backend.shapes == none.backend.shapes
     assert "no memory to record more than 3 of" in caplog.text
 
 

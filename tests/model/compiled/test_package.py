@@ -28,11 +28,11 @@ def _huge_kb(address: int) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
 def test_large_memory_is_found_and_its_bytes_survive():
-    before = set(package._large_mappings())
+    before = set(package.large_mappings())
     with mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         pattern = bytes(range(251)) * (SIZE // 251) + bytes(SIZE % 251)
         memory.write(pattern)
-        found = set(package._large_mappings()) - before
+        found = set(package.large_mappings()) - before
         holder = (ctypes.c_char * SIZE).from_buffer(memory)
         address = ctypes.addressof(holder)
         (span,) = [(start, stop) for start, stop in found if start <= address < stop]
@@ -53,7 +53,7 @@ def test_memory_without_a_whole_large_page_is_left_alone(monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 def test_neither_heap_nor_stacks_nor_files_are_touched():
-    spans = set(package._large_mappings())
+    spans = set(package.large_mappings())
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         span, access, _, _, inode, *name = line.split()
         start, stop = (int(part, 16) for part in span.split("-"))

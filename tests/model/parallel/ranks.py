@@ -260,7 +260,7 @@ def run_compiled(
     eager = led(load(group, path, dtype), forward_all, texts, num_greedy)
     model = load(group, path, dtype, compile=True)
     compiled = led(model, forward_all, texts, num_greedy)
-    return type(getattr(model.step, "_step", model.step)).__name__, eager, compiled
+    return type(getattr(model.step, "step_function", model.step)).__name__, eager, compiled
 
 
 def run_invariance(group: Collectives, path: str, dtype: torch.dtype, compile: bool) -> str | None:

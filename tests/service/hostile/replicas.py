@@ -40,8 +40,8 @@ class Served:
 async def served(config, kind, pause_s=STEP_S, **options) -> Served:
     setup = config.target_setup() if kind == "target" else config.draft_setup()
     server = engine_server(setup, replica_id=kind, **options)
-    build = server.host._factory
-    server.host._factory = lambda emit: _Slowed(build(emit), pause_s)
+    build = server.host.factory
+    server.host.factory = lambda emit: _Slowed(build(emit), pause_s)
     await server.start()
     return Served(server)
 

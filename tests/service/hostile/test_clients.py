@@ -41,7 +41,7 @@ async def attacked(config, replicas, kind, attack, plain, patience_s=60.0):
             (victim, asyncio.ensure_future(begun.wait())), return_when=asyncio.FIRST_COMPLETED, timeout=60
         )
         assert begun.is_set(), f"the stream has not begun: {router.statuses()}"
-        (active,) = router._active.values()
+        (active,) = router.active.values()
         session = active.session
         epoch = session.target_epoch if kind == "target" else session.draft_epoch
         before = dict(one.host.status().counters)
@@ -77,11 +77,11 @@ async def test_what_makes_no_sense_is_dropped_and_counted_and_harms_nobody(confi
 @mutant(EngineHost, "admit")
 def _anybody_may_end_a_session(_, self, stream, message):
     """The host does not look at who opened a session."""
-    owner = self._owners.get(message.session_id)
+    owner = self.owners.get(message.session_id)
     if owner is None and isinstance(message, OpenSession):
-        self._owners[message.session_id] = (stream, message.epoch)
+        self.owners[message.session_id] = (stream, message.epoch)
     elif owner is not None and isinstance(message, CloseSession) and message.epoch == owner[1]:
-        del self._owners[message.session_id]
+        del self.owners[message.session_id]
     return True
 
 

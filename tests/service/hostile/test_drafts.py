@@ -51,8 +51,8 @@ async def answered_with(garbage, counted, config, target, plain, *, every_s=None
     counts = Counts()
     try:
         async with routed(config, [target], [draft]) as (router, _, _):
-            router._metrics.dropped = lambda kind, count=1: counts.router.update({kind: count})
-            (link,) = router._drafts.links.values()
+            router.metrics.dropped = lambda kind, count=1: counts.router.update({kind: count})
+            (link,) = router.drafts.links.values()
             await until(lambda: link.up and router.ready, what="both are up")
             for _ in range(attempts):
                 async with asyncio.timeout(patience_s):
@@ -77,7 +77,7 @@ async def answered_with(garbage, counted, config, target, plain, *, every_s=None
                 if counted(counts):
                     break
             assert counted(counts) > 0
-            assert router._active == {}
+            assert router.active == {}
         await assert_free(target)
         target.host.check()
     finally:
@@ -118,7 +118,7 @@ async def test_a_fault_of_our_own_on_a_link_hangs_no_session(config, shared, pla
         _, result = await collect(router, PROMPT, sampling=VICTIM)
         assert result.token_ids == plain(PROMPT, VICTIM)
         assert min(calls.values()) > 5
-        assert router._active == {}
+        assert router.active == {}
     await assert_free(*shared)
 
 

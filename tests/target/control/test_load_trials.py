@@ -95,7 +95,7 @@ def test_what_is_faster_without_drafts_than_plain_steps_are_is_tried() -> None:
 def test_a_load_that_begins_without_drafts_tries_them(gain: float) -> None:
     service = Service(gain, without=2.0, num_sessions=1)
     service.trials.only_plain, service.trials.begins_without = False, True
-    service.trials._loads.clear()  # no load is known
+    service.trials.loads.clear()  # no load is known
     assert not service.trials.wanted(1)
     service.run(8.0)
     assert service.trials.num_trials > 0
@@ -117,7 +117,7 @@ def test_what_drafts_promise_decides_when_they_are_tried_first(without: float) -
     """At four sessions ideal drafts yield 1.46 times the tokens of plain steps, which heads with 1.6 times beat."""
     service = Service(1.2, without=without, num_sessions=4)
     service.trials.only_plain, service.trials.begins_without = without == 1.0, True
-    service.trials._loads.clear()
+    service.trials.loads.clear()
     assert service.trials._ideal_rate(4) == pytest.approx(1.46 * 4 / cpu_cost(4))
     service.run(2.0)
     assert (service.trials.num_trials > 0) is (without == 1.0)
@@ -130,7 +130,7 @@ def test_what_drafts_reached_at_one_load_says_when_they_are_tried_at_the_next() 
     for gain, num_trials in ((0.6, 0), (2.0, 1)):
         service = Service(gain, num_sessions=2)
         service.trials.begins_without = True
-        service.trials._loads.clear()
+        service.trials.loads.clear()
         service.run(3.0)
         assert service.trials.num_trials == 1
         service.num_sessions = 4

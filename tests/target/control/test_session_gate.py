@@ -125,7 +125,7 @@ def test_a_draft_that_does_not_pay_costs_at_most_two_percent(draft: str, num_ses
     assert adaptive.tokens_per_s(0.0, 24.0) >= 0.98 * plain.tokens_per_s(0.0, 24.0)
     paused = adaptive.target.stats.drafts_paused
     assert num_sessions <= paused <= 6 * num_sessions
-    assert all(s.paused or s.on_trial for s in adaptive.target._scheduler.running if s.num_tokens > 300)
+    assert all(s.paused or s.on_trial for s in adaptive.target.scheduler.running if s.num_tokens > 300)
 
 
 _USELESS, _SLOW = (1, {"acceptance": 0.0}), (4, {"draft_step_s": 0.05})

@@ -97,18 +97,18 @@ class HeadDrafter(OfSessions[_Session]):
         self.kind, self.features, self.max_leaves = kind, features, max_leaves
         self.layers, self.conditional = module.layers_kv, module.conditional
         self._vocab_size, self._top_m = vocab_size, min(num_candidates, vocab_size)
-        self._sessions: dict[str, _Session] = {}
-        self._cache: KVCache | None = None
+        self.sessions: dict[str, _Session] = {}
+        self.cache: KVCache | None = None
         self._first_layer = 0
 
     def bind(self, cache: KVCache, first_layer: int) -> None:
         """Keeps keys and values in ``cache.keys[first_layer:]``, one entry per layer of the head; one that is
         ``on_target`` reads the target's own."""
-        self._cache, self._first_layer = cache, 0 if self.module.on_target else first_layer
+        self.cache, self._first_layer = cache, 0 if self.module.on_target else first_layer
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Opens any session. It is ready once it has been fed."""
-        self._sessions[session_id] = _Session(sampler, len(token_ids))
+        self.sessions[session_id] = _Session(sampler, len(token_ids))
 
     def ready(self, session_id: str) -> bool:
         """True if the states of all positions before the anchor have come."""
@@ -158,7 +158,7 @@ class HeadDrafter(OfSessions[_Session]):
                         part.first_row = 1 + variant
                 made.append(self.module.step(ids, states, at, self._attend(parts), variant))
         for each, part in zip(fed, parts, strict=True):
-            session = self._sessions[each.session_id]
+            session = self.sessions[each.session_id]
             session.states = [states[0, part.stop - 1].clone() for states in made]
             session.num_fed, session.pages = each.position + len(each.token_ids), each.pages
             session.holes, session.anchor, session.ahead = each.holes, each.token_ids[-1], None
@@ -167,7 +167,7 @@ class HeadDrafter(OfSessions[_Session]):
         """For each row, the state after the previous row, which the next module takes; zeros where there is none."""
         out = torch.roll(states, 1, 1)
         for each, part in zip(fed, parts, strict=True):
-            session = self._sessions[each.session_id]
+            session = self.sessions[each.session_id]
             known = session.states if each.position == session.num_fed else []
             out[0, part.start] = known[variant - 1] if known else 0
         return out
@@ -218,20 +218,20 @@ class HeadDrafter(OfSessions[_Session]):
 
     def check_integrity(self) -> None:
         """Asserts that every node has one state and one row per layer that computed it."""
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             for branches in session.branches.values():
                 assert set(branches.nodes) <= session.nodes.keys(), "a row of a node that is gone"
                 assert len(set(branches.nodes)) == len(branches.nodes), "two rows of one node"
                 assert branches.keys is None or len(branches.keys) == len(branches.nodes)
 
     def _attend(self, parts: Sequence[Part]) -> Paged:
-        return Paged(self._cache, self._first_layer, parts)
+        return Paged(self.cache, self._first_layer, parts)
 
     def _row(self, leaf: Leaf) -> Row:
         """Returns the row that decides how the token after a leaf is chosen. Tokens that the sampler already knows are
         context.
         """
-        session = self._sessions[leaf.session_id]
+        session = self.sessions[leaf.session_id]
         return Row(session.sampler, leaf.path[session.sampler.num_tokens - session.num_tokens :])
 
     def _variant(self, depth: int) -> int:
@@ -240,7 +240,7 @@ class HeadDrafter(OfSessions[_Session]):
 
     def _state(self, leaf: Leaf) -> Tensor:
         """[state_size] from which the leaf's logits come; of a head of ``_predict_all`` the logits."""
-        session = self._sessions[leaf.session_id]
+        session = self.sessions[leaf.session_id]
         if session.ahead is not None:
             return session.ahead[len(leaf.path)]
         return session.nodes[leaf.node_id] if leaf.path else session.states[0]
@@ -257,7 +257,7 @@ class HeadDrafter(OfSessions[_Session]):
         """Computes the rows of nodes below anchors, one call per variant of the module."""
         groups: dict[int, list[Leaf]] = {}
         for leaf in leaves:
-            if leaf.node_id not in self._sessions[leaf.session_id].nodes:
+            if leaf.node_id not in self.sessions[leaf.session_id].nodes:
                 groups.setdefault(self._variant(len(leaf.path)), []).append(leaf)
         for variant, group in groups.items():
             group.sort(key=lambda leaf: leaf.session_id)
@@ -265,7 +265,7 @@ class HeadDrafter(OfSessions[_Session]):
             owners: list[tuple[_Session, list[Leaf]]] = []
             states: list[Tensor] = []
             for leaf in group:
-                session = self._sessions[leaf.session_id]
+                session = self.sessions[leaf.session_id]
                 states.append(self._above(session, leaf))
                 if not owners or owners[-1][0] is not session:
                     owners.append((session, []))
@@ -296,7 +296,7 @@ class HeadDrafter(OfSessions[_Session]):
 
     def _predict_all(self, session_ids: set[str]) -> None:
         """The logits of all depths of sessions in one pass (Medusa)."""
-        sessions = [s for name in sorted(session_ids) if (s := self._sessions[name]).ahead is None]
+        sessions = [s for name in sorted(session_ids) if (s := self.sessions[name]).ahead is None]
         if not sessions:
             return
         made = self.module(torch.stack([session.states[0] for session in sessions]))
@@ -305,7 +305,7 @@ class HeadDrafter(OfSessions[_Session]):
 
     def _look_ahead(self, session_ids: set[str]) -> None:
         """All depths of sessions in one pass over rows that the head fills in by itself (P-EAGLE, streams)."""
-        sessions = [s for name in sorted(session_ids) if (s := self._sessions[name]).ahead is None]
+        sessions = [s for name in sorted(session_ids) if (s := self.sessions[name]).ahead is None]
         if not sessions:
             return
         parts: list[Part] = []
@@ -329,7 +329,7 @@ class HeadDrafter(OfSessions[_Session]):
         states: list[Tensor] = []
         tokens: list[int] = []
         for i in indices:
-            ahead = self._sessions[leaves[i].session_id].ahead
+            ahead = self.sessions[leaves[i].session_id].ahead
             assert ahead is not None
             tokens += self._tokens(leaves[i])
             states.append(ahead[: len(leaves[i].path) + 1])
@@ -342,7 +342,7 @@ class HeadDrafter(OfSessions[_Session]):
 
     def _tokens(self, leaf: Leaf) -> list[int]:
         """The anchor and the tokens below it."""
-        return [self._sessions[leaf.session_id].anchor, *leaf.path]
+        return [self.sessions[leaf.session_id].anchor, *leaf.path]
 
 
 def keyless_part(part: Part) -> Part:

@@ -87,16 +87,16 @@ class EarlyExit(OfSessions[_Session]):
         self.max_leaves = max_leaves
         self._top_m = min(num_candidates, vocab_size)
         self._vocab_size = vocab_size
-        self._sessions: dict[str, _Session] = {}
-        self._cache: KVCache | None = None
+        self.sessions: dict[str, _Session] = {}
+        self.cache: KVCache | None = None
 
     def bind(self, cache: KVCache, first_layer: int) -> None:
         """Reads the target's own layers of ``cache``."""
-        self._cache = cache
+        self.cache = cache
 
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Opens any session. It is ready once the target has computed its context."""
-        self._sessions[session_id] = _Session(sampler, len(token_ids), token_ids[-1])
+        self.sessions[session_id] = _Session(sampler, len(token_ids), token_ids[-1])
 
     def ready(self, session_id: str) -> bool:
         """True if the target has computed all positions before the anchor."""
@@ -115,7 +115,7 @@ class EarlyExit(OfSessions[_Session]):
             return Candidates.of_some(len(leaves), [])
         usable.sort(key=lambda index: leaves[index].session_id)
         chosen = [leaves[index] for index in usable]
-        rows = [Row(self._sessions[leaf.session_id].sampler, leaf.path) for leaf in chosen]
+        rows = [Row(self.sessions[leaf.session_id].sampler, leaf.path) for leaf in chosen]
         ids, scores = draft_candidates(self._forward(chosen), rows, self._top_m)
         return Candidates.of_some(len(leaves), [(usable, ids.cpu(), scores.cpu())])
 
@@ -128,7 +128,7 @@ class EarlyExit(OfSessions[_Session]):
 
     def check_integrity(self) -> None:
         """Asserts that every row belongs to one node."""
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             for branches in session.branches.values():
                 assert len(set(branches.nodes)) == len(branches.nodes), "two rows of one node"
                 assert branches.keys is None or len(branches.keys) == len(branches.nodes)
@@ -139,7 +139,7 @@ class EarlyExit(OfSessions[_Session]):
         owners: list[tuple[_Session, list[int]]] = []
         token_ids: list[int] = []
         for leaf in leaves:
-            session = self._sessions[leaf.session_id]
+            session = self.sessions[leaf.session_id]
             if not owners or owners[-1][0] is not session:
                 start, num_rows = len(token_ids), session.num_tokens - 1
                 parts.append(Part(start, start, [], session.pages, 0, num_rows, branches=session.branches))
@@ -157,7 +157,7 @@ class EarlyExit(OfSessions[_Session]):
                 input_ids=torch.tensor([token_ids], device=device),
                 position_ids=positions,
                 use_cache=False,
-                attend=Paged(self._cache, 0, parts),
+                attend=Paged(self.cache, 0, parts),
             ).logits[0, :, : self._vocab_size]
         for (session, nodes), part in zip(owners, parts, strict=True):
             for layer, (keys, values) in part.made.items():

@@ -80,9 +80,9 @@ class RemoteHead(OfSessions[_Session]):
         """
         assert head.features.every_position
         self.kind, self.max_leaves, self.width = head.kind, head.max_leaves, width
-        self._head, self._cache = head, cache
+        self._head, self.cache = head, cache
         self._max_prefill_tokens, self._max_len = max_prefill_tokens, max_len
-        self._sessions: dict[str, _Session] = {}
+        self.sessions: dict[str, _Session] = {}
         head.bind(cache, 0)
 
     @property
@@ -93,7 +93,7 @@ class RemoteHead(OfSessions[_Session]):
     def open(self, session_id: str, token_ids: Sequence[int], sampler: SamplerState, salt: str = "") -> None:
         """Begins a session; refuses a context that the whole cache cannot hold."""
         self._require_room(len(token_ids))
-        self._sessions[session_id] = _Session([*token_ids], [0] * len(token_ids), len(token_ids))
+        self.sessions[session_id] = _Session([*token_ids], [0] * len(token_ids), len(token_ids))
         self._head.open(session_id, token_ids[:1], sampler, salt)
 
     def feed(self, session_id: str, position: int, states: Tensor) -> int:
@@ -104,7 +104,7 @@ class RemoteHead(OfSessions[_Session]):
         stop, known = position + len(states), session.num_known
         if not known < stop < len(session.tokens):
             return -1
-        own = self._cache.keys[0]
+        own = self.cache.keys[0]
         session.coming.append((max(position, known), states[max(0, known - position) :].to(own.device, own.dtype)))
         return max(0, position - known)
 
@@ -115,7 +115,7 @@ class RemoteHead(OfSessions[_Session]):
 
     def prefill(self) -> bool:
         """Computes states of sessions that are not ready; those without room for them wait."""
-        waiting = {name: s for name, s in self._sessions.items() if s.coming and not s.ready}
+        waiting = {name: s for name, s in self.sessions.items() if s.coming and not s.ready}
         return self.compute_states(waiting, self._max_prefill_tokens)
 
     def ready(self, session_id: str) -> bool:
@@ -154,16 +154,16 @@ class RemoteHead(OfSessions[_Session]):
 
     def close(self, session_id: str) -> None:
         """Frees the session's pages."""
-        session = self._sessions.pop(session_id, None)
+        session = self.sessions.pop(session_id, None)
         if session is not None:
             self._head.close(session_id)
-            self._cache.release(session.pages)
+            self.cache.release(session.pages)
 
     def check_integrity(self) -> None:
         """Asserts that every page is free or a session's, and that states are in order."""
-        self._cache.check_integrity([session.pages for session in self._sessions.values()])
+        self.cache.check_integrity([session.pages for session in self.sessions.values()])
         self._head.check_integrity()
-        for session in self._sessions.values():
+        for session in self.sessions.values():
             assert len(session.node_ids) == len(session.tokens)
             assert session.num_known < len(session.tokens)
             at = session.num_fed
@@ -172,7 +172,7 @@ class RemoteHead(OfSessions[_Session]):
                 at = position + len(states)
 
     def _require_room(self, num_tokens: int) -> None:
-        room = min(self._cache.num_pages * PAGE_SIZE, self._max_len)
+        room = min(self.cache.num_pages * PAGE_SIZE, self._max_len)
         if num_tokens > room:
             raise ResourceExhaustedError(f"the context has {num_tokens} tokens: the draft's cache holds {room}")
 
@@ -186,7 +186,7 @@ class RemoteHead(OfSessions[_Session]):
             position, states = taken
             stop = position + len(states)
             try:
-                session.pages += self._cache.allocate(max(0, pages_for(stop + 1) - len(session.pages)))
+                session.pages += self.cache.allocate(max(0, pages_for(stop + 1) - len(session.pages)))
             except ResourceExhaustedError:
                 session.coming.insert(0, (position, states))
                 continue
@@ -223,7 +223,7 @@ class RemoteHead(OfSessions[_Session]):
         """Makes states of the nodes above the leaves that have none: of committed tokens that were not predicted."""
         missing: dict[tuple[str, int], Leaf] = {}
         for leaf in leaves:
-            live = self._sessions[leaf.session_id].live
+            live = self.sessions[leaf.session_id].live
             for depth, node in enumerate(leaf.path_ids[:-1]):
                 if node not in live:
                     path = Leaf(leaf.session_id, node, leaf.path_ids[: depth + 1], leaf.path[: depth + 1])
@@ -232,4 +232,4 @@ class RemoteHead(OfSessions[_Session]):
             level = [leaf for leaf in missing.values() if len(leaf.path) == depth]
             self._head.continue_to(level)
             for leaf in level:
-                self._sessions[leaf.session_id].live.add(leaf.node_id)
+                self.sessions[leaf.session_id].live.add(leaf.node_id)

@@ -8,10 +8,10 @@ not depend on the rest of the batch, on the length of the page table, or on whet
 step (``schedule.py``) in turn, so a launch depends on nothing but the number of tokens, and pages that nobody sees cost
 nothing.
 
-There are two launches. ``_partial`` computes partial results of few queries, which ``_combined`` adds up: for decoding
-and verification, whose keys must be spread over a device. ``walk_pages`` takes the many queries of full rows of a
-prompt, and walks all their keys: it reads them less often, and keeps the sums in registers. Both call the same
-functions for a tile and for a sum, which are compiled without fused multiplications and additions, and no order of
+There are two launches. ``partial_results`` computes partial results of few queries, which ``combine_results`` adds up:
+for decoding and verification, whose keys must be spread over a device. ``walk_pages`` takes the many queries of full
+rows of a prompt, and walks all their keys: it reads them less often, and keeps the sums in registers. Both call the
+same functions for a tile and for a sum, which are compiled without fused multiplications and additions, and no order of
 summation depends on how a tile lies in the threads: weights are summed by a product. ``walked_block`` compares the bits
 of both on a device, whose matrix units might sum in another order for more rows, before it lets large tiles be used.
 
@@ -211,7 +211,7 @@ def _average(top, total, out, sink, like, scale, SINKS: tl.constexpr):  # type: 
     do_not_specialize=["num_rows", "first_row", "first_place", "row_len", "num_pages", "head_stride", "token_stride"],
     do_not_specialize_on_alignment=["table", "gather", "first", "stop", "mask", "work"],
 )
-def _partial(  # type: ignore[no-untyped-def]
+def partial_results(  # type: ignore[no-untyped-def]
     query,
     keys,
     values,
@@ -334,7 +334,7 @@ def _partial(  # type: ignore[no-untyped-def]
     do_not_specialize=["num_rows", "first_row", "first_place", "row_len"],
     do_not_specialize_on_alignment=["scatter", "work"],
 )
-def _combined(  # type: ignore[no-untyped-def]
+def combine_results(  # type: ignore[no-untyped-def]
     sums,
     maxima,
     totals,
@@ -705,7 +705,7 @@ def _attended(
     for call, work in todo:
         rows = call.stop_row - call.first_row
         at = call.first_row, call.first_place, row_len
-        _partial[(NUM_PROGRAMS,)](
+        partial_results[(NUM_PROGRAMS,)](
             query,
             key_pages,
             value_pages,
@@ -723,7 +723,7 @@ def _attended(
             **{name: value for name, value in shape.items() if name != "SINKS"},
             **few,
         )
-        _combined[(num_tokens, num_heads)](
+        combine_results[(num_tokens, num_heads)](
             sums,
             maxima,
             totals,
@@ -741,7 +741,7 @@ def _attended(
 
 
 def walked_block(query: Tensor, key_pages: Tensor, value_pages: Tensor) -> int:
-    """Queries of a tile of rows that are walked: the largest with the same bits as ``_partial`` on this device.
+    """Queries of a tile of rows that are walked: the largest with the same bits as ``partial_results`` on this device.
 
     The first call for each size of heads compares them, unless a step is being recorded.
     """

@@ -243,17 +243,17 @@ class _RankStep:
     """A compiled step that says why an exchange within it failed."""
 
     def __init__(self, step: StepFunction, group: Collectives) -> None:
-        self._step, self._group = step, group
+        self.step_function, self._group = step, group
         self.is_native = getattr(step, "is_native", False)
 
     def __call__(self, *inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
         with self._explained():
-            return self._step(*inputs)
+            return self.step_function(*inputs)
 
     def run_plan(self, plan: StepPlan, cache: KVCache, dtype: torch.dtype, window: int | None) -> Any:
         """The step by its plan, which is the same for all ranks (``backend.run_plan``)."""
         with self._explained():
-            return run_plan(self._step, plan, cache, dtype, window)
+            return run_plan(self.step_function, plan, cache, dtype, window)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -194,7 +194,7 @@ class DeviceBackend:
         self._cache, self._dtype, self._window = cache, dtype, window
         self._recorder, self._max_shapes = recorder, max_shapes
         self.least = least
-        self._shapes: list[StepShape] = []
+        self.shapes: list[StepShape] = []
         self._fits = Fits()
         self._replays: dict[StepShape, Replay] = {}
         self._num_states: dict[StepShape, int] = {}
@@ -288,20 +288,20 @@ class DeviceBackend:
         (EngineError). Raises what else ``step`` raises while it is recorded, with no recording left.
         """
         shapes_of = token_shapes if self._in_place and not limits.is_tree else shapes_to_record
-        self._shapes = shapes_of(limits, self._max_shapes)
-        self._fits = Fits(self._shapes)
+        self.shapes = shapes_of(limits, self._max_shapes)
+        self._fits = Fits(self.shapes)
         self._replays.clear()
         self._most_sums.clear()
         if self._recorder is None:
             return
         started = told = time.perf_counter()
-        self._buffer = self._new_buffer(max(self._num_bytes(s) for s in self._shapes)).zero_()
-        for shape in sorted(self._shapes, key=lambda s: s.cost, reverse=True):
+        self._buffer = self._new_buffer(max(self._num_bytes(s) for s in self.shapes)).zero_()
+        for shape in sorted(self.shapes, key=lambda s: s.cost, reverse=True):
             if not self.least(self._recorder.has_room()):
                 log.warning(
                     "no memory to record more than %d of %d step shapes: the others run eagerly",
                     len(self._replays),
-                    len(self._shapes),
+                    len(self.shapes),
                 )
                 break
             try:
@@ -316,12 +316,12 @@ class DeviceBackend:
                 raise
             if time.perf_counter() - told > _PROGRESS_S:
                 told = time.perf_counter()
-                done, total = len(self._replays), len(self._shapes)
+                done, total = len(self._replays), len(self.shapes)
                 logging.getLogger("paceline.startup").info("recording step shapes, %d of %d", done, total)
         log.info(
             "recorded %d of %d step shapes in %.1f s",
             len(self._replays),
-            len(self._shapes),
+            len(self.shapes),
             time.perf_counter() - started,
         )
 
@@ -329,11 +329,11 @@ class DeviceBackend:
         self._fill_blank(shape)
         room = _Room.of(shape, self._buffer[: self._num_bytes(shape)], self._cache.linear_pools)
         if not len(self._logits):  # of the largest shape that there is, in the dtype that the model gives
-            most = max(s.logit_rows for s in self._shapes)
+            most = max(s.logit_rows for s in self.shapes)
             logits, states = self._call(step, room, self._inputs(room, shape))
             self._logits = logits.new_empty(most, logits.shape[1])
             if states is not None:
-                self._states = states.new_empty(max(s.tokens for s in self._shapes), states.shape[1])
+                self._states = states.new_empty(max(s.tokens for s in self.shapes), states.shape[1])
 
         def function() -> None:
             seen = self._inputs(room, shape)

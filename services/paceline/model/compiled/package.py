@@ -90,7 +90,7 @@ class CompiledPackage:
         with zipfile.ZipFile(path) as package, tempfile.TemporaryDirectory(prefix="paceline-package-") as folder:
             package.extractall(folder)
             (library,) = Path(folder).rglob("*.so")
-            before = set(_large_mappings())
+            before = set(large_mappings())
             self.load_library = ctypes.CDLL(str(library))
             self._container = ctypes.c_void_p()
             self._call(
@@ -103,7 +103,7 @@ class CompiledPackage:
         number = ctypes.c_size_t()
         self._call("AOTInductorModelContainerGetNumOutputs", self._container, ctypes.byref(number))
         self._num_outputs = number.value
-        for start, stop in set(_large_mappings()) - before:
+        for start, stop in set(large_mappings()) - before:
             _use_huge_pages(start, stop)
         self._run = ctypes.cast(self.load_library.AOTInductorModelContainerRun, ctypes.c_void_p)
         load_library()  # no step waits for it
@@ -278,7 +278,7 @@ def _digest() -> str:
     return hashlib.blake2b(sources + facts.encode(), digest_size=8).hexdigest()
 
 
-def _large_mappings() -> Iterator[tuple[int, int]]:
+def large_mappings() -> Iterator[tuple[int, int]]:
     """Addresses [start, stop) of memory that was asked for in large pieces: no stack, no heap, no file."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()

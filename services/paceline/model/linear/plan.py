@@ -188,14 +188,14 @@ class LinearSlots:
     def __init__(self, slots: Slots) -> None:
         """Records which slot belongs to which chunk. Holds no tensor."""
         self.slots = slots
-        self._state_of: OrderedDict[int, int] = OrderedDict()  # least recently used first
+        self.state_of: OrderedDict[int, int] = OrderedDict()  # least recently used first
         self._rows_of: dict[int, int] = {}
-        self._free_states = [*reversed(range(slots.states))]
-        self._free_rows = [*reversed(range(slots.rows))]
+        self.free_states = [*reversed(range(slots.states))]
+        self.free_rows = [*reversed(range(slots.rows))]
         self._owners: Counter[int] = Counter()  # keys of each state slot
-        self._held: Counter[int] = Counter()  # sessions that hold the state of a key
+        self.held: Counter[int] = Counter()  # sessions that hold the state of a key
         self._in_step: set[int] = set()  # state slots that the step being planned reads or writes
-        self._ended: list[int] = []  # slots of rows that are free after the step
+        self.ended: list[int] = []  # slots of rows that are free after the step
         self._ended_states: list[int] = []  # the same, of states: the step may read them after it has stored others
         self._optional: list[tuple[Chunk, int]] = []  # chunks whose states, of these keys, are stored if slots are left
         self._unconfirmed: list[int] = []  # keys whose states are only there once the step has run
@@ -206,12 +206,12 @@ class LinearSlots:
     @property
     def num_used(self) -> int:
         """Slots that hold a state."""
-        return self.slots.states - len(self._free_states) - len(self._ended_states)
+        return self.slots.states - len(self.free_states) - len(self._ended_states)
 
     @property
     def num_prefixes(self) -> int:
         """States that no session holds: of cached prefixes, and in a step of branches."""
-        return len(self._state_of) - len(self._held)
+        return len(self.state_of) - len(self.held)
 
     # Sessions.
 
@@ -227,7 +227,7 @@ class LinearSlots:
                 self._drop_rows(passed)
                 chunk -= 1
             if key != NONE:
-                self._held[key] += 1
+                self.held[key] += 1
             self.let_go(held)
         return key
 
@@ -236,7 +236,7 @@ class LinearSlots:
         them.
         """
         last = chunk = num_computed // CHUNK
-        while chunk and _key(pages, chunk - 1) not in self._state_of:
+        while chunk and _key(pages, chunk - 1) not in self.state_of:
             chunk -= 1
         return last - chunk
 
@@ -246,12 +246,12 @@ class LinearSlots:
 
     def let_go(self, key: int) -> None:
         """Ends a session's hold. A state within a page is given up with its last hold."""
-        if self._held[key] > 0:
-            self._held[key] -= 1
-        if not self._held[key]:
-            del self._held[key]
-            if key in self._state_of and not _ends_page(key):
-                self._drop_state(key)
+        if self.held[key] > 0:
+            self.held[key] -= 1
+        if not self.held[key]:
+            del self.held[key]
+            if key in self.state_of and not _ends_page(key):
+                self.drop_state(key)
 
     def promise(self, owner: object, count: int) -> None:
         """Reserves slots of rows that ``owner`` writes in the coming step. Replaces its earlier reservation.
@@ -260,7 +260,7 @@ class LinearSlots:
             ResourceExhaustedError: fewer slots are free.
         """
         self._promised.pop(owner, None)
-        free = len(self._free_rows) + len(self._ended) - sum(self._promised.values())
+        free = len(self.free_rows) + len(self.ended) - sum(self._promised.values())
         if count > free:
             raise ResourceExhaustedError(f"{count} chunks of rows of linear layers were asked for, {free} are free")
         self._promised[owner] = count
@@ -268,41 +268,41 @@ class LinearSlots:
     def hit(self, pages: Sequence[int]) -> int:
         """The number of ``pages`` up to the last one at whose end a state is known."""
         count = len(pages)
-        while count and _key(pages, count * CHUNKS_OF_PAGE - 1) not in self._state_of:
+        while count and _key(pages, count * CHUNKS_OF_PAGE - 1) not in self.state_of:
             count -= 1
         if count:
-            self._state_of.move_to_end(_key(pages, count * CHUNKS_OF_PAGE - 1))
+            self.state_of.move_to_end(_key(pages, count * CHUNKS_OF_PAGE - 1))
         return count
 
     # Pages.
 
     def at_end(self, page: int) -> int:
         """The slot of the state at the end of a page; NONE: it is not known."""
-        return self._state_of.get((page + 1) * CHUNKS_OF_PAGE - 1, NONE)
+        return self.state_of.get((page + 1) * CHUNKS_OF_PAGE - 1, NONE)
 
     def restore(self, page: int) -> int:
         """Returns a slot for the state at the end of a cached prefix's page, which is written there between two steps;
         NONE: sessions hold all states."""
-        if not self._free_states:
+        if not self.free_states:
             self._evict()
-        if not self._free_states:
+        if not self.free_states:
             return NONE
-        self._own((page + 1) * CHUNKS_OF_PAGE - 1, slot := self._free_states.pop())
+        self._own((page + 1) * CHUNKS_OF_PAGE - 1, slot := self.free_states.pop())
         return slot
 
     def forget(self, pages: Sequence[int]) -> None:
         """Drops all rows and states of pages that are free."""
         for page in pages:
             for key in range(page * CHUNKS_OF_PAGE, (page + 1) * CHUNKS_OF_PAGE):
-                self._drop_state(key)
+                self.drop_state(key)
                 self._drop_rows(key)
-                del self._held[key]
+                del self.held[key]
 
     def rest(self, page: int) -> None:
         """Drops all of a cached prefix's page except the state at its end."""
         *others, last = range(page * CHUNKS_OF_PAGE, (page + 1) * CHUNKS_OF_PAGE)
         for key in others:
-            self._drop_state(key)
+            self.drop_state(key)
             self._drop_rows(key)
         self._drop_rows(last)
 
@@ -316,9 +316,9 @@ class LinearSlots:
         """
         self.abandon()
         self._in_step.clear()
-        self._free_rows += self._ended
-        self._free_states += self._ended_states
-        self._ended, self._ended_states, self._optional = [], [], []
+        self.free_rows += self.ended
+        self.free_states += self._ended_states
+        self.ended, self._ended_states, self._optional = [], [], []
         copies = [pair for step in steps for pages in step.copies for pair in self.copy_states(*pages)]
         sequences = [self.sequence_part(step) for step in steps]
         for chunk, key in self._optional:
@@ -331,7 +331,7 @@ class LinearSlots:
         for key in self._replaced_rows:
             self._drop_rows(key)
         for key in self._replaced_states:
-            self._drop_state(key)
+            self.drop_state(key)
         self._unconfirmed, self._replaced_rows, self._replaced_states = [], [], []
 
     def abandon(self) -> None:
@@ -339,16 +339,16 @@ class LinearSlots:
         failed, or has not run."""
         self._promised.clear()
         for key in self._unconfirmed:
-            self._drop_state(key)
+            self.drop_state(key)
         self._unconfirmed, self._replaced_rows, self._replaced_states = [], [], []
 
     def copy_states(self, source: int, target: int) -> Iterator[tuple[int, int]]:
         """Makes a page share the states of another one. Yields (from, to) slots for copies of its rows."""
         for chunk in range(CHUNKS_OF_PAGE):
             ours, theirs = source * CHUNKS_OF_PAGE + chunk, target * CHUNKS_OF_PAGE + chunk
-            self._drop_state(theirs)
-            if ours in self._state_of:
-                self._own(theirs, self._state_of[ours])
+            self.drop_state(theirs)
+            if ours in self.state_of:
+                self._own(theirs, self.state_of[ours])
             if ours in self._rows_of:
                 yield self._rows_of[ours], self._take_rows(theirs)
             else:
@@ -363,7 +363,7 @@ class LinearSlots:
         base = self.known_base(pages, first, start)
         state = self.use_state(_key(pages, base - 1)) if base else NONE
         for number in range(first, len(pages) * CHUNKS_OF_PAGE):  # what these were computed from is overwritten
-            self._drop_state(_key(pages, number))
+            self.drop_state(_key(pages, number))
         last_end = boundary // CHUNKS_OF_PAGE * CHUNKS_OF_PAGE  # of a page of committed tokens
         further: dict[int, list[tuple[int, int]]] = {}
         for index, row in step.also:
@@ -394,7 +394,7 @@ class LinearSlots:
         """The chunk before which a state is known, and from which on all rows before ``start`` are."""
         known = not start % CHUNK or _key(pages, first) in self._rows_of
         base = first
-        while known and base and _key(pages, base - 1) not in self._state_of:
+        while known and base and _key(pages, base - 1) not in self.state_of:
             base -= 1
             known = _key(pages, base) in self._rows_of
         if not known:
@@ -406,7 +406,7 @@ class LinearSlots:
         too.
         """
         key = row // CHUNK
-        self._drop_state(key)
+        self.drop_state(key)
         if chunk.store != NONE and offset == CHUNK - 1:
             self._own(key, chunk.store)
             self._unconfirmed.append(key)
@@ -418,18 +418,18 @@ class LinearSlots:
 
     def use_state(self, key: int) -> int:
         """Returns the slot of a stored state, which this step does not give away."""
-        slot = self._state_of[key]
-        self._state_of.move_to_end(key)
+        slot = self.state_of[key]
+        self.state_of.move_to_end(key)
         self._in_step.add(slot)
         return slot
 
     def store_state(self, key: int, *, must: bool) -> int:
         """A slot for the state of ``key``; NONE if it need not be stored and all are in use."""
-        self._drop_state(key)
-        if not self._free_states:
+        self.drop_state(key)
+        if not self.free_states:
             self._evict()
-        if self._free_states:
-            self._own(key, self._free_states.pop())
+        if self.free_states:
+            self._own(key, self.free_states.pop())
             self._unconfirmed.append(key)
             return self.use_state(key)
         if must:
@@ -438,49 +438,49 @@ class LinearSlots:
 
     def _evict(self) -> None:
         """Drops the least recently used state that no session holds, if there is one."""
-        kept = self._in_step | {self._state_of[key] for key in self._held if key in self._state_of}
-        if (slot := next((slot for slot in self._state_of.values() if slot not in kept), None)) is not None:
-            for key in [key for key, of in self._state_of.items() if of == slot]:
-                self._drop_state(key)
+        kept = self._in_step | {self.state_of[key] for key in self.held if key in self.state_of}
+        if (slot := next((slot for slot in self.state_of.values() if slot not in kept), None)) is not None:
+            for key in [key for key, of in self.state_of.items() if of == slot]:
+                self.drop_state(key)
 
     def _own(self, key: int, slot: int) -> None:
-        self._state_of[key] = slot
+        self.state_of[key] = slot
         self._owners[slot] += 1
 
-    def _drop_state(self, key: int) -> None:
-        slot = self._state_of.pop(key, NONE)
+    def drop_state(self, key: int) -> None:
+        slot = self.state_of.pop(key, NONE)
         if slot == NONE:
             return
         self._owners[slot] -= 1
         if not self._owners[slot]:
             del self._owners[slot]
-            (self._ended_states if slot in self._in_step else self._free_states).append(slot)
+            (self._ended_states if slot in self._in_step else self.free_states).append(slot)
 
     def _take_rows(self, key: int) -> int:
         if key not in self._rows_of:
-            if not self._free_rows:
+            if not self.free_rows:
                 raise EngineError(f"all {self.slots.rows} chunks of rows of linear layers are in use")
-            self._rows_of[key] = self._free_rows.pop()
+            self._rows_of[key] = self.free_rows.pop()
         return self._rows_of[key]
 
     def _drop_rows(self, key: int) -> None:
         """Drops a chunk's rows. Their slot is free from the next step on."""
         if (slot := self._rows_of.pop(key, NONE)) != NONE:
-            self._ended.append(slot)
+            self.ended.append(slot)
 
     def check_integrity(self, free: Sequence[int], cached: Sequence[int], held: Sequence[int]) -> None:
         """Asserts that every slot has an owner or is free.
 
         ``free``, ``cached``: pages that nobody holds. ``held``: the key of the state that each session holds.
         """
-        rows = [*self._rows_of.values(), *self._free_rows, *self._ended]
+        rows = [*self._rows_of.values(), *self.free_rows, *self.ended]
         assert sorted(rows) == [*range(self.slots.rows)], "a slot of rows leaked"
-        states = [*{*self._state_of.values()}, *self._free_states, *self._ended_states]
+        states = [*{*self.state_of.values()}, *self.free_states, *self._ended_states]
         assert sorted(states) == [*range(self.slots.states)], "a state slot leaked"
-        assert Counter(self._state_of.values()) == self._owners, "owners of states differ"
-        assert all(key in self._state_of for key in held), "a held state is gone"
-        assert Counter(held) == self._held, "holds of states differ from what sessions hold"
-        owned = {key // CHUNKS_OF_PAGE for key in (*self._rows_of, *self._state_of)}
+        assert Counter(self.state_of.values()) == self._owners, "owners of states differ"
+        assert all(key in self.state_of for key in held), "a held state is gone"
+        assert Counter(held) == self.held, "holds of states differ from what sessions hold"
+        owned = {key // CHUNKS_OF_PAGE for key in (*self._rows_of, *self.state_of)}
         assert not owned & {*free}, "a free page owns slots"
         assert not {*cached} & {key // CHUNKS_OF_PAGE for key in self._rows_of}, "a cached page owns rows"
 

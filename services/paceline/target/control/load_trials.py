@@ -99,7 +99,7 @@ class LoadTrials:
     """Unknown loads begin without drafts even if the cost of a step promises gain: the drafts' model and cores serve in
     the target meanwhile."""
     num_trials: int = 0
-    _loads: dict[int, _Load] = field(default_factory=dict)
+    loads: dict[int, _Load] = field(default_factory=dict)
     _last: tuple[int, bool] | None = None
     _settling: int = 0
 
@@ -109,7 +109,7 @@ class LoadTrials:
 
     def most_sessions(self) -> int | None:
         """The most sessions for which drafting is enabled, as far as loads are known; None: no limit is known."""
-        on, off = ([at for at, load in self._loads.items() if load.wanted is wanted] for wanted in (True, False))
+        on, off = ([at for at, load in self.loads.items() if load.wanted is wanted] for wanted in (True, False))
         first = min((at for at in off if at > max(on, default=-1)), default=None)
         return None if first is None else (1 << first) >> 1  # a load begins where the one below it ends
 
@@ -165,7 +165,7 @@ class LoadTrials:
 
     def standing(self, num_sessions: int) -> Standing:
         """The choice at this concurrency and its reasons. Changes nothing; may be called by other threads."""
-        load = self._loads.get(load_class(num_sessions)) or self._new(num_sessions)
+        load = self.loads.get(load_class(num_sessions)) or self._new(num_sessions)
         # Rates are kept for the most sessions of a load; here they are scaled back to these.
         rates = {wanted: rate.per_s() / self.scale(num_sessions) for wanted, rate in load.rates.items()}
         return Standing(
@@ -179,9 +179,9 @@ class LoadTrials:
 
     def _at(self, num_sessions: int) -> _Load:
         at = load_class(num_sessions)
-        load = self._loads.get(at)
+        load = self.loads.get(at)
         if load is None:
-            load = self._loads[at] = self._new(num_sessions)
+            load = self.loads[at] = self._new(num_sessions)
         return load
 
     def _new(self, num_sessions: int) -> _Load:
@@ -192,7 +192,7 @@ class LoadTrials:
     def begins_with_drafts(self, num_sessions: int) -> bool:
         """Choice for an unknown load: drafting if it clearly gains by the cost of a step, and at smaller loads."""
         at = load_class(num_sessions)
-        smaller = [other for key, other in list(self._loads.items()) if key < at]
+        smaller = [other for key, other in list(self.loads.items()) if key < at]
         acceptance = self.allocation.coupled.rate()
         pays = self.allocation.gain(num_sessions, acceptance, LARGEST_K) >= _CLEAR or not self.allocation.cost.known
         return pays and not self.begins_without and all(other.choice for other in smaller)
@@ -208,10 +208,10 @@ class LoadTrials:
     def _promise(self, num_sessions: int, load: _Load) -> float:
         """Expected speedup of drafts over the rate measured without them."""
         ideal, without = self._ideal_rate(num_sessions), load.rates[False].per_s()
-        tried = [at for at, other in list(self._loads.items()) if other.rates[True].per_s() > 0]
+        tried = [at for at, other in list(self.loads.items()) if other.rates[True].per_s() > 0]
         if tried and ideal > 0:
             at = min(tried, key=lambda at: abs(at - load_class(num_sessions)))
-            ideal *= min(1.0, self._loads[at].rates[True].per_s() / self._ideal_rate(1 << at))
+            ideal *= min(1.0, self.loads[at].rates[True].per_s() / self._ideal_rate(1 << at))
         return ideal * self.scale(num_sessions) / without if without > 0 else math.inf
 
     def _ideal_rate(self, num_sessions: int) -> float:
