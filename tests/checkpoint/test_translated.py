@@ -17,7 +17,7 @@ from tests.support.models import random_model
 from tests.support.mutants import mutant
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config, LlamaConfig, LlamaForCausalLM
 
 from paceline.checkpoint import tiktoken_model
 from paceline.checkpoint.chat import load_chat
@@ -317,6 +317,52 @@ def test_what_cannot_be_read_is_said(tmp_path, name, change, sentence):
     rewrite(tmp_path, name, change)
     with pytest.raises(ConfigError, match=sentence):
         load_tokenizer(str(tmp_path))
+
+
+MINICPM = {
+    "scale_emb": 12, "dim_model_base": 16, "scale_depth": 1.4, "hidden_size": 64, "intermediate_size": 96,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "vocab_size": 300, "bos_token_id": 1,
+    "eos_token_id": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+def minicpm(folder: Path, **values: object) -> tuple[Path, LlamaForCausalLM]:
+    """A tiny MiniCPM, and a Llama whose weights hold its scales: those of embeddings, residual branches and logits."""
+    config = LlamaConfig(**{key: value for key, value in MINICPM.items() if not key.startswith(("scale", "dim"))})
+    model = random_model(config)
+    model.save_pretrained(folder)
+    found = json.loads((folder / "config.json").read_text()) | MINICPM | {"tie_word_embeddings": False, **values}
+    found |= {"model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"], "auto_map": {"AutoConfig": "c.Own"}}
+    (folder / "config.json").write_text(json.dumps(found))
+    with torch.no_grad():
+        model.model.embed_tokens.weight *= MINICPM["scale_emb"]
+        for layer in model.model.layers:
+            for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                linear.weight *= 1.4 / 3**0.5
+        model.lm_head.weight /= 64 / 16
+    return folder, model
+
+
+def test_the_scales_of_minicpm_are_those_of_its_definition(tmp_path):
+    folder, expected = minicpm(tmp_path)
+    model = load_pretrained(Checkpoint.open(str(folder)), torch.float32)
+    ids = torch.arange(10, 42)[None]
+    with torch.no_grad():
+        ours, theirs = model(ids).logits, expected(ids).logits
+    assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize(("key", "value"), [("sparse_config", {"topk": 64}), ("num_experts", 8)])
+def test_a_minicpm_with_sparse_attention_or_experts_is_refused(tmp_path, key, value):
+    folder, _ = minicpm(tmp_path, **{key: value})
+    with pytest.raises(ConfigError, match="brings Python code of its own"):
+        Checkpoint.open(str(folder))
+
+
+def test_a_damaged_configuration_is_said(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "minicpm", "hidden_size": 64}))
+    with pytest.raises(ConfigError, match=r"is no minicpm model's \(KeyError: 'num_hidden_layers'\)$"):
+        Checkpoint.open(str(tmp_path))
 
 
 KIMI_K2 = {

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from paceline.checkpoint import tiktoken_model
 from paceline.checkpoint.made import made_once
 from paceline.config import cache_dir
+from paceline.errors import ConfigError
 
 _FORMAT = 1
 """Goes up whenever the directory would be made otherwise of the same files."""
@@ -33,13 +35,35 @@ class Layout:
 
     model_type: str = ""
     architecture: str = ""
+    values: Callable[[Config], Config] = lambda config: {}
+    """Values that transformers' type has under other names."""
+    other: tuple[str, ...] = ()
+    """Keys of models of the type that have another layout."""
     part: str = ""
     """Key of the text model's configuration, whose own type says what runs; "": the model is one of text."""
+
+    def is_of(self, config: Config) -> bool:
+        """True if a configuration of the type has the layout."""
+        has_part = not self.part or isinstance(config.get(self.part), Mapping)
+        return has_part and not any(config.get(key) for key in self.other)
+
+
+def _of_minicpm(config: Config) -> Config:
+    """MiniCPM's scales as Granite has them."""
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    return {
+        "embedding_multiplier": config.get("scale_emb", 1),
+        "residual_multiplier": config.get("scale_depth", 1) / math.sqrt(layers),
+        "logits_scaling": hidden / config.get("dim_model_base", 1),
+        "attention_multiplier": (hidden // config["num_attention_heads"]) ** -0.5,
+        "tie_word_embeddings": config.get("tie_word_embeddings", True),
+    }
 
 
 LAYOUTS: Mapping[str, Layout] = {
     "kimi_k2": Layout("deepseek_v3", "DeepseekV3ForCausalLM"),
     "mimo": Layout("qwen2", "Qwen2ForCausalLM"),
+    "minicpm": Layout("granite", "GraniteForCausalLM", _of_minicpm, ("sparse_config", "num_experts")),
     **dict.fromkeys(("kimi_k25", "kimi_vl"), Layout(part="text_config")),
     "internvl_chat": Layout(part="llm_config"),
 }
@@ -54,12 +78,12 @@ def translated(folder: Path) -> Path:
     """A directory of the same model as transformers reads it: ``folder`` itself where it does.
 
     Raises:
-        ConfigError: its tokenizer is damaged, or the cache cannot be written.
+        ConfigError: its configuration or its tokenizer is damaged, or the cache cannot be written.
     """
     config, settings = _read(folder / _CONFIG), _read(folder / _SETTINGS)
     layout, has_ranks = LAYOUTS.get(str(config.get("model_type"))), tiktoken_model.is_known(folder, settings)
-    if layout is not None and layout.part and not isinstance(config.get(layout.part), Mapping):
-        layout = None  # its type has a saved form that transformers reads
+    if layout is not None and not layout.is_of(config):
+        layout = None
     if layout is None and not has_ranks:
         return folder
     names = sorted(one.name for one in folder.iterdir() if one.suffix != ".py")
@@ -81,7 +105,13 @@ def translated(folder: Path) -> Path:
         for name, text in files.items():
             (inner / name).write_text(text, encoding="utf-8")
 
-    made_once(made.parent, write)
+    try:
+        made_once(made.parent, write)
+    except ConfigError:
+        raise
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        what = f"config.json or the weights' index of {str(folder)!r} is no {config.get('model_type')} model's"
+        raise ConfigError(f"{what} ({type(error).__name__}: {error})") from error
     return made
 
 
@@ -89,7 +119,8 @@ def _known(config: Config, layout: Layout) -> dict[str, Any]:
     """A configuration as transformers has it."""
     kept = {key: value for key, value in config.items() if key != "auto_map"}
     if not layout.part:
-        return {**kept, "model_type": layout.model_type, "architectures": [layout.architecture]}
+        names = {"model_type": layout.model_type, "architectures": [layout.architecture]}
+        return {**kept, **names, **layout.values(config)}
     text = {key: kept[key] for key in _SHARED if key in kept} | dict(config[layout.part])
     inner = LAYOUTS.get(str(text.get("model_type")))
     return _known(text, inner) if inner is not None else {key: text[key] for key in text if key != "auto_map"}
