@@ -49,7 +49,7 @@ class Storm(FaultyPump):
         elif event < 0.25:
             leaving = [s for name, s in self.sessions.items() if name.startswith("gone") and not s.finished]
             for session in leaving[:1]:
-                self._send(session.cancel())
+                self.send(session.cancel())
                 assert session.result is not None
                 self.results[session.session_id] = session.result
                 self.num_left += 1
