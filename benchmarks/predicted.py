@@ -77,8 +77,8 @@ class Target:
 H200, EXPERT_LAUNCHES, ATTENTION_BYTES_PER_S = 4.8 / 3.35, 15, 1.5e12
 """What an H200 reads, by what an H100 does; launches of a layer's router and experts beyond a dense one's; and the rate
 at which attention reads keys and values, 268 MB in 177 us. The grouped kernel has run on no device."""
-ISSUED_PER_S, INSTRUCTIONS = 2.83e13, {8: 7.8, 4: 9.1}
-"""Instructions for a number that an H100 or H200 issues in a second, and those of the compiled kernel, by bits."""
+ISSUED_PER_S = 2.83e13
+"""Instructions that an H100 or H200 issues in a second."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,8 @@ class Mixture:
     numbers: float
     """Of one expert."""
     bits: int
+    instructions: float
+    """For each number, of the kernel as it is compiled for tiles of 16 tokens."""
     scale_bytes: float
     """For each number of an expert."""
     rest_bytes: float
@@ -116,9 +118,7 @@ class Mixture:
         rate = READ_BYTES_PER_S * self.speed
         used = self.experts * (1 - (1 - self.chosen / self.experts) ** sessions)
         numbers = self.with_experts * used * self.numbers / self.degree
-        experts = max(
-            numbers * (self.bits / 8 + self.scale_bytes) / rate, numbers * INSTRUCTIONS[self.bits] / ISSUED_PER_S
-        )
+        experts = max(numbers * (self.bits / 8 + self.scale_bytes) / rate, numbers * self.instructions / ISSUED_PER_S)
         rest = (self.rest_bytes - 2 * self.table) / self.degree / rate
         attention = sessions * self.kv_bytes / ATTENTION_BYTES_PER_S / self.speed
         launches = self.layers * (LAUNCHES + FP8_LAUNCHES + EXPERT_LAUNCHES) * REPLAYED_LAUNCH_US / 1e6
@@ -126,9 +126,9 @@ class Mixture:
         return 1e3 * (experts + rest + attention + launches + sums) + HOST_MS[sessions]
 
 
-DEEPSEEK = 61, 58, 256, 8, 3 * 7168 * 2048, 8, 4 / 128, 1.03125 * 14.2e9 + 2 * 2.87e9, 129280 * 7168, 61 * 1152e3
-KIMI = 61, 60, 384, 8, 3 * 7168 * 2048, 4, 2 / 32, 2 * 11.7e9, 163840 * 7168, 61 * 1152e3
-GPT_OSS = 36, 36, 128, 4, 3 * 2944 * 2880, 4, 1 / 32, 2 * 2.2e9, 201088 * 2880, 18 * 2048 * 1128
+DEEPSEEK = 61, 58, 256, 8, 3 * 7168 * 2048, 8, 7.8, 4 / 128, 1.03125 * 14.2e9 + 2 * 2.87e9, 129280 * 7168, 61 * 1152e3
+KIMI = 61, 60, 384, 8, 3 * 7168 * 2048, 4, 6.4, 2 / 32, 2 * 11.7e9, 163840 * 7168, 61 * 1152e3
+GPT_OSS = 36, 36, 128, 4, 3 * 2944 * 2880, 4, 7.4, 1 / 32, 2 * 2.2e9, 201088 * 2880, 18 * 2048 * 1128
 MIXTURES = [
     Mixture("DeepSeek V3 FP8, 8 H200", *DEEPSEEK, 8, H200),
     Mixture("Kimi-K2 INT4, 8 H100", *KIMI, 8),

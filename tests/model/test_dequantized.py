@@ -86,10 +86,10 @@ def test_a_weight_is_what_its_format_means(name: str, tmp_path: Path, monkeypatc
 
 MUTANTS = {
     "scales from the beginning": ("fp8, blocks", "index_of_scales", lambda own: (
-        lambda self, name, stem, dim, size, length, part: own(self, name, stem, dim, size, length,
-                                                             slice(0, part.stop - part.start))), "["),
-    "zero points as stored": ("gptq", "zero_points",
-                              lambda own: lambda self, stem, box: own(self, stem, box) - 1, "whole"),
+        lambda self, name, stem, dim, size, length, part, **options: own(
+            self, name, stem, dim, size, length, slice(0, part.stop - part.start), **options)), "["),
+    "zero points as stored": ("gptq", "zero_points", lambda own: (
+        lambda self, stem, box, **options: own(self, stem, box, **options) - 1), "whole"),
     "no zero points": ("pack-quantized, zeros", "zero_points", lambda own: lambda self, stem, box: 8, "whole"),
 }  # fmt: skip
 

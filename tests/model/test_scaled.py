@@ -216,14 +216,84 @@ def test_wrong_scales_are_noticed(name: str, wrong: Mutant, tmp_path: Path, monk
     assert any(not torch.equal(*pair) for pair in zip(found, right, strict=True))
 
 
-def test_words_of_other_bits_and_groups_in_any_order_are_dequantized(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_of_other_bits_are_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(monkeypatch)
-    for name in ("pack-quantized, 8 bits", "pack-quantized, ordered", "gptq, ordered"):
-        write_packed(tmp_path / name, name)
-        assert not scaled_layers(load_pretrained(Checkpoint.open(str(tmp_path / name)), torch.bfloat16))
-        assert Checkpoint.open(str(tmp_path / name)).size("bfloat16", on_gpu=True).saved_bytes == 0
+    write_packed(tmp_path, "pack-quantized, 8 bits")
+    assert not scaled_layers(load_pretrained(Checkpoint.open(str(tmp_path)), torch.bfloat16))
+    assert Checkpoint.open(str(tmp_path)).size("bfloat16", on_gpu=True).saved_bytes == 0
+
+
+def kept_in_order(folder: Path) -> bool:
+    """True if the weights that are kept are those that are dequantized without ``keep``, and their products."""
+    kept, files = load_pretrained(Checkpoint.open(str(folder)), torch.bfloat16), Checkpoint.open(str(folder))
+    packing = packing_of(files.quantization)
+    assert packing is not None
+    plain, right = dequantized_files(files, packing), []
+    for path, layer in kept.named_modules():
+        if isinstance(layer, ScaledLinear):
+            x, want = torch.randn(3, layer.in_features), plain.read(f"{path}.weight", torch.bfloat16)
+            right.append(torch.equal(layer.weight, want))
+            right.append(torch.allclose(layer(x.bfloat16()).float(), x @ want.float().T, atol=0.1, rtol=0.1))
+    assert len(right) == 2 * 14
+    return all(right)
+
+
+@mutant(DequantizedFiles, "order")
+def as_stored(order, files, name):
+    """Inputs of other groups."""
+    return
+
+
+@pytest.mark.parametrize("name", ["gptq, ordered", "pack-quantized, ordered"])
+def test_groups_in_any_order_are_kept_by_ranks_with_all_inputs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the inputs has no groups of one size; several ranks are counted as if none of them kept any."""
+    write_packed(tmp_path, name)
+    of_two, checkpoint = logits_of_two(str(tmp_path)), Checkpoint.open(str(tmp_path))
+    size, read = checkpoint.size("bfloat16", on_gpu=True), checkpoint.size("bfloat16").weights_bytes
+    assert size.weights_bytes < 0.6 * read
+    assert size.of_rank(2).weights_bytes == checkpoint.size("bfloat16").of_rank(2).weights_bytes
+    keep(monkeypatch)
+    assert kept_in_order(tmp_path)
+    assert float((logits_of_two(str(tmp_path)) - of_two).abs().max() / of_two.abs().max()) < 0.1
+    as_stored(monkeypatch)
+    assert not kept_in_order(tmp_path)
+
+
+def test_an_output_layer_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two ranks has its tokens' part; unless it is the embedding, too."""
+    write_packed(tmp_path, "gptq", head=True)
+    plain, of_two = logits_of(tmp_path), logits_of_two(str(tmp_path))
+    keep(monkeypatch)
+    checkpoint = Checkpoint.open(str(tmp_path))
+    model = load_pretrained(checkpoint, torch.bfloat16)
+    assert isinstance(model.get_output_embeddings(), ScaledLinear)
+    assert checkpoint.size("bfloat16", on_gpu=True).weights_bytes == held_bytes(model)
+    assert torch.equal(logits_of(tmp_path), plain)
+    assert torch.equal(logits_of_two(str(tmp_path)), of_two)
+
+
+def test_weights_with_scales_beyond_the_kernel_are_dequantized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each format has a bound, beyond which a scale times the factor of its exponents is no finite number."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    write_packed(tmp_path, "fp8, tensor")
+    changed(tmp_path, {f"{name}_scale": torch.tensor(256.0)})
+    (tmp_path / "experts").mkdir()
+    packed(tmp_path / "experts")
+    experts = load_file(tmp_path / "experts" / "model.safetensors")
+    scales = "model.layers.0.mlp.experts.down_proj_scales"
+    changed(tmp_path / "experts", {scales: experts[scales].index_fill(2, torch.tensor([0]), 129)})
+    plain = load_pretrained(Checkpoint.open(str(tmp_path)), torch.bfloat16).get_parameter(name)
+    keep(monkeypatch)
+    model = load_pretrained(Checkpoint.open(str(tmp_path)), torch.bfloat16)
+    assert len(scaled_layers(model)) == 13
+    assert torch.equal(model.get_parameter(name), plain)
+    assert "1 quantized weights of" in caplog.text
+    model = load_pretrained(Checkpoint.open(str(tmp_path / "experts")), torch.bfloat16)
+    assert len(scaled_layers(model)) == 2
 
 
 def test_a_weight_that_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

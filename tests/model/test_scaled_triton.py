@@ -18,8 +18,8 @@ import torch
 from tests.support.mutants import Mutant, mutant
 from torch import Tensor
 
-from paceline.checkpoint.packing import Format
-from paceline.model.scaled import Scaled, ScaledLinear, ScaledWeight, stored_scales
+from paceline.checkpoint.packing import Format, factor
+from paceline.model.scaled import FLOAT4, Scaled, ScaledLinear, ScaledWeight, stored_scales
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _CAN_RUN = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
@@ -53,6 +53,34 @@ def kernels() -> ModuleType:
     from paceline.model import scaled_triton
 
     return scaled_triton
+
+
+if importlib.util.find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+
+    from paceline.model.scaled_triton import _numbers
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def decoded(codes, like, out, HALF: tl.constexpr, EXPONENT: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The bits of what 256 bytes become in the dtype of ``like``."""
+        at = tl.arange(0, 256)
+        numbers = _numbers(tl.load(codes + at), like, HALF, 4, EXPONENT, True)
+        tl.store(out + at, numbers.to(tl.int16, bitcast=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_of_4_bits_become_wider_ones_two_at_once(dtype: torch.dtype) -> None:
+    """Each of a byte, of integers and of floats, whose sign is held last."""
+    codes = torch.arange(256, device=DEVICE, dtype=torch.uint8).view(torch.int8)
+    like, bits = torch.empty(1, dtype=dtype, device=DEVICE), torch.empty(256, dtype=torch.int16, device=DEVICE)
+    for half in (0, 1):
+        stored = (torch.arange(256) >> 4 * half) & 15
+        decoded[(1,)](codes, like, bits, HALF=half, EXPONENT=0)
+        assert torch.equal(bits.view(dtype).float().cpu() - kernels().zero_of(dtype), stored - 8.0)
+        decoded[(1,)](codes, like, bits, HALF=half, EXPONENT=2)
+        want = torch.tensor(FLOAT4)[(stored >> 1) | (stored & 1) << 3]
+        assert torch.equal(bits.view(dtype).float().cpu() * factor(2, 8 if dtype == torch.bfloat16 else 5), want)
 
 
 BLOCKS = Format(8, 4, 128)
@@ -108,10 +136,27 @@ def test_results_are_those_of_float64(format: Format) -> None:
     weight = layer.weight.double()
     want = x.double() @ weight.T + (0 if layer.bias is None else layer.bias.detach().double())
     assert torch.allclose(product(layer, x).double(), want, rtol=1e-3, atol=1e-3)
-    if layer.bias is None:
-        ones = torch.zeros(3, SIZES[0], dtype=torch.float16, device=DEVICE)
-        ones[[0, 1, 2], [0, 130, 319]] = 1
-        assert torch.equal(product(layer, ones), layer.weight[:, [0, 130, 319]].T)
+    assert layer.bias is not None or has_the_weights(layer)
+
+
+def has_the_weights(layer: ScaledLinear) -> bool:
+    """True if tokens with one input have the bits of that input's weights."""
+    ones = torch.zeros(3, SIZES[0], dtype=torch.float16, device=DEVICE)
+    ones[[0, 1, 2], [0, 130, 319]] = 1
+    return torch.equal(product(layer, ones), layer.weight[:, [0, 130, 319]].T)
+
+
+def test_weights_that_are_rounded_twice_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of scales with a factor, which have more bits than the dtype of the inputs."""
+
+    @mutant(kernels(), "in_pairs")
+    def always(in_pairs: Callable[..., bool], *_: Any) -> bool:
+        return True
+
+    layer = layer_of(next(format for format in FORMATS if format.has_factors))
+    assert has_the_weights(layer)
+    always(monkeypatch)
+    assert not has_the_weights(layer)
 
 
 def differing() -> int:

@@ -305,7 +305,7 @@ def test_ranks_of_a_quantized_checkpoint(tmp_path, stored, said):
         assert said.format(folder) in finding.message
 
 
-@pytest.mark.parametrize(("format", "are_told"), [("gptq, ordered", True), ("fp8, blocks", False)])
+@pytest.mark.parametrize(("format", "are_told"), [("gptq, 8 bits", True), ("fp8, blocks", False)])
 def test_weights_that_a_gpu_runs_dequantized_are_told(tmp_path, format, are_told):
     save(tmp_path / "target", random_model(CONFIG))
     write_packed(tmp_path / "target", format)
@@ -338,7 +338,7 @@ def test_a_configuration_alone_has_the_layers_that_it_leaves_plain():
     shapes = dict.fromkeys(names, (256, 128))
     for ignored in ("model.layers.0", "re:.*layers[.]0[.]", "layers.0.mlp.down_proj", "model.layers.0.*"):
         config = FORMATS["fp8, blocks"][0] | {"modules_to_not_convert": [ignored]}
-        assert count_by_config(shapes, config, "llama") == (256 * 128, 256 * 128 + 4 * 256, 256 * 128)
+        assert count_by_config(shapes, config, "llama") == (256 * 128, 256 * 128 + 4 * 256, 0, 256 * 128)
 
 
 def test_hints_come_from_a_layer_that_has_others_above_it(folders):

@@ -217,9 +217,10 @@ FORMATS: Mapping[str, tuple[dict[str, Any], Writer]] = {
 
 
 def write_packed(
-    folder: Path, name: str, config: PretrainedConfig = CONFIG, *, beside: bool = False
+    folder: Path, name: str, config: PretrainedConfig = CONFIG, *, beside: bool = False, head: bool = False
 ) -> dict[str, Tensor]:
-    """A checkpoint whose projections are quantized. Returns what its weights mean, in float64.
+    """A checkpoint whose projections are quantized, with ``head`` the output layer, too. Returns what its weights mean,
+    in float64.
 
     ``beside``: its quantization is in ``hf_quant_config.json`` alone, as older ones of Model Optimizer have it.
     """
@@ -228,7 +229,8 @@ def write_packed(
     random_model(config, dtype=torch.bfloat16).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     means = {key: tensor.double() for key, tensor in tensors.items()}
-    for key in [key for key in tensors if re.search(r"_proj\w*\.weight$", key)]:
+    pattern = r"(_proj\w*|lm_head)\.weight$" if head else r"_proj\w*\.weight$"
+    for key in [key for key in tensors if re.search(pattern, key)]:
         written, means[key] = write(tuple(tensors.pop(key).shape), generator)
         tensors |= {key.removesuffix("weight") + ending: tensor for ending, tensor in written.items()}
     if "modelopt" in name:

@@ -33,7 +33,7 @@ LEAST_GROUP = 8
 """The fewest inputs that share a scale there."""
 PLAIN_EXPERTS = ("dbrx", "jetmoe", "llama4_text", "longcat_flash", "muse_spark", "step3p7")
 """Types of models whose experts run by a forward of their own, by plain weights."""
-_NOT_ALONE = ("lm_head.", "kv_b_proj.", "dt_proj.")
+_NOT_ALONE = ("kv_b_proj.", "dt_proj.")
 """Parts of the names of weights that are not multiplied as one matrix, or that others read (``attention/latent.py``,
 ``linear/families.py``)."""
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
@@ -171,23 +171,27 @@ class Packing:
     def scaled(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Format]:
         """Weights that a GPU can multiply as they are stored, with their formats there, by the weights' names.
 
-        Their groups are of inputs in their order.
-
         Args:
             tensors: as for ``count_packed``.
         """
         found = {}
         for name, stem in self.stems(tensors).items():
-            if not any(part in name for part in _NOT_ALONE) and (format := self._format(stem, tensors)) is not None:
+            is_left = any(part in name for part in _NOT_ALONE) or (
+                ".experts." in name and self.is_ordered(stem, tensors)
+            )
+            if not is_left and (format := self._format(stem, tensors)) is not None:
                 found[name] = format
         return found
+
+    def is_ordered(self, stem: str, names: Collection[str]) -> bool:
+        """True if the groups of a weight are perhaps not of neighbors: it is kept with its inputs in another order, by
+        ranks that have all of these."""
+        return bool(self.groups) and stem + self.groups in names and not self.in_order
 
     def _format(self, stem: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Format | None:
         """The format of a weight on a GPU; None if it is dequantized."""
         kind, shape = tensors[stem + self.codes]
         packing = self.of_type(kind)
-        if packing.groups and stem + packing.groups in tensors and not packing.in_order:
-            return None
         has_zeros = bool(packing.zeros) and stem + packing.zeros in tensors
         if packing.needs_zeros and not has_zeros:
             return None
@@ -208,7 +212,7 @@ class Packing:
 
     def usual_format(self) -> Format | None:
         """The format of weights on a GPU whose files are not there, with the scales that such checkpoints have."""
-        if self.kind == "words" and (self.bits != 4 or (self.transposed and self.groups and not self.in_order)):
+        if self.kind == "words" and self.bits != 4:
             return None
         exponent = {"scaled": _EXPONENTS.get(self.types[0], 0), "words": 0}.get(self.kind, 2)
         scales = {"scaled": "F32", "words": "BF16", "nvfp4": "F8_E4M3"}.get(self.kind, "F8_E8M0")
@@ -267,9 +271,10 @@ class Packing:
                 raise ConfigError(f"model {path!r} stores {name}, and no weight that it belongs to")
 
 
-def factor(exponent: int) -> float:
-    """The factor of scales by which an exponent of as many bits in the place of a float32's is made its own."""
-    return 2.0 ** (127 - (2 ** (exponent - 1) - 1)) if exponent else 1.0
+def factor(exponent: int, wider: int = 8) -> float:
+    """The factor of scales by which an exponent of as many bits in the place of one of ``wider`` bits is made that one;
+    8 are a float32's."""
+    return 2.0 ** (2 ** (wider - 1) - 2 ** (exponent - 1)) if exponent else 1.0
 
 
 def packing_of(config: Mapping[str, Any] | None) -> Packing | None:
@@ -301,9 +306,9 @@ def why_whole(config: Mapping[str, Any] | None, name: str) -> str | None:
 
 def count_scaled(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], packing: Packing | None, model_type: str = ""
-) -> tuple[int, int, int]:
-    """Numbers of the weights that a GPU multiplies as they are stored, their bytes there, and numbers of all quantized
-    weights.
+) -> tuple[int, int, int, int]:
+    """Numbers of the weights that a GPU multiplies as they are stored, their bytes there, the bytes that it saves only
+    where it is alone, and numbers of all quantized weights.
 
     Args:
         tensors: as for ``count_packed``.
@@ -311,8 +316,8 @@ def count_scaled(
         model_type: of the text model; "": one whose experts can stay as they are stored.
     """
     if packing is None:
-        return 0, 0, 0
-    numbers = num_bytes = quantized = 0
+        return 0, 0, 0, 0
+    numbers = num_bytes = alone = quantized = 0
     formats = packing.scaled(tensors)
     for name, stem in packing.stems(tensors).items():
         kind, codes = tensors[stem + packing.codes]
@@ -322,14 +327,16 @@ def count_scaled(
         if (format := formats.get(name)) is None or (model_type in PLAIN_EXPERTS and ".experts." in name):
             continue
         *experts, outputs, inputs = (*shape[:-2], *shape[:-3:-1]) if own.kind == "mxfp4" else shape
+        held = math.prod(experts) * format.num_bytes(outputs, inputs)
         numbers += math.prod(shape)
-        num_bytes += math.prod(experts) * format.num_bytes(outputs, inputs)
-    return numbers, num_bytes, quantized
+        num_bytes += held
+        alone += 2 * math.prod(shape) - held if own.is_ordered(stem, tensors) else 0
+    return numbers, num_bytes, alone, quantized
 
 
 def count_by_config(
     shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], model_type: str
-) -> tuple[int, int, int]:
+) -> tuple[int, int, int, int]:
     """Counts what ``count_scaled`` does for weights that a configuration describes and whose files are not there.
 
     Args:
@@ -338,11 +345,12 @@ def count_by_config(
         model_type: of the text model.
     """
     if (packing := packing_of(config or None)) is None:
-        return 0, 0, 0
-    numbers = num_bytes = quantized = 0
+        return 0, 0, 0, 0
+    numbers = num_bytes = alone = quantized = 0
     groups = (config.get("config_groups") or {}).values()
     has_order = any((one.get("weights") or {}).get("actorder") in ("group", "dynamic") for one in groups)
-    format = None if has_order else packing.usual_format()
+    has_order |= packing.transposed and bool(packing.groups) and not packing.in_order
+    format = packing.usual_format()
     experts_only = packing.kind == "mxfp4"
     for name, shape in shapes.items():
         if _is_left_plain(config, name) or (experts_only and len(shape) < 3):
@@ -350,19 +358,22 @@ def count_by_config(
         size = math.prod(shape)
         quantized += size
         is_kept = not any(part in name for part in _NOT_ALONE)
-        is_kept &= not (model_type in PLAIN_EXPERTS and ".experts." in name)
+        is_kept &= not ((model_type in PLAIN_EXPERTS or has_order) and ".experts." in name)
         if format is not None and is_kept:
             *experts, outputs, inputs = shape
+            held = math.prod(experts) * format.num_bytes(outputs, inputs)
             numbers += size
-            num_bytes += math.prod(experts) * format.num_bytes(outputs, inputs)
-    return numbers, num_bytes, quantized
+            num_bytes += held
+            alone += 2 * size - held if has_order else 0
+    return numbers, num_bytes, alone, quantized
 
 
 def _is_left_plain(config: Mapping[str, Any], name: str) -> bool:
     """True if a ``quantization_config`` leaves out a weight: its names are expressions, whole names or their ends."""
     module = name.removesuffix(".weight")
     listed = (config.get(key) for key in ("ignore", "modules_to_not_convert", "exclude_modules"))
-    for one in ("lm_head", *(str(each) for names in listed if isinstance(names, list) for each in names)):
+    head = [] if config.get("lm_head") is True else ["lm_head"]
+    for one in (*head, *(str(each) for names in listed if isinstance(names, list) for each in names)):
         pattern = one.removeprefix("re:")
         try:
             found = re.match(pattern if pattern != one else rf"{one}(\.|$)", module) is not None

@@ -53,6 +53,8 @@ class ModelSize:
     """Numbers of the values of one head, or of the latent that all heads share; 0: unknown."""
     saved_bytes: int = 0
     """Bytes that quantized weights take less than ``item_bytes`` for each number."""
+    saved_alone: int = 0
+    """Of ``saved_bytes`` those that a rank among several does not save."""
     dequantized_bytes: int = 0
     """Bytes of the weights that are quantized in the files and run as plain ones."""
     num_tables: int = 2
@@ -81,7 +83,8 @@ class ModelSize:
             self,
             num_parameters=self.num_whole + -(-(self.num_parameters - self.num_whole) // size),
             kv_values=self.kv_values and self._of_heads // self.num_kv_heads * kv_heads + self.index_values,
-            saved_bytes=self.saved_bytes // size,
+            saved_bytes=self.saved_bytes if size == 1 else (self.saved_bytes - self.saved_alone) // size,
+            saved_alone=self.saved_alone if size == 1 else 0,
             num_kv_heads=kv_heads,
             num_heads=-(-self.num_heads // size),
             intermediate_size=-(-self.intermediate_size // size),
@@ -159,6 +162,8 @@ class WeightCounts(NamedTuple):
     """Numbers that are dequantized, but that a GPU multiplies as they are stored."""
     scaled_bytes: int = 0
     """Bytes of the scaled numbers there."""
+    scaled_alone: int = 0
+    """Bytes that these save there where no other GPU has a part of the model."""
     quantized: int = 0
     """Numbers that are scaled there, or dequantized there as well."""
     expert_share: float = 0.0
@@ -189,6 +194,7 @@ def model_size(
     return replace(
         size,
         saved_bytes=saved,
+        saved_alone=counts.scaled_alone if kept else 0,
         dequantized_bytes=(counts.quantized - kept) * item_bytes,
         expert_share=counts.expert_share if size.num_experts else 0.0,
     )

@@ -6,6 +6,7 @@ rounded once, to the dtype of the model. ``checkpoint/packing.py`` has the forma
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 
@@ -15,10 +16,11 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from paceline.checkpoint.files import Checkpoint
-from paceline.checkpoint.packing import MXFP4_GROUP, WORD_BITS, Format, Packing
+from paceline.checkpoint.packing import MXFP4_GROUP, WORD_BITS, Format, Packing, factor
 from paceline.errors import ConfigError
+from paceline.model.held import INTEGER_ZEROS
 from paceline.model.parallel.load import CheckpointFiles
-from paceline.model.scaled import FLOAT4, INTEGER_ZEROS, Scaled, stored_scales
+from paceline.model.scaled import FLOAT4, Scaled, stored_scales
 
 Box = tuple[slice, ...]
 
@@ -26,6 +28,7 @@ NUM_AT_ONCE = 1 << 19
 """Numbers that are dequantized at once, in float32: what a processor's cache holds."""
 _TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "U8": torch.uint8}
 """How codes of a byte are read, by their number format."""
+log = logging.getLogger(__name__)
 
 
 class DequantizedFiles:
@@ -80,17 +83,33 @@ class DequantizedFiles:
     def scaled(self) -> dict[str, Format]:
         """Weights that can stay as they are stored (``Packing.scaled``)."""
         found = self._packing.scaled({name: (self._files.type(name), self._files.shape(name)) for name in self._stored})
-        return {name: format for name, format in found.items() if self._is_in_order(self._stems[name])}
+        found = {name: format for name, format in found.items() if self._has_equal_groups(self._stems[name])}
+        fitting = {name: format for name, format in found.items() if self._fits(self._stems[name], format)}
+        if len(fitting) < len(found):
+            log.warning(
+                "%d quantized weights of %r have scales too large for products by them: they are dequantized",
+                len(found) - len(fitting),
+                self.path,
+            )
+        return fitting
+
+    def order(self, name: str) -> Tensor | None:
+        """[inputs] int32: the inputs of one of them group by group, as it is kept; None: as they are stored."""
+        if (groups := self._groups(self._stems[name])) is None:
+            return None
+        order = groups.argsort(stable=True)
+        return None if torch.equal(order, torch.arange(len(order))) else order.int()
 
     def read_scaled(self, name: str, box: Box, format: Format) -> Scaled:
-        """Outputs of one of them, or of one expert. Their inputs in the box begin with a group of ``format``."""
+        """Outputs of one of them, or of one expert. Their inputs in the box begin with a group of ``format``; if groups
+        are not of neighbors they are all."""
         stem = self._stems[name]
         packing = self._packings[stem]
         if packing.kind == "mxfp4":
             return self._expert(stem, box, format)
         rows, columns = box
         num_rows, num_inputs = rows.stop - rows.start, columns.stop - columns.start
-        group = format.group or num_inputs
+        group, order = format.group or num_inputs, self.order(name)
         groups: Box = (rows, slice(columns.start, columns.stop, group))
 
         def of_groups(values: Tensor) -> Tensor:
@@ -98,17 +117,21 @@ class DequantizedFiles:
             return values.expand(num_rows, -(-num_inputs // group)).contiguous()
 
         groups = groups[::-1] if packing.transposed else groups
-        scales = stored_scales(of_groups(self._spread(self._scales_name(stem), groups, stem)), format)
-        factor, zeros = self._factor(stem), self.zero_points(stem, groups)
+        scales = self._spread(self._scales_name(stem), groups, stem, in_order=True)
+        second, zeros = self._factor(stem), self.zero_points(stem, groups, in_order=True)
         if isinstance(zeros, Tensor):
             zeros = of_groups(zeros - INTEGER_ZEROS[format.bits])
             if not torch.equal(zeros, zeros.to(torch.int8).to(zeros.dtype)):
                 raise ConfigError(f"model {self.path!r}: {stem + packing.zeros} has zero points that no int8 holds")
+        codes = self._bytes(stem, box)[:, : -(-num_inputs * format.bits // 8)]
+        if order is not None:
+            codes = _paired(torch.stack([codes & 15, codes >> 4], -1).flatten(1).index_select(1, order))
         return Scaled(
-            self._bytes(stem, box)[:, : -(-num_inputs * format.bits // 8)],
-            scales,
-            None if factor is None else factor.reshape(1).expand(num_rows),
+            codes,
+            stored_scales(of_groups(scales), format),
+            None if second is None else second.reshape(1).expand(num_rows),
             zeros.to(torch.int8) if isinstance(zeros, Tensor) else None,
+            order,
         )
 
     def _bytes(self, stem: str, box: Box) -> Tensor:
@@ -117,9 +140,9 @@ class DequantizedFiles:
         if packing.transposed and packing.packed_dim == 1:  # a word has outputs
             parts = range(columns.start, columns.stop, max(1, NUM_AT_ONCE // (rows.stop - rows.start)))
             boxes = [(slice(first, min(first + parts.step, columns.stop)), rows) for first in parts]
-            numbers = torch.cat([self.unpacked_codes(packing, stored, part, 1).to(torch.uint8) for part in boxes]).T
-            numbers = F.pad(numbers, (0, numbers.shape[1] % 2))
-            return numbers[:, ::2] | numbers[:, 1::2] << 4
+            return _paired(
+                torch.cat([self.unpacked_codes(packing, stored, part, 1).to(torch.uint8) for part in boxes]).T
+            )
         dtype, per_word = _TYPES.get(self._files.type(stored), torch.int32), packing.per_word
         part = rows, slice(columns.start // per_word, -(-columns.stop // per_word))
         part = part[::-1] if packing.transposed else part
@@ -128,15 +151,30 @@ class DequantizedFiles:
         codes = codes.T.clone(memory_format=torch.contiguous_format) if packing.transposed else codes
         return codes.view(torch.uint8)
 
-    def _is_in_order(self, stem: str) -> bool:
-        """True if groups of inputs that are stored, if any, are of neighbors."""
+    def _groups(self, stem: str) -> Tensor | None:
+        """[inputs] int32: the group of each input, if they are stored."""
         packing = self._packings[stem]
-        name = stem + packing.groups
-        if not packing.groups or name not in self._stored:
+        is_stored = packing.groups and stem + packing.groups in self._stored
+        return self._whole(stem + packing.groups, torch.int32).flatten() if is_stored else None
+
+    def _has_equal_groups(self, stem: str) -> bool:
+        """True if groups of inputs that are stored, if any, have a number of inputs each, of neighbors where the
+        configuration says so."""
+        packing, groups = self._packings[stem], self._groups(stem)
+        if groups is None:
             return True
-        groups = self._whole(name, torch.int32).flatten()
         size = packing.block[0 if packing.transposed else 1] or len(groups)
-        return torch.equal(groups, torch.arange(len(groups), dtype=torch.int32) // size)
+        own = groups if packing.in_order else groups.sort().values
+        return torch.equal(own, torch.arange(len(own), dtype=torch.int32) // size)
+
+    def _fits(self, stem: str, format: Format) -> bool:
+        """True if no scale is too large for the kernel. What is no finite number at all is told later."""
+        if not format.exponent:
+            return True
+        scales, second = self._whole(self._scales_name(stem)), self._factor(stem)
+        scales = torch.exp2(scales - 127) if self._packings[stem].kind == "mxfp4" else scales
+        largest = scales.max() if second is None else scales.max() * second
+        return not bool(largest.isfinite()) or bool((largest * factor(format.exponent)).isfinite())
 
     def copy(self, name: str, box: Box, target: Tensor) -> None:
         """Copies a box of a tensor to ``target``; a quantized one some of its rows at a time."""
@@ -165,8 +203,8 @@ class DequantizedFiles:
             numbers = torch.tensor(FLOAT4, dtype=torch.float32)[numbers]
         else:
             numbers = numbers.float() - self.zero_points(stem, box)
-        scales, factor = self._scales(stem, box), self._factor(stem)
-        numbers *= scales if factor is None else scales * factor
+        scales, second = self._scales(stem, box), self._factor(stem)
+        numbers *= scales if second is None else scales * second
         return numbers.transpose(-1, -2) if packing.transposed else numbers
 
     def _factor(self, stem: str) -> Tensor | None:
@@ -197,8 +235,9 @@ class DequantizedFiles:
         part = box[dim]
         return codes.flatten(dim, dim + 1).narrow(dim, part.start - first * per_word, part.stop - part.start)
 
-    def zero_points(self, stem: str, box: Box) -> Tensor | int:
-        """The zero points of a box, which one for each scale is stored, or the one of all weights."""
+    def zero_points(self, stem: str, box: Box, *, in_order: bool = False) -> Tensor | int:
+        """The zero points of a box, which one for each scale is stored, or the one of all weights. ``in_order``: as for
+        ``_spread``."""
         packing = self._packings[stem]
         name = stem + packing.zeros
         if not packing.zeros or name not in self._stored:
@@ -212,7 +251,7 @@ class DequantizedFiles:
         packed = tuple(-(-size // per_word) if at == dim else size for at, size in enumerate(sizes))
         if self._files.shape(name) != packed:
             raise self._misshapen(name)
-        return self._spread(name, box, stem, sizes) + packing.zero_shift
+        return self._spread(name, box, stem, sizes, in_order=in_order) + packing.zero_shift
 
     def _scales(self, stem: str, box: Box) -> Tensor:
         """The scales of a box."""
@@ -221,10 +260,13 @@ class DequantizedFiles:
     def _scales_name(self, stem: str) -> str:
         return next(name for name in self._packings[stem].scale_names(stem) if name in self._stored)
 
-    def _spread(self, name: str, box: Box, stem: str, unpacked: tuple[int, ...] | None = None) -> Tensor:
+    def _spread(
+        self, name: str, box: Box, stem: str, unpacked: tuple[int, ...] | None = None, *, in_order: bool = False
+    ) -> Tensor:
         """For each number of a box, as stored, the value of its block or group in a tensor of scales or zero points.
 
         Only the values that the box needs are read. ``unpacked``: the shape of zero points once they are unpacked.
+        ``in_order``: groups are of neighbors, whatever is stored.
         """
         packing, sizes = self._packings[stem], unpacked or self._files.shape(name)
         if math.prod(sizes) == 1:
@@ -240,7 +282,10 @@ class DequantizedFiles:
         if len(sizes) != dims:
             raise self._misshapen(name)
         lengths = self._stored_lengths(stem)
-        indices = [self.index_of_scales(name, stem, dim, sizes[dim], lengths[dim], box[dim]) for dim in range(dims)]
+        indices = [
+            self.index_of_scales(name, stem, dim, sizes[dim], lengths[dim], box[dim], in_order=in_order)
+            for dim in range(dims)
+        ]
         firsts = [int(index.min()) for index in indices]
         part = tuple(slice(f, int(index.max()) + 1) for f, index in zip(firsts, indices, strict=True))
         if unpacked is not None:
@@ -252,12 +297,14 @@ class DequantizedFiles:
             values = values.index_select(dim, index - first)
         return values
 
-    def index_of_scales(self, name: str, stem: str, dim: int, size: int, length: int, part: slice) -> Tensor:
+    def index_of_scales(
+        self, name: str, stem: str, dim: int, size: int, length: int, part: slice, *, in_order: bool = False
+    ) -> Tensor:
         """Along a dimension of ``length`` numbers with ``size`` scales, the scale of each number of a part."""
         packing = self._packings[stem]
         groups = stem + packing.groups
         along_inputs = dim == (0 if packing.transposed else 1)
-        if packing.groups and along_inputs and groups in self._stored:
+        if packing.groups and along_inputs and not in_order and groups in self._stored:
             if len(sizes := self._files.shape(groups)) != 1 or sizes[0] < length:
                 raise self._misshapen(groups)
             found = self._part(groups, (slice(part.start, part.stop),), torch.int32)[:: part.step]
@@ -325,6 +372,12 @@ class DequantizedFiles:
         return ConfigError(
             f"model {self.path!r}: {name} of shape {self._files.shape(name)} does not fit the weight that it belongs to"
         )
+
+
+def _paired(numbers: Tensor) -> Tensor:
+    """[outputs, inputs] of 4 bits as bytes of two each, the first in the lower bits."""
+    numbers = F.pad(numbers, (0, numbers.shape[1] % 2))
+    return numbers[:, ::2] | numbers[:, 1::2] << 4
 
 
 def dequantized_files(checkpoint: Checkpoint, packing: Packing) -> DequantizedFiles:

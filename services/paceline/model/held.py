@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+INTEGER_ZEROS = {8: 0, 4: 8}
+"""What an integer is stored for that is zero where no zero points are, by its bits."""
+
 
 class Weights(NamedTuple):
     """A weight of a linear layer, or those of experts, as ``ScaledWeight`` holds them."""

@@ -71,7 +71,8 @@ class KeptWeights:
             if len(formats) == 1 and (format := formats.pop()) is not None:
                 shard = shard or ParameterShard(tuple(model.get_parameter(name).shape))
                 parts = list(pieces(shard, sources, files, name))
-                if (one := _kept(format, parts, shard, turned=names[name])) is not None:
+                is_whole = _is_whole(files, parts) or all(files.order(tensor) is None for tensor, *_ in parts)
+                if is_whole and (one := _kept(format, parts, shard, turned=names[name])) is not None:
                     kept.weights[name] = one
         for name, module in model.named_modules():  # experts as a whole
             of_module = {f"{name}.{leaf}" for leaf in EXPERT_WEIGHTS if leaf in module._parameters}
@@ -120,7 +121,7 @@ class KeptWeights:
 
     def _make_places(self, model: PreTrainedModel) -> None:
         """Replaces linear layers and parameters of experts that are plain yet."""
-        without_weights(model, {name.removesuffix(".weight") for name in self.weights})
+        without_weights(model, {name.removesuffix(".weight"): one.num_weights for name, one in self.weights.items()})
         for name in self.weights:
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
@@ -132,11 +133,21 @@ class KeptWeights:
 
 def _names(model: PreTrainedModel) -> dict[str, bool]:
     """Parameters that can be kept; True: inputs come before outputs."""
-    names = {f"{path}.weight": False for path, module in model.named_modules() if type(module) is nn.Linear}
+    is_tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    table = model.get_output_embeddings() if is_tied else None
+    linear = [path for path, module in model.named_modules() if type(module) is nn.Linear and module is not table]
+    names = {f"{path}.weight": False for path in linear}
     for path, module in model.named_modules():
         if takes_scaled(module):
             names |= {f"{path}.{leaf}": module.is_transposed for leaf in EXPERT_WEIGHTS if hasattr(module, leaf)}
     return names
+
+
+def _is_whole(files: DequantizedFiles, parts: list[tuple[str, Box, tuple[slice, ...]]]) -> bool:
+    """True if pieces are of one matrix, and have all of its inputs."""
+    (tensor, *_), *_ = parts
+    whole = slice(0, files.shape(tensor)[-1])
+    return all(name == tensor and len(box) == 2 and box[1] == whole for name, box, _ in parts)
 
 
 def _kept(

@@ -8,7 +8,7 @@ linear layers here, by experts in ``experts.py``. Activations are not rounded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +20,10 @@ from paceline.checkpoint.packing import SCALED_BLOCK, Format, factor
 from paceline.core.cuda import LEAST_CAPABILITY, triton_unavailable
 from paceline.errors import ConfigError
 from paceline.model.compiled.linear import replace_layers
-from paceline.model.held import Weights
+from paceline.model.held import INTEGER_ZEROS, Weights
 
 INT8, INT4 = Format(8, 0), Format(4, 0, 32, "F16", has_zeros=True)
 """How weights are rounded here."""
-INTEGER_ZEROS = {8: 0, 4: 8}
-"""What an integer is stored for that is zero where no zero points are, by its bits."""
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the codes of a float of four bits, E2M1."""
 _FLOAT8 = {4: torch.float8_e4m3fn, 5: torch.float8_e5m2}
@@ -49,6 +47,8 @@ class Scaled(NamedTuple):
     """[outputs] float32, if a format has them."""
     zeros: Tensor | None = None
     """[outputs, 1 or groups] int8, if a format has them: zero points less ``INTEGER_ZEROS``."""
+    order: Tensor | None = None
+    """[inputs] int32: which input of the weight comes at each place; None: they are in their own order."""
 
 
 class ScaledWeight(nn.Module):
@@ -56,13 +56,15 @@ class ScaledWeight(nn.Module):
 
     codes: Tensor
     """[.., outputs, bytes of rows that are filled up to blocks] int8. In a block of numbers of 4 bits the lower bits of
-    the bytes are its first half."""
+    the bytes are its first half; the sign of a float is its last bit."""
     scales: Tensor
     """[.., outputs, 1 or groups of the filled rows]."""
     factors: Tensor | None
     """[.., outputs] float32, or None."""
     zeros: Tensor | None
     """int8 of the shape of the scales, or None."""
+    order: Tensor | None
+    """[inputs] int32, or None: as in ``Scaled``, of linear layers alone."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Takes no memory yet; ``allocate`` does."""
@@ -80,6 +82,7 @@ class ScaledWeight(nn.Module):
             "scales": torch.zeros(*lead, groups, dtype=_SCALES[format.scales], device=device),
             "zeros": torch.zeros(*lead, groups, dtype=torch.int8, device=device) if format.has_zeros else None,
             "factors": torch.empty(lead, dtype=torch.float32, device=device) if format.has_factors else None,
+            "order": None,
         }
         for name, part in parts.items():
             self.register_buffer(name, part, persistent=False)
@@ -98,7 +101,7 @@ class ScaledWeight(nn.Module):
         )
         is_number = (largest * factor(self.format.exponent)).isfinite().all()
         if self.format.bits == 4:
-            codes = _in_halves(codes)
+            codes = _in_halves(codes, self.format.exponent)
         elif self.format.exponent:
             is_number &= ((codes & 0x7F) < _FIRST_NAN[self.format.exponent]).all()
         if not bool(is_number):
@@ -109,6 +112,8 @@ class ScaledWeight(nn.Module):
             self.factors[place].copy_(part.factors)
         if self.zeros is not None and part.zeros is not None:
             self.zeros[place][..., : part.zeros.shape[-1]].copy_(part.zeros)
+        if part.order is not None:
+            self.order = part.order.to(self.codes.device)
 
     @property
     def held(self) -> Weights:
@@ -128,15 +133,18 @@ class ScaledWeight(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weights as plain ones, for code that reads them; made anew at each call."""
-        return plain_weight(self.held, self._dtype)[..., : self.shape[-1]]
+        plain = plain_weight(self.held, self._dtype)[..., : self.shape[-1]]
+        return plain if self.order is None else torch.empty_like(plain).index_copy_(-1, self.order.long(), plain)
 
 
 class ScaledLinear(ScaledWeight):
     """An ``nn.Linear`` whose weights are codes with scales."""
 
-    def __init__(self, layer: nn.Linear) -> None:
-        """Takes the sizes and the bias of ``layer``."""
-        super().__init__((layer.out_features, layer.in_features), layer.weight.dtype)
+    def __init__(self, layer: nn.Linear, num_held: int | None = None) -> None:
+        """Takes the sizes and the bias of ``layer``. ``num_held``: outputs whose weights it has, of a rank's output
+        layer fewer than all; None: those of ``layer.weight``."""
+        num_held = layer.weight.shape[0] if num_held is None else num_held
+        super().__init__((num_held, layer.in_features), layer.weight.dtype)
         self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
 
     def hold(self, weight: Scaled, format: Format, device: torch.device, name: str) -> ScaledLinear:
@@ -147,6 +155,7 @@ class ScaledLinear(ScaledWeight):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., inputs] -> [..., outputs]``."""
+        x = x if self.order is None else x.index_select(-1, self.order)
         ours: Any = torch.ops.paceline
         product: Tensor = ours.scaled_linear(x, self.bias, *self.held)
         return product
@@ -157,18 +166,14 @@ def scaled_layers(model: nn.Module) -> list[ScaledWeight]:
     return [layer for layer in model.modules() if isinstance(layer, ScaledWeight)]
 
 
-def without_weights(model: nn.Module, paths: Collection[str]) -> dict[str, ScaledLinear]:
-    """Replaces linear layers of a model; returns those at ``paths``, which hold no weights yet."""
-    made = {}
+def without_weights(model: nn.Module, num_weights: Mapping[str, int]) -> None:
+    """Replaces linear layers of a model, by their paths, by ones that hold no weights yet, but are made for a number of
+    them."""
 
     def make(path: str, layer: nn.Linear) -> ScaledLinear | None:
-        if path not in paths:
-            return None
-        made[path] = ScaledLinear(layer)
-        return made[path]
+        return ScaledLinear(layer, num_weights[path] // layer.in_features) if path in num_weights else None
 
     replace_layers(model, make)
-    return made
 
 
 class Whole:
@@ -250,7 +255,7 @@ def plain_weight(weights: Weights, dtype: torch.dtype) -> Tensor:
         halves = _split(codes.view(torch.uint8), codes.shape[-1] // (SCALED_BLOCK // 2))
         stored = torch.cat([halves & 15, halves >> 4], -1).flatten(-2).long()
         values = torch.tensor(FLOAT4, dtype=torch.float32, device=codes.device)
-        numbers = values[stored] if exponent else stored.float() - INTEGER_ZEROS[4]
+        numbers = values[(stored >> 1) | (stored & 1) << 3] if exponent else stored.float() - INTEGER_ZEROS[4]
     else:
         numbers = (codes.view(_FLOAT8[exponent]) if exponent else codes).float()
     sizes = _decoded(scales) if factors is None else _decoded(scales) * factors[..., None]
@@ -276,10 +281,11 @@ def _split(rows: Tensor, parts: int) -> Tensor:
     return rows.view(*rows.shape[:-1], parts, rows.shape[-1] // parts)
 
 
-def _in_halves(codes: Tensor) -> Tensor:
-    """Bytes of two neighbors each, as bytes of numbers that are half a block apart."""
+def _in_halves(codes: Tensor, exponent: int) -> Tensor:
+    """Bytes of two neighbors each, as bytes of numbers that are half a block apart; of floats the sign comes last."""
     blocks = _split(codes, codes.shape[-1] // (SCALED_BLOCK // 2))
     numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+    numbers = (numbers & 7) << 1 | numbers >> 3 if exponent else numbers
     first, second = numbers.chunk(2, -1)
     return (first | second << 4).flatten(-2)
 

@@ -1,7 +1,7 @@
-"""Products by scaled weights of 8 bits for CUDA: codes are read as they are stored, and become weights in registers.
+"""Products by scaled weights for CUDA: codes are read as they are stored, and become weights in registers.
 
-A weight is ``(code - zero) * scale`` in float32, rounded once to the dtype of the inputs: the number that a dequantized
-checkpoint holds (``dequantized.py``). Inputs are taken in blocks of ``BLOCK``. The blocks of a *split* are summed in
+A weight is ``(code - zero) * scale``, rounded once to the dtype of the inputs: the number that a dequantized checkpoint
+holds (``dequantized.py``). Inputs are taken in blocks of ``BLOCK``. The blocks of a *split* are summed in
 float32 in their order, then the splits in theirs. The number of splits depends on the sizes of the weight alone, so a
 row of the result has the same bits whatever the number of rows.
 
@@ -16,6 +16,7 @@ Imports triton, so that it is imported only where such weights run on a GPU (``s
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.checkpoint.packing import SCALED_BLOCK, factor
-from paceline.model.held import Weights
+from paceline.model.held import INTEGER_ZEROS, Weights
 
 BLOCK = SCALED_BLOCK
 """Inputs of a block. Rows of codes are filled up to a multiple of it."""
@@ -49,25 +50,37 @@ log = logging.getLogger(__name__)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _numbers(codes, half: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Codes as float32; of 4 bits those in one half of each byte. ``EXPONENT``: bits of a float's; 0: integers.
+def _numbers(codes, like, half: tl.constexpr, BITS: tl.constexpr, EXPONENT: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes as float32, of ``PAIRS`` in the dtype of ``like``; of 4 bits those in one half of each byte. ``EXPONENT``:
+    bits of a float's; 0: integers.
 
-    The bits of a float are put to their places in a float32. Its exponent is too small by a constant, by which
-    ``_scale`` is too large. An integer of 4 bits becomes the last ones of 2**23, from which its offset is taken.
+    The bits of a float are put to their places in the wider one. Its exponent is too small by a constant, by which
+    ``_scale`` is too large. An integer of 4 bits becomes the last ones of a power of two, which is taken from it later.
     """
-    bits = codes.to(tl.int32)
-    if EXPONENT == 0:
-        if BITS == 8:
-            return codes.to(tl.float32)
-        bits = ((bits >> 4 * half) & 15) | 0x4B000000
-        return bits.to(tl.float32, bitcast=True) - 8388616.0
-    shift: tl.constexpr = 24 - BITS + EXPONENT
-    if BITS == 8:
-        bits <<= shift  # of which the sign is the first
+    if PAIRS:
+        is_wide: tl.constexpr = like.dtype.element_ty == tl.bfloat16  # its exponent has 8 bits, not 5
+        bits = codes.to(tl.uint8, bitcast=True).to(tl.uint16)
+        if EXPONENT == 0:
+            bits = ((bits >> 4 * half) & 15) | (0x4300 if is_wide else 0x6400)
+        else:
+            place: tl.constexpr = 5 if is_wide else 8  # one product shifts the sign and the rest by their own lengths
+            if not is_wide:
+                bits &= 15 << 4 * half  # what is shifted would overlap
+            bits = (bits * ((1 << (place - 4 * half)) + (1 << (15 - 4 * half)))) & (0x8000 + (14 << place))
+        numbers = bits.to(like.dtype.element_ty, bitcast=True)
+    elif BITS == 4:
+        bits = codes.to(tl.uint8, bitcast=True).to(tl.int32)
+        if EXPONENT == 0:
+            bits = ((bits >> 4 * half) & 15) | 0x4B000000
+        else:
+            bits = ((bits << (21 - 4 * half)) | (bits << (31 - 4 * half))) & ((14 << 21) - 0x80000000)
+        numbers = bits.to(tl.float32, bitcast=True)
+    elif EXPONENT == 0:
+        numbers = codes.to(tl.float32)
     else:
-        bits = (bits << (28 - 4 * half)) >> (28 - shift)
-    bits &= (((1 << (BITS - 1)) - 1) << shift) - 0x80000000
-    return bits.to(tl.float32, bitcast=True)
+        bits = codes.to(tl.int32) << (16 + EXPONENT)  # of which the sign is the first
+        numbers = (bits & ((0x7F << (16 + EXPONENT)) - 0x80000000)).to(tl.float32, bitcast=True)
+    return numbers
 
 
 @triton.jit
@@ -107,7 +120,9 @@ def _product(  # type: ignore[no-untyped-def]
     per_token,
     BITS: tl.constexpr,
     EXPONENT: tl.constexpr,
+    PAIRS: tl.constexpr,
     FACTOR: tl.constexpr,
+    ZERO: tl.constexpr,
     FACTORS: tl.constexpr,
     ZEROS: tl.constexpr,
     ROUTED: tl.constexpr,
@@ -122,7 +137,8 @@ def _product(  # type: ignore[no-untyped-def]
 
     ``ROUTED``: 0: of one weight; 1: of the experts in ``tiles``, by the inputs of the tokens whose pairs ``order``
     has, ``per_token`` each; 2: the same, by inputs in that order, to results in the order of the pairs.
-    ``BLOCK``: bytes of a row of codes. ``PARTS``: scales of a row of as many numbers.
+    ``BLOCK``: bytes of a row of codes. ``PARTS``: scales of a row of as many numbers. ``PAIRS``: weights are made
+    in the dtype of the inputs, two by one instruction. ``ZERO``: what ``_numbers`` makes of zero.
     """
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     rows = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -154,16 +170,17 @@ def _product(  # type: ignore[no-untyped-def]
             for half in tl.static_range(8 // BITS):
                 start = (block * (8 // BITS) + half) * BLOCK
                 scale_at = row[:, None] * groups + start // group + part_of[None, :]
-                scale = _scale(tl.load(scales + scale_at), more) * FACTOR
-                weights = _numbers(stored, half, BITS, EXPONENT)
+                weights = _numbers(stored, x, half, BITS, EXPONENT, PAIRS)
+                scale = (_scale(tl.load(scales + scale_at), more) * FACTOR).to(weights.dtype)
+                zero = (tl.load(zeros + scale_at).to(tl.float32) + ZERO).to(weights.dtype) if ZEROS else ZERO
                 if PARTS > 1:
                     weights = tl.reshape(weights, (OUTPUTS, PARTS, BLOCK // PARTS))
-                    if ZEROS:
-                        weights -= tl.load(zeros + scale_at).to(tl.float32)[:, :, None]
+                    if ZEROS or ZERO:
+                        weights -= zero[:, :, None] if ZEROS else ZERO
                     weights = tl.reshape(weights * scale[:, :, None], (OUTPUTS, BLOCK))
                 else:
-                    if ZEROS:
-                        weights -= tl.load(zeros + scale_at).to(tl.float32)
+                    if ZEROS or ZERO:
+                        weights -= zero
                     weights *= scale
                 at = start + place
                 given = tl.load(of_token + at[:, None], (at < inputs)[:, None] & is_token[None, :], 0.0)
@@ -237,6 +254,24 @@ def _weighted(  # type: ignore[no-untyped-def]
     tl.store(out + token.to(tl.int64) * outputs + rows, total.to(out.dtype.element_ty), is_row)
 
 
+def in_pairs(dtype: torch.dtype, weights: Weights) -> bool:
+    """True if weights are the products of numbers and scales in ``dtype``, that of the inputs, too: float32 would hold
+    them without rounding, so that either way they are rounded once."""
+    scales = torch.uint8 if weights.exponent else dtype
+    return weights.bits == 4 and dtype.itemsize == 2 and weights.factors is None and weights.scales.dtype == scales
+
+
+@functools.cache
+def _has_pairs_of_float32(device: torch.device) -> bool:
+    """True if a device adds and multiplies two numbers of float32 by one instruction, so that integers gain nothing."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
+
+
+def zero_of(dtype: torch.dtype) -> int:
+    """The number that ``_numbers`` makes in ``dtype`` of an integer of 4 bits that stands for zero."""
+    return {torch.bfloat16: 1 << 7, torch.float16: 1 << 10}.get(dtype, 1 << 23) + INTEGER_ZEROS[4]
+
+
 def num_splits(inputs: int, outputs: int) -> tuple[int, int]:
     """Splits of an output's sum, and blocks of each: a matter of the weight's sizes alone."""
     blocks, tiles = -(-inputs // BLOCK), -(-outputs // _OUTPUTS)
@@ -285,6 +320,7 @@ def multiplied(
     """
     codes, scales, factors, zeros, bits, exponent = weights
     inputs, (*_, outputs, row_len) = x.shape[1], codes.shape
+    pairs = in_pairs(x.dtype, weights) and (exponent > 0 or not _has_pairs_of_float32(x.device))
     filled = row_len * 8 // bits
     (splits, blocks), groups = num_splits(inputs, outputs), scales.shape[-1]
     num_rows = x.shape[0] if routes is None else routes.order.shape[0]
@@ -316,7 +352,9 @@ def multiplied(
         1 if routes is None else routes.per_token,
         BITS=bits,
         EXPONENT=exponent,
-        FACTOR=factor(exponent),
+        PAIRS=pairs,
+        FACTOR=factor(exponent, 5 if pairs and x.dtype == torch.float16 else 8),
+        ZERO=zero_of(x.dtype if pairs else torch.float32) if (bits, exponent) == (4, 0) else 0,
         FACTORS=factors is not None,
         ZEROS=zeros is not None,
         ROUTED=0 if routes is None else 2 if back else 1,
