@@ -83,6 +83,7 @@ MANY_CASES = {
     "drafters/test_head_formats.py::test_every_published_format_loads_and_computes_what_the_oracle_computes": _FORMATS,
     "drafters/test_head_formats.py::test_what_does_not_fit_is_refused_in_one_sentence_before_weights_are_read": _TABLE,
     "drafters/test_head_sessions.py::test_fed_in_any_chunks_on_any_pages_the_tree_is_that_of_one_forward": _FORMATS,
+    "faults/test_links.py::test_one_kind_of_fault_on_one_link": "every fault on every link; half of them are nightly",
     "k8s/test_operator_rules.py::test_a_mutant_is_refused": "a mutant of every rule",
     "lossless/test_engines.py::test_alone_everywhere": _PRODUCT,
     "lossless/test_layer_kinds.py::test_any_subtrees_give_identical_tokens": _HYBRIDS,

@@ -8,16 +8,18 @@ import pytest
 from tests.faults.pump import RATES, FaultyPump
 from tests.faults.runs import LOSSES, NOTICED, STALLS, one_fault, requests, run
 from tests.support.models import VOCAB, pair
-from tests.support.rings import slow
+from tests.support.rings import nightly, slow
 
 from paceline.types import Acceptance, FinishReason, Result
 
 
-@pytest.mark.parametrize(("link", "kind"), NOTICED)
-def test_one_kind_of_fault_on_one_link(reference: dict[str, Result], link: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("link", "kind", "least"), [*((*fault, 1) for fault in NOTICED), *nightly((*fault, 10) for fault in NOTICED)]
+)
+def test_one_kind_of_fault_on_one_link(reference: dict[str, Result], link: str, kind: str, least: int) -> None:
     """Same tokens, the fault was noticed, drafting goes on. What only comes twice, or late from an old epoch, costs
     nothing: no engine is re-opened. What happens to drafts never costs the target."""
-    one_fault(reference, link, kind)
+    one_fault(reference, link, kind, least=least)
 
 
 def test_nothing_at_all(reference: dict[str, Result]) -> None:

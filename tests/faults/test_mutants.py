@@ -123,7 +123,7 @@ def _drafts_are_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _three(link: str, kind: str, prepare: Any = None) -> Callable[[dict[str, Result]], Any]:
-    return lambda reference: one_fault(reference, link, kind, prepare)
+    return lambda reference: one_fault(reference, link, kind, prepare, 3)
 
 
 def _target_dies(reference: dict[str, Result]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.router.sessions import PROMPT, make, outcome
+from tests.support.rings import nightly
 
 from paceline.messages import (
     CloseSession,
@@ -145,12 +146,13 @@ def play(happenings, draft_available=True):
     return session
 
 
-@pytest.mark.parametrize("draft_available", [True, False])
+@pytest.mark.parametrize(("draft_available", "more"), [(True, 3), (False, 2), *nightly([(False, 3)])])
 @pytest.mark.parametrize("first", HAPPENINGS)
-def test_whatever_happens_both_engines_know_what_the_session_knows(first, draft_available):
-    """All stories of four events: after each, either engine is closed or has the whole history in the newest epoch, and
-    the target knows whether, and under which epoch, a draft serves the session. Tokens are emitted once."""
-    for rest in itertools.product(HAPPENINGS, repeat=3):
+def test_whatever_happens_both_engines_know_what_the_session_knows(first, draft_available, more):
+    """All stories of one event and ``more``: after each event, either engine is closed or has the whole history in the
+    newest epoch, and the target knows whether, and under which epoch, a draft serves the session. Tokens are emitted
+    once."""
+    for rest in itertools.product(HAPPENINGS, repeat=more):
         play((first, *rest), draft_available)
 
 
