@@ -78,7 +78,7 @@ def at_once(finish: Any, engine: TargetEngine, flight: Any) -> None:
     engine.settle_step()
 
 
-def served(texts: dict[str, Result], *changes: Mutant, events: bool = True) -> Direct:
+def served(texts: dict[str, Result], *changes: Mutant, events: bool = True, telling_s: float = 0.0) -> Direct:
     """An engine that has served all sessions, whose drafts had sent all their tokens in time, or has failed."""
     with pytest.MonkeyPatch.context() as patch:
         direct = Direct(pages=64, budget=200, adaptive=False)
@@ -95,7 +95,12 @@ def served(texts: dict[str, Result], *changes: Mutant, events: bool = True) -> D
             if events and num_finished == 4:
                 engine.receive([DraftState("s2", 1, available=False)])
 
-        for change in (*changes, counted):
+        @mutant(TargetEngine, "tell_rounds")
+        def timed(tell: Any, engine: TargetEngine, done: Any) -> None:
+            tell(engine, done)
+            direct.clock.now += telling_s
+
+        for change in (*changes, counted, timed):
             change(patch)
         for i, (name, request) in enumerate(asked().items()):
             seed = noise_key(i, request.sampling.seed_scope, request.prompt)
@@ -182,6 +187,16 @@ def announced_before(in_flight: Any, engine: TargetEngine, parts: Any) -> list[I
 def test_a_step_that_is_settled_in_another_way_is_caught(texts: dict[str, Result], mistake: Mutant) -> None:
     found = served(texts, mistake)
     assert not same(found, served(texts, at_once)) or not order_is_right(found.sent)
+
+
+def test_what_is_settled_behind_a_launch_takes_no_time(texts: dict[str, Result]) -> None:
+    """A step is awaited after a share of its own time, not of what follows its launch on the host."""
+    took = []
+    for changes in ((), (at_once,)):
+        direct = served(texts, *changes, events=False, telling_s=STEP_S / 2)
+        took.append(direct.clock.now / direct.engine.stats.steps / STEP_S)
+    assert took[0] < 1.15
+    assert took[1] > 1.4
 
 
 # -- the next step fails -----------------------------------------------------------------------------------------------

@@ -264,7 +264,7 @@ class TargetEngine:
             if flight is None:
                 return True
             if self._overlaps and any(part.session.draft_available for part in flight.parts):
-                self._receive_during(flight)
+                self._receive_during(flight, self._meter.forward_at)
         if flight.awaited_from > self._clock():
             return False
         self.flight = self._launch_ahead(flight)
@@ -276,10 +276,10 @@ class TargetEngine:
         self.finish_step(flight)
         return True
 
-    def _receive_during(self, flight: Flight) -> None:
-        """Has a step with drafts awaited only after most of the time that it is expected to take."""
+    def _receive_during(self, flight: Flight, began: float) -> None:
+        """Has a step with drafts awaited only after most of the time that it is expected to take since it began."""
         seconds = self.allocation.cost.seconds(sum(part.num_tokens for part in flight.parts))
-        flight.awaited_from = self._clock() + _RECEIVING * seconds
+        flight.awaited_from = began + _RECEIVING * seconds
         self.flight = flight
         self.send_held()
 

@@ -181,7 +181,8 @@ class StepMeter:
         self._allocation = allocation
         self._wait_policy = wait_policy
         self._gate = gate
-        self._started = self._forward_at = 0.0  # of the step in progress
+        self._started = self.forward_at = 0.0
+        """Time when the forward of the step in progress began."""
         self._is_ahead = False  # it was launched before the one in front of it was done
         self._ahead_s = Ewma()  # from the one to the other in steps without branches
         self._ended_at: float | None = None  # of the last step; None: there was nothing to do since
@@ -200,19 +201,19 @@ class StepMeter:
         ``head_s``: seconds of this time in heads. They count neither as a gap nor as part of the step, whose times
         describe plain decoding.
         """
-        self._started, self._forward_at = started + head_s, self._clock()
+        self._started, self.forward_at = started + head_s, self._clock()
         self.stats.head_s += head_s
         self._is_ahead = False
         if self._ended_at is None:
             return
-        gap_s, stats = max(0.0, self._forward_at - self._ended_at - head_s), self.stats
+        gap_s, stats = max(0.0, self.forward_at - self._ended_at - head_s), self.stats
         if self._all_waited:
             stats.wait_s += gap_s
             stats.waits += 1
             return
         stats.bubble_s += gap_s
         stats.bubble_steps += 1
-        self._allocation.overhead_s.add(max(0.0, self._forward_at - self._decided_at - head_s))
+        self._allocation.overhead_s.add(max(0.0, self.forward_at - self._decided_at - head_s))
         if all(p.verifies and p.session.cause is Cause.HIT for p in parts):
             stats.hit_bubble_s += gap_s
             stats.hit_bubble_steps += 1
@@ -220,7 +221,7 @@ class StepMeter:
     def begin_ahead(self) -> None:
         """Records that a step which was launched ahead is the next to be done: the device began it when the last one
         was decided, so that there is no gap."""
-        self._started = self._forward_at = self._decided_at
+        self._started = self.forward_at = self._decided_at
         self._is_ahead = True
         self.stats.steps_ahead += 1
 
@@ -228,7 +229,7 @@ class StepMeter:
         """Records the time at which the verdicts of the step are known."""
         now, last_at = self._clock(), self._decided_at
         self._decided_at = now
-        return StepTimes(self._started, self._forward_at, self._is_ahead, now, last_at, self._ended_at is not None)
+        return StepTimes(self._started, self.forward_at, self._is_ahead, now, last_at, self._ended_at is not None)
 
     def ended(self) -> None:
         """Records the end of a step: the time from now to the next forward is a bubble or a wait."""
