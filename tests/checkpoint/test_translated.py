@@ -359,8 +359,19 @@ def test_a_minicpm_with_sparse_attention_or_experts_is_refused(tmp_path, key, va
         Checkpoint.open(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "architecture"), [("kimi_k2", "Eagle3DeepseekV2ForCausalLM"), ("minicpm", "EagleMiniCPMForCausalLM")]
+)
+def test_a_drafting_head_of_the_same_type_stays_a_head(tmp_path, model_type, architecture):
+    config = {"model_type": model_type, "architectures": [architecture], "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert folder_of(str(tmp_path)) == tmp_path
+
+
 def test_a_damaged_configuration_is_said(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "minicpm", "hidden_size": 64}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"]})
+    )
     with pytest.raises(ConfigError, match=r"is no minicpm model's \(KeyError: 'num_hidden_layers'\)$"):
         Checkpoint.open(str(tmp_path))
 

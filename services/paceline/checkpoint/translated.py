@@ -35,6 +35,8 @@ class Layout:
 
     model_type: str = ""
     architecture: str = ""
+    published: tuple[str, ...] = ()
+    """Architectures of the models; drafting heads for them have the same type. (): any."""
     values: Callable[[Config], Config] = lambda config: {}
     """Values that transformers' type has under other names."""
     other: tuple[str, ...] = ()
@@ -44,8 +46,10 @@ class Layout:
 
     def is_of(self, config: Config) -> bool:
         """True if a configuration of the type has the layout."""
+        names = config.get("architectures") or ()
+        is_head = bool(self.published) and not any(name in self.published for name in names)
         has_part = not self.part or isinstance(config.get(self.part), Mapping)
-        return has_part and not any(config.get(key) for key in self.other)
+        return has_part and not is_head and not any(config.get(key) for key in self.other)
 
 
 def _of_minicpm(config: Config) -> Config:
@@ -61,9 +65,11 @@ def _of_minicpm(config: Config) -> Config:
 
 
 LAYOUTS: Mapping[str, Layout] = {
-    "kimi_k2": Layout("deepseek_v3", "DeepseekV3ForCausalLM"),
-    "mimo": Layout("qwen2", "Qwen2ForCausalLM"),
-    "minicpm": Layout("granite", "GraniteForCausalLM", _of_minicpm, ("sparse_config", "num_experts")),
+    "kimi_k2": Layout("deepseek_v3", "DeepseekV3ForCausalLM", ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")),
+    "mimo": Layout("qwen2", "Qwen2ForCausalLM", ("MiMoForCausalLM",)),
+    "minicpm": Layout(
+        "granite", "GraniteForCausalLM", ("MiniCPMForCausalLM",), _of_minicpm, ("sparse_config", "num_experts")
+    ),
     **dict.fromkeys(("kimi_k25", "kimi_vl"), Layout(part="text_config")),
     "internvl_chat": Layout(part="llm_config"),
 }
