@@ -148,11 +148,11 @@ def differing(family: str, dtype: torch.dtype, contexts: Sequence[int], seed: in
     return differing_of(runner_of(family, dtype), contexts, seed)
 
 
-def differing_of(runner: ModelRunner, contexts: Sequence[int], seed: int = 0) -> int:
-    """Rows of random walks that differ from decoding one token at a time, neighbors or not."""
+def differing_of(runner: ModelRunner, contexts: Sequence[int], seed: int = 0, neighbor_len: int = 70) -> int:
+    """Rows of random walks that differ from decoding, with neighbors of ``neighbor_len`` tokens or none."""
     rng, count = random.Random(seed), 0
     beside = runner.cache.allocate(2)
-    neighbor = chunk(_TEXT, 0, 70, beside, 0)
+    neighbor = chunk(_TEXT, 0, neighbor_len, beside, 0)
     try:
         for context in contexts:
             walk = Walk(runner, rng, context)
