@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -267,7 +267,7 @@ PLAIN = {"dtype": BFLOAT16, "layers": [LayerSpec(8, 128, 128), NO_KV], "window":
         ({"layers": [LayerSpec(8, 80, 80)]}, "takes heads of 64, 128, 256 numbers, and the model has 80 and 80"),
         ({"window": 512}, "attends to the whole context, and the model has layers with windows or chunks"),
         ({"further": {"attention sinks"}}, "computes a plain softmax, and the model has attention sinks"),
-        ({}, "needs the package flashinfer-python, which is not installed"),
+        ({}, "needs FlashInfer, and it is not installed (pip install 'paceline[flashinfer]')"),
     ],
 )
 def test_what_the_library_does_not_compute_is_named(change: dict, reason: str) -> None:
@@ -278,7 +278,7 @@ def test_an_installed_library_is_taken_and_a_broken_one_named(monkeypatch: pytes
     module = ModuleType("flashinfer")
     module.__spec__ = object()
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    assert "which cannot be imported: module 'flashinfer' has no attribute" in str(no_library(**PLAIN))
+    assert "and it cannot be imported: module 'flashinfer' has no attribute" in str(no_library(**PLAIN))
     module.BatchPrefillWithPagedKVCacheWrapper = Wrapper
     assert no_library(**PLAIN) is None
 
@@ -322,3 +322,18 @@ def test_a_target_says_which_way_its_prompts_go(make, monkeypatch, caplog: pytes
         "FlashInfer, whose bits depend on no batch" if holds else "our own kernels, as FlashInfer has rows whose bits"
     )
     assert f"prompts on cpu: {told}" in caplog.text
+
+
+@pytest.mark.usefixtures("fewer")
+@pytest.mark.parametrize("holds_there", [True, False])
+def test_one_rank_without_it_is_enough(holds_there: bool, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
+    """All ranks compute one way, since pages of the first one's choice are computed on all."""
+    group = SimpleNamespace(least=lambda value: min(value, holds_there))
+    monkeypatch.setattr(loading, "share_of", lambda model: SimpleNamespace(group=group))
+    module = ModuleType("flashinfer")
+    module.BatchPrefillWithPagedKVCacheWrapper = Wrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    model = random_model("llama").to(BFLOAT16)
+    found = loading.library_for(model, [LayerSpec(KV_HEADS, DIM, DIM), NO_KV])
+    assert (found is not None) == holds_there
+    assert ("our own kernels, as FlashInfer fails on another rank" in caplog.text) == (not holds_there)

@@ -68,11 +68,11 @@ def num_by_library(num_prompt_tokens: int, block_len: int) -> int:
 def unavailable() -> str | None:
     """Says why the library cannot be used in this process; None if it can be imported."""
     if importlib.util.find_spec(PACKAGE) is None:
-        return f"needs the package {PACKAGE}-python, which is not installed"
+        return "needs FlashInfer, and it is not installed (pip install 'paceline[flashinfer]')"
     try:
         importlib.import_module(PACKAGE).BatchPrefillWithPagedKVCacheWrapper  # noqa: B018
     except Exception as error:  # its own imports, and what these load
-        return f"needs the package {PACKAGE}-python, which cannot be imported: {error}"
+        return f"needs FlashInfer, and it cannot be imported: {error}"
     return None
 
 
