@@ -254,7 +254,7 @@ SOAKED = [("qwen3_5_text", torch.bfloat16), ("nemotron_h", torch.float32)]
 @pytest.mark.parametrize(
     ("family", "dtype", "num_steps", "seed"),
     [
-        (*SOAKED[0], 80, 0),
+        (*SOAKED[0], 150, 0),
         *slow([(*of, 800, 0) for of in SOAKED]),
         *nightly([(*SOAKED[0], 5000, seed) for seed in range(1, 21)]),
     ],
