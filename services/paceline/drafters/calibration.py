@@ -34,6 +34,8 @@ _EDGES = tuple(0.03 * 2.0**i for i in range(10))
 _NUM_BINS = len(_EDGES) + 1
 
 _RANKED_MASS = 0.95
+_WEIGHT = 8.0
+"""Observations that a parent, or the prior, counts as."""
 ACCEPTANCE = 0.75
 """Share of draft tokens that the target is taken to accept before any was tried."""
 
@@ -124,26 +126,19 @@ class _Table(ctypes.Structure):
 class Calibration:
     """Share of hits by rank and bin of the gap, leaning on ``parent`` or, without one, on the prior.
 
-    ``weight``: observations that the parent or prior counts as; ``horizon``: observations of a bin that are
-    remembered. A parent has none itself; it also records every observation. A rank that only one has is its own.
+    ``horizon``: observations of a bin that are remembered. A parent has none itself; it also records every observation.
+    A rank that only one has is its own.
     """
 
-    def __init__(
-        self,
-        num_ranks: int,
-        parent: Calibration | None = None,
-        *,
-        weight: float = 8.0,
-        horizon: float = 512.0,
-    ) -> None:
+    def __init__(self, num_ranks: int, parent: Calibration | None = None, *, horizon: float = 512.0) -> None:
         assert parent is None or parent._parent is None, "a parent has none itself"
         self._parent: Calibration | None = parent
-        self._keep, self._weight = 1.0 - 1.0 / horizon, weight
+        self._keep = 1.0 - 1.0 / horizon
         # [rank][bin][2]: fading sums of hits and of observations. Native code has their address.
         self.cells = array("d", bytes(2 * 8 * num_ranks * _NUM_BINS))
         cells = self.cells.buffer_info()[0]
         above = None if parent is None else parent.address
-        self._table = _Table(above, cells, num_ranks, self._keep, weight)
+        self._table = _Table(above, cells, num_ranks, self._keep, _WEIGHT)
         self.address: int = ctypes.addressof(self._table)
         """Address at which native code reads the table, while this object lives."""
 
@@ -200,7 +195,7 @@ class Calibration:
         at = 2 * (rank * _NUM_BINS + of_bin)
         for table in (self._parent, self):
             if table is not None and at < len(table.cells):
-                prior = (table.cells[at] + table._weight * prior) / (table.cells[at + 1] + table._weight)
+                prior = (table.cells[at] + _WEIGHT * prior) / (table.cells[at + 1] + _WEIGHT)
         return prior
 
 

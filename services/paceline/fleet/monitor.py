@@ -65,14 +65,12 @@ class Monitor:
     def __init__(
         self,
         *,
-        silent_s: float = SILENT_S,
         clock: Callable[[], float] = time.monotonic,
         autoscaler: Autoscaler | None = None,
     ) -> None:
         self.autoscaler = autoscaler or Autoscaler(NO_SCALING)
         self._own = Registry("monitor", mirror=True)
         self._sized: set[str] = set()
-        self._silent_s = silent_s
         self._clock = clock
         self._started_s = clock()
         self._sources: dict[tuple[str, int], _Source] = {}  # by source id and incarnation, oldest report first
@@ -176,7 +174,7 @@ class Monitor:
         now = self._clock()
         silent = []
         for key, source in self._sources.items():
-            if not source.silent and now - source.seen_s > self._silent_s:
+            if not source.silent and now - source.seen_s > SILENT_S:
                 self._add(self._base, source)
                 source.in_base = {n: v for n, v in source.report.samples.items() if not _is_gauge(n)}
                 source.silent = True

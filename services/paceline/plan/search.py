@@ -131,12 +131,12 @@ def concurrency(requests: Requests, itl_s: float, ttft_s: float = 0.0) -> int:
     return max(1, math.ceil(mean + 2.33 * math.sqrt(mean)))
 
 
-def seconds_for(load: Load, prediction: Prediction, most_rounds: int = _MOST_ROUNDS) -> float:
+def seconds_for(load: Load, prediction: Prediction) -> float:
     """Simulated time: 300 rounds, fewer where very many sessions would take long, at least 25.
 
     Where requests arrive, a few have to come to their end before the number of sessions is steady.
     """
-    seconds = min(300.0, max(25.0, most_rounds / load.sessions)) * prediction.round_s
+    seconds = min(300.0, max(25.0, _MOST_ROUNDS / load.sessions)) * prediction.round_s
     requests = load.requests
     if requests is None:
         return seconds

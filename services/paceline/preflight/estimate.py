@@ -178,7 +178,7 @@ def target_estimate(
         least_kv_bytes=(least + 1) * page_bytes,
         linear_bytes=size.slots_bytes(slots),
         num_states=slots.states,
-        copies_bytes=_copies_bytes(size, slots) if num_ranks == 1 else 0,
+        copies_bytes=slots.states * size.linear.state_bytes(size.item_bytes) if size.linear and num_ranks == 1 else 0,
         tree_bytes=options.max_sessions * setup.tree_budget * _NODE_BYTES,
         workspace_bytes=workspace_bytes(
             size,
@@ -254,10 +254,6 @@ def draft_estimate(
         num_ranks=num_ranks,
         on_gpu=on_gpu,
     )
-
-
-def _copies_bytes(size: ModelSize, slots: Slots) -> int:
-    return 0 if size.linear is None else slots.states * size.linear.state_bytes(size.item_bytes)
 
 
 def modelless_estimate(setup: DraftSetup) -> MemoryEstimate:

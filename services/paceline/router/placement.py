@@ -300,8 +300,7 @@ class PrefixIndex:
     Prefixes of different salts are different prefixes, as they are in the replicas' caches.
     """
 
-    def __init__(self, max_pieces: int = _REMEMBERED_PIECES) -> None:
-        self._max_pieces = max_pieces
+    def __init__(self) -> None:
         self._pieces: dict[str, OrderedDict[int, None]] = {}
 
     def add(self, replica_id: str, token_ids: Sequence[int], salt: str = "") -> None:
@@ -310,7 +309,7 @@ class PrefixIndex:
         for digest in page_hashes(token_ids, salt):
             known[digest] = None
             known.move_to_end(digest)
-        while len(known) > self._max_pieces:
+        while len(known) > _REMEMBERED_PIECES:
             known.popitem(last=False)
 
     def forget(self, replica_id: str) -> None:

@@ -51,7 +51,7 @@ from paceline.types import (
     check_request_id,
     speculation_arguments,
 )
-from paceline.v1 import generation_pb2, types_pb2
+from paceline.v1 import generation_pb2
 
 _MAX_UINT32 = 2**32 - 1
 
@@ -119,7 +119,12 @@ def request_from_proto(
     check_request_id(proto.request_id)
     if (size := len(proto.cache_salt)) > MAX_SALT_LEN:
         raise InvalidRequestError(f"cache_salt has {size} characters: at most {MAX_SALT_LEN} are allowed")
-    _check_limits(proto.sampling_params, limits or RequestLimits())
+    lists = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
+    (limits or RequestLimits()).check(
+        **_named(proto.sampling_params, lists),
+        bad_words_sizes=(len(words.token_ids) for words in proto.sampling_params.bad_words),
+        where="sampling_params.",
+    )
     prompt: str | tuple[int, ...]
     kind = proto.WhichOneof("input")
     if kind == "text":
@@ -160,19 +165,6 @@ def request_from_proto(
         stop=stop,
         generated_token_ids=tuple(proto.generated_token_ids[:]),
         cache_salt=proto.cache_salt,
-    )
-
-
-def _check_limits(proto: types_pb2.SamplingParams, limits: RequestLimits) -> None:
-    """Raises InvalidRequestError for a list that is too long."""
-    limits.check(
-        stop=proto.stop,
-        stop_token_ids=proto.stop_token_ids,
-        bad_words=proto.bad_words,
-        bad_words_sizes=(len(words.token_ids) for words in proto.bad_words),
-        logit_bias=proto.logit_bias,
-        allowed_token_ids=proto.allowed_token_ids,
-        where="sampling_params.",
     )
 
 

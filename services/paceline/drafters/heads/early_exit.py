@@ -72,20 +72,17 @@ class EarlyExit(OfSessions[_Session]):
     anchor, and on which pages."""
     layers: tuple[LayerSpec, ...] = ()
 
-    def __init__(
-        self, model: PreTrainedModel, *, vocab_size: int, max_leaves: int = 64, num_candidates: int = TOP_M
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, vocab_size: int, max_leaves: int = 64) -> None:
         """Makes a drafter of the first layers of the target (``ExitPlan.load``).
 
         Args:
             model: these layers, on the target's device, with their attention replaced by ``Attend``.
             vocab_size: of the target.
             max_leaves: the most leaves of one ``expand``.
-            num_candidates: candidates of each leaf.
         """
         self.model = model.eval().requires_grad_(False)
         self.max_leaves = max_leaves
-        self._top_m = min(num_candidates, vocab_size)
+        self._top_m = min(TOP_M, vocab_size)
         self._vocab_size = vocab_size
         self.sessions: dict[str, _Session] = {}
         self.cache: KVCache | None = None
