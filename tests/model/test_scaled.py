@@ -262,7 +262,7 @@ def test_groups_in_any_order_are_kept_by_ranks_with_all_inputs(
 
 
 def test_an_output_layer_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of two ranks has its tokens' part; unless it is the embedding, too."""
+    """Each of two ranks has its tokens' part; not where the configuration says that it is the embedding, too."""
     write_packed(tmp_path, "gptq", head=True)
     plain, of_two = logits_of(tmp_path), logits_of_two(str(tmp_path))
     keep(monkeypatch)
@@ -272,6 +272,11 @@ def test_an_output_layer_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert checkpoint.size("bfloat16", on_gpu=True).weights_bytes == held_bytes(model)
     assert torch.equal(logits_of(tmp_path), plain)
     assert torch.equal(logits_of_two(str(tmp_path)), of_two)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tied = load_pretrained(Checkpoint.open(str(tmp_path)), torch.bfloat16)
+    assert type(tied.get_output_embeddings()) is torch.nn.Linear
+    assert len(scaled_layers(tied)) == 14
 
 
 def test_weights_with_scales_beyond_the_kernel_are_dequantized(

@@ -339,6 +339,9 @@ def test_a_configuration_alone_has_the_layers_that_it_leaves_plain():
     for ignored in ("model.layers.0", "re:.*layers[.]0[.]", "layers.0.mlp.down_proj", "model.layers.0.*"):
         config = FORMATS["fp8, blocks"][0] | {"modules_to_not_convert": [ignored]}
         assert count_by_config(shapes, config, "llama") == (256 * 128, 256 * 128 + 4 * 256, 0, 256 * 128)
+    for is_quantized in (False, True):
+        config = FORMATS["gptq"][0] | {"lm_head": is_quantized}
+        assert count_by_config(shapes, config, "llama")[0] == (2 + is_quantized) * 256 * 128
 
 
 def test_hints_come_from_a_layer_that_has_others_above_it(folders):
