@@ -33,6 +33,7 @@ OWN = {
     *("embedded/__init__.py", "web/playground.py", "security/haproxy.py", "security/renewal.py"),
     # Files of a checkpoint or of a training, which have fixed names in a directory.
     *("checkpoint/folder.py", "checkpoint/gguf/described.py", "checkpoint/overrides.py", "cli/drafting.py"),
+    *("checkpoint/tiktoken_model.py", "checkpoint/translated.py"),
     *("model/parallel/load.py", "drafters/training/chats.py", "drafters/training/features.py", "web/batch.py"),
 }
 """Files of the package that read others whole by themselves, none of which a user names alone."""
