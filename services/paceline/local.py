@@ -43,6 +43,7 @@ from paceline.errors import (
 from paceline.messages import FromDraft, FromTarget, ToDraft, ToTarget
 from paceline.router.admission import TargetInfo
 from paceline.router.losses import Losses, poisonous
+from paceline.router.outlet import Outlet
 from paceline.router.overview import Overview, drafting
 from paceline.router.preparation import Preparation
 from paceline.router.queue import FairQueue
@@ -383,11 +384,13 @@ class LocalPipeline:
         owner: str = "",
         on_usage: Callable[[Usage], None] = lambda _: None,
         on_open: Callable[[], None] = lambda: None,
+        on_chunk: Callable[[Chunk], None] = lambda _: None,
     ) -> AsyncGenerator[Chunk | Result, None]:
         """Yields the chunks of a request, then its result, as ``router.service.GenerationService.run`` does.
 
         ``owner``: name of the caller's API key, unless the request has it. ``on_open`` is called, by any thread, when
-        its turn has come. Leaving the generator cancels the request.
+        its turn has come, and ``on_chunk`` with each round when it comes, before some are joined. Leaving the generator
+        cancels the request.
 
         Raises:
             InvalidRequestError: the request can never be served.
@@ -408,14 +411,26 @@ class LocalPipeline:
                     f"{num_active} requests are running and {len(self._waiting)} are queued: at most {limit} may wait",
                     retry_after_s=self._hints.refused(self._clock(), num_active),
                 )
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        loop, outlet = asyncio.get_running_loop(), Outlet(_ROUTER.chunk_window_s)
+        generation: LocalGeneration | None = None
+        ended = False
+
+        def pull() -> None:
+            nonlocal ended
+            if generation is None:
+                return
+            ended = generation.done
+            for chunk in generation.take():
+                on_chunk(chunk)
+                outlet.put(chunk)
+            if ended:
+                outlet.flush()
 
         def on_change() -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(changed.set)
+                loop.call_soon_threadsafe(pull)
 
         self._running[request.key] = None  # not submitted yet
-        generation = None
         try:
             prompt: str | Sequence[int] = request.prompt
             if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
@@ -435,18 +450,16 @@ class LocalPipeline:
             )
             self._running[request.key] = generation
             while True:
-                changed.clear()
-                done = generation.done
-                for chunk in generation.take():
+                await outlet.due()
+                for chunk in outlet.take():
                     assert chunk.usage is not None, "every chunk of a session has it"
                     on_usage(chunk.usage)
                     yield chunk
-                if done:
+                if ended and not len(outlet):
                     result = generation.result
                     on_usage(result.usage)
                     yield result
                     return
-                await changed.wait()
         finally:
             del self._running[request.key]
             if generation is not None:

@@ -1013,18 +1013,19 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Part of a completion: the tokens of one round."""
+    """Part of a completion: the tokens of one round, or of several that followed one another fast."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Log probability of each token, by the ``logprobs_mode`` of the request."""
     drafted: tuple[bool, ...]
-    """Flag of each token: True if it was an accepted token of the proposal: the draft's, then ``round.head_accepted``
-    of a head, then ``round.lookup_accepted`` looked up."""
+    """Flag of each token: True if it was an accepted token of the proposal: of each round the draft's, then
+    ``head_accepted`` of a head, then ``lookup_accepted`` looked up."""
     segments: tuple[tuple[str, bool], ...]
     """Decided text with the flag of the token that decided it; may come later than its tokens."""
     round: Round | None
-    """Round that decided the tokens. None: withheld text that the end of the session releases."""
+    """Round that decided the tokens, the last one of several. None: withheld text that the end of the session
+    releases."""
     usage: Usage | None = None
     """Token counts so far, this chunk included; None in the chunks that a client receives."""
     trace: Trace | None = None
@@ -1035,6 +1036,18 @@ class Chunk:
     """Log probabilities of tokens of the prompt, in a separate chunk before the output's chunks."""
     last: bool = False
     """No chunk follows: the result is next, at once. False in the chunks that a client receives."""
+    earlier_rounds: tuple[Round, ...] = ()
+    """Rounds before ``round`` that the chunk holds, too, in order."""
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """All rounds of the chunk, in order."""
+        return self.earlier_rounds if self.round is None else (*self.earlier_rounds, self.round)
+
+    def tokens_by_round(self) -> list[int]:
+        """Number of tokens of each round: those accepted and one more, except where the output ends."""
+        numbers = [round_.num_accepted + 1 for round_ in self.earlier_rounds]
+        return numbers if self.round is None else [*numbers, len(self.token_ids) - sum(numbers)]
 
     @property
     def text(self) -> str:

@@ -74,11 +74,9 @@ class Reply:
 
 def _rounds(chunks: TimedChunks) -> tuple[RoundRecord, ...]:
     return tuple(
-        RoundRecord(
-            c.round.num_drafted, c.round.num_accepted, len(c.token_ids), c.round.cause.value, at, _producer(c.round)
-        )
-        for c, at in chunks
-        if c.round is not None
+        RoundRecord(one.num_drafted, one.num_accepted, num_tokens, one.cause.value, at, _producer(one))
+        for chunk, at in chunks
+        for one, num_tokens in zip(chunk.rounds, chunk.tokens_by_round(), strict=True)
     )
 
 

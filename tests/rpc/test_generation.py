@@ -233,15 +233,16 @@ def test_the_server_refuses_an_empty_prompt_of_a_client():
 
 @st.composite
 def chunks(draw):
-    token_ids = draw(tokens)
+    token_ids, round_ = draw(tokens), draw(st.none() | rounds())
     return Chunk(
         token_ids,
         tuple(draw(numbers) for _ in token_ids),
         tuple(draw(st.booleans()) for _ in token_ids),
         draw(tuples(st.tuples(st.text(max_size=5), st.booleans()), 3)),
-        draw(st.none() | rounds()),
+        round_,
         top_logprobs=draw(st.sampled_from([(), (((3, -0.5), (1, -1.5)),) * len(token_ids)])),
         prompt_logprobs=draw(st.sampled_from([None, PromptLogprobs(3, (TokenLogprob(-0.5, 4, ((9, -0.25),)),))])),
+        earlier_rounds=() if round_ is None else draw(tuples(rounds(), 2)),
     )
 
 
@@ -325,6 +326,7 @@ def test_the_words_of_a_complete():
     [
         ({"round": types_pb2.SpeculationRound(cause=99)}, ("cause 99",)),
         ({"round": types_pb2.SpeculationRound()}, ("cause 0",)),
+        ({"earlier_rounds": [types_pb2.SpeculationRound(cause=98)]}, ("cause 98",)),
         ({"round": types_pb2.SpeculationRound(accepted=2, drafted=1, cause=1)}, ("2 of 1",)),
         ({"token_ids": [1, 2], "drafted": [True]}, ("2 tokens with 1 flags",)),
         ({"token_ids": [1], "drafted": [True], "output_logprobs": [-1.0, -2.0]}, ("2 log probabilities",)),

@@ -146,7 +146,7 @@ async def routed(config, targets, drafts, token="", **settings):
     )
     info = TargetInfo(load_tokenizer(config.target.path), config.target.max_model_len, EOS_IDS)
     metrics = RouterMetrics(Registry("router"), "tiny")
-    router = Router(info, *pools, RouterConfig(**settings), metrics=metrics, token=token)
+    router = Router(info, *pools, RouterConfig(**{"chunk_window_s": 0.0, **settings}), metrics=metrics, token=token)
     await router.start()
     try:
         yield router, *pools

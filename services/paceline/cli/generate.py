@@ -230,20 +230,19 @@ def write_text(generation: Iterable[Chunk], stream: TextIO) -> None:
     """Writes the text as it is produced; on a terminal accepted tokens have the color of their producer."""
     color = wants_color(stream)
     for chunk in generation:
-        num_drafted = 0
+        tints = iter([tint for round_ in chunk.rounds for tint in _tints(round_)])
         for text, drafted in chunk.segments:
-            stream.write(f"{_tint(chunk.round, num_drafted)}{text}{_PLAIN}" if color and drafted else text)
-            num_drafted += drafted
+            stream.write(f"{next(tints, _GREEN)}{text}{_PLAIN}" if color and drafted else text)
         stream.flush()
     stream.write("\n")
     stream.flush()
 
 
-def _tint(round_: Round | None, index: int) -> str:
-    """The color of a round's accepted token: the draft's are green, then a head's yellow, then looked-up ones cyan."""
-    if round_ is None or index < round_.num_accepted - round_.head_accepted - round_.lookup_accepted:
-        return _GREEN
-    return _YELLOW if index < round_.num_accepted - round_.lookup_accepted else _CYAN
+def _tints(round_: Round) -> list[str]:
+    """Colors of a round's accepted tokens: the draft's are green, then a head's yellow, then looked-up ones cyan."""
+    of_head, looked_up = round_.head_accepted, round_.lookup_accepted
+    num_draft = round_.num_accepted - of_head - looked_up
+    return [_GREEN] * num_draft + [_YELLOW] * of_head + [_CYAN] * looked_up
 
 
 def as_json(result: Result, *, logprobs: bool = False) -> dict[str, Any]:

@@ -70,8 +70,21 @@ class Measured:
         """Yields the pipeline's items and raises its errors. Reports events to ``spans``."""
         arrived, last, result = self._clock(), None, None
         on_open = _nothing if spans is None else spans.opened
+
+        def note(chunk: Chunk) -> None:
+            nonlocal last
+            if chunk.round is None:
+                return
+            now = self._clock()
+            if last is None:
+                self._metrics.first_token(now - arrived)
+            self._metrics.round(chunk.round, len(chunk.token_ids), None if last is None else now - last)
+            last = now
+            if spans is not None:
+                spans.round(chunk.round, len(chunk.token_ids))
+
         try:
-            async with contextlib.aclosing(self._pipeline.run(request, on_open=on_open)) as items:
+            async with contextlib.aclosing(self._pipeline.run(request, on_chunk=note, on_open=on_open)) as items:
                 async for item in items:
                     if isinstance(item, Result):
                         result = item
@@ -79,14 +92,6 @@ class Measured:
                         self._metrics.finished(item, self._max_tokens(request, item.usage.prompt_tokens))
                         if spans is not None:
                             spans.finished(item)
-                    elif item.round is not None:
-                        now = self._clock()
-                        if last is None:
-                            self._metrics.first_token(now - arrived)
-                        self._metrics.round(item.round, len(item.token_ids), None if last is None else now - last)
-                        last = now
-                        if spans is not None:
-                            spans.round(item.round, len(item.token_ids))
                     yield item
         except BaseException as error:
             if isinstance(error, ResourceExhaustedError):

@@ -179,8 +179,8 @@ class Transcript:
     def _speculation(self) -> SpeculationStats:
         stats = SpeculationStats()
         for chunk in self._chunks:
-            if chunk.round is not None:
-                stats.add(chunk.round)
+            for round_ in chunk.rounds:
+                stats.add(round_)
         return stats
 
     def _timing(self) -> Timing:

@@ -65,6 +65,9 @@ class RouterConfig(Strict):
     page_move_timeout_s: float = Field(default=30.0, ge=0, le=3600)
     """Longest time that a session which leaves a draining target waits for its KV pages from there. Missing pages are
     then computed again; 0: all of them."""
+    chunk_window_s: float = Field(default=0.005, ge=0, le=1)
+    """Longest time that tokens wait for others of their stream, so that both leave in one chunk: only in streams with
+    more than two rounds in this time, and never the first or the last ones. 0: each round is a chunk of its own."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Longest time of a request, waiting included; it ends with DEADLINE_EXCEEDED. None: as the client says."""
     generation_config: Literal["auto", "none"] = "auto"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -19,12 +18,13 @@ from paceline.metrics.router import RouterMetrics
 from paceline.metrics.tracing import RequestSpans
 from paceline.router.link import DraftLink, TargetLink
 from paceline.router.losses import Losses
+from paceline.router.outlet import Outlet
 from paceline.router.pool import Lease
 from paceline.router.preparation import Preparation
 from paceline.router.queue import FairQueue
 from paceline.router.retry import RetryHints
 from paceline.router.session import Session
-from paceline.types import PAGE_SIZE, Chunk, ReplicaStatus, Request, Result, SamplingParams
+from paceline.types import PAGE_SIZE, ReplicaStatus, Request, Result, SamplingParams
 
 _MANY_TOKENS = 512
 """A resumed stream of more tokens is brought to where it broke in a worker thread."""
@@ -124,6 +124,8 @@ class ActiveRequest:
     token_ids: tuple[int, ...]
     """The tokens of the prompt."""
     arrived_s: float
+    outlet: Outlet
+    """Chunks that the client has not taken yet; it is flushed for a result or an error."""
     opened_s: float | None = None
     """Time when it was opened on its first target."""
     target: TargetLink | None = None
@@ -135,16 +137,11 @@ class ActiveRequest:
     """Time when its target was lost; None while it has one, or waits in the queue for its first."""
     draft: DraftLink | None = None
     draft_lease: Lease | None = None
-
-    chunks: deque[Chunk] = field(default_factory=deque)
-    """Chunks that the client has not taken yet."""
     result: Result | None = None
     error: PacelineError | None = None
     last_chunk_s: float = 0.0
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the request leaves the queue, for a target or because it has ended."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when there are chunks, a result or an error for the client."""
     spans: RequestSpans | None = None
     """None: the request leaves no trace."""
 
@@ -212,7 +209,7 @@ class Admission:
         make_session = functools.partial(info.session, session_id, request, token_ids, sampling, self._clock)
         # the text of what was generated is made again, token by token
         session = await asyncio.to_thread(make_session) if len(generated) > _MANY_TOKENS else make_session()
-        return ActiveRequest(request, session, token_ids, arrived_s)
+        return ActiveRequest(request, session, token_ids, arrived_s, Outlet(self._config.chunk_window_s))
 
     async def _tokenized(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         """Token ids of a prompt. Long texts wait their turn for a thread, which leaves the loop to the streams."""

@@ -174,21 +174,23 @@ class Router:
         try:
             if active.session.result is not None:  # it lacked no more than its end, or was cancelled
                 active.result = active.session.result
+                active.outlet.flush()
             else:
                 self.admission.enqueue(active)
                 self._place_queue()
                 await active.admitted.wait()
             while True:
-                while active.chunks:
-                    yield active.chunks.popleft()
+                await active.outlet.due()
+                for chunk in active.outlet.take():
+                    yield chunk
+                if len(active.outlet):
+                    continue
                 if active.error is not None:
                     self.metrics.failed(type(active.error).__name__)
                     raise active.error
                 if active.result is not None:
                     yield active.result
                     return
-                active.changed.clear()
-                await active.changed.wait()
         finally:
             self.leave(active)
 
@@ -513,7 +515,7 @@ class Router:
         self._apply(active, Actions(to_target=actions.to_target, to_draft=actions.to_draft))
         self._release(active)
         active.admitted.set()
-        active.changed.set()
+        active.outlet.flush()
 
     # -- the relay -----------------------------------------------------------------------------------------
 
@@ -604,7 +606,7 @@ class Router:
                     active.spans.round(chunk.round, len(chunk.token_ids))
                 active.last_chunk_s = now
                 self.placement.release_pages(active)
-            active.chunks.append(chunk)
+            active.outlet.put(chunk)
         if actions.result is not None:
             active.result = actions.result
             self.metrics.finished(actions.result, active.session.sampling.max_tokens)
@@ -612,4 +614,4 @@ class Router:
                 active.spans.finished(actions.result)
             self._release(active)
             asyncio.get_running_loop().call_soon(self.reconcile)  # there is room now
-        active.changed.set()
+            active.outlet.flush()

@@ -41,6 +41,7 @@ from paceline.types import (
     Request,
     RequestLimits,
     Result,
+    Round,
     SamplingParams,
     ServerInfo,
     SpeculationParams,
@@ -51,7 +52,7 @@ from paceline.types import (
     check_request_id,
     speculation_arguments,
 )
-from paceline.v1 import generation_pb2
+from paceline.v1 import generation_pb2, types_pb2
 
 _MAX_UINT32 = 2**32 - 1
 
@@ -214,6 +215,8 @@ def chunk_to_proto(
         proto.segments.add(text=text, drafted=drafted)
     if chunk.round is not None:
         write_round(chunk.round, proto.round)
+    for round_ in chunk.earlier_rounds:
+        write_round(round_, proto.earlier_rounds.add())
     return proto
 
 
@@ -222,12 +225,7 @@ def chunk_from_proto(proto: generation_pb2.GenerateStreamChunk) -> Chunk:
 
     Raises EngineError if it is inconsistent, as from a server of another version.
     """
-    round_ = read_round(proto.round) if proto.HasField("round") else None
-    if round_ is None and proto.HasField("round"):
-        raise EngineError(
-            f"the server sent a round of cause {proto.round.cause} with {proto.round.accepted} of"
-            f" {proto.round.drafted} tokens accepted: this client knows the causes 1 to {max(CAUSES)}"
-        )
+    round_ = _read_round(proto.round) if proto.HasField("round") else None
     token_ids, logprobs, drafted = tuple(proto.token_ids[:]), tuple(proto.output_logprobs[:]), tuple(proto.drafted[:])
     if len(drafted) != len(token_ids) or len(logprobs) not in (0, len(token_ids)):
         raise EngineError(
@@ -243,7 +241,27 @@ def chunk_from_proto(proto: generation_pb2.GenerateStreamChunk) -> Chunk:
     if len(top) not in (0, len(token_ids)):
         raise EngineError(f"the server sent {len(token_ids)} tokens with {len(top)} entries of top_logprobs")
     segments = tuple((segment.text, segment.drafted) for segment in proto.segments)
-    return Chunk(token_ids, logprobs, drafted, segments, round_, top_logprobs=top, prompt_logprobs=of_prompt)
+    earlier = tuple(map(_read_round, proto.earlier_rounds))
+    return Chunk(
+        token_ids,
+        logprobs,
+        drafted,
+        segments,
+        round_,
+        top_logprobs=top,
+        prompt_logprobs=of_prompt,
+        earlier_rounds=earlier,
+    )
+
+
+def _read_round(proto: types_pb2.SpeculationRound) -> Round:
+    round_ = read_round(proto)
+    if round_ is None:
+        raise EngineError(
+            f"the server sent a round of cause {proto.cause} with {proto.accepted} of {proto.drafted} tokens accepted:"
+            f" this client knows the causes 1 to {max(CAUSES)}"
+        )
+    return round_
 
 
 def complete_to_proto(result: Result) -> generation_pb2.GenerateComplete:

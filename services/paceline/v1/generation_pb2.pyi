@@ -161,7 +161,7 @@ Global___TextSegment: _TypeAlias = TextSegment  # noqa: Y015
 
 @_typing.final
 class GenerateStreamChunk(_message.Message):
-    """What one round adds."""
+    """What one round adds, or several that followed one another fast."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -176,6 +176,7 @@ class GenerateStreamChunk(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    EARLIER_ROUNDS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """All segments in order. May lag behind the tokens: text that could be the beginning of a stop string, or of a
     character of several tokens, is withheld until it is decided.
@@ -197,13 +198,13 @@ class GenerateStreamChunk(_message.Message):
 
     @_builtins.property
     def drafted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """Of each token: whether it was an accepted token of the proposal: the draft's, then round.head_accepted of a head,
-        then round.lookup_accepted looked up.
+        """Of each token: whether it was an accepted token of the proposal: of each round the draft's, then head_accepted of a
+        head, then lookup_accepted looked up.
         """
 
     @_builtins.property
     def round(self) -> _types_pb2.SpeculationRound:
-        """The round that made the tokens; absent in a chunk that only releases withheld text."""
+        """The round that made the tokens, the last one of several; absent in a chunk that only releases withheld text."""
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopLogprobs]:
@@ -214,6 +215,10 @@ class GenerateStreamChunk(_message.Message):
         """Of tokens of the prompt, if sampling_params.prompt_logprobs asks for them: in chunks of their own before those with
         tokens, in order, none of them twice. A stream that is continued does not repeat them.
         """
+
+    @_builtins.property
+    def earlier_rounds(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.SpeculationRound]:
+        """Rounds before it that the chunk holds, too, in order. Each made the tokens that it accepted and one more."""
 
     def __init__(
         self,
@@ -229,10 +234,11 @@ class GenerateStreamChunk(_message.Message):
         cached_tokens: _builtins.int = ...,
         top_logprobs: _abc.Iterable[_types_pb2.TopLogprobs] | None = ...,
         prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
+        earlier_rounds: _abc.Iterable[_types_pb2.SpeculationRound] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_round", b"_round", "prompt_logprobs", b"prompt_logprobs", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_round", b"_round", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted", b"drafted", "output_logprobs", b"output_logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "round", b"round", "segments", b"segments", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "_round", b"_round", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "drafted", b"drafted", "earlier_rounds", b"earlier_rounds", "output_logprobs", b"output_logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "round", b"round", "segments", b"segments", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from paceline.errors import RequestCancelledError
-from paceline.types import MAX_SEED, Chunk, FinishReason, Request, Result, SamplingParams, Trace, Usage
+from paceline.types import MAX_SEED, Chunk, FinishReason, Request, Result, Round, SamplingParams, Trace, Usage
 from paceline.web.errors import ClientLeftError
 from paceline.web.service import Edge
 
@@ -95,9 +95,10 @@ class Totals:
         self._usage[i] = item.usage
         if isinstance(item, Result):
             self._accepted[i], self._drafted[i] = item.speculation.accepted, item.speculation.drafted
-        elif item.round is not None:
-            self._accepted[i] = self._accepted.get(i, 0) + item.round.num_accepted
-            self._drafted[i] = self._drafted.get(i, 0) + item.round.num_drafted
+            return
+        for one in item.rounds:
+            self._accepted[i] = self._accepted.get(i, 0) + one.num_accepted
+            self._drafted[i] = self._drafted.get(i, 0) + one.num_drafted
 
     def _prompts(self, name: str) -> int:
         first: dict[int, int] = {}
@@ -183,14 +184,20 @@ def ended(choice: dict[str, Any], end: Mapping[str, Any]) -> None:
 def round_of(chunk: Chunk) -> dict[str, Any]:
     """Returns the extension field of an event: which text of a chunk was drafted, and facts about its round."""
     found: dict[str, Any] = {"segments": [{"text": text, "drafted": drafted} for text, drafted in chunk.segments]}
-    if (one := chunk.round) is not None:
-        counts = {"drafted": one.num_drafted, "accepted": one.num_accepted}
-        counts |= {"head_drafted": one.head_drafted, "head_accepted": one.head_accepted}
-        counts |= {"lookup_drafted": one.lookup_drafted, "lookup_accepted": one.lookup_accepted}
-        found["round"] = {"cause": one.cause.value, **counts, "lookup": one.lookup, "head": one.head}
+    if chunk.round is not None:
+        found["round"] = _facts_of(chunk.round)
+    if chunk.earlier_rounds:
+        found["earlier_rounds"] = [_facts_of(one) for one in chunk.earlier_rounds]
     if chunk.trace is not None:
         found["trace"] = _trace_of(chunk.trace)
     return found
+
+
+def _facts_of(one: Round) -> dict[str, Any]:
+    counts = {"drafted": one.num_drafted, "accepted": one.num_accepted}
+    counts |= {"head_drafted": one.head_drafted, "head_accepted": one.head_accepted}
+    counts |= {"lookup_drafted": one.lookup_drafted, "lookup_accepted": one.lookup_accepted}
+    return {"cause": one.cause.value, **counts, "lookup": one.lookup, "head": one.head}
 
 
 def _trace_of(trace: Trace) -> dict[str, Any]:

@@ -73,13 +73,15 @@ export class Rounds {
 
   /** Takes a choice of an event; returns the text pieces `{text, origin}` that it adds. */
   take(choice) {
-    const { round, trace, segments = [] } = choice.speculation ?? {};
+    const { round, earlier_rounds: earlier = [], trace, segments = [] } = choice.speculation ?? {};
     let index = 0;
     const pieces = segments.map(({ text, drafted }) => {
       return { text, origin: originOf(round, drafted, drafted ? index++ : 0) };
     });
     const tokens = choice.token_ids ?? [];
-    if (round) this.add(round, trace, tokens, pieces);
+    let at = 0;
+    for (const one of earlier) this.add(one, null, tokens.slice(at, (at += one.accepted + 1)), []);
+    if (round) this.add(round, trace, tokens.slice(at), pieces);
     this.tokens.push(...tokens);
     return pieces;
   }
