@@ -129,8 +129,6 @@ def step_seconds(runner: ModelRunner, num_tokens: int, context: int, clock: Cloc
 
 def prompt_lines(model: LoadedModel, longest: int, clock: Clock, repeats: int) -> Iterator[str]:
     """Seconds of a chunk of a prompt, by our kernels and by the library if there is one."""
-    if model.lacks_library:
-        yield "  prompts: FlashInfer's bits do not hold here, or it cannot be built; the log says why"
     runner = model.runner(pages_for(longest))
     pages = runner.cache.allocate(pages_for(longest))
     ways = {"our kernels": 0, "FlashInfer": CHUNK} if runner.backend.block_len else {"our kernels": 0}

@@ -704,10 +704,9 @@ class Round:
         return replace(self, num_accepted=num_tokens, lookup_accepted=lookup, head_accepted=head)
 
 
-Execution = Literal["eager", "compiling", "compiled", "failed", "library", "no_library", ""]
+Execution = Literal["eager", "compiling", "compiled", "failed", ""]
 """How a model runs on a CPU: ``compiling`` is eagerly until its compilation ends, ``failed`` eagerly because that
-failed. On a GPU ``library``: a kernel library attends to prompts, ``no_library``: it is configured, and its bits do not
-hold. Empty: no library is configured on another device, or no model."""
+failed; empty: on another device, or no model."""
 
 BatchInvariant = Literal["yes", "no", "untested", ""]
 """Verdict on a target: if it gave the same bits for verification and for decoding when it started; empty: not known,
@@ -774,8 +773,7 @@ class ReplicaStatus:
     """Result of a target's self-test: ``yes``, ``no`` or ``untested``; empty: not known, or no target."""
     execution: str = ""
     """How the replica's model runs on a CPU: ``eager``, ``compiling`` (eagerly until its compilation in the background
-    ends), ``compiled`` or ``failed`` (eagerly, as it could not be compiled). On a GPU ``library`` or ``no_library``:
-    the configured kernel library attends to prompts, or our own kernels do as its bits do not hold. Else empty."""
+    ends), ``compiled`` or ``failed`` (eagerly, as it could not be compiled); empty: on another device, or no model."""
     version: str = ""
     """Version of Paceline that the process runs; empty: one that does not say."""
     protocol: int = UNSTATED_PROTOCOL

@@ -245,7 +245,7 @@ def test_a_gpu_service_is_sized_by_the_memory_of_its_gpus(capsys, models):
     assert "FlashInfer" not in out
     library = ["--set", "target_config.engine_kwargs.attention=flashinfer"]
     _, out = check(capsys, *models, *gpu, *library, "--device-memory-gib", "2")
-    assert "target_config: FlashInfer attends to whole blocks of prompts if it is installed there and its bits" in out
+    assert "target_config: FlashInfer attends to whole blocks of prompts. A replica does not start" in out
     _, out = check(capsys, *models, *gpu, "--device-memory-gib", "0.001")
     assert "GPU has 0.00 GiB: choose a smaller model or more or larger GPUs (tensor_parallel_size)" in out
     assert "draft_config: it runs on CPU cores, as it reserves no GPU: accelerator_type or --draft-device cuda" in out

@@ -163,8 +163,6 @@ def test_what_the_self_test_of_a_target_found(verdict, words):
     [
         ("compiling", "target t1: eager until it is compiled, which is done in the background"),
         ("failed", "target t1: eager, as it could not be compiled: its log says why"),
-        ("library", "target t1: prompts are attended by FlashInfer"),
-        ("no_library", "target t1: prompts are attended by our own kernels, as the bits of FlashInfer do not hold"),
     ],
 )
 def test_a_model_that_is_eager_for_now(execution, words):

@@ -187,8 +187,8 @@ def _remarks(config: ServiceConfig, pool: Pool, examination: Examination) -> Ite
         yield from _of_gpu(config, pool, examination.gpu_bytes)
         if pool.key == "target_config" and config.target_config.engine_kwargs.attention == "flashinfer":
             yield (
-                f"{pool.key}: FlashInfer attends to whole blocks of prompts if it is installed there and its bits hold "
-                "when the replica starts; else our own kernels do, and its status and its log say so."
+                f"{pool.key}: FlashInfer attends to whole blocks of prompts. A replica does not start, and says why, "
+                "where it is not installed or its bits do not hold."
             )
     elif pool.key == "draft_config" and estimate.weights_bytes and examination.pools[0].on_gpu:
         yield f"{pool.key}: it runs on CPU cores, as it reserves no GPU: accelerator_type or --draft-device cuda does."

@@ -35,8 +35,6 @@ _INVARIANCE = {
 _EXECUTION = {
     "compiling": "eager until it is compiled, which is done in the background",
     "failed": "eager, as it could not be compiled: its log says why",
-    "library": "prompts are attended by FlashInfer",
-    "no_library": "prompts are attended by our own kernels, as the bits of FlashInfer do not hold: its log says why",
 }
 """Value in a replica's status -> a phrase, for the values that need one."""
 _CLEAR = "\x1b[H\x1b[2J"
@@ -174,7 +172,7 @@ def _invariance(info: ServerInfo) -> Iterator[str]:
 
 
 def _executions(info: ServerInfo) -> Iterator[str]:
-    """Replicas whose models are eager and were not meant to be, or that a kernel library is configured for."""
+    """Replicas whose models are eager and were not meant to be."""
     for kind in ("target", "draft"):
         for status in info.pools.get(kind, ()):
             if words := _EXECUTION.get(status.execution):

@@ -108,8 +108,6 @@ class LoadedModel:
     """The attention kernel of ``step``."""
     library: Library | None = None
     """Attends to whole blocks of prompts; None: the kernel does."""
-    lacks_library: bool = False
-    """True if a library is configured and the kernel takes its place, as its bits do not hold here."""
     cuda_graphs: CudaGraphs = "auto"
     max_cuda_graphs: int = 256
     load_compiled: Callable[[], StepFunction | None] | None = None
@@ -179,8 +177,6 @@ class LoadedModel:
         }
         if self.share is None:
             return ModelRunner(self.step, cache, execution=self._execution, **options)
-        if self.device.type != "cpu":
-            options["execution"] = self._execution
         return (LeadingRunner if leads else RankRunner)(
             self.step, cache, share=self.share, step_bytes=self._step_bytes, **options
         )
@@ -200,7 +196,7 @@ class LoadedModel:
     @property
     def _execution(self) -> Execution:
         if self.device.type != "cpu":
-            return "library" if self.library is not None else "no_library" if self.lacks_library else ""
+            return ""
         return "eager" if isinstance(self.step, Step) else "compiled"
 
 
@@ -439,7 +435,6 @@ def prepare(
         step=step or Step(model, kernel, taps, middle),
         kernel=kernel,
         library=library,
-        lacks_library=attention == "flashinfer" and library is None,
         layers=layers,
         linear=linear,
         sliding_window=window,
@@ -457,8 +452,12 @@ def prepare(
     )
 
 
-def library_for(model: PreTrainedModel, layers: Sequence[LayerSpec]) -> Library | None:
-    """FlashInfer on a model's device, if its bits hold on all ranks; None and a warning if they do not."""
+def library_for(model: PreTrainedModel, layers: Sequence[LayerSpec]) -> Library:
+    """FlashInfer on a model's device. Sessions move between the replicas of a pool, so none of them serves without it.
+
+    Raises:
+        ConfigError: its bits do not hold on all ranks.
+    """
     found, share = Library(model.device), share_of(model)
     config = model.config.get_text_config()
     groups = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
@@ -468,8 +467,10 @@ def library_for(model: PreTrainedModel, layers: Sequence[LayerSpec]) -> Library 
     if agreed(int(reason is None), None if share is None else share.group):
         log.info("prompts on %s: FlashInfer, whose bits depend on no batch", model.device)
         return found
-    log.warning("prompts on %s: our own kernels, as FlashInfer %s", model.device, reason or "fails on another rank")
-    return None
+    raise ConfigError(
+        f"attention is 'flashinfer', which {reason or 'fails on another rank'}: use 'auto' or 'triton', in all targets "
+        "of a pool"
+    )
 
 
 def _why_no_parts(model: PreTrainedModel) -> str | None:

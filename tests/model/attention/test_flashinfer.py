@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
@@ -306,34 +307,39 @@ def test_it_is_refused_on_the_cpu_and_in_a_draft() -> None:
     assert ModelOptions(attention="flashinfer").attention == "flashinfer"
 
 
-@pytest.mark.usefixtures("fewer")
-@pytest.mark.parametrize("make", [Wrapper, ByBatch])
-def test_a_target_says_which_way_its_prompts_go(make, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Never silently: where its bits do not hold, the log says why, and the status that our own kernels run."""
-    module = ModuleType("flashinfer")
-    module.BatchPrefillWithPagedKVCacheWrapper = make
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr(loading, "kernel_for", lambda *given, **options: "sdpa")  # of a GPU it would be triton
-    with caplog.at_level("INFO", "paceline"):
-        loaded = prepare(random_model("llama").to(BFLOAT16), compile=False, attention="flashinfer")
-    holds = make is Wrapper
-    assert (loaded.library is not None, loaded.lacks_library) == (holds, not holds)
-    told = (
-        "FlashInfer, whose bits depend on no batch" if holds else "our own kernels, as FlashInfer has rows whose bits"
-    )
-    assert f"prompts on cpu: {told}" in caplog.text
-
-
-@pytest.mark.usefixtures("fewer")
-@pytest.mark.parametrize("holds_there", [True, False])
-def test_one_rank_without_it_is_enough(holds_there: bool, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
-    """All ranks compute one way, since pages of the first one's choice are computed on all."""
-    group = SimpleNamespace(least=lambda value: min(value, holds_there))
-    monkeypatch.setattr(loading, "share_of", lambda model: SimpleNamespace(group=group))
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A package whose wrapper is the reference."""
     module = ModuleType("flashinfer")
     module.BatchPrefillWithPagedKVCacheWrapper = Wrapper
     monkeypatch.setitem(sys.modules, "flashinfer", module)
+    return module
+
+
+@pytest.mark.usefixtures("fewer")
+@pytest.mark.parametrize("make", [Wrapper, ByBatch])
+def test_no_target_of_a_pool_computes_prompts_in_another_way(
+    make, installed, monkeypatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sessions move between them: one where its bits do not hold ends with the reason."""
+    installed.BatchPrefillWithPagedKVCacheWrapper = make
+    monkeypatch.setattr(loading, "kernel_for", lambda *given, **options: "sdpa")  # of a GPU it would be triton
     model = random_model("llama").to(BFLOAT16)
-    found = loading.library_for(model, [LayerSpec(KV_HEADS, DIM, DIM), NO_KV])
-    assert (found is not None) == holds_there
-    assert ("our own kernels, as FlashInfer fails on another rank" in caplog.text) == (not holds_there)
+    if make is ByBatch:
+        with pytest.raises(ConfigError, match=r"'flashinfer', which has rows whose bits .* use 'auto' or"):
+            prepare(model, compile=False, attention="flashinfer")
+        return
+    with caplog.at_level("INFO", "paceline"):
+        assert prepare(model, compile=False, attention="flashinfer").library is not None
+    assert "prompts on cpu: FlashInfer, whose bits depend on no batch" in caplog.text
+
+
+@pytest.mark.usefixtures("fewer", "installed")
+@pytest.mark.parametrize("holds_there", [True, False])
+def test_one_rank_without_it_is_enough(holds_there: bool, monkeypatch) -> None:
+    """All ranks end, since pages of the first one's choice are computed on all."""
+    group = SimpleNamespace(least=lambda value: min(value, holds_there))
+    monkeypatch.setattr(loading, "share_of", lambda model: SimpleNamespace(group=group))
+    model, layers = random_model("llama").to(BFLOAT16), [LayerSpec(KV_HEADS, DIM, DIM), NO_KV]
+    with nullcontext() if holds_there else pytest.raises(ConfigError, match="'flashinfer', which fails on another"):
+        loading.library_for(model, layers)
