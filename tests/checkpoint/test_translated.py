@@ -241,6 +241,8 @@ def of_images(text: Path, folder: Path, *, is_indexed: bool) -> Path:
     save_file(weights | {"vision_tower.patch_embed.pos_emb.weight": torch.ones(3)}, folder / "model.safetensors")
     inner = json.loads((text / "config.json").read_text())
     del inner["dtype"]
+    if is_indexed:
+        inner["dtype"] = None
     config = {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "dtype": "bfloat16"}
     config |= {"auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}, "text_config": inner}
     (folder / "config.json").write_text(json.dumps(config | {"vision_config": {"model_type": ""}}))
@@ -374,6 +376,47 @@ def test_a_damaged_configuration_is_said(tmp_path):
     )
     with pytest.raises(ConfigError, match=r"is no minicpm model's \(KeyError: 'num_hidden_layers'\)$"):
         Checkpoint.open(str(tmp_path))
+
+
+ADDED = settings()["added_tokens_decoder"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({str(NUM + 30): {"content": "[BOS]"}}, rf"'\[BOS\]' as token {NUM + 30}: a text that no other token has"),
+        ({str(NUM + 5): {"content": "e"}}, f"'e' as token {NUM + 5}: a text that no other"),
+        ({str(NUM + 5): {"content": ""}}, f"'' as token {NUM + 5}: a text that no other"),
+        ({str(NUM + 5): {"special": True}}, r"are damaged \(KeyError: 'content'\)"),
+        ({str(NUM + 5): {"content": 5}}, "content is 5: a string is needed"),
+        ({"five": {"content": "a"}}, "are damaged .*'five'"),
+        ([1, 2], "are damaged .*'list'"),
+    ],
+)
+def test_added_tokens_have_the_ids_that_are_given_or_are_refused(tmp_path, change, said):
+    """A text that is there already would be added at no id, and each later token at the id before its own."""
+    write_tokenizer(tmp_path)
+    added = ADDED | change if isinstance(change, dict) else change
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings() | {"added_tokens_decoder": added}))
+    with pytest.raises(ConfigError, match=f"tokenizer_config.json of .* {said}"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_special_tokens_may_be_objects_and_files_missing(tmp_path):
+    write_tokenizer(tmp_path)
+    listed = {"additional_special_tokens": [{"content": "<think>", "lstrip": False}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings() | listed))
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "interrupted")
+    found = load_tokenizer(str(tmp_path))
+    assert found.decode(found.encode("<think>a</think>")) == "a</think>"
+
+
+@pytest.mark.parametrize("code", ["pat_str = 5", "pat_str = '|'.join(5)", "pat_str = make(None)", "pat_str = 1 + 'a'"])
+def test_a_pattern_that_cannot_be_read_is_not_known(tmp_path, code):
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenization_kimi.py").write_text(code)
+    with pytest.raises(ConfigError, match="with a pattern that is not known"):
+        load_tokenizer(str(tmp_path))
 
 
 KIMI_K2 = {

@@ -74,9 +74,9 @@ def _pattern_in(file: Path) -> str | None:
             parts = value.args[0] if isinstance(value, ast.Call) and len(value.args) == 1 else value
             try:
                 found = ast.literal_eval(parts)
-            except ValueError:
+                return found if isinstance(found, str) else "|".join(found)
+            except (TypeError, ValueError):
                 return None
-            return found if isinstance(found, str) else "|".join(map(str, found))
     return None
 
 
@@ -84,7 +84,8 @@ def converted(folder: Path, settings: Mapping[str, Any]) -> tuple[str, dict[str,
     """The content of ``tokenizer.json``, and of the tokenizer_config.json beside it.
 
     Raises:
-        ConfigError: the file is damaged, or tokens are added outside the ids after its own.
+        ConfigError: the file or the settings are damaged, tokens are added outside the ids after its own, or two have
+            one text.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -101,6 +102,12 @@ def converted(folder: Path, settings: Mapping[str, Any]) -> tuple[str, dict[str,
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
     added = _added(settings, len(ranks), str(folder))
     backend.add_tokens([AddedToken(text, normalized=False, special=special) for text, special in added])
+    for token_id, (text, _) in enumerate(added, len(ranks)):
+        if backend.token_to_id(text) != token_id:  # a text is added once, so all later ids would be others
+            raise ConfigError(
+                f"tokenizer_config.json of {str(folder)!r} adds {text!r} as token {token_id}: a text that no other "
+                "token has is needed"
+            )
     kept = {key: value for key, value in settings.items() if key not in _REPLACED}
     return backend.to_str(), kept | _PLAIN_SETTINGS
 
@@ -140,15 +147,24 @@ def letters_of(alphabet: list[str]) -> list[str]:
 
 def _added(settings: Mapping[str, Any], first: int, where: str) -> list[tuple[str, bool]]:
     """Texts of the added tokens in the order of their ids, and whether each is special."""
-    given = {int(token_id): token for token_id, token in (settings.get("added_tokens_decoder") or {}).items()}
+    decoder, listed = (settings.get(key) or {} for key in ("added_tokens_decoder", "additional_special_tokens"))
+    try:
+        given = {int(token_id): (_text(token), bool(token.get("special"))) for token_id, token in decoder.items()}
+        special = {_text(token) if isinstance(token, Mapping) else token for token in listed}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"added tokens in tokenizer_config.json of {where!r} are damaged"
+        raise ConfigError(f"{what} ({type(error).__name__}: {error})") from error
     if wrong := [one for one in given if not first <= one < first + _NUM_RESERVED]:
         raise ConfigError(
             f"tokenizer_config.json of {where!r} adds a token with id {wrong[0]}: {first} to "
             f"{first + _NUM_RESERVED - 1} are allowed"
         )
-    special = set(settings.get("additional_special_tokens") or ())
-    found = []
-    for token_id in range(first, first + _NUM_RESERVED):
-        token = given.get(token_id, {"content": f"<|reserved_token_{token_id}|>", "special": True})
-        found.append((token["content"], bool(token.get("special")) or token["content"] in special))
-    return found
+    found = [given.get(at, (f"<|reserved_token_{at}|>", True)) for at in range(first, first + _NUM_RESERVED)]
+    return [(text, is_special or text in special) for text, is_special in found]
+
+
+def _text(token: Mapping[str, Any]) -> str:
+    text = token["content"]
+    if not isinstance(text, str):
+        raise TypeError(f"content is {text!r}: a string is needed")
+    return text

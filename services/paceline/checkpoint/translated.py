@@ -92,7 +92,7 @@ def translated(folder: Path) -> Path:
         layout = None
     if layout is None and not has_ranks:
         return folder
-    names = sorted(one.name for one in folder.iterdir() if one.suffix != ".py")
+    names = sorted(one.name for one in folder.iterdir() if one.suffix != ".py" and one.exists())
     stats = [(name, (found := (folder / name).stat()).st_size, found.st_mtime_ns) for name in names]
     content = json.dumps([_FORMAT, str(folder.resolve()), stats])
     made = cache_dir() / "checkpoints" / hashlib.sha256(content.encode()).hexdigest()[:24] / folder.resolve().name
@@ -127,7 +127,8 @@ def _known(config: Config, layout: Layout) -> dict[str, Any]:
     if not layout.part:
         names = {"model_type": layout.model_type, "architectures": [layout.architecture]}
         return {**kept, **names, **layout.values(config)}
-    text = {key: kept[key] for key in _SHARED if key in kept} | dict(config[layout.part])
+    own = dict(config[layout.part])
+    text = own | {key: kept[key] for key in _SHARED if key in kept and own.get(key) is None}
     inner = LAYOUTS.get(str(text.get("model_type")))
     return _known(text, inner) if inner is not None else {key: text[key] for key in text if key != "auto_map"}
 

@@ -165,7 +165,8 @@ class DequantizedFiles:
             return True
         size = packing.block[0 if packing.transposed else 1] or len(groups)
         own = groups if packing.in_order else groups.sort().values
-        return torch.equal(own, torch.arange(len(own), dtype=torch.int32) // size)
+        inputs = self.shape(stem + packing.plain)[-1]
+        return torch.equal(own, torch.arange(inputs, dtype=torch.int32) // size)
 
     def _fits(self, stem: str, format: Format) -> bool:
         """True if no scale is too large for the kernel. What is no finite number at all is told later."""
