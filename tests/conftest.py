@@ -115,7 +115,7 @@ def _exempt_for_good() -> Iterator[None]:
     ends that for all objects when it stops; among those of all tests each collection then takes more than a second."""
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("paceline"):  # other environments run their tests without the package
-            patch.setattr("paceline.runtime.build.settle", lambda: None)
+            patch.setattr("paceline.runtime.build.tune_engine_process", lambda: None)
         patch.setattr(gc, "unfreeze", lambda: None)
         yield
 

@@ -34,7 +34,7 @@ from paceline.drafters.training.run import train_head
 from paceline.errors import EngineError
 from paceline.messages import States
 from paceline.model.loading import load_pretrained
-from paceline.target.link import StatesLink
+from paceline.target.states_link import StatesLink
 from paceline.types import SamplingParams, SpeculationParams
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from tests.support.fakes import Idle
 
-from paceline.config.memory import settle
+from paceline.config.memory import tune_engine_process
 from paceline.errors import ConfigError, EngineError
 from paceline.logs import BUILT, STAGES
 from paceline.runtime.process_worker import ProcessWorker
@@ -233,11 +233,11 @@ def test_what_is_there_when_an_engine_is_built_is_not_collected_again() -> None:
     frozen, limits = gc.get_freeze_count(), gc.get_threshold()
     try:
         gc.set_threshold(700)
-        settle()
+        tune_engine_process()
         assert gc.get_freeze_count() > frozen
         assert gc.get_threshold()[0] > 10_000, "steps make thousands of objects"
         gc.set_threshold(0)
-        settle()
+        tune_engine_process()
         assert gc.get_threshold()[0] == 0, "who turned collection off keeps it off"
     finally:
         gc.set_threshold(*limits)
@@ -245,12 +245,12 @@ def test_what_is_there_when_an_engine_is_built_is_not_collected_again() -> None:
 
 
 def test_a_settled_process_keeps_the_memory_of_its_steps():
-    """Blocks as of a step of many tokens: without ``settle`` each of them comes back from the system page by page."""
+    """Blocks as of a step of many tokens: untuned, each of them comes back from the system page by page."""
     script = """
 import ctypes, resource, sys
-from paceline.config.memory import settle
-if "settle" in sys.argv:
-    settle()
+from paceline.config.memory import tune_engine_process
+if "tune_engine_process" in sys.argv:
+    tune_engine_process()
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
@@ -270,7 +270,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
     faults = [
         int(subprocess.run([sys.executable, "-c", script, word], capture_output=True, text=True, check=True).stdout)
-        for word in ("settle", "nothing")
+        for word in ("tune_engine_process", "nothing")
     ]
     assert faults[0] < 100 < faults[1]
 

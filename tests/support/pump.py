@@ -24,7 +24,7 @@ from paceline.router.relay import Outbox, Relay
 from paceline.router.session import Actions, Session
 from paceline.target.engine import TargetEngine
 from paceline.target.heads.mounted import MountedHead
-from paceline.target.link import StatesLink
+from paceline.target.states_link import StatesLink
 from paceline.types import Mode, Result, SamplingParams, SpeculationParams
 
 

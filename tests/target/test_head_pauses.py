@@ -15,9 +15,9 @@ from paceline.target.control.head_gate import HeadGate
 from paceline.target.control.report import TargetReport
 from paceline.target.heads import feeding
 from paceline.target.heads.driver import Heads
-from paceline.target.heads.followed import Followed
 from paceline.target.heads.grower import HeadGrower
 from paceline.target.heads.mounted import MountedHead
+from paceline.target.heads.session import HeadSession
 from paceline.types import PAGE_SIZE, SamplingParams, SpeculationParams
 
 
@@ -149,12 +149,12 @@ def test_a_head_is_judged_by_all_sessions_that_run(monkeypatch: pytest.MonkeyPat
 
 def _untold(each) -> None:
     """The rows that were missed are not named."""
-    each.setattr(Followed, "miss", lambda self, rows: None)
+    each.setattr(HeadSession, "miss", lambda self, rows: None)
 
 
 def _told_one_row_late(each) -> None:
-    miss = Followed.miss
-    each.setattr(Followed, "miss", lambda self, rows: miss(self, range(rows.start + 1, rows.stop)))
+    miss = HeadSession.miss
+    each.setattr(HeadSession, "miss", lambda self, rows: miss(self, range(rows.start + 1, rows.stop)))
 
 
 def _pages_with_holes_are_shared(each) -> None:

@@ -28,7 +28,7 @@ from paceline.security.access import METRICS_OF_KEYS as OF_KEYS
 from paceline.security.access import Access
 from paceline.security.keys import KeyRing
 from paceline.types import Request
-from paceline.web.kept import ResponseStore
+from paceline.web.response_store import ResponseStore
 
 KEYS = {"a": "key-of-a", "ab": "key-of-ab", "root": "key-of-root"}
 LONG = "abcdefgh " * 12

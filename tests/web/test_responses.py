@@ -15,8 +15,8 @@ from paceline.config import ServiceConfig
 from paceline.errors import ConfigError, EngineError
 from paceline.security.keys import KeyRing
 from paceline.types import FinishReason
-from paceline.web import kept, responses
-from paceline.web.kept import ResponseStore
+from paceline.web import response_store, responses
+from paceline.web.response_store import ResponseStore
 from paceline.web.responses_schema import ResponseBody
 from paceline.web.speech import Speech
 
@@ -424,7 +424,7 @@ def _is_kept(client, response_id):
 
 
 def test_the_store_counts_too(monkeypatch):
-    monkeypatch.setattr(kept, "MAX_RESPONSES", 3)
+    monkeypatch.setattr(response_store, "MAX_RESPONSES", 3)
     store = ResponseStore(1 << 20)
     for i in range(5):
         assert store.put("ann", {"id": f"{i}"}, [])

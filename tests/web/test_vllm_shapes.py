@@ -11,7 +11,7 @@ from tests.web.support import call, edge_over, events, refusal, served
 from paceline.checkpoint.chat import load_chat
 from paceline.cli.main import build_parser
 from paceline.cli.vllm import vllm_settings
-from paceline.web.kept import ResponseStore
+from paceline.web.response_store import ResponseStore
 
 USER = [{"role": "user", "content": "hi"}]
 LONG = {"max_tokens": 9, "ignore_eos": True}

@@ -36,7 +36,7 @@ from paceline.config import (
 )
 from paceline.config.base import Strict
 from paceline.config.engines import Growing
-from paceline.config.memory import settle_front
+from paceline.config.memory import tune_server_process
 from paceline.errors import ConfigError
 from paceline.local import LocalPipeline
 from paceline.metrics.access import AccessMetrics
@@ -48,7 +48,7 @@ from paceline.security.access import Access
 from paceline.security.certificates import CertificateFiles, Certificates
 from paceline.security.keys import KeyRing
 from paceline.web.app import make_app
-from paceline.web.kept import LOCAL_BYTES, ResponseStore
+from paceline.web.response_store import LOCAL_BYTES, ResponseStore
 from paceline.web.service import Edge, fingerprint_of
 
 log = logging.getLogger(__name__)
@@ -313,7 +313,7 @@ class _Server(uvicorn.Server):
             return
         print(f"{self._addresses}\nready", flush=True)
         self._on_ready()
-        settle_front()
+        tune_server_process()
         task = asyncio.create_task(self._renew(), name="paceline-renewal")
         try:
             await super().main_loop()

@@ -29,7 +29,7 @@ from paceline.cluster.replicas import (
 )
 from paceline.config import ServiceConfig
 from paceline.config.installed import installed_version
-from paceline.config.memory import settle_front
+from paceline.config.memory import tune_server_process
 from paceline.errors import EngineError
 from paceline.fleet.public import public
 from paceline.fleet.report import Reporter
@@ -38,7 +38,7 @@ from paceline.metrics.registry import Registry
 from paceline.metrics.router import RouterMetrics
 from paceline.metrics.tracing import Tracing, trace_headers
 from paceline.router.admission import TargetInfo
-from paceline.router.elsewhere import Elsewhere, Named
+from paceline.router.peer_routers import Named, PeerRouters
 from paceline.router.pool import Lease
 from paceline.router.public import PublicMethods, model_info
 from paceline.security.access import Access
@@ -130,20 +130,20 @@ class Ingress(PublicMethods):
             log.warning("server.max_message_bytes is %d: prompts that fit the context have up to %d", allowed, longest)
         self._myself = serve.get_replica_context()
         self._peers: DeploymentHandle | None = None
-        self._elsewhere = Elsewhere(self._cancel_at_peers, timeout_s=_CANCEL_TIMEOUT_S)
+        self._peer_routers = PeerRouters(self._cancel_at_peers, timeout_s=_CANCEL_TIMEOUT_S)
         self._dtype: str | None = None
         self._stopped = False
         self._demand: Lease | None = None
         self._decided: tuple[str, ...] = ()
         await self.router.start()
-        settle_front()
+        tune_server_process()
         self._pushers = [Pusher(self._report), Pusher(self._ask_for_drafts)]
 
     # -- what the public methods ask of it --
 
     async def cancel_elsewhere(self, request_id: str, owner: str) -> bool:
         """Cancels a request that may be with another router: all are asked."""
-        return await self._elsewhere.cancel(request_id, owner)
+        return await self._peer_routers.cancel(request_id, owner)
 
     async def is_ready(self) -> bool:
         """True if a request would be served now."""
@@ -198,7 +198,7 @@ class Ingress(PublicMethods):
     def __serve_build_asgi_app__(self) -> Any:
         """The application of the HTTP port; Serve asks for it when the replica is made."""
         from paceline.web.app import make_app
-        from paceline.web.kept import ResponseStore
+        from paceline.web.response_store import ResponseStore
         from paceline.web.service import Edge, fingerprint_of
 
         model_id = self.config.target_config.model_loading_config.model_id
@@ -257,7 +257,7 @@ class Ingress(PublicMethods):
         self._stopped = True
         for pusher in self._pushers:
             await pusher.stop()
-        await self._elsewhere.stop()
+        await self._peer_routers.stop()
         await self.router.stop()
         for pool in self._pools:
             await pool.stop()

@@ -25,8 +25,8 @@ from paceline.cluster import janitor
 from paceline.cluster.encryption import tls_settings
 from paceline.cluster.environment import local_environment, serve_environment, socket_folder
 from paceline.cluster.first_node import start_ray
-from paceline.cluster.noise import divert
 from paceline.cluster.private import protect_token, session_folder
+from paceline.cluster.ray_output import divert
 from paceline.cluster.watch import StatusSource, Watch, first_line, gist, tell
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError, EngineError, PacelineError

@@ -16,7 +16,7 @@ _LARGEST_KEPT_BYTES = 32 << 20
 _NUM_ARENAS = 2
 
 
-def settle() -> None:
+def tune_engine_process() -> None:
     """Exempts all present objects from garbage collection, makes collections rarer, and keeps the memory that a step
     frees; called once an engine is built.
 
@@ -29,7 +29,7 @@ def settle() -> None:
     _exempt()
 
 
-def settle_front() -> None:
+def tune_server_process() -> None:
     """Exempts all present objects from garbage collection and makes it rarer; called once a front is built.
 
     A body of many values would start a full collection, while all streams wait. Threads share few arenas of memory,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import DraftSetup, ModelOptions, TargetSetup, cache_dir
-from paceline.config.memory import settle
+from paceline.config.memory import tune_engine_process
 from paceline.errors import EngineError, PacelineError
 from paceline.logs import STAGES
 from paceline.messages import FromDraft, FromTarget
@@ -80,7 +80,7 @@ class EngineSpec:
         log.info("loading %s %s: %s; compile cache: %s", self.kind, source, how, cache_dir() / "compiled")
         try:
             yield
-            settle()
+            tune_engine_process()
         except PacelineError:
             raise
         except Exception as error:

@@ -24,7 +24,7 @@ from typing import Any, Generic
 
 from paceline import logs
 from paceline.config import apply_worker_environment
-from paceline.config.memory import settle
+from paceline.config.memory import tune_engine_process
 from paceline.errors import PacelineError, as_paceline_error, by_name
 from paceline.runtime.pipe import Channel
 from paceline.runtime.workers import (
@@ -315,7 +315,7 @@ def _process_main(sock: socket.socket, factory_pickle: bytes, cores: Sequence[in
             factory: EngineFactory[Any, Any] = pickle.loads(factory_pickle)
             engine = factory(lambda messages: channel.send(list(messages)))
         limit_torch_threads()
-        settle()
+        tune_engine_process()
         channel.send(_Ready(engine.facts()))
         try:
             run(engine, drain)

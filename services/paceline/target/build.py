@@ -36,7 +36,6 @@ from paceline.target.cores import TargetCores
 from paceline.target.engine import TargetEngine
 from paceline.target.heads.mounted import MountedHead
 from paceline.target.hints import Hints
-from paceline.target.link import StatesLink
 from paceline.target.mount import (
     bind_heads,
     features_of,
@@ -51,6 +50,7 @@ from paceline.target.mount import (
     with_own_mtp,
 )
 from paceline.target.origin import origin_of
+from paceline.target.states_link import StatesLink
 from paceline.types import PAGE_SIZE, Rendezvous
 
 _LEAST_BRANCHES = 16

@@ -55,13 +55,13 @@ from paceline.target.heads.driver import Heads
 from paceline.target.heads.feeding import Computed
 from paceline.target.heads.mounted import MountedHead
 from paceline.target.hints import Hints
-from paceline.target.link import StatesLink
 from paceline.target.lookup import new_shares
 from paceline.target.origin import Origin
 from paceline.target.pages import PageStore
 from paceline.target.runners import Forwarded, NoMemoryError, Runners, without_memory
 from paceline.target.scheduler import Scheduled, Scheduler
 from paceline.target.session import TargetSession
+from paceline.target.states_link import StatesLink
 from paceline.types import (
     MAX_DRAFT_TOKENS,
     PAGE_SIZE,

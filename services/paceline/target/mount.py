@@ -42,7 +42,7 @@ from paceline.preflight.host_memory import draft_branches, draft_pages
 from paceline.target.heads.grower import MOST_LEAVES
 from paceline.target.heads.mounted import MountedHead, union
 from paceline.target.hints import Hints
-from paceline.target.link import StatesLink
+from paceline.target.states_link import StatesLink
 from paceline.types import PAGE_SIZE, SamplingParams, pages_for
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from paceline.checkpoint.chat import ChatTemplate
 from paceline.router.admission import TargetInfo as TargetInfo
 from paceline.security.access import Access
 from paceline.types import Chunk, Request, RequestLimits, Result, ServerInfo, Usage
-from paceline.web.kept import ResponseStore
+from paceline.web.response_store import ResponseStore
 
 MAX_BODY_BYTES = 16 << 20
 """Longest body of a request unless the configuration says otherwise."""

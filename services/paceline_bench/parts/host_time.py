@@ -51,7 +51,7 @@ from torch import Tensor
 from paceline.checkpoint.tokenizer import load_tokenizer
 from paceline.cli.table import table
 from paceline.config import DraftModel, LocalConfig, TargetModel
-from paceline.config.memory import settle
+from paceline.config.memory import tune_engine_process
 from paceline.draft import grower
 from paceline.draft.build import build_draft_engine
 from paceline.draft.engine import DraftEngine
@@ -308,13 +308,13 @@ def apart(part: str, max_sessions: int, recording: Recording) -> list[Row]:
     """
     rows = []
     if part == "relay":
-        settle()
+        tune_engine_process()
         for cell, calls in recording:
             seconds = _steps(calls, play(Router(cell.sessions()), calls, Clock()))
             rows.append(cell.row(part, relay_columns(statistics.mean(kept(seconds, float)))))
         return rows
     bench = Bench(max_sessions)
-    settle()
+    tune_engine_process()
     with bench.timed():
         for cell, calls in recording:
             side = bench.sides()[part]
@@ -355,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(*table(overhead_rows(args)), sep="\n")
         return
     bench = Bench(max(args.sessions))
-    settle()
+    tune_engine_process()
     profile = cProfile.Profile(time.thread_time)
     recordings: dict[str, Recording] = {part: [] for part in _CALLS} if args.apart else {}
     rows: list[Row] = []

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from paceline.cli.table import table
 from paceline.config import LocalConfig, TargetModel, TargetSetup
-from paceline.config.memory import settle
+from paceline.config.memory import tune_engine_process
 from paceline.core import sampling, verification
 from paceline.core.processors import Row
 from paceline.core.tree import Proposal
@@ -298,7 +298,7 @@ def row(
         engine = build_target_engine(setup, emit, meeting)
     begins.set()
     engine.runner.backend = backend = StubBackend(device, engine.runner, num_sessions)
-    settle()
+    tune_engine_process()
     took: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     with without_exchanges() if others else ExitStack() as stack:
         stack.enter_context(mock.patch.object(target_engine, "Drawn", drawn_by(device)))

@@ -30,8 +30,8 @@ from paceline.drafters.protocol import Features
 from paceline.model.kv_cache import KVCache
 from paceline.target.control.allocation import ENOUGH_TRIALS, Allocation
 from paceline.target.heads.feeding import Computed, Feeding
-from paceline.target.heads.followed import Followed
 from paceline.target.heads.mounted import MountedHead
+from paceline.target.heads.session import HeadSession
 from paceline.target.session import TargetSession
 from paceline.types import Mode
 
@@ -56,7 +56,7 @@ class Heads:
         """Seconds that the heads were asked for since ``take_s``."""
         self._num_sessions = 1  # of the coming step, or of the one that runs
         self._feeding = Feeding(states, cache.num_pages)
-        self._offering: dict[str, tuple[MountedHead, Followed]] = {}
+        self._offering: dict[str, tuple[MountedHead, HeadSession]] = {}
         """The heads that have tokens for the coming rounds of sessions."""
         self._circumstances: tuple[int, bool] | None = None  # of ``use``
         self._allocation = allocation
@@ -176,7 +176,7 @@ class Heads:
             mounted, followed = offering
             mounted.observe(followed, proposal, accepted, row_s)
 
-    def _forget(self, session: TargetSession) -> tuple[MountedHead, Followed] | None:
+    def _forget(self, session: TargetSession) -> tuple[MountedHead, HeadSession] | None:
         """Withdraws what a session was offered; returns the head that has offered it."""
         session.head_offer = None
         return self._offering.pop(session.session_id, None)
@@ -227,7 +227,7 @@ class Heads:
         for mounted, is_asked in zip(self.mounted, asks, strict=True):
             mounted.follow(on=is_asked)
         self._prefill()
-        asked: dict[int, list[Followed]] = {}
+        asked: dict[int, list[HeadSession]] = {}
         for session in ready:
             self._forget(session)
             if not self._may_propose(session):

@@ -21,7 +21,7 @@ from paceline.drafters.protocol import Head
 from paceline.drafters.ranking import Rule
 from paceline.target.control.allocation import LEAST_PATH, expected_tokens, least_gain
 from paceline.target.control.head_gate import HeadGate
-from paceline.target.heads.followed import Followed
+from paceline.target.heads.session import HeadSession
 from paceline.target.session import HeadOffer
 
 MOST_LEAVES = 4
@@ -50,7 +50,7 @@ class HeadStats:
     """Times that the head went on with a session after a pause in which it had missed some of its rows."""
 
 
-class HeadGrower(Grower[Followed]):
+class HeadGrower(Grower[HeadSession]):
     """Grows the trees of a head's sessions within the time that the head may take."""
 
     def __init__(self, head: Head, num_tokens: int, on_failure: OnFailure) -> None:
@@ -62,7 +62,7 @@ class HeadGrower(Grower[Followed]):
         """Reason for which it was switched off; empty: it is on."""
         self.clock: Callable[[], float] = time.perf_counter
 
-    def ask(self, sessions: list[Followed], tokens_per_s: float, *, trees: bool) -> None:
+    def ask(self, sessions: list[HeadSession], tokens_per_s: float, *, trees: bool) -> None:
         """Expands the anchors of some sessions and the best nodes below each, depth by depth while that is worth its
         time, and offers each session its best path.
 
@@ -82,7 +82,7 @@ class HeadGrower(Grower[Followed]):
             at = []
         while at:
             started, num_leaves = self.clock(), len(at)
-            below: list[tuple[Followed, TreeNode]] = []
+            below: list[tuple[HeadSession, TreeNode]] = []
             while at:
                 batch, at = at[: self.drafter.max_leaves], at[self.drafter.max_leaves :]
                 below += [place for place in self._below(self.expand(batch)) if self._wants_more(*place)]
@@ -95,7 +95,7 @@ class HeadGrower(Grower[Followed]):
             if self.sessions.get(followed.session_id) is followed:
                 self.offer(followed)
 
-    def _may_chain(self, at: Sequence[tuple[Followed, TreeNode]], width: int) -> bool:
+    def _may_chain(self, at: Sequence[tuple[HeadSession, TreeNode]], width: int) -> bool:
         """True if one call shall draft the best path of each session: the head can do so, and no other way is
         better.
         """
@@ -103,7 +103,7 @@ class HeadGrower(Grower[Followed]):
             return False
         return bool(at) and self.gate.chains(len(at), width)
 
-    def _chain(self, at: Sequence[tuple[Followed, TreeNode]], tokens_per_s: float) -> None:
+    def _chain(self, at: Sequence[tuple[HeadSession, TreeNode]], tokens_per_s: float) -> None:
         """Drafts one path for each session: expands a node, then its best child, while the next token is worth its
         time.
         """
@@ -118,7 +118,7 @@ class HeadGrower(Grower[Followed]):
             gate.observe_chains(lengths, self.clock() - started)
             self.stats.depths += max(lengths)
 
-    def _worthwhile(self, sessions: list[Followed], tokens_per_s: float) -> list[Followed]:
+    def _worthwhile(self, sessions: list[HeadSession], tokens_per_s: float) -> list[HeadSession]:
         """The sessions that the head is asked for, where that has positive expected gain."""
         gate = self.gate
         gains = [self._gain(f) for f in sessions]
@@ -131,14 +131,14 @@ class HeadGrower(Grower[Followed]):
             return []
         return [f for f, gain in zip(sessions, gains, strict=True) if gain > 0.0 or f.rule is Rule.REJECTION]
 
-    def _depth(self, followed: Followed) -> int:
+    def _depth(self, followed: HeadSession) -> int:
         return min(self.num_tokens, followed.session.max_draft())
 
-    def _depth_left(self, followed: Followed, node: TreeNode) -> int:
+    def _depth_left(self, followed: HeadSession, node: TreeNode) -> int:
         """Tokens that may be proposed below a node."""
         return self._depth(followed) - (node.position - followed.tree.anchor.position)
 
-    def _wants_more(self, followed: Followed, node: TreeNode) -> bool:
+    def _wants_more(self, followed: HeadSession, node: TreeNode) -> bool:
         """True if tokens below a node may be proposed and are likely enough. The rejection rule ignores how likely they
         are.
         """
@@ -147,20 +147,20 @@ class HeadGrower(Grower[Followed]):
         blind = followed.rule is Rule.REJECTION or not self.gate.adaptive
         return blind or followed.probability(node) >= LEAST_PATH
 
-    def _gain(self, followed: Followed) -> float:
+    def _gain(self, followed: HeadSession) -> float:
         """Expected number of tokens that a proposal of the head adds to the session's own lookup."""
         session = followed.session
         of_head = expected_tokens([followed.hits.rate()] * self._depth(followed))
         return of_head - expected_tokens(session.looked_up(session.k).probs)
 
-    def offer(self, followed: Followed) -> None:
+    def offer(self, followed: HeadSession) -> None:
         """Offers a session its head's best path, for the next step to verify."""
         path = followed.tree.proposal(self._depth(followed))
         if len(path):
             anchor = None if followed.rule is Rule.REJECTION else followed.tree.anchor
             followed.session.head_offer = HeadOffer(path, followed.hits, self.num_tokens, anchor)
 
-    def _below(self, expanded: list[tuple[Followed, TreeNode]]) -> list[tuple[Followed, TreeNode]]:
+    def _below(self, expanded: list[tuple[HeadSession, TreeNode]]) -> list[tuple[HeadSession, TreeNode]]:
         """The new nodes that may be expanded next, likeliest of each parent first."""
         if self.drafter.tokens_per_leaf == 1:
             return [(f, child) for f, node in expanded for child in node.children.values()]
@@ -168,14 +168,14 @@ class HeadGrower(Grower[Followed]):
         return [(f, node) for f, node in ends if not node.expanded]
 
     def _next_leaves(
-        self, below: list[tuple[Followed, TreeNode]], width: int, tokens_per_s: float
-    ) -> list[tuple[Followed, TreeNode]]:
+        self, below: list[tuple[HeadSession, TreeNode]], width: int, tokens_per_s: float
+    ) -> list[tuple[HeadSession, TreeNode]]:
         """Returns the nodes that the next depth expands, the most likely first.
 
         At most ``width`` nodes of each session are chosen. A node is left out if plain work would bring more tokens in
         the time that it takes.
         """
-        of_session: dict[int, list[tuple[float, Followed, TreeNode]]] = {}
+        of_session: dict[int, list[tuple[float, HeadSession, TreeNode]]] = {}
         for followed, node in below:
             all_pay = width > 1 and followed.rule is not Rule.REJECTION
             if all_pay or (node.parent is not None and node.parent.best is node):

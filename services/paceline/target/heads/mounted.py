@@ -17,8 +17,8 @@ from paceline.errors import PacelineError
 from paceline.target.control.allocation import AcceptanceHistory
 from paceline.target.control.compared import compare
 from paceline.target.control.head_gate import HeadGate
-from paceline.target.heads.followed import Followed, rule_of
 from paceline.target.heads.grower import HeadGrower
+from paceline.target.heads.session import HeadSession, rule_of
 from paceline.target.session import FAN_OUT, TargetSession
 from paceline.types import PAGE_SIZE
 
@@ -119,7 +119,7 @@ class MountedHead(HeadGrower):
             log.warning("head %s cannot follow session %s: %s", self.name, session.session_id, error)
             return
         acceptance = self._acceptance(session)
-        self.sessions[session.session_id] = Followed(session, self.calibrations[rule_of(session)], acceptance)
+        self.sessions[session.session_id] = HeadSession(session, self.calibrations[rule_of(session)], acceptance)
 
     def outgrown(self, session: TargetSession) -> bool:
         """True if a session's context is longer than the head can follow."""
@@ -161,7 +161,7 @@ class MountedHead(HeadGrower):
             self.riding.discard(session_id)
             self.guarded(lambda: self.head.close(session_id))
 
-    def may_ask(self, followed: Followed) -> bool:
+    def may_ask(self, followed: HeadSession) -> bool:
         """True if the head knows all of a session's context, and may be asked."""
         session = followed.session
         if self.reads_states and (
@@ -172,7 +172,7 @@ class MountedHead(HeadGrower):
             return False
         return followed.ready or self.ready(followed)
 
-    def observe(self, followed: Followed, proposal: Proposal, accepted: Sequence[int], row_s: float) -> None:
+    def observe(self, followed: HeadSession, proposal: Proposal, accepted: Sequence[int], row_s: float) -> None:
         """Records which tokens of a session's proposal were accepted; its rows took ``row_s`` seconds."""
         result = compare(proposal, proposal.along(accepted))
         followed.hits.add(result.places, result.predicted, result.first, result.any)
@@ -211,7 +211,7 @@ class MountedHead(HeadGrower):
 
     def guarded(self, call: Callable[[], Result]) -> Result | None:
         """Calls the head; an error ends the session that it names, or switches the head off, and gives None."""
-        done = call_for_each(lambda _: call(), list[Followed](), on_failure=self._on_failure)
+        done = call_for_each(lambda _: call(), list[HeadSession](), on_failure=self._on_failure)
         return done[0][1] if done else None
 
     def feed(self, fed: list[Fed]) -> set[str]:

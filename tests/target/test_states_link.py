@@ -29,9 +29,9 @@ from paceline.messages import STATE_BYTES, OpenSession, States
 from paceline.model.loading import load_pretrained
 from paceline.model.step_plan import SequenceStep
 from paceline.rpc.streams import encode_from_target, encode_to_draft
-from paceline.target import link as link_module
+from paceline.target import states_link as link_module
 from paceline.target.control.report import explain
-from paceline.target.link import StatesLink
+from paceline.target.states_link import StatesLink
 from paceline.types import PAGE_SIZE, Mode
 
 METHOD = method_named("P-EAGLE, in the pool")

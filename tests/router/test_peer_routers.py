@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.router.elsewhere import Elsewhere, Named
+from paceline.router.peer_routers import Named, PeerRouters
 
 
 async def test_two_hundred_cancels_are_two_questions() -> None:
@@ -23,11 +23,11 @@ async def test_two_hundred_cancels_are_two_questions() -> None:
         theirs.difference_update(found)
         return found
 
-    elsewhere = Elsewhere(ask, timeout_s=5.0)
-    first = asyncio.create_task(elsewhere.cancel("r0", ""))
+    peers = PeerRouters(ask, timeout_s=5.0)
+    first = asyncio.create_task(peers.cancel("r0", ""))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    rest = [elsewhere.cancel(f"r{i}", "") for i in range(1, 200)]
+    rest = [peers.cancel(f"r{i}", "") for i in range(1, 200)]
     assert list(await asyncio.gather(first, *rest)) == [i % 2 == 0 for i in range(200)]
     assert [len(names) for names in asked] == [1, 199]
 
@@ -36,8 +36,8 @@ async def test_an_id_of_another_caller_is_not_found() -> None:
     async def ask(names: Sequence[Named]) -> list[Named]:
         return [("r", "alice")]
 
-    elsewhere = Elsewhere(ask, timeout_s=5.0)
-    assert list(await asyncio.gather(elsewhere.cancel("r", "bob"), elsewhere.cancel("r", "alice"))) == [False, True]
+    peers = PeerRouters(ask, timeout_s=5.0)
+    assert list(await asyncio.gather(peers.cancel("r", "bob"), peers.cancel("r", "alice"))) == [False, True]
 
 
 async def test_an_error_or_silence_ends_one_question_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -54,13 +54,13 @@ async def test_an_error_or_silence_ends_one_question_and_is_named(caplog: pytest
         return names
 
     with caplog.at_level(logging.WARNING):
-        elsewhere = Elsewhere(ask, timeout_s=0.05)
-        answers = [await elsewhere.cancel("a", ""), await elsewhere.cancel("b", "")]
-        left = asyncio.create_task(elsewhere.cancel("c", ""))
+        peers = PeerRouters(ask, timeout_s=0.05)
+        answers = [await peers.cancel("a", ""), await peers.cancel("b", "")]
+        left = asyncio.create_task(peers.cancel("c", ""))
         await asyncio.sleep(0)
         left.cancel()
-        answers.append(await elsewhere.cancel("d", ""))
-        await elsewhere.stop()
+        answers.append(await peers.cancel("d", ""))
+        await peers.stop()
         assert answers == [False, False, True]
     first, second = (record.getMessage() for record in caplog.records if "other routers" in record.getMessage())
     assert "RuntimeError('broken by a test')" in first

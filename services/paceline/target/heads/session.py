@@ -15,8 +15,7 @@ from paceline.target.control.allocation import AcceptanceHistory
 from paceline.target.session import FAN_OUT, TargetSession
 
 _NONCES = 1 << 31
-"""Draws of heads under the rejection rule use nonces from here, which a draft's own do not share at one length of the
-context."""
+"""First nonce of heads under the rejection rule. At one length of the context no draw of a draft has the same nonce."""
 
 
 def rule_of(session: TargetSession) -> Rule:
@@ -24,7 +23,7 @@ def rule_of(session: TargetSession) -> Rule:
     return Rule.GREEDY if session.sampler.greedy else Rule.REJECTION if session.rejection else Rule.COUPLED
 
 
-class Followed(GrowingSession):
+class HeadSession(GrowingSession):
     """One session at one head: the head's tree below the session's last token."""
 
     __slots__ = ("attachment", "hits", "holes", "num_fed", "session")
@@ -48,10 +47,10 @@ class Followed(GrowingSession):
         )
         self.hits = AcceptanceHistory(acceptance)
         self.num_fed = 0
-        """Positions [0, num_fed) have been fed since ``attachment``, or the last of them to a head that wants no
+        """The head has been fed with positions [0, num_fed) on these pages, or only with the last ones if it reads no
         more."""
         self.attachment = 0
-        """The session's pages that it was fed for (``TargetSession.attachment``)."""
+        """``TargetSession.attachment`` of the pages that the head was fed for."""
         self.holes: tuple[range, ...] = ()
         """Rows on these pages that the head has missed, in ascending order (``Fed.holes``)."""
 
@@ -72,22 +71,21 @@ class Followed(GrowingSession):
         self.holes = with_hole(self.holes, rows)
 
     def restart(self) -> None:
-        """Drops all nodes below the anchor: they were predicted from the head's own states, and the target's
-        have come.
-        """
+        """Drops all nodes below the anchor. The head predicted them from its own states; now it has the target's."""
         self.tree = self._new_tree()
 
     def deepest(self, node: TreeNode) -> TreeNode:
-        """The end of the best path below a node: the one to expand next, unless nothing came of it before.
+        """Returns the end of the best path below ``node``: the node to expand next.
 
-        Below an anchor that was predicted there may be a path already: its tokens were not all verified.
+        A predicted anchor may have a path below it already, whose tokens were not all verified.
         """
         while node.expanded and node.best is not None:
             node = node.best
         return node
 
     def probability(self, node: TreeNode) -> float:
-        """Probability that the tokens down to ``node`` are all accepted; under the rejection rule by averages alone."""
+        """Returns the probability that all tokens down to ``node`` are accepted; under the rejection rule from the
+        session's acceptance rate alone."""
         path = self.path(node)
         if self.rule is Rule.REJECTION:
             return self.hits.rate() ** len(path)

@@ -12,7 +12,7 @@ Named = tuple[str, str]
 """Id of a request, and the name of its caller."""
 
 
-class Elsewhere:
+class PeerRouters:
     """Asks the other routers to cancel requests, one question at a time. New requests join the next question. One event
     loop.
     """

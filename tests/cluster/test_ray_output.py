@@ -12,7 +12,7 @@ from ray import serve
 import ray._private.worker as worker
 
 if sys.argv[2:]:
-    from paceline.cluster.noise import divert
+    from paceline.cluster.ray_output import divert
     divert(pathlib.Path(sys.argv[1]))
 logging.getLogger("ray").warning("token authentication")
 logging.getLogger("ray.serve").error("a replica is slow")
