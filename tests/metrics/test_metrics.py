@@ -99,6 +99,11 @@ class TestDeclarations:
         others = [metric for metric in CATALOGUE.values() if metric not in engine]
         assert not [m.name for m in others if engines.ENGINE_COUNTER_NAME.fullmatch(m.name)]
 
+    @pytest.mark.parametrize(("kind", "stats"), [("target", TargetStats), ("draft", DraftStats)])
+    def test_each_field_of_an_engines_stats_has_a_declaration(self, kind, stats):
+        fields = {field.name.removesuffix("_total") for field in dataclasses.fields(stats)}
+        assert not fields - {field for of, field in engines.ENGINE_COUNTERS if of == kind}
+
     def test_a_declaration_is_found_by_the_name_of_its_series(self):
         for kind, field in [*engines.ENGINE_COUNTERS, ("target", "new_field"), ("draft", "wait_s")]:
             metric = engine_counter(kind, field)

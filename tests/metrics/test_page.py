@@ -68,3 +68,7 @@ def page() -> str:
 
 def test_the_page_is_byte_for_byte_what_its_readers_know() -> None:
     assert page() == PAGE.read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
